@@ -1,0 +1,69 @@
+"""The settings of graph capture. Imports only `errors`, so that every other part may import this one."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from graphmod.errors import ConfigError
+
+
+class Scope(str, Enum):
+    """How much of a training run one graph holds."""
+
+    none = "none"
+    per_layer = "per_layer"
+    full_iteration = "full_iteration"
+
+
+class BackendName(str, Enum):
+    """Which backend captures: `auto` takes `cuda` for modules on a GPU and `emulated` for modules on the CPU."""
+
+    auto = "auto"
+    cuda = "cuda"
+    emulated = "emulated"
+
+
+def _choice(kind: type[Enum], value: object, setting: str) -> Enum:
+    try:
+        return kind(value)
+    except ValueError:
+        allowed = ", ".join(member.value for member in kind)
+        raise ConfigError(f"{setting}={value!r} is not known; choose one of: {allowed}") from None
+
+
+@dataclass
+class CUDAGraphConfig:
+    """Settings of `CUDAGraphModule`, `graph_layers` and `TrainStep`.
+
+    Attributes:
+        scope: what `TrainStep` captures: each layer, the whole iteration (optimizer included), or nothing.
+        warmup_steps: ordinary eager calls of a new signature before it is captured; at least 0. The last of them is
+            recorded and compared with the capture, so with 0 a value that changes from call to call goes unnoticed.
+        backend: `auto`, `cuda` or `emulated`.
+        layers: name patterns (`fnmatch`, relative to the model, such as `model.layers.*.mlp`) of the modules that
+            `graph_layers` wraps; None finds the decoder layers.
+        clone_outputs: return copies instead of tensors that alias graph memory. Not needed for correctness: an output
+            that is still held when its graph replays again is moved to memory of its own first.
+        max_graphs: distinct signatures of one module that may have graphs at a time; the least recently used goes
+            first. At least 1.
+        max_failures: failures in a row after which a module stays eager until `force_enable()`. At least 1.
+        optimizer: in `per_layer` scope, let `TrainStep` capture clipping and the optimizer step too.
+    """
+
+    scope: Scope = Scope.per_layer
+    warmup_steps: int = 3
+    backend: BackendName = BackendName.auto
+    layers: list[str] | None = None
+    clone_outputs: bool = False
+    max_graphs: int = 8
+    max_failures: int = 3
+    optimizer: bool = True
+
+    def __post_init__(self) -> None:
+        self.scope = _choice(Scope, self.scope, "scope")
+        self.backend = _choice(BackendName, self.backend, "backend")
+        if isinstance(self.layers, str):
+            self.layers = [self.layers]
+        for setting, least in (("warmup_steps", 0), ("max_graphs", 1), ("max_failures", 1)):
+            value = getattr(self, setting)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ConfigError(f"{setting} must be an integer of at least {least}, got {value!r}")

@@ -1,0 +1,21 @@
+"""The exceptions users of graphmod see. Imports nothing of graphmod."""
+
+
+class GraphmodError(Exception):
+    """Base class of every error graphmod raises on purpose."""
+
+
+class ConfigError(GraphmodError, ValueError):
+    """A setting is wrong; the message names the setting, what was given and what is allowed."""
+
+
+class CaptureRefused(GraphmodError, RuntimeError):
+    """The captured code did something a CUDA graph cannot repeat (a host read, a value that changes, ...).
+
+    Users meet this type only as the reason in a log line or in `CUDAGraphModule.last_failure`: a refused capture
+    falls back to an ordinary eager call.
+    """
+
+
+class BackwardUnavailable(GraphmodError, RuntimeError):
+    """A backward pass was asked for whose saved values are gone or that a replayed graph cannot provide."""
