@@ -1,0 +1,163 @@
+"""Capture and replay with `torch.cuda.CUDAGraph`.
+
+Everything is captured on one side stream per backend, on which warm-up calls run too: autograd nodes, cuBLAS
+workspaces and cached memory then already belong to it, and a captured graph is one chain without forks to other
+streams (a fork costs gaps between kernels at every replay). Replays run on the caller's stream. May import `recorder` and
+`random_state`.
+"""
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphmod.backend.random_state import frozen_random_state
+from graphmod.recorder import Recorder
+
+
+class CudaPool:
+    """A memory pool of the caching allocator that only captures allocate from."""
+
+    def __init__(self) -> None:
+        self.handle = torch.cuda.graph_pool_handle()
+
+    def bytes(self) -> int:
+        """Bytes of GPU memory the pool has reserved."""
+        segments = torch.cuda.memory_snapshot(self.handle)
+        return sum(segment["total_size"] for segment in segments)
+
+    def release(self) -> None:
+        """Gives the blocks nobody uses any more back to the driver."""
+        torch.cuda.empty_cache()
+
+
+class CudaCapture:
+    """A captured CUDA graph; `seen` is what the recorder saw while it was captured."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, seen: Recorder) -> None:
+        self.seen = seen
+        self._graph = graph
+        self.replay = graph.replay
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """The collector may free a graph or an event in the middle of a capture, which would invalidate it."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _renew_gradient_accumulators(parameters: list[Tensor]) -> None:
+    """Makes autograd create the parameters' AccumulateGrad nodes anew, on the stream that is current when it does.
+
+    Such a node keeps the stream it was made on, and lives as long as any loss that leads to it. A loop that always
+    holds the last loss hands the node from step to step, so that without this a capture would for ever fork to the
+    stream of the first eager step. Autograd drops its reference when a parameter's data changes dtype.
+    """
+    for parameter in parameters:
+        if parameter.is_leaf and parameter.requires_grad:
+            data = parameter.data
+            other = torch.float32 if data.dtype is not torch.float32 else torch.float64
+            parameter.data = torch.empty(0, dtype=other, device=data.device)
+            parameter.data = data
+
+
+class CudaBackend:
+    """Captures on `device`.
+
+    Args:
+        device: a CUDA device.
+    """
+
+    name = "cuda"
+    on_gpu = True
+    device_type = "cuda"
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = torch.device("cuda", device.index if device.index is not None else torch.cuda.current_device())
+        self.stream = torch.cuda.Stream(self.device)
+        self._generator = torch.cuda.default_generators[self.device.index]
+
+    def new_pool(self) -> CudaPool:
+        return CudaPool()
+
+    def prepare_capture(self) -> None:
+        """Gives cached blocks back, because a private pool cannot use what the warm-up left behind."""
+        torch.cuda.empty_cache()
+
+    @contextlib.contextmanager
+    def warm_up(self, parameters: list[Tensor]) -> Iterator[None]:
+        """Runs the body on the capture stream, after the caller's work and before what the caller does next."""
+        caller = torch.cuda.current_stream(self.device)
+        _renew_gradient_accumulators(parameters)
+        self.stream.wait_stream(caller)
+        try:
+            with torch.cuda.stream(self.stream):
+                yield
+        finally:
+            caller.wait_stream(self.stream)
+
+    def random_state(self) -> Any:
+        return self._generator.get_offset()
+
+    def set_random_state(self, state: Any) -> None:
+        self._generator.set_offset(state)
+
+    def capture(
+        self,
+        run: Callable[[], Any],
+        pool: CudaPool,
+        inputs: list[Tensor],
+        generators: list[torch.Generator],
+        check: Callable[[Recorder, Any], None] | None = None,
+    ) -> tuple[CudaCapture, Any]:
+        """Captures `run()` into `pool`; nothing runs on the GPU until the graph's first replay. `check(recorder,
+        result)` may still refuse.
+
+        Raises:
+            CaptureRefused: `run` did something a graph cannot repeat.
+            Exception: whatever `run` raised, or what CUDA said; stream and generators are usable again.
+        """
+        graph = torch.cuda.CUDAGraph()
+        for generator in generators:
+            if generator.device.type == "cuda":
+                graph.register_generator_state(generator)
+        recorder = Recorder(inputs, on_gpu=True)
+        spare = [(g, g.clone_state()) for g in (self._generator, *generators) if g.device.type == "cuda"]
+        with _no_garbage_collection(), torch.cuda.stream(self.stream):
+            graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
+            try:
+                with frozen_random_state(recorder, (torch.cuda, torch.cuda.random)), recorder:
+                    result = run()
+                if check is not None:
+                    check(recorder, result)
+            except BaseException:
+                self._abandon(graph, pool, spare)
+                raise
+            try:
+                graph.capture_end()
+            except BaseException:
+                self._clean_up(pool, spare)
+                raise
+        return CudaCapture(graph, recorder.finish()), result
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph, pool: CudaPool, spare: list) -> None:
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            self._clean_up(pool, spare)
+
+    def _clean_up(self, pool: CudaPool, spare: list) -> None:
+        """`capture_end` gave up half-way because CUDA had invalidated the capture: do the rest of its work."""
+        with contextlib.suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(self.device.index, pool.handle)
+        for generator, state in spare:
+            generator.graphsafe_set_state(state)

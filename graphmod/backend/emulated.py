@@ -1,0 +1,190 @@
+"""Capture and replay with the semantics of a CUDA graph on a machine without a GPU.
+
+A capture records the aten operations of a call with the very tensors they worked on; a replay runs the same
+operations on the same addresses with the same scalars. Views are not run again: they are the same memory. It brings
+correctness checks everywhere, and no speed. May import `recorder`, `random_state` and `errors`.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphmod.backend.random_state import frozen_random_state
+from graphmod.errors import CaptureRefused
+from graphmod.recorder import Recorder, address, facts, tensors_in
+
+_NO_FILL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh"}
+
+
+class EmulatedPool:
+    """The memory that the graphs of one pool hold. Emulated memory is never shared, so this only counts it."""
+
+    def __init__(self) -> None:
+        self.storages: dict[int, int] = {}
+
+    def bytes(self) -> int:
+        return sum(self.storages.values())
+
+    def release(self) -> None:
+        self.storages.clear()
+
+
+class EmulatedGraph:
+    """A recorded call. `replay()` repeats it in place; the first replay after the capture has nothing left to do,
+    because recording already ran the operations (on CUDA, capturing runs nothing and the first replay does)."""
+
+    def __init__(self) -> None:
+        self.seen: Recorder | None = None
+        self._calls: list[tuple[Callable, tuple, dict]] = []
+        self._ran = False
+
+    def replay(self) -> None:
+        if not self._ran:
+            self._ran = True
+            return
+        with torch._C._DisableAutocast(), torch._C._AutoDispatchBelowADInplaceOrView():
+            for run, args, kwargs in self._calls:
+                run(*args, **kwargs)
+
+    def add(self, op: Any, args: tuple, kwargs: dict, result: Any, fresh: list[Tensor]) -> None:
+        """Takes one executed operation into the recording."""
+        about = facts(op)
+        if not fresh and not about.writes:
+            return
+        if about.name.removeprefix("aten::") in _NO_FILL:
+            return
+        if not isinstance(op, torch._ops.OpOverload):
+            raise CaptureRefused(f"{op} is no plain operator; the emulated backend cannot record it")
+        args, kwargs = _frozen(args), {key: _frozen(value) for key, value in kwargs.items()}
+        if about.writes:
+            self._calls.append((op._op, args, kwargs))
+            return
+        results = list(tensors_in(result if isinstance(result, (tuple, list)) else (result,)))
+        kept = _frozen(results)
+        target = _out_overload(op)
+        if target is not None and len(fresh) == len(results):
+            overload, names, others = target
+            outs = {names[0]: kept} if isinstance(result, list) else dict(zip(names, kept, strict=True))
+            passed = {key: value for key, value in kwargs.items() if key in others}
+            self._calls.append((overload._op, args, {**passed, **outs}))
+            return
+        pairs = [(i, kept[i]) for i, t in enumerate(results) if any(t is f for f in fresh)]
+        self._calls.append((_run_and_copy, (op._op, args, kwargs, pairs), {}))
+
+
+def _run_and_copy(run: Callable, args: tuple, kwargs: dict, pairs: list[tuple[int, Tensor]]) -> None:
+    result = run(*args, **kwargs)
+    results = list(tensors_in(result if isinstance(result, (tuple, list)) else (result,)))
+    for index, kept in pairs:
+        kept.copy_(results[index])
+
+
+def _frozen(value: Any) -> Any:
+    """The value with each tensor replaced by an alias that holds its memory but none of its autograd history."""
+    if isinstance(value, Tensor):
+        return value.detach()
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_frozen, value))
+    return value
+
+
+_FACTORY_ARGUMENTS = {"dtype", "layout", "device", "pin_memory"}
+_out_overloads: dict[Any, tuple[Any, list[str], set[str]] | None] = {}
+
+
+def _out_overload(op: Any) -> tuple[Any, list[str], set[str]] | None:
+    """The overload that writes an operator's results into given tensors: itself, the names of those arguments, and the
+    names of the others. None where there is none that takes the same arguments."""
+    if op not in _out_overloads:
+        _out_overloads[op] = _find_out_overload(op)
+    return _out_overloads[op]
+
+
+def _find_out_overload(op: Any) -> tuple[Any, list[str], set[str]] | None:
+    wanted = [(a.name, str(a.type)) for a in op._schema.arguments]
+    lists = [str(r.type).startswith("List") for r in op._schema.returns]
+    for name in op.overloadpacket.overloads():
+        candidate = getattr(op.overloadpacket, name)
+        outs = [a for a in candidate._schema.arguments if a.is_out]
+        others = [(a.name, str(a.type)) for a in candidate._schema.arguments if not a.is_out]
+        same = [argument for argument in wanted if argument in others]
+        missing = {argument[0] for argument in wanted if argument not in others}
+        if not outs or same != others or not missing <= _FACTORY_ARGUMENTS:
+            continue
+        if [str(a.type).startswith("List") for a in outs] == lists:
+            return candidate, [a.name for a in outs], {argument[0] for argument in others}
+    return None
+
+
+class _Journal:
+    """Copies of the memory a capture changed, so that a failed one can be undone (it really ran here)."""
+
+    def __init__(self) -> None:
+        self._saved: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def save(self, tensor: Tensor) -> None:
+        where = address(tensor)
+        if where not in self._saved:
+            whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+            self._saved[where] = (whole, whole.clone())
+
+    def undo(self) -> None:
+        for whole, before in self._saved.values():
+            whole.copy_(before)
+
+
+class EmulatedBackend:
+    """Records and repeats on the CPU."""
+
+    name = "emulated"
+    on_gpu = False
+    device_type = "cpu"
+
+    def new_pool(self) -> EmulatedPool:
+        return EmulatedPool()
+
+    def prepare_capture(self) -> None:
+        """Nothing to free before a capture."""
+
+    @contextlib.contextmanager
+    def warm_up(self, parameters: list[Tensor]) -> Iterator[None]:
+        yield
+
+    def random_state(self) -> Any:
+        return torch.get_rng_state()
+
+    def set_random_state(self, state: Any) -> None:
+        torch.set_rng_state(state)
+
+    def capture(
+        self,
+        run: Callable[[], Any],
+        pool: EmulatedPool,
+        inputs: list[Tensor],
+        generators: list[torch.Generator],
+        check: Callable[[Recorder, Any], None] | None = None,
+    ) -> tuple[EmulatedGraph, Any]:
+        """Runs `run()` and records it; undoes what it changed in place if it or `check(recorder, result)` fails."""
+        graph, journal = EmulatedGraph(), _Journal()
+        recorder = Recorder(inputs, before_write=journal.save, after=graph.add)
+        before = torch.get_rng_state()
+        try:
+            with frozen_random_state(recorder, (torch, torch.random)), recorder:
+                result = run()
+            if check is not None:
+                check(recorder, result)
+        except BaseException:
+            with torch.no_grad():
+                journal.undo()
+            torch.set_rng_state(before)
+            raise
+        graph.seen = recorder.finish()
+        for _, args, kwargs in graph._calls:
+            for tensor in tensors_in((*args, *kwargs.values())):
+                where = address(tensor)
+                if where not in recorder.outside:
+                    pool.storages[where] = tensor.untyped_storage().nbytes()
+        return graph, result

@@ -1,0 +1,134 @@
+"""The memory through which values enter and leave a graph (rule R5).
+
+An input is adopted where it lies, if that is another graph's output; otherwise it has a buffer of the graph's own, into
+which each call copies, once per tensor however many graphs read it. May import `recorder`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphmod.recorder import address
+
+_use_count = torch._C._storage_Use_Count
+_to_dlpack, _from_dlpack = torch._C._to_dlpack, torch._C._from_dlpack
+
+
+def mark_static(tensor: Tensor) -> Tensor:
+    """Tells graphs that `tensor` keeps its address for as long as they live, so that they read it where it is.
+
+    Whoever marks a tensor writes new values into it in place. Returns the tensor.
+    """
+    tensor._graphmod_static = True
+    return tensor
+
+
+class OwnedBuffer:
+    """A copy of an argument at a fixed address. Several graphs may read it when they get the same tensor."""
+
+    __slots__ = ("tensor", "users", "_memory", "_source", "_version", "_pass", "__weakref__")
+
+    def __init__(self, like: Tensor) -> None:
+        # Dimensions broadcast by a zero stride stay so: the memory holds their one element.
+        sizes = [1 if stride == 0 else size for size, stride in zip(like.size(), like.stride(), strict=True)]
+        compact = torch.empty_strided(sizes, like.stride(), dtype=like.dtype, device=like.device)
+        self.tensor = compact.expand(like.size())
+        # `.data`: writing must not advance the version counter of the tensor that autograd saved for the backward.
+        self._memory = compact.data
+        self.users = 0
+        self._source: Any = None
+        self._version = -1
+        self._pass = -1
+
+    def holds(self, source: Tensor) -> bool:
+        """Whether the present content is a copy of this very tensor in its present state."""
+        return self._source is not None and self._source() is source and self._version == source._version
+
+    def free_for(self, source: Tensor, passes: int, in_flight: int) -> bool:
+        """Whether `source` may be written now: not while a pending backward reads another argument from here."""
+        return self.users < 2 or not in_flight or self._pass != passes or self.holds(source)
+
+    def load(self, source: Tensor, passes: int) -> int:
+        """Copies unless it is already here; returns the bytes copied."""
+        self._pass = passes
+        if self.holds(source):
+            return 0
+        memory = self._memory
+        source_part = source.detach()
+        if memory.size() != source.size():
+            source_part = source_part.as_strided(memory.size(), source.stride(), source.storage_offset())
+        memory.copy_(source_part)
+        inference = source.is_inference()  # such tensors do not count versions
+        self._source = None if inference else weakref.ref(source)
+        self._version = -1 if inference else source._version
+        return memory.nbytes
+
+
+class StaticInput:
+    """One tensor argument as a graph reads it.
+
+    `tensor` is what the captured code was given. Exactly one of three holds: `buffer` is set (copied into), the memory
+    is adopted (`pointer` must match), or the graph never reads it (`unused`).
+    """
+
+    __slots__ = ("tensor", "buffer", "pointer", "unused", "name")
+
+    def __init__(self, tensor: Tensor, buffer: OwnedBuffer | None, name: str) -> None:
+        self.tensor, self.buffer, self.name = tensor, buffer, name
+        self.pointer = tensor.data_ptr()
+        self.unused = False
+
+    def fits(self, source: Tensor, passes: int, in_flight: int) -> bool:
+        if self.unused:
+            return True
+        if self.buffer is None:
+            return source.data_ptr() == self.pointer
+        return self.buffer.users < 2 or self.buffer.free_for(source, passes, in_flight)
+
+
+def adopted(source: Tensor, static: Any) -> Tensor | None:
+    """`source` as a view of the graph output it lies in, or None if it lies in none.
+
+    Args:
+        static: storage address -> the output tensor that owns it.
+    """
+    if getattr(source, "_graphmod_static", False):
+        return source.detach()
+    owner = static.get(address(source))
+    if owner is None or owner.dtype is not source.dtype:
+        return None
+    return owner.as_strided(source.size(), source.stride(), source.storage_offset() + owner.storage_offset())
+
+
+class StaticOutput:
+    """One tensor result of a graph.
+
+    Every call hands out a tensor with a storage of its own over the same memory. If the caller still holds it (or a
+    view of it) when the graph is about to overwrite that memory, the storage is moved to a copy first, so that no
+    result ever changes in the caller's hands. Nothing is copied for results that were dropped.
+    """
+
+    __slots__ = ("tensor", "_storage")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self._storage: Any = None
+
+    def hand_out(self) -> Tensor:
+        alias = _from_dlpack(_to_dlpack(self.tensor))
+        self._storage = alias.untyped_storage()
+        return alias
+
+    def evacuate(self) -> None:
+        """Moves the last handed-out result to memory of its own if somebody holds it."""
+        storage = self._storage
+        if storage is None or _use_count(storage._cdata) < 2:
+            return
+        with torch.no_grad():
+            old = torch.empty(0, dtype=torch.uint8, device=self.tensor.device).set_(storage)
+            storage._swap_data_ptr_(old.clone().untyped_storage())
+        self._storage = None

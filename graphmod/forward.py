@@ -1,0 +1,238 @@
+"""A captured forward: how it is captured, and what one replay does.
+
+May import `signature`, `recorder`, `buffers`, `watch`, `reach`, `tape`, `lifecycle` and `errors`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from graphmod.buffers import OwnedBuffer, StaticInput, StaticOutput, adopted
+from graphmod.errors import CaptureRefused
+from graphmod.reach import reach
+from graphmod.recorder import Recorder, address, compare
+from graphmod.signature import Leaf, argument_paths, flatten, opaque_parts, parameter_names, rebuild
+from graphmod.watch import Watch
+
+if TYPE_CHECKING:
+    from graphmod.backward import BackwardGraph
+    from graphmod.lifecycle import Entry
+    from graphmod.module import CUDAGraphModule
+    from graphmod.tape import Tape
+
+_PLAIN_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
+
+
+class ForwardGraph:
+    """One captured forward of one module for one signature.
+
+    Attributes:
+        tape, index: its place in the order of its pool.
+        grad_outputs: the outputs that require grad, in the order in which autograd sees them.
+        differentiable: indices of the tensor arguments that require grad.
+        parameters: leaf tensors from outside that the outputs depend on.
+        hooked: those of them with gradient hooks, whose gradients go through autograd.
+        retained: the captured outputs with their autograd graph, until the backward is captured from it.
+        backward: the captured backward, once there is one.
+        captured_in: the pass of its arena in which it was captured.
+        mismatches: backwards in a row that the captured backward did not fit.
+    """
+
+    def __init__(self, module: CUDAGraphModule, entry: Entry, tape: Tape) -> None:
+        self.module, self.entry, self.tape = module, entry, tape
+        self.index = -1
+        self.captured_in = tape.arena.passes
+        self.inputs: list[StaticInput] = []
+        self.outputs: list[Any] = []
+        self.grad_outputs: list[StaticOutput] = []
+        self.parameters: list[Tensor] = []
+        self.hooked: list[Tensor] = []
+        self.retained: list[Tensor] | None = None
+        self.backward: BackwardGraph | None = None
+        self.mismatches = 0
+
+    # -- capture -------------------------------------------------------------------------------------------------
+
+    def capture(self, leaves: list[Tensor]) -> None:
+        """Captures the module's call on `leaves`; the first `replay` of the captured graph is still to come.
+
+        Raises:
+            CaptureRefused: with a reason for the user.
+            Exception: whatever the captured code raised.
+        """
+        module, entry, group = self.module, self.entry, self.module.group
+        self.inputs = self._static_inputs(leaves)
+        given = [static.tensor for static in self.inputs]
+        args, kwargs = rebuild(entry.signature.structure, given)
+        found = reach(module.root, *opaque_parts(entry.signature.structure))
+        owned = found.parameters()
+        grads = [parameter.grad for parameter in owned]
+        oldest = _next_sequence_number()
+
+        def check(recorder: Recorder, result: Any) -> None:
+            if entry.trace is not None:
+                previous, entry.trace = entry.trace, recorder.trace
+                reason = compare(previous, recorder.trace)
+                if reason is not None:
+                    raise CaptureRefused(reason)
+            self._take_outputs(result, given, recorder)
+            self._find_parameters(given, recorder, oldest)
+
+        try:
+            self.graph, _ = group.backend.capture(
+                lambda: module.call(*args, **kwargs), self.tape.arena.pool, given, entry.generators, check
+            )
+        except BaseException:
+            for parameter, grad in zip(owned, grads, strict=True):
+                if parameter.grad is not grad:
+                    parameter.grad = grad
+            raise
+        seen = self.graph.seen
+        inside = owned if seen.backward else []
+        self.watch = Watch(found, seen.outside, inside, grads[: len(inside)])
+        self._grads_after = [(p, p.grad) for p, before in zip(inside, grads, strict=False) if p.grad is not before]
+        self._written = [t for t in seen.written.values() if not t.is_inference()]
+        self.random = seen.random
+        for static in self.inputs:
+            static.unused = address(static.tensor) not in seen.read and static.buffer is not None
+        for static in self.inputs:
+            if static.buffer is not None and not static.unused:
+                static.buffer.users += 1
+                if static.buffer not in group.buffers:
+                    group.buffers.add(static.buffer)
+        for output in (*self.grad_outputs, *(o for o in self.outputs if isinstance(o, StaticOutput))):
+            group.static[output.tensor.data_ptr()] = output.tensor
+
+    def _static_inputs(self, leaves: list[Tensor]) -> list[StaticInput]:
+        group, arena = self.module.group, self.tape.arena
+        paths = argument_paths(self.entry.signature.structure, parameter_names(self.module.call))
+        names = {part.index: path for path, part in paths.items() if part.__class__ is Leaf}
+        made = []
+        for index, source in enumerate(leaves):
+            name = names.get(index, f"tensor {index}")
+            if type(source) not in _PLAIN_TENSORS or source.layout is not torch.strided:
+                raise CaptureRefused(f"argument {name} is a {type(source).__name__} of layout {source.layout}")
+            if group.backend.on_gpu and not source.is_cuda:
+                raise CaptureRefused(
+                    f"argument {name} is on the host, and a graph would copy it from one fixed address; move it to the "
+                    "GPU before the call (.to(device, non_blocking=True) from pinned memory)"
+                )
+            memory = adopted(source, group.static)
+            buffer = None
+            if memory is None:
+                buffer = next((b for b in group.buffers if b.holds(source)), None) or OwnedBuffer(source)
+                self.module.stats_.copied_bytes += buffer.load(source, arena.passes)
+                memory = buffer.tensor.detach()
+            made.append(StaticInput(memory.requires_grad_(source.requires_grad), buffer, name))
+        return made
+
+    def _take_outputs(self, result: Any, given: list[Tensor], recorder: Recorder) -> None:
+        leaves: list[Tensor] = []
+        self.structure = flatten(result, leaves, {})
+        for part in opaque_parts(self.structure):
+            raise CaptureRefused(
+                f"returns a {type(part).__name__}, which cannot be taken apart into tensors; return tensors, numbers, "
+                "strings or containers of them (for a transformers model in training: use_cache=False)"
+            )
+        self.retained = []
+        for tensor in leaves:
+            if tensor.layout is not torch.strided:
+                raise CaptureRefused("returns a sparse tensor")
+            same = next((i for i, static in enumerate(given) if static is tensor), None)
+            if same is not None:
+                self.outputs.append(same)
+            elif (tensor.is_leaf and address(tensor) in recorder.outside) or recorder.is_host(tensor):
+                self.outputs.append(tensor)
+            elif tensor.requires_grad:
+                self.outputs.append(None)
+                self.grad_outputs.append(StaticOutput(tensor.detach()))
+                self.retained.append(tensor)
+            else:
+                self.outputs.append(StaticOutput(tensor.detach()))
+
+    def _find_parameters(self, given: list[Tensor], recorder: Recorder, oldest: int) -> None:
+        """The leaves that the outputs depend on, found by walking the autograd graph that the capture built."""
+        arguments = {id(tensor) for tensor in given}
+        queue = [tensor.grad_fn for tensor in self.retained]
+        seen = set(queue)
+        while queue:
+            node = queue.pop()
+            leaf = getattr(node, "variable", None)
+            if leaf is not None:
+                if id(leaf) not in arguments and address(leaf) in recorder.outside:
+                    self.parameters.append(leaf)
+                continue
+            if node._sequence_nr() < oldest:
+                raise CaptureRefused(
+                    "uses a tensor from outside that was itself computed with gradients, whose history a graph cannot "
+                    "follow; pass it as an argument"
+                )
+            for following, _ in node.next_functions:
+                if following is not None and following not in seen:
+                    seen.add(following)
+                    queue.append(following)
+        self.hooked = [p for p in self.parameters if has_gradient_hooks(p)]
+        self.differentiable = [i for i, tensor in enumerate(given) if tensor.requires_grad]
+
+    # -- replay --------------------------------------------------------------------------------------------------
+
+    def unfit(self, leaves: list[Tensor]) -> str | None:
+        """Why this graph cannot take these arguments at these addresses, or None."""
+        arena = self.tape.arena
+        for static, source in zip(self.inputs, leaves, strict=True):
+            if not static.fits(source, arena.passes, arena.in_flight):
+                return f"{static.name} is at another address than when it was captured"
+        moved = self.watch.moved()
+        if moved is None and self.parameters:
+            hooked = [p for p in self.parameters if has_gradient_hooks(p)]
+            if len(hooked) != len(self.hooked):
+                moved = "gradient hooks were added to or removed from a parameter"
+        return moved
+
+    def load(self, leaves: list[Tensor]) -> None:
+        """Brings the arguments to where the graph reads them, and earlier results out of its way."""
+        passes = self.tape.arena.passes
+        for static, source in zip(self.inputs, leaves, strict=True):
+            if static.buffer is not None and not static.unused:
+                self.module.stats_.copied_bytes += static.buffer.load(source, passes)
+        for output in self.grad_outputs:
+            output.evacuate()
+        for output in self.outputs:
+            if output.__class__ is StaticOutput:
+                output.evacuate()
+
+    def launch(self) -> None:
+        """Replays, and does what the captured Python code did to gradients and version counters."""
+        self.graph.replay()
+        for parameter, grad in self._grads_after:
+            if parameter.grad is not grad:
+                parameter.grad = grad
+        if self._written:
+            torch.autograd.graph.increment_version(self._written)
+
+    def results(self, leaves: list[Tensor], differentiable: tuple[Tensor, ...]) -> Any:
+        """The call's result: structure and constants as captured, around the tensors of this replay."""
+        clone = self.module.config.clone_outputs
+        grads = iter(differentiable)
+        made = []
+        for output in self.outputs:
+            if output is None:
+                tensor = next(grads)
+                made.append(tensor.clone() if clone else tensor)
+            elif output.__class__ is StaticOutput:
+                made.append(output.tensor.clone() if clone else output.hand_out())
+            else:
+                made.append(leaves[output] if isinstance(output, int) else output)
+        return rebuild(self.structure, made)
+
+
+def has_gradient_hooks(parameter: Tensor) -> bool:
+    return bool(parameter._backward_hooks) or bool(parameter._post_accumulate_grad_hooks)
+
+
+def _next_sequence_number() -> int:
+    with torch.enable_grad():
+        return (torch.ones((), requires_grad=True) * 1).grad_fn._sequence_nr()

@@ -1,0 +1,152 @@
+"""`graph_layers`: graphs for the layers of an existing model, in place. May import `module` and what that may.
+
+A wrapped layer stays the object it was: only its `forward` is redirected, so that `state_dict` keys, parameter names,
+hooks on the layer, isinstance and attribute access do not change.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+
+from graphmod.config import CUDAGraphConfig
+from graphmod.errors import ConfigError
+from graphmod.module import CUDAGraphModule
+from graphmod.tape import Group
+
+_MARK = "_graphmod"
+
+
+def graph_layers(
+    model: nn.Module, config: CUDAGraphConfig | None = None, *, layers: str | list[str] | None = None
+) -> list[CUDAGraphModule]:
+    """Lets each layer of `model` run from its own CUDA graphs; neighbours share buffers and one memory pool.
+
+    Args:
+        model: any module, such as a transformers causal LM.
+        config: settings; None means the defaults.
+        layers: name patterns (`layers.*.mlp`; matched against the end of a module's name, `*` within one part) of the
+            modules to wrap. None takes `config.layers`, or finds the decoder layers: the outermost `nn.ModuleList`s
+            whose items are of one class.
+
+    Returns:
+        The wrappers, in the order of `model.named_modules()`, for their `stats` and `reset()`.
+
+    A transformers model in training is called with `use_cache=False` from now on: a key-value cache that is made anew
+    in each step can be in no graph.
+
+    Raises:
+        ConfigError: nothing matches, a match lies inside another, or a layer has graphs already.
+    """
+    config = config or CUDAGraphConfig()
+    patterns = layers if layers is not None else config.layers
+    names = find_layers(model) if patterns is None else match_layers(model, patterns)
+    groups: dict[torch.device, Group] = {}
+    wrapped = []
+    for name in names:
+        layer = model.get_submodule(name)
+        if _MARK in layer.__dict__:
+            raise ConfigError(f"{name!r} has graphs already; call ungraph(model) first")
+    for name in names:
+        layer = model.get_submodule(name)
+        device = next((p.device for p in layer.parameters()), torch.device("cpu"))
+        group = groups.setdefault(device, Group())
+        graphed = CUDAGraphModule(layer, config, name=name, group=group, call=layer.forward)
+        layer.__dict__[_MARK] = (graphed, layer.__dict__.get("forward"))
+        layer.__dict__["forward"] = graphed.run
+        wrapped.append(graphed)
+    _train_without_cache(model)
+    return wrapped
+
+
+def ungraph(model: nn.Module) -> nn.Module:
+    """Undoes `graph_layers` on `model`, frees the graphs, and returns the model. Does nothing where there are none."""
+    for module in model.modules():
+        graphed, forward = module.__dict__.pop(_MARK, (None, None))
+        if graphed is None:
+            continue
+        graphed.reset()
+        del module.__dict__["forward"]
+        if forward is not None:
+            module.__dict__["forward"] = forward
+    handle = model.__dict__.pop(f"{_MARK}_hook", None)
+    if handle is not None:
+        handle.remove()
+    return model
+
+
+def find_layers(model: nn.Module) -> list[str]:
+    """The names of the items of the outermost module lists whose items are of one class and have parameters.
+
+    Raises:
+        ConfigError: the model has no such list.
+    """
+    found: list[str] = []
+    for name, module in model.named_modules():
+        inside = any(name == layer or name.startswith(layer + ".") for layer in found)
+        if inside or not isinstance(module, nn.ModuleList) or not len(module):
+            continue
+        if len({type(item) for item in module}) == 1 and any(True for _ in module.parameters()):
+            found += [f"{name}.{index}" if name else str(index) for index in range(len(module))]
+    if not found:
+        raise ConfigError(
+            f"{type(model).__name__} has no nn.ModuleList of like layers to wrap; name the modules, for example "
+            'graph_layers(model, layers="blocks.*"), or wrap one: CUDAGraphModule(module)'
+        )
+    return found
+
+
+def match_layers(model: nn.Module, patterns: str | list[str]) -> list[str]:
+    """The names of the modules that match one of the patterns, in the order of `model.named_modules()`."""
+    patterns = [patterns] if isinstance(patterns, str) else list(patterns)
+    names = [name for name, _ in model.named_modules() if name]
+    found: list[str] = []
+    for pattern in patterns:
+        parts = pattern.split(".")
+        hits = [name for name in names if _matches(name.split("."), parts)]
+        if not hits:
+            near = difflib.get_close_matches(pattern.replace("*", "0"), names, n=3, cutoff=0.3) or names[:3]
+            raise ConfigError(f"layers={pattern!r} matches no module; names look like: {', '.join(near)}")
+        found += hits
+    ordered = [name for name in names if name in set(found)]
+    for outer in ordered:
+        inner = next((name for name in ordered if name.startswith(outer + ".")), None)
+        if inner is not None:
+            raise ConfigError(f"layers={patterns} matches {inner!r} inside {outer!r}; wrap the one or the other")
+    return ordered
+
+
+def _matches(name: list[str], pattern: list[str]) -> bool:
+    return len(name) >= len(pattern) and all(
+        fnmatchcase(part, wanted) for part, wanted in zip(name[-len(pattern) :], pattern, strict=True)
+    )
+
+
+def edge_modules(model: nn.Module, layers: list[str]) -> list[str]:
+    """The names of the outermost modules with parameters that lie beside `layers`: embedding, final norm, head."""
+
+    def holds_layer(name: str) -> bool:
+        return any(layer == name or layer.startswith(name + ".") for layer in layers)
+
+    found: list[str] = []
+    for name, module in model.named_modules():
+        covered = any(name == other or name.startswith(other + ".") for other in (*layers, *found))
+        if name and not covered and not holds_layer(name) and any(True for _ in module.parameters()):
+            found.append(name)
+    return found
+
+
+def _train_without_cache(model: nn.Module) -> None:
+    if "use_cache" not in inspect.signature(model.forward).parameters or f"{_MARK}_hook" in model.__dict__:
+        return
+
+    def no_cache(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        if module.training and torch.is_grad_enabled():
+            kwargs.setdefault("use_cache", False)
+        return args, kwargs
+
+    model.__dict__[f"{_MARK}_hook"] = model.register_forward_pre_hook(no_cache, with_kwargs=True)

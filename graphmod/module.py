@@ -1,0 +1,432 @@
+"""`CUDAGraphModule`: warm-up, capture and replay of one module or callable.
+
+Owns the decision what each call does; how a graph is captured and replayed is in `forward` and `backward`. May import
+every part of the core.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import operator
+import time
+import types
+from collections.abc import Callable
+from itertools import repeat
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from graphmod.backend import make_backend
+from graphmod.backward import Replayed
+from graphmod.config import CUDAGraphConfig
+from graphmod.errors import CaptureRefused
+from graphmod.forward import ForwardGraph
+from graphmod.lifecycle import Entry, GraphStats
+from graphmod.reach import reach
+from graphmod.recorder import Recorder, is_recording
+from graphmod.signature import Signature, difference, flatten, mode_key, parameter_names, tensor_key
+from graphmod.tape import EagerCall, Group, Tape, Ticket
+from graphmod.watch import foreign_hook, has_hooks
+
+log = logging.getLogger("graphmod")
+
+_training = operator.attrgetter("training")
+_grad = operator.attrgetter("grad")
+_MOST_UNCAPTURED = 64  # signatures without a graph that are remembered; more means that one of them changes each call
+
+
+class CUDAGraphModule(nn.Module):
+    """Runs a module or callable from CUDA graphs, with the results of the eager call.
+
+    The first `config.warmup_steps` calls of a signature (structure, shapes, dtypes, constants, modes) are ordinary
+    calls. The next one is captured and replayed, and so are later calls with the same signature. If an output requires
+    grad, its backward is captured inside the first real backward. A call that cannot use a graph runs eagerly and is
+    counted in `stats`.
+
+    Results lie in memory of the graph. One that is still held when the graph runs again is moved to a copy first, so
+    it never changes; `config.clone_outputs=True` copies at once. The parameters' gradients are buffers of the graph:
+    keep a gradient beyond the next backward with `p.grad.clone()`.
+
+    Args:
+        module: a module or callable. A callable may run a whole training iteration and return a detached loss.
+        config: settings; None means the defaults.
+        name: how log lines name it; the class or function name by default.
+
+    Attributes of the wrapped module are reachable through the wrapper.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | Callable,
+        config: CUDAGraphConfig | None = None,
+        *,
+        name: str | None = None,
+        group: Group | None = None,
+        call: Callable | None = None,
+    ) -> None:
+        super().__init__()
+        if not callable(module):
+            raise TypeError(f"CUDAGraphModule wraps an nn.Module or a callable, got {type(module).__name__}")
+        self.__dict__["root"] = module
+        if isinstance(module, nn.Module) and call is None:
+            self.module = module
+        else:
+            self.__dict__["module"] = module
+        self.config = config or CUDAGraphConfig()
+        self.name = name or getattr(module, "__name__", type(module).__name__)
+        self.__dict__["call"] = call or (module.forward if isinstance(module, nn.Module) else module)
+        self.group = group or Group()
+        self.stats_ = GraphStats()
+        self.last_failure = ""
+        self._hooks_outside = isinstance(module, nn.Module) and call is None
+        self._start()
+
+    def _start(self) -> None:
+        self._entries: dict[Signature, Entry] = {}
+        self._clock = 0
+        self._modules: list[nn.Module] | None = None
+        self._parameters_reached: list[Tensor] = []
+        self._logged: set[str] = set()
+        self._anchor: Tensor | None = None
+
+    # -- calling -------------------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Same result as `module(*args, **kwargs)`."""
+        root = self.root
+        if self._hooks_outside and (root._forward_hooks or root._forward_pre_hooks or root._backward_hooks):
+            # The module's own hooks run on every call, around the graph instead of inside it.
+            root.__dict__["forward"] = self.run
+            try:
+                return root(*args, **kwargs)
+            finally:
+                del root.__dict__["forward"]
+        return self.run(*args, **kwargs)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the wrapped callable without the module's own hooks."""
+        if torch._C._len_torch_dispatch_stack() and is_recording():
+            return self.call(*args, **kwargs)  # part of what another wrapper captures
+        leaves: list[Tensor] = []
+        structure = flatten((args, kwargs), leaves, {})
+        if self._modules is None:
+            self._discover(leaves)
+        entry = self._entry(structure, leaves)
+        if entry.disabled:
+            return self._eager(args, kwargs)
+        if entry.needs_grad and not self.group.busy:
+            self.group.begin_pass()
+        reason = ""
+        if entry.graphs:
+            graph, reason = self._find(entry, leaves)
+            if graph is not None:
+                try:
+                    return self._replay(graph, leaves)
+                except RuntimeError as error:
+                    self.drop(graph.tape)
+                    self.capture_failed(entry, error, "a replay")
+                    return self._eager(args, kwargs)
+        if entry.calls < self.config.warmup_steps:
+            return self._warm_up(entry, args, kwargs)
+        tape = self._place(entry, reason)
+        if tape is None:
+            return self._eager(args, kwargs, entry)
+        return self._capture(entry, tape, leaves, args, kwargs)
+
+    def _entry(self, structure: Any, leaves: list[Tensor]) -> Entry:
+        modules = self._modules
+        training = bytes(map(_training, modules))
+        if self._parameters_reached:  # the callable may run a backward: absent gradients are part of its state
+            training += bytes(map(operator.is_, map(_grad, self._parameters_reached), repeat(None)))
+        signature = Signature(
+            structure, tuple(map(tensor_key, leaves)), mode_key(self.group.backend.device_type), training
+        )
+        entry = self._entries.get(signature)
+        if entry is None:
+            entry = self._new_entry(signature)
+        self._clock += 1
+        entry.last_used = self._clock
+        return entry
+
+    def _find(self, entry: Entry, leaves: list[Tensor]) -> tuple[ForwardGraph | None, str]:
+        """A graph of this signature that may replay now, or the reason why none may."""
+        reason = "its graphs are in use, or earlier in their order than what was called last"
+        best = None
+        for graph in entry.graphs:
+            tape, arena = graph.tape, graph.tape.arena
+            if arena.in_flight:
+                if arena.active is not tape or graph.index < tape.cursor:
+                    continue
+            elif entry.needs_grad and tape.fresh_grads is not None:
+                expected = self.group.expects_fresh_grads()
+                if expected is not None and expected is not tape.fresh_grads:
+                    reason = "grads"
+                    continue
+            unfit = graph.unfit(leaves)
+            if unfit is not None:
+                reason = unfit
+                continue
+            if best is None or graph.index < best.index:
+                best = graph
+        if best is not None and self._modules and has_hooks(self._inner):
+            return None, "hooks were added to a part of it"
+        return best, reason
+
+    def _replay(self, graph: ForwardGraph, leaves: list[Tensor]) -> Any:
+        tape, arena, entry = graph.tape, graph.tape.arena, graph.entry
+        if not arena.in_flight:
+            arena.begin(tape)
+        graph.load(leaves)
+        state = self.group.backend.random_state() if graph.random and graph.grad_outputs else None
+        graph.launch()
+        tape.cursor = graph.index + 1
+        self.stats_.replays += 1
+        entry.misses = 0
+        if graph.backward is not None or not graph.grad_outputs:
+            entry.succeeded()
+        return self._results(graph, leaves, state)
+
+    def _results(self, graph: ForwardGraph, leaves: list[Tensor], random_state: Any) -> Any:
+        outputs: tuple[Tensor, ...] = ()
+        if graph.grad_outputs:
+            ticket = Ticket(graph.tape.arena, graph, random_state)
+            inputs = [leaves[i] for i in graph.differentiable]
+            outputs = Replayed.apply(ticket, self._anchor, *inputs, *graph.hooked)
+        return graph.results(leaves, outputs)
+
+    # -- eager calls ---------------------------------------------------------------------------------------------
+
+    def _eager(self, args: tuple, kwargs: dict, entry: Entry | None = None) -> Any:
+        self.stats_.eager_calls += 1
+        if entry is not None and entry.needs_grad:
+            return self._track(entry, self.call(*args, **kwargs))
+        return self.call(*args, **kwargs)
+
+    def _warm_up(self, entry: Entry, args: tuple, kwargs: dict) -> Any:
+        """An ordinary call on the capture stream; the last one before the capture is recorded."""
+        self.stats_.eager_calls += 1
+        first = entry.calls == 0
+        entry.calls += 1
+        recorder = Recorder(refuse=False, on_gpu=self.group.backend.on_gpu)
+        record = entry.calls == self.config.warmup_steps
+        torch.clear_autocast_cache()  # what a graph casts, it casts itself; the recorded call must do so too
+        with self.group.backend.warm_up(self._owned if first else []):
+            with recorder if record else contextlib.nullcontext():
+                result = self.call(*args, **kwargs)
+        if record:
+            entry.trace = recorder.trace
+            entry.generators = recorder.generators
+        return self._track(entry, result)
+
+    def _track(self, entry: Entry, result: Any) -> Any:
+        """Watches for the backward of an eager call, and learns whether there will be one."""
+        for tensor in self.differentiable_outputs(result)[:1]:
+            if not entry.needs_grad:
+                entry.needs_grad = True
+                if not self.group.busy:
+                    self.group.begin_pass()
+            tensor.register_hook(EagerCall(self.group).backward_began)
+        return result
+
+    def differentiable_outputs(self, result: Any) -> list[Tensor]:
+        """The tensors in a result that have a backward, each once, in order."""
+        leaves: list[Tensor] = []
+        flatten(result, leaves, {})
+        return [tensor for tensor in leaves if tensor.requires_grad and not tensor.is_leaf]
+
+    # -- capturing -----------------------------------------------------------------------------------------------
+
+    def _place(self, entry: Entry, reason: str) -> Tape | None:
+        """Where this call may be captured, or None to run it eagerly now."""
+        if entry.graphs and reason != "grads":
+            # The graphs there are do not fit. Once is an exception, several times in a row is how it is from now on.
+            entry.misses += 1
+            self._log_once(f"{self.name!r} runs eagerly: {reason}")
+            if entry.misses <= self.config.warmup_steps:
+                return None
+            for graph in list(entry.graphs):
+                if not graph.tape.arena.in_flight and graph.watch.moved():
+                    self.drop(graph.tape)
+        if not self._make_space(entry):
+            return None
+        tape = self.group.place(entry.needs_grad)
+        if tape is None:
+            entry.misses += 0 if entry.graphs else 1
+            if entry.misses > self.config.warmup_steps:
+                tape = self.group.new_tape_elsewhere()
+        return tape
+
+    def _make_space(self, entry: Entry) -> bool:
+        """Keeps to `max_graphs`, evicting the least recently used signature that is not in flight."""
+        held = [e for e in self._entries.values() if e.graphs and e is not entry]
+        if len(held) < self.config.max_graphs:
+            return True
+        for victim in sorted(held, key=lambda e: e.last_used):
+            if not any(graph.tape.arena.in_flight for graph in victim.graphs):
+                for graph in list(victim.graphs):
+                    self.drop(graph.tape)
+                return True
+        self._log_once(f"{self.name!r} runs eagerly: all {self.config.max_graphs} graphs (max_graphs) are in use")
+        return False
+
+    def _capture(self, entry: Entry, tape: Tape, leaves: list[Tensor], args: tuple, kwargs: dict) -> Any:
+        began = time.perf_counter()
+        arena, backend = tape.arena, self.group.backend
+        try:
+            hook = foreign_hook(self._inner)
+            if hook is not None:
+                raise CaptureRefused(
+                    f"has {hook} inside, whose Python code would not run in a replay; remove it, or hook the wrapped "
+                    "module itself"
+                )
+            if not arena.in_flight:
+                backend.prepare_capture()
+                arena.begin(tape)
+            graph = ForwardGraph(self, entry, tape)
+            state = backend.random_state()
+            torch.clear_autocast_cache()
+            try:
+                graph.capture(leaves)
+            finally:
+                torch.clear_autocast_cache()
+            graph.launch()
+        except Exception as error:  # whatever user code or CUDA raised: the eager call decides what the user sees
+            self.capture_failed(entry, error, "its forward")
+            return self._eager(args, kwargs)
+        graph.index = tape.append(graph)
+        entry.graphs.append(graph)
+        entry.misses = 0
+        entry.needs_grad = bool(graph.grad_outputs)
+        if not entry.needs_grad:
+            entry.succeeded()
+        self.stats_.captures += 1
+        self.stats_.replays += 1
+        self.stats_.capture_seconds += time.perf_counter() - began
+        return self._results(graph, leaves, state)
+
+    def capture_failed(self, entry: Entry, error: BaseException, what: str) -> None:
+        """Counts a failure of a capture or replay and says once why."""
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        self.stats_.failures += 1
+        self.last_failure = reason
+        log.debug("%s: %s", self.name, reason, exc_info=error)
+        self._log_once(f"{self.name!r} runs eagerly, because {what} could not be captured: {reason}")
+        if entry.failed(reason, self.config.max_failures):
+            for graph in list(entry.graphs):
+                self.drop(graph.tape)
+            self._log_once(
+                f"{self.name!r} stays eager after {self.config.max_failures} failures in a row; the last: {reason}. "
+                "force_enable() tries again"
+            )
+
+    def drop(self, tape: Tape) -> None:
+        """Takes a tape's graphs away from every module; their memory is free once nothing in flight needs it."""
+        for graph in tape.owners:
+            if graph in graph.entry.graphs:
+                graph.entry.graphs.remove(graph)
+        tape.dropped = True
+
+    # -- bookkeeping ---------------------------------------------------------------------------------------------
+
+    def _discover(self, leaves: list[Tensor]) -> None:
+        """Finds, before the first call, the modules and parameters the callable reaches, and its device."""
+        found = reach(self.root)
+        self._modules = found.modules
+        self._inner = [module for module in found.modules if module is not self.root]
+        self._owned = found.parameters()
+        self._parameters_reached = [] if isinstance(self.root, nn.Module) else self._owned
+        known = {id(parameter) for parameter in self.group.parameters}
+        self.group.parameters += [parameter for parameter in self._owned if id(parameter) not in known]
+        tensors = [*leaves, *self._owned, *(tensor for _, _, tensor in found.slots)]
+        device = next((t.device for t in tensors if t.is_cuda), torch.device("cpu"))
+        if self.group.backend is None:
+            self.group.backend = make_backend(self.config.backend, device)
+            if not self.group.backend.on_gpu:
+                self._log_once(f"{self.name!r}: emulated graphs on the CPU: they check correctness and bring no speed")
+        if self._anchor is None:
+            self._anchor = torch.empty(0, device=device, requires_grad=True)
+            self.anchor_node = torch.autograd.graph.get_gradient_edge(self._anchor).node
+
+    def _new_entry(self, signature: Signature) -> Entry:
+        others = [e for e in self._entries.values() if e.signature.modes == signature.modes]
+        if others:
+            nearest = min(others, key=lambda e: len(difference(e.signature, signature, [])))
+            lines = difference(nearest.signature, signature, parameter_names(self.call))
+            self._log_once(
+                f"{self.name!r} was called with other inputs:\n  " + "\n  ".join(lines), key="other inputs"
+            )
+        uncaptured = [e for e in self._entries.values() if not e.graphs and not e.disabled]
+        if len(uncaptured) >= _MOST_UNCAPTURED:
+            oldest = min(uncaptured, key=lambda e: e.last_used)
+            del self._entries[oldest.signature]
+        entry = self._entries[signature] = Entry(signature)
+        return entry
+
+    def _log_once(self, message: str, key: str | None = None) -> None:
+        key = key or message
+        if key not in self._logged:
+            self._logged.add(key)
+            log.warning(message)
+
+    @property
+    def stats(self) -> GraphStats:
+        """Counters so far; `pool_bytes` counts the pools this module shares with its group."""
+        entries = self._entries.values()
+        if any(entry.graphs for entry in entries):
+            state = "captured"
+        elif entries and all(entry.disabled for entry in entries):
+            state = "disabled"
+        else:
+            state = "warm-up" if entries else "eager"
+        return GraphStats(
+            **{**vars(self.stats_), "state": state, "pool_bytes": sum(a.pool.bytes() for a in self.group.arenas)}
+        )
+
+    def reset(self) -> None:
+        """Frees the graphs and starts over with warm-up; signatures that were disabled stay so. May be called often."""
+        disabled = [entry for entry in self._entries.values() if entry.disabled]
+        for entry in self._entries.values():
+            for graph in list(entry.graphs):
+                self.drop(graph.tape)
+        self._start()
+        for entry in disabled:
+            kept = self._entries[entry.signature] = Entry(entry.signature)
+            kept.disabled, kept.reason = True, entry.reason
+        self.group.release()
+
+    def force_enable(self) -> None:
+        """Lets signatures that failures disabled be captured again."""
+        for entry in self._entries.values():
+            entry.rearm()
+        self._logged.clear()
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name in ("root", "module"):
+                raise
+            return getattr(self.root, name)
+
+    def __deepcopy__(self, memo: dict) -> CUDAGraphModule:
+        """A wrapper around a copy of the module, with graphs of its own still to be captured."""
+        root = copy.deepcopy(self.root, memo)
+        call = self.call
+        if isinstance(call, types.MethodType) and call.__self__ is self.root:
+            call = types.MethodType(call.__func__, root)
+        group = memo.setdefault(id(self.group), Group())
+        made = CUDAGraphModule(
+            root, self.config, name=self.name, group=group, call=None if self._hooks_outside else call
+        )
+        memo[id(self)] = made
+        return made
+
+    def __getstate__(self) -> dict:
+        raise TypeError(
+            f"{self.name!r} holds CUDA graphs, which cannot be pickled; save state_dict(), or ungraph(model) first"
+        )
+
+

@@ -1,0 +1,206 @@
+"""Who may replay or capture when: memory pools, the order of their graphs, and what is in flight (rule R4).
+
+Graphs that share a pool form a tape: memory that a forward graph saves for its backward may be reused by anything
+captured after that backward. Replaying any increasing subsequence of a tape is therefore safe: what a later graph needs
+was alive while everything between was captured. One integer comparison decides. Imports nothing of graphmod but
+`backend`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from graphmod.backend import Backend
+
+MOST_ARENAS = 4
+
+
+class Tape:
+    """Graphs captured one after the other in one arena. `cursor` is the least index that may be replayed next.
+
+    `fresh_grads` says whether the first backward of the tape found gradients to be None (it writes) or present (it
+    accumulates); None before there was a backward.
+    """
+
+    __slots__ = ("arena", "cursor", "length", "fresh_grads", "owners", "dropped")
+
+    def __init__(self, arena: Arena) -> None:
+        self.arena = arena
+        self.cursor = 0
+        self.length = 0
+        self.fresh_grads: bool | None = None
+        self.owners: list[Any] = []
+        self.dropped = False
+
+    @property
+    def at_end(self) -> bool:
+        return self.cursor == self.length
+
+    def append(self, owner: Any) -> int:
+        """Adds a captured graph and counts it as just replayed; returns its index."""
+        self.owners.append(owner)
+        self.length += 1
+        self.cursor = self.length
+        return self.length - 1
+
+
+class Arena:
+    """One memory pool: at most one tape is being traversed in it at a time.
+
+    A pass is one traversal: it begins when nothing is in flight and ends when every forward it began has had its
+    backward or has been given up.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self.pool = backend.new_pool()
+        self.active: Tape | None = None
+        self.in_flight = 0
+        self.passes = 0
+
+    def begin(self, tape: Tape) -> None:
+        self.active = tape
+        self.passes += 1
+        tape.cursor = 0
+
+
+class Ticket:
+    """One forward with a backward still to come; dies with the autograd node that holds it."""
+
+    __slots__ = ("arena", "graph", "passed", "done", "random_state", "__weakref__")
+
+    def __init__(self, arena: Arena, graph: Any, random_state: Any) -> None:
+        self.arena, self.graph, self.random_state = arena, graph, random_state
+        self.passed = arena.passes
+        self.done = False
+        arena.in_flight += 1
+
+    def finish(self) -> None:
+        if not self.done:
+            self.done = True
+            self.arena.in_flight -= 1
+
+    __del__ = finish
+
+    @property
+    def current(self) -> bool:
+        """Whether the pass this forward belongs to is still the last one, so that its inputs are still in place."""
+        return self.arena.passes == self.passed
+
+
+class EagerCall:
+    """A warm-up call whose backward is still to come. No tape starts while one is in flight, because the tape would
+    then begin in the middle of an iteration."""
+
+    __slots__ = ("group", "done")
+
+    def __init__(self, group: Group) -> None:
+        self.group, self.done = group, False
+        group.eager_in_flight += 1
+
+    def backward_began(self, _: Any) -> None:
+        self.group.first_backward()
+        self.finish()
+
+    def finish(self) -> None:
+        if not self.done:
+            self.done = True
+            self.group.eager_in_flight -= 1
+
+    __del__ = finish
+
+
+class Group:
+    """The modules that are captured together: one backend, shared arenas, shared gradient buffers.
+
+    Nothing here is shared between groups (rule R9), so two models in one process do not meet.
+    """
+
+    def __init__(self) -> None:
+        self.backend: Backend | None = None
+        self.arenas: list[Arena] = []
+        self.eager_in_flight = 0
+        self.parameters: list[Tensor] = []
+        self.gradients: dict[int, tuple[weakref.ref, Tensor]] = {}
+        self.buffers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.static: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self._context: tuple | None = None
+        self._learned: dict[tuple, bool] = {}
+        self._version = -1
+
+    # -- where a forward may run ---------------------------------------------------------------------------------
+
+    def place(self, grads_pass: bool) -> Tape | None:
+        """The tape a new graph may be captured on now, or None where that is not safe at the moment."""
+        for arena in self.arenas:
+            if arena.in_flight and arena.active.at_end and not arena.active.dropped:
+                return arena.active
+        for arena in self.arenas:
+            if not arena.in_flight:
+                if grads_pass and self.eager_in_flight:
+                    return None
+                return Tape(arena)
+        if self.arenas or (grads_pass and self.eager_in_flight):
+            return None
+        return Tape(self.add_arena())
+
+    def new_tape_elsewhere(self) -> Tape | None:
+        """A tape in a new pool, for calls that come in an order the existing ones do not allow."""
+        return Tape(self.add_arena()) if len(self.arenas) < MOST_ARENAS else None
+
+    def add_arena(self) -> Arena:
+        self.arenas.append(Arena(self.backend))
+        return self.arenas[-1]
+
+    # -- will the coming backward write gradients, or accumulate? ------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        return self.eager_in_flight > 0 or any(arena.in_flight for arena in self.arenas)
+
+    def begin_pass(self) -> None:
+        """Notes, before the first forward of a pass, what is known about the gradients its backward will meet: are
+        they None now, and has the optimizer stepped since the last pass began?"""
+        probe = self._probe()
+        if probe is None:
+            self._context = None
+            return
+        version = probe._version
+        self._context = (probe.grad is None, version != self._version)
+        self._version = version
+
+    def expects_fresh_grads(self) -> bool | None:
+        """Whether the backward of the pass that begins will find gradients to be None; None if nobody can tell."""
+        return None if self._context is None else self._learned.get(self._context, self._context[0])
+
+    def first_backward(self, _: Any = None) -> None:
+        """Called as each backward begins; the first of a pass tells what the gradients really were."""
+        if self._context is not None:
+            self._learned[self._context] = self._probe().grad is None
+            self._context = None
+
+    def _probe(self) -> Tensor | None:
+        return next((p for p in self.parameters if p.requires_grad), None)
+
+    # -- gradient buffers ----------------------------------------------------------------------------------------
+
+    def gradient_buffer(self, parameter: Tensor) -> Tensor | None:
+        """The buffer in which graphs leave this parameter's gradient; None before the first."""
+        known = self.gradients.get(id(parameter))
+        return known[1] if known is not None and known[0]() is parameter else None
+
+    def keep_gradient_buffer(self, parameter: Tensor, buffer: Tensor) -> None:
+        self.gradients[id(parameter)] = (weakref.ref(parameter), buffer)
+
+    def release(self) -> None:
+        """Forgets every tape and buffer; the memory is free once the last user of it lets go."""
+        for arena in self.arenas:
+            arena.pool.release()
+        self.arenas.clear()
+        self.gradients.clear()
+        self.static.clear()
+        self.buffers.clear()
+        self._learned.clear()
