@@ -15,7 +15,7 @@ from graphmod.errors import CaptureRefused
 from graphmod.reach import reach
 from graphmod.recorder import Recorder, address, compare
 from graphmod.signature import Leaf, argument_paths, flatten, opaque_parts, parameter_names, rebuild
-from graphmod.watch import Watch
+from graphmod.watch import Watch, foreign_hook, hook_counts, modules_called
 
 if TYPE_CHECKING:
     from graphmod.backward import BackwardGraph
@@ -38,6 +38,7 @@ class ForwardGraph:
         retained: the captured outputs with their autograd graph, until the backward is captured from it.
         backward: the captured backward, once there is one.
         captured_in: the pass of its arena in which it was captured.
+        called: the modules that ran inside.
         mismatches: backwards in a row that the captured backward did not fit.
     """
 
@@ -72,7 +73,17 @@ class ForwardGraph:
         grads = [parameter.grad for parameter in owned]
         oldest = _next_sequence_number()
 
+        def run() -> Any:
+            with modules_called() as self.called:
+                return module.call(*args, **kwargs)
+
         def check(recorder: Recorder, result: Any) -> None:
+            hook = foreign_hook(self.called)
+            if hook is not None:
+                raise CaptureRefused(
+                    f"has {hook} inside, whose Python code would not run in a replay; remove it, or hook the wrapped "
+                    "module itself"
+                )
             if entry.trace is not None:
                 previous, entry.trace = entry.trace, recorder.trace
                 reason = compare(previous, recorder.trace)
@@ -83,7 +94,7 @@ class ForwardGraph:
 
         try:
             self.graph, _ = group.backend.capture(
-                lambda: module.call(*args, **kwargs), self.tape.arena.pool, given, entry.generators, check
+                run, self.tape.arena.pool, given, entry.generators, check
             )
         except BaseException:
             for parameter, grad in zip(owned, grads, strict=True):
@@ -91,9 +102,9 @@ class ForwardGraph:
                     parameter.grad = grad
             raise
         seen = self.graph.seen
-        inside = owned if seen.backward else []
-        self.watch = Watch(found, seen.outside, inside, grads[: len(inside)])
-        self._grads_after = [(p, p.grad) for p, before in zip(inside, grads, strict=False) if p.grad is not before]
+        self.watch = Watch(found, seen.outside, owned, grads, seen.backward)
+        self._grads_after = [(p, p.grad) for p, before in zip(owned, grads, strict=True) if p.grad is not before]
+        self._hooks = hook_counts(self.called)
         self._written = [t for t in seen.written.values() if not t.is_inference()]
         self.random = seen.random
         for static in self.inputs:
@@ -190,6 +201,8 @@ class ForwardGraph:
             hooked = [p for p in self.parameters if has_gradient_hooks(p)]
             if len(hooked) != len(self.hooked):
                 moved = "gradient hooks were added to or removed from a parameter"
+        if moved is None and hook_counts(self.called) != self._hooks:
+            moved = "hooks were added to or removed from a part of it"
         return moved
 
     def load(self, leaves: list[Tensor]) -> None:

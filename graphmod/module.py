@@ -22,19 +22,18 @@ from torch import Tensor, nn
 from graphmod.backend import make_backend
 from graphmod.backward import Replayed
 from graphmod.config import CUDAGraphConfig
-from graphmod.errors import CaptureRefused
 from graphmod.forward import ForwardGraph
 from graphmod.lifecycle import Entry, GraphStats
 from graphmod.reach import reach
 from graphmod.recorder import Recorder, is_recording
 from graphmod.signature import Signature, difference, flatten, mode_key, parameter_names, tensor_key
 from graphmod.tape import EagerCall, Group, Tape, Ticket
-from graphmod.watch import foreign_hook, has_hooks
 
 log = logging.getLogger("graphmod")
 
 _training = operator.attrgetter("training")
 _grad = operator.attrgetter("grad")
+EXPECTS_OTHER_GRADS = "its graphs expect other gradients (None, or to be added to) than the coming backward will find"
 _MOST_UNCAPTURED = 64  # signatures without a graph that are remembered; more means that one of them changes each call
 
 
@@ -57,6 +56,8 @@ class CUDAGraphModule(nn.Module):
 
     Attributes of the wrapped module are reachable through the wrapper.
     """
+
+    _reach_through = ("root",)
 
     def __init__(
         self,
@@ -163,7 +164,7 @@ class CUDAGraphModule(nn.Module):
             elif entry.needs_grad and tape.fresh_grads is not None:
                 expected = self.group.expects_fresh_grads()
                 if expected is not None and expected is not tape.fresh_grads:
-                    reason = "grads"
+                    reason = EXPECTS_OTHER_GRADS
                     continue
             unfit = graph.unfit(leaves)
             if unfit is not None:
@@ -171,8 +172,6 @@ class CUDAGraphModule(nn.Module):
                 continue
             if best is None or graph.index < best.index:
                 best = graph
-        if best is not None and self._modules and has_hooks(self._inner):
-            return None, "hooks were added to a part of it"
         return best, reason
 
     def _replay(self, graph: ForwardGraph, leaves: list[Tensor]) -> Any:
@@ -241,23 +240,34 @@ class CUDAGraphModule(nn.Module):
 
     def _place(self, entry: Entry, reason: str) -> Tape | None:
         """Where this call may be captured, or None to run it eagerly now."""
-        if entry.graphs and reason != "grads":
+        growing = self.group.growing_tape()
+        if growing is None and entry.graphs and reason != EXPECTS_OTHER_GRADS:
             # The graphs there are do not fit. Once is an exception, several times in a row is how it is from now on.
             entry.misses += 1
             self._log_once(f"{self.name!r} runs eagerly: {reason}")
             if entry.misses <= self.config.warmup_steps:
                 return None
-            for graph in list(entry.graphs):
-                if not graph.tape.arena.in_flight and graph.watch.moved():
-                    self.drop(graph.tape)
+            self._drop_moved(entry)
+            if entry.disabled:
+                return None
         if not self._make_space(entry):
             return None
-        tape = self.group.place(entry.needs_grad)
+        tape = growing or self.group.place(entry.needs_grad)
         if tape is None:
             entry.misses += 0 if entry.graphs else 1
             if entry.misses > self.config.warmup_steps:
                 tape = self.group.new_tape_elsewhere()
         return tape
+
+    def _drop_moved(self, entry: Entry) -> None:
+        """Drops graphs whose addresses are gone. A graph that moves each time before it was ever replayed counts as
+        a failure, so that recapturing comes to an end."""
+        moved = [graph for graph in entry.graphs if not graph.tape.arena.in_flight and graph.watch.moved()]
+        for graph in moved:
+            reason = graph.watch.moved()
+            self.drop(graph.tape)
+            if entry.failed(f"captured again and again, because {reason}", self.config.max_failures):
+                self._log_once(f"{self.name!r} stays eager: {entry.reason}. force_enable() tries again")
 
     def _make_space(self, entry: Entry) -> bool:
         """Keeps to `max_graphs`, evicting the least recently used signature that is not in flight."""
@@ -276,12 +286,6 @@ class CUDAGraphModule(nn.Module):
         began = time.perf_counter()
         arena, backend = tape.arena, self.group.backend
         try:
-            hook = foreign_hook(self._inner)
-            if hook is not None:
-                raise CaptureRefused(
-                    f"has {hook} inside, whose Python code would not run in a replay; remove it, or hook the wrapped "
-                    "module itself"
-                )
             if not arena.in_flight:
                 backend.prepare_capture()
                 arena.begin(tape)
@@ -300,8 +304,6 @@ class CUDAGraphModule(nn.Module):
         entry.graphs.append(graph)
         entry.misses = 0
         entry.needs_grad = bool(graph.grad_outputs)
-        if not entry.needs_grad:
-            entry.succeeded()
         self.stats_.captures += 1
         self.stats_.replays += 1
         self.stats_.capture_seconds += time.perf_counter() - began
@@ -335,7 +337,6 @@ class CUDAGraphModule(nn.Module):
         """Finds, before the first call, the modules and parameters the callable reaches, and its device."""
         found = reach(self.root)
         self._modules = found.modules
-        self._inner = [module for module in found.modules if module is not self.root]
         self._owned = found.parameters()
         self._parameters_reached = [] if isinstance(self.root, nn.Module) else self._owned
         known = {id(parameter) for parameter in self.group.parameters}

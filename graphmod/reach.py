@@ -42,8 +42,12 @@ def _globals_of(function: types.FunctionType) -> Iterator[tuple[Any, Any]]:
 
 
 def _places(value: Any) -> Iterator[tuple[Any, Any]]:
-    """The `(container, key)` pairs through which an object holds others."""
-    if isinstance(value, nn.Module):
+    """The `(container, key)` pairs through which an object holds others. A class that holds machinery of its own
+    besides what it wraps says with `_reach_through` which attributes lead on."""
+    through = getattr(type(value), "_reach_through", None)
+    if through is not None:
+        yield from ((value.__dict__, name) for name in through)
+    elif isinstance(value, nn.Module):
         yield from ((value._parameters, key) for key in value._parameters)
         yield from ((value._buffers, key) for key in value._buffers)
         yield from ((value._modules, key) for key in value._modules)
@@ -96,7 +100,7 @@ def reach(*roots: Any) -> Reach:
             continue
         seen.add(id(value))
         keep.append(value)
-        if isinstance(value, nn.Module):
+        if isinstance(value, nn.Module) and not hasattr(type(value), "_reach_through"):
             found.modules.append(value)
         elif isinstance(value, torch.optim.Optimizer):
             found.optimizers.append(value)

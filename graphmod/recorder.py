@@ -167,6 +167,8 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         about = facts(op)
+        if about.name.startswith("profiler::"):
+            return op(*args, **kwargs)
         code, line = _user_frame()
         given = list(tensors_in((*args, *kwargs.values())))
         if self._refuse:
@@ -257,7 +259,7 @@ class Recorder(TorchDispatchMode):
         if host and not cuda and about.writes:
             outside = [t for t in host if address(t) not in self._made]
             if outside:
-                return "changes a host tensor, which a replay would not; keep it on the GPU (capturable=True, fused=True)"
+                return "changes a host tensor, which a replay would not; keep it on the GPU (fused=True, capturable=True)"
         if cuda and any(tensor.dim() for tensor in host):
             return "mixes a host tensor into a GPU operation; move it to the GPU once, outside"
         if cuda and any(address(tensor) not in self._made for tensor in host):

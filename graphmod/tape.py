@@ -133,11 +133,15 @@ class Group:
 
     # -- where a forward may run ---------------------------------------------------------------------------------
 
-    def place(self, grads_pass: bool) -> Tape | None:
-        """The tape a new graph may be captured on now, or None where that is not safe at the moment."""
+    def growing_tape(self) -> Tape | None:
+        """The tape of a pass under way whose end has been reached, so that a new graph may follow on it."""
         for arena in self.arenas:
             if arena.in_flight and arena.active.at_end and not arena.active.dropped:
                 return arena.active
+        return None
+
+    def place(self, grads_pass: bool) -> Tape | None:
+        """The tape on which a new pass may be captured now, or None where that is not safe at the moment."""
         for arena in self.arenas:
             if not arena.in_flight:
                 if grads_pass and self.eager_in_flight:

@@ -4,8 +4,10 @@ Owns holding the tensors that a graph reads without being given them, and a chec
 May import `recorder` and `reach`.
 """
 
+import contextlib
 import operator
 import types
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -27,13 +29,21 @@ class Watch:
         outside: address -> tensor, what the capture read without being given it; held from now on.
         parameters: leaf tensors whose `.grad` the capture may have read or set.
         grads: their gradients before the capture.
+        backward: whether a backward pass ran inside the capture.
     """
 
     def __init__(
-        self, found: Reach, outside: dict[int, Tensor], parameters: list[Tensor], grads: list[Tensor | None]
+        self,
+        found: Reach,
+        outside: dict[int, Tensor],
+        parameters: list[Tensor],
+        grads: list[Tensor | None],
+        backward: bool,
     ) -> None:
         self.held = list(outside.values())
         slots = [slot for slot in found.slots if address(slot[2]) in outside]
+        named = {id(tensor) for container, _, tensor in slots if not isinstance(container, list)}
+        slots = [s for s in slots if not (isinstance(s[0], list) and id(s[2]) in named)]
         plain = [slot for slot in slots if not isinstance(slot[0], types.CellType)]
         self._cells = [(cell, tensor) for cell, _, tensor in slots if isinstance(cell, types.CellType)]
         self._containers = [slot[0] for slot in plain]
@@ -43,14 +53,18 @@ class Watch:
         self._everything = everything
         self._addresses = list(map(Tensor.data_ptr, everything))
         self._flags = list(map(_requires_grad, everything))
-        self._watch_grads(parameters, grads, outside)
+        self._watch_grads(parameters, grads, outside, backward)
         self._watch_settings(found)
 
-    def _watch_grads(self, parameters: list[Tensor], grads: list[Tensor | None], outside: dict[int, Tensor]) -> None:
-        """A gradient that was absent must be absent again, one that was read must be the same; one that was there but
-        never read had been cleared inside, and may be anything."""
+    def _watch_grads(
+        self, parameters: list[Tensor], grads: list[Tensor | None], outside: dict[int, Tensor], backward: bool
+    ) -> None:
+        """A gradient that was read must be the same. One that was absent must be absent again if a backward ran, and
+        one that was there but never read had been cleared inside, and may be anything."""
         watched = [
-            (p, g) for p, g in zip(parameters, grads, strict=True) if g is None or address(g) in outside
+            (p, g)
+            for p, g in zip(parameters, grads, strict=True)
+            if (backward if g is None else address(g) in outside)
         ]
         self._with_grads = [p for p, _ in watched]
         self._grads = [g for _, g in watched]
@@ -112,24 +126,43 @@ def _contents(cell: types.CellType) -> Any:
         return None
 
 
-def has_hooks(modules: list[nn.Module]) -> bool:
-    """Whether any of these modules has forward hooks."""
-    return any(map(_forward_hooks, modules)) or any(map(_forward_pre_hooks, modules))
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_hooks = operator.attrgetter("_forward_hooks", "_forward_pre_hooks")
 
 
-_forward_hooks = operator.attrgetter("_forward_hooks")
-_forward_pre_hooks = operator.attrgetter("_forward_pre_hooks")
+def hook_counts(modules: list[nn.Module]) -> list[tuple]:
+    """How many forward hooks and forward pre-hooks each module has."""
+    return [(len(after), len(before)) for after, before in map(_hooks, modules)]
 
 
 def foreign_hook(modules: list[nn.Module]) -> str | None:
-    """A hook on one of these modules whose Python code would stop running, in words.
+    """A hook on one of these modules whose Python code would stop running in a replay, in words.
 
-    Hooks that torch itself installs (weight norm, parametrizations) only compute tensors and are captured.
+    Hooks that torch itself installs (weight norm, parametrizations) only compute tensors, which a capture takes in.
     """
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     for module in modules:
-        for kind in kinds:
+        for kind in _HOOKS:
             for hook in getattr(module, kind).values():
-                if not (getattr(hook, "__module__", None) or type(hook).__module__).startswith("torch.nn.utils"):
+                if not (getattr(hook, "__module__", None) or type(hook).__module__).startswith(_HARMLESS):
                     return f"a {kind.strip('_').removesuffix('s').replace('_', ' ')} on a {type(module).__name__}"
     return None
+
+
+_HARMLESS = ("torch.nn.utils", "graphmod.")
+
+
+@contextlib.contextmanager
+def modules_called() -> Iterator[list[nn.Module]]:
+    """Collects the modules that are called while it is active, each once."""
+    called: dict[int, nn.Module] = {}
+
+    def note(module: nn.Module, _: Any) -> None:
+        called.setdefault(id(module), module)
+
+    found: list[nn.Module] = []
+    handle = nn.modules.module.register_module_forward_pre_hook(note)
+    try:
+        yield found
+    finally:
+        handle.remove()
+        found += called.values()
