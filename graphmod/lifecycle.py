@@ -35,7 +35,7 @@ class GraphStats:
 
     def __add__(self, other: GraphStats) -> GraphStats:
         summed = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self) if f.name != "state"}
-        order = ("eager", "captured", "warm-up", "disabled")
+        order = ("eager", "warm-up", "captured", "disabled")
         return GraphStats(state=max(self.state, other.state, key=order.index), **summed)
 
 

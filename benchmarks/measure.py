@@ -1,0 +1,75 @@
+"""Timing of training steps: medians with and without a synchronisation a step, host time, memory, GPU busy time."""
+
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def environment() -> dict[str, Any]:
+    """What a result depends on besides the code."""
+    return {
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def _quantile(values: list[float], q: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(q * len(values)))]
+
+
+def time_steps(step: Callable[[int], Any], steps: int) -> dict[str, float]:
+    """Milliseconds a step: `step_ms` with a synchronisation after each (median; also p95), `host_ms` until the call
+    returned in those same steps, `free_ms` over as many steps with a synchronisation at the end only."""
+    walls, hosts = [], []
+    torch.cuda.synchronize()
+    for index in range(steps):
+        began = time.perf_counter()
+        step(index)
+        hosts.append(time.perf_counter() - began)
+        torch.cuda.synchronize()
+        walls.append(time.perf_counter() - began)
+    began = time.perf_counter()
+    for index in range(steps):
+        step(index)
+    torch.cuda.synchronize()
+    free = (time.perf_counter() - began) / steps
+    return {
+        "step_ms": statistics.median(walls) * 1e3,
+        "step_p95_ms": _quantile(walls, 0.95) * 1e3,
+        "host_ms": statistics.median(hosts) * 1e3,
+        "free_ms": free * 1e3,
+    }
+
+
+def gpu_busy_ms(step: Callable[[int], Any], steps: int = 5) -> dict[str, float]:
+    """The sum of kernel and copy times of a step, and their number. Attaches CUPTI, which slows every later graph
+    launch in the process: measure time before."""
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
+        for index in range(steps):
+            step(index)
+        torch.cuda.synchronize()
+    device = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    device = [e for e in device if not e.name.startswith(("ProfilerStep", "Optimizer."))]
+    return {
+        "busy_ms": sum(e.time_range.elapsed_us() for e in device) / steps / 1e3,
+        "kernels": len(device) / steps,
+    }
+
+
+def memory() -> dict[str, float]:
+    """Peaks since the process began, in GiB."""
+    return {
+        "reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
+        "allocated_gib": torch.cuda.max_memory_allocated() / 2**30,
+        "reserved_now_gib": torch.cuda.memory_reserved() / 2**30,
+    }

@@ -1,0 +1,203 @@
+"""Step time of training in every scope and with every peer that is installed; one process per mode and shape.
+
+    python benchmarks/training.py --out benchmarks/results/training.json
+    python benchmarks/training.py --shapes small --modes eager,per_layer --steps 50
+
+Needs a GPU. Peers: torch.cuda.make_graphed_callables, torch.compile(mode="reduce-overhead"), tensordict's
+CudaGraphModule (skipped where tensordict is not installed: pip install tensordict).
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+SHAPES: dict[str, dict[str, int]] = {
+    "small": {"layers": 12, "width": 768, "batch": 1, "length": 256},
+    "deep": {"layers": 96, "width": 512, "batch": 1, "length": 512},
+    "batched": {"layers": 12, "width": 768, "batch": 8, "length": 1024},
+    "wide": {"layers": 24, "width": 2048, "batch": 1, "length": 1024},
+}
+MODES = ("eager", "per_layer", "full_iteration", "make_graphed_callables", "compile_reduce_overhead", "tensordict")
+VOCABULARY = 32_000
+
+
+def build(shape: dict[str, int]) -> tuple[Any, Any]:
+    """A Llama-shaped bf16 model with random weights and its fused AdamW."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from graphmod.train.attention import use_static_causal_attention
+
+    torch.manual_seed(0)
+    width = shape["width"]
+    config = LlamaConfig(
+        hidden_size=width,
+        intermediate_size=-(-width * 8 // 3 // 64) * 64,
+        num_hidden_layers=shape["layers"],
+        num_attention_heads=width // 64,
+        num_key_value_heads=width // 64,
+        vocab_size=VOCABULARY,
+        use_cache=False,
+    )
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda"):
+        model = LlamaForCausalLM(config)
+    torch.set_default_dtype(torch.float32)
+    use_static_causal_attention(model)
+    lr = torch.tensor(1e-4, device="cuda")
+    return model, torch.optim.AdamW(model.parameters(), lr=lr, fused=True, capturable=True)
+
+
+def make_step(mode: str, shape: dict[str, int]) -> tuple[Any, Any]:
+    """`(step(batch) -> loss, its GraphStats or None)` for a mode."""
+    import torch
+
+    from graphmod import CUDAGraphConfig
+    from graphmod.train.step import TrainStep, next_token_loss
+
+    model, optimizer = build(shape)
+    if mode in ("eager", "per_layer", "full_iteration"):
+        scope = "none" if mode == "eager" else mode
+        step = TrainStep(model, optimizer, max_grad_norm=1.0, config=CUDAGraphConfig(scope=scope))
+        return step, lambda: step.stats
+
+    loss_fn = next_token_loss
+    if mode == "make_graphed_callables":
+        _graph_with_torch(model, shape)
+    elif mode == "compile_reduce_overhead":
+        loss_fn = torch.compile(next_token_loss, mode="reduce-overhead")
+
+    def plain(batch: Any) -> Any:
+        batch = batch.cuda(non_blocking=True)
+        loss = loss_fn(model, batch[0])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    if mode == "tensordict":
+        from tensordict.nn import CudaGraphModule
+
+        def whole(tokens: Any) -> Any:
+            loss = next_token_loss(model, tokens)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            return loss.detach()
+
+        graphed = CudaGraphModule(whole, warmup=3)
+        return lambda batch: graphed(batch[0].cuda(non_blocking=True)), None
+    return plain, None
+
+
+def _graph_with_torch(model: Any, shape: dict[str, int]) -> None:
+    import torch
+
+    class Positional(torch.nn.Module):
+        """The layer with tensors as its only arguments, as make_graphed_callables wants it."""
+
+        def __init__(self, layer: Any) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, hidden: Any, cos: Any, sin: Any) -> Any:
+            return self.layer(hidden, position_embeddings=(cos, sin))
+
+    class Adapter(torch.nn.Module):
+        def __init__(self, graphed: Any) -> None:
+            super().__init__()
+            self.graphed = graphed
+
+        def forward(self, hidden: Any, position_embeddings: Any = None, **_: Any) -> Any:
+            return self.graphed(hidden, *position_embeddings)
+
+    batch, length, width = shape["batch"], shape["length"], shape["width"]
+    like = {"device": "cuda", "dtype": torch.bfloat16}
+    hidden = torch.randn(batch, length, width, **like)
+    cos, sin = (torch.randn(1, length, 64, **like) for _ in range(2))
+    layers = tuple(Positional(layer) for layer in model.model.layers)
+    samples = tuple((hidden.clone().requires_grad_(), cos.clone(), sin.clone()) for _ in layers)
+    graphed = torch.cuda.make_graphed_callables(layers, samples)
+    model.model.layers = torch.nn.ModuleList(Adapter(layer) for layer in graphed)
+
+
+def work(mode: str, name: str, steps: int) -> dict[str, Any]:
+    """Measures one mode on one shape in this process."""
+    import torch
+
+    from benchmarks.measure import environment, gpu_busy_ms, memory, time_steps
+
+    shape = SHAPES[name]
+    step, stats = make_step(mode, shape)
+    generator = torch.Generator().manual_seed(1)
+    size = (1, shape["batch"], shape["length"] + 1)
+    batches = [torch.randint(0, VOCABULARY, size, generator=generator).pin_memory() for _ in range(8)]
+    losses = []
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for index in range(8):
+        loss = step(batches[index])
+        losses.append(float(loss))
+    setup = time.perf_counter() - began
+
+    def run(index: int) -> Any:
+        return step(batches[index % len(batches)])
+
+    result = {"mode": mode, "shape": name, **shape, "first_8_steps_s": setup, "first_losses": losses}
+    result |= time_steps(run, steps)
+    result |= memory()
+    if stats is not None:
+        result["stats"] = vars(stats())
+    result |= gpu_busy_ms(run)
+    return result | {"environment": environment()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", default=",".join(SHAPES), help=f"of {', '.join(SHAPES)}")
+    parser.add_argument("--modes", default=",".join(MODES), help=f"of {', '.join(MODES)}")
+    parser.add_argument("--steps", type=int, default=40, help="timed steps, twice")
+    parser.add_argument("--out", type=Path, help="write the results there as JSON")
+    parser.add_argument("--worker", nargs=2, metavar=("MODE", "SHAPE"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        print("RESULT " + json.dumps(work(*options.worker, options.steps)))
+        return
+    results = []
+    for shape in options.shapes.split(","):
+        for mode in options.modes.split(","):
+            command = [sys.executable, __file__, "--worker", mode, shape, "--steps", str(options.steps)]
+            began = time.perf_counter()
+            done = subprocess.run(command, capture_output=True, text=True, env={**os.environ})
+            line = next((x for x in done.stdout.splitlines() if x.startswith("RESULT ")), None)
+            if line is None:
+                tail = (done.stderr.strip().splitlines() or ["no output"])[-1]
+                print(f"{shape:9} {mode:26} failed: {tail[:160]}", flush=True)
+                results.append({"mode": mode, "shape": shape, "error": tail})
+                continue
+            result = json.loads(line.removeprefix("RESULT "))
+            results.append(result)
+            print(
+                f"{shape:9} {mode:26} step {result['step_ms']:8.3f} ms  free {result['free_ms']:8.3f}  host "
+                f"{result['host_ms']:7.3f}  busy {result['busy_ms']:8.3f}  kernels {result['kernels']:6.0f}  reserved "
+                f"{result['reserved_gib']:6.2f} GiB  first 8 steps {result['first_8_steps_s']:5.1f} s  "
+                f"({time.perf_counter() - began:.0f} s)",
+                flush=True,
+            )
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        command = "python " + " ".join(sys.argv)
+        options.out.write_text(json.dumps({"command": command, "results": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
