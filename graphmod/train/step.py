@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 
@@ -17,6 +19,18 @@ def next_token_loss(model: nn.Module, tokens: Tensor) -> Tensor:
     """
     logits = model(input_ids=tokens[:, :-1]).logits
     return nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+
+
+@dataclass
+class _Stats:
+    state: str = "eager"
+    captures: int = 0
+    replays: int = 0
+    eager_calls: int = 0
+    failures: int = 0
+    capture_seconds: float = 0.0
+    pool_bytes: int = 0
+    copied_bytes: int = 0
 
 
 class TrainStep:
@@ -52,10 +66,12 @@ class TrainStep:
         self._rates = None
         if learning_rates is not None:
             self._rates = torch.tensor(list(learning_rates), dtype=torch.float32, device=self.device)
+        self.stats = _Stats()
         self._position = torch.zeros(1, dtype=torch.int64, device=self.device)
 
     def __call__(self, batch: Tensor) -> Tensor:
         """Trains on `batch`, int64 of shape (A, B, S + 1) for A microbatches; returns a 0-d float32 loss."""
+        self.stats.eager_calls += 1
         batch = batch.to(self.device, non_blocking=True)
         loss = None
         for tokens in batch:
@@ -73,6 +89,13 @@ class TrainStep:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return loss
+
+    @property
+    def learning_rate(self) -> Tensor | float:
+        return self.optimizer.param_groups[0]["lr"]
+
+    def reset(self) -> None:
+        pass
 
     @torch.no_grad()
     def evaluate(self, batch: Tensor) -> Tensor:
