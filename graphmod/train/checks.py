@@ -43,7 +43,9 @@ def check_model(model: ModelConfig) -> None:
         _require((folder / "config.json").is_file(), f"model.path={model.path} holds no config.json, so no saved model")
         for name in (*_SIZES, *_ROPE_ONLY, "vocab_size", "tie_embeddings", "dropout"):
             given = getattr(model, name)
-            _require(given is None, f"model.{name}={given} cannot be chosen with model=local: the saved model has its own")
+            _require(
+                given is None, f"model.{name}={given} cannot be chosen with model=local: the saved model has its own"
+            )
         return
     _require(model.path is None, f"model.path is for model=local only, and model.architecture is {kind}")
     for name in _SIZES:
@@ -72,10 +74,14 @@ def check_model(model: ModelConfig) -> None:
 def check_data(data: DataConfig, model: ModelConfig) -> None:
     """Raises ConfigError for a path that is missing or not there; makes `data.path` a list of str, or None."""
     _at_least("data", data, 1, "max_bytes", "vocab_size", "seq_len", "batch_size")
-    _require(0 <= data.eval_fraction < 1, f"data.eval_fraction must be at least 0 and below 1, got {data.eval_fraction}")
+    _require(
+        0 <= data.eval_fraction < 1, f"data.eval_fraction must be at least 0 and below 1, got {data.eval_fraction}"
+    )
     if data.source is Source.text:
         paths = [data.path] if isinstance(data.path, (str, Path)) else data.path
-        _require(bool(paths) and isinstance(paths, (list, tuple)), "data=text needs data.path=FILE_OR_FOLDER, or a list")
+        _require(
+            bool(paths) and isinstance(paths, (list, tuple)), "data=text needs data.path=FILE_OR_FOLDER, or a list"
+        )
         data.path = [str(path) for path in paths]
         for path in data.path:
             _require(Path(path).exists(), f"data.path: there is no file or folder {path!r}")

@@ -94,7 +94,9 @@ def _losses(row: Row) -> str:
 
 def table(rows: list[Row]) -> str:
     """The rows as aligned text; failed runs follow below it, with their reason."""
-    lines = [["run", "step ms", "p95", "host ms", "tokens/s", "speed-up", "reserved GiB", "capture s", "losses as none"]]
+    lines = [
+        ["run", "step ms", "p95", "host ms", "tokens/s", "speed-up", "reserved GiB", "capture s", "losses as none"]
+    ]
     for row in rows:
         if row.error is None:
             lines.append(
@@ -113,7 +115,9 @@ def table(rows: list[Row]) -> str:
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     shown = []
     for line in lines:
-        cells = [line[0].ljust(widths[0])] + [cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)]
+        cells = [line[0].ljust(widths[0])] + [
+            cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)
+        ]
         shown.append("  ".join(cells).rstrip())
     shown += [f"{row.name}: failed: {row.error}" for row in rows if row.error is not None]
     return "\n".join(shown)

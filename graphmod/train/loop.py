@@ -93,7 +93,9 @@ class _Run:
         on_terminal = sys.stderr.isatty()
         with (
             Prefetcher(self.sampler, range(train.steps), pin=self.device.type == "cuda") as batches,
-            tqdm(total=train.steps, unit="step", dynamic_ncols=on_terminal, mininterval=0.2 if on_terminal else 10) as bar,
+            tqdm(
+                total=train.steps, unit="step", dynamic_ncols=on_terminal, mininterval=0.2 if on_terminal else 10
+            ) as bar,
         ):
             clock.begin()
             for done, batch in enumerate(batches, start=1):

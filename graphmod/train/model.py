@@ -6,8 +6,15 @@ Imports transformers, the schema and `train/attention.py`; knows nothing of data
 from contextlib import contextmanager
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig, PreTrainedModel
-from transformers import Qwen3Config
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+)
 from transformers.utils import logging as transformers_logging
 
 from graphmod.errors import ConfigError
@@ -87,8 +94,8 @@ def model_config(model: ModelConfig, data_vocab_size: int, seq_len: int) -> Pret
         config = _sizes(model, model.vocab_size or rounded)
     if config.vocab_size < data_vocab_size:
         raise ConfigError(
-            f"the data has {data_vocab_size} tokens and the model {config.vocab_size}; raise model.vocab_size (or leave "
-            "it null, which fits the data), or use the tokenizer the model was trained with (data.tokenizer=FOLDER)"
+            f"the data has {data_vocab_size} tokens and the model {config.vocab_size}; raise model.vocab_size, leave "
+            "it null, which fits the data, or use the tokenizer the model was trained with (data.tokenizer=FOLDER)"
         )
     config.use_cache = False
     return config
@@ -106,6 +113,22 @@ def no_transformers_bars():
             transformers_logging.enable_progress_bar()
 
 
+def _load(folder: str, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    try:
+        with no_transformers_bars():
+            model, info = AutoModelForCausalLM.from_pretrained(
+                folder, config=config, dtype=dtype, local_files_only=True, output_loading_info=True
+            )
+    except Exception as error:  # whatever the readers of the many file formats raise
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConfigError(f"model.path={folder} holds no weights transformers can read: {reason}") from error
+    if info["missing_keys"]:
+        # transformers would go on with random numbers in their place.
+        some = ", ".join(sorted(info["missing_keys"])[:3])
+        raise ConfigError(f"model.path={folder} lacks {len(info['missing_keys'])} weights of its model, such as {some}")
+    return model
+
+
 def build_model(
     model: ModelConfig, config: PretrainedConfig, precision: Precision, device: torch.device, seed: int
 ) -> PreTrainedModel:
@@ -118,14 +141,7 @@ def build_model(
     """
     dtype = weights_dtype(precision)
     if model.architecture is Architecture.local:
-        try:
-            with no_transformers_bars():
-                built = AutoModelForCausalLM.from_pretrained(
-                    model.path, config=config, dtype=dtype, local_files_only=True
-                ).to(device)
-        except (OSError, ValueError, RuntimeError, KeyError) as error:
-            reason = str(error).splitlines()[0]
-            raise ConfigError(f"model.path={model.path} holds no weights transformers can read: {reason}") from error
+        built = _load(model.path, config, dtype).to(device)
     else:
         gpus = [device] if device.type == "cuda" else []
         # Weights are made where they will live: drawing a large model on the CPU takes longer than a short run.

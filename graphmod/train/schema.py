@@ -94,7 +94,7 @@ class DataConfig:
     tokenizer: str | None = None
     max_bytes: int | None = None
     vocab_size: int | None = None
-    seq_len: int = 128
+    seq_len: int = 256
     batch_size: int = 8
     eval_fraction: float = 0.05
 
@@ -140,7 +140,7 @@ class TrainConfig:
         checkpoint: save the model and the optimizer at the end.
     """
 
-    steps: int = 300
+    steps: int = 500
     grad_accumulation: int = 1
     precision: Precision = Precision.fp32
     device: DeviceName = DeviceName.auto

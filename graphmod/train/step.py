@@ -1,7 +1,6 @@
 """One training iteration as a callable: forward and backward of every microbatch, clipping, optimizer, schedule."""
 
 from collections.abc import Callable, Sequence
-
 from dataclasses import dataclass
 
 import torch
