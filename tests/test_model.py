@@ -103,7 +103,7 @@ def test_a_sliding_window_shorter_than_the_sequence_is_refused():
     )
     model = use_static_causal_attention(MistralForCausalLM(config))
     model(input_ids=torch.zeros(1, 8, dtype=torch.int64), use_cache=False)
-    with pytest.raises(ConfigError, match="data.seq_len=8"):
+    with pytest.raises(ConfigError, match=r"data\.seq_len=8"):
         model(input_ids=torch.zeros(1, 9, dtype=torch.int64), use_cache=False)
 
 
@@ -125,7 +125,7 @@ def test_bf16_weights_keep_rotary_frequencies_in_fp32():
 def test_the_vocabulary_fits_the_data_in_round_numbers():
     assert model_config(sizes(Architecture.llama), 256, 16).vocab_size == 256
     assert model_config(sizes(Architecture.llama), 257, 16).vocab_size == 320
-    with pytest.raises(ConfigError, match="raise model.vocab_size"):
+    with pytest.raises(ConfigError, match=r"raise model\.vocab_size"):
         model_config(sizes(Architecture.llama, vocab_size=100), 256, 16)
 
 

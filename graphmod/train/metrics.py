@@ -19,7 +19,7 @@ GIB = 2**30
 
 @dataclass
 class _Fetch:
-    """A copy on its way: losses of steps `first` to `last`, then gradient norm and learning rate, then eval loss."""
+    """A copy on its way: the losses of steps `first` up to `last`, then one value for each of `names`."""
 
     values: Tensor
     arrived: "torch.cuda.Event | None"
@@ -69,8 +69,8 @@ class Metrics:
         self._recent[self._done].copy_(loss)
         self._done += 1
 
-    def _fetch(self, parts: dict[str, Tensor], scalars: dict[str, float]) -> None:
-        first, last = self._sent, self._done
+    def _fetch(self, parts: dict[str, Tensor], scalars: dict[str, float], with_losses: bool = True) -> None:
+        first, last = self._sent if with_losses else self._done, self._done
         packed = [self._recent[first:last]]
         packed += [value.detach().to(self._device, torch.float32).reshape(1) for value in parts.values()]
         values = torch.cat(packed)  # also what keeps a value that its graph will overwrite
@@ -80,7 +80,8 @@ class Metrics:
             values = pinned.copy_(values, non_blocking=True)
             arrived = torch.cuda.Event()
             arrived.record(torch.cuda.current_stream(self._device))
-        self._sent = last
+        if with_losses:
+            self._sent = last
         self._fetches.append(_Fetch(values, arrived, first, last, list(parts), scalars))
 
     def log(self, grad_norm: Tensor | None, learning_rate: Tensor | float | None, graph: dict[str, int]) -> None:
@@ -105,7 +106,7 @@ class Metrics:
 
     def log_evaluation(self, loss: Tensor) -> None:
         """Keeps a 0-d evaluation loss, measured after the step that was just done."""
-        self._fetch({"eval/loss": loss}, {})
+        self._fetch({"eval/loss": loss}, {}, with_losses=False)
         self.write()
 
     def write(self, wait: bool = False) -> None:
