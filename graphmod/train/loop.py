@@ -101,9 +101,9 @@ class _Run:
             for done, batch in enumerate(batches, start=1):
                 called = time.perf_counter()
                 loss = self.step(batch)
-                clock_host = time.perf_counter() - called
+                host_seconds = time.perf_counter() - called
                 metrics.record(loss)
-                clock.end_step(clock_host)
+                clock.end_step(host_seconds)
                 if done % train.log_every == 0 or done == train.steps:
                     stats = self.step.stats
                     counters = {name: getattr(stats, name) for name in ("captures", "replays", "eager_calls")}
