@@ -1,0 +1,57 @@
+# Everything one does with a clone. The first target that needs Python makes .venv and installs into it; later ones
+# find it there, and install again only after pyproject.toml or constraints.txt has changed.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# Settings of a run, for example: make train ARGS="graph=full_iteration train.steps=1000"
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train compare tensorboard test lint format clean
+
+help: ## show this list
+	@echo "make TARGET [ARGS='KEY=VALUE ...'] [PYTHON=python3.12]"
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## make .venv and install graphmod into it
+
+$(STAMP): pyproject.toml constraints.txt
+	@found=; \
+	for python in $(PYTHON) python3.13 python3.12 python3.11; do \
+		if $$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; then \
+			found=$$python; break; \
+		fi; \
+	done; \
+	if [ -z "$$found" ]; then \
+		echo "error: no Python 3.11, 3.12 or 3.13 found; install one, or name it: make PYTHON=/path/to/python3.12" >&2; \
+		exit 1; \
+	fi; \
+	echo "installing into $(VENV) with $$($$found --version)"; \
+	$$found -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+train: $(STAMP) ## train a small model on Python's own sources, in graphs; ARGS are settings
+	$(BIN)/python train.py $(ARGS)
+
+compare: $(STAMP) ## the same run without graphs, per layer and as one graph, side by side; ARGS are settings
+	$(BIN)/python train.py --multirun graph=none,per_layer,full_iteration train=measure train.deterministic=true $(ARGS)
+
+tensorboard: $(STAMP) ## show all runs in the browser
+	$(BIN)/tensorboard --logdir runs
+
+test: $(STAMP) ## run the tests; those for a GPU are skipped where there is none
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(STAMP) ## check style and formatting
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(STAMP) ## put the code into its format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## remove .venv and caches; runs/ stays
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

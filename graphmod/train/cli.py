@@ -1,0 +1,155 @@
+"""What `train.py` does: compose the config with Hydra, run the job or jobs, and word every error for its reader.
+
+Imports hydra and the loop. Exit status: 0 all went well, 1 a run failed, 2 the command line, a config or the data
+cannot be used, 130 interrupted.
+"""
+
+import os
+import shutil
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import hydra
+import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from graphmod.errors import ConfigError, GraphmodError
+from graphmod.train.config import parse, register
+from graphmod.train.explain import explain
+from graphmod.train.loop import train
+from graphmod.train.result import RunResult
+
+_FULL_ERROR = "HYDRA_FULL_ERROR"
+
+
+def _complain(message: object) -> None:
+    print(f"error: {message}", file=sys.stderr, flush=True)
+
+
+def swept_keys(arguments: list[str]) -> list[str]:
+    """The keys that a multirun gives several values to, such as `graph` in `graph=none,per_layer`."""
+    parser, keys = OverridesParser.create(), []
+    for argument in arguments:
+        if argument.startswith("-"):
+            continue
+        try:
+            override = parser.parse_override(argument)
+        except HydraException:
+            continue  # Hydra will say so itself, and better
+        if override.is_sweep_override():
+            keys.append(override.get_key_element())
+    return keys
+
+
+def job_folder(keys: list[str], overrides: list[str], number: object) -> str:
+    """The name of a job's folder: `none` for graph=none; keys that are no group keep their name, as in `train.seed=1`.
+
+    Args:
+        keys: the swept ones.
+        overrides: all of the job's.
+        number: of the job; its name when nothing is swept.
+    """
+    parts = []
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if key in keys:
+            parts.append(override if "." in key else value)
+    return "_".join(parts).replace(os.sep, "-")[:200] or str(number)
+
+
+@contextmanager
+def _hydra_raises() -> Iterator[None]:
+    # Otherwise Hydra prints errors itself, in terms of its own files, and exits with status 1.
+    before = os.environ.get(_FULL_ERROR)
+    os.environ[_FULL_ERROR] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_FULL_ERROR]
+        else:
+            os.environ[_FULL_ERROR] = before
+
+
+def _attempt(cfg: DictConfig, folder: Path) -> tuple[int, str | None]:
+    """Runs one job; returns its exit status and, if it failed, why."""
+    try:
+        result = train(parse(cfg), folder)
+    except ConfigError as error:
+        _complain(error)
+        return 2, str(error)
+    except GraphmodError as error:
+        _complain(error)
+        return 1, str(error)
+    except OSError as error:
+        _complain(error)
+        return 1, str(error)
+    except torch.OutOfMemoryError as error:
+        reason = f"out of GPU memory; lower data.batch_size or data.seq_len. {str(error).splitlines()[0]}"
+        _complain(reason)
+        return 1, reason
+    except Exception as error:  # a bug: show all of it, but let the other jobs of a multirun go on
+        traceback.print_exc()
+        _complain("this is a bug in graphmod or in a library it uses; the lines above say where")
+        return 1, f"{type(error).__name__}: {error}"
+    print(result.report())
+    print(f"  written to {folder}")
+    return 0, None
+
+
+def _tidy(folder: Path) -> None:
+    # A run that never began should leave no dated folder behind.
+    if {path.name for path in folder.iterdir()} <= {".hydra"}:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def main(config_dir: Path) -> int:
+    """Runs `train.py` with the arguments in `sys.argv`; returns the exit status.
+
+    Args:
+        config_dir: the folder with `config.yaml` and the groups.
+    """
+    statuses: list[int] = []
+
+    def job(cfg: DictConfig) -> None:
+        hydra_config = HydraConfig.get()
+        folder = Path(hydra_config.runtime.output_dir)
+        status, reason = _attempt(cfg, folder)
+        statuses.append(status)
+        if status == 0:
+            return
+        if hydra_config.mode is RunMode.MULTIRUN:
+            scope = str(getattr(cfg.graph.scope, "value", cfg.graph.scope))
+            RunResult(scope=scope, status="failed", error=reason).write(folder)
+        else:
+            _tidy(folder)
+
+    register()
+    keys = swept_keys(sys.argv[1:])
+    OmegaConf.register_new_resolver(
+        "swept", lambda overrides, number: job_folder(keys, list(overrides), number), replace=True
+    )
+    show_all = _FULL_ERROR in os.environ
+    try:
+        with _hydra_raises():
+            hydra.main(config_path=str(config_dir.resolve()), config_name="config", version_base="1.3")(job)()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except (HydraException, OmegaConfBaseException) as error:
+        if show_all:
+            traceback.print_exc()
+        _complain(explain(error))
+        return 2
+    except OSError as error:  # Hydra could not make the folder of the run
+        _complain(f"cannot write to {error.filename}: {error.strerror}" if error.filename else error)
+        return 1
+    return max(statuses, default=0)

@@ -1,0 +1,149 @@
+"""Turns files into one long row of tokens. Imports torch, numpy, the schema; transformers only for a tokenizer.
+
+How batches are cut from that row is `train/data.py`'s business.
+"""
+
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from graphmod.errors import ConfigError
+from graphmod.train.schema import Architecture, DataConfig, ModelConfig, Source
+
+_BYTE_VOCABULARY = 256
+_SYNTHETIC_TOKENS = 1 << 20
+_NOT_SOURCES = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+
+
+@dataclass
+class Corpus:
+    """The tokens of a run.
+
+    Attributes:
+        tokens: (N,) uint8 for bytes, int32 for a tokenizer or random tokens.
+        vocab_size: every token is below it.
+        tokenizer: the transformers tokenizer, or None for bytes and random tokens.
+        description: what it is, for people.
+    """
+
+    tokens: Tensor
+    vocab_size: int
+    tokenizer: Any
+    description: str
+
+
+def standard_library_files() -> list[Path]:
+    """The running interpreter's standard library, `.py` files without tests, in sorted order."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = [path for path in root.rglob("*.py") if not _NOT_SOURCES & set(path.relative_to(root).parts)]
+    if not files:
+        raise ConfigError(
+            f"{root} holds no sources of Python's standard library; use data=text data.path=FILE_OR_FOLDER instead"
+        )
+    return sorted(files)
+
+
+def text_files(paths: list[str], pattern: str) -> list[Path]:
+    """The files named by `paths`, and those of folders (recursively, sorted, none hidden) that match `pattern`."""
+    found: list[Path] = []
+    for path in map(Path, paths):
+        if path.is_dir():
+            inside = [file for file in path.rglob(pattern) if file.is_file()]
+            visible = [f for f in inside if not any(part.startswith(".") for part in f.relative_to(path).parts)]
+            found += sorted(visible)
+        else:
+            found.append(path)
+    if not found:
+        raise ConfigError(f"data.path={paths} holds no file that matches data.pattern={pattern!r}")
+    return found
+
+
+def read_pieces(files: list[Path], max_bytes: int | None) -> Iterator[bytes]:
+    """The content of each file, in order, until `max_bytes` have been read in all; the last one is cut."""
+    left = max_bytes
+    for path in files:
+        if left is not None and left <= 0:
+            return
+        try:
+            with path.open("rb") as file:
+                piece = file.read() if left is None else file.read(left)
+        except OSError as error:
+            raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+        if left is not None:
+            left -= len(piece)
+        if piece:
+            yield piece
+
+
+def load_tokenizer(folder: str) -> Any:
+    """The tokenizer saved in `folder`; nothing is downloaded. Raises ConfigError when there is none."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # transformers raises whatever its file readers raise
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(f"data.tokenizer={folder} holds no tokenizer transformers can read: {reason}") from error
+
+
+def _tokenizer_folder(data: DataConfig, model: ModelConfig) -> str | None:
+    if data.tokenizer is not None:
+        return None if data.tokenizer == "bytes" else data.tokenizer
+    if model.architecture is Architecture.local:
+        names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+        if any((Path(model.path) / name).is_file() for name in names):
+            return model.path
+    return None
+
+
+def _tokenize(pieces: Iterator[bytes], tokenizer: Any) -> Tensor:
+    parts = []
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    for piece in pieces:
+        # One file is longer than what the model sees in one go, and is cut later: the warning about that is no use.
+        ids = tokenizer(piece.decode("utf-8", errors="replace"), add_special_tokens=False, verbose=False)["input_ids"]
+        parts.append(np.asarray(ids + end, dtype=np.int32))
+    return torch.from_numpy(np.concatenate(parts)) if parts else torch.empty(0, dtype=torch.int32)
+
+
+def _synthetic(data: DataConfig, model: ModelConfig, seed: int) -> Corpus:
+    vocab = data.vocab_size or model.vocab_size or _BYTE_VOCABULARY
+    count = max(_SYNTHETIC_TOKENS, 64 * (data.seq_len + 1))
+    tokens = np.random.default_rng([seed, vocab]).integers(0, vocab, count, dtype=np.int32)
+    return Corpus(torch.from_numpy(tokens), vocab, None, f"{count:,} random tokens of {vocab:,}")
+
+
+def load_corpus(data: DataConfig, model: ModelConfig, seed: int) -> Corpus:
+    """Reads the tokens that `data` describes, on the host.
+
+    Args:
+        data, model: checked settings; the model's are looked at for its vocabulary and its tokenizer.
+        seed: of synthetic tokens.
+
+    Raises:
+        ConfigError: nothing to read, an unreadable file, a broken tokenizer.
+    """
+    if data.source is Source.synthetic:
+        return _synthetic(data, model, seed)
+    stdlib = data.source is Source.stdlib
+    files = standard_library_files() if stdlib else text_files(data.path, data.pattern)
+    folder = _tokenizer_folder(data, model)
+    pieces = read_pieces(files, data.max_bytes)
+    name = "Python's standard library" if stdlib else ", ".join(data.path)
+    if folder is None:
+        content = b"\n".join(pieces)
+        # A bytearray, because torch wants memory it may write to.
+        tokens = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0).to(torch.uint8)
+        vocab, tokenizer, unit = _BYTE_VOCABULARY, None, "bytes"
+    else:
+        tokenizer = load_tokenizer(folder)
+        tokens, vocab, unit = _tokenize(pieces, tokenizer), len(tokenizer), "tokens"
+    if len(tokens) == 0:
+        raise ConfigError(f"the data is empty: {name} ({len(files)} files) holds no text")
+    return Corpus(tokens, vocab, tokenizer, f"{len(tokens):,} {unit} of {name}")

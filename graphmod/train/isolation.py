@@ -1,0 +1,63 @@
+"""Runs of one process that leave each other alone: seeds, deterministic flags, GPU memory. Imports torch only."""
+
+import gc
+import os
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+_CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+
+
+@contextmanager
+def deterministic_kernels(wanted: bool) -> Iterator[None]:
+    """Uses kernels whose result does not vary from run to run, if wanted, and puts the flags back at the end."""
+    if not wanted:
+        yield
+        return
+    flags = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    fill, workspace = torch.utils.deterministic.fill_uninitialized_memory, os.environ.get(_CUBLAS)
+    try:
+        os.environ[_CUBLAS] = workspace or ":4096:8"
+        torch.use_deterministic_algorithms(True)
+        # Filling memory nobody reads would add a kernel to each allocation, and change what is measured.
+        torch.utils.deterministic.fill_uninitialized_memory = False
+        yield
+    finally:
+        torch.use_deterministic_algorithms(flags[0], warn_only=flags[1])
+        torch.utils.deterministic.fill_uninitialized_memory = fill
+        if workspace is None:
+            os.environ.pop(_CUBLAS, None)
+        else:
+            os.environ[_CUBLAS] = workspace
+
+
+def release_memory(device: torch.device) -> None:
+    """Gives memory that nothing refers to back to the device and forgets the peaks."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+@contextmanager
+def isolated(device: torch.device, seed: int, deterministic: bool) -> Iterator[None]:
+    """Seeds a run and, when it ends in whatever way, restores the random state and the flags and frees the memory.
+
+    What the body made must be local to functions that it calls: a name in the frame of the `with` lives longer.
+    """
+    release_memory(device)
+    gpus = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(gpus), deterministic_kernels(deterministic):
+        torch.manual_seed(seed)
+        try:
+            yield
+        except BaseException as error:
+            # The traceback holds the frames, they hold the model, and so the next run would find less memory.
+            traceback.clear_frames(error.__traceback__)
+            raise
+        finally:
+            release_memory(device)

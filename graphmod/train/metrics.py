@@ -1,0 +1,152 @@
+"""Losses and scalars of a run: kept on the device, fetched in the background, written to TensorBoard.
+
+Imports torch, tensorboard and `train/timing.py`. Between two log points nothing is read from the device, and at a
+log point nothing waits: values are copied into pinned memory and written once their copy is known to have ended.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils.tensorboard import SummaryWriter
+
+from graphmod.train.timing import StepClock, median
+
+GIB = 2**30
+
+
+@dataclass
+class _Fetch:
+    """A copy on its way: the losses of steps `first` up to `last`, then one value for each of `names`."""
+
+    values: Tensor
+    arrived: "torch.cuda.Event | None"
+    first: int
+    last: int
+    names: list[str]
+    scalars: dict[str, float]
+
+
+class Metrics:
+    """Collects the loss of each step and writes TensorBoard points.
+
+    Args:
+        folder: where the events go.
+        device: where the losses are.
+        steps: steps of the run.
+        clock: of the same run; its medians become `perf/step_ms` and `perf/host_ms`.
+        tokens_per_step: for `perf/tokens_per_s`.
+        config_text: the resolved config, as YAML.
+
+    Attributes:
+        losses: the losses that have arrived, one a step, in order.
+        eval_losses: (steps done, loss) of the evaluations that have arrived.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        device: torch.device,
+        steps: int,
+        clock: StepClock,
+        tokens_per_step: int,
+        config_text: str,
+    ) -> None:
+        self._device, self._clock, self._tokens = device, clock, tokens_per_step
+        self._on_gpu = device.type == "cuda"
+        self._recent = torch.zeros(steps, dtype=torch.float32, device=device)
+        self._done = self._sent = 0
+        self._fetches: deque[_Fetch] = deque()
+        self.losses: list[float] = []
+        self.eval_losses: list[tuple[int, float]] = []
+        self._writer = SummaryWriter(str(folder))
+        self._writer.add_text("config", "```yaml\n" + config_text + "\n```")
+
+    def record(self, loss: Tensor) -> None:
+        """Keeps the 0-d loss of the step that was just done, on the device."""
+        self._recent[self._done].copy_(loss)
+        self._done += 1
+
+    def _fetch(self, parts: dict[str, Tensor], scalars: dict[str, float], with_losses: bool = True) -> None:
+        first, last = self._sent if with_losses else self._done, self._done
+        packed = [self._recent[first:last]]
+        packed += [value.detach().to(self._device, torch.float32).reshape(1) for value in parts.values()]
+        values = torch.cat(packed)  # also what keeps a value that its graph will overwrite
+        arrived = None
+        if self._on_gpu:
+            pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            values = pinned.copy_(values, non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record(torch.cuda.current_stream(self._device))
+        if with_losses:
+            self._sent = last
+        self._fetches.append(_Fetch(values, arrived, first, last, list(parts), scalars))
+
+    def log(self, grad_norm: Tensor | None, learning_rate: Tensor | float | None, graph: dict[str, int]) -> None:
+        """A log point after the step that was just done.
+
+        Args:
+            grad_norm: 0-d, before clipping.
+            learning_rate: 0-d tensor or number.
+            graph: counters, by the last part of their tag (`captures`, `replays`, `eager_calls`).
+        """
+        parts, scalars = {}, {f"graph/{name}": value for name, value in graph.items()}
+        for tag, value in (("train/grad_norm", grad_norm), ("train/lr", learning_rate)):
+            if isinstance(value, Tensor):
+                parts[tag] = value
+            elif value is not None:
+                scalars[tag] = value
+        if self._on_gpu:
+            scalars["memory/allocated_gib"] = torch.cuda.memory_allocated(self._device) / GIB
+            scalars["memory/reserved_gib"] = torch.cuda.memory_reserved(self._device) / GIB
+        self._fetch(parts, scalars)
+        self.write()
+
+    def log_evaluation(self, loss: Tensor) -> None:
+        """Keeps a 0-d evaluation loss, measured after the step that was just done."""
+        self._fetch({"eval/loss": loss}, {}, with_losses=False)
+        self.write()
+
+    def write(self, wait: bool = False) -> None:
+        """Writes the points whose values have arrived; with `wait`, all of them."""
+        self._clock.collect(wait)
+        while self._fetches:
+            fetch = self._fetches[0]
+            if fetch.arrived is not None:
+                if wait:
+                    fetch.arrived.synchronize()
+                elif not fetch.arrived.query():
+                    return
+            self._write(self._fetches.popleft())
+
+    def _write(self, fetch: _Fetch) -> None:
+        values = fetch.values.tolist()
+        count = fetch.last - fetch.first
+        self.losses += values[:count]
+        scalars = dict(fetch.scalars)
+        scalars.update(zip(fetch.names, values[count:], strict=True))
+        if "eval/loss" in scalars:
+            self.eval_losses.append((fetch.last, scalars["eval/loss"]))
+        if count:
+            # Steps end before their losses arrive, so the clock knows all of these by now.
+            step_ms = median(self._clock.step_ms[fetch.first : fetch.last])
+            scalars["train/loss"] = values[count - 1]
+            scalars["perf/host_ms"] = median(self._clock.host_ms[fetch.first : fetch.last])
+            scalars["perf/step_ms"] = step_ms
+            scalars["perf/tokens_per_s"] = self._tokens / step_ms * 1e3 if step_ms else None
+        for tag, value in scalars.items():
+            if value is not None:
+                self._writer.add_scalar(tag, value, fetch.last)
+
+    def finish(self) -> None:
+        """Waits for every value still on its way and writes it."""
+        if self._sent < self._done:
+            self._fetch({}, {})
+        self.write(wait=True)
+
+    def close(self) -> None:
+        """Closes the event file; values still on their way are dropped (call `finish` first to keep them)."""
+        self._fetches.clear()
+        self._writer.close()

@@ -1,0 +1,119 @@
+"""What a run leaves behind as numbers: the `RunResult`, its `result.json` and the closing report.
+
+Imports `train/timing.py` for medians; knows nothing of how the run was made.
+"""
+
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from graphmod.train.timing import median, percentile
+
+RESULT_FILE = "result.json"
+
+
+@dataclass
+class RunResult:
+    """The numbers of one run.
+
+    Attributes:
+        scope: `none`, `per_layer` or `full_iteration`.
+        config: the resolved settings.
+        status: `finished`, or `failed` with the reason in `error`.
+        device: name of the device.
+        time_source: what `step_ms` was measured with, `cuda events` or `wall clock`.
+        tokens_per_step: over all microbatches.
+        losses: one a step, exact, as hexadecimal floats.
+        eval_losses: [steps done, loss as hexadecimal float].
+        step_ms, host_ms: milliseconds of each step, and of the host's part in it.
+        measured_from_step: the first step that counts for medians; warm-up and capture lie before it.
+        allocated_gib, reserved_gib: peaks of GPU memory; None on the CPU.
+        graph: the counters of `GraphStats`.
+        seconds: of the loop, evaluation included.
+        checkpoint: folder of the last checkpoint, relative to the run's.
+    """
+
+    scope: str
+    config: dict[str, Any] = field(default_factory=dict)
+    status: str = "finished"
+    error: str | None = None
+    device: str = ""
+    time_source: str = ""
+    tokens_per_step: int = 0
+    losses: list[str] = field(default_factory=list)
+    eval_losses: list[list] = field(default_factory=list)
+    step_ms: list[float] = field(default_factory=list)
+    host_ms: list[float] = field(default_factory=list)
+    measured_from_step: int = 0
+    allocated_gib: float | None = None
+    reserved_gib: float | None = None
+    graph: dict[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
+    checkpoint: str | None = None
+
+    @property
+    def step_ms_median(self) -> float | None:
+        """Median of the measured steps; None when the run ended before them."""
+        return median(self.step_ms[self.measured_from_step :])
+
+    @property
+    def step_ms_p95(self) -> float | None:
+        """95th percentile of the measured steps."""
+        return percentile(self.step_ms[self.measured_from_step :], 95)
+
+    @property
+    def host_ms_median(self) -> float | None:
+        """Median of the host's part in the measured steps."""
+        return median(self.host_ms[self.measured_from_step :])
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens of a step over the median step time."""
+        step_ms = self.step_ms_median
+        return self.tokens_per_step / step_ms * 1e3 if step_ms else None
+
+    def summary(self) -> dict[str, Any]:
+        """The derived numbers, by name."""
+        names = ("step_ms_median", "step_ms_p95", "host_ms_median", "tokens_per_s")
+        return {name: getattr(self, name) for name in names}
+
+    def write(self, folder: Path) -> Path:
+        """Writes `result.json` into `folder`, whole or not at all."""
+        path = folder / RESULT_FILE
+        partial = folder / f".{RESULT_FILE}.partial"
+        partial.write_text(json.dumps({**self.summary(), **asdict(self)}, indent=1) + "\n", encoding="utf-8")
+        os.replace(partial, path)
+        return path
+
+    @classmethod
+    def read(cls, folder: Path) -> "RunResult":
+        """The result written into `folder`. Raises OSError or ValueError when there is none that can be read."""
+        values = json.loads((folder / RESULT_FILE).read_text(encoding="utf-8"))
+        known = cls.__dataclass_fields__
+        return cls(**{name: value for name, value in values.items() if name in known})
+
+    def report(self) -> str:
+        """A few lines for the end of a run."""
+        graph = self.graph
+        first, last = (float.fromhex(self.losses[index]) for index in (0, -1)) if self.losses else (None, None)
+        lines = [f"graph={self.scope}: {graph.get('state', 'eager')} on {self.device}"]
+        lines.append(
+            f"  captures {graph.get('captures', 0)}, replays {graph.get('replays', 0)}, "
+            f"eager calls {graph.get('eager_calls', 0)}, failures {graph.get('failures', 0)}, "
+            f"capturing took {graph.get('capture_seconds', 0.0):.2f} s"
+        )
+        if self.step_ms_median is not None:
+            lines.append(
+                f"  step {self.step_ms_median:.2f} ms (median from step {self.measured_from_step} on), "
+                f"host {self.host_ms_median:.2f} ms, {self.tokens_per_s:,.0f} tokens/s"
+            )
+        else:
+            lines.append(f"  no step times: the run ended before step {self.measured_from_step}, where they count")
+        if self.reserved_gib is not None:
+            lines.append(f"  GPU memory: {self.allocated_gib:.2f} GiB allocated, {self.reserved_gib:.2f} GiB reserved")
+        if first is not None:
+            evaluated = f", evaluation {float.fromhex(self.eval_losses[-1][1]):.3f}" if self.eval_losses else ""
+            lines.append(f"  loss {first:.3f} -> {last:.3f}{evaluated} nats a token")
+        return "\n".join(lines)

@@ -1,0 +1,164 @@
+"""The settings of a training run: their names, types, defaults and meaning. Imports `graphmod.config` only.
+
+The YAML files under `configs/` fill these classes in, and `train/config.py` turns a composed config into them.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from graphmod.config import CUDAGraphConfig
+
+
+class Architecture(str, Enum):
+    """Which transformers model is built; `local` loads a saved one."""
+
+    llama = "llama"
+    qwen3 = "qwen3"
+    gpt2 = "gpt2"
+    local = "local"
+
+
+class Source(str, Enum):
+    """Where the training tokens come from."""
+
+    stdlib = "stdlib"
+    text = "text"
+    synthetic = "synthetic"
+
+
+class Precision(str, Enum):
+    """`fp32`; `bf16` (weights and arithmetic); `bf16_mixed` (fp32 weights, bf16 autocast)."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+    bf16_mixed = "bf16_mixed"
+
+
+class DeviceName(str, Enum):
+    """`auto` takes the GPU when there is one."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+@dataclass
+class ModelConfig:
+    """The model. A size that an architecture does not have stays null; `local` reads all of them from its folder.
+
+    Attributes:
+        architecture: which transformers model.
+        path: folder with a saved transformers model (`local` only).
+        layers, hidden_size, heads, intermediate_size, max_positions: the usual sizes; max_positions is in tokens.
+        kv_heads, head_dim, rope_theta: llama and qwen3 only; null means heads, hidden_size / heads, 10000.
+        vocab_size: null takes the data's vocabulary, rounded up to a multiple of 64.
+        tie_embeddings: share the weights of the embedding and the output layer.
+        dropout: gpt2 only; probability in [0, 1).
+    """
+
+    architecture: Architecture = Architecture.llama
+    path: str | None = None
+    layers: int | None = None
+    hidden_size: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    intermediate_size: int | None = None
+    max_positions: int | None = None
+    vocab_size: int | None = None
+    rope_theta: float | None = None
+    tie_embeddings: bool | None = None
+    dropout: float | None = None
+
+
+@dataclass
+class DataConfig:
+    """The data and the shape of a batch.
+
+    Attributes:
+        source: `stdlib`, `text` or `synthetic`.
+        path: file, folder, or list of them (`text` only).
+        pattern: which files of a folder are read, such as `*.txt`.
+        tokenizer: folder of a saved tokenizer, or `bytes`; null means bytes, unless `model.path` brings a tokenizer.
+        max_bytes: read no more than this many bytes; null reads everything.
+        vocab_size: `synthetic` only; null takes `model.vocab_size`, or 256.
+        seq_len: tokens of one sequence the model sees.
+        batch_size: sequences in one microbatch.
+        eval_fraction: share of the tokens, from the end, kept for evaluation; in [0, 1).
+    """
+
+    source: Source = Source.stdlib
+    path: Any = None
+    pattern: str = "*"
+    tokenizer: str | None = None
+    max_bytes: int | None = None
+    vocab_size: int | None = None
+    seq_len: int = 256
+    batch_size: int = 8
+    eval_fraction: float = 0.05
+
+
+@dataclass
+class OptimConfig:
+    """AdamW, its schedule and gradient clipping.
+
+    Attributes:
+        learning_rate: the peak.
+        betas: of AdamW, two numbers in [0, 1).
+        eps: of AdamW.
+        weight_decay: of the matrices; vectors (norms, biases) have none.
+        warmup_fraction: share of the steps that warms up linearly; in [0, 1].
+        min_lr_ratio: where the cosine ends, as a share of the peak; in [0, 1].
+        max_grad_norm: clip gradients to this 2-norm; null does not clip.
+    """
+
+    learning_rate: float = 3e-3
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    warmup_fraction: float = 0.05
+    min_lr_ratio: float = 0.1
+    max_grad_norm: float | None = 1.0
+
+
+@dataclass
+class TrainConfig:
+    """The loop.
+
+    Attributes:
+        steps: optimizer steps.
+        grad_accumulation: microbatches in a step.
+        precision: `fp32`, `bf16` or `bf16_mixed`.
+        device: `auto`, `cpu` or `cuda`.
+        seed: of the weights, the data order and dropout.
+        deterministic: use kernels whose result does not vary from run to run.
+        log_every: steps between two TensorBoard points; nothing is read from the device in between.
+        eval_every: steps between evaluations; 0 never evaluates.
+        eval_batches: batches of one evaluation.
+        sync_steps: wait for the device after each step, as a loop that reads the loss each step does.
+        checkpoint: save the model and the optimizer at the end.
+    """
+
+    steps: int = 500
+    grad_accumulation: int = 1
+    precision: Precision = Precision.fp32
+    device: DeviceName = DeviceName.auto
+    seed: int = 0
+    deterministic: bool = False
+    log_every: int = 10
+    eval_every: int = 100
+    eval_batches: int = 4
+    sync_steps: bool = False
+    checkpoint: bool = True
+
+
+@dataclass
+class RunConfig:
+    """Everything one run of `train.py` is told."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    graph: CUDAGraphConfig = field(default_factory=CUDAGraphConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)

@@ -1,0 +1,103 @@
+"""`train.py` from a shell, in an empty folder, as a user meets it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, TINY
+from transformers import AutoModelForCausalLM
+
+
+@pytest.fixture
+def shell(tmp_path):
+    """Runs `python train.py ARGUMENTS` with `tmp_path` as the working directory."""
+
+    def run(*arguments: str) -> subprocess.CompletedProcess:
+        environment = {key: value for key, value in os.environ.items() if key != "HYDRA_FULL_ERROR"}
+        command = [sys.executable, str(ROOT / "train.py"), *arguments]
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+
+    return run
+
+
+def assert_one_clear_error(done: subprocess.CompletedProcess, *said: str, status: int = 2) -> None:
+    assert done.returncode == status, done.stderr
+    lines = done.stderr.strip().splitlines()
+    assert lines[0].startswith("error: ") and len(lines) <= 2, done.stderr
+    assert all(words in done.stderr for words in said), done.stderr
+    for internal in ("Traceback", "hydra", "omegaconf", "HYDRA_FULL_ERROR", "full_key", "ConfigStore"):
+        assert internal not in done.stderr
+
+
+def test_help_names_the_groups_the_choices_and_examples(shell):
+    done = shell("--help")
+    assert done.returncode == 0
+    for words in ("graph: full_iteration, none, per_layer", "llama_124m", "train.steps=", "--multirun", "Examples"):
+        assert words in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 120
+    assert "Powered by Hydra" not in done.stdout
+
+
+def test_a_typo_in_a_key_is_one_clear_error(shell, tmp_path):
+    assert_one_clear_error(shell("train.stepz=5"), "train.stepz", "did you mean 'train.steps'?")
+    assert list(tmp_path.iterdir()) == [], "a run that never began left files"
+
+
+def test_a_typo_in_a_choice_is_one_clear_error_in_a_multirun_too(shell):
+    assert_one_clear_error(shell("--multirun", "graph=none,per_layr"), "did you mean graph=per_layer?")
+
+
+def test_a_missing_file_is_one_clear_error(shell, tmp_path):
+    assert_one_clear_error(shell("data=text", "data.path=not_there.txt"), "'not_there.txt'")
+    assert list((tmp_path / "runs" / "train").iterdir()) == [], "a run that never began left a folder"
+
+
+def test_several_values_without_multirun_name_the_flag(shell):
+    assert_one_clear_error(shell("graph=none,per_layer"), "--multirun")
+
+
+def test_a_folder_that_cannot_be_written_is_one_clear_error(shell, tmp_path):
+    (tmp_path / "runs").write_text("a file where the folder should be")
+    assert_one_clear_error(shell(*TINY), "runs", status=1)
+
+
+def test_a_run_reports_itself_and_leaves_events_result_and_checkpoint(shell, tmp_path):
+    done = shell(*TINY, "data.max_bytes=20000", "train.eval_every=4", "train.eval_batches=1")
+    assert done.returncode == 0, done.stderr
+    for words in ("captures", "replays", "eager calls", "capturing took", "step ", "tokens/s", "loss "):
+        assert words in done.stdout
+    assert "8/8" in done.stderr and "loss=" in done.stderr and "graph=" in done.stderr and "step=" in done.stderr
+    (run,) = (tmp_path / "runs" / "train").iterdir()
+    assert list(run.glob("events.out.tfevents.*"))
+    result = json.loads((run / "result.json").read_text())
+    AutoModelForCausalLM.from_pretrained(run / result["checkpoint"])
+
+
+def test_a_multirun_compares_the_three_scopes_side_by_side(shell, tmp_path):
+    done = shell("--multirun", "graph=none,per_layer,full_iteration", *TINY, "data.max_bytes=20000")
+    assert done.returncode == 0, done.stderr
+    (sweep,) = (tmp_path / "runs" / "compare").iterdir()
+    scopes = ["none", "per_layer", "full_iteration"]
+    assert {path.name for path in sweep.iterdir() if path.is_dir()} == set(scopes)
+    assert all(list((sweep / scope).glob("events.out.tfevents.*")) for scope in scopes)
+    runs = json.loads((sweep / "comparison.json").read_text())["runs"]
+    assert [run["name"] for run in runs] == scopes
+    for run in runs:
+        assert run["losses_equal"] is True and run["speedup"] > 0 and run["step_ms_p95"] >= run["step_ms_median"]
+    header = next(line for line in done.stdout.splitlines() if line.startswith("run "))
+    for column in ("step ms", "p95", "host ms", "tokens/s", "speed-up", "reserved GiB", "capture s", "losses as none"):
+        assert column in header
+    assert f"tensorboard --logdir {Path('runs/compare') / sweep.name}" in done.stdout
+
+
+def test_a_failed_job_does_not_lose_the_others(shell, tmp_path):
+    done = shell("--multirun", "data.seq_len=2000,16", *[item for item in TINY if "seq_len" not in item])
+    assert done.returncode == 2
+    (sweep,) = (tmp_path / "runs" / "compare").iterdir()
+    runs = {run["name"]: run for run in json.loads((sweep / "comparison.json").read_text())["runs"]}
+    assert "model.max_positions" in runs["data.seq_len=2000"]["error"]
+    assert runs["data.seq_len=16"]["error"] is None and runs["data.seq_len=16"]["step_ms_median"] > 0
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,169 @@
+"""A setting that is wrong is one clear error, and a right one arrives typed."""
+
+import re
+
+import pytest
+from conftest import ROOT, composed
+from hydra.errors import HydraException
+
+from graphmod.config import Scope
+from graphmod.errors import ConfigError
+from graphmod.train.cli import job_folder, swept_keys
+from graphmod.train.config import parse
+from graphmod.train.explain import explain, setting_names
+from graphmod.train.schema import Precision, RunConfig
+
+
+def complaint(*overrides: str) -> str:
+    """The error a user sees for these overrides."""
+    try:
+        parse(composed(*overrides))
+    except ConfigError as error:
+        return str(error)
+    except HydraException as error:
+        return explain(error)
+    raise AssertionError(f"{overrides} was accepted")
+
+
+def test_the_default_config_is_valid_and_typed(settings):
+    config = settings()
+    assert isinstance(config, RunConfig)
+    assert config.graph.scope is Scope.per_layer
+    assert config.train.precision is Precision.fp32
+    assert config.optim.learning_rate == pytest.approx(3e-3)
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "configs").glob("[!h]*/*.yaml")), ids=lambda path: f"{path.parent.name}={path.stem}"
+)
+def test_every_choice_of_every_group_composes(path, tmp_path):
+    group = path.parent.name
+    overrides = [f"{group}={path.stem}"]
+    if path.stem == "text":
+        (tmp_path / "a.txt").write_text("a")
+        overrides.append(f"data.path={tmp_path}")
+    if path.stem == "local":
+        (tmp_path / "config.json").write_text("{}")
+        overrides.append(f"model.path={tmp_path}")
+    assert isinstance(parse(composed(*overrides)), RunConfig)
+
+
+def test_every_graph_choice_sets_the_scope_it_is_named_after(settings):
+    for scope in Scope:
+        assert settings(f"graph={scope.value}").graph.scope is scope
+
+
+def test_a_typo_in_a_key_names_the_nearest_key():
+    assert "'train.stepz'; did you mean 'train.steps'?" in complaint("train.stepz=5")
+
+
+def test_a_key_without_its_group_names_the_whole_key():
+    assert "did you mean 'train.steps'?" in complaint("steps=5")
+
+
+def test_a_typo_in_a_group_names_the_nearest_group():
+    assert "did you mean 'graph'?" in complaint("grph=none")
+
+
+def test_a_typo_added_with_a_plus_is_still_an_error():
+    assert "did you mean 'graph.warmup_steps'?" in complaint("+graph.warmup=3")
+
+
+def test_a_typo_in_a_choice_names_the_nearest_and_all_choices():
+    message = complaint("graph=per_layr")
+    assert "did you mean graph=per_layer?" in message
+    assert "full_iteration, none, per_layer" in message
+
+
+def test_a_value_of_the_wrong_kind_names_the_key_and_the_value():
+    message = complaint("train.steps=abc")
+    assert "train.steps" in message and "abc" in message and "Integer" in message
+
+
+def test_an_unknown_enum_value_names_the_allowed_ones():
+    message = complaint("train.precision=fp17")
+    assert "train.precision" in message and "fp32, bf16, bf16_mixed" in message
+
+
+def test_null_where_a_number_is_needed_is_refused():
+    assert complaint("train.steps=null") == "train.steps: null is not allowed"
+
+
+def test_text_that_is_no_override_is_refused_in_words():
+    message = complaint("train.steps")
+    assert "'train.steps' as key=value" in message and "http" not in message
+
+
+def test_an_environment_variable_that_is_not_set_is_named():
+    assert "GRAPHMOD_NOT_SET" in complaint("data=text", "data.path=${oc.env:GRAPHMOD_NOT_SET}")
+
+
+def test_an_error_of_the_graph_settings_names_the_group():
+    assert complaint("graph.warmup_steps=-1").startswith("graph.warmup_steps must be")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["data=text"], "data.path=FILE_OR_FOLDER"),
+        (["data=text", "data.path=not_there.txt"], "'not_there.txt'"),
+        (["data.path=a.txt"], "data=text only"),
+        (["data.vocab_size=100"], "data=synthetic only"),
+        (["data=synthetic", "data.tokenizer=bytes"], "random"),
+        (["data.tokenizer=not_there"], "neither a folder nor 'bytes'"),
+        (["data.seq_len=0"], "at least 1"),
+        (["data.seq_len=2000"], "model.max_positions=1024"),
+        (["data.eval_fraction=0"], "train.eval_every=0"),
+        (["data.eval_fraction=1.5"], "below 1"),
+        (["model=local"], "model.path=FOLDER"),
+        (["model=local", "model.path=not_there"], "not a folder"),
+        (["model=local", "model.path=configs"], "config.json"),
+        (["model.path=configs"], "model=local only"),
+        (["model.layers=null"], "model.layers is not set"),
+        (["model.heads=3"], "does not divide"),
+        (["model.kv_heads=3"], "does not divide"),
+        (["model.head_dim=7"], "even"),
+        (["model.dropout=0.1"], "no dropout"),
+        (["model=gpt2_tiny", "model.kv_heads=2"], "gpt2"),
+        (["model=gpt2_tiny", "model.dropout=1.0"], "below 1"),
+        (["optim.learning_rate=0"], "above 0"),
+        (["optim.learning_rate=nan"], "above 0"),
+        (["optim.betas=[0.9]"], "two numbers"),
+        (["optim.min_lr_ratio=2"], "from 0 to 1"),
+        (["optim.max_grad_norm=0"], "null"),
+        (["optim.weight_decay=-1"], "at least 0"),
+        (["train.steps=0"], "at least 1"),
+        (["train.grad_accumulation=0"], "at least 1"),
+        (["graph=none", "graph.layers=[a]"], "graph=per_layer"),
+        (["graph.layers=a"], "graph.layers=[a]"),
+        (["train.device=cpu", "graph.backend=cuda"], "graph.backend=auto"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_an_impossible_combination_says_what_to_change(overrides, said, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    message = complaint(*overrides)
+    assert said in message
+    assert "Traceback" not in message and len(message.splitlines()) <= 2
+
+
+def test_a_path_and_a_list_of_paths_both_become_a_list(settings, text):
+    assert settings("data=text", f"data.path={text}").data.path == [str(text)]
+    assert settings("data=text", f"data.path=[{text},{text}]").data.path == [str(text), str(text)]
+
+
+def test_every_setting_is_explained_in_its_docstring():
+    for name in setting_names():
+        group, _, key = name.partition(".")
+        if not key:
+            continue
+        doc = type(getattr(RunConfig(), group)).__doc__
+        assert re.search(rf"\b{key}\b", doc), f"{name} has no explanation"
+
+
+def test_folders_of_jobs_are_named_after_what_varies():
+    keys = swept_keys(["--multirun", "graph=none,per_layer", "train.seed=1,2", "train.steps=5", "data.path=[a"])
+    assert keys == ["graph", "train.seed"]
+    assert job_folder(keys, ["graph=none", "train.seed=2", "train.steps=5"], 3) == "none_train.seed=2"
+    assert job_folder(["graph"], ["graph=none", "train.steps=5"], 0) == "none"
+    assert job_folder([], ["train.steps=5"], 7) == "7"

@@ -1,0 +1,173 @@
+"""Tokens come from where the settings say, and a batch depends on the seed and the step alone."""
+
+import threading
+
+import pytest
+import torch
+
+from graphmod.errors import ConfigError
+from graphmod.train.corpus import Corpus, load_corpus, read_pieces, standard_library_files, text_files
+from graphmod.train.data import Prefetcher, WindowSampler, evaluation_batches, split
+from graphmod.train.schema import DataConfig, ModelConfig, Source
+
+
+def text_data(*paths, **settings) -> DataConfig:
+    return DataConfig(source=Source.text, path=[str(path) for path in paths], **settings)
+
+
+def test_the_default_corpus_is_python_sources_and_capped():
+    corpus = load_corpus(DataConfig(max_bytes=5000), ModelConfig(), 0)
+    assert corpus.vocab_size == 256 and corpus.tokens.dtype == torch.uint8
+    assert 5000 <= len(corpus.tokens) < 5100
+    first = standard_library_files()[0].read_bytes()[:50]
+    assert bytes(corpus.tokens[: len(first)].tolist()) == first
+
+
+def test_standard_library_files_are_sorted_sources_without_tests():
+    files = standard_library_files()
+    assert files == sorted(files)
+    assert all(path.suffix == ".py" and "site-packages" not in path.parts for path in files)
+
+
+def test_text_is_read_from_files_and_folders_in_order(tmp_path):
+    folder = tmp_path / "folder"
+    (folder / "sub").mkdir(parents=True)
+    (folder / ".hidden").write_text("no")
+    (folder / "b.txt").write_text("B")
+    (folder / "a.md").write_text("no")
+    (folder / "sub" / "c.txt").write_text("C")
+    single = tmp_path / "z.md"
+    single.write_text("Z")
+    assert [path.name for path in text_files([str(single), str(folder)], "*.txt")] == ["z.md", "b.txt", "c.txt"]
+    corpus = load_corpus(text_data(single, folder, pattern="*.txt"), ModelConfig(), 0)
+    assert bytes(corpus.tokens.tolist()) == b"Z\nB\nC"
+
+
+def test_reading_stops_at_max_bytes_and_cuts_the_last_file(tmp_path):
+    for name in "abc":
+        (tmp_path / name).write_text(name * 10)
+    files = [tmp_path / name for name in "abc"]
+    assert list(read_pieces(files, 15)) == [b"a" * 10, b"b" * 5]
+    assert len(list(read_pieces(files, None))) == 3
+
+
+def test_an_empty_file_is_named(tmp_path):
+    path = tmp_path / "empty.txt"
+    path.touch()
+    with pytest.raises(ConfigError, match=r"empty.*empty\.txt"):
+        load_corpus(text_data(path), ModelConfig(), 0)
+
+
+def test_a_folder_without_a_matching_file_says_which_pattern(tmp_path):
+    with pytest.raises(ConfigError, match=r"data.pattern='\*.txt'"):
+        load_corpus(text_data(tmp_path, pattern="*.txt"), ModelConfig(), 0)
+
+
+def test_a_folder_without_a_tokenizer_is_named(tmp_path, text):
+    with pytest.raises(ConfigError, match="holds no tokenizer"):
+        load_corpus(text_data(text, tokenizer=str(tmp_path)), ModelConfig(), 0)
+
+
+def word_tokenizer(folder, texts):
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel(unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.train_from_iterator(texts, trainers.WordLevelTrainer(special_tokens=["<unk>", "<end>"]))
+    fast = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", eos_token="<end>")
+    fast.save_pretrained(folder)
+    return fast
+
+
+def test_a_local_tokenizer_is_used_and_ends_each_file(tmp_path):
+    (tmp_path / "a.txt").write_text("one two three")
+    (tmp_path / "b.txt").write_text("three two")
+    tokenizer = word_tokenizer(tmp_path / "tokenizer", ["one two three"])
+    data = text_data(tmp_path / "a.txt", tmp_path / "b.txt", tokenizer=str(tmp_path / "tokenizer"))
+    corpus = load_corpus(data, ModelConfig(), 0)
+    words = tokenizer.convert_ids_to_tokens(corpus.tokens.tolist())
+    assert " ".join(words) == "one two three <end> three two <end>"
+    assert corpus.vocab_size == len(tokenizer) and corpus.tokenizer is not None
+
+
+def test_synthetic_tokens_depend_on_the_seed_and_fill_the_vocabulary():
+    data = DataConfig(source=Source.synthetic, vocab_size=300)
+    first, again, other = (load_corpus(data, ModelConfig(), seed).tokens for seed in (1, 1, 2))
+    assert torch.equal(first, again) and not torch.equal(first, other)
+    assert first.min() == 0 and first.max() == 299
+
+
+def test_synthetic_tokens_take_the_vocabulary_of_the_model():
+    assert load_corpus(DataConfig(source=Source.synthetic), ModelConfig(vocab_size=1000), 0).vocab_size == 1000
+
+
+def test_a_corpus_shorter_than_a_sequence_says_by_how_much():
+    corpus = Corpus(torch.zeros(100, dtype=torch.uint8), 256, None, "100 bytes")
+    with pytest.raises(ConfigError, match=r"95 tokens to train on.*takes 129"):
+        split(corpus, DataConfig(seq_len=128, eval_fraction=0.05))
+    with pytest.raises(ConfigError, match=r"5 tokens to evaluate on.*takes 17"):
+        split(corpus, DataConfig(seq_len=16, eval_fraction=0.05))
+
+
+def test_training_and_evaluation_tokens_do_not_overlap():
+    corpus = Corpus(torch.arange(1000), 1000, None, "")
+    training, evaluation = split(corpus, DataConfig(seq_len=8, eval_fraction=0.1))
+    assert torch.equal(torch.cat([training, evaluation]), corpus.tokens) and len(evaluation) == 100
+
+
+def test_a_batch_is_windows_of_the_corpus_in_the_promised_shape():
+    batch = WindowSampler(torch.arange(5000, dtype=torch.int32), (3, 2, 16), seed=0)(7)
+    assert batch.shape == (3, 2, 17) and batch.dtype == torch.int64
+    assert torch.equal(batch, batch[..., :1] + torch.arange(17))
+
+
+def test_a_batch_is_a_function_of_seed_and_step_alone():
+    tokens = torch.arange(5000)
+    forward, jumping = WindowSampler(tokens, (1, 4, 8), 3), WindowSampler(tokens, (1, 4, 8), 3)
+    batches = [forward(step) for step in range(10)]
+    assert torch.equal(jumping(9), batches[9]) and torch.equal(jumping(2), batches[2])
+    assert not torch.equal(batches[0], batches[1])
+    assert not torch.equal(WindowSampler(tokens, (1, 4, 8), 4)(0), batches[0])
+
+
+def test_the_shortest_possible_corpus_still_gives_batches():
+    assert torch.equal(WindowSampler(torch.arange(9), (1, 1, 8), 0)(0)[0, 0], torch.arange(9))
+
+
+def test_evaluation_batches_span_the_evaluation_tokens():
+    batches = evaluation_batches(torch.arange(1000), sequences=4, length=8, count=3)
+    assert [batch.shape for batch in batches] == [(1, 4, 9)] * 3
+    assert batches[0].min() == 0 and batches[-1].max() == 999
+
+
+def test_prefetching_keeps_the_order():
+    with Prefetcher(lambda step: torch.tensor(step), range(3, 20)) as batches:
+        assert [int(batch) for batch in batches] == list(range(3, 20))
+
+
+def test_an_error_while_making_a_batch_is_raised_where_it_belongs():
+    def make(step):
+        if step == 2:
+            raise ValueError("bad step")
+        return torch.tensor(step)
+
+    seen = []
+    with pytest.raises(ValueError, match="bad step"), Prefetcher(make, range(5)) as batches:
+        for batch in batches:
+            seen.append(int(batch))
+    assert seen == [0, 1]
+
+
+def test_leaving_early_stops_the_thread():
+    before = threading.active_count()
+    with Prefetcher(lambda step: torch.tensor(step), range(10**9)) as batches:
+        next(iter(batches))
+    assert threading.active_count() == before
+    batches.close()
+
+
+@pytest.mark.gpu
+def test_batches_for_a_gpu_are_pinned():
+    with Prefetcher(lambda step: torch.tensor(step), range(2), pin=True) as batches:
+        assert all(batch.is_pinned() for batch in batches)
