@@ -59,7 +59,7 @@ class BackwardGraph:
                 return False
             if static is not None and not static.fits(grad, passes, 1):
                 return False
-        return True
+        return all([result is None or result.evacuate() for result in self.results])
 
     def launch(self, grads: Sequence[Tensor | None], passes: int) -> int:
         """Replays into the parameters' gradients, whatever state they are in; returns the bytes copied in."""
@@ -67,9 +67,6 @@ class BackwardGraph:
         for static, grad in zip(self.inputs, grads, strict=True):
             if static is not None and static.buffer is not None:
                 copied += static.buffer.load(grad, passes)
-        for result in self.results:
-            if result is not None:
-                result.evacuate()
         add_after = self._make_room()
         self.graph.replay()
         for target, part in add_after:

@@ -112,23 +112,42 @@ class StaticOutput:
     result ever changes in the caller's hands. Nothing is copied for results that were dropped.
     """
 
-    __slots__ = ("tensor", "_storage")
+    __slots__ = ("tensor", "_storage", "_alias")
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
         self._storage: Any = None
+        self._alias: Any = None
 
     def hand_out(self) -> Tensor:
         alias = _from_dlpack(_to_dlpack(self.tensor))
         self._storage = alias.untyped_storage()
+        self._alias = weakref.ref(alias)
         return alias
 
-    def evacuate(self) -> None:
-        """Moves the last handed-out result to memory of its own if somebody holds it."""
+    def evacuate(self) -> bool:
+        """Moves the last handed-out result to memory of its own if somebody holds it.
+
+        Returns:
+            Whether the memory may be overwritten now. False only where this torch cannot move a storage (before 2.13)
+            and views of the result are held.
+        """
         storage = self._storage
-        if storage is None or _use_count(storage._cdata) < 2:
-            return
-        with torch.no_grad():
-            old = torch.empty(0, dtype=torch.uint8, device=self.tensor.device).set_(storage)
-            storage._swap_data_ptr_(old.clone().untyped_storage())
+        if storage is None:
+            return True
+        users = _use_count(storage._cdata) - 1
+        if users:
+            with torch.no_grad():
+                if _can_swap:
+                    old = torch.empty(0, dtype=torch.uint8, device=self.tensor.device).set_(storage)
+                    storage._swap_data_ptr_(old.clone().untyped_storage())
+                else:
+                    alias = self._alias()
+                    if users > 1 or alias is None:
+                        return False
+                    alias.data = alias.detach().clone()
         self._storage = None
+        return True
+
+
+_can_swap = hasattr(torch.UntypedStorage, "_swap_data_ptr_")

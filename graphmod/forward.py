@@ -114,7 +114,8 @@ class ForwardGraph:
                 static.buffer.users += 1
                 if static.buffer not in group.buffers:
                     group.buffers.add(static.buffer)
-        for output in (*self.grad_outputs, *(o for o in self.outputs if isinstance(o, StaticOutput))):
+        self.handed_out = self.grad_outputs + [o for o in self.outputs if isinstance(o, StaticOutput)]
+        for output in self.handed_out:
             group.static[output.tensor.data_ptr()] = output.tensor
 
     def _static_inputs(self, leaves: list[Tensor]) -> list[StaticInput]:
@@ -206,16 +207,15 @@ class ForwardGraph:
         return moved
 
     def load(self, leaves: list[Tensor]) -> None:
-        """Brings the arguments to where the graph reads them, and earlier results out of its way."""
+        """Brings the arguments to where the graph reads them."""
         passes = self.tape.arena.passes
         for static, source in zip(self.inputs, leaves, strict=True):
             if static.buffer is not None and not static.unused:
                 self.module.stats_.copied_bytes += static.buffer.load(source, passes)
-        for output in self.grad_outputs:
-            output.evacuate()
-        for output in self.outputs:
-            if output.__class__ is StaticOutput:
-                output.evacuate()
+
+    def vacate(self) -> bool:
+        """Moves results of the last replay that are still held out of the way; False where that is impossible."""
+        return all([output.evacuate() for output in self.handed_out])
 
     def launch(self) -> None:
         """Replays, and does what the captured Python code did to gradients and version counters."""
@@ -228,7 +228,7 @@ class ForwardGraph:
 
     def results(self, leaves: list[Tensor], differentiable: tuple[Tensor, ...]) -> Any:
         """The call's result: structure and constants as captured, around the tensors of this replay."""
-        clone = self.module.config.clone_outputs
+        clone = self.module.config.clone_outputs or self.entry.copies_out
         grads = iter(differentiable)
         made = []
         for output in self.outputs:

@@ -172,6 +172,10 @@ class CUDAGraphModule(nn.Module):
                 continue
             if best is None or graph.index < best.index:
                 best = graph
+        if best is not None and not best.vacate():
+            entry.copies_out = True
+            self.drop(best.tape)
+            return None, EXPECTS_OTHER_GRADS
         return best, reason
 
     def _replay(self, graph: ForwardGraph, leaves: list[Tensor]) -> Any:
