@@ -7,6 +7,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Settings of a run, for example: make train ARGS="graph=full_iteration train.steps=1000"
 ARGS ?=
+# Tests beside other programs on few cores: see train.py.
+export GOMP_SPINCOUNT ?= 30000
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train compare tensorboard test lint format clean

@@ -50,7 +50,7 @@ def save_checkpoint(folder: Path, model: PreTrainedModel, step: TrainStep, steps
             "steps_done": steps_done,
             "optimizer": step.optimizer.state_dict(),
             "step": step.state_dict(),
-            "random": random_state(step.device),
+            "random": random_state(model.device),
         }
         torch.save(state, partial / STATE_FILE)
         if folder.exists():
