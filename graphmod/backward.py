@@ -1,6 +1,6 @@
 """A captured backward: captured inside the real backward, replayed by an autograd node, gradients left in place (R6).
 
-May import what `forward` may, and `forward`.
+May import what `forward` may, `forward` and `placement`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 from graphmod.buffers import OwnedBuffer, StaticInput, StaticOutput, adopted
 from graphmod.errors import BackwardUnavailable
 from graphmod.forward import ForwardGraph
+from graphmod.placement import Place, buffers_for, find_places, store
 from graphmod.recorder import address
 from graphmod.signature import AUTOCAST, rebuild
 from graphmod.tape import Ticket
@@ -59,27 +60,30 @@ class BackwardGraph:
                 return False
             if static is not None and not static.fits(grad, passes, 1):
                 return False
-        return all([result is None or result.evacuate() for result in self.results])
+        return True
 
-    def launch(self, grads: Sequence[Tensor | None], passes: int) -> int:
-        """Replays into the parameters' gradients, whatever state they are in; returns the bytes copied in."""
+    def launch(self, grads: Sequence[Tensor | None], passes: int) -> tuple[int, bool]:
+        """Replays into the parameters' gradients, whatever state they are in; returns the bytes copied in, and whether
+        the gradients were in the state they had at capture."""
         copied = 0
         for static, grad in zip(self.inputs, grads, strict=True):
             if static is not None and static.buffer is not None:
                 copied += static.buffer.load(grad, passes)
-        add_after = self._make_room()
+        as_captured, add_after = self._make_room()
         self.graph.replay()
         for target, part in add_after:
             target.add_(part)
-        return copied
+        return copied, as_captured
 
-    def _make_room(self) -> list[tuple[Tensor, Tensor]]:
-        """Makes gradients that are not as they were at capture fit; returns additions to do after the replay.
+    def _make_room(self) -> tuple[bool, list[tuple[Tensor, Tensor]]]:
+        """Makes gradients that are not as they were at capture fit; returns whether they were, and the additions to do
+        after the replay.
 
         Normally every gradient is as it was and this only assigns `p.grad`. Addition of two terms does not depend on
         their order, so the results stay those of eager accumulation.
         """
-        later = []
+        later: list[tuple[Tensor, Tensor]] = []
+        as_captured = True
         for parameter, buffer in self.written:
             grad = parameter.grad
             if grad is None:
@@ -92,13 +96,14 @@ class BackwardGraph:
             grad = parameter.grad
             if grad is buffer:
                 continue
+            as_captured = as_captured and grad is not None and grad.data_ptr() == buffer.data_ptr()
             if grad is None:
                 buffer.zero_()
                 parameter.grad = buffer
             elif grad.data_ptr() != buffer.data_ptr():
                 buffer.zero_()
                 later.append((grad, buffer))
-        return later
+        return as_captured and not later, later
 
 
 def run_backward(ticket: Ticket, grads: tuple[Tensor | None, ...]) -> Sequence[Tensor | None]:
@@ -144,23 +149,28 @@ def _backward(ticket: Ticket, graph: ForwardGraph, grads: tuple[Tensor | None, .
             return _capture(graph, grads)
         return _from_retained(graph, grads)
     if on_tape and known.index >= tape.cursor and known.fits(grads, tape.arena.passes):
-        module.stats_.copied_bytes += known.launch(grads, tape.arena.passes)
+        copied, as_captured = known.launch(grads, tape.arena.passes)
+        module.stats_.copied_bytes += copied
         tape.cursor = known.index + 1
         module.stats_.replays += 1
-        graph.mismatches = 0
+        _count_mismatch(graph, as_captured)
         return [None if result is None else result.hand_out() for result in known.results]
-    graph.mismatches += 1
-    if graph.mismatches > module.config.warmup_steps:
-        module.drop(tape)  # this is how it is from now on: capture it anew
+    _count_mismatch(graph, False)
     return _recompute(ticket, graph, grads, accumulates)
+
+
+def _count_mismatch(graph: ForwardGraph, matched: bool) -> None:
+    """Several backwards in a row that the captured one did not fit: this is how it is from now on, capture anew."""
+    graph.mismatches = 0 if matched else graph.mismatches + 1
+    if graph.mismatches > graph.module.config.warmup_steps:
+        graph.module.drop(graph.tape)
 
 
 def _differentiate(graph: ForwardGraph, grads: Sequence[Tensor | None]) -> tuple[list, list]:
     """Gradients of the retained outputs: of `(differentiable inputs + hooked parameters, other parameters)`."""
     pairs = [(out, grad) for out, grad in zip(graph.retained, grads, strict=True) if grad is not None]
     through = [graph.inputs[i].tensor for i in graph.differentiable] + graph.hooked
-    hooked = {id(parameter) for parameter in graph.hooked}
-    direct = [parameter for parameter in graph.parameters if id(parameter) not in hooked]
+    direct = graph.direct
     if not pairs or not through + direct:
         return [None] * len(through), [(parameter, None) for parameter in direct]
     found = torch.autograd.grad(
@@ -178,35 +188,53 @@ def _capture(graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> Sequence[
     fresh = not any(p.grad is not None for p in graph.parameters)
     began = time.perf_counter()
     known = BackwardGraph()
-    known.inputs = [None if grad is None else _static_gradient(graph, grad) for grad in grads]
-    static = [None if item is None else item.tensor for item in known.inputs]
-
-    def run() -> list:
-        through, direct = _differentiate(graph, static)
-        taken = {address(tensor) for tensor in static if tensor is not None}
-        known.results = [_own(item, None, taken) for item in through]
-        known.written, known.accumulated = _store(group, direct, taken)
-        return through
-
     try:
-        known.graph, _ = group.backend.capture(run, arena.pool, [t for t in static if t is not None], entry.generators)
+        known.inputs = [None if grad is None else _static_gradient(graph, grad) for grad in grads]
+        static = [None if item is None else item.tensor for item in known.inputs]
+        direct = graph.direct
+        buffers = buffers_for(group, direct)
+        given = [tensor for tensor in static if tensor is not None]
+
+        def capture(places: list[Place | None]) -> int:
+            targets = {
+                place.index: buffer.as_strided(place.size, place.stride)
+                for place, parameter, buffer in zip(places, direct, buffers, strict=True)
+                if place is not None and parameter.grad is None
+            }
+            copies = 0
+
+            def run() -> None:
+                nonlocal copies
+                through, gradients = _differentiate(graph, static)
+                taken = {address(tensor) for tensor in (*given, *buffers)}
+                known.results = [_own(item, taken) for item in through]
+                known.written, known.accumulated, copies = store(gradients, buffers)
+
+            known.graph, _ = group.backend.capture(run, arena.pool, given, entry.generators, targets=targets)
+            return copies - sum(place is None for place in places)
+
+        shape = tuple((p.size(), p.dtype) for p in direct)
+        places = group.places.get(shape)
+        if places is None or capture(places) > 0:  # not the same operations as in the layer the places came from
+            places = find_places(lambda: _differentiate(graph, static)[1], group.backend.on_gpu)
+            group.places[shape] = places
+            capture(places)
         known.graph.replay()
     except Exception as error:  # whatever user code or CUDA raised: the eager backward decides what the user sees
         module.capture_failed(entry, error, "its backward")
         module.drop(graph.tape)
         return _from_retained(graph, grads)
     known.index = graph.tape.append(graph)
-    known.results = [None if item is None else StaticOutput(item.detach()) for item in known.results]
+    known.results = [None if item is None else StaticOutput(item.detach(), entry) for item in known.results]
     for parameter, buffer in known.written:
-        group.keep_gradient_buffer(parameter, buffer)
         parameter.grad = buffer
     for result in known.results:
         if result is not None:
             group.static[result.tensor.data_ptr()] = result.tensor
+            graph.tape.outputs.append(result)
     if graph.tape.fresh_grads is None and graph.parameters:
         graph.tape.fresh_grads = fresh
     graph.backward, graph.retained = known, None
-    entry.succeeded()
     module.stats_.captures += 1
     module.stats_.replays += 1
     module.stats_.capture_seconds += time.perf_counter() - began
@@ -223,41 +251,14 @@ def _static_gradient(graph: ForwardGraph, grad: Tensor) -> StaticInput:
     return StaticInput(memory, buffer, "gradient")
 
 
-def _own(grad: Tensor | None, like: Tensor | None, taken: set[int]) -> Tensor | None:
-    """`grad` in memory that nothing else uses and, for a parameter, in the parameter's own layout, as eager's
-    AccumulateGrad has it. Copies only where it must."""
+def _own(grad: Tensor | None, taken: set[int]) -> Tensor | None:
+    """`grad` in memory that nothing else uses; copied only where it is a view, or another gradient too."""
     if grad is None:
         return None
-    dense = like is None or grad.stride() == like.stride()
-    if dense and address(grad) not in taken and 0 not in grad.stride():
-        taken.add(address(grad))
-        return grad
-    mine = torch.empty_like(grad if like is None else like, requires_grad=False)
-    mine.copy_(grad)
-    return mine
-
-
-def _store(group: Any, direct: list[tuple[Tensor, Tensor | None]], taken: set[int]) -> tuple[list, list]:
-    """Inside a capture: writes the parameters' gradients where they stay; returns what is written and what added to."""
-    written, accumulated, targets, parts = [], [], [], []
-    for parameter, grad in direct:
-        if grad is None:
-            continue
-        present = parameter.grad
-        if present is not None:
-            accumulated.append((parameter, present))
-            targets.append(present)
-            parts.append(grad)
-            continue
-        buffer = group.gradient_buffer(parameter)
-        if buffer is not None and buffer.size() == parameter.size() and buffer.dtype == parameter.dtype:
-            buffer.copy_(grad)
-        else:
-            buffer = _own(grad, parameter, taken)
-        written.append((parameter, buffer))
-    if targets:
-        torch._foreach_add_(targets, parts)
-    return written, accumulated
+    if address(grad) in taken or 0 in grad.stride():
+        return torch.empty_like(grad).copy_(grad)
+    taken.add(address(grad))
+    return grad
 
 
 def _deliver(direct: list[tuple[Tensor, Tensor | None]]) -> None:
@@ -266,7 +267,7 @@ def _deliver(direct: list[tuple[Tensor, Tensor | None]]) -> None:
         if grad is None:
             continue
         if parameter.grad is None:
-            parameter.grad = _own(grad, parameter, {address(grad)})
+            parameter.grad = torch.empty_like(parameter, requires_grad=False).copy_(grad)
         else:
             parameter.grad.add_(grad)
 
@@ -300,8 +301,7 @@ def _recompute(
             outputs = module.differentiable_outputs(module.call(*args, **kwargs))
         pairs = [(out, grad) for out, grad in zip(outputs, grads, strict=True) if grad is not None]
         through = [leaves[i] for i in graph.differentiable] + graph.hooked
-        hooked = {id(parameter) for parameter in graph.hooked}
-        direct = [p for p in graph.parameters if id(p) not in hooked] if accumulates else []
+        direct = graph.direct if accumulates else []
         found: Sequence = [None] * len(through + direct)
         if pairs and through + direct:
             found = torch.autograd.grad(

@@ -105,17 +105,17 @@ def adopted(source: Tensor, static: Any) -> Tensor | None:
 
 
 class StaticOutput:
-    """One tensor result of a graph.
+    """One tensor result of a graph; `entry` is the signature it belongs to.
 
     Every call hands out a tensor with a storage of its own over the same memory. If the caller still holds it (or a
     view of it) when the graph is about to overwrite that memory, the storage is moved to a copy first, so that no
     result ever changes in the caller's hands. Nothing is copied for results that were dropped.
     """
 
-    __slots__ = ("tensor", "_storage", "_alias")
+    __slots__ = ("tensor", "entry", "_storage", "_alias")
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
+    def __init__(self, tensor: Tensor, entry: Any) -> None:
+        self.tensor, self.entry = tensor, entry
         self._storage: Any = None
         self._alias: Any = None
 

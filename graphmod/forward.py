@@ -34,7 +34,7 @@ class ForwardGraph:
         grad_outputs: the outputs that require grad, in the order in which autograd sees them.
         differentiable: indices of the tensor arguments that require grad.
         parameters: leaf tensors from outside that the outputs depend on.
-        hooked: those of them with gradient hooks, whose gradients go through autograd.
+        hooked, direct: those of them with gradient hooks, whose gradients go through autograd, and the others.
         retained: the captured outputs with their autograd graph, until the backward is captured from it.
         backward: the captured backward, once there is one.
         captured_in: the pass of its arena in which it was captured.
@@ -51,6 +51,7 @@ class ForwardGraph:
         self.grad_outputs: list[StaticOutput] = []
         self.parameters: list[Tensor] = []
         self.hooked: list[Tensor] = []
+        self.direct: list[Tensor] = []
         self.retained: list[Tensor] | None = None
         self.backward: BackwardGraph | None = None
         self.mismatches = 0
@@ -115,6 +116,9 @@ class ForwardGraph:
                 if static.buffer not in group.buffers:
                     group.buffers.add(static.buffer)
         self.handed_out = self.grad_outputs + [o for o in self.outputs if isinstance(o, StaticOutput)]
+        self.tape.outputs += self.handed_out
+        if self._grads_after:
+            self.tape.arena.keep_to(self.tape)
         for output in self.handed_out:
             group.static[output.tensor.data_ptr()] = output.tensor
 
@@ -160,10 +164,10 @@ class ForwardGraph:
                 self.outputs.append(tensor)
             elif tensor.requires_grad:
                 self.outputs.append(None)
-                self.grad_outputs.append(StaticOutput(tensor.detach()))
+                self.grad_outputs.append(StaticOutput(tensor.detach(), self.entry))
                 self.retained.append(tensor)
             else:
-                self.outputs.append(StaticOutput(tensor.detach()))
+                self.outputs.append(StaticOutput(tensor.detach(), self.entry))
 
     def _find_parameters(self, given: list[Tensor], recorder: Recorder, oldest: int) -> None:
         """The leaves that the outputs depend on, found by walking the autograd graph that the capture built."""
@@ -187,6 +191,7 @@ class ForwardGraph:
                     seen.add(following)
                     queue.append(following)
         self.hooked = [p for p in self.parameters if has_gradient_hooks(p)]
+        self.direct = [p for p in self.parameters if not has_gradient_hooks(p)]
         self.differentiable = [i for i, tensor in enumerate(given) if tensor.requires_grad]
 
     # -- replay --------------------------------------------------------------------------------------------------
@@ -212,10 +217,6 @@ class ForwardGraph:
         for static, source in zip(self.inputs, leaves, strict=True):
             if static.buffer is not None and not static.unused:
                 self.module.stats_.copied_bytes += static.buffer.load(source, passes)
-
-    def vacate(self) -> bool:
-        """Moves results of the last replay that are still held out of the way; False where that is impossible."""
-        return all([output.evacuate() for output in self.handed_out])
 
     def launch(self) -> None:
         """Replays, and does what the captured Python code did to gradients and version counters."""

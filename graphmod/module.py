@@ -33,7 +33,7 @@ log = logging.getLogger("graphmod")
 
 _training = operator.attrgetter("training")
 _grad = operator.attrgetter("grad")
-EXPECTS_OTHER_GRADS = "its graphs expect other gradients (None, or to be added to) than the coming backward will find"
+CAPTURE_ANOTHER = "its graphs expect other gradients (None, or to be added to) than the coming backward will find"
 _MOST_UNCAPTURED = 64  # signatures without a graph that are remembered; more means that one of them changes each call
 
 
@@ -164,7 +164,7 @@ class CUDAGraphModule(nn.Module):
             elif entry.needs_grad and tape.fresh_grads is not None:
                 expected = self.group.expects_fresh_grads()
                 if expected is not None and expected is not tape.fresh_grads:
-                    reason = EXPECTS_OTHER_GRADS
+                    reason = CAPTURE_ANOTHER
                     continue
             unfit = graph.unfit(leaves)
             if unfit is not None:
@@ -172,16 +172,17 @@ class CUDAGraphModule(nn.Module):
                 continue
             if best is None or graph.index < best.index:
                 best = graph
-        if best is not None and not best.vacate():
-            entry.copies_out = True
-            self.drop(best.tape)
-            return None, EXPECTS_OTHER_GRADS
+        if best is not None and not best.tape.arena.in_flight:
+            stuck = best.tape.arena.begin(best.tape)
+            for other in stuck:
+                other.copies_out = True  # from now on: its results are held in a way that does not let them be moved
+            if stuck:
+                self.drop(*{graph.tape for other in (entry, *stuck) for graph in other.graphs})
+                return None, CAPTURE_ANOTHER
         return best, reason
 
     def _replay(self, graph: ForwardGraph, leaves: list[Tensor]) -> Any:
-        tape, arena, entry = graph.tape, graph.tape.arena, graph.entry
-        if not arena.in_flight:
-            arena.begin(tape)
+        tape, entry = graph.tape, graph.entry
         graph.load(leaves)
         state = self.group.backend.random_state() if graph.random and graph.grad_outputs else None
         graph.launch()
@@ -245,7 +246,7 @@ class CUDAGraphModule(nn.Module):
     def _place(self, entry: Entry, reason: str) -> Tape | None:
         """Where this call may be captured, or None to run it eagerly now."""
         growing = self.group.growing_tape()
-        if growing is None and entry.graphs and reason != EXPECTS_OTHER_GRADS:
+        if growing is None and entry.graphs and reason != CAPTURE_ANOTHER:
             # The graphs there are do not fit. Once is an exception, several times in a row is how it is from now on.
             entry.misses += 1
             self._log_once(f"{self.name!r} runs eagerly: {reason}")
@@ -328,12 +329,13 @@ class CUDAGraphModule(nn.Module):
                 "force_enable() tries again"
             )
 
-    def drop(self, tape: Tape) -> None:
-        """Takes a tape's graphs away from every module; their memory is free once nothing in flight needs it."""
-        for graph in tape.owners:
-            if graph in graph.entry.graphs:
-                graph.entry.graphs.remove(graph)
-        tape.dropped = True
+    def drop(self, *tapes: Tape) -> None:
+        """Takes the tapes' graphs away from every module; their memory is free once nothing in flight needs it."""
+        for tape in tapes:
+            for graph in tape.owners:
+                if graph in graph.entry.graphs:
+                    graph.entry.graphs.remove(graph)
+            tape.dropped = True
 
     # -- bookkeeping ---------------------------------------------------------------------------------------------
 

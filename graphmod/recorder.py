@@ -1,7 +1,7 @@
 """Sees every aten operation of a call: what it reads and writes, with which scalars, on which line of the user's code.
 
 The emulated backend, the address watch and the check for what a graph cannot repeat all stand on this one dispatch
-mode. Imports only `errors`.
+mode. Imports only `errors` and `overloads`.
 """
 
 import sys
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from graphmod.errors import CaptureRefused
+from graphmod.overloads import run_into, writes_directly
 
 _INTERNAL = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 _aten = torch.ops.aten
@@ -125,6 +126,7 @@ class Recorder(TorchDispatchMode):
             tensors from outside and everything computed from them; what is made inside from nothing is host data.
         refuse: check for hazards.
         before_write: called with each tensor from outside that an operation is about to change.
+        targets: index of an operation in the trace -> memory of its result's shape and strides to compute it into.
         after: called with `(op, args, kwargs, result, fresh)` after each operation; `fresh` are the result tensors
             that share no storage with its arguments.
     """
@@ -136,6 +138,7 @@ class Recorder(TorchDispatchMode):
         on_gpu: bool = False,
         refuse: bool = True,
         before_write: Callable[[Tensor], None] | None = None,
+        targets: dict[int, Tensor] | None = None,
         after: Callable | None = None,
     ) -> None:
         super().__init__()
@@ -150,11 +153,12 @@ class Recorder(TorchDispatchMode):
         self._made: set[int] = set()
         self._host: set[int] = set()
         self._on_gpu, self._refuse = on_gpu, refuse
-        self._before_write, self._after = before_write, after
+        self._before_write, self._after, self._targets = before_write, after, targets or {}
 
     def finish(self) -> "Recorder":
         """Lets go of the callbacks, so that the record keeps nothing alive but the tensors from outside."""
         self._before_write = self._after = None
+        self._targets = {}
         return self
 
     def is_host(self, tensor: Tensor) -> bool:
@@ -181,7 +185,11 @@ class Recorder(TorchDispatchMode):
             if where and where not in self._made and where not in self._inputs and where not in self.outside:
                 self.outside[where] = tensor.detach()
         self._note_writes(about, args, kwargs)
-        result = op(*args, **kwargs)
+        target = self._targets.get(len(self.trace))
+        if target is not None and writes_directly(op):
+            result = run_into(op, args, kwargs, target)
+        else:
+            result = op(*args, **kwargs)
         results = list(tensors_in(result if isinstance(result, (tuple, list)) else (result,)))
         fresh = [tensor for tensor in results if address(tensor) not in given_at or not address(tensor)]
         host = bool(fresh) and not any(self._on_device(tensor) for tensor in given)

@@ -23,13 +23,17 @@ class Tape:
     """Graphs captured one after the other in one arena. `cursor` is the least index that may be replayed next.
 
     `fresh_grads` says whether the first backward of the tape found gradients to be None (it writes) or present (it
-    accumulates); None before there was a backward.
+    accumulates); None before there was a backward. `serial` counts the tapes of an arena; `outputs` are the results its
+    graphs hand out.
     """
 
-    __slots__ = ("arena", "cursor", "length", "fresh_grads", "owners", "dropped")
+    __slots__ = ("arena", "serial", "cursor", "length", "fresh_grads", "owners", "outputs", "dropped")
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
+        self.serial = arena.tapes_made
+        arena.tapes_made += 1
+        self.outputs: list[Any] = []
         self.cursor = 0
         self.length = 0
         self.fresh_grads: bool | None = None
@@ -60,11 +64,39 @@ class Arena:
         self.active: Tape | None = None
         self.in_flight = 0
         self.passes = 0
+        self.tapes_made = 0
+        self.kept_to: Tape | None = None
+        self._recent: list[Tape] = []
 
-    def begin(self, tape: Tape) -> None:
+    def begin(self, tape: Tape) -> list[Any]:
+        """Starts a pass.
+
+        What the tape's graphs use in passing may lie where results of the same tape, or of tapes captured later, lie:
+        results that the caller still holds are moved out of the way.
+
+        Returns:
+            The signatures of results that could not be moved; if there are any, nothing has begun.
+        """
+        stuck, recent = [], []
+        for other in self._recent:
+            if other.serial < tape.serial:
+                recent.append(other)
+            else:
+                stuck += [output.entry for output in other.outputs if not output.evacuate()]
+        if stuck:
+            return stuck
+        self._recent = [*recent, tape]
         self.active = tape
         self.passes += 1
         tape.cursor = 0
+        return []
+
+    def keep_to(self, tape: Tape) -> None:
+        """Reserves the arena for a tape that leaves tensors behind (gradients) which other tapes would overwrite."""
+        self.kept_to = tape
+
+    def open_to_new(self) -> bool:
+        return not self.in_flight and (self.kept_to is None or self.kept_to.dropped)
 
 
 class Ticket:
@@ -126,6 +158,7 @@ class Group:
         self.parameters: list[Tensor] = []
         self.gradients: dict[int, tuple[weakref.ref, Tensor]] = {}
         self.buffers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.places: dict[tuple, list] = {}
         self.static: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._context: tuple | None = None
         self._learned: dict[tuple, bool] = {}
@@ -142,18 +175,19 @@ class Group:
 
     def place(self, grads_pass: bool) -> Tape | None:
         """The tape on which a new pass may be captured now, or None where that is not safe at the moment."""
+        if grads_pass and self.eager_in_flight:
+            return None
         for arena in self.arenas:
-            if not arena.in_flight:
-                if grads_pass and self.eager_in_flight:
-                    return None
+            if arena.open_to_new():
                 return Tape(arena)
-        if self.arenas or (grads_pass and self.eager_in_flight):
+        if any(arena.kept_to is None for arena in self.arenas):
             return None
         return Tape(self.add_arena())
 
     def new_tape_elsewhere(self) -> Tape | None:
         """A tape in a new pool, for calls that come in an order the existing ones do not allow."""
-        return Tape(self.add_arena()) if len(self.arenas) < MOST_ARENAS else None
+        shared = [arena for arena in self.arenas if arena.kept_to is None]
+        return Tape(self.add_arena()) if len(shared) < MOST_ARENAS else None
 
     def add_arena(self) -> Arena:
         self.arenas.append(Arena(self.backend))
@@ -205,6 +239,7 @@ class Group:
             arena.pool.release()
         self.arenas.clear()
         self.gradients.clear()
+        self.places.clear()
         self.static.clear()
         self.buffers.clear()
         self._learned.clear()

@@ -118,9 +118,10 @@ class CudaBackend:
         inputs: list[Tensor],
         generators: list[torch.Generator],
         check: Callable[[Recorder, Any], None] | None = None,
+        targets: dict[int, Tensor] | None = None,
     ) -> tuple[CudaCapture, Any]:
         """Captures `run()` into `pool`; nothing runs on the GPU until the graph's first replay. `check(recorder,
-        result)` may still refuse.
+        result)` may still refuse. `targets`: see `Recorder`.
 
         Raises:
             CaptureRefused: `run` did something a graph cannot repeat.
@@ -130,7 +131,7 @@ class CudaBackend:
         for generator in generators:
             if generator.device.type == "cuda":
                 graph.register_generator_state(generator)
-        recorder = Recorder(inputs, on_gpu=True)
+        recorder = Recorder(inputs, on_gpu=True, targets=targets)
         spare = [(g, g.clone_state()) for g in (self._generator, *generators) if g.device.type == "cuda"]
         with _no_garbage_collection(), torch.cuda.stream(self.stream):
             graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")

@@ -2,7 +2,8 @@
 
 A capture records the aten operations of a call with the very tensors they worked on; a replay runs the same
 operations on the same addresses with the same scalars. Views are not run again: they are the same memory. It brings
-correctness checks everywhere, and no speed. May import `recorder`, `random_state` and `errors`.
+correctness checks everywhere, and no speed. May import `recorder`, `overloads`,
+`random_state` and `errors`.
 """
 
 import contextlib
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from graphmod.backend.random_state import frozen_random_state
 from graphmod.errors import CaptureRefused
+from graphmod.overloads import out_overload
 from graphmod.recorder import Recorder, address, facts, tensors_in
 
 _NO_FILL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh"}
@@ -64,7 +66,7 @@ class EmulatedGraph:
             return
         results = list(tensors_in(result if isinstance(result, (tuple, list)) else (result,)))
         kept = _frozen(results)
-        target = _out_overload(op)
+        target = out_overload(op)
         if target is not None and len(fresh) == len(results):
             overload, names, others = target
             outs = {names[0]: kept} if isinstance(result, list) else dict(zip(names, kept, strict=True))
@@ -89,34 +91,6 @@ def _frozen(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(map(_frozen, value))
     return value
-
-
-_FACTORY_ARGUMENTS = {"dtype", "layout", "device", "pin_memory"}
-_out_overloads: dict[Any, tuple[Any, list[str], set[str]] | None] = {}
-
-
-def _out_overload(op: Any) -> tuple[Any, list[str], set[str]] | None:
-    """The overload that writes an operator's results into given tensors: itself, the names of those arguments, and the
-    names of the others. None where there is none that takes the same arguments."""
-    if op not in _out_overloads:
-        _out_overloads[op] = _find_out_overload(op)
-    return _out_overloads[op]
-
-
-def _find_out_overload(op: Any) -> tuple[Any, list[str], set[str]] | None:
-    wanted = [(a.name, str(a.type)) for a in op._schema.arguments]
-    lists = [str(r.type).startswith("List") for r in op._schema.returns]
-    for name in op.overloadpacket.overloads():
-        candidate = getattr(op.overloadpacket, name)
-        outs = [a for a in candidate._schema.arguments if a.is_out]
-        others = [(a.name, str(a.type)) for a in candidate._schema.arguments if not a.is_out]
-        same = [argument for argument in wanted if argument in others]
-        missing = {argument[0] for argument in wanted if argument not in others}
-        if not outs or same != others or not missing <= _FACTORY_ARGUMENTS:
-            continue
-        if [str(a.type).startswith("List") for a in outs] == lists:
-            return candidate, [a.name for a in outs], {argument[0] for argument in others}
-    return None
 
 
 class _Journal:
@@ -166,10 +140,12 @@ class EmulatedBackend:
         inputs: list[Tensor],
         generators: list[torch.Generator],
         check: Callable[[Recorder, Any], None] | None = None,
+        targets: dict[int, Tensor] | None = None,
     ) -> tuple[EmulatedGraph, Any]:
-        """Runs `run()` and records it; undoes what it changed in place if it or `check(recorder, result)` fails."""
+        """Runs `run()` and records it; undoes what it changed in place if it or `check(recorder, result)` fails.
+        `targets`: see `Recorder`."""
         graph, journal = EmulatedGraph(), _Journal()
-        recorder = Recorder(inputs, before_write=journal.save, after=graph.add)
+        recorder = Recorder(inputs, before_write=journal.save, after=graph.add, targets=targets)
         before = torch.get_rng_state()
         try:
             with frozen_random_state(recorder, (torch, torch.random)), recorder:
