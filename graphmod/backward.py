@@ -221,6 +221,7 @@ def _capture(graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> Sequence[
                 known.written, known.accumulated, copies = store(gradients, buffers)
 
             known.graph, _ = group.backend.capture(run, arena.pool, given, entry.generators, targets=targets)
+            known.graph.seen.outside.clear()  # the saved activations: their memory is the next layers' to use
             return copies - sum(place is None for place in places)
 
         shape = tuple((p.size(), p.dtype) for p in direct)

@@ -353,8 +353,9 @@ class CUDAGraphModule(nn.Module):
             if not self.group.backend.on_gpu:
                 self._log_once(f"{self.name!r}: emulated graphs on the CPU: they check correctness and bring no speed")
         if self._anchor is None:
-            self._anchor = torch.empty(0, device=device, requires_grad=True)
-            self.anchor_node = torch.autograd.graph.get_gradient_edge(self._anchor).node
+            with torch.inference_mode(False):
+                self._anchor = torch.empty(0, device=device, requires_grad=True)
+                self.anchor_node = torch.autograd.graph.get_gradient_edge(self._anchor).node
 
     def _new_entry(self, signature: Signature) -> Entry:
         others = [e for e in self._entries.values() if e.signature.modes == signature.modes]
