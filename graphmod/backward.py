@@ -21,6 +21,7 @@ from graphmod.placement import Place, buffers_for, find_places, store
 from graphmod.recorder import address
 from graphmod.signature import AUTOCAST, rebuild
 from graphmod.tape import Ticket
+from graphmod.watch import without_gradient_hooks
 
 log = logging.getLogger("graphmod")
 
@@ -58,10 +59,11 @@ class BackwardGraph:
         index: its place on the tape of its forward.
         inputs: per output of the forward, where its gradient is read, or None if there was none at capture.
         results: per differentiable input and hooked parameter of the forward, its gradient, or None.
+        saved: outputs of the forward that the backward reads again.
         written, accumulated: `(parameter, buffer)` pairs whose gradient the graph overwrites or adds to.
     """
 
-    __slots__ = ("index", "graph", "inputs", "results", "written", "accumulated")
+    __slots__ = ("index", "graph", "inputs", "results", "written", "accumulated", "saved")
 
     def fits(self, grads: Sequence[Tensor | None], passes: int) -> bool:
         for static, grad in zip(self.inputs, grads, strict=True):
@@ -167,6 +169,11 @@ def _backward(ticket: Ticket, graph: ForwardGraph, grads: tuple[Tensor | None, .
         elif on_tape and tape.at_end and not tape.dropped:
             return _capture(graph, grads, pending)
         return _from_retained(graph, grads, pending)
+    if any([output.changed() for output in known.saved]):
+        raise RuntimeError(
+            f"one of the variables needed for gradient computation has been modified by an inplace operation: a result "
+            f"of {module.name!r}, which its backward reads again; use the out-of-place operation"
+        )
     if on_tape and known.index >= tape.cursor and known.fits(grads, tape.arena.passes):
         copied, as_captured = known.launch(grads, tape.arena.passes)
         module.stats_.copied_bytes += copied
@@ -217,13 +224,14 @@ def _differentiate(graph: ForwardGraph, grads: Sequence[Tensor | None]) -> tuple
     direct = graph.direct
     if not pairs or not through + direct:
         return [None] * len(through), [(parameter, None) for parameter in direct]
-    found = torch.autograd.grad(
-        [out for out, _ in pairs],
-        through + direct,
-        [grad for _, grad in pairs],
-        retain_graph=True,  # a failed capture still needs it
-        allow_unused=True,
-    )
+    with without_gradient_hooks(graph.hooked):  # autograd runs them when the gradients come out of this node
+        found = torch.autograd.grad(
+            [out for out, _ in pairs],
+            through + direct,
+            [grad for _, grad in pairs],
+            retain_graph=True,  # a failed capture still needs it
+            allow_unused=True,
+        )
     return list(found[: len(through)]), list(zip(direct, found[len(through) :], strict=True))
 
 
@@ -257,13 +265,21 @@ def _capture(
                 known.written, known.accumulated, copies = store(gradients, buffers)
 
             known.graph, _ = group.backend.capture(run, arena.pool, given, entry.generators, targets=targets)
+            read = known.graph.seen.read
+            known.saved = [output for output in graph.grad_outputs if address(output.tensor) in read]
             known.graph.seen.outside.clear()  # the saved activations: their memory is the next layers' to use
             return copies - sum(place is None for place in places)
 
         shape = tuple((p.size(), p.dtype) for p in direct)
         places = group.places.get(shape)
+        state = group.backend.random_state()
         if places is None or capture(places) > 0:  # not the same operations as in the layer the places came from
-            places = find_places(lambda: _differentiate(graph, static)[1], group.backend.on_gpu)
+            if places is not None:
+                known.graph.discard()
+                group.backend.set_random_state(state)
+            with group.backend.frozen_random_state():
+                places = find_places(lambda: _differentiate(graph, static)[1], group.backend.on_gpu)
+            group.backend.set_random_state(state)
             group.places[shape] = places
             capture(places)
         known.graph.replay()
@@ -322,7 +338,8 @@ def _deliver(direct: list[tuple[Tensor, Tensor | None]]) -> None:
 def _from_retained(graph: ForwardGraph, grads: Sequence[Tensor | None], pending: set[int]) -> list[Tensor | None]:
     """The backward of a forward that has no backward graph yet, from the autograd graph its capture left behind: the
     replay has just filled the values that graph saved. Gradients of `pending` parameters wait for the other uses."""
-    through, direct = _differentiate(graph, grads)
+    with graph.module.group.backend.frozen_random_state():
+        through, direct = _differentiate(graph, grads)
     stash = graph.module.group.stash
     ready = []
     for parameter, grad in direct:
@@ -361,9 +378,10 @@ def _recompute(
         direct = graph.direct if accumulates else []
         found: Sequence = [None] * len(through + direct)
         if pairs and through + direct:
-            found = torch.autograd.grad(
-                [out for out, _ in pairs], through + direct, [grad for _, grad in pairs], allow_unused=True
-            )
+            with without_gradient_hooks(graph.hooked):
+                found = torch.autograd.grad(
+                    [out for out, _ in pairs], through + direct, [grad for _, grad in pairs], allow_unused=True
+                )
     finally:
         if graph.random:
             backend.set_random_state(now)

@@ -30,7 +30,7 @@ def mark_static(tensor: Tensor) -> Tensor:
 class OwnedBuffer:
     """A copy of an argument at a fixed address. Several graphs may read it when they get the same tensor."""
 
-    __slots__ = ("tensor", "users", "_memory", "_source", "_version", "_pass", "__weakref__")
+    __slots__ = ("tensor", "users", "_memory", "_source", "_version", "_pointer", "_pass", "__weakref__")
 
     def __init__(self, like: Tensor) -> None:
         # Dimensions broadcast by a zero stride stay so: the memory holds their one element.
@@ -42,11 +42,17 @@ class OwnedBuffer:
         self.users = 0
         self._source: Any = None
         self._version = -1
+        self._pointer = 0
         self._pass = -1
 
     def holds(self, source: Tensor) -> bool:
         """Whether the present content is a copy of this very tensor in its present state."""
-        return self._source is not None and self._source() is source and self._version == source._version
+        return (
+            self._source is not None
+            and self._source() is source
+            and self._version == source._version
+            and self._pointer == source.data_ptr()
+        )
 
     def free_for(self, source: Tensor, passes: int, in_flight: int) -> bool:
         """Whether `source` may be written now: not while a pending backward reads another argument from here."""
@@ -54,9 +60,9 @@ class OwnedBuffer:
 
     def load(self, source: Tensor, passes: int) -> int:
         """Copies unless it is already here; returns the bytes copied."""
+        if self._pass == passes and self.holds(source):
+            return 0  # only within a pass: between passes memory may be rewritten without a new version
         self._pass = passes
-        if self.holds(source):
-            return 0
         memory = self._memory
         source_part = source.detach()
         if memory.size() != source.size():
@@ -65,6 +71,7 @@ class OwnedBuffer:
         inference = source.is_inference()  # such tensors do not count versions
         self._source = None if inference else weakref.ref(source)
         self._version = -1 if inference else source._version
+        self._pointer = source.data_ptr()
         return memory.nbytes
 
 
@@ -112,18 +119,22 @@ class StaticOutput:
     result ever changes in the caller's hands. Nothing is copied for results that were dropped.
     """
 
-    __slots__ = ("tensor", "entry", "_storage", "_alias")
+    __slots__ = ("tensor", "entry", "_twin", "_alias")
 
     def __init__(self, tensor: Tensor, entry: Any) -> None:
         self.tensor, self.entry = tensor, entry
-        self._storage: Any = None
+        self._twin: Tensor | None = None
         self._alias: Any = None
 
     def hand_out(self) -> Tensor:
         alias = _from_dlpack(_to_dlpack(self.tensor))
-        self._storage = alias.untyped_storage()
+        self._twin = alias.detach()  # shares storage and version counter with whatever the caller makes of the alias
         self._alias = weakref.ref(alias)
         return alias
+
+    def changed(self) -> bool:
+        """Whether the caller changed the last handed-out result in place."""
+        return self._twin is not None and self._twin._version != 0
 
     def evacuate(self) -> bool:
         """Moves the last handed-out result to memory of its own if somebody holds it.
@@ -132,10 +143,10 @@ class StaticOutput:
             Whether the memory may be overwritten now. False only where this torch cannot move a storage (before 2.13)
             and views of the result are held.
         """
-        storage = self._storage
-        if storage is None:
+        if self._twin is None:
             return True
-        users = _use_count(storage._cdata) - 1
+        storage = self._twin.untyped_storage()
+        users = _use_count(storage._cdata) - 2  # the twin's and this reference
         if users:
             with torch.no_grad():
                 if _can_swap:
@@ -146,7 +157,7 @@ class StaticOutput:
                     if users > 1 or alias is None:
                         return False
                     alias.data = alias.detach().clone()
-        self._storage = None
+        self._twin = None
         return True
 
 

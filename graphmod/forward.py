@@ -5,6 +5,7 @@ May import `signature`, `recorder`, `buffers`, `watch`, `reach`, `tape`, `lifecy
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -77,8 +78,10 @@ class ForwardGraph:
         oldest = _next_sequence_number()
 
         def run() -> Any:
-            with modules_called() as self.called:
+            with modules_called() as self.called, _own_saved_tensors():
                 return module.call(*args, **kwargs)
+
+        before = found.settings()
 
         def check(recorder: Recorder, result: Any) -> None:
             hook = foreign_hook(self.called)
@@ -92,6 +95,12 @@ class ForwardGraph:
                 reason = compare(previous, recorder.trace)
                 if reason is not None:
                     raise CaptureRefused(reason)
+            changed = found.changed_since(before)
+            if changed is not None:
+                raise CaptureRefused(f"changes {changed} as it runs, which a replay would not do")
+            for static in self.inputs:
+                if static.buffer is not None and address(static.tensor) in recorder.inputs_written:
+                    raise CaptureRefused(f"changes its argument {static.name} in place; make it change a copy")
             self._take_outputs(result, given, recorder)
             self._find_parameters(given, recorder, oldest)
 
@@ -119,7 +128,7 @@ class ForwardGraph:
                     group.buffers.add(static.buffer)
         self.handed_out = self.grad_outputs + [o for o in self.outputs if isinstance(o, StaticOutput)]
         copies = module.config.clone_outputs or entry.copies_out
-        self._sole = self.structure.__class__ is Leaf and self.handed_out != [] and not copies
+        self._sole = self.structure.__class__ is Leaf and (self.grad_outputs != [] or (self.handed_out != [] and group.backend.on_gpu)) and not copies
         self._copied = [(i, s.buffer) for i, s in enumerate(self.inputs) if s.buffer is not None and not s.unused]
         self.tape.outputs += self.handed_out
         if self._grads_after:
@@ -160,8 +169,8 @@ class ForwardGraph:
             )
         self.retained = []
         for tensor in leaves:
-            if tensor.layout is not torch.strided:
-                raise CaptureRefused("returns a sparse tensor")
+            if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
+                raise CaptureRefused("returns a sparse tensor or a lazy conjugate; return .resolve_conj().resolve_neg()")
             same = next((i for i, static in enumerate(given) if static is tensor), None)
             if same is not None:
                 self.outputs.append(same)
@@ -228,6 +237,7 @@ class ForwardGraph:
         """The call's result: structure and constants as captured, around the tensors of this replay."""
         if self._sole:
             return differentiable[0] if differentiable else self.outputs[0].hand_out()
+        # On the CPU numpy may look at the same memory, and such a view cannot be moved.
         clone = self.module.config.clone_outputs or self.entry.copies_out
         grads = iter(differentiable)
         made = []
@@ -236,10 +246,18 @@ class ForwardGraph:
                 tensor = next(grads)
                 made.append(tensor.clone() if clone else tensor)
             elif output.__class__ is StaticOutput:
-                made.append(output.tensor.clone() if clone else output.hand_out())
+                made.append(output.tensor.clone() if clone or not output.tensor.is_cuda else output.hand_out())
             else:
                 made.append(leaves[output] if isinstance(output, int) else output)
         return rebuild(self.structure, made)
+
+
+def _own_saved_tensors() -> contextlib.AbstractContextManager:
+    """Keeps hooks for saved tensors from around the call (an outer checkpoint) out of the capture: what a graph saves
+    stays in its pool."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+        return contextlib.nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
 def _next_sequence_number() -> int:

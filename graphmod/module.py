@@ -29,6 +29,7 @@ from graphmod.reach import Reach, reach
 from graphmod.recorder import Recorder, is_recording
 from graphmod.signature import Signature, difference, flatten, mode_key, parameter_names, tensor_key
 from graphmod.tape import EagerCall, Group, Tape, Ticket
+from graphmod.watch import HOOKS
 
 log = logging.getLogger("graphmod")
 
@@ -89,7 +90,8 @@ class CUDAGraphModule(nn.Module):
     def _start(self) -> None:
         self._entries: dict[Signature, Entry] = {}
         self._clock = count()
-        self._modules: list[nn.Module] | None = None
+        self._found: Reach | None = None
+        self._reached: list[nn.Module] = []
         self._parameters_reached: list[Tensor] = []
         self._logged: set[str] = set()
         self._anchor: Tensor | None = None
@@ -99,7 +101,7 @@ class CUDAGraphModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Same result as `module(*args, **kwargs)`."""
         root = self.root
-        if self._hooks_outside and (root._forward_hooks or root._forward_pre_hooks or root._backward_hooks):
+        if self._hooks_outside and any(getattr(root, kind) for kind in HOOKS):
             # The module's own hooks run on every call, around the graph instead of inside it.
             root.__dict__["forward"] = self.run
             try:
@@ -114,7 +116,7 @@ class CUDAGraphModule(nn.Module):
             return self.call(*args, **kwargs)  # part of what another wrapper captures
         leaves: list[Tensor] = []
         structure = flatten((args, kwargs), leaves, {})
-        if self._modules is None:
+        if self._found is None:
             self._discover(leaves)
         entry = self._entry(structure, leaves)
         if entry.disabled:
@@ -139,8 +141,7 @@ class CUDAGraphModule(nn.Module):
         return self._capture(entry, tape, leaves, args, kwargs)
 
     def _entry(self, structure: Any, leaves: list[Tensor]) -> Entry:
-        modules = self._modules
-        training = bytes(map(_training, modules))
+        training = bytes(map(_training, self._reached))
         if self._parameters_reached:  # the callable may run a backward: absent gradients are part of its state
             training += bytes(map(operator.is_, map(_grad, self._parameters_reached), repeat(None)))
         signature = Signature(
@@ -272,6 +273,7 @@ class CUDAGraphModule(nn.Module):
         for graph in moved:
             reason = graph.watch.moved()
             self.drop(graph.tape)
+            entry.trace = None  # of the code as it was before the change
             if entry.failed(f"captured again and again, because {reason}", self.config.max_failures):
                 self._log_once(f"{self.name!r} stays eager: {entry.reason}. force_enable() tries again")
 
@@ -343,7 +345,7 @@ class CUDAGraphModule(nn.Module):
     def _discover(self, leaves: list[Tensor]) -> None:
         """Finds, before the first call, the modules and parameters the callable reaches, and its device."""
         found = self._found = reach(self.root)
-        self._modules = found.modules
+        self._reached = found.modules
         self._owned = found.parameters()
         self._parameters_reached = [] if isinstance(self.root, nn.Module) else self._owned
         known = {id(parameter) for parameter in self.group.parameters}
@@ -362,10 +364,10 @@ class CUDAGraphModule(nn.Module):
 
     def reached(self, *objects: Any) -> Reach:
         """What the callable and `objects` reach now. A module whose tensors are all in place is not walked again."""
-        found = self._found
-        if not isinstance(self.root, nn.Module) or objects or not found.in_place():
-            found = reach(self.root, *objects)
-        return found
+        if not isinstance(self.root, nn.Module) or objects or not self._found.in_place():
+            self._found = reach(self.root, *objects)
+            self._reached = self._found.modules
+        return self._found
 
     def _new_entry(self, signature: Signature) -> Entry:
         others = [e for e in self._entries.values() if e.signature.modes == signature.modes]

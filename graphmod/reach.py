@@ -1,7 +1,7 @@
-"""Finds what a callable can reach: modules, parameters, optimizers, and the places that hold its tensors.
+"""Finds what a callable can reach: modules, parameters, optimizers, and the places that hold tensors and settings.
 
-The address watch asks it where the tensors that a graph reads by address live, so that a tensor put in their place is
-noticed. Imports nothing of graphmod.
+The address watch asks it where the tensors that a graph reads by address live, which objects lead there, and which
+numbers the captured Python code may have looked at. Imports nothing of graphmod.
 """
 
 import functools
@@ -13,36 +13,101 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_STOP = (type, types.ModuleType, torch.dtype, torch.device, torch.Generator, str, bytes, int, float, bool, complex)
+_STOP = (type, types.ModuleType, torch.dtype, torch.device, torch.Generator, bytes, complex)
+PLAIN = (int, float, bool, str, type(None))
 _MOST = 200_000  # objects looked at; beyond it a callable holds a data set, not a model
+_MOST_NUMBERS = 64  # in one list or dict; more is data, not settings
+_MODULE_INTERNALS = set(nn.Module().__dict__)
+
+Place = tuple[Any, Any, Any]  # (container, key, what container[key] is)
 
 
 @dataclass
 class Reach:
-    """What was found. `slots` are `(container, key, tensor)` with `container[key] is tensor`."""
+    """What was found.
+
+    Attributes:
+        modules, optimizers: each once, in the order of the walk.
+        slots: places of tensors.
+        links: places of the objects that lead to tensors and settings.
+        numbers: places of plain values (numbers, strings, None) that the reached code names.
+    """
 
     modules: list[nn.Module] = field(default_factory=list)
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
-    slots: list[tuple[Any, Any, Tensor]] = field(default_factory=list)
+    slots: list[Place] = field(default_factory=list)
+    links: list[Place] = field(default_factory=list)
+    numbers: list[Place] = field(default_factory=list)
 
     def in_place(self) -> bool:
-        """Whether every tensor is still where it was found."""
-        return all(_get(container, key) is tensor for container, key, tensor in self.slots)
+        """Whether every tensor and object is still where it was found."""
+        return all(get(container, key) is item for container, key, item in (*self.slots, *self.links))
 
     def parameters(self) -> list[Tensor]:
         """The distinct leaf tensors that may collect a gradient."""
         found = {id(t): t for _, _, t in self.slots if t.is_leaf and (t.requires_grad or isinstance(t, nn.Parameter))}
         return list(found.values())
 
+    def settings(self) -> list[Any]:
+        """The present values of `numbers`."""
+        return [get(container, key) for container, key, _ in self.numbers]
+
+    def changed_since(self, before: list[Any]) -> str | None:
+        """The name of the first of `numbers` that no longer has its value of `before`; None when all have."""
+        for (_, key, _), old, now in zip(self.numbers, before, self.settings(), strict=True):
+            if old != now and not (old != old and now != now):
+                return f"{'a variable' if key is None else repr(key)} from {old!r} to {now!r}"
+        return None
+
+
+def get(container: Any, key: Any) -> Any:
+    """`container[key]`, the content of a closure cell, or None where there is nothing any more."""
+    try:
+        return container.cell_contents if isinstance(container, types.CellType) else container[key]
+    except (KeyError, IndexError, ValueError):
+        return None
+
+
+def _codes(function: types.FunctionType) -> Iterator[types.CodeType]:
+    queue = [function.__code__]
+    while queue:
+        code = queue.pop()
+        yield code
+        queue += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+
+
+def _names(function: types.FunctionType) -> set[str]:
+    """The attributes, globals and constant keys that a function's code mentions."""
+    found: set[str] = set()
+    for code in _codes(function):
+        found |= set(code.co_names)
+        found |= {constant for constant in code.co_consts if isinstance(constant, str)}
+    return found
+
+
+@functools.lru_cache(maxsize=4096)
+def _names_of_method(owner: type, name: str) -> frozenset[str]:
+    """The names that a method mentions, and the methods of the same class that it calls."""
+    found: set[str] = set()
+    queue, seen = [name], set()
+    while queue:
+        method = queue.pop()
+        function = getattr(owner, method, None)
+        function = getattr(function, "__wrapped__", function)
+        if method in seen or not isinstance(function, types.FunctionType):
+            continue
+        seen.add(method)
+        mentioned = _names(function)
+        found |= mentioned
+        queue += [other for other in mentioned if isinstance(getattr(owner, other, None), types.FunctionType)]
+    return frozenset(found)
+
 
 def _globals_of(function: types.FunctionType) -> Iterator[tuple[Any, Any]]:
-    names = set(function.__code__.co_names)
-    for constant in function.__code__.co_consts:
-        if isinstance(constant, types.CodeType):
-            names |= set(constant.co_names)
-    for name in sorted(names):
-        if name in function.__globals__:
-            yield function.__globals__, name
+    for code in _codes(function):
+        for name in code.co_names:
+            if name in function.__globals__:
+                yield function.__globals__, name
 
 
 def _places(value: Any) -> Iterator[tuple[Any, Any]]:
@@ -52,39 +117,31 @@ def _places(value: Any) -> Iterator[tuple[Any, Any]]:
     if through is not None:
         yield from ((value.__dict__, name) for name in through)
     elif isinstance(value, nn.Module):
-        yield from ((value._parameters, key) for key in value._parameters)
-        yield from ((value._buffers, key) for key in value._buffers)
-        yield from ((value._modules, key) for key in value._modules)
-        skip = {"_parameters", "_buffers", "_modules"}
-        yield from ((value.__dict__, key) for key in list(value.__dict__) if key not in skip)
+        for held in (value._parameters, value._buffers, value._modules):
+            yield from ((held, key) for key in held)
+        yield from ((value.__dict__, key) for key in list(value.__dict__) if key not in _MODULE_INTERNALS)
     elif isinstance(value, types.FunctionType):
         yield from ((cell, None) for cell in value.__closure__ or ())
         yield from _globals_of(value)
-        if value.__defaults__:
-            yield from ((value.__defaults__, index) for index in range(len(value.__defaults__)))
-        wrapped = getattr(value, "__wrapped__", None)
-        if wrapped is not None:
+        for defaults in (value.__defaults__, value.__kwdefaults__):
+            yield from _items(defaults)
+        if hasattr(value, "__wrapped__"):
             yield value.__dict__, "__wrapped__"
     elif isinstance(value, types.MethodType):
-        yield (value.__self__, value.__func__), 0
-        yield (value.__self__, value.__func__), 1
+        yield from _items((value.__self__, value.__func__))
     elif isinstance(value, functools.partial):
-        yield (value.func,), 0
-        yield from ((value.args, index) for index in range(len(value.args)))
-        yield from ((value.keywords, key) for key in value.keywords)
-    elif isinstance(value, dict):
-        yield from ((value, key) for key in list(value))
-    elif isinstance(value, (list, tuple)):
-        yield from ((value, index) for index in range(len(value)))
+        yield from _items((value.func,))
+        yield from _items(value.args)
+        yield from _items(value.keywords)
+    elif isinstance(value, (dict, list, tuple)):
+        yield from _items(value)
     elif hasattr(value, "__dict__"):
-        yield from ((value.__dict__, key) for key in list(value.__dict__))
+        yield from _items(value.__dict__)
 
 
-def _get(container: Any, key: Any) -> Any:
-    try:
-        return container.cell_contents if isinstance(container, types.CellType) else container[key]
-    except (KeyError, IndexError, ValueError):
-        return None
+def _items(container: Any) -> Iterator[tuple[Any, Any]]:
+    keys = list(container) if isinstance(container, dict) else range(len(container or ()))
+    return ((container, key) for key in keys)
 
 
 def _holds_nothing(value: Any) -> bool:
@@ -100,20 +157,48 @@ def reach(*roots: Any) -> Reach:
     seen: set[int] = set()
     keep: list[Any] = []  # `seen` holds identities, so nothing may die during the walk
     queue: list[Any] = list(roots)
+    named: set[str] = set()
+    numbers: list[Place] = []
     while queue and len(seen) < _MOST:
         value = queue.pop()
-        if value is None or isinstance(value, _STOP) or isinstance(value, Tensor) or id(value) in seen:
+        if isinstance(value, (*_STOP, *PLAIN, Tensor)) or id(value) in seen:
             continue
         seen.add(id(value))
         keep.append(value)
         if isinstance(value, nn.Module) and not hasattr(type(value), "_reach_through"):
             found.modules.append(value)
+            named |= _names_of_method(type(value), "forward")
         elif isinstance(value, torch.optim.Optimizer):
             found.optimizers.append(value)
+        elif isinstance(value, types.FunctionType):
+            named |= _names(value)
+        elif isinstance(value, types.MethodType):
+            named |= _names_of_method(type(value.__self__), value.__func__.__name__)
+        elif callable(value) and hasattr(type(value), "__call__"):
+            named |= _names_of_method(type(value), "__call__")
+        here: list[Place] = []
         for container, key in _places(value):
-            item = _get(container, key)
+            item = get(container, key)
             if isinstance(item, Tensor):
                 found.slots.append((container, key, item))
-            elif item is not None and not isinstance(item, _STOP) and not _holds_nothing(item):
+            elif isinstance(item, PLAIN):
+                if not isinstance(container, tuple):
+                    here.append((container, key, item))
+            elif not isinstance(item, _STOP) and not _holds_nothing(item):
                 queue.append(item)
+                if not isinstance(container, tuple):
+                    found.links.append((container, key, item))
+        if len(here) <= _MOST_NUMBERS or not isinstance(value, (list, dict)):
+            numbers += here
+    for optimizer in found.optimizers:
+        keep_all = {id(group) for group in optimizer.param_groups}
+        named_here = [place for place in numbers if id(place[0]) in keep_all]
+        found.numbers += named_here
+    groups = {id(place[0]) for place in found.numbers}
+    found.numbers += [p for p in numbers if id(p[0]) not in groups and (not isinstance(p[1], str) or p[1] in named)]
+    found.links = [
+        place
+        for place in found.links
+        if not isinstance(place[1], str) or isinstance(place[2], nn.Module) or place[1] in named
+    ]
     return found

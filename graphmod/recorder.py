@@ -25,6 +25,10 @@ _UNREPEATABLE = {
 }
 
 
+_STATISTICS = frozenset({3, 4})  # running_mean and running_var; argument 5 says whether it trains
+_BATCH_NORMS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}
+
+
 class Step(NamedTuple):
     """One operation of a trace: its overload, its non-tensor arguments and where the user called it."""
 
@@ -42,6 +46,7 @@ class _Facts(NamedTuple):
     """What the schema of an overload says, looked up once."""
 
     writes: frozenset  # positions (int) and names (str) of the arguments it writes
+    statistics: bool  # a batch norm, which writes its running statistics without its schema saying so
     random: bool
     dynamic: bool
     name: str
@@ -63,6 +68,7 @@ def facts(op: Any) -> _Facts:
         name = schema.name if schema else str(op)
         found = _Facts(
             frozenset(writes),
+            name.removeprefix("aten::") in _BATCH_NORMS,
             torch.Tag.nondeterministic_seeded in tags,
             torch.Tag.dynamic_output_shape in tags,
             name,
@@ -119,7 +125,7 @@ class Recorder(TorchDispatchMode):
     """Watches a call. With `refuse`, raises `CaptureRefused` before an operation that a graph cannot repeat.
 
     After the call: `trace`; `outside`, address -> tensor, what it read or wrote without having made it or been given
-    it; `written`, the part of those it changed; `read`, every address it read; `generators` passed to random
+    it; `written`, the part of those it changed; `inputs_written`, the inputs it changed; `read`, every address it read; `generators` passed to random
     operations; `random` and `backward`, whether it drew random numbers or ran a backward pass.
 
     Args:
@@ -148,6 +154,7 @@ class Recorder(TorchDispatchMode):
         self.outside: dict[int, Tensor] = {}
         self.written: dict[int, Tensor] = {}
         self.read: set[int] = set()
+        self.inputs_written: set[int] = set()
         self.generators: list[torch.Generator] = []
         self.random = False
         self.backward = False
@@ -217,10 +224,11 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _note_writes(self, about: _Facts, args: tuple, kwargs: dict) -> None:
-        if not about.writes:
+        writes = _STATISTICS if about.statistics and args[5] else about.writes
+        if not writes:
             return
         for key, value in (*enumerate(args), *kwargs.items()):
-            if key not in about.writes:
+            if key not in writes:
                 continue
             for tensor in tensors_in((value,)):
                 where = address(tensor)
@@ -228,8 +236,10 @@ class Recorder(TorchDispatchMode):
                     if self._before_write is not None:
                         self._before_write(tensor)
                     self.written.setdefault(where, self.outside[where])
-                elif where in self._inputs and self._before_write is not None:
-                    self._before_write(tensor)
+                elif where in self._inputs:
+                    self.inputs_written.add(where)
+                    if self._before_write is not None:
+                        self._before_write(tensor)
                 if not self._on_gpu:
                     self._host.discard(where)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 _PLAIN = frozenset(
-    {int, float, bool, str, bytes, complex, torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format}
+    {int, float, bool, str, bytes, complex, torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, type(...)}
 )
 
 
@@ -72,7 +72,9 @@ def flatten(value: Any, leaves: list[Tensor], seen: dict[int, Leaf]) -> Any:
             leaves.append(value)
         return leaf
     if kind in _PLAIN:
-        return (kind, value)
+        return (kind, value) if value or kind is not float else (kind, value, repr(value))  # 0.0 is not -0.0
+    if kind is slice:
+        return (kind, (value.start, value.stop, value.step))
     if kind is tuple or kind is list or isinstance(value, (tuple, list)):
         return (kind, *[flatten(item, leaves, seen) for item in value])
     if kind is dict or kind is OrderedDict or (isinstance(value, dict) and dataclasses.is_dataclass(value)):
@@ -94,6 +96,8 @@ def rebuild(structure: Any, leaves: list) -> Any:
     kind = structure[0]
     if kind in _PLAIN:
         return structure[1]
+    if kind is slice:
+        return slice(*structure[1])
     if kind is tuple or kind is list:
         return kind([rebuild(item, leaves) for item in structure[1:]])
     if issubclass(kind, tuple):
@@ -113,7 +117,7 @@ def rebuild(structure: Any, leaves: list) -> Any:
 
 def _children(structure: Any) -> list[tuple[str, Any]] | None:
     """The `(how to get there, structure)` of the parts of a container, None for anything else."""
-    if structure.__class__ is not tuple or structure[0] in _PLAIN:
+    if structure.__class__ is not tuple or structure[0] in _PLAIN or structure[0] is slice:
         return None
     if issubclass(structure[0], (tuple, list)):
         return [(f"[{index}]", item) for index, item in enumerate(structure[1:])]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphmod.backend.random_state import frozen_random_state
+from graphmod.backend.random_state import frozen_random_state, refuse_random_state
 from graphmod.recorder import Recorder
 
 
@@ -41,6 +41,9 @@ class CudaCapture:
         self.seen = seen
         self._graph = graph
         self.replay = graph.replay
+
+    def discard(self) -> None:
+        """Nothing to undo: capturing ran nothing."""
 
 
 @contextlib.contextmanager
@@ -105,6 +108,10 @@ class CudaBackend:
         finally:
             caller.wait_stream(self.stream)
 
+    def frozen_random_state(self) -> contextlib.AbstractContextManager:
+        """Keeps code from reading or setting the random state, which the capture did not give it either."""
+        return frozen_random_state((torch.cuda, torch.cuda.random), lambda: True)
+
     def random_state(self) -> Any:
         return self._generator.get_offset()
 
@@ -136,7 +143,7 @@ class CudaBackend:
         with _no_garbage_collection(), torch.cuda.stream(self.stream):
             graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
             try:
-                with frozen_random_state(recorder, (torch.cuda, torch.cuda.random)), recorder:
+                with refuse_random_state(recorder, (torch.cuda, torch.cuda.random)), recorder:
                     result = run()
                 if check is not None:
                     check(recorder, result)

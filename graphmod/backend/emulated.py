@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphmod.backend.random_state import frozen_random_state
+from graphmod.backend.random_state import frozen_random_state, refuse_random_state
 from graphmod.errors import CaptureRefused
 from graphmod.overloads import out_overload
 from graphmod.recorder import Recorder, address, facts, tensors_in
@@ -42,14 +42,20 @@ class EmulatedGraph:
         self.seen: Recorder | None = None
         self._calls: list[tuple[Callable, tuple, dict]] = []
         self._ran = False
+        self._journal: _Journal | None = None
 
     def replay(self) -> None:
         if not self._ran:
-            self._ran = True
+            self._ran, self._journal = True, None
             return
         with torch._C._DisableAutocast(), torch._C._AutoDispatchBelowADInplaceOrView():
             for run, args, kwargs in self._calls:
                 run(*args, **kwargs)
+
+    def discard(self) -> None:
+        """Undoes what recording changed, for a capture that is not going to be replayed."""
+        if self._journal is not None:
+            self._journal.undo()
 
     def add(self, op: Any, args: tuple, kwargs: dict, result: Any, fresh: list[Tensor]) -> None:
         """Takes one executed operation into the recording."""
@@ -106,6 +112,7 @@ class _Journal:
             whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
             self._saved[where] = (whole, whole.clone())
 
+    @torch.no_grad()
     def undo(self) -> None:
         for whole, before in self._saved.values():
             whole.copy_(before)
@@ -128,6 +135,10 @@ class EmulatedBackend:
     def warm_up(self, parameters: list[Tensor]) -> Iterator[None]:
         yield
 
+    def frozen_random_state(self) -> contextlib.AbstractContextManager:
+        """Keeps code from reading or setting the random state, which the capture did not give it either."""
+        return frozen_random_state((torch, torch.random), lambda: True)
+
     def random_state(self) -> Any:
         return torch.get_rng_state()
 
@@ -147,18 +158,18 @@ class EmulatedBackend:
         `targets`: see `Recorder`."""
         graph, journal = EmulatedGraph(), _Journal()
         recorder = Recorder(inputs, before_write=journal.save, after=graph.add, targets=targets)
-        before = torch.get_rng_state()
+        before = [(generator, generator.get_state()) for generator in (torch.default_generator, *generators)]
         try:
-            with frozen_random_state(recorder, (torch, torch.random)), recorder:
+            with refuse_random_state(recorder, (torch, torch.random)), recorder:
                 result = run()
             if check is not None:
                 check(recorder, result)
         except BaseException:
-            with torch.no_grad():
-                journal.undo()
-            torch.set_rng_state(before)
+            journal.undo()
+            for generator, state in before:
+                generator.set_state(state)
             raise
-        graph.seen = recorder.finish()
+        graph.seen, graph._journal = recorder.finish(), journal
         for _, args, kwargs in graph._calls:
             for tensor in tensors_in((*args, *kwargs.values())):
                 where = address(tensor)
