@@ -24,6 +24,10 @@ from graphmod.tape import Ticket
 log = logging.getLogger("graphmod")
 
 
+def _has_grad(pair: tuple[Tensor, Tensor]) -> bool:
+    return pair[0].grad is not None
+
+
 class Replayed(torch.autograd.Function):
     """The autograd node of one replayed forward.
 
@@ -40,6 +44,9 @@ class Replayed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:
         return (None, None, *run_backward(ctx.ticket, grads))
+
+
+apply_replayed = super(torch.autograd.Function, Replayed).apply  # without the wrapper for functorch transforms
 
 
 class BackwardGraph:
@@ -84,6 +91,10 @@ class BackwardGraph:
         """
         later: list[tuple[Tensor, Tensor]] = []
         as_captured = True
+        if not self.accumulated and not any(map(_has_grad, self.written)):
+            for parameter, buffer in self.written:
+                parameter.grad = buffer
+            return True, later
         for parameter, buffer in self.written:
             grad = parameter.grad
             if grad is None:
@@ -126,8 +137,7 @@ def run_backward(ticket: Ticket, grads: tuple[Tensor | None, ...]) -> Sequence[T
             "(ungraph, or call .module)"
         )
     try:
-        with torch.no_grad():
-            return _backward(ticket, graph, grads)
+        return _backward(ticket, graph, grads)
     finally:
         ticket.finish()
 
@@ -211,6 +221,7 @@ def _capture(graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> Sequence[
                 known.written, known.accumulated, copies = store(gradients, buffers)
 
             known.graph, _ = group.backend.capture(run, arena.pool, given, entry.generators, targets=targets)
+            known.graph.seen.outside.clear()  # the saved activations: their memory is the next layers' to use
             return copies - sum(place is None for place in places)
 
         shape = tuple((p.size(), p.dtype) for p in direct)

@@ -15,7 +15,7 @@ from graphmod.errors import CaptureRefused
 from graphmod.reach import reach
 from graphmod.recorder import Recorder, address, compare
 from graphmod.signature import Leaf, argument_paths, flatten, opaque_parts, parameter_names, rebuild
-from graphmod.watch import Watch, foreign_hook, hook_counts, modules_called
+from graphmod.watch import HookWatch, Watch, foreign_hook, has_gradient_hooks, modules_called
 
 if TYPE_CHECKING:
     from graphmod.backward import BackwardGraph
@@ -105,7 +105,7 @@ class ForwardGraph:
         seen = self.graph.seen
         self.watch = Watch(found, seen.outside, owned, grads, seen.backward)
         self._grads_after = [(p, p.grad) for p, before in zip(owned, grads, strict=True) if p.grad is not before]
-        self._hooks = hook_counts(self.called)
+        self._hooks = HookWatch(self.called, self.parameters)
         self._written = [t for t in seen.written.values() if not t.is_inference()]
         self.random = seen.random
         for static in self.inputs:
@@ -116,6 +116,9 @@ class ForwardGraph:
                 if static.buffer not in group.buffers:
                     group.buffers.add(static.buffer)
         self.handed_out = self.grad_outputs + [o for o in self.outputs if isinstance(o, StaticOutput)]
+        copies = module.config.clone_outputs or entry.copies_out
+        self._sole = self.structure.__class__ is Leaf and self.handed_out != [] and not copies
+        self._copied = [(i, s.buffer) for i, s in enumerate(self.inputs) if s.buffer is not None and not s.unused]
         self.tape.outputs += self.handed_out
         if self._grads_after:
             self.tape.arena.keep_to(self.tape)
@@ -202,21 +205,12 @@ class ForwardGraph:
         for static, source in zip(self.inputs, leaves, strict=True):
             if not static.fits(source, arena.passes, arena.in_flight):
                 return f"{static.name} is at another address than when it was captured"
-        moved = self.watch.moved()
-        if moved is None and self.parameters:
-            hooked = [p for p in self.parameters if has_gradient_hooks(p)]
-            if len(hooked) != len(self.hooked):
-                moved = "gradient hooks were added to or removed from a parameter"
-        if moved is None and hook_counts(self.called) != self._hooks:
-            moved = "hooks were added to or removed from a part of it"
-        return moved
+        return self.watch.moved() or self._hooks.changed()
 
     def load(self, leaves: list[Tensor]) -> None:
         """Brings the arguments to where the graph reads them."""
-        passes = self.tape.arena.passes
-        for static, source in zip(self.inputs, leaves, strict=True):
-            if static.buffer is not None and not static.unused:
-                self.module.stats_.copied_bytes += static.buffer.load(source, passes)
+        for index, buffer in self._copied:
+            self.module.stats_.copied_bytes += buffer.load(leaves[index], self.tape.arena.passes)
 
     def launch(self) -> None:
         """Replays, and does what the captured Python code did to gradients and version counters."""
@@ -229,6 +223,8 @@ class ForwardGraph:
 
     def results(self, leaves: list[Tensor], differentiable: tuple[Tensor, ...]) -> Any:
         """The call's result: structure and constants as captured, around the tensors of this replay."""
+        if self._sole:
+            return differentiable[0] if differentiable else self.outputs[0].hand_out()
         clone = self.module.config.clone_outputs or self.entry.copies_out
         grads = iter(differentiable)
         made = []
@@ -241,10 +237,6 @@ class ForwardGraph:
             else:
                 made.append(leaves[output] if isinstance(output, int) else output)
         return rebuild(self.structure, made)
-
-
-def has_gradient_hooks(parameter: Tensor) -> bool:
-    return bool(parameter._backward_hooks) or bool(parameter._post_accumulate_grad_hooks)
 
 
 def _next_sequence_number() -> int:

@@ -13,14 +13,14 @@ import operator
 import time
 import types
 from collections.abc import Callable
-from itertools import repeat
+from itertools import count, repeat
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from graphmod.backend import make_backend
-from graphmod.backward import Replayed
+from graphmod.backward import apply_replayed
 from graphmod.config import CUDAGraphConfig
 from graphmod.forward import ForwardGraph
 from graphmod.lifecycle import Entry, GraphStats
@@ -87,7 +87,7 @@ class CUDAGraphModule(nn.Module):
 
     def _start(self) -> None:
         self._entries: dict[Signature, Entry] = {}
-        self._clock = 0
+        self._clock = count()
         self._modules: list[nn.Module] | None = None
         self._parameters_reached: list[Tensor] = []
         self._logged: set[str] = set()
@@ -148,8 +148,7 @@ class CUDAGraphModule(nn.Module):
         entry = self._entries.get(signature)
         if entry is None:
             entry = self._new_entry(signature)
-        self._clock += 1
-        entry.last_used = self._clock
+        entry.last_used = next(self._clock)
         return entry
 
     def _find(self, entry: Entry, leaves: list[Tensor]) -> tuple[ForwardGraph | None, str]:
@@ -198,7 +197,7 @@ class CUDAGraphModule(nn.Module):
         if graph.grad_outputs:
             ticket = Ticket(graph.tape.arena, graph, random_state)
             inputs = [leaves[i] for i in graph.differentiable]
-            outputs = Replayed.apply(ticket, self._anchor, *inputs, *graph.hooked)
+            outputs = apply_replayed(ticket, self._anchor, *inputs, *graph.hooked)
         return graph.results(leaves, outputs)
 
     # -- eager calls ---------------------------------------------------------------------------------------------
@@ -354,8 +353,9 @@ class CUDAGraphModule(nn.Module):
             if not self.group.backend.on_gpu:
                 self._log_once(f"{self.name!r}: emulated graphs on the CPU: they check correctness and bring no speed")
         if self._anchor is None:
-            self._anchor = torch.empty(0, device=device, requires_grad=True)
-            self.anchor_node = torch.autograd.graph.get_gradient_edge(self._anchor).node
+            with torch.inference_mode(False):
+                self._anchor = torch.empty(0, device=device, requires_grad=True)
+                self.anchor_node = torch.autograd.graph.get_gradient_edge(self._anchor).node
 
     def _new_entry(self, signature: Signature) -> Entry:
         others = [e for e in self._entries.values() if e.signature.modes == signature.modes]

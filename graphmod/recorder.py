@@ -48,7 +48,7 @@ class _Facts(NamedTuple):
 
 
 _facts_of: dict[Any, _Facts] = {}
-_is_internal: dict[Any, bool] = {}
+_is_internal: dict[str, bool] = {}
 
 
 def facts(op: Any) -> _Facts:
@@ -101,14 +101,16 @@ def _scalar(value: Any) -> Any:
 
 
 def _user_frame() -> tuple[Any, int]:
+    if torch._C._current_autograd_node() is not None:
+        return None, 0
     frame = sys._getframe(2)
     while frame is not None:
-        code = frame.f_code
-        internal = _is_internal.get(code)
+        name = frame.f_code.co_filename
+        internal = _is_internal.get(name)
         if internal is None:
-            internal = _is_internal[code] = code.co_filename.startswith(_INTERNAL) or "/torch/" in code.co_filename
+            internal = _is_internal[name] = name.startswith(_INTERNAL) or "/torch/" in name
         if not internal:
-            return code, frame.f_lineno
+            return frame.f_code, frame.f_lineno
         frame = frame.f_back
     return None, 0
 

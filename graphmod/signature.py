@@ -8,7 +8,7 @@ import dataclasses
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,19 +22,21 @@ class Leaf:
     """Stands for the i-th tensor in a structure. One object per index, so that comparing is an identity test."""
 
     __slots__ = ("index",)
-    _all: "list[Leaf]" = []
 
     def __init__(self, index: int) -> None:
         self.index = index
 
-    @classmethod
-    def at(cls, index: int) -> "Leaf":
-        while len(cls._all) <= index:
-            cls._all.append(cls(len(cls._all)))
-        return cls._all[index]
-
     def __repr__(self) -> str:
         return f"tensor {self.index}"
+
+
+_LEAVES = [Leaf(index) for index in range(64)]
+
+
+def _leaf(index: int) -> Leaf:
+    while len(_LEAVES) <= index:
+        _LEAVES.append(Leaf(len(_LEAVES)))
+    return _LEAVES[index]
 
 
 class Opaque:
@@ -60,17 +62,18 @@ def flatten(value: Any, leaves: list[Tensor], seen: dict[int, Leaf]) -> Any:
     are numbers, strings and the like, else by identity.
     """
     kind = value.__class__
-    if value is None or kind is Leaf:
-        return value
-    if isinstance(value, Tensor):
+    if value is None:
+        return None
+    if kind is Tensor or isinstance(value, Tensor):
         leaf = seen.get(id(value))
         if leaf is None:
-            leaf = seen[id(value)] = Leaf.at(len(leaves))
+            index = len(leaves)
+            leaf = seen[id(value)] = _LEAVES[index] if index < 64 else _leaf(index)
             leaves.append(value)
         return leaf
     if kind in _PLAIN:
         return (kind, value)
-    if isinstance(value, (tuple, list)):
+    if kind is tuple or kind is list or isinstance(value, (tuple, list)):
         return (kind, *[flatten(item, leaves, seen) for item in value])
     if kind is dict or kind is OrderedDict or (isinstance(value, dict) and dataclasses.is_dataclass(value)):
         return (kind, tuple(value), *[flatten(item, leaves, seen) for item in value.values()])
@@ -135,32 +138,35 @@ def tensor_key(tensor: Tensor) -> tuple:
 def mode_key(device_type: str) -> tuple:
     """The modes of PyTorch that change what the same code does: gradients, inference, autocast, determinism, TF32."""
     return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
+        _is_grad_enabled(),
+        _is_inference_mode_enabled(),
         torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None,
-        torch.are_deterministic_algorithms_enabled(),
-        torch.get_float32_matmul_precision(),
+        _deterministic(),
+        _matmul_precision(),
     )
 
 
+_is_grad_enabled, _is_inference_mode_enabled = torch.is_grad_enabled, torch.is_inference_mode_enabled
+_deterministic = torch._C._get_deterministic_algorithms
+_matmul_precision = torch._C._get_float32_matmul_precision
 AUTOCAST = 2  # its index in `mode_key`
 _MODE_NAMES = ("gradients enabled", "inference mode", "autocast", "deterministic algorithms", "float32 matmul precision")
 
 
-@dataclasses.dataclass(frozen=True)
-class Signature:
-    """The key of a call. `structure` is that of `(args, kwargs)`."""
+class Signature(NamedTuple):
+    """The key of a call.
+
+    Attributes:
+        structure: that of `(args, kwargs)`.
+        tensors: per tensor argument, `tensor_key`.
+        modes: `mode_key`.
+        training: train/eval mode of each module reached, and which gradients are absent where that matters.
+    """
 
     structure: Any
     tensors: tuple
     modes: tuple
     training: bytes
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_hash", hash((self.structure, self.tensors, self.modes, self.training)))
-
-    def __hash__(self) -> int:
-        return self._hash
 
 
 def _paths(structure: Any, path: str) -> Iterator[tuple[str, Any]]:

@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from graphmod.reach import Reach
 from graphmod.recorder import address
 
+_data_ptr = Tensor.data_ptr
 _requires_grad = operator.attrgetter("requires_grad")
 _grad = operator.attrgetter("grad")
 _SETTINGS = (int, float, bool, str, type(None))
+_FIXED = {nn.Linear, nn.Embedding, nn.ModuleList, nn.ModuleDict, nn.Sequential}  # nothing to change after they are made
 _NOT_SETTINGS = {"training", "_is_full_backward_hook", "call_super_init"}
 
 
@@ -51,8 +53,9 @@ class Watch:
         self._tensors = [slot[2] for slot in plain]
         everything = self._tensors + [tensor for _, tensor in self._cells]
         self._everything = everything
-        self._addresses = list(map(Tensor.data_ptr, everything))
-        self._flags = list(map(_requires_grad, everything))
+        self._addresses = list(map(_data_ptr, everything))
+        self._parameters = [tensor for tensor in everything if isinstance(tensor, nn.Parameter) or tensor.requires_grad]
+        self._flags = list(map(_requires_grad, self._parameters))
         self._watch_grads(parameters, grads, outside, backward)
         self._watch_settings(found)
 
@@ -73,42 +76,46 @@ class Watch:
     def _watch_settings(self, found: Reach) -> None:
         """Numbers and flags that live in modules and optimizers, which a graph froze."""
         self._setting_of: list[dict] = []
-        self._setting_name: list[str] = []
+        self._names_of: list[tuple[str, ...]] = []
         for module in found.modules:
-            for name, value in module.__dict__.items():
-                if type(value) in _SETTINGS and name not in _NOT_SETTINGS:
-                    self._setting_of.append(module.__dict__)
-                    self._setting_name.append(name)
+            names = [n for n, v in module.__dict__.items() if type(v) in _SETTINGS and n not in _NOT_SETTINGS]
+            self._add_settings(module.__dict__, [] if type(module) in _FIXED else names)
         for optimizer in found.optimizers:
             for group in optimizer.param_groups:
-                for name, value in group.items():
-                    if name != "params" and not isinstance(value, Tensor):
-                        self._setting_of.append(group)
-                        self._setting_name.append(name)
-        self._settings = list(map(operator.getitem, self._setting_of, self._setting_name))
+                self._add_settings(group, [n for n, v in group.items() if n != "params" and not isinstance(v, Tensor)])
+        self._getters = [operator.itemgetter(*names) for names in self._names_of]
+        self._settings = list(map(operator.call, self._getters, self._setting_of))
+
+    def _add_settings(self, owner: dict, names: list[str]) -> None:
+        if names:
+            self._setting_of.append(owner)
+            self._names_of.append(tuple(names))
 
     def moved(self) -> str | None:
         """What is no longer as it was, in words; None when nothing changed."""
         try:
-            now = list(map(operator.getitem, self._containers, self._keys))
-            if not all(map(operator.is_, now, self._tensors)):
-                index = next(i for i, t in enumerate(now) if t is not self._tensors[i])
-                return f"{self._keys[index]!r} is another tensor than when it was captured"
-            settings = list(map(operator.getitem, self._setting_of, self._setting_name))
+            if not all(map(operator.is_, map(operator.getitem, self._containers, self._keys), self._tensors)):
+                return "a parameter, buffer or state tensor is another tensor than when it was captured"
+            if list(map(operator.call, self._getters, self._setting_of)) != self._settings:
+                return self._changed_setting()
         except (KeyError, IndexError):
             return "a tensor or setting it reads is no longer where it was"
-        if settings != self._settings:
-            index = next(i for i, s in enumerate(settings) if s != self._settings[i])
-            name = self._setting_name[index]
-            return f"{name!r} was {self._settings[index]!r} when it was captured and is {settings[index]!r}"
+        if list(map(_data_ptr, self._everything)) != self._addresses:
+            return "a tensor it reads has moved to another address"
+        if list(map(_requires_grad, self._parameters)) != self._flags:
+            return "requires_grad of a parameter changed"
         for cell, tensor in self._cells:
             if _contents(cell) is not tensor:
                 return "a variable it closes over is another tensor than when it was captured"
-        if list(map(Tensor.data_ptr, self._everything)) != self._addresses:
-            return "a tensor it reads has moved to another address"
-        if list(map(_requires_grad, self._everything)) != self._flags:
-            return "requires_grad of a parameter changed"
-        return self._moved_grads()
+        return self._moved_grads() if self._with_grads else None
+
+    def _changed_setting(self) -> str:
+        for names, owner, before in zip(self._names_of, self._setting_of, self._settings, strict=True):
+            olds = before if len(names) > 1 else (before,)
+            for name, old in zip(names, olds, strict=True):
+                if owner[name] != old:
+                    return f"{name!r} was {old!r} when it was captured and is {owner[name]!r}"
+        return "a setting it reads changed"
 
     def _moved_grads(self) -> str | None:
         now = list(map(_grad, self._with_grads))
@@ -127,12 +134,37 @@ def _contents(cell: types.CellType) -> Any:
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_hooks = operator.attrgetter("_forward_hooks", "_forward_pre_hooks")
+_backward_hooks = operator.attrgetter("_backward_hooks")
+_post_accumulate = operator.attrgetter("_post_accumulate_grad_hooks")
 
 
-def hook_counts(modules: list[nn.Module]) -> list[tuple]:
-    """How many forward hooks and forward pre-hooks each module has."""
-    return [(len(after), len(before)) for after, before in map(_hooks, modules)]
+class HookWatch:
+    """Notices hooks that come or go on the modules that ran inside a capture, and on the parameters it differentiates.
+
+    Args:
+        modules: the modules that ran.
+        parameters: the leaf tensors whose gradients the graph computes.
+    """
+
+    def __init__(self, modules: list[nn.Module], parameters: list[Tensor]) -> None:
+        self._dicts = [getattr(module, kind) for module in modules for kind in _HOOKS]
+        self._counts = list(map(len, self._dicts))
+        self._none = not any(self._counts)
+        self._free = [p for p in parameters if not has_gradient_hooks(p)]
+        self._hooked = [p for p in parameters if has_gradient_hooks(p)]
+
+    def changed(self) -> str | None:
+        if any(self._dicts) if self._none else list(map(len, self._dicts)) != self._counts:
+            return "hooks were added to or removed from a part of it"
+        if any(map(_backward_hooks, self._free)) or any(map(_post_accumulate, self._free)):
+            return "a gradient hook was added to a parameter"
+        if self._hooked and not all(map(has_gradient_hooks, self._hooked)):
+            return "a gradient hook was removed from a parameter"
+        return None
+
+
+def has_gradient_hooks(parameter: Tensor) -> bool:
+    return bool(parameter._backward_hooks) or bool(parameter._post_accumulate_grad_hooks)
 
 
 def foreign_hook(modules: list[nn.Module]) -> str | None:

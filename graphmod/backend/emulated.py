@@ -67,7 +67,8 @@ class EmulatedGraph:
         results = list(tensors_in(result if isinstance(result, (tuple, list)) else (result,)))
         kept = _frozen(results)
         target = out_overload(op)
-        if target is not None and len(fresh) == len(results):
+        whole = not isinstance(result, tuple) or len(results) == len(result)  # no None among several results
+        if target is not None and whole and len(fresh) == len(results):
             overload, names, others = target
             outs = {names[0]: kept} if isinstance(result, list) else dict(zip(names, kept, strict=True))
             passed = {key: value for key, value in kwargs.items() if key in others}
