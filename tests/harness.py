@@ -58,8 +58,12 @@ def difference(eager: Any, graphed: Any) -> str | None:
             return f"values differ by up to {off:.3g}"
         return None
     if type(eager) is not type(graphed) or eager != graphed:
-        return f"{eager!r} became {graphed!r}"
+        return f"{short(eager)} became {short(graphed)}"
     return None
+
+
+def short(value: Any) -> str:
+    return f"tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
 
 
 def assert_same(eager: Any, graphed: Any, where: str) -> None:
