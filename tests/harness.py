@@ -69,7 +69,8 @@ def short(value: Any) -> str:
 def assert_same(eager: Any, graphed: Any, where: str) -> None:
     """Fails, naming the first leaf that differs."""
     left, right = list(tensors_of(eager)), list(tensors_of(graphed))
-    assert [p for p, _ in left] == [p for p, _ in right], f"{where}: structure differs: {left} and {right}"
+    paths = {p for p, _ in left} ^ {p for p, _ in right}
+    assert not paths, f"{where}: only one of the two has {sorted(paths)[:4]}"
     for (path, a), (_, b) in zip(left, right, strict=True):
         found = difference(a, b)
         assert found is None, f"{where}{path}: {found}"
@@ -187,7 +188,8 @@ class Pair:
             results.append(program(side, step))
             self._states[index] = side.random_state()
         notes = self.eager.notes, self.graphed.notes
-        assert [name for name, _ in notes[0]] == [name for name, _ in notes[1]]
+        names = [[name for name, _ in side] for side in notes]
+        assert names[0] == names[1], f"step {step}: eager noted {names[0]}, graphed {names[1]}"
         for (name, a), (_, b) in zip(*notes, strict=True):
             assert_same(a, b, f"step {step}, {name}")
         assert_same(results[0], results[1], f"step {step}, result")
