@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,6 +39,7 @@ class Replayed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ticket: Ticket, anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.ticket = ticket
+        ticket.node = weakref.ref(ctx)
         ctx.set_materialize_grads(False)
         return tuple([output.hand_out() for output in ticket.graph.grad_outputs])
 
@@ -155,9 +157,16 @@ def _backward(ticket: Ticket, graph: ForwardGraph, grads: tuple[Tensor | None, .
             # The optimizer has changed what the retained autograd graph saved: it is good for its own pass only.
             module.drop(tape)
             return _recompute(ticket, graph, grads, accumulates)
-        if on_tape and tape.at_end and not tape.dropped:
-            return _capture(graph, grads)
-        return _from_retained(graph, grads)
+        pending = _used_later(ticket, graph)
+        stash = module.group.stash
+        shared = [p for p in graph.direct if id(p) in pending or id(p) in stash or _used_eagerly(p)]
+        if shared:
+            # Captured anew with these gradients going through autograd; this once, summed up here.
+            module.group.share(shared)
+            module.drop(tape)
+        elif on_tape and tape.at_end and not tape.dropped:
+            return _capture(graph, grads, pending)
+        return _from_retained(graph, grads, pending)
     if on_tape and known.index >= tape.cursor and known.fits(grads, tape.arena.passes):
         copied, as_captured = known.launch(grads, tape.arena.passes)
         module.stats_.copied_bytes += copied
@@ -169,10 +178,35 @@ def _backward(ticket: Ticket, graph: ForwardGraph, grads: tuple[Tensor | None, .
     return _recompute(ticket, graph, grads, accumulates)
 
 
+def _used_later(ticket: Ticket, graph: ForwardGraph) -> set[int]:
+    """The identities of the parameters whose gradients other forwards still to come in this very backward add to."""
+    found: set[int] = set()
+    for arena in graph.module.group.arenas:
+        for other in arena.active.owners if arena.active is not None else ():
+            there = other.ticket() if other.ticket is not None else None
+            if there is None or there is ticket or there.done or not there.current or there.node is None:
+                continue
+            node = there.node()
+            if node is not None and torch._C._will_engine_execute_node(node):
+                found |= {id(parameter) for parameter in other.parameters}
+    return found
+
+
+def _used_eagerly(parameter: Tensor) -> bool:
+    """Whether autograd itself is going to accumulate into this parameter in the present backward."""
+    with torch.enable_grad():
+        accumulator = torch.autograd.graph.get_gradient_edge(parameter).node
+    return torch._C._will_engine_execute_node(accumulator)
+
+
 def _count_mismatch(graph: ForwardGraph, matched: bool) -> None:
     """Several backwards in a row that the captured one did not fit: this is how it is from now on, capture anew."""
     graph.mismatches = 0 if matched else graph.mismatches + 1
-    if graph.mismatches > graph.module.config.warmup_steps:
+    entry, config = graph.entry, graph.module.config
+    if matched:
+        entry.recaptures = 0
+    elif graph.mismatches > config.warmup_steps and entry.recaptures < config.max_failures:
+        entry.recaptures += 1  # and where that does not help either, the slower replay is as good as it gets
         graph.module.drop(graph.tape)
 
 
@@ -193,7 +227,9 @@ def _differentiate(graph: ForwardGraph, grads: Sequence[Tensor | None]) -> tuple
     return list(found[: len(through)]), list(zip(direct, found[len(through) :], strict=True))
 
 
-def _capture(graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> Sequence[Tensor | None]:
+def _capture(
+    graph: ForwardGraph, grads: tuple[Tensor | None, ...], pending: set[int]
+) -> Sequence[Tensor | None]:
     module, entry, group, arena = graph.module, graph.entry, graph.module.group, graph.tape.arena
     fresh = not any(p.grad is not None for p in graph.parameters)
     began = time.perf_counter()
@@ -234,7 +270,7 @@ def _capture(graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> Sequence[
     except Exception as error:  # whatever user code or CUDA raised: the eager backward decides what the user sees
         module.capture_failed(entry, error, "its backward")
         module.drop(graph.tape)
-        return _from_retained(graph, grads)
+        return _from_retained(graph, grads, pending)
     known.index = graph.tape.append(graph)
     known.results = [None if item is None else StaticOutput(item.detach(), entry) for item in known.results]
     for parameter, buffer in known.written:
@@ -283,11 +319,21 @@ def _deliver(direct: list[tuple[Tensor, Tensor | None]]) -> None:
             parameter.grad.add_(grad)
 
 
-def _from_retained(graph: ForwardGraph, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+def _from_retained(graph: ForwardGraph, grads: Sequence[Tensor | None], pending: set[int]) -> list[Tensor | None]:
     """The backward of a forward that has no backward graph yet, from the autograd graph its capture left behind: the
-    replay has just filled the values that graph saved."""
+    replay has just filled the values that graph saved. Gradients of `pending` parameters wait for the other uses."""
     through, direct = _differentiate(graph, grads)
-    _deliver(direct)
+    stash = graph.module.group.stash
+    ready = []
+    for parameter, grad in direct:
+        earlier = stash.pop(id(parameter), None)
+        if earlier is not None:
+            grad = earlier if grad is None else earlier + grad
+        if grad is not None and id(parameter) in pending:
+            stash[id(parameter)] = grad.clone()
+        else:
+            ready.append((parameter, grad))
+    _deliver(ready)
     return [None if grad is None else grad.clone() for grad in through]
 
 

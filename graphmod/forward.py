@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from graphmod.buffers import OwnedBuffer, StaticInput, StaticOutput, adopted
 from graphmod.errors import CaptureRefused
-from graphmod.reach import reach
 from graphmod.recorder import Recorder, address, compare
 from graphmod.signature import Leaf, argument_paths, flatten, opaque_parts, parameter_names, rebuild
 from graphmod.watch import HookWatch, Watch, foreign_hook, has_gradient_hooks, modules_called
@@ -34,7 +33,9 @@ class ForwardGraph:
         grad_outputs: the outputs that require grad, in the order in which autograd sees them.
         differentiable: indices of the tensor arguments that require grad.
         parameters: leaf tensors from outside that the outputs depend on.
-        hooked, direct: those of them with gradient hooks, whose gradients go through autograd, and the others.
+        hooked, direct: those of them whose gradients go through autograd (they have gradient hooks, or several uses in
+            one backward), and the others.
+        ticket: weak, that of the last forward with a backward to come.
         retained: the captured outputs with their autograd graph, until the backward is captured from it.
         backward: the captured backward, once there is one.
         captured_in: the pass of its arena in which it was captured.
@@ -55,6 +56,7 @@ class ForwardGraph:
         self.retained: list[Tensor] | None = None
         self.backward: BackwardGraph | None = None
         self.mismatches = 0
+        self.ticket: Any = None
 
     # -- capture -------------------------------------------------------------------------------------------------
 
@@ -69,7 +71,7 @@ class ForwardGraph:
         self.inputs = self._static_inputs(leaves)
         given = [static.tensor for static in self.inputs]
         args, kwargs = rebuild(entry.signature.structure, given)
-        found = reach(module.root, *opaque_parts(entry.signature.structure))
+        found = module.reached(*opaque_parts(entry.signature.structure))
         owned = found.parameters()
         grads = [parameter.grad for parameter in owned]
         oldest = _next_sequence_number()
@@ -193,8 +195,9 @@ class ForwardGraph:
                 if following is not None and following not in seen:
                     seen.add(following)
                     queue.append(following)
-        self.hooked = [p for p in self.parameters if has_gradient_hooks(p)]
-        self.direct = [p for p in self.parameters if not has_gradient_hooks(p)]
+        shared = self.module.group.shared
+        self.hooked = [p for p in self.parameters if has_gradient_hooks(p) or id(p) in shared]
+        self.direct = [p for p in self.parameters if not has_gradient_hooks(p) and id(p) not in shared]
         self.differentiable = [i for i, tensor in enumerate(given) if tensor.requires_grad]
 
     # -- replay --------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import logging
 import operator
 import time
 import types
+import weakref
 from collections.abc import Callable
 from itertools import count, repeat
 from typing import Any
@@ -24,7 +25,7 @@ from graphmod.backward import apply_replayed
 from graphmod.config import CUDAGraphConfig
 from graphmod.forward import ForwardGraph
 from graphmod.lifecycle import Entry, GraphStats
-from graphmod.reach import reach
+from graphmod.reach import Reach, reach
 from graphmod.recorder import Recorder, is_recording
 from graphmod.signature import Signature, difference, flatten, mode_key, parameter_names, tensor_key
 from graphmod.tape import EagerCall, Group, Tape, Ticket
@@ -196,6 +197,7 @@ class CUDAGraphModule(nn.Module):
         outputs: tuple[Tensor, ...] = ()
         if graph.grad_outputs:
             ticket = Ticket(graph.tape.arena, graph, random_state)
+            graph.ticket = weakref.ref(ticket)
             inputs = [leaves[i] for i in graph.differentiable]
             outputs = apply_replayed(ticket, self._anchor, *inputs, *graph.hooked)
         return graph.results(leaves, outputs)
@@ -340,11 +342,12 @@ class CUDAGraphModule(nn.Module):
 
     def _discover(self, leaves: list[Tensor]) -> None:
         """Finds, before the first call, the modules and parameters the callable reaches, and its device."""
-        found = reach(self.root)
+        found = self._found = reach(self.root)
         self._modules = found.modules
         self._owned = found.parameters()
         self._parameters_reached = [] if isinstance(self.root, nn.Module) else self._owned
         known = {id(parameter) for parameter in self.group.parameters}
+        self.group.share([parameter for parameter in self._owned if id(parameter) in known])
         self.group.parameters += [parameter for parameter in self._owned if id(parameter) not in known]
         tensors = [*leaves, *self._owned, *(tensor for _, _, tensor in found.slots)]
         device = next((t.device for t in tensors if t.is_cuda), torch.device("cpu"))
@@ -356,6 +359,13 @@ class CUDAGraphModule(nn.Module):
             with torch.inference_mode(False):
                 self._anchor = torch.empty(0, device=device, requires_grad=True)
                 self.anchor_node = torch.autograd.graph.get_gradient_edge(self._anchor).node
+
+    def reached(self, *objects: Any) -> Reach:
+        """What the callable and `objects` reach now. A module whose tensors are all in place is not walked again."""
+        found = self._found
+        if not isinstance(self.root, nn.Module) or objects or not found.in_place():
+            found = reach(self.root, *objects)
+        return found
 
     def _new_entry(self, signature: Signature) -> Entry:
         others = [e for e in self._entries.values() if e.signature.modes == signature.modes]

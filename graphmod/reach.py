@@ -25,6 +25,10 @@ class Reach:
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     slots: list[tuple[Any, Any, Tensor]] = field(default_factory=list)
 
+    def in_place(self) -> bool:
+        """Whether every tensor is still where it was found."""
+        return all(_get(container, key) is tensor for container, key, tensor in self.slots)
+
     def parameters(self) -> list[Tensor]:
         """The distinct leaf tensors that may collect a gradient."""
         found = {id(t): t for _, _, t in self.slots if t.is_leaf and (t.requires_grad or isinstance(t, nn.Parameter))}
@@ -83,9 +87,11 @@ def _get(container: Any, key: Any) -> Any:
         return None
 
 
-def _is_library(value: Any) -> bool:
-    module = getattr(value, "__module__", None) or ""
-    return module.partition(".")[0] in ("torch", "transformers", "graphmod") and isinstance(value, types.FunctionType)
+def _holds_nothing(value: Any) -> bool:
+    """Library functions, and the configuration objects of transformers, which every layer points to."""
+    if isinstance(value, types.FunctionType):
+        return (value.__module__ or "").partition(".")[0] in ("torch", "transformers", "graphmod")
+    return any(base.__name__ in ("PreTrainedConfig", "PretrainedConfig") for base in type(value).__mro__)
 
 
 def reach(*roots: Any) -> Reach:
@@ -108,6 +114,6 @@ def reach(*roots: Any) -> Reach:
             item = _get(container, key)
             if isinstance(item, Tensor):
                 found.slots.append((container, key, item))
-            elif item is not None and not _is_library(item):
+            elif item is not None and not isinstance(item, _STOP) and not _holds_nothing(item):
                 queue.append(item)
     return found

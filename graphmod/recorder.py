@@ -157,6 +157,10 @@ class Recorder(TorchDispatchMode):
         self._on_gpu, self._refuse = on_gpu, refuse
         self._before_write, self._after, self._targets = before_write, after, targets or {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # the wrapper it stands for costs as much as the rest of the recording
+
     def finish(self) -> "Recorder":
         """Lets go of the callbacks, so that the record keeps nothing alive but the tensors from outside."""
         self._before_write = self._after = None

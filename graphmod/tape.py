@@ -102,12 +102,13 @@ class Arena:
 class Ticket:
     """One forward with a backward still to come; dies with the autograd node that holds it."""
 
-    __slots__ = ("arena", "graph", "passed", "done", "random_state", "__weakref__")
+    __slots__ = ("arena", "graph", "passed", "done", "random_state", "node", "__weakref__")
 
     def __init__(self, arena: Arena, graph: Any, random_state: Any) -> None:
         self.arena, self.graph, self.random_state = arena, graph, random_state
         self.passed = arena.passes
         self.done = False
+        self.node: Any = None  # weak: the autograd node that holds this ticket
         arena.in_flight += 1
 
     def finish(self) -> None:
@@ -149,6 +150,9 @@ class Group:
     """The modules that are captured together: one backend, shared arenas, shared gradient buffers.
 
     Nothing here is shared between groups (rule R9), so two models in one process do not meet.
+
+    `shared` are the parameters (by identity) that more than one use feeds in one backward. Eager adds up all uses before
+    it adds the sum to `.grad`; so must graphs, and therefore those gradients go through autograd.
     """
 
     def __init__(self) -> None:
@@ -158,6 +162,8 @@ class Group:
         self.parameters: list[Tensor] = []
         self.gradients: dict[int, tuple[weakref.ref, Tensor]] = {}
         self.buffers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.shared: dict[int, Tensor] = {}
+        self.stash: dict[int, Tensor] = {}
         self.places: dict[tuple, list] = {}
         self.static: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._context: tuple | None = None
@@ -230,6 +236,9 @@ class Group:
         known = self.gradients.get(id(parameter))
         return known[1] if known is not None and known[0]() is parameter else None
 
+    def share(self, parameters: list[Tensor]) -> None:
+        self.shared.update((id(parameter), parameter) for parameter in parameters)
+
     def keep_gradient_buffer(self, parameter: Tensor, buffer: Tensor) -> None:
         self.gradients[id(parameter)] = (weakref.ref(parameter), buffer)
 
@@ -240,6 +249,7 @@ class Group:
         self.arenas.clear()
         self.gradients.clear()
         self.places.clear()
+        self.stash.clear()
         self.static.clear()
         self.buffers.clear()
         self._learned.clear()

@@ -132,6 +132,7 @@ class TrainStep:
         self.grad_norm: Tensor | None = None
         self._iteration = _Iteration(model, optimizer, loss_fn, learning_rates, max_grad_norm, autocast_dtype)
         self._inputs: dict[torch.Size, Tensor] = {}
+        self._settled: dict[int, Tensor] = {}
         self._eager_steps = 0
         self._graphs: list[CUDAGraphModule] = []
         self._run, self._update, self._evaluate = self._iteration.run, None, self._iteration.evaluate
@@ -158,6 +159,7 @@ class TrainStep:
         batch = self._stage(batch)
         if self._update is not None:
             loss = self._iteration.differentiate(batch)
+            self._settle_gradients()
             self.grad_norm = self._update()
             self.optimizer.zero_grad(set_to_none=True)
         else:
@@ -184,6 +186,16 @@ class TrainStep:
             batch = batch.pin_memory()
         target.copy_(batch, non_blocking=True)
         return target
+
+    def _settle_gradients(self) -> None:
+        """Moves gradients that autograd put at a new address (of tied weights) to where the optimizer's graph reads."""
+        for key, parameter in self._graphs[0].group.shared.items():
+            if parameter.grad is not None:
+                settled = self._settled.get(key)
+                if settled is None:
+                    settled = self._settled[key] = torch.empty_like(parameter, requires_grad=False)
+                settled.copy_(parameter.grad)
+                parameter.grad = settled
 
     @property
     def learning_rate(self) -> Tensor | float:
