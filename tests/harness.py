@@ -242,7 +242,9 @@ def twins(
         The graphed side.
     """
     graphed, history = play(build, step, device, graph=graph, steps=steps)
-    growth = [tuple(b - a for a, b in zip(*two, strict=True)) for two in zip(history[-settled - 1 :], history[-settled:])]
+    growth = [
+        tuple(b - a for a, b in zip(*two, strict=True)) for two in zip(history[-settled - 1 :], history[-settled:])
+    ]
     reasons = "; ".join(filter(None, (getattr(g, "last_failure", "") for g in graphed.graphs)))
     assert history[-1][3] == failures, f"{history[-1][3]} failures: {reasons}"
     expected = (replays, eager_calls, 0, 0)

@@ -233,7 +233,7 @@ def test_no_more_than_max_graphs_signatures_have_graphs(most, device):
         side.optimizer.step()
         side.optimizer.zero_grad()
 
-    side, history = play(mlp, step, device, graph=wrapped(max_graphs=most), steps=36)
+    _, history = play(mlp, step, device, graph=wrapped(max_graphs=most), steps=36)
     assert history[-1][0] > 18 and (history[-1][2] == 6) is (most == 3)
 
 

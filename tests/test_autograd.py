@@ -54,6 +54,11 @@ def test_checkpointing_inside_a_graph(settings, device):
     twins(lambda d: Checkpointed(**settings).to(d), checkpoint_step, device, replays=2)
 
 
+def test_checkpointing_with_dropout_and_a_random_state_that_is_not_kept(device):
+    """The recomputation draws other numbers than the forward did, in eager too: the same other numbers."""
+    play(lambda d: Checkpointed(dropout=0.3, preserve_rng_state=False).to(d), checkpoint_step, device)
+
+
 def test_checkpointing_with_dropout_inside_is_refused_and_stays_right(device):
     side, history = play(lambda d: Checkpointed(dropout=0.3).to(d), checkpoint_step, device)
     assert history[-1][3] > 0 and side.call.stats.state == "disabled"

@@ -8,25 +8,25 @@ import torch
 from harness import config, layered, loss_of, mlp, play, wrapped
 from torch import nn
 
-from graphmod import CUDAGraphModule
+from graphmod import CUDAGraphModule, graph_layers
 
-REASONS = {
-    "an exception": lambda x: (_ for _ in ()).throw(ValueError("the injected one")),
-    "a host read": lambda x: x.sum().item(),
-    "no memory": lambda x: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA out of memory (injected)")),
-}
+FAILING = {"an exception": ValueError, "no memory": torch.OutOfMemoryError, "a host read": None}
 
 
 class Trap:
-    """Springs while it is armed: `calls` counts, and `springs_at` says at which calls."""
+    """Springs while it is armed and the code around it is being captured, where alone a host read is refused."""
 
     def __init__(self):
-        self.calls, self.springs_at, self.way = 0, frozenset(), REASONS["an exception"]
+        self.error = self.armed = None
 
     def __call__(self, x):
-        self.calls += 1
-        if self.calls in self.springs_at:
-            self.way(x)
+        if self.armed:
+            try:
+                x.sum().item()
+            except RuntimeError:
+                if self.error is not None:
+                    raise self.error("the injected one") from None
+                raise
 
 
 class TrapBackward(torch.autograd.Function):
@@ -76,125 +76,137 @@ def run(side, i):
     side.optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("reason", REASONS)
+CAPTURES_AT = 2  # the first step after two warm-up steps
+
+
+def armed(trap, reason, steps):
+    """The plain step, with a trap that is armed in some of the steps."""
+
+    def step(side, i):
+        found = trap(side)
+        found.armed, found.error = i in steps, FAILING[reason]
+        run(side, i)
+
+    return step
+
+
+@pytest.mark.parametrize("reason", FAILING)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("layer", [0, 1, 2], ids=["first layer", "middle layer", "last layer"])
 def test_a_capture_that_fails_leaves_eagers_numbers_and_is_tried_again(layer, where, reason, device):
-    def graph(side):
-        layered()(side)
-        trap = getattr(side.model.layers[layer], f"{where}_trap")
-        trap.springs_at, trap.way = {3}, REASONS[reason]  # two warm-up calls, then the capture
-
-    side, history = play(lambda d: Model().to(d), run, device, graph=graph)
-    assert history[-1][3] >= 1, "nothing failed"
-    assert sum(g.stats.failures for i, g in enumerate(side.graphs) if i != layer) == 0
+    step = armed(lambda side: getattr(side.model.layers[layer], f"{where}_trap"), reason, {CAPTURES_AT})
+    side, history = play(lambda d: Model().to(d), step, device, graph=layered())
+    failures = [graph.stats.failures for graph in side.graphs]
+    assert failures == [1 if index == layer else 0 for index in range(3)]
     assert [g.stats.state for g in side.graphs] == ["captured"] * 3
     growth = history[-1][0] - history[-2][0], history[-1][1] - history[-2][1]
     assert growth == (6, 0), f"(replays, eager calls) of the last step: {growth}"
 
 
+@pytest.mark.parametrize("reason", FAILING)
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_three_failures_in_a_row_disable_the_layer_alone(where, device):
-    def graph(side):
-        layered()(side)
-        trap = getattr(side.model.layers[1], f"{where}_trap")
-        trap.springs_at = set(range(3, 100, 2))  # every capture; each is followed by the eager call that repairs it
-
-    side, history = play(lambda d: Model().to(d), run, device, graph=graph, steps=16)
-    states = [g.stats.state for g in side.graphs]
-    assert states == ["captured", "disabled", "captured"]
-    assert side.graphs[1].stats.failures == 3
-    assert "the injected one" in side.graphs[1].last_failure
+def test_three_failures_in_a_row_disable_the_layer_alone(where, reason, device):
+    step = armed(lambda side: getattr(side.model.layers[1], f"{where}_trap"), reason, range(99))
+    side, _ = play(lambda d: Model().to(d), step, device, graph=layered(), steps=24)
+    assert [g.stats.state for g in side.graphs] == ["captured", "disabled", "captured"]
+    assert [g.stats.failures for g in side.graphs] == [0, 3, 0]
 
 
-def test_force_enable_lets_a_disabled_module_be_captured_again(device):
-    module = CUDAGraphModule(Layer().to(device), config(), name="layer")
-    module.root.forward_trap.springs_at = set(range(3, 12))
-    module.root.forward_trap.way = REASONS["a host read"]
-    x = torch.randn(6, 8, device=device)
-    for _ in range(6):
-        if module.stats.state != "disabled":
-            module(x)
-        else:
-            break
-        module.root.forward_trap.calls = 2  # the eager call that repairs springs no trap
-        module.root.forward_trap.springs_at = {3}
-    assert module.stats.state == "disabled" and module.stats.failures == 3
-    module.root.forward_trap.springs_at = set()
-    module(x)
-    assert module.stats.state == "disabled"
-    before = module.stats.replays
-    module.force_enable()
-    for _ in range(3):
-        module(x).sum().backward()
-    assert module.stats.state == "captured" and module.stats.replays > before
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_force_enable_lets_a_disabled_module_be_captured_again(where, device):
+    tries = armed(lambda side: getattr(side.model.layers[1], f"{where}_trap"), "a host read", range(15))
+
+    def step(side, i):
+        if side.graphed and i == 15:
+            assert side.graphs[1].stats.state == "disabled"
+            side.graphs[1].force_enable()
+        tries(side, i)
+
+    side, history = play(lambda d: Model().to(d), step, device, graph=layered(), steps=26)
+    assert side.graphs[1].stats.state == "captured"
+    assert history[14][0] - history[13][0] == 4 and history[-1][0] - history[-2][0] == 6
 
 
 def test_a_success_in_between_sets_the_count_of_failures_back(device):
     """Two failures, a success, two more: never three in a row."""
-    module = CUDAGraphModule(Layer().to(device).eval(), config())
-    trap = module.root.forward_trap
-    trap.springs_at = {3, 5}
-    x = torch.randn(6, 8, device=device)
-    with torch.no_grad():
-        for _ in range(8):
-            module(x)
-        assert module.stats.failures == 2 and module.stats.state == "captured"
-        module.root.norm.running_mean = torch.ones(8, device=device)  # moved: captured anew, with two failures again
-        trap.springs_at = {trap.calls + 1, trap.calls + 2}
-        for _ in range(12):
-            module(x)
-    assert module.stats.state == "captured"
+
+    def step(side, i):
+        trap = side.model.forward_trap
+        failed = side.graphs[0].stats.failures if side.graphed else 0
+        trap.armed = side.graphed and i >= CAPTURES_AT and failed < (2 if i < 12 else 4)
+        if i == 12:  # moved: soon captured anew
+            for parameter in side.model.parameters():
+                parameter.data = parameter.data.clone()
+        run(side, i)
+
+    side, history = play(lambda d: Layer().to(d), step, device, steps=30)
+    assert side.call.stats.failures == 4
+    assert side.call.stats.state == "captured" and history[-1][0] - history[-2][0] == 2
 
 
 @pytest.mark.parametrize("graph", [wrapped, layered])
 def test_an_error_that_eager_raises_too_reaches_the_user(graph, device):
+    class Raises(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Sequential(mlp("cpu"), Checks()) for _ in range(2))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    class Checks(nn.Module):
+        wrong = False
+
+        def forward(self, x):
+            if self.wrong:
+                raise ValueError("an error of the user's")
+            return x.tanh()
+
     def step(side, i):
-        side.model.layers[0].forward_trap.springs_at = set(range(1, 99)) if 2 <= i < 4 else set()
+        side.model.layers[1][1].wrong = 2 <= i < 4 or i == 9
         try:
             run(side, i)
         except ValueError as error:
             side.optimizer.zero_grad()
             return str(error)
 
-    _, history = play(lambda d: Model().to(d), step, device, graph=graph(), steps=16)
+    _, history = play(lambda d: Raises().to(d), step, device, graph=graph(), steps=20)
     assert history[-1][0] > history[-2][0]
 
 
 def test_an_interrupt_during_a_capture_reaches_the_user_and_harms_nothing(device):
-    def interrupt(x):
-        raise KeyboardInterrupt
-
-    def step(side, i):
-        trap = side.model.layers[1].forward_trap
-        trap.way, trap.springs_at = interrupt, {trap.calls + 1} if i == 2 else set()
-        state = side.random_state()
-        buffers = [b.clone() for b in side.model.buffers()]
-        try:
-            run(side, i)
-        except KeyboardInterrupt:
-            side.set_random_state(state)  # how much of the step ran before differs by nothing the user can rely on
-            for buffer, before in zip(side.model.buffers(), buffers, strict=True):
-                buffer.copy_(before)
-            side.optimizer.zero_grad()
-            return "interrupted"
-
-    _, history = play(lambda d: Model().to(d), step, device, graph=layered(), steps=16)
-    assert history[-1][0] - history[-2][0] == 6
+    model = Model().to(device)
+    graphs = graph_layers(model, config())
+    trap = model.layers[1].forward_trap
+    x = torch.randn(6, 8, device=device)
+    for _ in range(2):
+        model(x).sum().backward()
+    trap.armed, trap.error = True, KeyboardInterrupt
+    before = [buffer.clone() for buffer in model.layers[1].buffers()]
+    with pytest.raises(KeyboardInterrupt):
+        model(x)
+    trap.armed = False
+    assert all(map(torch.equal, before, model.layers[1].buffers()))
+    for _ in range(8):
+        model(x).sum().backward()
+    assert all(graph.stats.state == "captured" for graph in graphs)
 
 
 def test_a_failed_capture_of_a_whole_iteration_steps_the_optimizer_once(device):
     def build(device):
         model = Model().to(device)
         capturable = device.type == "cuda"
-        return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), fused=True, capturable=capturable)}
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True, capturable=capturable)
+        return {"model": model, "optimizer": optimizer, "trap": Trap()}
 
     def iteration_of(side):
         def iteration(x):
             loss = loss_of(side.model(x))
             loss.backward()
             side.optimizer.step()
-            side.model.layers[0].forward_trap(x)
+            side.trap(x)
             side.optimizer.zero_grad()
             return loss.detach()
 
@@ -203,13 +215,12 @@ def test_a_failed_capture_of_a_whole_iteration_steps_the_optimizer_once(device):
     def graph(side):
         side.run = CUDAGraphModule(iteration_of(side), config(), name="iteration")
         side.graphs = [side.run]
-        trap = side.model.layers[0].forward_trap
-        trap.springs_at, trap.way = {6}, REASONS["a host read"]  # twice a call: the end of the third, the capture
 
     def step(side, i):
+        side.trap.armed = i == CAPTURES_AT
         return (side.run if side.graphed else iteration_of(side))(side.batch(i, 6, 8))
 
-    side, history = play(build, step, device, graph=graph)
+    _, history = play(build, step, device, graph=graph)
     assert history[-1][3] == 1 and history[-1][0] - history[-2][0] == 1
 
 
@@ -226,15 +237,11 @@ def test_a_failed_capture_leaves_no_generator_advanced(device):
         model.generator = torch.Generator(device).manual_seed(5)
         return model
 
-    def graph(side):
-        wrapped()(side)
-        side.model.forward_trap.springs_at = {3}
-
     def step(side, i):
-        run(side, i)
+        armed(lambda side: side.model.forward_trap, "an exception", {CAPTURES_AT})(side, i)
         side.note(generator=side.model.generator.get_state())
 
-    _, history = play(build, step, device, graph=graph)
+    _, history = play(build, step, device)
     assert history[-1][3] == 1 and history[-1][0] - history[-2][0] == 2
 
 
@@ -246,7 +253,7 @@ def test_reset_may_be_called_often_and_starts_over(device):
                 graph.reset()
         run(side, i)
 
-    side, history = play(lambda d: Model().to(d), step, device, graph=layered(), steps=18)
+    _, history = play(lambda d: Model().to(d), step, device, graph=layered(), steps=18)
     assert history[-1][0] - history[-2][0] == 6
 
 
@@ -267,7 +274,7 @@ def test_reset_between_a_forward_and_its_backward_is_right_or_an_error(device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("reason", REASONS)
+@pytest.mark.parametrize("reason", FAILING)
 def test_memory_is_back_after_failed_captures_and_reset(reason):
     device = torch.device("cuda")
 
@@ -286,10 +293,10 @@ def test_memory_is_back_after_failed_captures_and_reset(reason):
 
     step()
     before = allocated()
-    graphs = layered_graphs(model)
+    graphs = graph_layers(model, config())
     trap = model.layers[1].forward_trap
-    trap.springs_at, trap.way = {4}, REASONS[reason]
-    for _ in range(8):
+    for index in range(8):
+        trap.armed, trap.error = index == CAPTURES_AT, FAILING[reason]
         step()
     assert sum(graph.stats.failures for graph in graphs) == 1
     torch.cuda.synchronize()
@@ -297,12 +304,6 @@ def test_memory_is_back_after_failed_captures_and_reset(reason):
     for graph in graphs:
         graph.reset()
     assert allocated() <= before + 4096
-
-
-def layered_graphs(model):
-    from graphmod import graph_layers
-
-    return graph_layers(model, config())
 
 
 def test_a_capture_in_one_thread_does_not_disturb_another(device):

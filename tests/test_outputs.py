@@ -153,13 +153,13 @@ def test_a_python_number_in_the_result_is_never_stale(device):
             return self.linear(x), self.calls
 
     def step(side, i):
-        output, count = side.call(side.batch(i, 4, 8))
+        output, _ = side.call(side.batch(i, 4, 8))
         loss_of(output).backward()
         side.note_gradients()
         return output.detach()
 
     # The number itself may only advance where the code runs; what must not happen is a value from another call.
-    side, history = play(lambda d: Counts().to(d), step, device)
+    _, history = play(lambda d: Counts().to(d), step, device)
     assert history[-1][0] == 0, "a module whose Python result changes from call to call was captured"
 
 
