@@ -1,6 +1,9 @@
-"""What several tests of the training run share: settings small enough for two CPU cores."""
+"""What several tests share: devices, and settings of training runs small enough for two CPU cores."""
 
+import os
 from pathlib import Path
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once, before the first use of cuBLAS
 
 import pytest
 import torch
@@ -9,6 +12,12 @@ from hydra import compose, initialize_config_dir
 from graphmod.train.config import parse, register
 
 ROOT = Path(__file__).parent.parent
+
+torch.set_num_threads(1)
+if torch.cuda.is_available():
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
 
 TINY = [
     "train.device=cpu",
@@ -30,6 +39,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(skip)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Every test of the core runs on the emulated backend, and on a GPU where there is one."""
+    return torch.device(request.param)
 
 
 def composed(*overrides: str):

@@ -1,0 +1,310 @@
+"""Arguments of every kind reach the graph; whatever a graph would freeze is part of its key."""
+
+import dataclasses
+import logging
+from collections import OrderedDict, namedtuple
+from enum import Enum
+from typing import Any
+
+import pytest
+import torch
+from harness import config, layered, loss_of, mlp, play, twins, wrapped
+from torch import Tensor, nn
+
+from graphmod import CUDAGraphModule, mark_static
+
+Point = namedtuple("Point", "x y")
+
+
+@dataclasses.dataclass
+class Bundle:
+    x: Tensor
+    factor: float = 1.0
+    extra: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    x: Tensor
+
+
+class Kind(Enum):
+    double = 2
+    triple = 3
+
+
+class Anything(nn.Module):
+    """Adds up every number and tensor it is given, in any nesting, so that none may be ignored or frozen."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def total(self, value, x):
+        if isinstance(value, Tensor):
+            return x + value.to(x.dtype).sum()
+        if isinstance(value, Enum):
+            return x * value.value
+        if isinstance(value, (bool, int, float)):
+            return x * (value + 0.5)
+        if isinstance(value, str):
+            return x + len(value)
+        if isinstance(value, dict):
+            value = list(value.values())
+        if dataclasses.is_dataclass(value):
+            value = [getattr(value, field.name) for field in dataclasses.fields(value)]
+        for item in value if isinstance(value, (tuple, list, set)) else ():
+            x = self.total(item, x)
+        return x if value is not None else x - 0.25
+
+    def forward(self, x, *args, **kwargs):
+        return self.total(kwargs, self.total(args, self.linear(x))).tanh()
+
+
+ARGUMENTS = {
+    "tensors": lambda t, i: ((t(4, 8), t(8)), {}),
+    "keywords": lambda t, i: ((), {"a": t(4, 8), "b": t(8)}),
+    "None": lambda t, i: ((None, t(8)), {"mask": None}),
+    "numbers and strings": lambda t, i: ((2, 0.5, True, "sum"), {"other": -1}),
+    "tuples and lists": lambda t, i: (((t(8), (t(4, 8), 3)),), {"more": [t(8), [t(8), None]]}),
+    "dicts": lambda t, i: (({"a": t(8), "b": {"c": t(4, 8)}},), {"o": OrderedDict(z=t(8), y=1.5)}),
+    "a dataclass": lambda t, i: ((Bundle(t(8), 2.0, (t(8), None)),), {}),
+    "a frozen dataclass": lambda t, i: ((Frozen(t(8)),), {}),
+    "a named tuple": lambda t, i: ((Point(t(8), 3),), {}),
+    "an enum": lambda t, i: ((Kind.triple,), {}),
+    "a dtype": lambda t, i: ((torch.float32, torch.Size([2])), {}),
+    "a slice": lambda t, i: ((slice(0, 2), ...), {}),
+    "integers and booleans": lambda t, i: ((t(8) > 0, (t(8) * 10).long(), t(8).int()), {}),
+    "float64": lambda t, i: ((t(8).double(), t(4, 8).half()), {}),
+    "a 0-d tensor": lambda t, i: ((t(1)[0], t(1).sum()), {}),
+    "an empty tensor": lambda t, i: ((t(0, 8), t(8)[:0]), {}),
+    "a transposed tensor": lambda t, i: ((t(8, 4).T, t(4, 16)[:, ::2]), {}),
+    "an expanded tensor": lambda t, i: ((t(1, 8).expand(4, 8), t(4, 1).expand(4, 8), t(1).expand(4, 8)), {}),
+    "overlapping windows": lambda t, i: ((t(10).unfold(0, 4, 1),), {}),
+    "the same tensor twice": lambda t, i: ((*[t(8)] * 2,), {}),
+    "two views of one tensor": lambda t, i: (tuple(t(4, 8).chunk(2, 1)), {}),
+    "a part of a larger tensor": lambda t, i: ((t(6, 8)[i % 3],), {}),
+    "a tensor that requires grad": lambda t, i: ((t(8).requires_grad_(), t(8)), {}),
+    "a complex tensor": lambda t, i: ((torch.complex(t(8), t(8)).abs(),), {}),
+}
+
+
+def given(side, i, name):
+    keys = iter(range(1, 99))
+    return ARGUMENTS[name](lambda *shape: side.batch(i, *shape, key=next(keys)), i)
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_arguments_of_every_kind(name, device):
+    def step(side, i):
+        args, kwargs = given(side, i, name)
+        output = side.call(side.batch(i, 4, 8), *args, **kwargs)
+        loss_of(output).backward()
+        side.note(output=output, gradients=[a.grad for a in args if isinstance(a, Tensor) and a.is_leaf])
+        side.note_gradients()
+        side.optimizer.step()
+        side.optimizer.zero_grad()
+
+    twins(lambda d: Anything().to(d), step, device, replays=2)
+
+
+CONSTANTS = {
+    "an integer": [1, 2],
+    "an integer or a boolean": [1, True],
+    "a number": [0.5, 1.5],
+    "zero or none": [0, None],
+    "a string": ["a", "bcd"],
+    "an enum": [Kind.double, Kind.triple],
+    "a tuple": [(1, 2), (1, 3)],
+    "a list": [[1], [1, 1]],
+    "a dict": [{"a": 1}, {"a": 2}],
+    "a set": [{1, 2}, {1, 5}],
+    "a dataclass": [Bundle(None, 1.0), Bundle(None, 2.0)],
+}
+
+
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_another_constant_is_another_graph(name, device):
+    def step(side, i):
+        output = side.call(side.batch(i, 4, 8), CONSTANTS[name][i % 2], key=CONSTANTS[name][i // 2 % 2])
+        loss_of(output).backward()
+        side.note(output=output)
+        side.note_gradients()
+        side.optimizer.step()
+        side.optimizer.zero_grad()
+
+    twins(lambda d: Anything().to(d), step, device, replays=2, steps=20)
+
+
+def test_zero_and_minus_zero_are_different_constants(device):
+    class Divides(nn.Module):
+        def forward(self, x, divisor):
+            return torch.copysign(x, torch.full_like(x, divisor))
+
+    def step(side, i):
+        with torch.no_grad():
+            return side.call(side.batch(i, 4, 8), [0.0, -0.0][i % 2])
+
+    play(lambda d: Divides().to(d), step, device, graph=wrapped(backend="auto"))
+
+
+def test_a_mutable_object_whose_content_changes(device):
+    class Options:
+        factor = 1.0
+
+    class Uses(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x, options):
+            return self.linear(x) * options.factor
+
+    def step(side, i):
+        side.options = getattr(side, "options", Options())
+        side.options.factor = 1.0 + i // 6
+        output = side.call(side.batch(i, 4, 8), side.options)
+        loss_of(output).backward()
+        side.note_gradients()
+        side.optimizer.step()
+        side.optimizer.zero_grad()
+
+    play(lambda d: Uses().to(d), step, device, steps=18)
+
+
+def test_an_argument_that_the_module_changes_in_place(device):
+    """Eager changes the caller's tensor."""
+
+    class Writes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x, cache):
+            cache.add_(x.detach())
+            return self.linear(x) + cache
+
+    def step(side, i):
+        if i == 0:
+            side.cache = torch.zeros(4, 8, device=side.device)
+        output = side.call(side.batch(i, 4, 8), side.cache)
+        loss_of(output).backward()
+        side.note(output=output, cache=side.cache)
+        side.note_gradients()
+        side.optimizer.step()
+        side.optimizer.zero_grad()
+
+    play(lambda d: Writes().to(d), step, device)
+
+
+def test_a_tensor_marked_static_is_read_where_it_is(device):
+    def step(side, i):
+        if i == 0:
+            side.x = mark_static(side.batch(0, 4, 8))
+        side.x.data.copy_(side.batch(i, 4, 8))
+        loss_of(side.call(side.x)).backward()
+        side.note_gradients()
+        side.optimizer.step()
+        side.optimizer.zero_grad()
+
+    side = twins(mlp, step, device, replays=2)
+    assert side.call.stats.copied_bytes <= side.x.nbytes * 12  # gradients of the outputs at most, never the input
+
+
+def test_several_tensors_marked_static_take_turns(device):
+    def step(side, i):
+        side.xs = getattr(side, "xs", None) or [mark_static(side.batch(k, 4, 8)) for k in range(2)]
+        side.xs[i % 2].copy_(side.batch(i, 4, 8))
+        loss_of(side.call(side.xs[i % 2])).backward()
+        side.note_gradients()
+        side.optimizer.step()
+        side.optimizer.zero_grad()
+
+    play(mlp, step, device, steps=24)
+
+
+@pytest.mark.parametrize("most", [1, 2, 3])
+def test_no_more_than_max_graphs_signatures_have_graphs(most, device):
+    """Three shapes in turn: the least recently used makes room, and the numbers stay eager's."""
+
+    def step(side, i):
+        loss_of(side.call(side.batch(i, 2 + i // 3 % 3, 8))).backward()
+        side.note_gradients()
+        side.optimizer.step()
+        side.optimizer.zero_grad()
+
+    _, history = play(mlp, step, device, graph=wrapped(max_graphs=most), steps=36)
+    assert history[-1][0] > 18 and (history[-1][2] == 6) is (most == 3)
+
+
+def test_a_call_with_other_inputs_is_explained_once(device, caplog):
+    module = CUDAGraphModule(Anything().to(device), config(), name="block")
+    x = torch.randn(4, 8, device=device)
+    with caplog.at_level(logging.INFO, "graphmod"):
+        for _ in range(4):
+            module(x, "sum", mask=None)
+        caplog.clear()
+        for _ in range(4):
+            module(x[:3], "sum", mask=None)
+        module(x, "mean", mask=x)
+    lines = [r.getMessage() for r in caplog.records if "(3, 8)" in r.getMessage()]
+    assert len(lines) == 1, caplog.text
+    assert "'block'" in lines[0] and "x: captured (4, 8) float32" in lines[0] and "got (3, 8)" in lines[0]
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (lambda x: ((x.double(),), {}), ["x", "float32", "float64"]),
+        (lambda x: ((x.T.contiguous().T,), {}), ["x", "strides", "(8, 1)", "(1, 4)"]),
+        (lambda x: ((x.clone().requires_grad_(),), {}), ["x", "requires grad"]),
+        (lambda x: ((x, 2), {}), ["2"]),
+        (lambda x: ((x,), {"scale": 2.5}), ["scale", "2.5"]),
+        (lambda x: ((x,), {"pair": (x, None)}), ["pair[0]", "pair[1]"]),
+        (lambda x: ((x, Bundle(x, 3.0)), {}), [".factor", "3.0"]),
+    ],
+)
+def test_the_explanation_names_the_argument_and_how_it_differs(change, words, device, caplog):
+    module = CUDAGraphModule(Anything().to(device).double().float(), config())
+    x = torch.randn(4, 8, device=device)
+    for _ in range(4):
+        module(x)
+    args, kwargs = change(x)
+    module.module.to(args[0].dtype)
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "graphmod"):
+        module(*args, **kwargs)
+    text = " ".join(r.getMessage() for r in caplog.records)
+    assert all(word in text for word in words), text
+
+
+def test_layers_that_get_one_tensor_by_keyword_copy_it_once_a_step(device):
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x, mask=None):
+            return self.linear(x) * mask
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(Masked() for _ in range(4))
+
+        def forward(self, x, mask):
+            for layer in self.layers:
+                x = layer(x, mask=mask)
+            return x
+
+    def step(side, i):
+        mask = side.batch(i, 4, 8, key=1).sigmoid()
+        loss_of(side.call(side.batch(i, 4, 8), mask)).backward()
+        side.note_gradients()
+        side.copied = sum(graph.stats.copied_bytes for graph in side.graphs)
+        side.history = [*getattr(side, "history", []), side.copied]
+        side.optimizer.step()
+        side.optimizer.zero_grad()
+
+    side = twins(lambda d: Model().to(d), step, device, graph=layered(), replays=8)
+    assert side.history[-1] - side.history[-2] <= 3 * 4 * 8 * 4  # x, mask, and the gradient of the last layer's output

@@ -1,0 +1,278 @@
+"""Everything autograd offers works through a graph with eager's numbers, or says clearly that it cannot."""
+
+import pytest
+import torch
+from harness import layered, loss_of, mlp, play, twins, wrapped
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from graphmod import GraphmodError
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([mlp("cpu"), mlp("cpu")])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def two(device):
+    return Two().to(device)
+
+
+def update(side):
+    side.note_gradients()
+    side.optimizer.step()
+    side.optimizer.zero_grad()
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, dropout=0.0, **settings):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(mlp("cpu"), nn.Dropout(dropout)) for _ in range(2))
+        self.settings = settings
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False, **self.settings) + x
+        return x
+
+
+def checkpoint_step(side, i):
+    x = side.batch(i, 4, 8).requires_grad_()
+    loss_of(side.call(x)).backward()
+    side.note(x=x.grad)
+    update(side)
+
+
+@pytest.mark.parametrize("settings", [{}, {"preserve_rng_state": False}], ids=["default", "random state not kept"])
+def test_checkpointing_inside_a_graph(settings, device):
+    twins(lambda d: Checkpointed(**settings).to(d), checkpoint_step, device, replays=2)
+
+
+def test_checkpointing_with_dropout_and_a_random_state_that_is_not_kept(device):
+    """The recomputation draws other numbers than the forward did, in eager too: the same other numbers."""
+    play(lambda d: Checkpointed(dropout=0.3, preserve_rng_state=False).to(d), checkpoint_step, device)
+
+
+def test_checkpointing_with_dropout_inside_is_refused_and_stays_right(device):
+    side, history = play(lambda d: Checkpointed(dropout=0.3).to(d), checkpoint_step, device)
+    assert history[-1][3] > 0 and side.call.stats.state == "disabled"
+    assert "random" in side.call.last_failure
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_around_graphed_layers(reentrant, dropout, device):
+    """What transformers' gradient_checkpointing_enable() does."""
+
+    class Outside(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Sequential(mlp("cpu"), nn.Dropout(dropout)) for _ in range(2))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = checkpoint(layer, x, use_reentrant=reentrant) + x
+            return x
+
+    _, history = play(lambda d: Outside().to(d), checkpoint_step, device, graph=layered(), steps=16)
+    assert history[-1][0] - history[-2][0] >= 2
+
+
+@pytest.mark.parametrize("where", ["around", "inside", "forward only"])
+def test_autocast(where, device):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([mlp("cpu"), mlp("cpu")])
+
+        def forward(self, x):
+            for layer in self.layers:
+                with torch.autocast(device.type, torch.bfloat16, enabled=where == "inside"):
+                    x = layer(x).float() if where == "inside" else layer(x)
+            return x
+
+    def step(side, i):
+        x = side.batch(i, 4, 8)
+        with torch.autocast(device.type, torch.bfloat16, enabled=where != "inside"):
+            output = side.call(x)
+            loss = loss_of(output)
+            if where == "around":
+                loss.backward()
+        if where != "around":
+            loss.backward()
+        side.note(output=output, loss=loss)
+        update(side)
+
+    graph = wrapped() if where == "inside" else layered()
+    twins(lambda d: Model().to(d), step, device, graph=graph, replays=2 if where == "inside" else 4)
+
+
+def test_autocast_switched_on_and_off(device):
+    def step(side, i):
+        with torch.autocast(device.type, torch.bfloat16, enabled=i % 2 == 0):
+            output = side.call(side.batch(i, 4, 8))
+        loss_of(output).backward()
+        side.note(output=output)
+        update(side)
+
+    twins(mlp, step, device, replays=2, steps=16)
+
+
+def test_a_second_backward_through_a_retained_graph(device):
+    def step(side, i):
+        loss = loss_of(side.call(side.batch(i, 4, 8)))
+        loss.backward(retain_graph=True)
+        side.note_gradients()
+        loss.backward()
+        update(side)
+
+    play(lambda d: nn.Sequential(mlp(d), nn.Dropout(0.2)), step, device)
+
+
+def test_a_second_backward_without_retaining_is_an_error_as_in_eager(device):
+    def step(side, i):
+        loss = loss_of(side.call(side.batch(i, 4, 8)))
+        loss.backward()
+        with pytest.raises(RuntimeError):
+            loss.backward()
+        update(side)
+
+    twins(mlp, step, device, replays=2)
+
+
+@pytest.mark.parametrize("graph", [wrapped, layered])
+def test_autograd_grad_for_an_input_leaves_gradients_alone(graph, device):
+    def step(side, i):
+        x = side.batch(i, 4, 8).requires_grad_()
+        loss = loss_of(side.call(x))
+        (found,) = torch.autograd.grad(loss, [x], retain_graph=i % 2 == 0)
+        side.note(x=found)
+        side.note_gradients()
+        if i % 2 == 0:
+            loss.backward()
+        update(side)
+
+    play(two, step, device, graph=graph())
+
+
+@pytest.mark.parametrize("allow_unused", [False, True])
+def test_autograd_grad_for_parameters_is_right_or_an_error(allow_unused, device):
+    def step(side, i):
+        loss = loss_of(side.call(side.batch(i, 4, 8)))
+        parameters = list(side.model.parameters())
+        try:
+            found = torch.autograd.grad(loss, parameters, allow_unused=allow_unused)
+        except (RuntimeError, GraphmodError):
+            assert side.graphed
+            assert all(parameter.grad is None for parameter in parameters)
+            side.eager_loss = loss_of(side.model(side.batch(i, 4, 8)))
+            found = torch.autograd.grad(side.eager_loss, parameters)
+        side.note(found=found)
+        side.note_gradients()
+
+    play(mlp, step, device)
+
+
+def test_backward_into_chosen_parameters_is_right_or_an_error(device):
+    def step(side, i):
+        loss = loss_of(side.call(side.batch(i, 4, 8)))
+        chosen = [side.model[0].weight]
+        try:
+            loss.backward(inputs=chosen)
+        except (RuntimeError, GraphmodError):
+            assert side.graphed
+            loss_of(side.model(side.batch(i, 4, 8))).backward(inputs=chosen)
+        update(side)
+
+    play(mlp, step, device)
+
+
+def test_backward_into_a_chosen_input_leaves_parameters_alone(device):
+    def step(side, i):
+        x = side.batch(i, 4, 8).requires_grad_()
+        loss_of(side.call(x)).backward(inputs=[x])
+        side.note(x=x.grad)
+        side.note_gradients()
+
+    play(mlp, step, device)
+
+
+def test_a_gradient_of_a_gradient_is_a_clear_error(device):
+    def step(side, i):
+        x = side.batch(i, 4, 8).requires_grad_()
+        (first,) = torch.autograd.grad(loss_of(side.call(x)), [x], create_graph=True)
+        first.pow(2).sum().backward()
+        update(side)
+
+    with pytest.raises(GraphmodError, match="gradient of its gradient"):
+        play(mlp, step, device)
+
+
+def test_training_goes_on_after_the_error_of_a_double_backward(device):
+    def step(side, i):
+        x = side.batch(i, 4, 8).requires_grad_()
+        if side.graphed and i == 5:
+            with pytest.raises(GraphmodError):
+                torch.autograd.grad(loss_of(side.call(x)), [x], create_graph=True)
+        loss_of(side.call(x)).backward()
+        side.note(x=x.grad)
+        update(side)
+
+    twins(mlp, step, device, replays=2)
+
+
+def test_a_custom_function_inside_a_graph(device):
+    class Scale(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            ctx.save_for_backward(x, weight)
+            return x * weight
+
+        @staticmethod
+        def backward(ctx, grad):
+            x, weight = ctx.saved_tensors
+            return grad * weight * 0.5, (grad * x).sum(0)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.body = nn.Parameter(torch.ones(8)), mlp("cpu")
+
+        def forward(self, x):
+            return Scale.apply(self.body(x), self.weight)
+
+    def step(side, i):
+        loss_of(side.call(side.batch(i, 4, 8))).backward()
+        update(side)
+
+    twins(lambda d: Model().to(d), step, device, replays=2)
+
+
+@pytest.mark.parametrize("graph", [wrapped, layered])
+def test_saved_tensor_hooks_of_the_user_around_the_forward(graph, device):
+    def step(side, i):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+            loss = loss_of(side.call(side.batch(i, 4, 8)))
+        loss.backward()
+        update(side)
+
+    play(two, step, device, graph=graph())
+
+
+def test_gradients_of_different_layouts_reach_the_same_graph(device):
+    """`sum()` sends an expanded gradient, a matrix product a dense one, a transpose a strided one."""
+
+    def step(side, i):
+        output = side.call(side.batch(i, 4, 8))
+        kind = i % 3
+        loss = output.sum() if kind == 0 else (output @ output.detach().T).mean() if kind == 1 else loss_of(output.T)
+        loss.backward()
+        update(side)
+
+    twins(mlp, step, device, replays=2, steps=18)

@@ -1,0 +1,226 @@
+"""Hooks fire as often as in eager and see and change the same numbers, wherever they sit and whenever they come."""
+
+import pytest
+import torch
+from harness import layered, loss_of, mlp, play, twins, wrapped
+from torch import nn
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([mlp("cpu"), mlp("cpu")])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def two(device):
+    return Two().to(device)
+
+
+GRAPHS = {"whole": wrapped, "layers": layered}
+graphs = pytest.mark.parametrize("graph", GRAPHS)
+
+
+def counting(side, then=None):
+    side.fired = getattr(side, "fired", 0)
+
+    def hook(*args):
+        side.fired += 1
+        return then(*args) if then else None
+
+    return hook
+
+
+def run(side, i, count=True):
+    x = side.batch(i, 4, 8).requires_grad_()
+    output = side.call(x)
+    loss = loss_of(output)
+    loss.backward()
+    side.note(output=output, x=x.grad)
+    side.note_gradients()
+    if count:
+        side.note(fired=getattr(side, "fired", 0))
+    side.optimizer.step()
+    side.optimizer.zero_grad()
+
+
+def triple(parameter):
+    parameter.grad.mul_(3)
+
+
+PARAMETER_HOOKS = {
+    "register_hook": lambda side, p: p.register_hook(counting(side, lambda grad: grad * 2)),
+    "post accumulate": lambda side, p: p.register_post_accumulate_grad_hook(counting(side, triple)),
+}
+
+
+@graphs
+@pytest.mark.parametrize("kind", PARAMETER_HOOKS)
+@pytest.mark.parametrize("first, last", [(0, 99), (6, 99), (0, 6), (4, 10)])
+def test_gradient_hooks_of_parameters(kind, first, last, graph, device):
+    """Hooks that are there before the capture, come after it, or go again."""
+
+    def step(side, i):
+        if i == first:
+            side.handle = PARAMETER_HOOKS[kind](side, side.model.layers[0][0].weight)
+        if i == last:
+            side.handle.remove()
+        run(side, i)
+
+    layers = 1 if graph == "whole" else 2
+    twins(two, step, device, graph=GRAPHS[graph](), replays=2 * layers, steps=20)
+
+
+@graphs
+def test_a_gradient_hook_that_moves_to_another_parameter(graph, device):
+    def step(side, i):
+        if i in (0, 8):
+            if i:
+                side.handle.remove()
+            target = side.model.layers[0][2 if i else 0].weight
+            side.handle = target.register_hook(counting(side, lambda grad: grad * 2))
+        run(side, i)
+
+    play(two, step, device, graph=GRAPHS[graph](), steps=16)
+
+
+def test_a_gradient_hook_with_accumulation(device):
+    def step(side, i):
+        if i == 0:
+            for parameter in side.model.parameters():
+                parameter.register_hook(counting(side, lambda grad: grad * 0.5))
+        for micro in range(3):
+            loss_of(side.call(side.batch(i, 4, 8, key=micro))).backward()
+        side.note(fired=side.fired)
+        side.note_gradients()
+        side.optimizer.step()
+        side.optimizer.zero_grad()
+
+    twins(two, step, device, graph=layered(), replays=12)
+
+
+MODULE_HOOKS = {
+    "forward": lambda side, m: m.register_forward_hook(counting(side, lambda m, args, out: out * 1.5)),
+    "forward pre": lambda side, m: m.register_forward_pre_hook(counting(side, lambda m, args: (args[0] * 0.5,))),
+    "full backward": lambda side, m: m.register_full_backward_hook(
+        counting(side, lambda m, grad_in, grad_out: tuple(None if g is None else g * 2 for g in grad_in))
+    ),
+    "full backward pre": lambda side, m: m.register_full_backward_pre_hook(
+        counting(side, lambda m, grad_out: tuple(g * 2 for g in grad_out))
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", MODULE_HOOKS)
+@pytest.mark.parametrize("first, last", [(0, 99), (6, 99), (4, 9)])
+@pytest.mark.parametrize("graph, replays", [("whole", 2), ("layers", 4)])
+def test_hooks_on_the_wrapped_module_itself_fire_around_the_graph(graph, replays, first, last, kind, device):
+    def step(side, i):
+        target = side.model if graph == "whole" else side.model.layers[0]
+        if i == first:
+            side.handle = MODULE_HOOKS[kind](side, target)
+        if i == last:
+            side.handle.remove()
+        run(side, i)
+
+    twins(two, step, device, graph=GRAPHS[graph](), replays=replays, steps=16)
+
+
+@pytest.mark.parametrize("kind", MODULE_HOOKS)
+@pytest.mark.parametrize("first, last", [(0, 99), (6, 99), (4, 9)])
+def test_hooks_on_a_part_of_the_graph_never_stop_firing(first, last, kind, device):
+    def step(side, i):
+        if i == first:
+            side.handle = MODULE_HOOKS[kind](side, side.model.layers[0][0])
+        if i == last:
+            side.handle.remove()
+        run(side, i, count=False)
+
+    side, _ = play(two, step, device, graph=layered(), steps=16)
+    assert side.fired >= min(last, 16) - first  # a capture that was tried and refused may fire it once more
+    assert side.graphs[1].stats.replays > 16, "the other layer has no hook and should run from its graphs"
+
+
+def test_a_hook_on_a_part_that_is_exchanged_for_another(device):
+    def step(side, i):
+        if i in (4, 9):
+            if i == 9:
+                side.handle.remove()
+            factor = float(i)
+            part = side.model.layers[0][0]
+            side.handle = part.register_forward_hook(counting(side, lambda m, args, out: out * factor))
+        run(side, i, count=False)
+
+    play(two, step, device, graph=layered(), steps=16)
+
+
+@graphs
+def test_hooks_on_results(graph, device):
+    def step(side, i):
+        output = side.call(side.batch(i, 4, 8))
+        output.register_hook(counting(side, lambda grad: grad * 2))
+        output.retain_grad()
+        loss_of(output).backward()
+        side.note(retained=output.grad, fired=side.fired)
+        side.note_gradients()
+        side.optimizer.step()
+        side.optimizer.zero_grad()
+
+    twins(two, step, device, graph=GRAPHS[graph](), replays=2 if graph == "whole" else 4)
+
+
+def test_a_hook_that_collects_what_the_layers_return(device):
+    """The way features are read out of a model."""
+
+    def step(side, i):
+        if i == 0:
+            side.features = []
+            for layer in side.model.layers:
+                layer.register_forward_hook(lambda m, args, out: side.features.append(out))
+        side.features.clear()
+        run(side, i)
+        side.note(features=side.features)
+
+    twins(two, step, device, graph=layered(), replays=4)
+
+
+def test_an_optimizer_step_inside_gradient_hooks(device):
+    """One optimizer per parameter, run as soon as its gradient is there."""
+
+    def step(side, i):
+        if i == 0:
+            for parameter in side.model.parameters():
+                optimizer = torch.optim.SGD([parameter], lr=0.01)
+
+                def apply(p, optimizer=optimizer):
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+                parameter.register_post_accumulate_grad_hook(apply)
+        loss = loss_of(side.call(side.batch(i, 4, 8)))
+        loss.backward()
+        side.note(loss=loss)
+
+    twins(two, step, device, graph=layered(), replays=4)
+
+
+def test_a_hook_that_every_module_has(device):
+    """torch.nn.modules.module.register_module_forward_hook: it must see the same calls, or the numbers stay eager's."""
+
+    def step(side, i):
+        handle = torch.nn.modules.module.register_module_forward_hook(
+            counting(side, lambda m, args, out: out * 1.25 if isinstance(m, nn.GELU) else None)
+        )
+        try:
+            output = side.call(side.batch(i, 4, 8))
+        finally:
+            handle.remove()
+        loss_of(output).backward()
+        side.note(output=output)
+        side.note_gradients()
+
+    play(two, step, device, graph=layered())
