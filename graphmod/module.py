@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from graphmod.backend import make_backend
 from graphmod.backward import apply_replayed
 from graphmod.config import CUDAGraphConfig
-from graphmod.forward import ForwardGraph
+from graphmod.forward import ForwardGraph, resolved
 from graphmod.lifecycle import Entry, GraphStats
 from graphmod.reach import Reach, reach
 from graphmod.recorder import Recorder, is_recording
@@ -189,7 +189,7 @@ class CUDAGraphModule(nn.Module):
         graph.launch()
         tape.cursor = graph.index + 1
         self.stats_.replays += 1
-        entry.misses = 0
+        entry.misses = entry.moves = 0
         if graph.backward is not None or not graph.grad_outputs:
             entry.succeeded()
         return self._results(graph, leaves, state)
@@ -200,7 +200,8 @@ class CUDAGraphModule(nn.Module):
             ticket = Ticket(graph.tape.arena, graph, random_state)
             graph.ticket = weakref.ref(ticket)
             inputs = [leaves[i] for i in graph.differentiable]
-            outputs = apply_replayed(ticket, self._anchor, *inputs, *graph.hooked)
+            witness = () if graph.witness is None else (graph.witness,)
+            outputs = apply_replayed(ticket, self._anchor, *inputs, *graph.hooked, *witness)
         return graph.results(leaves, outputs)
 
     # -- eager calls ---------------------------------------------------------------------------------------------
@@ -219,9 +220,10 @@ class CUDAGraphModule(nn.Module):
         recorder = Recorder(refuse=False, on_gpu=self.group.backend.on_gpu)
         record = entry.calls == self.config.warmup_steps
         torch.clear_autocast_cache()  # what a graph casts, it casts itself; the recorded call must do so too
-        with self.group.backend.warm_up(self._owned if first else []):
+        with self.group.backend.warm_up(self.owned if first else []):
             with recorder if record else contextlib.nullcontext():
                 result = self.call(*args, **kwargs)
+                result = resolved(result) if record else result
         if record:
             entry.trace = recorder.trace
             entry.generators = recorder.generators
@@ -262,7 +264,7 @@ class CUDAGraphModule(nn.Module):
         tape = growing or self.group.place(entry.needs_grad)
         if tape is None:
             entry.misses += 0 if entry.graphs else 1
-            if entry.misses > self.config.warmup_steps:
+            if entry.misses > self.config.warmup_steps and not self.group.eager_in_flight:
                 tape = self.group.new_tape_elsewhere()
         return tape
 
@@ -274,7 +276,9 @@ class CUDAGraphModule(nn.Module):
             reason = graph.watch.moved()
             self.drop(graph.tape)
             entry.trace = None  # of the code as it was before the change
-            if entry.failed(f"captured again and again, because {reason}", self.config.max_failures):
+            entry.moves += 1
+            if entry.moves >= self.config.max_failures:
+                entry.disabled, entry.reason = True, f"captured again and again, because {reason}"
                 self._log_once(f"{self.name!r} stays eager: {entry.reason}. force_enable() tries again")
 
     def _make_space(self, entry: Entry) -> bool:
@@ -312,6 +316,8 @@ class CUDAGraphModule(nn.Module):
         entry.graphs.append(graph)
         entry.misses = 0
         entry.needs_grad = bool(graph.grad_outputs)
+        if not entry.needs_grad:
+            entry.succeeded()
         self.stats_.captures += 1
         self.stats_.replays += 1
         self.stats_.capture_seconds += time.perf_counter() - began
@@ -346,12 +352,12 @@ class CUDAGraphModule(nn.Module):
         """Finds, before the first call, the modules and parameters the callable reaches, and its device."""
         found = self._found = reach(self.root)
         self._reached = found.modules
-        self._owned = found.parameters()
-        self._parameters_reached = [] if isinstance(self.root, nn.Module) else self._owned
+        self.owned = list(self.root.parameters()) if isinstance(self.root, nn.Module) else found.parameters()
+        self._parameters_reached = [] if isinstance(self.root, nn.Module) else self.owned
         known = {id(parameter) for parameter in self.group.parameters}
-        self.group.share([parameter for parameter in self._owned if id(parameter) in known])
-        self.group.parameters += [parameter for parameter in self._owned if id(parameter) not in known]
-        tensors = [*leaves, *self._owned, *(tensor for _, _, tensor in found.slots)]
+        self.group.share([parameter for parameter in self.owned if id(parameter) in known])
+        self.group.parameters += [parameter for parameter in self.owned if id(parameter) not in known]
+        tensors = [*leaves, *self.owned, *(tensor for _, _, tensor in found.slots)]
         device = next((t.device for t in tensors if t.is_cuda), torch.device("cpu"))
         if self.group.backend is None:
             self.group.backend = make_backend(self.config.backend, device)

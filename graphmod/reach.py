@@ -17,7 +17,7 @@ _STOP = (type, types.ModuleType, torch.dtype, torch.device, torch.Generator, byt
 PLAIN = (int, float, bool, str, type(None))
 _MOST = 200_000  # objects looked at; beyond it a callable holds a data set, not a model
 _MOST_NUMBERS = 64  # in one list or dict; more is data, not settings
-_MODULE_INTERNALS = set(nn.Module().__dict__)
+_MODULE_INTERNALS = {*nn.Module().__dict__, "forward", "_graphmod"}  # `forward` is where graph_layers wraps
 
 Place = tuple[Any, Any, Any]  # (container, key, what container[key] is)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from graphmod.errors import CaptureRefused
-from graphmod.overloads import run_into, writes_directly
+from graphmod.overloads import fits_into, run_into
 
 _INTERNAL = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 _aten = torch.ops.aten
@@ -199,7 +199,7 @@ class Recorder(TorchDispatchMode):
                 self.outside[where] = tensor.detach()
         self._note_writes(about, args, kwargs)
         target = self._targets.get(len(self.trace))
-        if target is not None and writes_directly(op):
+        if target is not None and fits_into(op, args, kwargs, target):
             result = run_into(op, args, kwargs, target)
         else:
             result = op(*args, **kwargs)
