@@ -1,7 +1,9 @@
 """Arguments of every kind reach the graph; whatever a graph would freeze is part of its key."""
 
 import dataclasses
+import gc
 import logging
+import weakref
 from collections import OrderedDict, namedtuple
 from enum import Enum
 from typing import Any
@@ -170,6 +172,32 @@ def test_a_mutable_object_whose_content_changes(device):
         side.optimizer.zero_grad()
 
     play(lambda d: Uses().to(d), step, device, steps=18)
+
+
+def test_objects_given_once_are_not_kept_alive(device):
+    """A cache that is made anew for each call holds much memory; a key must not hold it for long."""
+
+    class Cache:
+        def __init__(self, values):
+            self.values = values
+
+    class Uses(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x, cache):
+            return self.linear(x) + cache.values
+
+    module = CUDAGraphModule(Uses().to(device), config())
+    given = []
+    for _ in range(30):
+        cache = Cache(torch.randn(4, 8, device=device))
+        module(torch.randn(4, 8, device=device), cache).sum().backward()
+        given.append(weakref.ref(cache))
+    del cache
+    gc.collect()
+    assert sum(ref() is not None for ref in given) <= 4
 
 
 def test_an_argument_that_the_module_changes_in_place(device):

@@ -117,8 +117,8 @@ def load_optimizer(side, i):
 
 
 CHANGES = [
-    clone_parameters, load_in_place, load_assign, new_parameter, new_buffer, in_place_buffer, new_submodule, dropout_rate,
-    part_to_eval, dropout_to_eval, momentum_of_a_norm, to_double_and_back, load_optimizer,
+    clone_parameters, load_in_place, load_assign, new_parameter, new_buffer, in_place_buffer, new_submodule,
+    dropout_rate, part_to_eval, dropout_to_eval, momentum_of_a_norm, to_double_and_back, load_optimizer,
 ]  # fmt: skip
 
 
@@ -137,6 +137,10 @@ def attribute(name, values):
     return lambda layer, k, device: setattr(layer, name, values[k])
 
 
+def filled(k, device):
+    return torch.full((8,), 2.0 + k, device=device)
+
+
 SETTINGS = {
     "a number": attribute("scale", [3.0, -1.0]),
     "a flag": attribute("active", [False, True]),
@@ -146,10 +150,10 @@ SETTINGS = {
     "an item of a dict": lambda layer, k, device: layer.table.__setitem__("scale", 7.0 + k),
     "a config object": lambda layer, k, device: setattr(layer.config, "scale", 7.0 + k),
     "another config object": lambda layer, k, device: setattr(layer, "config", types.SimpleNamespace(scale=7.0 + k)),
-    "a buffer": lambda layer, k, device: setattr(layer, "shift", torch.full((8,), 2.0 + k, device=device)),
-    "a plain tensor": lambda layer, k, device: setattr(layer, "plain_tensor", torch.full((8,), 2.0 + k, device=device)),
-    "a tensor in a list": lambda layer, k, device: layer.tensors.__setitem__(0, torch.full((8,), 2.0 + k, device=device)),
-    "another list of tensors": lambda layer, k, device: setattr(layer, "tensors", [torch.full((8,), 2.0 + k, device=device)]),
+    "a buffer": lambda layer, k, device: setattr(layer, "shift", filled(k, device)),
+    "a plain tensor": lambda layer, k, device: setattr(layer, "plain_tensor", filled(k, device)),
+    "a tensor in a list": lambda layer, k, device: layer.tensors.__setitem__(0, filled(k, device)),
+    "another list of tensors": lambda layer, k, device: setattr(layer, "tensors", [filled(k, device)]),
     "zero with a sign": attribute("scale", [0.0, -0.0]),
 }  # fmt: skip
 
