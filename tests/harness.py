@@ -8,6 +8,7 @@ end the counters must show that the last steps really came from graphs.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -242,9 +243,8 @@ def twins(
         The graphed side.
     """
     graphed, history = play(build, step, device, graph=graph, steps=steps)
-    growth = [
-        tuple(b - a for a, b in zip(*two, strict=True)) for two in zip(history[-settled - 1 :], history[-settled:])
-    ]
+    last = history[-settled - 1 :]
+    growth = [tuple(b - a for a, b in zip(*two, strict=True)) for two in itertools.pairwise(last)]
     reasons = "; ".join(filter(None, (getattr(g, "last_failure", "") for g in graphed.graphs)))
     assert history[-1][3] == failures, f"{history[-1][3]} failures: {reasons}"
     expected = (replays, eager_calls, 0, 0)

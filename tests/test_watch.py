@@ -117,8 +117,8 @@ def load_optimizer(side, i):
 
 
 CHANGES = [
-    clone_parameters, load_in_place, load_assign, new_parameter, new_buffer, in_place_buffer, new_submodule, dropout_rate,
-    part_to_eval, dropout_to_eval, momentum_of_a_norm, to_double_and_back, load_optimizer,
+    clone_parameters, load_in_place, load_assign, new_parameter, new_buffer, in_place_buffer, new_submodule,
+    dropout_rate, part_to_eval, dropout_to_eval, momentum_of_a_norm, to_double_and_back, load_optimizer,
 ]  # fmt: skip
 
 
@@ -137,6 +137,10 @@ def attribute(name, values):
     return lambda layer, k, device: setattr(layer, name, values[k])
 
 
+def filled(k, device):
+    return torch.full((8,), 2.0 + k, device=device)
+
+
 SETTINGS = {
     "a number": attribute("scale", [3.0, -1.0]),
     "a flag": attribute("active", [False, True]),
@@ -146,10 +150,10 @@ SETTINGS = {
     "an item of a dict": lambda layer, k, device: layer.table.__setitem__("scale", 7.0 + k),
     "a config object": lambda layer, k, device: setattr(layer.config, "scale", 7.0 + k),
     "another config object": lambda layer, k, device: setattr(layer, "config", types.SimpleNamespace(scale=7.0 + k)),
-    "a buffer": lambda layer, k, device: setattr(layer, "shift", torch.full((8,), 2.0 + k, device=device)),
-    "a plain tensor": lambda layer, k, device: setattr(layer, "plain_tensor", torch.full((8,), 2.0 + k, device=device)),
-    "a tensor in a list": lambda layer, k, device: layer.tensors.__setitem__(0, torch.full((8,), 2.0 + k, device=device)),
-    "another list of tensors": lambda layer, k, device: setattr(layer, "tensors", [torch.full((8,), 2.0 + k, device=device)]),
+    "a buffer": lambda layer, k, device: setattr(layer, "shift", filled(k, device)),
+    "a plain tensor": lambda layer, k, device: setattr(layer, "plain_tensor", filled(k, device)),
+    "a tensor in a list": lambda layer, k, device: layer.tensors.__setitem__(0, filled(k, device)),
+    "another list of tensors": lambda layer, k, device: setattr(layer, "tensors", [filled(k, device)]),
     "zero with a sign": attribute("scale", [0.0, -0.0]),
 }  # fmt: skip
 
@@ -276,41 +280,3 @@ def test_weights_written_in_place_need_no_new_capture(device):
 
     side = twins(mlp, step, device, replays=2)
     assert side.call.stats.captures == 2
-
-
-MEMORY = {
-    "in place": lambda x, values: x.copy_(values),
-    "through .data": lambda x, values: x.data.copy_(values),
-    "through detach": lambda x, values: x.detach().copy_(values),
-    "through a view": lambda x, values: x.view(-1).copy_(values.view(-1)),
-    "by set_": lambda x, values: x.set_(values.clone()),
-    "by .data =": lambda x, values: setattr(x, "data", values.clone()),
-}
-
-
-@pytest.mark.parametrize("way", MEMORY)
-def test_an_argument_that_is_rewritten_between_calls(way, device):
-    """One tensor object for all batches, as a loader with a buffer of its own hands out."""
-
-    def step(side, i):
-        if i == 0:
-            side.x = side.batch(0, 4, 8)
-        MEMORY[way](side.x, side.batch(i, 4, 8))
-        loss_of(side.call(side.x)).backward()
-        side.note_gradients()
-        side.optimizer.step()
-        side.optimizer.zero_grad()
-
-    twins(mlp, step, device, replays=2)
-
-
-def test_an_argument_whose_memory_numpy_rewrites():
-    def step(side, i):
-        if i == 0:
-            side.array = side.batch(0, 4, 8).numpy()
-            side.x = torch.from_numpy(side.array)
-        side.array[...] = side.batch(i, 4, 8).numpy()
-        with torch.no_grad():
-            return side.call(side.x)
-
-    twins(mlp, step, torch.device("cpu"), replays=1)

@@ -1,0 +1,166 @@
+"""`TrainStep` gives the losses, norms and weights of eager training in every scope."""
+
+import pytest
+import torch
+from harness import config, play, twins
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from graphmod.train.attention import use_static_causal_attention
+from graphmod.train.step import TrainStep
+
+SCOPES = ["per_layer", "per_layer, eager optimizer", "full_iteration"]
+RATES = [0.02 * 0.8**k for k in range(14)]
+scopes = pytest.mark.parametrize("scope", SCOPES)
+
+
+def language_model(device):
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 32}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, attention_dropout=0.1))
+    return use_static_causal_attention(model).to(device).train()
+
+
+def build(device):
+    model = language_model(device)
+    rate = torch.tensor(0.01, device=device)
+    capturable = device.type == "cuda"
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, fused=True, capturable=capturable)
+    return {"model": model, "optimizer": optimizer, "run": None}
+
+
+def graphs(scope, **settings):
+    def graph(side):
+        kind = scope.partition(",")[0]
+        made = config(scope=kind, optimizer="eager" not in scope)
+        side.run = TrainStep(side.model, side.optimizer, config=made, **settings)
+        side.graphs = [side.run]
+
+    return graph
+
+
+def stepper(settings, *, rows=lambda i: 2, micro=lambda i: 1, between=None):
+    def step(side, i):
+        if side.run is None:
+            side.run = TrainStep(side.model, side.optimizer, config=config(scope="none"), **settings)
+        batch = side.tokens(i, micro(i), rows(i), 7)
+        loss = side.run(batch)
+        side.losses = [*getattr(side, "losses", []), loss]
+        side.note(loss=loss, norm=side.run.grad_norm, rate=side.run.learning_rate, losses=side.losses)
+        if between is not None:
+            between(side, i)
+
+    return step
+
+
+def replays(scope, micro=1):
+    layers = 2 if "eager" in scope else 5  # and embedding, final norm, head
+    return 1 if scope == "full_iteration" else 2 * layers * micro + ("eager" not in scope)
+
+
+@scopes
+@pytest.mark.parametrize("micro", [1, 3])
+def test_a_schedule_with_clipping(micro, scope, device):
+    settings = {"learning_rates": RATES, "max_grad_norm": 0.5}
+    step = stepper(settings, micro=lambda i: micro)
+    twins(build, step, device, graph=graphs(scope, **settings), replays=replays(scope, micro))
+
+
+@scopes
+def test_without_schedule_and_clipping(scope, device):
+    side = twins(build, stepper({}), device, graph=graphs(scope), replays=replays(scope))
+    assert side.run.grad_norm is None
+
+
+@scopes
+def test_under_autocast(scope, device):
+    settings = {"autocast_dtype": torch.bfloat16, "max_grad_norm": 1.0}
+    twins(build, stepper(settings), device, graph=graphs(scope, **settings), replays=replays(scope))
+
+
+@scopes
+def test_evaluation_between_the_steps(scope, device):
+    def between(side, i):
+        if i % 2:
+            side.model.eval()
+            side.note(evaluated=side.run.evaluate(side.tokens(i, 2, 2, 7, key=9)))
+            side.model.train()
+
+    step = stepper({}, between=between)
+    _, history = play(build, step, device, graph=graphs(scope), steps=18)
+    extra = 1 if scope == "full_iteration" else 2 * (2 if "eager" in scope else 5)
+    assert history[-1][0] - history[-3][0] == 2 * replays(scope) + extra
+
+
+@scopes
+def test_a_smaller_last_batch(scope, device):
+    step = stepper({"max_grad_norm": 1.0}, rows=lambda i: 1 if i % 4 == 3 else 2)
+    _, history = play(build, step, device, graph=graphs(scope, max_grad_norm=1.0), steps=24)
+    assert history[-1][0] - history[-5][0] == 4 * replays(scope)
+
+
+@scopes
+def test_the_number_of_microbatches_changes(scope, device):
+    step = stepper({}, micro=lambda i: 1 + i % 2)
+    _, history = play(build, step, device, graph=graphs(scope), steps=20)
+    assert history[-1][1] == history[-3][1], "still runs eagerly"
+
+
+@scopes
+def test_reset_gives_the_model_back_and_training_goes_on_eagerly(scope, device):
+    def between(side, i):
+        if side.graphed and i == 6:
+            side.run.reset()
+            side.run.reset()
+
+    step = stepper({"learning_rates": RATES}, between=between)
+    side, _ = play(build, step, device, graph=graphs(scope, learning_rates=RATES))
+    assert all("forward" not in part.__dict__ for part in side.model.modules())
+
+
+@scopes
+def test_training_resumes_from_saved_state(scope, device):
+    """Weights, optimizer and schedule go back to what they were some steps ago."""
+
+    def between(side, i):
+        if i == 5:
+            side.saved = {
+                "model": {k: v.clone() for k, v in side.model.state_dict().items()},
+                "optimizer": {
+                    "state": {
+                        k: {n: t.clone() for n, t in values.items()}
+                        for k, values in side.optimizer.state_dict()["state"].items()
+                    },
+                    "param_groups": [
+                        {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in group.items()}
+                        for group in side.optimizer.state_dict()["param_groups"]
+                    ],
+                },
+                "step": side.run.state_dict(),
+            }
+        if i == 8:
+            side.model.load_state_dict(side.saved["model"])
+            side.optimizer.load_state_dict(side.saved["optimizer"])
+            side.run.load_state_dict(side.saved["step"])
+
+    settings = {"learning_rates": RATES, "max_grad_norm": 0.5}
+    step = stepper(settings, between=between)
+    _, history = play(build, step, device, graph=graphs(scope, **settings), steps=20)
+    assert history[-1][0] - history[-2][0] == replays(scope)
+
+
+@scopes
+def test_another_loss_function(scope, device):
+    def smoothed(model, tokens):
+        logits = model(input_ids=tokens[:, :-1]).logits
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), label_smoothing=0.1)
+
+    settings = {"loss_fn": smoothed}
+    twins(build, stepper(settings), device, graph=graphs(scope, **settings), replays=replays(scope))
+
+
+def test_a_batch_of_another_kind_is_a_clear_error(device):
+    parts = build(device)
+    run = TrainStep(parts["model"], parts["optimizer"], config=config(scope="none"))
+    with pytest.raises(ValueError, match="microbatches, sequences, tokens"):
+        run(torch.zeros(2, 7, dtype=torch.int64, device=device))

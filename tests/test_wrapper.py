@@ -1,0 +1,131 @@
+"""`CUDAGraphModule` is a module with all that belongs to it, and says clearly what it cannot do."""
+
+import pickle
+
+import pytest
+import torch
+from harness import config, loss_of, mlp, train, twins
+from test_isolation import model
+from torch import nn
+
+from graphmod import ConfigError, CUDAGraphModule, GraphStats, graph_layers, ungraph
+
+
+def test_a_wrapper_is_a_module_with_everything_that_belongs_to_it(device):
+    module = model(device)
+    wrapper = CUDAGraphModule(module, config())
+    x = torch.randn(4, 8, device=device)
+    for _ in range(5):
+        wrapper(x).sum().backward()
+    assert wrapper.module is module
+    assert isinstance(wrapper, nn.Module)
+    assert list(map(id, wrapper.parameters())) == list(map(id, module.parameters()))
+    assert [key.removeprefix("module.") for key in wrapper.state_dict()] == list(module.state_dict())
+    wrapper.load_state_dict(wrapper.state_dict())
+    assert wrapper.hint == "an attribute" and wrapper.describe() == "an attribute of a Model"
+    assert "Linear" in repr(wrapper)
+    assert list(dict(wrapper.named_modules())) != []
+
+
+def test_a_wrapper_switches_its_module_between_training_and_evaluation(device):
+    def step(side, i):
+        side.call.train(i % 4 != 3)
+        assert side.model.training is side.call.training
+        train(side, i)
+
+    twins(model, step, device, replays=2, steps=20, settled=8)
+
+
+def test_a_wrapper_zeroes_and_moves_its_module(device):
+    wrapper = CUDAGraphModule(model(device), config())
+    x = torch.randn(4, 8, device=device)
+    for _ in range(5):
+        wrapper(x).sum().backward()
+    wrapper.zero_grad()
+    assert all(p.grad is None for p in wrapper.root.parameters())
+    wrapper.double()
+    assert wrapper(x.double()).dtype is torch.float64
+
+
+def test_an_attribute_that_is_not_there_is_an_attribute_error(device):
+    wrapper = CUDAGraphModule(model(device), config())
+    with pytest.raises(AttributeError, match="nowhere"):
+        _ = wrapper.nowhere
+
+
+def test_statistics_tell_the_story_of_a_module(device):
+    wrapper = CUDAGraphModule(mlp(device), config(), name="story")
+    x = torch.randn(4, 8, device=device)
+    states = [wrapper.stats.state]
+    for _ in range(4):
+        wrapper(x).sum().backward()
+        states.append(wrapper.stats.state)
+    assert states == ["eager", "warm-up", "warm-up", "captured", "captured"]
+    stats = wrapper.stats
+    assert isinstance(stats, GraphStats)
+    assert (stats.captures, stats.replays, stats.eager_calls, stats.failures) == (2, 4, 2, 0)
+    assert stats.capture_seconds > 0 and stats.pool_bytes > 0 and stats.copied_bytes > 0
+    assert (stats + stats).replays == 8
+
+
+def test_pickling_says_what_to_do_instead(device):
+    module = model(device)
+    wrapper = CUDAGraphModule(module, config(), name="my step")
+    with pytest.raises(TypeError, match=r"'my step'.*state_dict\(\).*ungraph"):
+        pickle.dumps(wrapper)
+    graph_layers(module, config())
+    with pytest.raises(TypeError, match=r"'layers.0'.*state_dict\(\).*ungraph"):
+        pickle.dumps(module)
+    ungraph(module)
+    pickle.loads(pickle.dumps(module))
+
+
+def test_a_wrapper_inside_a_wrapper(device):
+    """The outer one captures everything; the inner ones are part of it."""
+
+    def graph(side):
+        side.inner = graph_layers(side.model, config())
+        side.call = CUDAGraphModule(side.model, config(), name="outer")
+        side.graphs = [side.call]
+
+    twins(model, train, device, graph=graph, replays=2, steps=16)
+
+
+def test_a_whole_iteration_around_graphed_layers(device):
+    def iteration_of(side):
+        def iteration(x):
+            loss = loss_of(side.model(x))
+            loss.backward()
+            side.optimizer.step()
+            side.optimizer.zero_grad()
+            return loss.detach()
+
+        return iteration
+
+    def graph(side):
+        side.inner = graph_layers(side.model, config())
+        side.run = CUDAGraphModule(iteration_of(side), config(), name="iteration")
+        side.graphs = [side.run]
+
+    def step(side, i):
+        return (side.run if side.graphed else iteration_of(side))(side.batch(i, 4, 8))
+
+    twins(model, step, device, graph=graph, replays=1, steps=16)
+
+
+def test_what_is_not_callable_cannot_be_wrapped():
+    with pytest.raises(TypeError, match="a callable"):
+        CUDAGraphModule(3)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"warmup_steps": -1}, {"max_graphs": 0}, {"backend": "metal"}, {"scope": "all"}, {"max_failures": True}]
+)
+def test_a_wrong_setting_is_named(wrong):
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        config(**wrong)
+
+
+def test_a_pattern_that_matches_nothing_suggests_names(device):
+    with pytest.raises(ConfigError, match=r"layers\.\*\.attn.*layers\.0"):
+        graph_layers(model(device), config(), layers="layers.*.attn")

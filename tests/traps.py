@@ -1,0 +1,89 @@
+"""Layers whose capture fails on demand, in the forward or in the backward."""
+
+import torch
+from harness import loss_of, mlp
+from torch import nn
+
+FAILING = {"an exception": ValueError, "no memory": torch.OutOfMemoryError, "a host read": None}
+
+
+class Trap:
+    """Springs while it is armed and the code around it is being captured, where alone a host read is refused.
+
+    It has slots, so that arming it is no change of a setting that graphs watch.
+    """
+
+    __slots__ = ("armed", "error")
+
+    def __init__(self):
+        self.error = self.armed = None
+
+    def __call__(self, x):
+        if self.armed:
+            try:
+                x.sum().item()
+            except RuntimeError:
+                if self.error is not None:
+                    raise self.error("the injected one") from None
+                raise
+
+
+class TrapBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, trap):
+        ctx.trap = trap
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.trap(grad)
+        return grad * 1, None
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.norm = mlp("cpu"), nn.BatchNorm1d(8)
+        self.dropout = nn.Dropout(0.2)
+        self.forward_trap, self.backward_trap = Trap(), Trap()
+
+    def forward(self, x):
+        x = self.dropout(self.norm(self.body(x)))
+        self.forward_trap(x.detach())
+        return TrapBackward.apply(torch.tanh(x), self.backward_trap)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def run(side, i):
+    x = side.batch(i, 6, 8).requires_grad_()
+    output = side.call(x)
+    loss = loss_of(output)
+    loss.backward()
+    side.note(output=output, x=x.grad)
+    side.note_gradients()
+    side.optimizer.step()
+    side.optimizer.zero_grad()
+
+
+CAPTURES_AT = 2  # the first step after two warm-up steps
+
+
+def armed(trap, reason, steps):
+    """The plain step, with a trap that is armed in some of the steps."""
+
+    def step(side, i):
+        found = trap(side)
+        found.armed, found.error = i in steps, FAILING[reason]
+        run(side, i)
+
+    return step
