@@ -6,6 +6,8 @@ May import `signature`, `recorder`, `buffers`, `watch`, `reach`, `tape`, `lifecy
 from __future__ import annotations
 
 import contextlib
+import random
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -82,7 +84,8 @@ class ForwardGraph:
             with modules_called() as self.called, _own_saved_tensors():
                 return resolved(module.call(*args, **kwargs))
 
-        before = found.settings()
+        before = found.state()
+        python_random = _python_random_state()
 
         def check(recorder: Recorder, result: Any) -> None:
             hook = foreign_hook(self.called)
@@ -110,6 +113,7 @@ class ForwardGraph:
                 run, self.tape.arena.pool, given, entry.generators, check
             )
         except BaseException:
+            _restore_python_random_state(python_random)
             for parameter, grad in zip(owned, grads, strict=True):
                 if parameter.grad is not grad:
                     parameter.grad = grad
@@ -253,6 +257,17 @@ class ForwardGraph:
             else:
                 made.append(leaves[output] if isinstance(output, int) else output)
         return rebuild(self.structure, made)
+
+
+def _python_random_state() -> tuple[Any, Any]:
+    numpy = sys.modules.get("numpy")
+    return random.getstate(), None if numpy is None else numpy.random.get_state()
+
+
+def _restore_python_random_state(state: tuple[Any, Any]) -> None:
+    random.setstate(state[0])
+    if state[1] is not None:
+        sys.modules["numpy"].random.set_state(state[1])
 
 
 def resolved(result: Any) -> Any:

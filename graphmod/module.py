@@ -23,11 +23,20 @@ from torch import Tensor, nn
 from graphmod.backend import make_backend
 from graphmod.backward import apply_replayed
 from graphmod.config import CUDAGraphConfig
+from graphmod.errors import CaptureRefused
 from graphmod.forward import ForwardGraph, resolved
 from graphmod.lifecycle import Entry, GraphStats
 from graphmod.reach import Reach, reach
 from graphmod.recorder import Recorder, is_recording
-from graphmod.signature import Signature, difference, flatten, mode_key, parameter_names, tensor_key
+from graphmod.signature import (
+    Signature,
+    difference,
+    flatten,
+    mode_key,
+    opaque_parts,
+    parameter_names,
+    tensor_key,
+)
 from graphmod.tape import EagerCall, Group, Tape, Ticket
 from graphmod.watch import HOOKS
 
@@ -36,6 +45,7 @@ log = logging.getLogger("graphmod")
 _training = operator.attrgetter("training")
 _grad = operator.attrgetter("grad")
 CAPTURE_ANOTHER = "its graphs expect other gradients (None, or to be added to) than the coming backward will find"
+_MOST_OPAQUE = 4
 _MOST_UNCAPTURED = 64  # signatures without a graph that are remembered; more means that one of them changes each call
 
 
@@ -219,6 +229,8 @@ class CUDAGraphModule(nn.Module):
         entry.calls += 1
         recorder = Recorder(refuse=False, on_gpu=self.group.backend.on_gpu)
         record = entry.calls == self.config.warmup_steps
+        found = self.reached(*opaque_parts(entry.signature.structure)) if record else None
+        before = found.state() if record else None
         torch.clear_autocast_cache()  # what a graph casts, it casts itself; the recorded call must do so too
         with self.group.backend.warm_up(self.owned if first else []):
             with recorder if record else contextlib.nullcontext():
@@ -227,6 +239,14 @@ class CUDAGraphModule(nn.Module):
         if record:
             entry.trace = recorder.trace
             entry.generators = recorder.generators
+            changed = found.changed_since(before)
+            if changed is not None:
+                # Known before any attempt, so that the user's Python never runs twice for one call. Once more of the
+                # same kind is watched, because a first call may create what later ones only use.
+                entry.calls -= 1
+                self.capture_failed(
+                    entry, CaptureRefused(f"changes {changed} as it runs, which a replay would not do"), "its forward"
+                )
         return self._track(entry, result)
 
     def _track(self, entry: Entry, result: Any) -> Any:
@@ -384,7 +404,8 @@ class CUDAGraphModule(nn.Module):
                 f"{self.name!r} was called with other inputs:\n  " + "\n  ".join(lines), key="other inputs"
             )
         uncaptured = [e for e in self._entries.values() if not e.graphs and not e.disabled]
-        if len(uncaptured) >= _MOST_UNCAPTURED:
+        opaque = any(True for _ in opaque_parts(signature.structure))  # such a signature keeps an object alive
+        if len(uncaptured) >= (_MOST_OPAQUE if opaque else _MOST_UNCAPTURED):
             oldest = min(uncaptured, key=lambda e: e.last_used)
             del self._entries[oldest.signature]
         entry = self._entries[signature] = Entry(signature)

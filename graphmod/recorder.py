@@ -121,6 +121,16 @@ def _user_frame() -> tuple[Any, int]:
     return None, 0
 
 
+def _inside(path: str) -> bool:
+    """Whether code of a file with `path` in its name is running."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if path in frame.f_code.co_filename.replace("\\", "/"):
+            return True
+        frame = frame.f_back
+    return False
+
+
 class Recorder(TorchDispatchMode):
     """Watches a call. With `refuse`, raises `CaptureRefused` before an operation that a graph cannot repeat.
 
@@ -247,6 +257,11 @@ class Recorder(TorchDispatchMode):
         reason = self._hazard(about, args, kwargs, given)
         if reason is not None:
             step = Step(op, (), code, line)
+            if about.name in _HOST_READS and _inside("/torch/optim/"):
+                reason = (
+                    "the optimizer reads its step count or learning rate on the host; build it with fused=True (and "
+                    "capturable=True on a GPU), and with a tensor as lr"
+                )
             raise CaptureRefused(f"{about.name.removeprefix('aten::')} at {step.place}: {reason}")
 
     def _hazard(self, about: _Facts, args: tuple, kwargs: dict, given: list) -> str | None:
