@@ -33,6 +33,8 @@ def _has_grad(pair: tuple[Tensor, Tensor]) -> bool:
 class Replayed(torch.autograd.Function):
     """The autograd node of one replayed forward.
 
+    The inputs are the arguments that require grad, the parameters whose gradients go through autograd, and maybe one
+    witness of the others, which gets no gradient here but lets `torch.autograd.grad` for parameters reach this node.
     `anchor` is a leaf that makes the outputs require grad also where parameters are all there is to differentiate;
     whether autograd means to accumulate into it tells `.backward()` from `torch.autograd.grad`.
     """
@@ -46,7 +48,8 @@ class Replayed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:
-        return (None, None, *run_backward(ctx.ticket, grads))
+        found = run_backward(ctx.ticket, grads)
+        return (None, None, *found, None) if ctx.ticket.graph.witness is not None else (None, None, *found)
 
 
 apply_replayed = super(torch.autograd.Function, Replayed).apply  # without the wrapper for functorch transforms
@@ -149,6 +152,12 @@ def run_backward(ticket: Ticket, grads: tuple[Tensor | None, ...]) -> Sequence[T
 def _backward(ticket: Ticket, graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> Sequence[Tensor | None]:
     module, tape = graph.module, graph.tape
     accumulates = torch._C._will_engine_execute_node(module.anchor_node)
+    if not accumulates and graph.witness is not None and _wanted(graph.witness):
+        raise BackwardUnavailable(
+            f"the gradients of the parameters inside {module.name!r} go straight to .grad and cannot be had through "
+            "torch.autograd.grad or backward(inputs=...); call loss.backward(), or run this part eagerly (ungraph, or "
+            "call .module)"
+        )
     if ticket.done or not accumulates:
         return _recompute(ticket, graph, grads, accumulates)
     module.group.first_backward()
@@ -161,7 +170,7 @@ def _backward(ticket: Ticket, graph: ForwardGraph, grads: tuple[Tensor | None, .
             return _recompute(ticket, graph, grads, accumulates)
         pending = _used_later(ticket, graph)
         stash = module.group.stash
-        shared = [p for p in graph.direct if id(p) in pending or id(p) in stash or _used_eagerly(p)]
+        shared = [p for p in graph.direct if id(p) in pending or id(p) in stash or (p is not graph.witness and _used_eagerly(p))]
         if shared:
             # Captured anew with these gradients going through autograd; this once, summed up here.
             module.group.share(shared)
@@ -170,19 +179,25 @@ def _backward(ticket: Ticket, graph: ForwardGraph, grads: tuple[Tensor | None, .
             return _capture(graph, grads, pending)
         return _from_retained(graph, grads, pending)
     if any([output.changed() for output in known.saved]):
-        raise RuntimeError(
-            f"one of the variables needed for gradient computation has been modified by an inplace operation: a result "
-            f"of {module.name!r}, which its backward reads again; use the out-of-place operation"
-        )
+        raise _changed_in_place(module)
     if on_tape and known.index >= tape.cursor and known.fits(grads, tape.arena.passes):
         copied, as_captured = known.launch(grads, tape.arena.passes)
         module.stats_.copied_bytes += copied
+        if module.group.stash:
+            _deliver([(p, module.group.stash.pop(id(p), None)) for p in graph.direct])
         tape.cursor = known.index + 1
         module.stats_.replays += 1
         _count_mismatch(graph, as_captured)
         return [None if result is None else result.hand_out() for result in known.results]
     _count_mismatch(graph, False)
     return _recompute(ticket, graph, grads, accumulates)
+
+
+def _changed_in_place(module: Any) -> RuntimeError:
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: a result of "
+        f"{module.name!r}, which its backward reads again; use the out-of-place operation"
+    )
 
 
 def _used_later(ticket: Ticket, graph: ForwardGraph) -> set[int]:
@@ -199,6 +214,16 @@ def _used_later(ticket: Ticket, graph: ForwardGraph) -> set[int]:
     return found
 
 
+def _wanted(parameter: Tensor) -> bool:
+    """Whether the present backward, which is not a plain one, was asked for this parameter's gradient."""
+    with torch.enable_grad():
+        accumulator = torch.autograd.graph.get_gradient_edge(parameter).node
+    try:
+        return torch._C._will_engine_execute_node(accumulator)
+    except RuntimeError:  # autograd does not answer for leaves that torch.autograd.grad was asked for
+        return True
+
+
 def _used_eagerly(parameter: Tensor) -> bool:
     """Whether autograd itself is going to accumulate into this parameter in the present backward."""
     with torch.enable_grad():
@@ -212,8 +237,8 @@ def _count_mismatch(graph: ForwardGraph, matched: bool) -> None:
     entry, config = graph.entry, graph.module.config
     if matched:
         entry.recaptures = 0
-    elif graph.mismatches > config.warmup_steps and entry.recaptures < config.max_failures:
-        entry.recaptures += 1  # and where that does not help either, the slower replay is as good as it gets
+    elif graph.mismatches > config.warmup_steps and not entry.recaptures:
+        entry.recaptures += 1  # once: where that does not help, the slower replay is as good as it gets
         graph.module.drop(graph.tape)
 
 
@@ -270,7 +295,8 @@ def _capture(
             known.graph.seen.outside.clear()  # the saved activations: their memory is the next layers' to use
             return copies - sum(place is None for place in places)
 
-        shape = tuple((p.size(), p.dtype) for p in direct)
+        sizes = tuple((tensor.size(), tensor.dtype) for tensor in (*direct, *given, *(s.tensor for s in graph.inputs)))
+        shape = (type(module.root), *sizes)
         places = group.places.get(shape)
         state = group.backend.random_state()
         if places is None or capture(places) > 0:  # not the same operations as in the layer the places came from
@@ -287,6 +313,9 @@ def _capture(
         module.capture_failed(entry, error, "its backward")
         module.drop(graph.tape)
         return _from_retained(graph, grads, pending)
+    if any([output.changed() for output in known.saved]):
+        module.drop(graph.tape)
+        raise _changed_in_place(module)
     known.index = graph.tape.append(graph)
     known.results = [None if item is None else StaticOutput(item.detach(), entry) for item in known.results]
     for parameter, buffer in known.written:

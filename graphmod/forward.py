@@ -6,6 +6,8 @@ May import `signature`, `recorder`, `buffers`, `watch`, `reach`, `tape`, `lifecy
 from __future__ import annotations
 
 import contextlib
+import random
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,6 +38,7 @@ class ForwardGraph:
         parameters: leaf tensors from outside that the outputs depend on.
         hooked, direct: those of them whose gradients go through autograd (they have gradient hooks, or several uses in
             one backward), and the others.
+        witness: one of `direct` that autograd sees, or None.
         ticket: weak, that of the last forward with a backward to come.
         retained: the captured outputs with their autograd graph, until the backward is captured from it.
         backward: the captured backward, once there is one.
@@ -79,9 +82,10 @@ class ForwardGraph:
 
         def run() -> Any:
             with modules_called() as self.called, _own_saved_tensors():
-                return module.call(*args, **kwargs)
+                return resolved(module.call(*args, **kwargs))
 
-        before = found.settings()
+        before = found.state()
+        python_random = _python_random_state()
 
         def check(recorder: Recorder, result: Any) -> None:
             hook = foreign_hook(self.called)
@@ -109,6 +113,7 @@ class ForwardGraph:
                 run, self.tape.arena.pool, given, entry.generators, check
             )
         except BaseException:
+            _restore_python_random_state(python_random)
             for parameter, grad in zip(owned, grads, strict=True):
                 if parameter.grad is not grad:
                     parameter.grad = grad
@@ -169,8 +174,8 @@ class ForwardGraph:
             )
         self.retained = []
         for tensor in leaves:
-            if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
-                raise CaptureRefused("returns a sparse tensor or a lazy conjugate; return .resolve_conj().resolve_neg()")
+            if tensor.layout is not torch.strided:
+                raise CaptureRefused("returns a sparse tensor")
             same = next((i for i, static in enumerate(given) if static is tensor), None)
             if same is not None:
                 self.outputs.append(same)
@@ -207,6 +212,8 @@ class ForwardGraph:
         shared = self.module.group.shared
         self.hooked = [p for p in self.parameters if has_gradient_hooks(p) or id(p) in shared]
         self.direct = [p for p in self.parameters if not has_gradient_hooks(p) and id(p) not in shared]
+        first = next((p for p in self.module.owned if any(p is d for d in self.direct)), None)
+        self.witness = first if len(self.direct) > 1 else None
         self.differentiable = [i for i, tensor in enumerate(given) if tensor.requires_grad]
 
     # -- replay --------------------------------------------------------------------------------------------------
@@ -252,6 +259,26 @@ class ForwardGraph:
         return rebuild(self.structure, made)
 
 
+def _python_random_state() -> tuple[Any, Any]:
+    numpy = sys.modules.get("numpy")
+    return random.getstate(), None if numpy is None else numpy.random.get_state()
+
+
+def _restore_python_random_state(state: tuple[Any, Any]) -> None:
+    random.setstate(state[0])
+    if state[1] is not None:
+        sys.modules["numpy"].random.set_state(state[1])
+
+
+def resolved(result: Any) -> Any:
+    """The result with lazy conjugates and negations carried out, which a plain view of memory cannot stand for."""
+    leaves: list[Tensor] = []
+    structure = flatten(result, leaves, {})
+    if not any(tensor.is_conj() or tensor.is_neg() for tensor in leaves if tensor.layout is torch.strided):
+        return result
+    return rebuild(structure, [tensor.resolve_conj().resolve_neg() for tensor in leaves])
+
+
 def _own_saved_tensors() -> contextlib.AbstractContextManager:
     """Keeps hooks for saved tensors from around the call (an outer checkpoint) out of the capture: what a graph saves
     stays in its pool."""
@@ -261,5 +288,5 @@ def _own_saved_tensors() -> contextlib.AbstractContextManager:
 
 
 def _next_sequence_number() -> int:
-    with torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():
         return (torch.ones((), requires_grad=True) * 1).grad_fn._sequence_nr()

@@ -59,8 +59,17 @@ def graph_layers(
         layer.__dict__[_MARK] = (graphed, layer.__dict__.get("forward"))
         layer.__dict__["forward"] = graphed.run
         wrapped.append(graphed)
+    for graphed in wrapped:
+        graphed.group.share(_tied_outside(model, names, graphed.root))
     _train_without_cache(model)
     return wrapped
+
+
+def _tied_outside(model: nn.Module, layers: list[str], layer: nn.Module) -> list[nn.Parameter]:
+    """The parameters of a wrapped layer that modules outside every wrapped layer use too."""
+    inside = {id(module) for name in layers for module in model.get_submodule(name).modules()}
+    outside = {id(p) for m in model.modules() if id(m) not in inside for p in m._parameters.values() if p is not None}
+    return [parameter for parameter in layer.parameters() if id(parameter) in outside]
 
 
 def ungraph(model: nn.Module) -> nn.Module:

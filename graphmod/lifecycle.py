@@ -48,7 +48,7 @@ class Entry:
 
     __slots__ = (
         "signature", "calls", "graphs", "failures_in_a_row", "disabled", "misses", "needs_grad", "trace",
-        "generators", "reason", "last_used", "copies_out", "recaptures",
+        "generators", "reason", "last_used", "copies_out", "recaptures", "moves",
     )  # fmt: skip
 
     def __init__(self, signature: Signature) -> None:
@@ -63,6 +63,7 @@ class Entry:
         self.generators: list = []
         self.reason = ""
         self.last_used = 0
+        self.moves = 0  # recaptures because something moved, without a replay in between
         self.recaptures = 0  # because its backward did not fit, without a fitting one in between
         self.copies_out = False  # results are held in a way that does not let them be moved: hand out copies
 
@@ -81,4 +82,4 @@ class Entry:
 
     def rearm(self) -> None:
         self.disabled = False
-        self.failures_in_a_row = 0
+        self.failures_in_a_row = self.moves = 0

@@ -23,11 +23,20 @@ from torch import Tensor, nn
 from graphmod.backend import make_backend
 from graphmod.backward import apply_replayed
 from graphmod.config import CUDAGraphConfig
-from graphmod.forward import ForwardGraph
+from graphmod.errors import CaptureRefused
+from graphmod.forward import ForwardGraph, resolved
 from graphmod.lifecycle import Entry, GraphStats
 from graphmod.reach import Reach, reach
 from graphmod.recorder import Recorder, is_recording
-from graphmod.signature import Signature, difference, flatten, mode_key, parameter_names, tensor_key
+from graphmod.signature import (
+    Signature,
+    difference,
+    flatten,
+    mode_key,
+    opaque_parts,
+    parameter_names,
+    tensor_key,
+)
 from graphmod.tape import EagerCall, Group, Tape, Ticket
 from graphmod.watch import HOOKS
 
@@ -36,6 +45,7 @@ log = logging.getLogger("graphmod")
 _training = operator.attrgetter("training")
 _grad = operator.attrgetter("grad")
 CAPTURE_ANOTHER = "its graphs expect other gradients (None, or to be added to) than the coming backward will find"
+_MOST_OPAQUE = 4
 _MOST_UNCAPTURED = 64  # signatures without a graph that are remembered; more means that one of them changes each call
 
 
@@ -189,7 +199,7 @@ class CUDAGraphModule(nn.Module):
         graph.launch()
         tape.cursor = graph.index + 1
         self.stats_.replays += 1
-        entry.misses = 0
+        entry.misses = entry.moves = 0
         if graph.backward is not None or not graph.grad_outputs:
             entry.succeeded()
         return self._results(graph, leaves, state)
@@ -200,7 +210,8 @@ class CUDAGraphModule(nn.Module):
             ticket = Ticket(graph.tape.arena, graph, random_state)
             graph.ticket = weakref.ref(ticket)
             inputs = [leaves[i] for i in graph.differentiable]
-            outputs = apply_replayed(ticket, self._anchor, *inputs, *graph.hooked)
+            witness = () if graph.witness is None else (graph.witness,)
+            outputs = apply_replayed(ticket, self._anchor, *inputs, *graph.hooked, *witness)
         return graph.results(leaves, outputs)
 
     # -- eager calls ---------------------------------------------------------------------------------------------
@@ -218,13 +229,24 @@ class CUDAGraphModule(nn.Module):
         entry.calls += 1
         recorder = Recorder(refuse=False, on_gpu=self.group.backend.on_gpu)
         record = entry.calls == self.config.warmup_steps
+        found = self.reached(*opaque_parts(entry.signature.structure)) if record else None
+        before = found.state() if record else None
         torch.clear_autocast_cache()  # what a graph casts, it casts itself; the recorded call must do so too
-        with self.group.backend.warm_up(self._owned if first else []):
+        with self.group.backend.warm_up(self.owned if first else []):
             with recorder if record else contextlib.nullcontext():
                 result = self.call(*args, **kwargs)
+                result = resolved(result) if record else result
         if record:
             entry.trace = recorder.trace
             entry.generators = recorder.generators
+            changed = found.changed_since(before)
+            if changed is not None:
+                # Known before any attempt, so that the user's Python never runs twice for one call. Once more of the
+                # same kind is watched, because a first call may create what later ones only use.
+                entry.calls -= 1
+                self.capture_failed(
+                    entry, CaptureRefused(f"changes {changed} as it runs, which a replay would not do"), "its forward"
+                )
         return self._track(entry, result)
 
     def _track(self, entry: Entry, result: Any) -> Any:
@@ -262,7 +284,7 @@ class CUDAGraphModule(nn.Module):
         tape = growing or self.group.place(entry.needs_grad)
         if tape is None:
             entry.misses += 0 if entry.graphs else 1
-            if entry.misses > self.config.warmup_steps:
+            if entry.misses > self.config.warmup_steps and not self.group.eager_in_flight:
                 tape = self.group.new_tape_elsewhere()
         return tape
 
@@ -274,7 +296,9 @@ class CUDAGraphModule(nn.Module):
             reason = graph.watch.moved()
             self.drop(graph.tape)
             entry.trace = None  # of the code as it was before the change
-            if entry.failed(f"captured again and again, because {reason}", self.config.max_failures):
+            entry.moves += 1
+            if entry.moves >= self.config.max_failures:
+                entry.disabled, entry.reason = True, f"captured again and again, because {reason}"
                 self._log_once(f"{self.name!r} stays eager: {entry.reason}. force_enable() tries again")
 
     def _make_space(self, entry: Entry) -> bool:
@@ -312,6 +336,8 @@ class CUDAGraphModule(nn.Module):
         entry.graphs.append(graph)
         entry.misses = 0
         entry.needs_grad = bool(graph.grad_outputs)
+        if not entry.needs_grad:
+            entry.succeeded()
         self.stats_.captures += 1
         self.stats_.replays += 1
         self.stats_.capture_seconds += time.perf_counter() - began
@@ -346,12 +372,12 @@ class CUDAGraphModule(nn.Module):
         """Finds, before the first call, the modules and parameters the callable reaches, and its device."""
         found = self._found = reach(self.root)
         self._reached = found.modules
-        self._owned = found.parameters()
-        self._parameters_reached = [] if isinstance(self.root, nn.Module) else self._owned
+        self.owned = list(self.root.parameters()) if isinstance(self.root, nn.Module) else found.parameters()
+        self._parameters_reached = [] if isinstance(self.root, nn.Module) else self.owned
         known = {id(parameter) for parameter in self.group.parameters}
-        self.group.share([parameter for parameter in self._owned if id(parameter) in known])
-        self.group.parameters += [parameter for parameter in self._owned if id(parameter) not in known]
-        tensors = [*leaves, *self._owned, *(tensor for _, _, tensor in found.slots)]
+        self.group.share([parameter for parameter in self.owned if id(parameter) in known])
+        self.group.parameters += [parameter for parameter in self.owned if id(parameter) not in known]
+        tensors = [*leaves, *self.owned, *(tensor for _, _, tensor in found.slots)]
         device = next((t.device for t in tensors if t.is_cuda), torch.device("cpu"))
         if self.group.backend is None:
             self.group.backend = make_backend(self.config.backend, device)
@@ -378,7 +404,8 @@ class CUDAGraphModule(nn.Module):
                 f"{self.name!r} was called with other inputs:\n  " + "\n  ".join(lines), key="other inputs"
             )
         uncaptured = [e for e in self._entries.values() if not e.graphs and not e.disabled]
-        if len(uncaptured) >= _MOST_UNCAPTURED:
+        opaque = any(True for _ in opaque_parts(signature.structure))  # such a signature keeps an object alive
+        if len(uncaptured) >= (_MOST_OPAQUE if opaque else _MOST_UNCAPTURED):
             oldest = min(uncaptured, key=lambda e: e.last_used)
             del self._entries[oldest.signature]
         entry = self._entries[signature] = Entry(signature)

@@ -36,18 +36,44 @@ def _find(op: Any) -> tuple[Any, list[str], set[str]] | None:
     return None
 
 
+def _sum_size(tensor: Tensor, dims: Any = None, keepdim: bool = False, **_: Any) -> torch.Size:
+    wanted = {dim % tensor.dim() for dim in dims} if dims else set(range(tensor.dim()))
+    sizes = [1 if i in wanted else size for i, size in enumerate(tensor.size()) if keepdim or i not in wanted]
+    return torch.Size(sizes)
+
+
+def _broadcast_size(one: Any, other: Any, **_: Any) -> torch.Size | None:
+    if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
+        return None
+    return torch.broadcast_shapes(one.size(), other.size())
+
+
+_aten = torch.ops.aten
+# The operations whose results usually are gradients, and the size of their results: an `out` of another size would be
+# resized under everybody who holds it.
+_SIZES = {
+    _aten.mm.default: lambda a, b: torch.Size((a.size(0), b.size(1))),
+    _aten.bmm.default: lambda a, b: torch.Size((a.size(0), a.size(1), b.size(2))),
+    _aten.sum.dim_IntList: _sum_size,
+    _aten._to_copy.default: lambda a, **_: a.size(),
+    _aten.add.Tensor: _broadcast_size,
+    _aten.mul.Tensor: _broadcast_size,
+}
+
+
 def writes_directly(op: Any) -> bool:
-    """Whether the operator can compute into given memory without a copy. Overloads that PyTorch generates from the
-    functional form compute elsewhere and copy."""
-    if op is torch.ops.aten._to_copy.default:
-        return True
-    found = out_overload(op) if isinstance(op, torch._ops.OpOverload) else None
-    return found is not None and len(found[1]) == 1 and torch.Tag.generated not in found[0].tags
+    """Whether `run_into` can compute the operator's result into given memory without a copy."""
+    return op in _SIZES
+
+
+def fits_into(op: Any, args: tuple, kwargs: dict, target: Tensor) -> bool:
+    """Whether the operator's result has the shape of `target`."""
+    return op in _SIZES and _SIZES[op](*args, **kwargs) == target.size()
 
 
 def run_into(op: Any, args: tuple, kwargs: dict, target: Tensor) -> Tensor:
     """The operator's result, computed into `target`, which has the result's shape, strides and dtype."""
-    if op is torch.ops.aten._to_copy.default:
+    if op is _aten._to_copy.default:
         return target.copy_(args[0])
     overload, names, others = out_overload(op)
     passed = {key: value for key, value in kwargs.items() if key in others}

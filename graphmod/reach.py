@@ -17,7 +17,7 @@ _STOP = (type, types.ModuleType, torch.dtype, torch.device, torch.Generator, byt
 PLAIN = (int, float, bool, str, type(None))
 _MOST = 200_000  # objects looked at; beyond it a callable holds a data set, not a model
 _MOST_NUMBERS = 64  # in one list or dict; more is data, not settings
-_MODULE_INTERNALS = set(nn.Module().__dict__)
+_MODULE_INTERNALS = {*nn.Module().__dict__, "forward", "_graphmod"}  # `forward` is where graph_layers wraps
 
 Place = tuple[Any, Any, Any]  # (container, key, what container[key] is)
 
@@ -31,6 +31,7 @@ class Reach:
         slots: places of tensors.
         links: places of the objects that lead to tensors and settings.
         numbers: places of plain values (numbers, strings, None) that the reached code names.
+        containers: the lists and dicts among the links.
     """
 
     modules: list[nn.Module] = field(default_factory=list)
@@ -38,6 +39,7 @@ class Reach:
     slots: list[Place] = field(default_factory=list)
     links: list[Place] = field(default_factory=list)
     numbers: list[Place] = field(default_factory=list)
+    containers: list[Any] = field(default_factory=list)
 
     def in_place(self) -> bool:
         """Whether every tensor and object is still where it was found."""
@@ -48,16 +50,27 @@ class Reach:
         found = {id(t): t for _, _, t in self.slots if t.is_leaf and (t.requires_grad or isinstance(t, nn.Parameter))}
         return list(found.values())
 
-    def settings(self) -> list[Any]:
-        """The present values of `numbers`."""
-        return [get(container, key) for container, key, _ in self.numbers]
+    def state(self) -> tuple[list, list]:
+        """What is at every place now, and how long every container is."""
+        now = [get(container, key) for container, key, _ in (*self.numbers, *self.slots, *self.links)]
+        return now, list(map(len, self.containers))
 
-    def changed_since(self, before: list[Any]) -> str | None:
-        """The name of the first of `numbers` that no longer has its value of `before`; None when all have."""
-        for (_, key, _), old, now in zip(self.numbers, before, self.settings(), strict=True):
-            if old != now and not (old != old and now != now):
-                return f"{'a variable' if key is None else repr(key)} from {old!r} to {now!r}"
+    def changed_since(self, before: tuple[list, list]) -> str | None:
+        """What Python code changed since `before = state()`: the first place in words, None if nothing did."""
+        items, sizes = self.state()
+        places = (*self.numbers, *self.slots, *self.links)
+        for (container, key, _), old, now in zip(places, before[0], items, strict=True):
+            if old is now or (isinstance(old, PLAIN) and type(old) is type(now) and (old == now or old != old)):
+                continue
+            name = "a variable" if key is None else f"item {key}" if isinstance(container, list) else repr(key)
+            return f"{name} from {_short(old)} to {_short(now)}"
+        if sizes != before[1]:
+            return "the length of a list or dict"
         return None
+
+
+def _short(value: Any) -> str:
+    return repr(value) if isinstance(value, PLAIN) else f"one {type(value).__name__}"
 
 
 def get(container: Any, key: Any) -> Any:
@@ -201,4 +214,5 @@ def reach(*roots: Any) -> Reach:
         for place in found.links
         if not isinstance(place[1], str) or isinstance(place[2], nn.Module) or place[1] in named
     ]
+    found.containers = [item for _, _, item in found.links if isinstance(item, (list, dict))]
     return found

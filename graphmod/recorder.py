@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from graphmod.errors import CaptureRefused
-from graphmod.overloads import run_into, writes_directly
+from graphmod.overloads import fits_into, run_into
 
 _INTERNAL = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 _aten = torch.ops.aten
@@ -121,6 +121,16 @@ def _user_frame() -> tuple[Any, int]:
     return None, 0
 
 
+def _inside(path: str) -> bool:
+    """Whether code of a file with `path` in its name is running."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if path in frame.f_code.co_filename.replace("\\", "/"):
+            return True
+        frame = frame.f_back
+    return False
+
+
 class Recorder(TorchDispatchMode):
     """Watches a call. With `refuse`, raises `CaptureRefused` before an operation that a graph cannot repeat.
 
@@ -199,7 +209,7 @@ class Recorder(TorchDispatchMode):
                 self.outside[where] = tensor.detach()
         self._note_writes(about, args, kwargs)
         target = self._targets.get(len(self.trace))
-        if target is not None and writes_directly(op):
+        if target is not None and fits_into(op, args, kwargs, target):
             result = run_into(op, args, kwargs, target)
         else:
             result = op(*args, **kwargs)
@@ -247,6 +257,11 @@ class Recorder(TorchDispatchMode):
         reason = self._hazard(about, args, kwargs, given)
         if reason is not None:
             step = Step(op, (), code, line)
+            if about.name in _HOST_READS and _inside("/torch/optim/"):
+                reason = (
+                    "the optimizer reads its step count or learning rate on the host; build it with fused=True (and "
+                    "capturable=True on a GPU), and with a tensor as lr"
+                )
             raise CaptureRefused(f"{about.name.removeprefix('aten::')} at {step.place}: {reason}")
 
     def _hazard(self, about: _Facts, args: tuple, kwargs: dict, given: list) -> str | None:

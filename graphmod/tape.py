@@ -212,6 +212,7 @@ class Group:
         if probe is None:
             self._context = None
             return
+        self.stash.clear()
         version = probe._version
         self._context = (probe.grad is None, version != self._version)
         self._version = version

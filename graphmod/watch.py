@@ -52,7 +52,7 @@ class Watch:
         numbers = [place for place in found.numbers if not isinstance(place[0], types.CellType)]
         self._number_in = [container for container, _, _ in numbers]
         self._number_at = [key for _, key, _ in numbers]
-        self._numbers = [value for _, _, value in numbers]
+        self._numbers = list(map(operator.getitem, self._number_in, self._number_at))
         self._addresses = list(map(_data_ptr, self._tensors))
         self._parameters = [t for t in self._tensors if isinstance(t, nn.Parameter) or t.requires_grad]
         self._flags = list(map(_requires_grad, self._parameters))

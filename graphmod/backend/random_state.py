@@ -12,6 +12,9 @@ from graphmod.errors import CaptureRefused
 from graphmod.recorder import Recorder, is_recording
 
 
+_NO_STATE = torch.empty(0, dtype=torch.uint8)
+
+
 @contextlib.contextmanager
 def frozen_random_state(modules: tuple[ModuleType, ...], applies: Callable[[], bool]) -> Iterator[list[str]]:
     """Lets `get_rng_state` and `set_rng_state` of `modules` do nothing where `applies()`; yields a list of such calls.
@@ -25,7 +28,7 @@ def frozen_random_state(modules: tuple[ModuleType, ...], applies: Callable[[], b
         if not applies():
             return originals[0][1](*args, **kwargs)
         touched.append("get")
-        return torch.empty(0, dtype=torch.uint8)
+        return _NO_STATE
 
     def set_rng_state(*args: Any, **kwargs: Any) -> None:
         if not applies():

@@ -19,10 +19,10 @@ def next_token_loss(model: nn.Module, tokens: Tensor) -> Tensor:
     """Mean cross entropy, in nats per token, of predicting `tokens[:, 1:]` from `tokens[:, :-1]`.
 
     Args:
-        model: a causal LM whose output has `.logits` of shape (B, S, V).
+        model: a transformers causal LM, whose output has `.logits` of shape (B, S, V).
         tokens: (B, S + 1) int64.
     """
-    logits = model(input_ids=tokens[:, :-1]).logits
+    logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
     return nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
 
 
