@@ -19,10 +19,19 @@ from graphmod.recorder import Recorder
 
 
 class CudaPool:
-    """A memory pool of the caching allocator that only captures allocate from."""
+    """A memory pool of the caching allocator that only captures allocate from.
 
-    def __init__(self) -> None:
+    A pool whose last graph is gone cannot be captured into again, so each holds a graph of its own that does nothing
+    but keep it alive.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
         self.handle = torch.cuda.graph_pool_handle()
+        self._anchor = torch.cuda.CUDAGraph()
+        with _no_garbage_collection(), torch.cuda.stream(stream):
+            self._anchor.capture_begin(pool=self.handle, capture_error_mode="thread_local")
+            torch.zeros(1, device=stream.device)
+            self._anchor.capture_end()
 
     def bytes(self) -> int:
         """Bytes of GPU memory the pool has reserved."""
@@ -90,7 +99,7 @@ class CudaBackend:
         self._generator = torch.cuda.default_generators[self.device.index]
 
     def new_pool(self) -> CudaPool:
-        return CudaPool()
+        return CudaPool(self.stream)
 
     def prepare_capture(self) -> None:
         """Gives cached blocks back, because a private pool cannot use what the warm-up left behind."""
@@ -111,6 +120,10 @@ class CudaBackend:
     def frozen_random_state(self) -> contextlib.AbstractContextManager:
         """Keeps code from reading or setting the random state, which the capture did not give it either."""
         return frozen_random_state((torch.cuda, torch.cuda.random), lambda: True)
+
+    def before_capture(self, parameters: list[Tensor]) -> None:
+        """Makes the capture build the parameters' gradient accumulators anew, on its own stream."""
+        _renew_gradient_accumulators(parameters)
 
     def random_state(self) -> Any:
         return self._generator.get_offset()
@@ -141,7 +154,11 @@ class CudaBackend:
         recorder = Recorder(inputs, on_gpu=True, targets=targets)
         spare = [(g, g.clone_state()) for g in (self._generator, *generators) if g.device.type == "cuda"]
         with _no_garbage_collection(), torch.cuda.stream(self.stream):
-            graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
+            try:
+                graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
+            except BaseException:
+                self._clean_up(pool, spare)
+                raise
             try:
                 with refuse_random_state(recorder, (torch.cuda, torch.cuda.random)), recorder:
                     result = run()
