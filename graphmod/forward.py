@@ -79,7 +79,7 @@ class ForwardGraph:
         owned = found.parameters()
         grads = [parameter.grad for parameter in owned]
         oldest = _next_sequence_number()
-        group.backend.before_capture(owned)
+        group.backend.before_capture(module.accumulators_to_renew())
 
         def run() -> Any:
             with modules_called() as self.called, _own_saved_tensors():

@@ -102,6 +102,7 @@ class CUDAGraphModule(nn.Module):
         self._clock = count()
         self._found: Reach | None = None
         self._reached: list[nn.Module] = []
+        self._eager_calls: weakref.WeakSet[EagerCall] = weakref.WeakSet()
         self._parameters_reached: list[Tensor] = []
         self._logged: set[str] = set()
         self._anchor: Tensor | None = None
@@ -233,7 +234,7 @@ class CUDAGraphModule(nn.Module):
         before = found.state() if record else None
         torch.clear_autocast_cache()  # what a graph casts, it casts itself; the recorded call must do so too
         watching = recorder if record else contextlib.nullcontext()
-        with self.group.backend.warm_up(self.owned if first else []), watching:
+        with self.group.backend.warm_up(self.accumulators_to_renew() if first else []), watching:
             result = self.call(*args, **kwargs)
             result = resolved(result) if record else result
         if record:
@@ -256,8 +257,22 @@ class CUDAGraphModule(nn.Module):
                 entry.needs_grad = True
                 if not self.group.busy:
                     self.group.begin_pass()
-            tensor.register_hook(EagerCall(self.group).backward_began)
+            call = EagerCall(self.group)
+            self._eager_calls.add(call)
+            tensor.register_hook(call.backward_began)
         return result
+
+    def accumulators_to_renew(self) -> list[Tensor]:
+        """The parameters whose gradient accumulators may be made anew: none while a forward of this module that holds
+        the present ones still has its backward to come."""
+        if any(not call.done for call in self._eager_calls):
+            return []
+        for entry in self._entries.values():
+            for graph in entry.graphs:
+                ticket = graph.ticket() if graph.ticket is not None else None
+                if ticket is not None and not ticket.done:
+                    return []
+        return [parameter for parameter in self.owned if id(parameter) not in self.group.shared]
 
     def differentiable_outputs(self, result: Any) -> list[Tensor]:
         """The tensors in a result that have a backward, each once, in order."""
