@@ -128,7 +128,7 @@ class EagerCall:
     """A warm-up call whose backward is still to come. No tape starts while one is in flight, because the tape would
     then begin in the middle of an iteration."""
 
-    __slots__ = ("done", "group")
+    __slots__ = ("__weakref__", "done", "group")
 
     def __init__(self, group: Group) -> None:
         self.group, self.done = group, False

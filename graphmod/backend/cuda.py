@@ -8,6 +8,7 @@ and `random_state`.
 
 import contextlib
 import gc
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,19 +20,18 @@ from graphmod.recorder import Recorder
 
 
 class CudaPool:
-    """A memory pool of the caching allocator that only captures allocate from.
+    """A memory pool of the caching allocator that only captures allocate from."""
 
-    A pool whose last graph is gone cannot be captured into again, so each holds a graph of its own that does nothing
-    but keep it alive.
-    """
-
-    def __init__(self, stream: torch.cuda.Stream) -> None:
+    def __init__(self) -> None:
+        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
         self.handle = torch.cuda.graph_pool_handle()
-        self._anchor = torch.cuda.CUDAGraph()
-        with _no_garbage_collection(), torch.cuda.stream(stream):
-            self._anchor.capture_begin(pool=self.handle, capture_error_mode="thread_local")
-            torch.zeros(1, device=stream.device)
-            self._anchor.capture_end()
+
+    def open_for(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Makes the pool ready for the capture of `graph`. PyTorch closes a pool for good with its last graph, as after
+        a first capture that failed; the next capture then gets a new one."""
+        if not self._graphs:
+            self.handle = torch.cuda.graph_pool_handle()
+        self._graphs.add(graph)
 
     def bytes(self) -> int:
         """Bytes of GPU memory the pool has reserved."""
@@ -99,7 +99,7 @@ class CudaBackend:
         self._generator = torch.cuda.default_generators[self.device.index]
 
     def new_pool(self) -> CudaPool:
-        return CudaPool(self.stream)
+        return CudaPool()
 
     def prepare_capture(self) -> None:
         """Gives cached blocks back, because a private pool cannot use what the warm-up left behind."""
@@ -148,6 +148,7 @@ class CudaBackend:
             Exception: whatever `run` raised, or what CUDA said; stream and generators are usable again.
         """
         graph = torch.cuda.CUDAGraph()
+        pool.open_for(graph)
         for generator in generators:
             if generator.device.type == "cuda":
                 graph.register_generator_state(generator)
