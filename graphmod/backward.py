@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -17,8 +17,8 @@ from torch import Tensor
 from graphmod.buffers import OwnedBuffer, StaticInput, StaticOutput, adopted
 from graphmod.errors import BackwardUnavailable
 from graphmod.forward import ForwardGraph
-from graphmod.placement import Place, buffers_for, find_places, store
-from graphmod.recorder import address
+from graphmod.placement import Gradients, Place, buffers_for, find_places, store
+from graphmod.recorder import Recorder, address
 from graphmod.signature import AUTOCAST, rebuild
 from graphmod.tape import Ticket
 from graphmod.watch import without_gradient_hooks
@@ -66,7 +66,7 @@ class BackwardGraph:
         written, accumulated: `(parameter, buffer)` pairs whose gradient the graph overwrites or adds to.
     """
 
-    __slots__ = ("index", "graph", "inputs", "results", "written", "accumulated", "saved")
+    __slots__ = ("accumulated", "graph", "index", "inputs", "results", "saved", "written")
 
     def fits(self, grads: Sequence[Tensor | None], passes: int) -> bool:
         for static, grad in zip(self.inputs, grads, strict=True):
@@ -134,8 +134,8 @@ def run_backward(ticket: Ticket, grads: tuple[Tensor | None, ...]) -> Sequence[T
     module = graph.module
     if torch.is_grad_enabled():
         raise BackwardUnavailable(
-            f"{module.name!r} was replayed from a graph, which has no gradient of its gradient (create_graph=True); run "
-            "this part eagerly: graph.scope=none, or call the module as .module"
+            f"{module.name!r} was replayed from a graph, which has no gradient of its gradient (create_graph=True); "
+            "run this part eagerly: graph=none, ungraph(model), or call the module as .module"
         )
     if not ticket.current:
         raise BackwardUnavailable(
@@ -170,15 +170,19 @@ def _backward(ticket: Ticket, graph: ForwardGraph, grads: tuple[Tensor | None, .
             return _recompute(ticket, graph, grads, accumulates)
         pending = _used_later(ticket, graph)
         stash = module.group.stash
-        shared = [p for p in graph.direct if id(p) in pending or id(p) in stash or (p is not graph.witness and _used_eagerly(p))]
+        shared = [
+            p
+            for p in graph.direct
+            if id(p) in pending or id(p) in stash or (p is not graph.witness and _used_eagerly(p))
+        ]
         if shared:
             # Captured anew with these gradients going through autograd; this once, summed up here.
             module.group.share(shared)
             module.drop(tape)
         elif on_tape and tape.at_end and not tape.dropped:
-            return _capture(graph, grads, pending)
-        return _from_retained(graph, grads, pending)
-    if any([output.changed() for output in known.saved]):
+            return _capture(ticket, graph, grads, pending)
+        return _recompute(ticket, graph, grads, accumulates, pending)
+    if any(output.changed() for output in known.saved):
         raise _changed_in_place(module)
     if on_tape and known.index >= tape.cursor and known.fits(grads, tape.arena.passes):
         copied, as_captured = known.launch(grads, tape.arena.passes)
@@ -224,8 +228,11 @@ def _wanted(parameter: Tensor) -> bool:
         return True
 
 
-def _used_eagerly(parameter: Tensor) -> bool:
-    """Whether autograd itself is going to accumulate into this parameter in the present backward."""
+def _used_eagerly(parameter: Tensor, graph: ForwardGraph) -> bool:
+    """Whether autograd itself is going to accumulate into this parameter in the present backward. Nobody can tell for
+    the witness, which autograd always visits."""
+    if parameter is graph.witness:
+        return False
     with torch.enable_grad():
         accumulator = torch.autograd.graph.get_gradient_edge(parameter).node
     return torch._C._will_engine_execute_node(accumulator)
@@ -242,26 +249,32 @@ def _count_mismatch(graph: ForwardGraph, matched: bool) -> None:
         graph.module.drop(graph.tape)
 
 
-def _differentiate(graph: ForwardGraph, grads: Sequence[Tensor | None]) -> tuple[list, list]:
-    """Gradients of the retained outputs: of `(differentiable inputs + hooked parameters, other parameters)`."""
-    pairs = [(out, grad) for out, grad in zip(graph.retained, grads, strict=True) if grad is not None]
-    through = [graph.inputs[i].tensor for i in graph.differentiable] + graph.hooked
-    direct = graph.direct
-    if not pairs or not through + direct:
-        return [None] * len(through), [(parameter, None) for parameter in direct]
-    with without_gradient_hooks(graph.hooked):  # autograd runs them when the gradients come out of this node
-        found = torch.autograd.grad(
-            [out for out, _ in pairs],
-            through + direct,
-            [grad for _, grad in pairs],
-            retain_graph=True,  # a failed capture still needs it
-            allow_unused=True,
-        )
+def _differentiate(
+    graph: ForwardGraph,
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
+    direct: Sequence[Tensor],
+) -> tuple[list[Tensor | None], Gradients]:
+    """Gradients of `outputs`: of the differentiable inputs and hooked parameters, and of the `direct` parameters."""
+    pairs = [(out, grad) for out, grad in zip(outputs, grads, strict=True) if grad is not None]
+    through = [inputs[i] for i in graph.differentiable] + graph.hooked
+    wanted = [*through, *direct]
+    found: Sequence[Tensor | None] = [None] * len(wanted)
+    if pairs and wanted:
+        with without_gradient_hooks(graph.hooked):  # autograd runs them when the gradients come out of this node
+            found = torch.autograd.grad(
+                [out for out, _ in pairs],
+                wanted,
+                [grad for _, grad in pairs],
+                retain_graph=True,  # a capture may be made twice
+                allow_unused=True,
+            )
     return list(found[: len(through)]), list(zip(direct, found[len(through) :], strict=True))
 
 
 def _capture(
-    graph: ForwardGraph, grads: tuple[Tensor | None, ...], pending: set[int]
+    ticket: Ticket, graph: ForwardGraph, grads: tuple[Tensor | None, ...], pending: set[int]
 ) -> Sequence[Tensor | None]:
     module, entry, group, arena = graph.module, graph.entry, graph.module.group, graph.tape.arena
     fresh = not any(p.grad is not None for p in graph.parameters)
@@ -274,46 +287,58 @@ def _capture(
         buffers = buffers_for(group, direct)
         given = [tensor for tensor in static if tensor is not None]
 
-        def capture(places: list[Place | None]) -> int:
+        def capture(places: list[Place | None] | None) -> tuple[list[Place | None], int]:
+            """Captures with the gradients at `places` computed straight into their buffers; returns where the
+            gradients were made, and how many had to be copied although they had a place."""
             targets = {
                 place.index: buffer.as_strided(place.size, place.stride)
-                for place, parameter, buffer in zip(places, direct, buffers, strict=True)
+                for place, parameter, buffer in zip(places or [None] * len(direct), direct, buffers, strict=True)
                 if place is not None and parameter.grad is None
             }
+            found: list[Place | None] = []
             copies = 0
 
-            def run() -> None:
+            def run() -> Any:
                 nonlocal copies
-                through, gradients = _differentiate(graph, static)
+                inputs = [item.tensor for item in graph.inputs]
+                through, gradients = _differentiate(graph, graph.retained, inputs, static, direct)
                 taken = {address(tensor) for tensor in (*given, *buffers)}
                 known.results = [_own(item, taken) for item in through]
+                before = list(gradients)
                 known.written, known.accumulated, copies = store(gradients, buffers)
+                return before
 
-            known.graph, _ = group.backend.capture(run, arena.pool, given, entry.generators, targets=targets)
-            read = known.graph.seen.read
-            known.saved = [output for output in graph.grad_outputs if address(output.tensor) in read]
-            known.graph.seen.outside.clear()  # the saved activations: their memory is the next layers' to use
-            return copies - sum(place is None for place in places)
+            def check(recorder: Recorder, gradients: Any) -> None:
+                found.extend(find_places(gradients, recorder))
+
+            known.graph, _ = group.backend.capture(run, arena.pool, given, entry.generators, check, targets)
+            return found, copies - sum(place is None for place in places or ())
 
         sizes = tuple((tensor.size(), tensor.dtype) for tensor in (*direct, *given, *(s.tensor for s in graph.inputs)))
         shape = (type(module.root), *sizes)
-        places = group.places.get(shape)
         state = group.backend.random_state()
-        if places is None or capture(places) > 0:  # not the same operations as in the layer the places came from
+        places = group.places.get(shape)
+        found, missed = capture(places)
+        if places is None or missed > 0:  # the first of its kind, or not the operations that the first of its kind had
             if places is not None:
                 known.graph.discard()
                 group.backend.set_random_state(state)
-            with group.backend.frozen_random_state():
-                places = find_places(lambda: _differentiate(graph, static)[1], group.backend.on_gpu)
-            group.backend.set_random_state(state)
-            group.places[shape] = places
-            capture(places)
+                found, _ = capture(None)
+            group.places[shape] = found
+            if any(place is not None for place in found):
+                known.graph.discard()
+                group.backend.set_random_state(state)
+                capture(found)
+        known.saved = [output for output in graph.grad_outputs if address(output.tensor) in known.graph.seen.read]
+        known.graph.seen.outside.clear()  # the saved activations: their memory is the next layers' to use
         known.graph.replay()
     except Exception as error:  # whatever user code or CUDA raised: the eager backward decides what the user sees
+        if any(output.changed() for output in graph.grad_outputs) and "inplace operation" in str(error):
+            raise
         module.capture_failed(entry, error, "its backward")
         module.drop(graph.tape)
-        return _from_retained(graph, grads, pending)
-    if any([output.changed() for output in known.saved]):
+        return _recompute(ticket, graph, grads, True, pending)
+    if any(output.changed() for output in known.saved):
         module.drop(graph.tape)
         raise _changed_in_place(module)
     known.index = graph.tape.append(graph)
@@ -364,32 +389,19 @@ def _deliver(direct: list[tuple[Tensor, Tensor | None]]) -> None:
             parameter.grad.add_(grad)
 
 
-def _from_retained(graph: ForwardGraph, grads: Sequence[Tensor | None], pending: set[int]) -> list[Tensor | None]:
-    """The backward of a forward that has no backward graph yet, from the autograd graph its capture left behind: the
-    replay has just filled the values that graph saved. Gradients of `pending` parameters wait for the other uses."""
-    with graph.module.group.backend.frozen_random_state():
-        through, direct = _differentiate(graph, grads)
-    stash = graph.module.group.stash
-    ready = []
-    for parameter, grad in direct:
-        earlier = stash.pop(id(parameter), None)
-        if earlier is not None:
-            grad = earlier if grad is None else earlier + grad
-        if grad is not None and id(parameter) in pending:
-            stash[id(parameter)] = grad.clone()
-        else:
-            ready.append((parameter, grad))
-    _deliver(ready)
-    return [None if grad is None else grad.clone() for grad in through]
-
-
 def _recompute(
-    ticket: Ticket, graph: ForwardGraph, grads: Sequence[Tensor | None], accumulates: bool
+    ticket: Ticket,
+    graph: ForwardGraph,
+    grads: Sequence[Tensor | None],
+    accumulates: bool,
+    pending: Collection[int] = (),
 ) -> list[Tensor | None]:
     """Runs the forward again, eagerly, on the inputs that are still in place, and differentiates that.
 
-    For a backward that comes out of tape order, a second time, with other gradients than at capture, or through
-    `torch.autograd.grad`.
+    For a backward that has no graph yet, or comes out of tape order, a second time, with other gradients than at
+    capture, or through `torch.autograd.grad`. The autograd graph of the capture itself is no use outside of a capture:
+    its attention kernels hold their random state as device addresses. Gradients of the parameters `pending` wait for
+    their other uses in this backward.
     """
     module, backend = graph.module, graph.module.group.backend
     changed = [(tensor, tensor.clone()) for tensor in graph.graph.seen.written.values()]
@@ -402,20 +414,22 @@ def _recompute(
         dtype = graph.entry.signature.modes[AUTOCAST]
         with torch.enable_grad(), torch.autocast(backend.device_type, dtype, enabled=dtype is not None):
             outputs = module.differentiable_outputs(module.call(*args, **kwargs))
-        pairs = [(out, grad) for out, grad in zip(outputs, grads, strict=True) if grad is not None]
-        through = [leaves[i] for i in graph.differentiable] + graph.hooked
-        direct = graph.direct if accumulates else []
-        found: Sequence = [None] * len(through + direct)
-        if pairs and through + direct:
-            with without_gradient_hooks(graph.hooked):
-                found = torch.autograd.grad(
-                    [out for out, _ in pairs], through + direct, [grad for _, grad in pairs], allow_unused=True
-                )
     finally:
         if graph.random:
             backend.set_random_state(now)
         for tensor, before in changed:
             tensor.copy_(before)
-    _deliver(list(zip(direct, found[len(through) :], strict=True)))
+    direct = graph.direct if accumulates else []
+    through, gradients = _differentiate(graph, outputs, leaves, grads, direct)
+    stash, ready = module.group.stash, []
+    for parameter, grad in gradients:
+        earlier = stash.pop(id(parameter), None)
+        if earlier is not None:
+            grad = earlier if grad is None else earlier + grad
+        if grad is not None and id(parameter) in pending:
+            stash[id(parameter)] = grad.clone()
+        else:
+            ready.append((parameter, grad))
+    _deliver(ready)
     module.stats_.eager_calls += 1
-    return list(found[: len(through)])
+    return through

@@ -30,7 +30,7 @@ def mark_static(tensor: Tensor) -> Tensor:
 class OwnedBuffer:
     """A copy of an argument at a fixed address. Several graphs may read it when they get the same tensor."""
 
-    __slots__ = ("tensor", "users", "_memory", "_source", "_version", "_pointer", "_pass", "__weakref__")
+    __slots__ = ("__weakref__", "_memory", "_pass", "_pointer", "_source", "_version", "tensor", "users")
 
     def __init__(self, like: Tensor) -> None:
         # Dimensions broadcast by a zero stride stay so: the memory holds their one element.
@@ -82,7 +82,7 @@ class StaticInput:
     is adopted (`pointer` must match), or the graph never reads it (`unused`).
     """
 
-    __slots__ = ("tensor", "buffer", "pointer", "unused", "name")
+    __slots__ = ("buffer", "name", "pointer", "tensor", "unused")
 
     def __init__(self, tensor: Tensor, buffer: OwnedBuffer | None, name: str) -> None:
         self.tensor, self.buffer, self.name = tensor, buffer, name
@@ -119,7 +119,7 @@ class StaticOutput:
     result ever changes in the caller's hands. Nothing is copied for results that were dropped.
     """
 
-    __slots__ = ("tensor", "entry", "_twin", "_alias")
+    __slots__ = ("_alias", "_twin", "entry", "tensor")
 
     def __init__(self, tensor: Tensor, entry: Any) -> None:
         self.tensor, self.entry = tensor, entry

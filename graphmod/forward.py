@@ -109,9 +109,7 @@ class ForwardGraph:
             self._find_parameters(given, recorder, oldest)
 
         try:
-            self.graph, _ = group.backend.capture(
-                run, self.tape.arena.pool, given, entry.generators, check
-            )
+            self.graph, _ = group.backend.capture(run, self.tape.arena.pool, given, entry.generators, check)
         except BaseException:
             _restore_python_random_state(python_random)
             for parameter, grad in zip(owned, grads, strict=True):
@@ -133,7 +131,11 @@ class ForwardGraph:
                     group.buffers.add(static.buffer)
         self.handed_out = self.grad_outputs + [o for o in self.outputs if isinstance(o, StaticOutput)]
         copies = module.config.clone_outputs or entry.copies_out
-        self._sole = self.structure.__class__ is Leaf and (self.grad_outputs != [] or (self.handed_out != [] and group.backend.on_gpu)) and not copies
+        self._sole = (
+            self.structure.__class__ is Leaf
+            and (self.grad_outputs != [] or (self.handed_out != [] and group.backend.on_gpu))
+            and not copies
+        )
         self._copied = [(i, s.buffer) for i, s in enumerate(self.inputs) if s.buffer is not None and not s.unused]
         self.tape.outputs += self.handed_out
         if self._grads_after:

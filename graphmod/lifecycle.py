@@ -47,8 +47,20 @@ class Entry:
     """
 
     __slots__ = (
-        "signature", "calls", "graphs", "failures_in_a_row", "disabled", "misses", "needs_grad", "trace",
-        "generators", "reason", "last_used", "copies_out", "recaptures", "moves",
+        "calls",
+        "copies_out",
+        "disabled",
+        "failures_in_a_row",
+        "generators",
+        "graphs",
+        "last_used",
+        "misses",
+        "moves",
+        "needs_grad",
+        "reason",
+        "recaptures",
+        "signature",
+        "trace",
     )  # fmt: skip
 
     def __init__(self, signature: Signature) -> None:

@@ -232,10 +232,10 @@ class CUDAGraphModule(nn.Module):
         found = self.reached(*opaque_parts(entry.signature.structure)) if record else None
         before = found.state() if record else None
         torch.clear_autocast_cache()  # what a graph casts, it casts itself; the recorded call must do so too
-        with self.group.backend.warm_up(self.owned if first else []):
-            with recorder if record else contextlib.nullcontext():
-                result = self.call(*args, **kwargs)
-                result = resolved(result) if record else result
+        watching = recorder if record else contextlib.nullcontext()
+        with self.group.backend.warm_up(self.owned if first else []), watching:
+            result = self.call(*args, **kwargs)
+            result = resolved(result) if record else result
         if record:
             entry.trace = recorder.trace
             entry.generators = recorder.generators
@@ -284,7 +284,9 @@ class CUDAGraphModule(nn.Module):
         tape = growing or self.group.place(entry.needs_grad)
         if tape is None:
             entry.misses += 0 if entry.graphs else 1
-            if entry.misses > self.config.warmup_steps and not self.group.eager_in_flight:
+            # In the middle of an iteration only where there never is a beginning, because one is always in flight.
+            patience = self.config.warmup_steps * (3 if self.group.eager_in_flight else 1)
+            if entry.misses > patience:
                 tape = self.group.new_tape_elsewhere()
         return tape
 
@@ -400,9 +402,7 @@ class CUDAGraphModule(nn.Module):
         if others:
             nearest = min(others, key=lambda e: len(difference(e.signature, signature, [])))
             lines = difference(nearest.signature, signature, parameter_names(self.call))
-            self._log_once(
-                f"{self.name!r} was called with other inputs:\n  " + "\n  ".join(lines), key="other inputs"
-            )
+            self._log_once(f"{self.name!r} was called with other inputs:\n  " + "\n  ".join(lines), key="other inputs")
         uncaptured = [e for e in self._entries.values() if not e.graphs and not e.disabled]
         opaque = any(True for _ in opaque_parts(signature.structure))  # such a signature keeps an object alive
         if len(uncaptured) >= (_MOST_OPAQUE if opaque else _MOST_UNCAPTURED):
@@ -474,5 +474,3 @@ class CUDAGraphModule(nn.Module):
         raise TypeError(
             f"{self.name!r} holds CUDA graphs, which cannot be pickled; save state_dict(), or ungraph(model) first"
         )
-
-

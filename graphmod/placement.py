@@ -1,15 +1,14 @@
 """Where a captured backward leaves the parameters' gradients: in buffers outside the pool, written without a copy.
 
-The operation whose result becomes a gradient is found by running the backward once under a recorder; at capture that
-operation computes straight into the buffer. So the gradients need no extra kernel, no replay of another graph can touch
-them, and all graphs of a parameter (other shapes, other microbatches) share one buffer. May import `recorder`,
-`overloads` and `tape`.
+The operation whose result becomes a gradient is found from a first capture, which is thrown away; in the second that
+operation computes straight into the buffer. Layers of one kind share what the first of them found. So the gradients need
+no extra kernel, no replay of another graph can touch them, and all graphs of a parameter (other shapes, other
+microbatches) share one buffer. May import `recorder`, `overloads` and `tape`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,34 +30,26 @@ class Place(NamedTuple):
     stride: tuple[int, ...]
 
 
-def find_places(backward: Callable[[], Gradients], on_gpu: bool) -> list[Place | None]:
-    """Runs `backward` and tells, per parameter, which operation made its gradient; None where nothing can compute it
-    straight into a buffer (no gradient, no such overload, a result that is only part of its memory)."""
-    made: dict[int, tuple[Any, Place]] = {}
-
-    def after(op: Any, args: tuple, kwargs: dict, result: Any, fresh: list[Tensor]) -> None:
-        index = len(recorder.trace) - 1
-        for tensor in fresh:
-            made[address(tensor)] = (op, Place(index, tensor.size(), tensor.stride()))
-
-    recorder = Recorder(refuse=False, on_gpu=on_gpu, after=after)
-    with recorder:
-        gradients = backward()
+def find_places(gradients: Gradients, recorder: Recorder) -> list[Place | None]:
+    """Which operation of a recorded backward made each parameter's gradient; None where nothing can compute it straight
+    into a buffer (no gradient, no such overload, a result that is only part of its memory)."""
     places: list[Place | None] = []
     taken: set[int] = set()
     for parameter, grad in gradients:
-        op, place = made.get(address(grad), (None, None)) if grad is not None else (None, None)
+        made = recorder.made_by.get(address(grad)) if grad is not None else None
+        if made is None:
+            places.append(None)
+            continue
+        index, op, size, stride = made
         whole = (
-            place is not None
-            and grad.untyped_storage().nbytes() == grad.nbytes
+            grad.untyped_storage().nbytes() == grad.nbytes
             and grad.stride() == parameter.stride()
-            and place.size.numel() == grad.numel()
+            and size.numel() == grad.numel()
             and writes_directly(op)
         )
-        places.append(place if whole and place.index not in taken else None)
+        places.append(Place(index, size, stride) if whole and index not in taken else None)
         if whole:
-            taken.add(place.index)
-    recorder.finish()
+            taken.add(index)
     return places
 
 

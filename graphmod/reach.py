@@ -187,7 +187,7 @@ def reach(*roots: Any) -> Reach:
             named |= _names(value)
         elif isinstance(value, types.MethodType):
             named |= _names_of_method(type(value.__self__), value.__func__.__name__)
-        elif callable(value) and hasattr(type(value), "__call__"):
+        elif callable(value):
             named |= _names_of_method(type(value), "__call__")
         here: list[Place] = []
         for container, key in _places(value):

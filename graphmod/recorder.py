@@ -134,9 +134,15 @@ def _inside(path: str) -> bool:
 class Recorder(TorchDispatchMode):
     """Watches a call. With `refuse`, raises `CaptureRefused` before an operation that a graph cannot repeat.
 
-    After the call: `trace`; `outside`, address -> tensor, what it read or wrote without having made it or been given
-    it; `written`, the part of those it changed; `inputs_written`, the inputs it changed; `read`, every address it read; `generators` passed to random
-    operations; `random` and `backward`, whether it drew random numbers or ran a backward pass.
+    Attributes:
+        trace: the operations, in order.
+        outside: address -> tensor, what the call read or wrote without having made it or been given it.
+        written: the part of `outside` that it changed.
+        inputs_written: the addresses of inputs that it changed.
+        read: every address it read.
+        made_by: address -> index in the trace, operation, size and strides of what was made there last.
+        generators: those passed to random operations.
+        random, backward: whether it drew random numbers, or ran a backward pass.
 
     Args:
         inputs: the static tensors the call was given; reading them is no surprise.
@@ -165,6 +171,7 @@ class Recorder(TorchDispatchMode):
         self.written: dict[int, Tensor] = {}
         self.read: set[int] = set()
         self.inputs_written: set[int] = set()
+        self.made_by: dict[int, tuple[int, Any, torch.Size, tuple]] = {}
         self.generators: list[torch.Generator] = []
         self.random = False
         self.backward = False
@@ -182,6 +189,7 @@ class Recorder(TorchDispatchMode):
         """Lets go of the callbacks, so that the record keeps nothing alive but the tensors from outside."""
         self._before_write = self._after = None
         self._targets = {}
+        self.made_by = {}
         return self
 
     def is_host(self, tensor: Tensor) -> bool:
@@ -219,6 +227,7 @@ class Recorder(TorchDispatchMode):
         for tensor in fresh:
             where = address(tensor)
             self._made.add(where)
+            self.made_by[where] = (len(self.trace), op, tensor.size(), tensor.stride())
             if host:
                 self._host.add(where)
             else:
@@ -298,7 +307,9 @@ class Recorder(TorchDispatchMode):
         if host and not cuda and about.writes:
             outside = [t for t in host if address(t) not in self._made]
             if outside:
-                return "changes a host tensor, which a replay would not; keep it on the GPU (fused=True, capturable=True)"
+                return (
+                    "changes a host tensor, which a replay would not; keep it on the GPU (fused=True, capturable=True)"
+                )
         if cuda and any(tensor.dim() for tensor in host):
             return "mixes a host tensor into a GPU operation; move it to the GPU once, outside"
         if cuda and any(address(tensor) not in self._made for tensor in host):

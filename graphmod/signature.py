@@ -14,7 +14,20 @@ import torch
 from torch import Tensor
 
 _PLAIN = frozenset(
-    {int, float, bool, str, bytes, complex, torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, type(...)}
+    {
+        int,
+        float,
+        bool,
+        str,
+        bytes,
+        complex,
+        torch.dtype,
+        torch.device,
+        torch.Size,
+        torch.layout,
+        torch.memory_format,
+        type(...),
+    }
 )
 
 
@@ -154,7 +167,13 @@ _is_grad_enabled, _is_inference_mode_enabled = torch.is_grad_enabled, torch.is_i
 _deterministic = torch._C._get_deterministic_algorithms
 _matmul_precision = torch._C._get_float32_matmul_precision
 AUTOCAST = 2  # its index in `mode_key`
-_MODE_NAMES = ("gradients enabled", "inference mode", "autocast", "deterministic algorithms", "float32 matmul precision")
+_MODE_NAMES = (
+    "gradients enabled",
+    "inference mode",
+    "autocast",
+    "deterministic algorithms",
+    "float32 matmul precision",
+)
 
 
 class Signature(NamedTuple):
@@ -203,7 +222,7 @@ def argument_paths(structure: Any, names: list[str]) -> dict[str, Any]:
 
 def _text(part: Any, tensors: tuple) -> str:
     if part.__class__ is Leaf:
-        shape, stride, dtype, device, grad = tensors[part.index]
+        shape, _, dtype, device, grad = tensors[part.index]
         return f"{tuple(shape)} {str(dtype).removeprefix('torch.')} on {device}" + (", requires grad" if grad else "")
     if part.__class__ is Opaque:
         return f"a {type(part.value).__name__} (by identity)"

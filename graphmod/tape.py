@@ -27,7 +27,7 @@ class Tape:
     graphs hand out.
     """
 
-    __slots__ = ("arena", "serial", "cursor", "length", "fresh_grads", "owners", "outputs", "dropped")
+    __slots__ = ("arena", "cursor", "dropped", "fresh_grads", "length", "outputs", "owners", "serial")
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
@@ -102,7 +102,7 @@ class Arena:
 class Ticket:
     """One forward with a backward still to come; dies with the autograd node that holds it."""
 
-    __slots__ = ("arena", "graph", "passed", "done", "random_state", "node", "__weakref__")
+    __slots__ = ("__weakref__", "arena", "done", "graph", "node", "passed", "random_state")
 
     def __init__(self, arena: Arena, graph: Any, random_state: Any) -> None:
         self.arena, self.graph, self.random_state = arena, graph, random_state
@@ -128,7 +128,7 @@ class EagerCall:
     """A warm-up call whose backward is still to come. No tape starts while one is in flight, because the tape would
     then begin in the middle of an iteration."""
 
-    __slots__ = ("group", "done")
+    __slots__ = ("done", "group")
 
     def __init__(self, group: Group) -> None:
         self.group, self.done = group, False
@@ -151,8 +151,8 @@ class Group:
 
     Nothing here is shared between groups (rule R9), so two models in one process do not meet.
 
-    `shared` are the parameters (by identity) that more than one use feeds in one backward. Eager adds up all uses before
-    it adds the sum to `.grad`; so must graphs, and therefore those gradients go through autograd.
+    `shared` are the parameters (by identity) that more than one use feeds in one backward. Eager adds up all uses
+    before it adds the sum to `.grad`; so must graphs, and therefore those gradients go through autograd.
     """
 
     def __init__(self) -> None:

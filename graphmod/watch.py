@@ -19,6 +19,7 @@ _data_ptr = Tensor.data_ptr
 _requires_grad = operator.attrgetter("requires_grad")
 _grad = operator.attrgetter("grad")
 
+
 class Watch:
     """Compares the present with the moment of a capture.
 
@@ -64,9 +65,7 @@ class Watch:
         """A gradient that was read must be the same. One that was absent must be absent again if a backward ran, and
         one that was there but never read had been cleared inside, and may be anything."""
         watched = [
-            (p, g)
-            for p, g in zip(parameters, grads, strict=True)
-            if (backward if g is None else address(g) in outside)
+            (p, g) for p, g in zip(parameters, grads, strict=True) if (backward if g is None else address(g) in outside)
         ]
         self._with_grads = [p for p, _ in watched]
         self._grads = [g for _, g in watched]

@@ -269,3 +269,20 @@ def test_a_layer_whose_weights_change_between_forward_and_backward_is_refused_li
         return "accepted"
 
     play(mlp, step, device, steps=8)
+
+
+@pytest.mark.filterwarnings("error:An output with one or more elements was resized")
+def test_no_capture_writes_a_gradient_of_another_shape_into_a_buffer(device):
+    """The first layer's backward has one operation less than that of the others, whose parameters look the same."""
+
+    class Like(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([mlp("cpu"), mlp("cpu"), mlp("cpu")])
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x) + x
+            return x
+
+    twins(lambda d: Like().to(d), train, device, graph=layered(), replays=6)

@@ -261,3 +261,26 @@ def test_each_operation_again_and_again_between_training_steps(operation, graph,
     specs = [("sequence", ("dropout",), ("tanh",)), ("residual", ("layer norm",))]
     program = [(operation, 5), (train_step, 3)] * 3
     run_program(device, specs, [], program, graph())
+
+
+FOUND = {
+    "a gradient waits for a graph that adds none": (
+        [("dropout",)],
+        [(op, 1) for op in (half_a_step, other_batch_size, three_in_flight_reversed, train_step, one_backward_for_two)],
+    ),
+    "two uses in one backward, one of them new, onto gradients that are there": (
+        [("batch norm",)],
+        [(train_step, 2), (half_a_step, 2), (one_backward_for_two, 1)],
+    ),
+    "the same with a loss held": (
+        [("batch norm",)],
+        [(skip_backward_and_hold, 1), (train_step, 1), (half_a_step, 1), (one_backward_for_two, 1)],
+    ),
+}
+
+
+@pytest.mark.parametrize("graph", [wrapped, layered])
+@pytest.mark.parametrize("name", FOUND)
+def test_programs_that_a_longer_search_found(name, graph, device):
+    specs, program = FOUND[name]
+    run_program(device, specs, [], program, graph(warmup_steps=1))

@@ -2,8 +2,8 @@
 
 Everything is captured on one side stream per backend, on which warm-up calls run too: autograd nodes, cuBLAS
 workspaces and cached memory then already belong to it, and a captured graph is one chain without forks to other
-streams (a fork costs gaps between kernels at every replay). Replays run on the caller's stream. May import `recorder` and
-`random_state`.
+streams (a fork costs gaps between kernels at every replay). Replays run on the caller's stream. May import `recorder`
+and `random_state`.
 """
 
 import contextlib

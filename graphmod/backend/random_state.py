@@ -11,7 +11,6 @@ from torch import Tensor
 from graphmod.errors import CaptureRefused
 from graphmod.recorder import Recorder, is_recording
 
-
 _NO_STATE = torch.empty(0, dtype=torch.uint8)
 
 
