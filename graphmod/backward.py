@@ -170,11 +170,7 @@ def _backward(ticket: Ticket, graph: ForwardGraph, grads: tuple[Tensor | None, .
             return _recompute(ticket, graph, grads, accumulates)
         pending = _used_later(ticket, graph)
         stash = module.group.stash
-        shared = [
-            p
-            for p in graph.direct
-            if id(p) in pending or id(p) in stash or (p is not graph.witness and _used_eagerly(p))
-        ]
+        shared = [p for p in graph.direct if id(p) in pending or id(p) in stash or _used_eagerly(p, graph)]
         if shared:
             # Captured anew with these gradients going through autograd; this once, summed up here.
             module.group.share(shared)

@@ -1,8 +1,8 @@
 """Where a captured backward leaves the parameters' gradients: in buffers outside the pool, written without a copy.
 
 The operation whose result becomes a gradient is found from a first capture, which is thrown away; in the second that
-operation computes straight into the buffer. Layers of one kind share what the first of them found. So the gradients need
-no extra kernel, no replay of another graph can touch them, and all graphs of a parameter (other shapes, other
+operation computes straight into the buffer. Layers of one kind share what the first of them found. So the gradients
+need no extra kernel, no replay of another graph can touch them, and all graphs of a parameter (other shapes, other
 microbatches) share one buffer. May import `recorder`, `overloads` and `tape`.
 """
 

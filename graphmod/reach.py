@@ -31,7 +31,7 @@ class Reach:
         slots: places of tensors.
         links: places of the objects that lead to tensors and settings.
         numbers: places of plain values (numbers, strings, None) that the reached code names.
-        containers: the lists and dicts among the links.
+        containers, sizes: the lists and dicts among the links and the attributes of modules, and their lengths.
     """
 
     modules: list[nn.Module] = field(default_factory=list)
@@ -40,9 +40,12 @@ class Reach:
     links: list[Place] = field(default_factory=list)
     numbers: list[Place] = field(default_factory=list)
     containers: list[Any] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
 
     def in_place(self) -> bool:
-        """Whether every tensor and object is still where it was found."""
+        """Whether every tensor and object is still where it was found, and nothing was added."""
+        if list(map(len, self.containers)) != self.sizes:
+            return False
         return all(get(container, key) is item for container, key, item in (*self.slots, *self.links))
 
     def parameters(self) -> list[Tensor]:
@@ -215,4 +218,6 @@ def reach(*roots: Any) -> Reach:
         if not isinstance(place[1], str) or isinstance(place[2], nn.Module) or place[1] in named
     ]
     found.containers = [item for _, _, item in found.links if isinstance(item, (list, dict))]
+    found.containers += [module.__dict__ for module in found.modules]
+    found.sizes = list(map(len, found.containers))
     return found
