@@ -1,0 +1,133 @@
+"""Puts the measured numbers into README.md, between `<!-- table: training -->` and `<!-- end -->`.
+
+    python benchmarks/table.py            # after: python benchmarks/training.py --out benchmarks/results/training.json
+    python benchmarks/table.py --check    # exit status 1 if README.md does not show these results
+
+Imports nothing but the standard library, so that it runs wherever the results are looked at.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+OPEN, CLOSE = "<!-- table: training -->", "<!-- end -->"
+BASELINE = "eager"
+NAMES = {
+    "eager": "eager",
+    "per_layer": "graphmod, `per_layer`",
+    "full_iteration": "graphmod, `full_iteration`",
+    "make_graphed_callables": "`torch.cuda.make_graphed_callables`",
+    "compile_reduce_overhead": '`torch.compile(mode="reduce-overhead")`',
+    "tensordict": "tensordict `CudaGraphModule`",
+}
+OWN = ("eager", "per_layer", "full_iteration")
+DETAILS = (("reserved GiB", "reserved_gib", ".2f"), ("GPU busy ms", "busy_ms", ".2f"), ("host ms", "host_ms", ".2f"))
+
+
+class BadInput(Exception):
+    """The results or the README are not what they should be; the message says how."""
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    align = ["---"] + ["---:"] * (len(head) - 1)
+    return "\n".join(f"| {' | '.join(line)} |" for line in (head, align, *rows))
+
+
+def _shape_name(known: dict[str, Any]) -> str:
+    return f"{known['layers']} layers, width {known['width']}, {known['batch']} x {known['length']} tokens"
+
+
+def _step_cell(result: dict[str, Any] | None, base: dict[str, Any] | None) -> str:
+    if result is None:
+        return "-"
+    if "error" in result:
+        return "not installed" if "ModuleNotFoundError" in result["error"] else "failed"
+    step = result["step_ms"]
+    if result is base or base is None or "error" in base:
+        return f"{step:.2f}"
+    return f"{step:.2f} ({base['step_ms'] / step:.2f}x)"
+
+
+def _detail_cell(result: dict[str, Any] | None, key: str, form: str) -> str:
+    return "-" if result is None or key not in result else format(result[key], form)
+
+
+def render(content: dict[str, Any]) -> str:
+    """The Markdown that shows the results of `benchmarks/training.py --out`.
+
+    Raises:
+        BadInput: there is no measured step in them.
+    """
+    results = content["results"]
+    good = [result for result in results if "error" not in result]
+    if not good:
+        raise BadInput("the results hold no step that was measured")
+    by = {(result["mode"], result["shape"]): result for result in results}
+    shapes = list(dict.fromkeys(result["shape"] for result in good))
+    modes = list(dict.fromkeys(result["mode"] for result in results))
+    heads = [_shape_name(next(result for result in good if result["shape"] == shape)) for shape in shapes]
+    steps = [
+        [NAMES.get(mode, mode)] + [_step_cell(by.get((mode, shape)), by.get((BASELINE, shape))) for shape in shapes]
+        for mode in modes
+    ]
+    details = [
+        [f"{title}, {NAMES[mode]}"] + [_detail_cell(by.get((mode, shape)), key, form) for shape in shapes]
+        for title, key, form in DETAILS
+        for mode in OWN
+        if mode in modes
+    ]
+    seen = [result["environment"] for result in good]
+    gpu, version, date = (
+        " and ".join(dict.fromkeys(str(one[name]) for one in seen)) for name in ("gpu", "torch", "date")
+    )
+    return "\n\n".join(
+        [
+            "Training step in ms with a synchronisation after each step (median), in brackets the speed-up against "
+            "eager:",
+            _table(["", *heads], steps),
+            "GPU memory reserved at the peak, the sum of kernel times in a step, and the time the host spends in it:",
+            _table(["", *heads], details),
+            f"{gpu}, torch {version}, {date}: `{content['command']}`",
+        ]
+    )
+
+
+def replaced(text: str, block: str) -> str:
+    """`text` with `block` between the markers.
+
+    Raises:
+        BadInput: the markers are not there.
+    """
+    before, opened, rest = text.partition(OPEN)
+    _, closed, after = rest.partition(CLOSE)
+    if not opened or not closed:
+        raise BadInput(f"no {OPEN} followed by {CLOSE}")
+    return f"{before}{OPEN}\n\n{block}\n\n{CLOSE}{after}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Rewrites the README, or checks it; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results" / "training.json")
+    parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
+    parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if the README is stale")
+    options = parser.parse_args(arguments)
+    try:
+        old = options.readme.read_text(encoding="utf-8")
+        new = replaced(old, render(json.loads(options.results.read_text(encoding="utf-8"))))
+    except (OSError, ValueError, KeyError, BadInput) as error:
+        print(f"error: {options.results} and {options.readme}: {error!r}", file=sys.stderr)
+        return 2
+    if options.check:
+        if new != old:
+            print(f"{options.readme} does not show {options.results}: run python benchmarks/table.py", file=sys.stderr)
+        return int(new != old)
+    options.readme.write_text(new, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

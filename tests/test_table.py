@@ -1,0 +1,85 @@
+"""The generated table of the README."""
+
+import json
+from importlib import util
+from pathlib import Path
+
+import pytest
+
+_spec = util.spec_from_file_location("table", Path(__file__).parent.parent / "benchmarks" / "table.py")
+table = util.module_from_spec(_spec)
+_spec.loader.exec_module(table)
+
+README = "# A title\n\n<!-- table: training -->\nplaceholder\n<!-- end -->\n\nmore\n"
+SMALL = {"shape": "small", "layers": 12, "width": 768, "batch": 1, "length": 256}
+WIDE = {"shape": "wide", "layers": 24, "width": 2048, "batch": 1, "length": 1024}
+
+
+def measured(mode, shape, step_ms):
+    environment = {"gpu": "Some GPU", "torch": "2.13.0", "date": "2026-01-02"}
+    numbers = {"step_ms": step_ms, "host_ms": 1.25, "busy_ms": 4.5, "reserved_gib": 3.0}
+    return {"mode": mode, **shape, **numbers, "environment": environment}
+
+
+RESULTS = [
+    measured("eager", SMALL, 20.0),
+    measured("eager", WIDE, 80.0),
+    measured("per_layer", SMALL, 8.0),
+    {"mode": "per_layer", "shape": "wide", "error": "RuntimeError: something"},
+    {"mode": "tensordict", "shape": "small", "error": "ModuleNotFoundError: No module named 'tensordict'"},
+]
+
+
+@pytest.fixture
+def files(tmp_path):
+    """The arguments for a README and results in a folder of their own."""
+    readme, results = tmp_path / "README.md", tmp_path / "training.json"
+    readme.write_text(README)
+    results.write_text(json.dumps({"command": "python benchmarks/training.py --steps 2", "results": RESULTS}))
+    return readme, results, ["--readme", str(readme), "--results", str(results)]
+
+
+def test_the_table_shows_steps_speed_ups_and_where_they_were_measured(files):
+    readme, _, arguments = files
+    assert table.main(arguments) == 0
+    text = readme.read_text()
+    assert "|  | 12 layers, width 768, 1 x 256 tokens | 24 layers, width 2048, 1 x 1024 tokens |" in text
+    assert "| eager | 20.00 | 80.00 |" in text
+    assert "| graphmod, `per_layer` | 8.00 (2.50x) | failed |" in text
+    assert "| tensordict `CudaGraphModule` | not installed | - |" in text
+    assert "| host ms, graphmod, `per_layer` | 1.25 | - |" in text
+    assert "Some GPU, torch 2.13.0, 2026-01-02: `python benchmarks/training.py --steps 2`" in text
+
+
+def test_everything_outside_the_markers_stays(files):
+    readme, _, arguments = files
+    table.main(arguments)
+    text = readme.read_text()
+    assert text.startswith("# A title\n\n<!-- table: training -->\n")
+    assert text.endswith("<!-- end -->\n\nmore\n")
+    assert "placeholder" not in text
+
+
+def test_checking_tells_a_stale_readme_from_a_fresh_one_and_writes_nothing(files):
+    readme, results, arguments = files
+    assert table.main([*arguments, "--check"]) == 1
+    assert readme.read_text() == README
+    table.main(arguments)
+    assert table.main([*arguments, "--check"]) == 0
+    results.write_text(results.read_text().replace("20.0", "21.0"))
+    assert table.main([*arguments, "--check"]) == 1
+
+
+@pytest.mark.parametrize("broken", ["no markers", "no results", "nothing measured"])
+def test_what_cannot_be_shown_is_an_error_and_changes_nothing(files, broken, capsys):
+    readme, results, arguments = files
+    if broken == "no markers":
+        readme.write_text("# A title\n")
+    elif broken == "no results":
+        results.unlink()
+    else:
+        results.write_text(json.dumps({"command": "", "results": RESULTS[3:]}))
+    before = readme.read_text()
+    assert table.main(arguments) == 2
+    assert readme.read_text() == before
+    assert str(results) in capsys.readouterr().err
