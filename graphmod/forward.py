@@ -79,7 +79,8 @@ class ForwardGraph:
         owned = found.parameters()
         grads = [parameter.grad for parameter in owned]
         oldest = _next_sequence_number()
-        group.backend.before_capture(module.accumulators_to_renew())
+        renewed = module.accumulators_to_renew()
+        group.backend.renew_accumulators(renewed)
 
         def run() -> Any:
             with modules_called() as self.called, _own_saved_tensors():
@@ -117,6 +118,7 @@ class ForwardGraph:
                 if parameter.grad is not grad:
                     parameter.grad = grad
             raise
+        group.backend.renew_accumulators(renewed)
         seen = self.graph.seen
         self.watch = Watch(found, seen.outside, owned, grads, seen.backward)
         self._grads_after = [(p, p.grad) for p, before in zip(owned, grads, strict=True) if p.grad is not before]

@@ -363,6 +363,8 @@ class CUDAGraphModule(nn.Module):
     def capture_failed(self, entry: Entry, error: BaseException, what: str) -> None:
         """Counts a failure of a capture or replay and says once why."""
         reason = str(error).partition("\n")[0] or type(error).__name__
+        if "capturable is False" in reason:
+            reason += " Build the optimizer with fused=True, capturable=True."
         self.stats_.failures += 1
         self.last_failure = reason
         log.debug("%s: %s", self.name, reason, exc_info=error)

@@ -22,6 +22,8 @@ _HOST_READS = {"aten::_local_scalar_dense", "aten::equal", "aten::item"}
 _UNREPEATABLE = {
     # Keeps its workspace and weights in a packed form outside the recorded tensors.
     "aten::mkldnn_rnn_layer": "an LSTM or GRU on the CPU; keep it outside the captured module",
+    "aten::_cudnn_rnn": "an LSTM or GRU of cuDNN; keep it outside the captured module",
+    "aten::miopen_rnn": "an LSTM or GRU of MIOpen; keep it outside the captured module",
 }
 
 

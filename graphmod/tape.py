@@ -249,6 +249,8 @@ class Group:
             arena.pool.release()
         self.arenas.clear()
         self.gradients.clear()
+        self.parameters.clear()
+        self.shared.clear()
         self.places.clear()
         self.stash.clear()
         self.static.clear()

@@ -33,6 +33,10 @@ class CudaPool:
             self.handle = torch.cuda.graph_pool_handle()
         self._graphs.add(graph)
 
+    def abandon(self) -> None:
+        """Leaves the pool to the graphs it has, because a capture that CUDA cut short left it in an unknown state."""
+        self._graphs.clear()
+
     def bytes(self) -> int:
         """Bytes of GPU memory the pool has reserved."""
         segments = torch.cuda.memory_snapshot(self.handle)
@@ -121,8 +125,9 @@ class CudaBackend:
         """Keeps code from reading or setting the random state, which the capture did not give it either."""
         return frozen_random_state((torch.cuda, torch.cuda.random), lambda: True)
 
-    def before_capture(self, parameters: list[Tensor]) -> None:
-        """Makes the capture build the parameters' gradient accumulators anew, on its own stream."""
+    def renew_accumulators(self, parameters: list[Tensor]) -> None:
+        """Makes what comes next build the parameters' gradient accumulators anew, on its own stream: a capture on the
+        capture stream, and eager code after it on the caller's."""
         _renew_gradient_accumulators(parameters)
 
     def random_state(self) -> Any:
@@ -154,6 +159,9 @@ class CudaBackend:
                 graph.register_generator_state(generator)
         recorder = Recorder(inputs, on_gpu=True, targets=targets)
         spare = [(g, g.clone_state()) for g in (self._generator, *generators) if g.device.type == "cuda"]
+        # Beginning a capture writes the generator's device-side seed and offset, which graphs of the caller's stream read.
+        caller = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(caller)
         with _no_garbage_collection(), torch.cuda.stream(self.stream):
             try:
                 graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
@@ -173,6 +181,7 @@ class CudaBackend:
             except BaseException:
                 self._clean_up(pool, spare)
                 raise
+        caller.wait_stream(self.stream)
         return CudaCapture(graph, recorder.finish()), result
 
     def _abandon(self, graph: torch.cuda.CUDAGraph, pool: CudaPool, spare: list) -> None:
@@ -183,6 +192,7 @@ class CudaBackend:
 
     def _clean_up(self, pool: CudaPool, spare: list) -> None:
         """`capture_end` gave up half-way because CUDA had invalidated the capture: do the rest of its work."""
+        pool.abandon()
         with contextlib.suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(self.device.index, pool.handle)
         for generator, state in spare:

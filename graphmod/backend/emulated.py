@@ -139,7 +139,7 @@ class EmulatedBackend:
         """Keeps code from reading or setting the random state, which the capture did not give it either."""
         return frozen_random_state((torch, torch.random), lambda: True)
 
-    def before_capture(self, parameters: list[Tensor]) -> None:
+    def renew_accumulators(self, parameters: list[Tensor]) -> None:
         """Streams are what a GPU needs this for."""
 
     def random_state(self) -> Any:
