@@ -79,8 +79,7 @@ class ForwardGraph:
         owned = found.parameters()
         grads = [parameter.grad for parameter in owned]
         oldest = _next_sequence_number()
-        renewed = module.accumulators_to_renew()
-        group.backend.renew_accumulators(renewed)
+        group.backend.renew_accumulators(module.accumulators_to_renew())
 
         def run() -> Any:
             with modules_called() as self.called, _own_saved_tensors():
@@ -118,7 +117,6 @@ class ForwardGraph:
                 if parameter.grad is not grad:
                     parameter.grad = grad
             raise
-        group.backend.renew_accumulators(renewed)
         seen = self.graph.seen
         self.watch = Watch(found, seen.outside, owned, grads, seen.backward)
         self._grads_after = [(p, p.grad) for p, before in zip(owned, grads, strict=True) if p.grad is not before]
@@ -215,6 +213,8 @@ class ForwardGraph:
                     seen.add(following)
                     queue.append(following)
         shared = self.module.group.shared
+        returned = {id(output) for output in self.outputs if isinstance(output, Tensor)}
+        self.module.group.share([p for p in self.parameters if id(p) in returned])  # the caller may use it, too
         self.hooked = [p for p in self.parameters if has_gradient_hooks(p) or id(p) in shared]
         self.direct = [p for p in self.parameters if not has_gradient_hooks(p) and id(p) not in shared]
         first = next((p for p in self.module.owned if any(p is d for d in self.direct)), None)

@@ -126,8 +126,7 @@ class CudaBackend:
         return frozen_random_state((torch.cuda, torch.cuda.random), lambda: True)
 
     def renew_accumulators(self, parameters: list[Tensor]) -> None:
-        """Makes what comes next build the parameters' gradient accumulators anew, on its own stream: a capture on the
-        capture stream, and eager code after it on the caller's."""
+        """Makes a capture build the parameters' gradient accumulators anew, on its own stream."""
         _renew_gradient_accumulators(parameters)
 
     def random_state(self) -> Any:
@@ -159,7 +158,8 @@ class CudaBackend:
                 graph.register_generator_state(generator)
         recorder = Recorder(inputs, on_gpu=True, targets=targets)
         spare = [(g, g.clone_state()) for g in (self._generator, *generators) if g.device.type == "cuda"]
-        # Beginning a capture writes the generator's device-side seed and offset, which graphs of the caller's stream read.
+        # Beginning a capture writes the generator's device-side seed and offset, which graphs on the caller's stream
+        # read.
         caller = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(caller)
         with _no_garbage_collection(), torch.cuda.stream(self.stream):
