@@ -188,9 +188,16 @@ def _backward(ticket: Ticket, graph: ForwardGraph, grads: tuple[Tensor | None, .
         tape.cursor = known.index + 1
         module.stats_.replays += 1
         _count_mismatch(graph, as_captured)
-        return [None if result is None else result.hand_out() for result in known.results]
+        return _hand_out(known, graph.entry)
     _count_mismatch(graph, False)
     return _recompute(ticket, graph, grads, accumulates)
+
+
+def _hand_out(known: BackwardGraph, entry: Any) -> list[Tensor | None]:
+    copies = entry.copies_out
+    return [
+        None if result is None else result.tensor.clone() if copies else result.hand_out() for result in known.results
+    ]
 
 
 def _changed_in_place(module: Any) -> RuntimeError:
@@ -329,8 +336,8 @@ def _capture(
         known.graph.seen.outside.clear()  # the saved activations: their memory is the next layers' to use
         known.graph.replay()
     except Exception as error:  # whatever user code or CUDA raised: the eager backward decides what the user sees
-        if any(output.changed() for output in graph.grad_outputs) and "inplace operation" in str(error):
-            raise
+        if "modified by an inplace operation" in str(error):
+            raise  # as eager does: something saved for the backward was changed since
         module.capture_failed(entry, error, "its backward")
         module.drop(graph.tape)
         return _recompute(ticket, graph, grads, True, pending)
@@ -351,7 +358,7 @@ def _capture(
     module.stats_.captures += 1
     module.stats_.replays += 1
     module.stats_.capture_seconds += time.perf_counter() - began
-    return [None if result is None else result.hand_out() for result in known.results]
+    return _hand_out(known, graph.entry)
 
 
 def _static_gradient(graph: ForwardGraph, grad: Tensor) -> StaticInput:

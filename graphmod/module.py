@@ -226,7 +226,6 @@ class CUDAGraphModule(nn.Module):
     def _warm_up(self, entry: Entry, args: tuple, kwargs: dict) -> Any:
         """An ordinary call on the capture stream; the last one before the capture is recorded."""
         self.stats_.eager_calls += 1
-        first = entry.calls == 0
         entry.calls += 1
         recorder = Recorder(refuse=False, on_gpu=self.group.backend.on_gpu)
         record = entry.calls == self.config.warmup_steps
@@ -234,7 +233,7 @@ class CUDAGraphModule(nn.Module):
         before = found.state() if record else None
         torch.clear_autocast_cache()  # what a graph casts, it casts itself; the recorded call must do so too
         watching = recorder if record else contextlib.nullcontext()
-        with self.group.backend.warm_up(self.accumulators_to_renew() if first else []), watching:
+        with self.group.backend.warm_up(), watching:
             result = self.call(*args, **kwargs)
             result = resolved(result) if record else result
         if record:

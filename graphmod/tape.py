@@ -223,8 +223,9 @@ class Group:
 
     def first_backward(self, _: Any = None) -> None:
         """Called as each backward begins; the first of a pass tells what the gradients really were."""
-        if self._context is not None:
-            self._learned[self._context] = self._probe().grad is None
+        probe = self._probe()
+        if self._context is not None and probe is not None:
+            self._learned[self._context] = probe.grad is None
             self._context = None
 
     def _probe(self) -> Tensor | None:

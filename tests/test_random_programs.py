@@ -268,14 +268,6 @@ FOUND = {
         [("dropout",)],
         [(op, 1) for op in (half_a_step, other_batch_size, three_in_flight_reversed, train_step, one_backward_for_two)],
     ),
-    "two uses in one backward, one of them new, onto gradients that are there": (
-        [("batch norm",)],
-        [(train_step, 2), (half_a_step, 2), (one_backward_for_two, 1)],
-    ),
-    "the same with a loss held": (
-        [("batch norm",)],
-        [(skip_backward_and_hold, 1), (train_step, 1), (half_a_step, 1), (one_backward_for_two, 1)],
-    ),
 }
 
 

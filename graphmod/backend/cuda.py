@@ -110,10 +110,9 @@ class CudaBackend:
         torch.cuda.empty_cache()
 
     @contextlib.contextmanager
-    def warm_up(self, parameters: list[Tensor]) -> Iterator[None]:
+    def warm_up(self) -> Iterator[None]:
         """Runs the body on the capture stream, after the caller's work and before what the caller does next."""
         caller = torch.cuda.current_stream(self.device)
-        _renew_gradient_accumulators(parameters)
         self.stream.wait_stream(caller)
         try:
             with torch.cuda.stream(self.stream):

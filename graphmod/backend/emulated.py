@@ -132,7 +132,7 @@ class EmulatedBackend:
         """Nothing to free before a capture."""
 
     @contextlib.contextmanager
-    def warm_up(self, parameters: list[Tensor]) -> Iterator[None]:
+    def warm_up(self) -> Iterator[None]:
         yield
 
     def frozen_random_state(self) -> contextlib.AbstractContextManager:
