@@ -62,11 +62,11 @@ class BackwardGraph:
         index: its place on the tape of its forward.
         inputs: per output of the forward, where its gradient is read, or None if there was none at capture.
         results: per differentiable input and hooked parameter of the forward, its gradient, or None.
-        saved: outputs of the forward that the backward reads again.
+        saved, weights: outputs and parameters of the forward that the backward reads again.
         written, accumulated: `(parameter, buffer)` pairs whose gradient the graph overwrites or adds to.
     """
 
-    __slots__ = ("accumulated", "graph", "index", "inputs", "results", "saved", "written")
+    __slots__ = ("accumulated", "graph", "index", "inputs", "results", "saved", "weights", "written")
 
     def fits(self, grads: Sequence[Tensor | None], passes: int) -> bool:
         for static, grad in zip(self.inputs, grads, strict=True):
@@ -178,7 +178,8 @@ def _backward(ticket: Ticket, graph: ForwardGraph, grads: tuple[Tensor | None, .
         elif on_tape and tape.at_end and not tape.dropped:
             return _capture(ticket, graph, grads, pending)
         return _recompute(ticket, graph, grads, accumulates, pending)
-    if any(output.changed() for output in known.saved):
+    stale = ticket.versions is not None and ticket.versions != [p._version for p in known.weights]
+    if stale or any(output.changed() for output in known.saved):
         raise _changed_in_place(module)
     if on_tape and known.index >= tape.cursor and known.fits(grads, tape.arena.passes):
         copied, as_captured = known.launch(grads, tape.arena.passes)
@@ -202,8 +203,8 @@ def _hand_out(known: BackwardGraph, entry: Any) -> list[Tensor | None]:
 
 def _changed_in_place(module: Any) -> RuntimeError:
     return RuntimeError(
-        "one of the variables needed for gradient computation has been modified by an inplace operation: a result of "
-        f"{module.name!r}, which its backward reads again; use the out-of-place operation"
+        "one of the variables needed for gradient computation has been modified by an inplace operation: a result or "
+        f"a parameter of {module.name!r}, which its backward reads again; use the out-of-place operation"
     )
 
 
@@ -333,6 +334,7 @@ def _capture(
                 group.backend.set_random_state(state)
                 capture(found)
         known.saved = [output for output in graph.grad_outputs if address(output.tensor) in known.graph.seen.read]
+        known.weights = [p for p in graph.parameters if address(p) in known.graph.seen.read]
         known.graph.seen.outside.clear()  # the saved activations: their memory is the next layers' to use
         known.graph.replay()
     except Exception as error:  # whatever user code or CUDA raised: the eager backward decides what the user sees

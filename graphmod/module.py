@@ -233,9 +233,12 @@ class CUDAGraphModule(nn.Module):
         before = found.state() if record else None
         torch.clear_autocast_cache()  # what a graph casts, it casts itself; the recorded call must do so too
         watching = recorder if record else contextlib.nullcontext()
-        with self.group.backend.warm_up(), watching:
+        leaves: list[Tensor] = []
+        flatten((args, kwargs), leaves, {})
+        with self.group.backend.warm_up(leaves) as results, watching:
             result = self.call(*args, **kwargs)
             result = resolved(result) if record else result
+            flatten(result, results, {})
         if record:
             entry.trace = recorder.trace
             entry.generators = recorder.generators

@@ -110,15 +110,26 @@ class CudaBackend:
         torch.cuda.empty_cache()
 
     @contextlib.contextmanager
-    def warm_up(self) -> Iterator[None]:
-        """Runs the body on the capture stream, after the caller's work and before what the caller does next."""
+    def warm_up(self, tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+        """Runs the body on the capture stream, after the caller's work and before what the caller does next.
+
+        `tensors` are its arguments; its results go into the list it is given. Either side may free what the other still
+        uses, in the backward too, so the allocator is told of both streams.
+        """
         caller = torch.cuda.current_stream(self.device)
+        results: list[Tensor] = []
         self.stream.wait_stream(caller)
         try:
             with torch.cuda.stream(self.stream):
-                yield
+                yield results
         finally:
             caller.wait_stream(self.stream)
+        for tensor in tensors:
+            if tensor.is_cuda:
+                tensor.record_stream(self.stream)
+        for tensor in results:
+            if tensor.is_cuda:
+                tensor.record_stream(caller)
 
     def frozen_random_state(self) -> contextlib.AbstractContextManager:
         """Keeps code from reading or setting the random state, which the capture did not give it either."""

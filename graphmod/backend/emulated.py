@@ -132,8 +132,8 @@ class EmulatedBackend:
         """Nothing to free before a capture."""
 
     @contextlib.contextmanager
-    def warm_up(self) -> Iterator[None]:
-        yield
+    def warm_up(self, tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+        yield []
 
     def frozen_random_state(self) -> contextlib.AbstractContextManager:
         """Keeps code from reading or setting the random state, which the capture did not give it either."""
