@@ -160,6 +160,8 @@ def _backward(ticket: Ticket, graph: ForwardGraph, grads: tuple[Tensor | None, .
         )
     if ticket.done or not accumulates:
         return _recompute(ticket, graph, grads, accumulates)
+    if ticket.versions != [parameter._version for parameter in ticket.weights]:
+        raise _changed_in_place(module)
     module.group.first_backward()
     on_tape = tape.arena.active is tape
     known = graph.backward
@@ -178,8 +180,7 @@ def _backward(ticket: Ticket, graph: ForwardGraph, grads: tuple[Tensor | None, .
         elif on_tape and tape.at_end and not tape.dropped:
             return _capture(ticket, graph, grads, pending)
         return _recompute(ticket, graph, grads, accumulates, pending)
-    stale = ticket.versions is not None and ticket.versions != [p._version for p in known.weights]
-    if stale or any(output.changed() for output in known.saved):
+    if any(output.changed() for output in known.saved):
         raise _changed_in_place(module)
     if on_tape and known.index >= tape.cursor and known.fits(grads, tape.arena.passes):
         copied, as_captured = known.launch(grads, tape.arena.passes)

@@ -102,14 +102,16 @@ class Arena:
 class Ticket:
     """One forward with a backward still to come; dies with the autograd node that holds it."""
 
-    __slots__ = ("__weakref__", "arena", "done", "graph", "node", "passed", "random_state", "versions")
+    __slots__ = ("__weakref__", "arena", "done", "graph", "node", "passed", "random_state", "versions", "weights")
 
     def __init__(self, arena: Arena, graph: Any, random_state: Any) -> None:
         self.arena, self.graph, self.random_state = arena, graph, random_state
         self.passed = arena.passes
         self.done = False
         known = graph.backward
-        self.versions = None if known is None else [parameter._version for parameter in known.weights]
+        # Before the backward is captured nobody knows which parameters it reads again, so all of them count.
+        self.weights = graph.parameters if known is None else known.weights
+        self.versions = [parameter._version for parameter in self.weights]
         self.node: Any = None  # weak: the autograd node that holds this ticket
         arena.in_flight += 1
 
