@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphmod.backend.random_state import frozen_random_state, refuse_random_state
+from graphmod.backend.random_state import refuse_random_state
 from graphmod.recorder import Recorder
 
 
@@ -130,10 +130,6 @@ class CudaBackend:
         for tensor in results:
             if tensor.is_cuda:
                 tensor.record_stream(caller)
-
-    def frozen_random_state(self) -> contextlib.AbstractContextManager:
-        """Keeps code from reading or setting the random state, which the capture did not give it either."""
-        return frozen_random_state((torch.cuda, torch.cuda.random), lambda: True)
 
     def renew_accumulators(self, parameters: list[Tensor]) -> None:
         """Makes a capture build the parameters' gradient accumulators anew, on its own stream."""

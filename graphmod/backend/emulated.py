@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphmod.backend.random_state import frozen_random_state, refuse_random_state
+from graphmod.backend.random_state import refuse_random_state
 from graphmod.errors import CaptureRefused
 from graphmod.overloads import out_overload
 from graphmod.recorder import Recorder, address, facts, tensors_in
@@ -134,10 +134,6 @@ class EmulatedBackend:
     @contextlib.contextmanager
     def warm_up(self, tensors: list[Tensor]) -> Iterator[list[Tensor]]:
         yield []
-
-    def frozen_random_state(self) -> contextlib.AbstractContextManager:
-        """Keeps code from reading or setting the random state, which the capture did not give it either."""
-        return frozen_random_state((torch, torch.random), lambda: True)
 
     def renew_accumulators(self, parameters: list[Tensor]) -> None:
         """Streams are what a GPU needs this for."""

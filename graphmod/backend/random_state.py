@@ -1,7 +1,7 @@
 """What happens to reads and writes of a generator's state inside a capture. May import `recorder` and `errors`."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -15,8 +15,8 @@ _NO_STATE = torch.empty(0, dtype=torch.uint8)
 
 
 @contextlib.contextmanager
-def frozen_random_state(modules: tuple[ModuleType, ...], applies: Callable[[], bool]) -> Iterator[list[str]]:
-    """Lets `get_rng_state` and `set_rng_state` of `modules` do nothing where `applies()`; yields a list of such calls.
+def _frozen_random_state(modules: tuple[ModuleType, ...]) -> Iterator[list[str]]:
+    """Lets `get_rng_state` and `set_rng_state` of `modules` do nothing in recorded code; yields a list of such calls.
 
     `checkpoint` calls them by default, also where nothing random happens.
     """
@@ -24,13 +24,13 @@ def frozen_random_state(modules: tuple[ModuleType, ...], applies: Callable[[], b
     originals = [(module, module.get_rng_state, module.set_rng_state) for module in modules]
 
     def get_rng_state(*args: Any, **kwargs: Any) -> Tensor:
-        if not applies():
+        if not is_recording():
             return originals[0][1](*args, **kwargs)
         touched.append("get")
         return _NO_STATE
 
     def set_rng_state(*args: Any, **kwargs: Any) -> None:
-        if not applies():
+        if not is_recording():
             originals[0][2](*args, **kwargs)
         touched.append("set")
 
@@ -45,14 +45,14 @@ def frozen_random_state(modules: tuple[ModuleType, ...], applies: Callable[[], b
 
 @contextlib.contextmanager
 def refuse_random_state(recorder: Recorder, modules: tuple[ModuleType, ...]) -> Iterator[None]:
-    """`frozen_random_state` for the code that `recorder` records.
+    """Lets code that `recorder` records neither read nor set the random state.
 
     Where that code does draw random numbers, a replay would draw others in a recomputation than in the forward pass.
 
     Raises:
         CaptureRefused: at the end, if the state was touched and `recorder` saw a random operation.
     """
-    with frozen_random_state(modules, is_recording) as touched:
+    with _frozen_random_state(modules) as touched:
         yield
     if touched and recorder.random:
         raise CaptureRefused(
