@@ -72,7 +72,8 @@ class BackwardGraph:
         for static, grad in zip(self.inputs, grads, strict=True):
             if (static is None) is not (grad is None):
                 return False
-            if static is not None and not static.fits(grad, passes, 1):
+            # Kernels for another layout may round otherwise.
+            if static is not None and (static.tensor.stride() != grad.stride() or not static.fits(grad, passes, 1)):
                 return False
         return True
 
@@ -260,10 +261,11 @@ def _differentiate(
     inputs: Sequence[Tensor],
     grads: Sequence[Tensor | None],
     direct: Sequence[Tensor],
+    hooked: Sequence[Tensor],
 ) -> tuple[list[Tensor | None], Gradients]:
-    """Gradients of `outputs`: of the differentiable inputs and hooked parameters, and of the `direct` parameters."""
+    """Gradients of `outputs`: of the differentiable inputs and `hooked` parameters, and of the `direct` parameters."""
     pairs = [(out, grad) for out, grad in zip(outputs, grads, strict=True) if grad is not None]
-    through = [inputs[i] for i in graph.differentiable] + graph.hooked
+    through = [*(inputs[i] for i in graph.differentiable), *hooked]
     wanted = [*through, *direct]
     found: Sequence[Tensor | None] = [None] * len(wanted)
     if pairs and wanted:
@@ -306,7 +308,8 @@ def _capture(
             def run() -> Any:
                 nonlocal copies
                 inputs = [item.tensor for item in graph.inputs]
-                through, gradients = _differentiate(graph, graph.retained, inputs, static, direct)
+                hooked = [graph.stand_ins.get(id(parameter), parameter) for parameter in graph.hooked]
+                through, gradients = _differentiate(graph, graph.retained, inputs, static, direct, hooked)
                 taken = {address(tensor) for tensor in (*given, *buffers)}
                 known.results = [_own(item, taken) for item in through]
                 before = list(gradients)
@@ -357,7 +360,7 @@ def _capture(
             graph.tape.outputs.append(result)
     if graph.tape.fresh_grads is None and graph.parameters:
         graph.tape.fresh_grads = fresh
-    graph.backward, graph.retained = known, None
+    graph.backward, graph.retained, graph.stand_ins = known, None, {}
     module.stats_.captures += 1
     module.stats_.replays += 1
     module.stats_.capture_seconds += time.perf_counter() - began
@@ -368,7 +371,7 @@ def _static_gradient(graph: ForwardGraph, grad: Tensor) -> StaticInput:
     memory = adopted(grad, graph.module.group.static)
     buffer = None
     if memory is None:
-        buffer = OwnedBuffer(torch.empty_like(grad))  # dense: a later gradient need not be broadcast as this one is
+        buffer = OwnedBuffer(grad)
         graph.module.stats_.copied_bytes += buffer.load(grad, graph.tape.arena.passes)
         memory = buffer.tensor.detach()
     return StaticInput(memory, buffer, "gradient")
@@ -425,8 +428,10 @@ def _recompute(
             backend.set_random_state(now)
         for tensor, before in changed:
             tensor.copy_(before)
+    modified = [out for out, static in zip(outputs, graph.grad_outputs, strict=True) if static.changed()]
+    torch.autograd.graph.increment_version(modified)  # so that autograd refuses them where it needs them, as in eager
     direct = graph.direct if accumulates else []
-    through, gradients = _differentiate(graph, outputs, leaves, grads, direct)
+    through, gradients = _differentiate(graph, outputs, leaves, grads, direct, graph.hooked)
     stash, ready = module.group.stash, []
     for parameter, grad in gradients:
         earlier = stash.pop(id(parameter), None)

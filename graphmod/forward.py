@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,6 +39,7 @@ class ForwardGraph:
         parameters: leaf tensors from outside that the outputs depend on.
         hooked, direct: those of them whose gradients go through autograd (they have gradient hooks, or several uses in
             one backward), and the others.
+        stand_ins: parameter (by identity) -> the view of it that the capture worked with, see `_stand_ins`.
         witness: one of `direct` that autograd sees, or None.
         ticket: weak, that of the last forward with a backward to come.
         retained: the captured outputs with their autograd graph, until the backward is captured from it.
@@ -59,6 +61,7 @@ class ForwardGraph:
         self.direct: list[Tensor] = []
         self.retained: list[Tensor] | None = None
         self.backward: BackwardGraph | None = None
+        self.stand_ins: dict[int, Tensor] = {}
         self.mismatches = 0
         self.ticket: Any = None
 
@@ -85,7 +88,6 @@ class ForwardGraph:
             with modules_called() as self.called, _own_saved_tensors():
                 return resolved(module.call(*args, **kwargs))
 
-        before = found.state()
         python_random = _python_random_state()
 
         def check(recorder: Recorder, result: Any) -> None:
@@ -110,7 +112,9 @@ class ForwardGraph:
             self._find_parameters(given, recorder, oldest)
 
         try:
-            self.graph, _ = group.backend.capture(run, self.tape.arena.pool, given, entry.generators, check)
+            with self._stood_in(found.modules):
+                before = found.state()
+                self.graph, _ = group.backend.capture(run, self.tape.arena.pool, given, entry.generators, check)
         except BaseException:
             _restore_python_random_state(python_random)
             for parameter, grad in zip(owned, grads, strict=True):
@@ -144,6 +148,27 @@ class ForwardGraph:
         for output in self.handed_out:
             group.static[output.tensor.data_ptr()] = output.tensor
 
+    @contextlib.contextmanager
+    def _stood_in(self, modules: list[nn.Module]) -> Iterator[None]:
+        """Gives the modules a view of each parameter that is used outside of this graph too, made on the capture stream.
+
+        Gradients of such a parameter go through autograd, whose AccumulateGrad node may belong to the caller's stream and
+        be in use: a capture that ended there would fork to that stream. It ends at the view instead.
+        """
+        shared = self.module.group.shared
+        places = [(m._parameters, k, p) for m in modules for k, p in m._parameters.items() if id(p) in shared]
+        places = [place for place in places if place[2].requires_grad and torch.is_grad_enabled()]
+        parameters = list({id(parameter): parameter for _, _, parameter in places}.values())
+        views = self.module.group.backend.views(parameters)
+        self.stand_ins = {id(parameter): view for parameter, view in zip(parameters, views, strict=True)}
+        try:
+            for held, key, parameter in places:
+                held[key] = self.stand_ins[id(parameter)]
+            yield
+        finally:
+            for held, key, parameter in places:
+                held[key] = parameter
+
     def _static_inputs(self, leaves: list[Tensor]) -> list[StaticInput]:
         group, arena = self.module.group, self.tape.arena
         paths = argument_paths(self.entry.signature.structure, parameter_names(self.module.call))
@@ -176,7 +201,10 @@ class ForwardGraph:
                 "strings or containers of them (for a transformers model in training: use_cache=False)"
             )
         self.retained = []
+        stood_in = {id(view): key for key, view in self.stand_ins.items()}
         for tensor in leaves:
+            if id(tensor) in stood_in:
+                tensor = self.module.group.shared[stood_in[id(tensor)]]
             if tensor.layout is not torch.strided:
                 raise CaptureRefused("returns a sparse tensor")
             same = next((i for i, static in enumerate(given) if static is tensor), None)

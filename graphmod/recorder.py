@@ -27,6 +27,10 @@ _UNREPEATABLE = {
 }
 
 
+_FROM_LIST = (
+    "uses a tensor made of Python values or on the host, which a graph would copy from an address that changes "
+    "(torch.tensor(values), x[[0, 1]]); create it once, outside"
+)
 _STATISTICS = frozenset({3, 4})  # running_mean and running_var; argument 5 says whether it trains
 _BATCH_NORMS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}
 
@@ -180,6 +184,7 @@ class Recorder(TorchDispatchMode):
         self._inputs = {address(tensor) for tensor in inputs}
         self._made: set[int] = set()
         self._host: set[int] = set()
+        self._listed: set[int] = set()  # made from Python values, or from nothing else
         self._on_gpu, self._refuse = on_gpu, refuse
         self._before_write, self._after, self._targets = before_write, after, targets or {}
 
@@ -226,6 +231,11 @@ class Recorder(TorchDispatchMode):
         results = list(tensors_in(result if isinstance(result, (tuple, list)) else (result,)))
         fresh = [tensor for tensor in results if address(tensor) not in given_at or not address(tensor)]
         host = bool(fresh) and not any(self._on_device(tensor) for tensor in given)
+        listed = bool(given) and all(address(tensor) in self._listed for tensor in given)
+        if listed or about.name == "aten::lift_fresh":
+            self._listed.update(map(address, results))
+        elif self._listed:
+            self._listed.difference_update(map(address, fresh))
         for tensor in fresh:
             where = address(tensor)
             self._made.add(where)
@@ -292,7 +302,12 @@ class Recorder(TorchDispatchMode):
             return f"cannot be repeated from a recording: {_UNREPEATABLE[name]}"
         if any(tensor.layout is not torch.strided for tensor in given):
             return "works on a sparse tensor"
-        return self._gpu_hazard(about, args, kwargs, given) if self._on_gpu else None
+        if self._on_gpu:
+            return self._gpu_hazard(about, args, kwargs, given)
+        listed = [tensor for tensor in given if tensor.dim() and address(tensor) in self._listed]
+        if listed and len(listed) < len(given):
+            return _FROM_LIST
+        return None
 
     def _gpu_hazard(self, about: _Facts, args: tuple, kwargs: dict, given: list) -> str | None:
         cuda = [tensor for tensor in given if tensor.is_cuda]
@@ -303,7 +318,7 @@ class Recorder(TorchDispatchMode):
             if cuda and kind == "cpu":
                 return "copies a GPU tensor to the host; read it after the replay"
             if host and kind == "cuda":
-                return "copies a host tensor to the GPU from an address that changes; create it once, outside"
+                return _FROM_LIST
         if about.name == "aten::copy_" and cuda and host:
             return "copies between host and GPU; do it outside the captured module"
         if host and not cuda and about.writes:

@@ -66,10 +66,18 @@ def checks_for_equality(self, x):
     return x * 2 if torch.equal(x, x.abs()) else x * 3
 
 
+def makes_a_table_of_python_numbers(self, x):
+    return x * torch.tensor([0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0], device=x.device)
+
+
+def picks_by_a_list(self, x):
+    return x[:, [7, 6, 5, 4, 3, 2, 1, 0]]
+
+
 REFUSED = [
     takes_a_branch, uses_a_maximum, slices_by_a_tensor, one_hot_without_classes, picks_by_a_mask, asks_for_nonzero,
     asks_for_unique, selects_by_a_mask, counts_bins, repeats_by_a_tensor, reads_a_list, reads_a_float, writes_by_a_mask,
-    checks_for_equality,
+    checks_for_equality, makes_a_table_of_python_numbers, picks_by_a_list,
 ]  # fmt: skip
 
 
@@ -131,7 +139,7 @@ PYTHON_STATE = [
 
 
 def uses_a_table_made_inside(self, x):
-    return x[:, torch.tensor([0, 1, 2, 3, 4, 5, 6, 7], device=x.device)] * torch.arange(8, device=x.device)
+    return x * torch.arange(8, device=x.device)
 
 
 def draws_with_its_generator(self, x):

@@ -204,7 +204,7 @@ def test_a_run_leaves_nothing_behind(on_text, tmp_path, monkeypatch, fails):
             return step(self, batch)
 
         monkeypatch.setattr(TrainStep, "__call__", failing)
-    alive, state = models_alive(), torch.get_rng_state()
+    alive, state, deterministic = models_alive(), torch.get_rng_state(), torch.are_deterministic_algorithms_enabled()
     try:
         train(on_text("train.deterministic=true"), tmp_path)
         assert not fails
@@ -214,19 +214,22 @@ def test_a_run_leaves_nothing_behind(on_text, tmp_path, monkeypatch, fails):
     resets.clear()
     assert models_alive() == alive
     assert torch.equal(torch.get_rng_state(), state)
-    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.are_deterministic_algorithms_enabled() is deterministic
 
 
 def test_deterministic_flags_and_the_environment_are_put_back(monkeypatch):
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     import os
 
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(False)
     with isolated(CPU, 0, deterministic=True):
         assert torch.are_deterministic_algorithms_enabled()
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     assert not torch.are_deterministic_algorithms_enabled()
     assert torch.utils.deterministic.fill_uninitialized_memory
     assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+    torch.use_deterministic_algorithms(before)
 
 
 def test_the_clock_leaves_out_what_happens_between_stretches(monkeypatch):

@@ -9,6 +9,7 @@ and `random_state`.
 import contextlib
 import gc
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -86,6 +87,20 @@ def _renew_gradient_accumulators(parameters: list[Tensor]) -> None:
             parameter.data = data
 
 
+# A stream keeps its cuBLAS workspace (32 MiB) for as long as the process lives. So a stream whose backend is gone serves
+# the next one, always the oldest, so that runs of the same kind use the same ones.
+_idle_streams: defaultdict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
+
+
+def _a_stream(device: torch.device) -> torch.cuda.Stream:
+    idle = _idle_streams[device]
+    if not idle:
+        return torch.cuda.Stream(device)
+    oldest = min(idle, key=lambda stream: stream.stream_id)
+    idle.remove(oldest)
+    return oldest
+
+
 class CudaBackend:
     """Captures on `device`.
 
@@ -99,7 +114,8 @@ class CudaBackend:
 
     def __init__(self, device: torch.device) -> None:
         self.device = torch.device("cuda", device.index if device.index is not None else torch.cuda.current_device())
-        self.stream = torch.cuda.Stream(self.device)
+        self.stream = _a_stream(self.device)
+        weakref.finalize(self, _idle_streams[self.device].append, self.stream)
         self._generator = torch.cuda.default_generators[self.device.index]
 
     def new_pool(self) -> CudaPool:
@@ -134,6 +150,11 @@ class CudaBackend:
     def renew_accumulators(self, parameters: list[Tensor]) -> None:
         """Makes a capture build the parameters' gradient accumulators anew, on its own stream."""
         _renew_gradient_accumulators(parameters)
+
+    def views(self, parameters: list[Tensor]) -> list[Tensor]:
+        """A view of each parameter whose autograd node belongs to the capture stream."""
+        with torch.cuda.stream(self.stream):
+            return [parameter.view_as(parameter) for parameter in parameters]
 
     def random_state(self) -> Any:
         return self._generator.get_offset()

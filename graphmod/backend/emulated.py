@@ -138,6 +138,10 @@ class EmulatedBackend:
     def renew_accumulators(self, parameters: list[Tensor]) -> None:
         """Streams are what a GPU needs this for."""
 
+    def views(self, parameters: list[Tensor]) -> list[Tensor]:
+        """A view of each parameter."""
+        return [parameter.view_as(parameter) for parameter in parameters]
+
     def random_state(self) -> Any:
         return torch.get_rng_state()
 
