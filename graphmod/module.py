@@ -27,7 +27,7 @@ from graphmod.errors import CaptureRefused
 from graphmod.forward import ForwardGraph, resolved
 from graphmod.lifecycle import Entry, GraphStats
 from graphmod.reach import Reach, reach
-from graphmod.recorder import Recorder, is_recording
+from graphmod.recorder import Recorder, is_recording, place_of
 from graphmod.signature import (
     Signature,
     difference,
@@ -365,6 +365,9 @@ class CUDAGraphModule(nn.Module):
     def capture_failed(self, entry: Entry, error: BaseException, what: str) -> None:
         """Counts a failure of a capture or replay and says once why."""
         reason = str(error).partition("\n")[0] or type(error).__name__
+        place = None if isinstance(error, CaptureRefused) else place_of(error)  # a refusal names its place itself
+        if place is not None:
+            reason = f"{place}: {reason}"
         if "capturable is False" in reason:
             reason += " Build the optimizer with fused=True, capturable=True."
         self.stats_.failures += 1

@@ -117,14 +117,28 @@ def _user_frame() -> tuple[Any, int]:
         return None, 0
     frame = sys._getframe(2)
     while frame is not None:
-        name = frame.f_code.co_filename
-        internal = _is_internal.get(name)
-        if internal is None:
-            internal = _is_internal[name] = name.startswith(_INTERNAL) or "/torch/" in name
-        if not internal:
+        if not _internal(frame.f_code.co_filename):
             return frame.f_code, frame.f_lineno
         frame = frame.f_back
     return None, 0
+
+
+def _internal(name: str) -> bool:
+    internal = _is_internal.get(name)
+    if internal is None:
+        internal = _is_internal[name] = name.startswith(_INTERNAL) or "/torch/" in name
+    return internal
+
+
+def place_of(error: BaseException) -> str | None:
+    """The line of the user's code in which an error arose; None where none was involved."""
+    place, trace = None, error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if not _internal(code.co_filename):
+            place = f"{code.co_filename}:{trace.tb_lineno} in {code.co_name}"
+        trace = trace.tb_next
+    return place
 
 
 def _inside(path: str) -> bool:

@@ -25,6 +25,7 @@ class CudaPool:
 
     def __init__(self) -> None:
         self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
+        self._reserved = 0
         self.handle = torch.cuda.graph_pool_handle()
 
     def open_for(self, graph: torch.cuda.CUDAGraph) -> None:
@@ -32,16 +33,23 @@ class CudaPool:
         a first capture that failed; the next capture then gets a new one."""
         if not self._graphs:
             self.handle = torch.cuda.graph_pool_handle()
+            self._reserved = 0
         self._graphs.add(graph)
 
     def abandon(self) -> None:
         """Leaves the pool to the graphs it has, because a capture that CUDA cut short left it in an unknown state."""
         self._graphs.clear()
 
+    def grew(self, size: int) -> None:
+        """Counts memory that a capture reserved; a pool keeps it until its last graph is gone.
+
+        Counted, because `torch.cuda.memory_snapshot` corrupts Python's heap now and then (seen with torch 2.11).
+        """
+        self._reserved += max(size, 0)
+
     def bytes(self) -> int:
         """Bytes of GPU memory the pool has reserved."""
-        segments = torch.cuda.memory_snapshot(self.handle)
-        return sum(segment["total_size"] for segment in segments)
+        return self._reserved if self._graphs else 0
 
     def release(self) -> None:
         """Gives the blocks nobody uses any more back to the driver."""
@@ -180,6 +188,7 @@ class CudaBackend:
         """
         graph = torch.cuda.CUDAGraph()
         pool.open_for(graph)
+        reserved = torch.cuda.memory_reserved(self.device)
         for generator in generators:
             if generator.device.type == "cuda":
                 graph.register_generator_state(generator)
@@ -209,6 +218,7 @@ class CudaBackend:
                 self._clean_up(pool, spare)
                 raise
         caller.wait_stream(self.stream)
+        pool.grew(torch.cuda.memory_reserved(self.device) - reserved)
         return CudaCapture(graph, recorder.finish()), result
 
     def _abandon(self, graph: torch.cuda.CUDAGraph, pool: CudaPool, spare: list) -> None:
