@@ -6,9 +6,11 @@ May import what `forward` may, `forward` and `placement`.
 from __future__ import annotations
 
 import logging
+import operator
 import time
 import weakref
 from collections.abc import Collection, Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -26,8 +28,7 @@ from graphmod.watch import without_gradient_hooks
 log = logging.getLogger("graphmod")
 
 
-def _has_grad(pair: tuple[Tensor, Tensor]) -> bool:
-    return pair[0].grad is not None
+_is_not, _grad, _NOTHING = operator.is_not, operator.attrgetter("grad"), repeat(None)
 
 
 class Replayed(torch.autograd.Function):
@@ -64,16 +65,23 @@ class BackwardGraph:
         results: per differentiable input and hooked parameter of the forward, its gradient, or None.
         saved, weights: outputs and parameters of the forward that the backward reads again.
         written, accumulated: `(parameter, buffer)` pairs whose gradient the graph overwrites or adds to.
+        parameters: those of `written`.
     """
 
-    __slots__ = ("accumulated", "graph", "index", "inputs", "results", "saved", "weights", "written")
+    __slots__ = ("accumulated", "graph", "index", "inputs", "parameters", "results", "saved", "weights", "written")
 
     def fits(self, grads: Sequence[Tensor | None], passes: int) -> bool:
         for static, grad in zip(self.inputs, grads, strict=True):
             if (static is None) is not (grad is None):
                 return False
-            # Kernels for another layout may round otherwise.
-            if static is not None and (static.tensor.stride() != grad.stride() or not static.fits(grad, passes, 1)):
+            if static is None:
+                continue
+            if static.tensor.stride() != grad.stride():
+                return False  # kernels for another layout may round otherwise
+            if static.buffer is None:
+                if static.pointer != grad.data_ptr():
+                    return False
+            elif not static.buffer.free_for(grad, passes):
                 return False
         return True
 
@@ -99,7 +107,7 @@ class BackwardGraph:
         """
         later: list[tuple[Tensor, Tensor]] = []
         as_captured = True
-        if not self.accumulated and not any(map(_has_grad, self.written)):
+        if not self.accumulated and not any(map(_is_not, map(_grad, self.parameters), _NOTHING)):
             for parameter, buffer in self.written:
                 parameter.grad = buffer
             return True, later
@@ -163,7 +171,8 @@ def _backward(ticket: Ticket, graph: ForwardGraph, grads: tuple[Tensor | None, .
         return _recompute(ticket, graph, grads, accumulates)
     if ticket.versions != [parameter._version for parameter in ticket.weights]:
         raise _changed_in_place(module)
-    module.group.first_backward()
+    if module.group.context is not None:
+        module.group.first_backward()
     on_tape = tape.arena.active is tape
     known = graph.backward
     if known is None:
@@ -351,6 +360,7 @@ def _capture(
         module.drop(graph.tape)
         raise _changed_in_place(module)
     known.index = graph.tape.append(graph)
+    known.parameters = [parameter for parameter, _ in known.written]
     known.results = [None if item is None else StaticOutput(item.detach(), entry) for item in known.results]
     for parameter, buffer in known.written:
         parameter.grad = buffer

@@ -54,14 +54,20 @@ class OwnedBuffer:
             and self._pointer == source.data_ptr()
         )
 
-    def free_for(self, source: Tensor, passes: int, in_flight: int) -> bool:
-        """Whether `source` may be written now: not while a pending backward reads another argument from here."""
-        return self.users < 2 or not in_flight or self._pass != passes or self.holds(source)
+    def free_for(self, source: Tensor, passes: int) -> bool:
+        """Whether `source` may be written while something is in flight: not if another argument was copied to here in
+        this pass, and several graphs read it."""
+        return self.users < 2 or self._pass != passes or self.holds(source)
+
+    def has(self, source: Tensor, passes: int) -> bool:
+        """Whether there is nothing to copy. Only within a pass: between passes memory may be rewritten without a new
+        version."""
+        return self._pass == passes and self.holds(source)
 
     def load(self, source: Tensor, passes: int) -> int:
         """Copies unless it is already here; returns the bytes copied."""
-        if self._pass == passes and self.holds(source):
-            return 0  # only within a pass: between passes memory may be rewritten without a new version
+        if self.has(source, passes):
+            return 0
         self._pass = passes
         memory = self._memory
         source_part = source.detach()
@@ -88,13 +94,6 @@ class StaticInput:
         self.tensor, self.buffer, self.name = tensor, buffer, name
         self.pointer = tensor.data_ptr()
         self.unused = False
-
-    def fits(self, source: Tensor, passes: int, in_flight: int) -> bool:
-        if self.unused:
-            return True
-        if self.buffer is None:
-            return source.data_ptr() == self.pointer
-        return self.buffer.users < 2 or self.buffer.free_for(source, passes, in_flight)
 
 
 def adopted(source: Tensor, static: Any) -> Tensor | None:

@@ -114,7 +114,8 @@ class ForwardGraph:
         try:
             with self._stood_in(found.modules):
                 before = found.state()
-                self.graph, _ = group.backend.capture(run, self.tape.arena.pool, given, entry.generators, check)
+                pool, split = self.tape.arena.pool, not entry.generators and not entry.failures_in_a_row
+                self.graph, _ = group.backend.capture(run, pool, given, entry.generators, check, split=split)
         except BaseException:
             _restore_python_random_state(python_random)
             for parameter, grad in zip(owned, grads, strict=True):
@@ -127,6 +128,7 @@ class ForwardGraph:
         self._hooks = HookWatch(self.called, self.parameters)
         self._written = [t for t in seen.written.values() if not t.is_inference()]
         self.random = seen.random
+        self.starts_early = self.graph.start is not None and not entry.generators
         for static in self.inputs:
             static.unused = address(static.tensor) not in seen.read and static.buffer is not None
         for static in self.inputs:
@@ -142,6 +144,7 @@ class ForwardGraph:
             and not copies
         )
         self._copied = [(i, s.buffer) for i, s in enumerate(self.inputs) if s.buffer is not None and not s.unused]
+        self._adopted = [(i, s.pointer) for i, s in enumerate(self.inputs) if s.buffer is None and not s.unused]
         self.tape.outputs += self.handed_out
         if self._grads_after:
             self.tape.arena.keep_to(self.tape)
@@ -150,10 +153,11 @@ class ForwardGraph:
 
     @contextlib.contextmanager
     def _stood_in(self, modules: list[nn.Module]) -> Iterator[None]:
-        """Gives the modules a view of each parameter that is used outside of this graph too, made on the capture stream.
+        """Gives the modules a view of each parameter that is used outside of this graph too.
 
-        Gradients of such a parameter go through autograd, whose AccumulateGrad node may belong to the caller's stream and
-        be in use: a capture that ended there would fork to that stream. It ends at the view instead.
+        Gradients of such a parameter go through autograd, whose AccumulateGrad node may belong to the caller's stream
+        and be in use: a capture that ended there would fork to that stream. It ends at the view instead, which belongs
+        to the capture stream.
         """
         shared = self.module.group.shared
         places = [(m._parameters, k, p) for m in modules for k, p in m._parameters.items() if id(p) in shared]
@@ -251,22 +255,38 @@ class ForwardGraph:
 
     # -- replay --------------------------------------------------------------------------------------------------
 
-    def unfit(self, leaves: list[Tensor]) -> str | None:
-        """Why this graph cannot take these arguments at these addresses, or None."""
+    def unfit(self, leaves: list[Tensor], careful: bool) -> str | None:
+        """Why this graph cannot take these arguments at these addresses, or None. Unless `careful`, a graph that starts
+        early leaves the rest of the check to `moved`, after its start."""
+        for index, pointer in self._adopted:
+            if leaves[index].data_ptr() != pointer:
+                return f"{self.inputs[index].name} is at another address than when it was captured"
         arena = self.tape.arena
-        for static, source in zip(self.inputs, leaves, strict=True):
-            if not static.fits(source, arena.passes, arena.in_flight):
-                return f"{static.name} is at another address than when it was captured"
+        if arena.in_flight:
+            for index, buffer in self._copied:
+                if buffer.users > 1 and not buffer.free_for(leaves[index], arena.passes):
+                    return f"the copy of another {self.inputs[index].name} is still needed"
+        return self.watch.gone() if self.starts_early and not careful else self.moved()
+
+    def moved(self) -> str | None:
+        """What is no longer as it was at the capture, or None."""
         return self.watch.moved() or self._hooks.changed()
 
     def load(self, leaves: list[Tensor]) -> None:
         """Brings the arguments to where the graph reads them."""
+        passes = self.tape.arena.passes
         for index, buffer in self._copied:
-            self.module.stats_.copied_bytes += buffer.load(leaves[index], self.tape.arena.passes)
+            source = leaves[index]
+            if not buffer.has(source, passes):
+                self.module.stats_.copied_bytes += buffer.load(source, passes)
 
     def launch(self) -> None:
-        """Replays, and does what the captured Python code did to gradients and version counters."""
+        """Replays all of it."""
         self.graph.replay()
+        self.after()
+
+    def after(self) -> None:
+        """Does what the captured Python code did to gradients and version counters."""
         for parameter, grad in self._grads_after:
             if parameter.grad is not grad:
                 parameter.grad = grad

@@ -1,10 +1,12 @@
-"""The life of a signature (warm-up, captured, disabled) and the counters users see. Imports only `signature`."""
+"""The life of a signature (warm-up, captured, disabled) and the counters users see. Imports `signature` and
+`matcher`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from typing import Any
 
+from graphmod.matcher import Matcher
 from graphmod.signature import Signature
 
 
@@ -54,6 +56,7 @@ class Entry:
         "generators",
         "graphs",
         "last_used",
+        "match",
         "misses",
         "moves",
         "needs_grad",
@@ -75,6 +78,7 @@ class Entry:
         self.generators: list = []
         self.reason = ""
         self.last_used = 0
+        self.match: Matcher | None = None  # made for the first replay
         self.moves = 0  # recaptures because something moved, without a replay in between
         self.recaptures = 0  # because its backward did not fit, without a fitting one in between
         self.copies_out = False  # results are held in a way that does not let them be moved: hand out copies

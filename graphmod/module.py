@@ -99,6 +99,7 @@ class CUDAGraphModule(nn.Module):
 
     def _start(self) -> None:
         self._entries: dict[Signature, Entry] = {}
+        self._usual: Entry | None = None  # of the last replay: most calls are like the one before
         self._clock = count()
         self._found: Reach | None = None
         self._reached: list[nn.Module] = []
@@ -125,25 +126,36 @@ class CUDAGraphModule(nn.Module):
         """Calls the wrapped callable without the module's own hooks."""
         if torch._C._len_torch_dispatch_stack() and is_recording():
             return self.call(*args, **kwargs)  # part of what another wrapper captures
-        leaves: list[Tensor] = []
-        structure = flatten((args, kwargs), leaves, {})
-        if self._found is None:
-            self._discover(leaves)
-        entry = self._entry(structure, leaves)
+        usual = self._usual
+        leaves = usual.match(args, kwargs) if usual is not None else None
+        if leaves is not None and usual.signature[2:] == self._modes():
+            entry = usual
+            entry.last_used = next(self._clock)
+        else:
+            leaves = []
+            structure = flatten((args, kwargs), leaves, {})
+            if self._found is None:
+                self._discover(leaves)
+            entry = self._entry(structure, leaves)
         if entry.disabled:
             return self._eager(args, kwargs)
         if entry.needs_grad and not self.group.busy:
             self.group.begin_pass()
         reason = ""
-        if entry.graphs:
-            graph, reason = self._find(entry, leaves)
-            if graph is not None:
-                try:
-                    return self._replay(graph, leaves)
-                except RuntimeError as error:
-                    self.drop(graph.tape)
-                    self.capture_failed(entry, error, "a replay")
-                    return self._eager(args, kwargs)
+        # A graph may start before everything about it has been checked; if that shows that it was none, once more with
+        # care.
+        for careful in (False, True) if entry.graphs else ():
+            graph, reason = self._find(entry, leaves, careful)
+            if graph is None:
+                break
+            try:
+                state, reason = self._launch(graph, leaves, careful)
+            except RuntimeError as error:
+                self.drop(graph.tape)
+                self.capture_failed(entry, error, "a replay")
+                return self._eager(args, kwargs)
+            if reason is None:
+                return self._results(graph, leaves, state)
         if entry.calls < self.config.warmup_steps:
             return self._warm_up(entry, args, kwargs)
         tape = self._place(entry, reason)
@@ -151,20 +163,21 @@ class CUDAGraphModule(nn.Module):
             return self._eager(args, kwargs, entry)
         return self._capture(entry, tape, leaves, args, kwargs)
 
-    def _entry(self, structure: Any, leaves: list[Tensor]) -> Entry:
+    def _modes(self) -> tuple[tuple, bytes]:
         training = bytes(map(_training, self._reached))
         if self._parameters_reached:  # the callable may run a backward: absent gradients are part of its state
             training += bytes(map(operator.is_, map(_grad, self._parameters_reached), repeat(None)))
-        signature = Signature(
-            structure, tuple(map(tensor_key, leaves)), mode_key(self.group.backend.device_type), training
-        )
+        return mode_key(self.group.backend.device_type), training
+
+    def _entry(self, structure: Any, leaves: list[Tensor]) -> Entry:
+        signature = Signature(structure, tuple(map(tensor_key, leaves)), *self._modes())
         entry = self._entries.get(signature)
         if entry is None:
             entry = self._new_entry(signature)
         entry.last_used = next(self._clock)
         return entry
 
-    def _find(self, entry: Entry, leaves: list[Tensor]) -> tuple[ForwardGraph | None, str]:
+    def _find(self, entry: Entry, leaves: list[Tensor], careful: bool) -> tuple[ForwardGraph | None, str]:
         """A graph of this signature that may replay now, or the reason why none may."""
         reason = "its graphs are in use, or earlier in their order than what was called last"
         best = None
@@ -178,7 +191,7 @@ class CUDAGraphModule(nn.Module):
                 if expected is not None and expected is not tape.fresh_grads:
                     reason = CAPTURE_ANOTHER
                     continue
-            unfit = graph.unfit(leaves)
+            unfit = graph.unfit(leaves, careful)
             if unfit is not None:
                 reason = unfit
                 continue
@@ -193,17 +206,33 @@ class CUDAGraphModule(nn.Module):
                 return None, CAPTURE_ANOTHER
         return best, reason
 
-    def _replay(self, graph: ForwardGraph, leaves: list[Tensor]) -> Any:
-        tape, entry = graph.tape, graph.entry
+    def _launch(self, graph: ForwardGraph, leaves: list[Tensor], careful: bool) -> tuple[Any, str | None]:
+        """Replays; returns the random state before it where that is needed later, and why the replay was stopped before
+        it had changed anything that lasts, None if it was not."""
+        entry, backend = graph.entry, self.group.backend
         graph.load(leaves)
-        state = self.group.backend.random_state() if graph.random and graph.grad_outputs else None
-        graph.launch()
-        tape.cursor = graph.index + 1
+        state = backend.random_state() if graph.random else None
+        graph.tape.cursor = graph.index + 1
+        if careful or not graph.starts_early:
+            graph.graph.replay()
+        else:
+            graph.graph.start()
+            reason = graph.moved()  # while the GPU works
+            if reason is not None:
+                if graph.random:
+                    backend.set_random_state(state)
+                return None, reason
+            graph.graph.finish()
+        graph.after()
         self.stats_.replays += 1
+        if self._usual is not entry:
+            if entry.match is None:
+                entry.match = self.group.matcher(entry.signature)
+            self._usual = entry
         entry.misses = entry.moves = 0
         if graph.backward is not None or not graph.grad_outputs:
             entry.succeeded()
-        return self._results(graph, leaves, state)
+        return state, None
 
     def _results(self, graph: ForwardGraph, leaves: list[Tensor], random_state: Any) -> Any:
         outputs: tuple[Tensor, ...] = ()
@@ -430,6 +459,7 @@ class CUDAGraphModule(nn.Module):
         if len(uncaptured) >= (_MOST_OPAQUE if opaque else _MOST_UNCAPTURED):
             oldest = min(uncaptured, key=lambda e: e.last_used)
             del self._entries[oldest.signature]
+            self._usual = None
         entry = self._entries[signature] = Entry(signature)
         return entry
 

@@ -54,6 +54,7 @@ class _Facts(NamedTuple):
     writes: frozenset  # positions (int) and names (str) of the arguments it writes
     statistics: bool  # a batch norm, which writes its running statistics without its schema saying so
     random: bool
+    dropout: int  # position of the argument `dropout_p`, without which it draws nothing; -1 if it has none
     dynamic: bool
     name: str
 
@@ -76,11 +77,17 @@ def facts(op: Any) -> _Facts:
             frozenset(writes),
             name.removeprefix("aten::") in _BATCH_NORMS,
             torch.Tag.nondeterministic_seeded in tags,
+            next((i for i, a in enumerate(schema.arguments if schema else ()) if a.name == "dropout_p"), -1),
             torch.Tag.dynamic_output_shape in tags,
             name,
         )
         _facts_of[op] = found
     return found
+
+
+def _argument(args: tuple, kwargs: dict, position: int, name: str) -> Any:
+    """The value passed for an argument whose default is 0."""
+    return args[position] if position < len(args) else kwargs.get(name, 0.0)
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
@@ -258,7 +265,8 @@ class Recorder(TorchDispatchMode):
                 self._host.add(where)
             else:
                 self._host.discard(where)
-        self.random = self.random or about.random
+        if about.random and not self.random:
+            self.random = about.dropout < 0 or _argument(args, kwargs, about.dropout, "dropout_p") != 0.0
         self.backward = self.backward or torch._C._current_autograd_node() is not None
         generator = kwargs.get("generator")
         if generator is not None and not any(generator is known for known in self.generators):
@@ -318,7 +326,7 @@ class Recorder(TorchDispatchMode):
             return "works on a sparse tensor"
         if self._on_gpu:
             return self._gpu_hazard(about, args, kwargs, given)
-        listed = [tensor for tensor in given if tensor.dim() and address(tensor) in self._listed]
+        listed = [tensor for tensor in given if tensor.dim() and tensor.numel() and address(tensor) in self._listed]
         if listed and len(listed) < len(given):
             return _FROM_LIST
         return None

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-_PLAIN = frozenset(
+PLAIN_KINDS = frozenset(
     {
         int,
         float,
@@ -84,7 +84,7 @@ def flatten(value: Any, leaves: list[Tensor], seen: dict[int, Leaf]) -> Any:
             leaf = seen[id(value)] = _LEAVES[index] if index < 64 else _leaf(index)
             leaves.append(value)
         return leaf
-    if kind in _PLAIN:
+    if kind in PLAIN_KINDS:
         return (kind, value) if value or kind is not float else (kind, value, repr(value))  # 0.0 is not -0.0
     if kind is slice:
         return (kind, (value.start, value.stop, value.step))
@@ -107,7 +107,7 @@ def rebuild(structure: Any, leaves: list) -> Any:
     if structure.__class__ is Opaque:
         return structure.value
     kind = structure[0]
-    if kind in _PLAIN:
+    if kind in PLAIN_KINDS:
         return structure[1]
     if kind is slice:
         return slice(*structure[1])
@@ -130,7 +130,7 @@ def rebuild(structure: Any, leaves: list) -> Any:
 
 def _children(structure: Any) -> list[tuple[str, Any]] | None:
     """The `(how to get there, structure)` of the parts of a container, None for anything else."""
-    if structure.__class__ is not tuple or structure[0] in _PLAIN or structure[0] is slice:
+    if structure.__class__ is not tuple or structure[0] in PLAIN_KINDS or structure[0] is slice:
         return None
     if issubclass(structure[0], (tuple, list)):
         return [(f"[{index}]", item) for index, item in enumerate(structure[1:])]

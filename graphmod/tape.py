@@ -2,8 +2,8 @@
 
 Graphs that share a pool form a tape: memory that a forward graph saves for its backward may be reused by anything
 captured after that backward. Replaying any increasing subsequence of a tape is therefore safe: what a later graph needs
-was alive while everything between was captured. One integer comparison decides. Imports nothing of graphmod but
-`backend`.
+was alive while everything between was captured. One integer comparison decides. Imports `matcher`
+and `signature`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+
+from graphmod.matcher import Matcher, matcher
+from graphmod.signature import Signature
 
 if TYPE_CHECKING:
     from graphmod.backend import Backend
@@ -169,8 +172,9 @@ class Group:
         self.shared: dict[int, Tensor] = {}
         self.stash: dict[int, Tensor] = {}
         self.places: dict[tuple, list] = {}
+        self.matchers: dict[tuple, Matcher] = {}
         self.static: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-        self._context: tuple | None = None
+        self.context: tuple | None = None
         self._learned: dict[tuple, bool] = {}
         self._version = -1
 
@@ -214,26 +218,33 @@ class Group:
         they None now, and has the optimizer stepped since the last pass began?"""
         probe = self._probe()
         if probe is None:
-            self._context = None
+            self.context = None
             return
         self.stash.clear()
         version = probe._version
-        self._context = (probe.grad is None, version != self._version)
+        self.context = (probe.grad is None, version != self._version)
         self._version = version
 
     def expects_fresh_grads(self) -> bool | None:
         """Whether the backward of the pass that begins will find gradients to be None; None if nobody can tell."""
-        return None if self._context is None else self._learned.get(self._context, self._context[0])
+        return None if self.context is None else self._learned.get(self.context, self.context[0])
 
     def first_backward(self, _: Any = None) -> None:
         """Called as each backward begins; the first of a pass tells what the gradients really were."""
         probe = self._probe()
-        if self._context is not None and probe is not None:
-            self._learned[self._context] = probe.grad is None
-            self._context = None
+        if self.context is not None and probe is not None:
+            self._learned[self.context] = probe.grad is None
+            self.context = None
 
     def _probe(self) -> Tensor | None:
         return next((p for p in self.parameters if p.requires_grad), None)
+
+    def matcher(self, signature: Signature) -> Matcher:
+        """What compares calls with this signature; layers of one kind share it."""
+        key = signature[:2]
+        if key not in self.matchers:
+            self.matchers[key] = matcher(signature)
+        return self.matchers[key]
 
     # -- gradient buffers ----------------------------------------------------------------------------------------
 
@@ -257,6 +268,7 @@ class Group:
         self.parameters.clear()
         self.shared.clear()
         self.places.clear()
+        self.matchers.clear()
         self.stash.clear()
         self.static.clear()
         self.buffers.clear()

@@ -57,6 +57,7 @@ class Watch:
         self._addresses = list(map(_data_ptr, self._tensors))
         self._parameters = [t for t in self._tensors if isinstance(t, nn.Parameter) or t.requires_grad]
         self._flags = list(map(_requires_grad, self._parameters))
+        self._parameter_addresses = list(map(_data_ptr, self._parameters))
         self._watch_grads(parameters, grads, outside, backward)
 
     def _watch_grads(
@@ -70,6 +71,13 @@ class Watch:
         self._with_grads = [p for p, _ in watched]
         self._grads = [g for _, g in watched]
         self._grad_addresses = [0 if g is None else g.data_ptr() for g in self._grads]
+
+    def gone(self) -> str | None:
+        """A parameter that has moved, in words: the part of `moved` that has to be known before a launch, because the
+        old memory may have been given back."""
+        if list(map(_data_ptr, self._parameters)) != self._parameter_addresses:
+            return "a tensor it reads has moved to another address"
+        return None
 
     def moved(self) -> str | None:
         """What is no longer as it was, in words; None when nothing changed."""

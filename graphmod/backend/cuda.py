@@ -8,6 +8,7 @@ and `random_state`.
 
 import contextlib
 import gc
+import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -57,15 +58,36 @@ class CudaPool:
 
 
 class CudaCapture:
-    """A captured CUDA graph; `seen` is what the recorder saw while it was captured."""
+    """A captured call, in one CUDA graph or two: the second begins with the first write to memory that outlives it.
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, seen: Recorder) -> None:
+    Attributes:
+        seen: what the recorder saw.
+        start: launches what comes before any such write; None where that is nothing.
+        finish: launches the rest.
+        replay: launches all of it.
+    """
+
+    def __init__(self, graphs: list[torch.cuda.CUDAGraph], seen: Recorder) -> None:
         self.seen = seen
-        self._graph = graph
-        self.replay = graph.replay
+        self._graphs = graphs
+        self.replay = graphs[0].replay if len(graphs) == 1 else self._replay_all
+        if len(graphs) == 2:
+            self.start, self.finish = graphs[0].replay, graphs[1].replay
+        elif seen.written:
+            self.start, self.finish = None, graphs[0].replay
+        else:
+            self.start, self.finish = graphs[0].replay, _nothing
+
+    def _replay_all(self) -> None:
+        for graph in self._graphs:
+            graph.replay()
 
     def discard(self) -> None:
         """Nothing to undo: capturing ran nothing."""
+
+
+def _nothing() -> None:
+    pass
 
 
 @contextlib.contextmanager
@@ -95,8 +117,8 @@ def _renew_gradient_accumulators(parameters: list[Tensor]) -> None:
             parameter.data = data
 
 
-# A stream keeps its cuBLAS workspace (32 MiB) for as long as the process lives. So a stream whose backend is gone serves
-# the next one, always the oldest, so that runs of the same kind use the same ones.
+# A stream keeps its cuBLAS workspace (32 MiB) for as long as the process lives. So a stream whose backend is gone
+# serves the next one, always the oldest, so that runs of the same kind use the same ones.
 _idle_streams: defaultdict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
 
 
@@ -178,21 +200,28 @@ class CudaBackend:
         generators: list[torch.Generator],
         check: Callable[[Recorder, Any], None] | None = None,
         targets: dict[int, Tensor] | None = None,
+        split: bool = False,
     ) -> tuple[CudaCapture, Any]:
         """Captures `run()` into `pool`; nothing runs on the GPU until the graph's first replay. `check(recorder,
-        result)` may still refuse. `targets`: see `Recorder`.
+        result)` may still refuse. `targets`: see `Recorder`. With `split`, what comes before the first write to memory
+        from outside becomes a graph of its own, where that is possible.
 
         Raises:
             CaptureRefused: `run` did something a graph cannot repeat.
             Exception: whatever `run` raised, or what CUDA said; stream and generators are usable again.
         """
-        graph = torch.cuda.CUDAGraph()
-        pool.open_for(graph)
         reserved = torch.cuda.memory_reserved(self.device)
-        for generator in generators:
-            if generator.device.type == "cuda":
-                graph.register_generator_state(generator)
-        recorder = Recorder(inputs, on_gpu=True, targets=targets)
+        graphs = [self._new_graph(pool, generators)]
+        thread = threading.get_ident()
+
+        def before_write(_: Tensor) -> None:
+            here = thread == threading.get_ident() and torch.cuda.current_stream(self.device) == self.stream
+            if split and len(graphs) == 1 and here and not recorder.written:
+                graphs[0].capture_end()
+                graphs.append(self._new_graph(pool, generators))
+                graphs[1].capture_begin(pool=pool.handle, capture_error_mode="thread_local")
+
+        recorder = Recorder(inputs, on_gpu=True, targets=targets, before_write=before_write)
         spare = [(g, g.clone_state()) for g in (self._generator, *generators) if g.device.type == "cuda"]
         # Beginning a capture writes the generator's device-side seed and offset, which graphs on the caller's stream
         # read.
@@ -200,7 +229,7 @@ class CudaBackend:
         self.stream.wait_stream(caller)
         with _no_garbage_collection(), torch.cuda.stream(self.stream):
             try:
-                graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
+                graphs[0].capture_begin(pool=pool.handle, capture_error_mode="thread_local")
             except BaseException:
                 self._clean_up(pool, spare)
                 raise
@@ -210,16 +239,24 @@ class CudaBackend:
                 if check is not None:
                     check(recorder, result)
             except BaseException:
-                self._abandon(graph, pool, spare)
+                self._abandon(graphs[-1], pool, spare)
                 raise
             try:
-                graph.capture_end()
+                graphs[-1].capture_end()
             except BaseException:
                 self._clean_up(pool, spare)
                 raise
         caller.wait_stream(self.stream)
         pool.grew(torch.cuda.memory_reserved(self.device) - reserved)
-        return CudaCapture(graph, recorder.finish()), result
+        return CudaCapture(graphs, recorder.finish()), result
+
+    def _new_graph(self, pool: CudaPool, generators: list[torch.Generator]) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        pool.open_for(graph)
+        for generator in generators:
+            if generator.device.type == "cuda":
+                graph.register_generator_state(generator)
+        return graph
 
     def _abandon(self, graph: torch.cuda.CUDAGraph, pool: CudaPool, spare: list) -> None:
         try:

@@ -43,14 +43,34 @@ class EmulatedGraph:
         self._calls: list[tuple[Callable, tuple, dict]] = []
         self._ran = False
         self._journal: _Journal | None = None
+        self._until_write: int | None = None
 
     def replay(self) -> None:
+        self.start()
+        self.finish()
+
+    def start(self) -> None:
+        """Runs what comes before the first write to memory from outside."""
+        if self._ran:
+            self._repeat(self._calls[: self._until_write])
+
+    def finish(self) -> None:
+        """Runs the rest."""
         if not self._ran:
             self._ran, self._journal = True, None
-            return
+        elif self._until_write is not None:
+            self._repeat(self._calls[self._until_write :])
+
+    @staticmethod
+    def _repeat(calls: list[tuple[Callable, tuple, dict]]) -> None:
         with torch._C._DisableAutocast(), torch._C._AutoDispatchBelowADInplaceOrView():
-            for run, args, kwargs in self._calls:
+            for run, args, kwargs in calls:
                 run(*args, **kwargs)
+
+    def before_write(self, tensor: Tensor) -> None:
+        self._journal.save(tensor)
+        if self._until_write is None:
+            self._until_write = len(self._calls)
 
     def discard(self) -> None:
         """Undoes what recording changed, for a capture that is not going to be replayed."""
@@ -156,11 +176,13 @@ class EmulatedBackend:
         generators: list[torch.Generator],
         check: Callable[[Recorder, Any], None] | None = None,
         targets: dict[int, Tensor] | None = None,
+        split: bool = False,
     ) -> tuple[EmulatedGraph, Any]:
         """Runs `run()` and records it; undoes what it changed in place if it or `check(recorder, result)` fails.
-        `targets`: see `Recorder`."""
-        graph, journal = EmulatedGraph(), _Journal()
-        recorder = Recorder(inputs, before_write=journal.save, after=graph.add, targets=targets)
+        `targets`: see `Recorder`; `split` makes no difference here."""
+        graph = EmulatedGraph()
+        journal = graph._journal = _Journal()
+        recorder = Recorder(inputs, before_write=graph.before_write, after=graph.add, targets=targets)
         before = [(generator, generator.get_state()) for generator in (torch.default_generator, *generators)]
         try:
             with refuse_random_state(recorder, (torch, torch.random)), recorder:
@@ -172,7 +194,7 @@ class EmulatedBackend:
             for generator, state in before:
                 generator.set_state(state)
             raise
-        graph.seen, graph._journal = recorder.finish(), journal
+        graph.seen = recorder.finish()
         for _, args, kwargs in graph._calls:
             for tensor in tensors_in((*args, *kwargs.values())):
                 where = address(tensor)

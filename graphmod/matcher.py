@@ -1,0 +1,112 @@
+"""Compares a call's arguments with a known signature without building a new one.
+
+Taking arguments apart costs more than everything else about a replay of one layer. Most calls have the signature of the
+call before, and whether they do can be told by a straight line of comparisons, which is generated here as Python code
+for each signature. Imports only `signature`.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from graphmod.signature import PLAIN_KINDS, Leaf, Opaque, Signature
+
+Matcher = Callable[[tuple, dict], list[Tensor] | None]
+
+
+class _CannotTell(Exception):
+    """The structure has a part that only `flatten` can compare."""
+
+
+class _Writer:
+    """Writes the body of one matcher, and collects the constants it compares with."""
+
+    def __init__(self, tensors: tuple) -> None:
+        self.tensors = tensors
+        self.lines: list[str] = []
+        self.names: dict[str, Any] = {"kinds": (Tensor, nn.Parameter, nn.Buffer)}
+        self.leaves = 0
+        self._values = 0
+
+    def constant(self, value: Any) -> str:
+        name = f"c{len(self.names)}"
+        self.names[name] = value
+        return name
+
+    def demand(self, condition: str) -> None:
+        self.lines.append(f"if not ({condition}): return None")
+
+    def value(self, expression: str) -> str:
+        self._values += 1
+        self.lines.append(f"v{self._values} = {expression}")
+        return f"v{self._values}"
+
+    def part(self, expression: str, structure: Any) -> None:
+        """Compares the value of an expression with a part of the signature's structure."""
+        if structure is None:
+            self.demand(f"{expression} is None")
+            return
+        value = self.value(expression)
+        if structure.__class__ is Leaf:
+            self.tensor(value, structure.index)
+        elif structure.__class__ is Opaque:
+            self.demand(f"{value} is {self.constant(structure.value)}")
+        elif structure[0] in PLAIN_KINDS:
+            self.plain(value, structure)
+        else:
+            self.container(value, structure)
+
+    def tensor(self, value: str, index: int) -> None:
+        if index < self.leaves:
+            self.demand(f"{value} is t{index}")
+            return
+        if len(self.tensors[index]) != 5 or not isinstance(self.tensors[index][1], tuple):
+            raise _CannotTell
+        self.leaves += 1
+        shape, stride, dtype, device, grad = map(self.constant, self.tensors[index])
+        self.lines.append(f"t{index} = {value}")
+        self.demand(f"{value}.__class__ in kinds and {value}.shape == {shape} and {value}.stride() == {stride}")
+        self.demand(f"{value}.dtype is {dtype} and {value}.device == {device} and {value}.requires_grad is {grad}")
+        for other in range(index):
+            if self.tensors[other] == self.tensors[index]:
+                self.demand(f"t{index} is not t{other}")
+
+    def plain(self, value: str, structure: tuple) -> None:
+        kind = self.constant(structure[0])
+        if len(structure) == 3:  # a zero, which has a sign
+            self.demand(f"{value}.__class__ is {kind} and repr({value}) == {structure[2]!r}")
+            return
+        wanted = self.constant(structure[1])
+        self.demand(f"{value}.__class__ is {kind} and ({value} is {wanted} or {value} == {wanted})")
+
+    def container(self, value: str, structure: tuple) -> None:
+        kind = structure[0]
+        self.demand(f"{value}.__class__ is {self.constant(kind)}")
+        if kind is dict or kind is OrderedDict:
+            self.demand(f"tuple({value}) == {self.constant(structure[1])}")
+            for key, item in zip(structure[1], structure[2:], strict=True):
+                self.part(f"{value}[{self.constant(key)}]", item)
+        elif issubclass(kind, (tuple, list)):
+            self.demand(f"len({value}) == {len(structure) - 1}")
+            for index, item in enumerate(structure[1:]):
+                self.part(f"{value}[{index}]", item)
+        else:
+            raise _CannotTell
+
+
+def matcher(signature: Signature) -> Matcher:
+    """A function of `(args, kwargs)` that returns their tensors, in the order of `flatten`, if the arguments have this
+    signature's structure and tensors, else None. Where only `flatten` can tell, it always returns None."""
+    writer = _Writer(signature.tensors)
+    _, args, kwargs = signature.structure
+    try:
+        writer.part("args", args)
+        writer.part("kwargs", kwargs)
+    except _CannotTell:
+        return lambda args, kwargs: None
+    result = ", ".join(f"t{index}" for index in range(writer.leaves))
+    body = "\n    ".join([*writer.lines, f"return [{result}]"])
+    exec(f"def match(args, kwargs):\n    {body}", writer.names)
+    return writer.names["match"]
