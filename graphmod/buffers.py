@@ -27,6 +27,9 @@ def mark_static(tensor: Tensor) -> Tensor:
     return tensor
 
 
+_SMALL = 1024  # bytes
+
+
 class OwnedBuffer:
     """A copy of an argument at a fixed address. Several graphs may read it when they get the same tensor."""
 
@@ -116,12 +119,17 @@ class StaticOutput:
     Every call hands out a tensor with a storage of its own over the same memory. If the caller still holds it (or a
     view of it) when the graph is about to overwrite that memory, the storage is moved to a copy first, so that no
     result ever changes in the caller's hands. Nothing is copied for results that were dropped.
+
+    `copied` says whether a result without gradient is better copied at once: on the CPU, where numpy may look at the
+    same memory, and such a view cannot be moved; and where it is small, like a loss, which most loops still hold when
+    the next step begins.
     """
 
-    __slots__ = ("_alias", "_twin", "entry", "tensor")
+    __slots__ = ("_alias", "_twin", "copied", "entry", "tensor")
 
     def __init__(self, tensor: Tensor, entry: Any) -> None:
         self.tensor, self.entry = tensor, entry
+        self.copied = not tensor.is_cuda or tensor.nbytes <= _SMALL
         self._twin: Tensor | None = None
         self._alias: Any = None
 

@@ -140,7 +140,7 @@ class ForwardGraph:
         copies = module.config.clone_outputs or entry.copies_out
         self._sole = (
             self.structure.__class__ is Leaf
-            and (self.grad_outputs != [] or (self.handed_out != [] and group.backend.on_gpu))
+            and (self.grad_outputs != [] or (self.handed_out != [] and not self.handed_out[0].copied))
             and not copies
         )
         self._copied = [(i, s.buffer) for i, s in enumerate(self.inputs) if s.buffer is not None and not s.unused]
@@ -297,7 +297,6 @@ class ForwardGraph:
         """The call's result: structure and constants as captured, around the tensors of this replay."""
         if self._sole:
             return differentiable[0] if differentiable else self.outputs[0].hand_out()
-        # On the CPU numpy may look at the same memory, and such a view cannot be moved.
         clone = self.module.config.clone_outputs or self.entry.copies_out
         grads = iter(differentiable)
         made = []
@@ -306,7 +305,7 @@ class ForwardGraph:
                 tensor = next(grads)
                 made.append(tensor.clone() if clone else tensor)
             elif output.__class__ is StaticOutput:
-                made.append(output.tensor.clone() if clone or not output.tensor.is_cuda else output.hand_out())
+                made.append(output.tensor.clone() if clone or output.copied else output.hand_out())
             else:
                 made.append(leaves[output] if isinstance(output, int) else output)
         return rebuild(self.structure, made)

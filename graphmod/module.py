@@ -45,6 +45,7 @@ log = logging.getLogger("graphmod")
 _training = operator.attrgetter("training")
 _grad = operator.attrgetter("grad")
 CAPTURE_ANOTHER = "its graphs expect other gradients (None, or to be added to) than the coming backward will find"
+_OTHER_MODES = "it was called in other modes"
 _MOST_OPAQUE = 4
 _MOST_UNCAPTURED = 64  # signatures without a graph that are remembered; more means that one of them changes each call
 
@@ -128,7 +129,11 @@ class CUDAGraphModule(nn.Module):
             return self.call(*args, **kwargs)  # part of what another wrapper captures
         usual = self._usual
         leaves = usual.match(args, kwargs) if usual is not None else None
-        if leaves is not None and usual.signature[2:] == self._modes():
+        if leaves is not None and usual.signature.modes != mode_key(self.group.backend.device_type):
+            leaves = None
+        # Train/eval modes are many to look at: where nothing depends on the answer before the launch, after it.
+        late = leaves is not None and not usual.needs_grad
+        if leaves is not None and (late or usual.signature.training == self._training()):
             entry = usual
             entry.last_used = next(self._clock)
         else:
@@ -149,13 +154,16 @@ class CUDAGraphModule(nn.Module):
             if graph is None:
                 break
             try:
-                state, reason = self._launch(graph, leaves, careful)
+                state, reason = self._launch(graph, leaves, careful, late)
             except RuntimeError as error:
                 self.drop(graph.tape)
                 self.capture_failed(entry, error, "a replay")
                 return self._eager(args, kwargs)
             if reason is None:
                 return self._results(graph, leaves, state)
+            if reason is _OTHER_MODES:
+                self._usual = None
+                return self.run(*args, **kwargs)
         if entry.calls < self.config.warmup_steps:
             return self._warm_up(entry, args, kwargs)
         tape = self._place(entry, reason)
@@ -163,14 +171,15 @@ class CUDAGraphModule(nn.Module):
             return self._eager(args, kwargs, entry)
         return self._capture(entry, tape, leaves, args, kwargs)
 
-    def _modes(self) -> tuple[tuple, bytes]:
+    def _training(self) -> bytes:
         training = bytes(map(_training, self._reached))
         if self._parameters_reached:  # the callable may run a backward: absent gradients are part of its state
             training += bytes(map(operator.is_, map(_grad, self._parameters_reached), repeat(None)))
-        return mode_key(self.group.backend.device_type), training
+        return training
 
     def _entry(self, structure: Any, leaves: list[Tensor]) -> Entry:
-        signature = Signature(structure, tuple(map(tensor_key, leaves)), *self._modes())
+        modes = mode_key(self.group.backend.device_type)
+        signature = Signature(structure, tuple(map(tensor_key, leaves)), modes, self._training())
         entry = self._entries.get(signature)
         if entry is None:
             entry = self._new_entry(signature)
@@ -206,23 +215,35 @@ class CUDAGraphModule(nn.Module):
                 return None, CAPTURE_ANOTHER
         return best, reason
 
-    def _launch(self, graph: ForwardGraph, leaves: list[Tensor], careful: bool) -> tuple[Any, str | None]:
-        """Replays; returns the random state before it where that is needed later, and why the replay was stopped before
-        it had changed anything that lasts, None if it was not."""
+    def _launch(self, graph: ForwardGraph, leaves: list[Tensor], careful: bool, late: bool) -> tuple[Any, str | None]:
+        """Replays.
+
+        Args:
+            careful: everything about the graph has been checked.
+            late: train/eval modes have not.
+
+        Returns:
+            The random state before, where it is needed later; and why the replay was stopped before it had changed
+            anything that lasts, None if it was not.
+        """
         entry, backend = graph.entry, self.group.backend
         graph.load(leaves)
         state = backend.random_state() if graph.random else None
         graph.tape.cursor = graph.index + 1
-        if careful or not graph.starts_early:
-            graph.graph.replay()
-        else:
-            graph.graph.start()
-            reason = graph.moved()  # while the GPU works
-            if reason is not None:
-                if graph.random:
-                    backend.set_random_state(state)
-                return None, reason
+        early = graph.starts_early and not careful
+        if early:
+            graph.graph.start()  # the GPU works while the host looks
+        reason = _OTHER_MODES if late and entry.signature.training != self._training() else None
+        if early and reason is None:
+            reason = graph.moved()
+        if reason is not None:
+            if early and graph.random:
+                backend.set_random_state(state)
+            return None, reason
+        if early:
             graph.graph.finish()
+        else:
+            graph.graph.replay()
         graph.after()
         self.stats_.replays += 1
         if self._usual is not entry:

@@ -157,6 +157,7 @@ class TrainStep:
     def __call__(self, batch: Tensor) -> Tensor:
         """Trains on `batch`, int64 of shape (A, B, S + 1) for A microbatches; returns a 0-d loss, which stays valid."""
         batch = self._stage(batch)
+        self.grad_norm = None  # a result that is still held when its graph runs again is copied
         if self._update is not None:
             loss = self._iteration.differentiate(batch)
             self._settle_gradients()
