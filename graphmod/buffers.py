@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphmod.recorder import address
+from graphmod.trace import address
 
 _use_count = torch._C._storage_Use_Count
 _to_dlpack, _from_dlpack = torch._C._to_dlpack, torch._C._from_dlpack

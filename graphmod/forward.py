@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from graphmod.buffers import OwnedBuffer, StaticInput, StaticOutput, adopted
 from graphmod.errors import CaptureRefused
-from graphmod.recorder import Recorder, address, compare
+from graphmod.recorder import Recorder
 from graphmod.signature import Leaf, argument_paths, flatten, opaque_parts, parameter_names, rebuild
+from graphmod.trace import address, compare
 from graphmod.watch import HookWatch, Watch, foreign_hook, has_gradient_hooks, modules_called
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from graphmod.errors import CaptureRefused
 from graphmod.forward import ForwardGraph, resolved
 from graphmod.lifecycle import Entry, GraphStats
 from graphmod.reach import Reach, reach
-from graphmod.recorder import Recorder, is_recording, place_of
+from graphmod.recorder import Recorder, is_recording
 from graphmod.signature import (
     Signature,
     difference,
@@ -38,6 +38,7 @@ from graphmod.signature import (
     tensor_key,
 )
 from graphmod.tape import EagerCall, Group, Tape, Ticket
+from graphmod.trace import place_of
 from graphmod.watch import HOOKS
 
 log = logging.getLogger("graphmod")

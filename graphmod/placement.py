@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from graphmod.overloads import writes_directly
-from graphmod.recorder import Recorder, address
+from graphmod.recorder import Recorder
+from graphmod.trace import address
 
 if TYPE_CHECKING:
     from graphmod.tape import Group

@@ -13,7 +13,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from graphmod.reach import PLAIN, Reach, get
-from graphmod.recorder import address, is_recording
+from graphmod.recorder import is_recording
+from graphmod.trace import address
 
 _data_ptr = Tensor.data_ptr
 _requires_grad = operator.attrgetter("requires_grad")

@@ -16,7 +16,8 @@ from torch import Tensor
 from graphmod.backend.random_state import refuse_random_state
 from graphmod.errors import CaptureRefused
 from graphmod.overloads import out_overload
-from graphmod.recorder import Recorder, address, facts, tensors_in
+from graphmod.recorder import Recorder
+from graphmod.trace import address, facts, tensors_in
 
 _NO_FILL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh"}
 
