@@ -33,7 +33,7 @@ class Replayed(torch.autograd.Function):
         ctx.ticket = ticket
         ticket.node = weakref.ref(ctx)
         ctx.set_materialize_grads(False)
-        return tuple([output.hand_out() for output in ticket.graph.grad_outputs])
+        return tuple([output.hand_out() for output in ticket.graph.results.with_grad])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:

@@ -143,7 +143,7 @@ def capture_backward(graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> B
                 nonlocal copies
                 inputs = [item.tensor for item in graph.inputs]
                 hooked = [graph.stand_ins.get(id(parameter), parameter) for parameter in graph.hooked]
-                through, gradients = differentiate(graph, graph.retained, inputs, static, direct, hooked)
+                through, gradients = differentiate(graph, graph.results.retained, inputs, static, direct, hooked)
                 taken = {address(tensor) for tensor in (*given, *buffers)}
                 known.results = [_own(item, taken) for item in through]
                 before = list(gradients)
@@ -171,7 +171,7 @@ def capture_backward(graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> B
                 known.graph.discard()
                 group.backend.set_random_state(state)
                 capture(found)
-        known.saved = [output for output in graph.grad_outputs if address(output.tensor) in known.graph.seen.read]
+        known.saved = [output for output in graph.results.with_grad if address(output.tensor) in known.graph.seen.read]
         known.weights = [p for p in graph.parameters if address(p) in known.graph.seen.read]
         known.graph.seen.outside.clear()  # the saved activations: their memory is the next layers' to use
         known.graph.replay()
@@ -195,7 +195,7 @@ def capture_backward(graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> B
             graph.tape.outputs.append(result)
     if graph.tape.fresh_grads is None and graph.parameters:
         graph.tape.fresh_grads = fresh
-    graph.backward, graph.retained, graph.stand_ins = known, None, {}
+    graph.backward, graph.results.retained, graph.stand_ins = known, [], {}
     module.stats_.captures += 1
     module.stats_.replays += 1
     module.stats_.capture_seconds += time.perf_counter() - began

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from graphmod.buffers import OwnedBuffer, StaticInput, StaticOutput, adopted
+from graphmod.buffers import OwnedBuffer, StaticInput, adopted
 from graphmod.errors import CaptureRefused
 from graphmod.recorder import Recorder
-from graphmod.signature import Leaf, argument_paths, flatten, opaque_parts, parameter_names, rebuild
+from graphmod.results import Results, resolved
+from graphmod.signature import Leaf, argument_paths, opaque_parts, parameter_names, rebuild
 from graphmod.trace import address, compare
 from graphmod.watch import HookWatch, Watch, foreign_hook, has_gradient_hooks, modules_called
 
@@ -35,7 +36,7 @@ class ForwardGraph:
 
     Attributes:
         tape, index: its place in the order of its pool.
-        grad_outputs: the outputs that require grad, in the order in which autograd sees them.
+        results: what it returns.
         differentiable: indices of the tensor arguments that require grad.
         parameters: leaf tensors from outside that the outputs depend on.
         hooked, direct: those of them whose gradients go through autograd (they have gradient hooks, or several uses in
@@ -43,7 +44,6 @@ class ForwardGraph:
         stand_ins: parameter (by identity) -> the view of it that the capture worked with, see `_stand_ins`.
         witness: one of `direct` that autograd sees, or None.
         ticket: weak, that of the last forward with a backward to come.
-        retained: the captured outputs with their autograd graph, until the backward is captured from it.
         backward: the captured backward, once there is one.
         captured_in: the pass of its arena in which it was captured.
         called: the modules that ran inside.
@@ -55,12 +55,9 @@ class ForwardGraph:
         self.index = -1
         self.captured_in = tape.arena.passes
         self.inputs: list[StaticInput] = []
-        self.outputs: list[Any] = []
-        self.grad_outputs: list[StaticOutput] = []
         self.parameters: list[Tensor] = []
         self.hooked: list[Tensor] = []
         self.direct: list[Tensor] = []
-        self.retained: list[Tensor] | None = None
         self.backward: BackwardGraph | None = None
         self.stand_ins: dict[int, Tensor] = {}
         self.mismatches = 0
@@ -109,7 +106,8 @@ class ForwardGraph:
             for static in self.inputs:
                 if static.buffer is not None and address(static.tensor) in recorder.inputs_written:
                     raise CaptureRefused(f"changes its argument {static.name} in place; make it change a copy")
-            self._take_outputs(result, given, recorder)
+            stood_in = {id(view): group.shared[key] for key, view in self.stand_ins.items()}
+            self.results = Results(result, given, recorder, entry, stood_in, module.config.clone_outputs)
             self._find_parameters(given, recorder, oldest)
 
         try:
@@ -137,19 +135,12 @@ class ForwardGraph:
                 static.buffer.users += 1
                 if static.buffer not in group.buffers:
                     group.buffers.add(static.buffer)
-        self.handed_out = self.grad_outputs + [o for o in self.outputs if isinstance(o, StaticOutput)]
-        copies = module.config.clone_outputs or entry.copies_out
-        self._sole = (
-            self.structure.__class__ is Leaf
-            and (self.grad_outputs != [] or (self.handed_out != [] and not self.handed_out[0].copied))
-            and not copies
-        )
         self._copied = [(i, s.buffer) for i, s in enumerate(self.inputs) if s.buffer is not None and not s.unused]
         self._adopted = [(i, s.pointer) for i, s in enumerate(self.inputs) if s.buffer is None and not s.unused]
-        self.tape.outputs += self.handed_out
+        self.tape.outputs += self.results.handed_out
         if self._grads_after:
             self.tape.arena.keep_to(self.tape)
-        for output in self.handed_out:
+        for output in self.results.handed_out:
             group.static[output.tensor.data_ptr()] = output.tensor
 
     @contextlib.contextmanager
@@ -197,37 +188,10 @@ class ForwardGraph:
             made.append(StaticInput(memory.requires_grad_(source.requires_grad), buffer, name))
         return made
 
-    def _take_outputs(self, result: Any, given: list[Tensor], recorder: Recorder) -> None:
-        leaves: list[Tensor] = []
-        self.structure = flatten(result, leaves, {})
-        for part in opaque_parts(self.structure):
-            raise CaptureRefused(
-                f"returns a {type(part).__name__}, which cannot be taken apart into tensors; return tensors, numbers, "
-                "strings or containers of them (for a transformers model in training: use_cache=False)"
-            )
-        self.retained = []
-        stood_in = {id(view): key for key, view in self.stand_ins.items()}
-        for tensor in leaves:
-            if id(tensor) in stood_in:
-                tensor = self.module.group.shared[stood_in[id(tensor)]]
-            if tensor.layout is not torch.strided:
-                raise CaptureRefused("returns a sparse tensor")
-            same = next((i for i, static in enumerate(given) if static is tensor), None)
-            if same is not None:
-                self.outputs.append(same)
-            elif (tensor.is_leaf and address(tensor) in recorder.outside) or recorder.is_host(tensor):
-                self.outputs.append(tensor)
-            elif tensor.requires_grad:
-                self.outputs.append(None)
-                self.grad_outputs.append(StaticOutput(tensor.detach(), self.entry))
-                self.retained.append(tensor)
-            else:
-                self.outputs.append(StaticOutput(tensor.detach(), self.entry))
-
     def _find_parameters(self, given: list[Tensor], recorder: Recorder, oldest: int) -> None:
         """The leaves that the outputs depend on, found by walking the autograd graph that the capture built."""
         arguments = {id(tensor) for tensor in given}
-        queue = [tensor.grad_fn for tensor in self.retained]
+        queue = [tensor.grad_fn for tensor in self.results.retained]
         seen = set(queue)
         while queue:
             node = queue.pop()
@@ -246,7 +210,7 @@ class ForwardGraph:
                     seen.add(following)
                     queue.append(following)
         shared = self.module.group.shared
-        returned = {id(output) for output in self.outputs if isinstance(output, Tensor)}
+        returned = set(map(id, self.results.passed_on))
         self.module.group.share([p for p in self.parameters if id(p) in returned])  # the caller may use it, too
         self.hooked = [p for p in self.parameters if has_gradient_hooks(p) or id(p) in shared]
         self.direct = [p for p in self.parameters if not has_gradient_hooks(p) and id(p) not in shared]
@@ -294,23 +258,6 @@ class ForwardGraph:
         if self._written:
             torch.autograd.graph.increment_version(self._written)
 
-    def results(self, leaves: list[Tensor], differentiable: tuple[Tensor, ...]) -> Any:
-        """The call's result: structure and constants as captured, around the tensors of this replay."""
-        if self._sole:
-            return differentiable[0] if differentiable else self.outputs[0].hand_out()
-        clone = self.module.config.clone_outputs or self.entry.copies_out
-        grads = iter(differentiable)
-        made = []
-        for output in self.outputs:
-            if output is None:
-                tensor = next(grads)
-                made.append(tensor.clone() if clone else tensor)
-            elif output.__class__ is StaticOutput:
-                made.append(output.tensor.clone() if clone or output.copied else output.hand_out())
-            else:
-                made.append(leaves[output] if isinstance(output, int) else output)
-        return rebuild(self.structure, made)
-
 
 def _python_random_state() -> tuple[Any, Any]:
     numpy = sys.modules.get("numpy")
@@ -321,15 +268,6 @@ def _restore_python_random_state(state: tuple[Any, Any]) -> None:
     random.setstate(state[0])
     if state[1] is not None:
         sys.modules["numpy"].random.set_state(state[1])
-
-
-def resolved(result: Any) -> Any:
-    """The result with lazy conjugates and negations carried out, which a plain view of memory cannot stand for."""
-    leaves: list[Tensor] = []
-    structure = flatten(result, leaves, {})
-    if not any(tensor.is_conj() or tensor.is_neg() for tensor in leaves if tensor.layout is torch.strided):
-        return result
-    return rebuild(structure, [tensor.resolve_conj().resolve_neg() for tensor in leaves])
 
 
 def _own_saved_tensors() -> contextlib.AbstractContextManager:

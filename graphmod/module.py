@@ -24,10 +24,11 @@ from graphmod.backend import make_backend
 from graphmod.backward import apply_replayed
 from graphmod.config import CUDAGraphConfig
 from graphmod.errors import CaptureRefused
-from graphmod.forward import ForwardGraph, resolved
+from graphmod.forward import ForwardGraph
 from graphmod.lifecycle import Entry, GraphStats
 from graphmod.reach import Reach, reach
 from graphmod.recorder import Recorder, is_recording
+from graphmod.results import resolved
 from graphmod.signature import (
     Signature,
     difference,
@@ -252,19 +253,19 @@ class CUDAGraphModule(nn.Module):
                 entry.match = self.group.matcher(entry.signature)
             self._usual = entry
         entry.misses = entry.moves = 0
-        if graph.backward is not None or not graph.grad_outputs:
+        if graph.backward is not None or not graph.results.with_grad:
             entry.succeeded()
         return state, None
 
     def _results(self, graph: ForwardGraph, leaves: list[Tensor], random_state: Any) -> Any:
         outputs: tuple[Tensor, ...] = ()
-        if graph.grad_outputs:
+        if graph.results.with_grad:
             ticket = Ticket(graph.tape.arena, graph, random_state)
             graph.ticket = weakref.ref(ticket)
             inputs = [leaves[i] for i in graph.differentiable]
             witness = () if graph.witness is None else (graph.witness,)
             outputs = apply_replayed(ticket, self._anchor, *inputs, *graph.hooked, *witness)
-        return graph.results(leaves, outputs)
+        return graph.results.make(leaves, outputs)
 
     # -- eager calls ---------------------------------------------------------------------------------------------
 
@@ -405,7 +406,7 @@ class CUDAGraphModule(nn.Module):
         graph.index = tape.append(graph)
         entry.graphs.append(graph)
         entry.misses = 0
-        entry.needs_grad = bool(graph.grad_outputs)
+        entry.needs_grad = bool(graph.results.with_grad)
         if not entry.needs_grad:
             entry.succeeded()
         self.stats_.captures += 1

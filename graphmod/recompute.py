@@ -82,7 +82,7 @@ def recompute(
             backend.set_random_state(now)
         for tensor, before in changed:
             tensor.copy_(before)
-    modified = [out for out, static in zip(outputs, graph.grad_outputs, strict=True) if static.changed()]
+    modified = [out for out, static in zip(outputs, graph.results.with_grad, strict=True) if static.changed()]
     torch.autograd.graph.increment_version(modified)  # so that autograd refuses them where it needs them, as in eager
     direct = graph.direct if accumulates else []
     through, gradients = differentiate(graph, outputs, leaves, grads, direct, graph.hooked)
