@@ -13,6 +13,7 @@ from graphmod.forward import ForwardGraph
 from graphmod.placement import Gradients
 from graphmod.signature import AUTOCAST, rebuild
 from graphmod.tape import Ticket
+from graphmod.warmup import differentiable
 from graphmod.watch import without_gradient_hooks
 
 
@@ -76,7 +77,7 @@ def recompute(
         args, kwargs = rebuild(graph.entry.signature.structure, leaves)
         dtype = graph.entry.signature.modes[AUTOCAST]
         with torch.enable_grad(), torch.autocast(backend.device_type, dtype, enabled=dtype is not None):
-            outputs = module.differentiable_outputs(module.call(*args, **kwargs))
+            outputs = differentiable(module.call(*args, **kwargs))
     finally:
         if graph.random:
             backend.set_random_state(now)

@@ -1,0 +1,111 @@
+"""Where a call that fits no graph may be captured, and its capture.
+
+May import what `forward` may, `forward` and `tape`; knows `module` by its attributes only.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from graphmod.forward import ForwardGraph
+from graphmod.lifecycle import Entry
+from graphmod.tape import Tape
+
+if TYPE_CHECKING:
+    from graphmod.module import CUDAGraphModule
+
+CAPTURE_ANOTHER = "its graphs expect other gradients (None, or to be added to) than the coming backward will find"
+
+
+def place(module: CUDAGraphModule, entry: Entry, reason: str) -> Tape | None:
+    """The tape on which this call may be captured now, or None to run it eagerly.
+
+    Args:
+        reason: why the graphs that there are do not fit; `CAPTURE_ANOTHER` if another one would.
+    """
+    group, patience = module.group, module.config.warmup_steps
+    growing = group.growing_tape()
+    if growing is None and entry.graphs and reason != CAPTURE_ANOTHER:
+        # The graphs there are do not fit. Once is an exception, several times in a row is how it is from now on.
+        entry.misses += 1
+        module.log_once(f"{module.name!r} runs eagerly: {reason}")
+        if entry.misses <= patience:
+            return None
+        _drop_moved(module, entry)
+        if entry.disabled:
+            return None
+    if not _make_space(module, entry):
+        return None
+    tape = growing or group.place(entry.needs_grad)
+    if tape is None:
+        entry.misses += 0 if entry.graphs else 1
+        # In the middle of an iteration only where there never is a beginning, because one is always in flight.
+        if entry.misses > patience * (3 if group.eager_in_flight else 1):
+            tape = group.new_tape_elsewhere()
+    return tape
+
+
+def _drop_moved(module: CUDAGraphModule, entry: Entry) -> None:
+    """Drops graphs whose addresses are gone. A graph that moves each time before it was ever replayed counts as a
+    failure, so that recapturing comes to an end."""
+    moved = [graph for graph in entry.graphs if not graph.tape.arena.in_flight and graph.watch.moved()]
+    for graph in moved:
+        reason = graph.watch.moved()
+        module.drop(graph.tape)
+        entry.trace = None  # of the code as it was before the change
+        entry.moves += 1
+        if entry.moves >= module.config.max_failures:
+            entry.disabled, entry.reason = True, f"captured again and again, because {reason}"
+            module.log_once(f"{module.name!r} stays eager: {entry.reason}. force_enable() tries again")
+
+
+def _make_space(module: CUDAGraphModule, entry: Entry) -> bool:
+    """Keeps to `max_graphs`, evicting the least recently used signature that is not in flight."""
+    held = module.entries.holding(but=entry)
+    if len(held) < module.config.max_graphs:
+        return True
+    for victim in held:
+        if not any(graph.tape.arena.in_flight for graph in victim.graphs):
+            module.drop(*{graph.tape for graph in victim.graphs})
+            return True
+    module.log_once(f"{module.name!r} runs eagerly: all {module.config.max_graphs} graphs (max_graphs) are in use")
+    return False
+
+
+def capture(module: CUDAGraphModule, entry: Entry, tape: Tape, leaves: list[Tensor]) -> tuple[ForwardGraph, Any] | None:
+    """Captures a call on its tensor arguments and launches it.
+
+    Returns:
+        The graph and the random state before it; None where that failed, which has been counted and logged.
+    """
+    began = time.perf_counter()
+    arena, backend = tape.arena, module.group.backend
+    try:
+        if not arena.in_flight:
+            backend.prepare_capture()
+            arena.begin(tape)
+        graph = ForwardGraph(module, entry, tape)
+        state = backend.random_state()
+        torch.clear_autocast_cache()
+        try:
+            graph.capture(leaves)
+        finally:
+            torch.clear_autocast_cache()
+        graph.launch()
+    except Exception as error:  # whatever user code or CUDA raised: the eager call decides what the user sees
+        module.capture_failed(entry, error, "its forward")
+        return None
+    graph.index = tape.append(graph)
+    entry.graphs.append(graph)
+    entry.misses = 0
+    entry.needs_grad = bool(graph.results.with_grad)
+    if not entry.needs_grad:
+        entry.succeeded()
+    module.stats_.captures += 1
+    module.stats_.replays += 1
+    module.stats_.capture_seconds += time.perf_counter() - began
+    return graph, state

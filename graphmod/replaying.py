@@ -1,0 +1,105 @@
+"""Which graph serves a call, and its replay. May import what `backward` may and `backward`; knows `module` by its
+attributes only.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from graphmod.backward import apply_replayed
+from graphmod.capturing import CAPTURE_ANOTHER
+from graphmod.forward import ForwardGraph
+from graphmod.lifecycle import Entry
+from graphmod.tape import Ticket
+
+if TYPE_CHECKING:
+    from graphmod.module import CUDAGraphModule
+
+OTHER_MODES = "it was called in other modes"
+
+
+def find(module: CUDAGraphModule, entry: Entry, leaves: list[Tensor], careful: bool) -> tuple[ForwardGraph | None, str]:
+    """A graph of this signature that may replay now, or the reason why none may."""
+    reason = "its graphs are in use, or earlier in their order than what was called last"
+    best = None
+    for graph in entry.graphs:
+        tape, arena = graph.tape, graph.tape.arena
+        if arena.in_flight:
+            if arena.active is not tape or graph.index < tape.cursor:
+                continue
+        elif entry.needs_grad and tape.fresh_grads is not None:
+            expected = module.group.expects_fresh_grads()
+            if expected is not None and expected is not tape.fresh_grads:
+                reason = CAPTURE_ANOTHER
+                continue
+        unfit = graph.unfit(leaves, careful)
+        if unfit is not None:
+            reason = unfit
+            continue
+        if best is None or graph.index < best.index:
+            best = graph
+    if best is not None and not best.tape.arena.in_flight:
+        stuck = best.tape.arena.begin(best.tape)
+        for other in stuck:
+            other.copies_out = True  # from now on: its results are held in a way that does not let them be moved
+        if stuck:
+            module.drop(*{graph.tape for other in (entry, *stuck) for graph in other.graphs})
+            return None, CAPTURE_ANOTHER
+    return best, reason
+
+
+def launch(
+    module: CUDAGraphModule, graph: ForwardGraph, leaves: list[Tensor], careful: bool, late: bool
+) -> tuple[Any, str | None]:
+    """Replays.
+
+    Args:
+        careful: everything about the graph has been checked.
+        late: train/eval modes have not.
+
+    Returns:
+        The random state before, where it is needed later; and why the replay was stopped before it had changed
+        anything that lasts, None if it was not.
+    """
+    entry, backend = graph.entry, module.group.backend
+    graph.load(leaves)
+    state = backend.random_state() if graph.random else None
+    graph.tape.cursor = graph.index + 1
+    early = graph.starts_early and not careful
+    if early:
+        graph.graph.start()  # the GPU works while the host looks
+    reason = OTHER_MODES if late and entry.signature.training != module.training_modes() else None
+    if early and reason is None:
+        reason = graph.moved()
+    if reason is not None:
+        if early and graph.random:
+            backend.set_random_state(state)
+        return None, reason
+    if early:
+        graph.graph.finish()
+    else:
+        graph.graph.replay()
+    graph.after()
+    module.stats_.replays += 1
+    if module.entries.usual is not entry:
+        if entry.match is None:
+            entry.match = module.group.matcher(entry.signature)
+        module.entries.usual = entry
+    entry.misses = entry.moves = 0
+    if graph.backward is not None or not graph.results.with_grad:
+        entry.succeeded()
+    return state, None
+
+
+def results(module: CUDAGraphModule, graph: ForwardGraph, leaves: list[Tensor], random_state: Any) -> Any:
+    outputs: tuple[Tensor, ...] = ()
+    if graph.results.with_grad:
+        ticket = Ticket(graph.tape.arena, graph, random_state)
+        graph.ticket = weakref.ref(ticket)
+        inputs = [leaves[i] for i in graph.differentiable]
+        witness = () if graph.witness is None else (graph.witness,)
+        outputs = apply_replayed(ticket, module.anchor, *inputs, *graph.hooked, *witness)
+    return graph.results.make(leaves, outputs)

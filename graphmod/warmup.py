@@ -1,0 +1,72 @@
+"""Warm-up calls (rule R1), and what is to be learnt from calls that run without a graph.
+
+May import what `forward` may and `forward`; knows `module` by its attributes only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from graphmod.errors import CaptureRefused
+from graphmod.lifecycle import Entry
+from graphmod.recorder import Recorder
+from graphmod.results import resolved
+from graphmod.signature import flatten, opaque_parts
+from graphmod.tape import EagerCall
+
+if TYPE_CHECKING:
+    from graphmod.module import CUDAGraphModule
+
+
+def warm_up(module: CUDAGraphModule, entry: Entry, args: tuple, kwargs: dict) -> Any:
+    """An ordinary call on the capture stream; the last one before the capture is recorded."""
+    module.stats_.eager_calls += 1
+    entry.calls += 1
+    backend = module.group.backend
+    recorder = Recorder(refuse=False, on_gpu=backend.on_gpu)
+    record = entry.calls == module.config.warmup_steps
+    found = module.reached(*opaque_parts(entry.signature.structure)) if record else None
+    before = found.state() if record else None
+    torch.clear_autocast_cache()  # what a graph casts, it casts itself; the recorded call must do so too
+    watching = recorder if record else contextlib.nullcontext()
+    leaves: list[Tensor] = []
+    flatten((args, kwargs), leaves, {})
+    with backend.warm_up(leaves) as results, watching:
+        result = module.call(*args, **kwargs)
+        result = resolved(result) if record else result
+        flatten(result, results, {})
+    if record:
+        entry.trace = recorder.trace
+        entry.generators = recorder.generators
+        changed = found.changed_since(before)
+        if changed is not None:
+            # Known before any attempt, so that the user's Python never runs twice for one call. Once more of the same
+            # kind is watched, because a first call may create what later ones only use.
+            entry.calls -= 1
+            refusal = CaptureRefused(f"changes {changed} as it runs, which a replay would not do")
+            module.capture_failed(entry, refusal, "its forward")
+    return track(module, entry, result)
+
+
+def track(module: CUDAGraphModule, entry: Entry, result: Any) -> Any:
+    """Watches for the backward of an eager call, and learns whether there will be one; returns the result."""
+    for tensor in differentiable(result)[:1]:
+        if not entry.needs_grad:
+            entry.needs_grad = True
+            if not module.group.busy:
+                module.group.begin_pass()
+        call = EagerCall(module.group)
+        module.eager_calls.add(call)
+        tensor.register_hook(call.backward_began)
+    return result
+
+
+def differentiable(result: Any) -> list[Tensor]:
+    """The tensors in a result that have a backward, each once, in order."""
+    leaves: list[Tensor] = []
+    flatten(result, leaves, {})
+    return [tensor for tensor in leaves if tensor.requires_grad and not tensor.is_leaf]
