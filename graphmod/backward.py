@@ -54,12 +54,12 @@ def run_backward(ticket: Ticket, grads: tuple[Tensor | None, ...]) -> Sequence[T
     module = graph.module
     if torch.is_grad_enabled():
         raise BackwardUnavailable(
-            f"{module.name!r} was replayed from a graph, which has no gradient of its gradient (create_graph=True); "
+            f"{module._name!r} was replayed from a graph, which has no gradient of its gradient (create_graph=True); "
             "run this part eagerly: graph=none, ungraph(model), or call the module as .module"
         )
     if not ticket.current:
         raise BackwardUnavailable(
-            f"the values that {module.name!r} saved for this backward were overwritten by a later call. Run each "
+            f"the values that {module._name!r} saved for this backward were overwritten by a later call. Run each "
             "backward before the forward after next, or keep the parts whose backward comes late out of the graphs "
             "(ungraph, or call .module)"
         )
@@ -71,10 +71,10 @@ def run_backward(ticket: Ticket, grads: tuple[Tensor | None, ...]) -> Sequence[T
 
 def _backward(ticket: Ticket, graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> Sequence[Tensor | None]:
     module, tape = graph.module, graph.tape
-    accumulates = torch._C._will_engine_execute_node(module.anchor_node)
+    accumulates = torch._C._will_engine_execute_node(module._anchor_node)
     if not accumulates and graph.witness is not None and _wanted(graph.witness):
         raise BackwardUnavailable(
-            f"the gradients of the parameters inside {module.name!r} go straight to .grad and cannot be had through "
+            f"the gradients of the parameters inside {module._name!r} go straight to .grad and cannot be had through "
             "torch.autograd.grad or backward(inputs=...); call loss.backward(), or run this part eagerly (ungraph, or "
             "call .module)"
         )
@@ -82,22 +82,22 @@ def _backward(ticket: Ticket, graph: ForwardGraph, grads: tuple[Tensor | None, .
         return recompute(ticket, graph, grads, accumulates)
     if ticket.versions != [parameter._version for parameter in ticket.weights]:
         raise changed_in_place(module)
-    if module.group.context is not None:
-        module.group.first_backward()
+    if module._group.context is not None:
+        module._group.first_backward()
     on_tape = tape.arena.active is tape
     known = graph.backward
     if known is None:
         if graph.captured_in != tape.arena.passes:
             # The optimizer has changed what the retained autograd graph saved: it is good for its own pass only.
-            module.drop(tape)
+            module._drop(tape)
             return recompute(ticket, graph, grads, accumulates)
         pending = _used_later(ticket, graph)
-        stash = module.group.stash
+        stash = module._group.stash
         shared = [p for p in graph.direct if id(p) in pending or id(p) in stash or _used_eagerly(p, graph)]
         if shared:
             # Captured anew with these gradients going through autograd; this once, summed up here.
-            module.group.share(shared)
-            module.drop(tape)
+            module._group.share(shared)
+            module._drop(tape)
         elif on_tape and tape.at_end and not tape.dropped:
             known = capture_backward(graph, grads)
             if known is not None:
@@ -108,11 +108,11 @@ def _backward(ticket: Ticket, graph: ForwardGraph, grads: tuple[Tensor | None, .
         raise changed_in_place(module)
     if on_tape and known.index >= tape.cursor and known.fits(grads, tape.arena.passes):
         copied, as_captured = known.launch(grads, tape.arena.passes)
-        module.stats_.copied_bytes += copied
-        if module.group.stash:
-            deliver([(p, module.group.stash.pop(id(p), None)) for p in graph.direct])
+        module._counters.copied_bytes += copied
+        if module._group.stash:
+            deliver([(p, module._group.stash.pop(id(p), None)) for p in graph.direct])
         tape.cursor = known.index + 1
-        module.stats_.replays += 1
+        module._counters.replays += 1
         _count_mismatch(graph, as_captured)
         return _hand_out(known, graph.entry)
     _count_mismatch(graph, False)
@@ -129,7 +129,7 @@ def _hand_out(known: BackwardGraph, entry: Any) -> list[Tensor | None]:
 def _used_later(ticket: Ticket, graph: ForwardGraph) -> set[int]:
     """The identities of the parameters whose gradients other forwards still to come in this very backward add to."""
     found: set[int] = set()
-    for arena in graph.module.group.arenas:
+    for arena in graph.module._group.arenas:
         for other in arena.active.owners if arena.active is not None else ():
             there = other.ticket() if other.ticket is not None else None
             if there is None or there is ticket or there.done or not there.current or there.node is None:
@@ -163,9 +163,9 @@ def _used_eagerly(parameter: Tensor, graph: ForwardGraph) -> bool:
 def _count_mismatch(graph: ForwardGraph, matched: bool) -> None:
     """Several backwards in a row that the captured one did not fit: this is how it is from now on, capture anew."""
     graph.mismatches = 0 if matched else graph.mismatches + 1
-    entry, config = graph.entry, graph.module.config
+    entry, config = graph.entry, graph.module._config
     if matched:
         entry.recaptures = 0
     elif graph.mismatches > config.warmup_steps and not entry.recaptures:
         entry.recaptures += 1  # once: where that does not help, the slower replay is as good as it gets
-        graph.module.drop(graph.tape)
+        graph.module._drop(graph.tape)

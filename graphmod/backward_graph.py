@@ -104,7 +104,7 @@ class BackwardGraph:
 def changed_in_place(module: Any) -> RuntimeError:
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: a result or "
-        f"a parameter of {module.name!r}, which its backward reads again; use the out-of-place operation"
+        f"a parameter of {module._name!r}, which its backward reads again; use the out-of-place operation"
     )
 
 
@@ -117,7 +117,7 @@ def capture_backward(graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> B
     Raises:
         RuntimeError: something saved for the backward was changed in place since, as eager says it.
     """
-    module, entry, group, arena = graph.module, graph.entry, graph.module.group, graph.tape.arena
+    module, entry, group, arena = graph.module, graph.entry, graph.module._group, graph.tape.arena
     fresh = not any(p.grad is not None for p in graph.parameters)
     began = time.perf_counter()
     known = BackwardGraph()
@@ -157,7 +157,7 @@ def capture_backward(graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> B
             return found, copies - sum(place is None for place in places or ())
 
         sizes = tuple((tensor.size(), tensor.dtype) for tensor in (*direct, *given, *(s.tensor for s in graph.inputs)))
-        shape = (type(module.root), *sizes)
+        shape = (type(module._root), *sizes)
         state = group.backend.random_state()
         places = group.places.get(shape)
         found, missed = capture(places)
@@ -178,11 +178,11 @@ def capture_backward(graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> B
     except Exception as error:  # whatever user code or CUDA raised: the eager backward decides what the user sees
         if "modified by an inplace operation" in str(error):
             raise  # as eager does: something saved for the backward was changed since
-        module.capture_failed(entry, error, "its backward")
-        module.drop(graph.tape)
+        module._capture_failed(entry, error, "its backward")
+        module._drop(graph.tape)
         return None
     if any(output.changed() for output in known.saved):
-        module.drop(graph.tape)
+        module._drop(graph.tape)
         raise changed_in_place(module)
     known.index = graph.tape.append(graph)
     known.parameters = [parameter for parameter, _ in known.written]
@@ -196,18 +196,18 @@ def capture_backward(graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> B
     if graph.tape.fresh_grads is None and graph.parameters:
         graph.tape.fresh_grads = fresh
     graph.backward, graph.results.retained, graph.stand_ins = known, [], {}
-    module.stats_.captures += 1
-    module.stats_.replays += 1
-    module.stats_.capture_seconds += time.perf_counter() - began
+    module._counters.captures += 1
+    module._counters.replays += 1
+    module._counters.capture_seconds += time.perf_counter() - began
     return known
 
 
 def _static_gradient(graph: ForwardGraph, grad: Tensor) -> StaticInput:
-    memory = adopted(grad, graph.module.group.static)
+    memory = adopted(grad, graph.module._group.static)
     buffer = None
     if memory is None:
         buffer = OwnedBuffer(grad)
-        graph.module.stats_.copied_bytes += buffer.load(grad, graph.tape.arena.passes)
+        graph.module._counters.copied_bytes += buffer.load(grad, graph.tape.arena.passes)
         memory = buffer.tensor.detach()
     return StaticInput(memory, buffer, "gradient")
 

@@ -27,12 +27,12 @@ def place(module: CUDAGraphModule, entry: Entry, reason: str) -> Tape | None:
     Args:
         reason: why the graphs that there are do not fit; `CAPTURE_ANOTHER` if another one would.
     """
-    group, patience = module.group, module.config.warmup_steps
+    group, patience = module._group, module._config.warmup_steps
     growing = group.growing_tape()
     if growing is None and entry.graphs and reason != CAPTURE_ANOTHER:
         # The graphs there are do not fit. Once is an exception, several times in a row is how it is from now on.
         entry.misses += 1
-        module.log_once(f"{module.name!r} runs eagerly: {reason}")
+        module._log_once(f"{module._name!r} runs eagerly: {reason}")
         if entry.misses <= patience:
             return None
         _drop_moved(module, entry)
@@ -55,24 +55,24 @@ def _drop_moved(module: CUDAGraphModule, entry: Entry) -> None:
     moved = [graph for graph in entry.graphs if not graph.tape.arena.in_flight and graph.watch.moved()]
     for graph in moved:
         reason = graph.watch.moved()
-        module.drop(graph.tape)
+        module._drop(graph.tape)
         entry.trace = None  # of the code as it was before the change
         entry.moves += 1
-        if entry.moves >= module.config.max_failures:
+        if entry.moves >= module._config.max_failures:
             entry.disabled, entry.reason = True, f"captured again and again, because {reason}"
-            module.log_once(f"{module.name!r} stays eager: {entry.reason}. force_enable() tries again")
+            module._log_once(f"{module._name!r} stays eager: {entry.reason}. force_enable() tries again")
 
 
 def _make_space(module: CUDAGraphModule, entry: Entry) -> bool:
     """Keeps to `max_graphs`, evicting the least recently used signature that is not in flight."""
-    held = module.entries.holding(but=entry)
-    if len(held) < module.config.max_graphs:
+    held = module._entries.holding(but=entry)
+    if len(held) < module._config.max_graphs:
         return True
     for victim in held:
         if not any(graph.tape.arena.in_flight for graph in victim.graphs):
-            module.drop(*{graph.tape for graph in victim.graphs})
+            module._drop(*{graph.tape for graph in victim.graphs})
             return True
-    module.log_once(f"{module.name!r} runs eagerly: all {module.config.max_graphs} graphs (max_graphs) are in use")
+    module._log_once(f"{module._name!r} runs eagerly: all {module._config.max_graphs} graphs (max_graphs) are in use")
     return False
 
 
@@ -83,7 +83,7 @@ def capture(module: CUDAGraphModule, entry: Entry, tape: Tape, leaves: list[Tens
         The graph and the random state before it; None where that failed, which has been counted and logged.
     """
     began = time.perf_counter()
-    arena, backend = tape.arena, module.group.backend
+    arena, backend = tape.arena, module._group.backend
     try:
         if not arena.in_flight:
             backend.prepare_capture()
@@ -97,7 +97,7 @@ def capture(module: CUDAGraphModule, entry: Entry, tape: Tape, leaves: list[Tens
             torch.clear_autocast_cache()
         graph.launch()
     except Exception as error:  # whatever user code or CUDA raised: the eager call decides what the user sees
-        module.capture_failed(entry, error, "its forward")
+        module._capture_failed(entry, error, "its forward")
         return None
     graph.index = tape.append(graph)
     entry.graphs.append(graph)
@@ -105,7 +105,7 @@ def capture(module: CUDAGraphModule, entry: Entry, tape: Tape, leaves: list[Tens
     entry.needs_grad = bool(graph.results.with_grad)
     if not entry.needs_grad:
         entry.succeeded()
-    module.stats_.captures += 1
-    module.stats_.replays += 1
-    module.stats_.capture_seconds += time.perf_counter() - began
+    module._counters.captures += 1
+    module._counters.replays += 1
+    module._counters.capture_seconds += time.perf_counter() - began
     return graph, state

@@ -72,19 +72,19 @@ class ForwardGraph:
             CaptureRefused: with a reason for the user.
             Exception: whatever the captured code raised.
         """
-        module, entry, group = self.module, self.entry, self.module.group
+        module, entry, group = self.module, self.entry, self.module._group
         self.inputs = self._static_inputs(leaves)
         given = [static.tensor for static in self.inputs]
         args, kwargs = rebuild(entry.signature.structure, given)
-        found = module.reached(*opaque_parts(entry.signature.structure))
+        found = module._reach_now(*opaque_parts(entry.signature.structure))
         owned = found.parameters()
         grads = [parameter.grad for parameter in owned]
         oldest = _next_sequence_number()
-        group.backend.renew_accumulators(module.accumulators_to_renew())
+        group.backend.renew_accumulators(module._accumulators_to_renew())
 
         def run() -> Any:
             with modules_called() as self.called, _own_saved_tensors():
-                return resolved(module.call(*args, **kwargs))
+                return resolved(module._call(*args, **kwargs))
 
         python_random = _python_random_state()
 
@@ -107,7 +107,7 @@ class ForwardGraph:
                 if static.buffer is not None and address(static.tensor) in recorder.inputs_written:
                     raise CaptureRefused(f"changes its argument {static.name} in place; make it change a copy")
             stood_in = {id(view): group.shared[key] for key, view in self.stand_ins.items()}
-            self.results = Results(result, given, recorder, entry, stood_in, module.config.clone_outputs)
+            self.results = Results(result, given, recorder, entry, stood_in, module._config.clone_outputs)
             self._find_parameters(given, recorder, oldest)
 
         try:
@@ -151,11 +151,11 @@ class ForwardGraph:
         and be in use: a capture that ended there would fork to that stream. It ends at the view instead, which belongs
         to the capture stream.
         """
-        shared = self.module.group.shared
+        shared = self.module._group.shared
         places = [(m._parameters, k, p) for m in modules for k, p in m._parameters.items() if id(p) in shared]
         places = [place for place in places if place[2].requires_grad and torch.is_grad_enabled()]
         parameters = list({id(parameter): parameter for _, _, parameter in places}.values())
-        views = self.module.group.backend.views(parameters)
+        views = self.module._group.backend.views(parameters)
         self.stand_ins = {id(parameter): view for parameter, view in zip(parameters, views, strict=True)}
         try:
             for held, key, parameter in places:
@@ -166,8 +166,8 @@ class ForwardGraph:
                 held[key] = parameter
 
     def _static_inputs(self, leaves: list[Tensor]) -> list[StaticInput]:
-        group, arena = self.module.group, self.tape.arena
-        paths = argument_paths(self.entry.signature.structure, parameter_names(self.module.call))
+        group, arena = self.module._group, self.tape.arena
+        paths = argument_paths(self.entry.signature.structure, parameter_names(self.module._call))
         names = {part.index: path for path, part in paths.items() if part.__class__ is Leaf}
         made = []
         for index, source in enumerate(leaves):
@@ -183,7 +183,7 @@ class ForwardGraph:
             buffer = None
             if memory is None:
                 buffer = next((b for b in group.buffers if b.holds(source)), None) or OwnedBuffer(source)
-                self.module.stats_.copied_bytes += buffer.load(source, arena.passes)
+                self.module._counters.copied_bytes += buffer.load(source, arena.passes)
                 memory = buffer.tensor.detach()
             made.append(StaticInput(memory.requires_grad_(source.requires_grad), buffer, name))
         return made
@@ -209,12 +209,12 @@ class ForwardGraph:
                 if following is not None and following not in seen:
                     seen.add(following)
                     queue.append(following)
-        shared = self.module.group.shared
+        shared = self.module._group.shared
         returned = set(map(id, self.results.passed_on))
-        self.module.group.share([p for p in self.parameters if id(p) in returned])  # the caller may use it, too
+        self.module._group.share([p for p in self.parameters if id(p) in returned])  # the caller may use it, too
         self.hooked = [p for p in self.parameters if has_gradient_hooks(p) or id(p) in shared]
         self.direct = [p for p in self.parameters if not has_gradient_hooks(p) and id(p) not in shared]
-        first = next((p for p in self.module.owned if any(p is d for d in self.direct)), None)
+        first = next((p for p in self.module._owned if any(p is d for d in self.direct)), None)
         self.witness = first if len(self.direct) > 1 else None
         self.differentiable = [i for i, tensor in enumerate(given) if tensor.requires_grad]
 
@@ -243,7 +243,7 @@ class ForwardGraph:
         for index, buffer in self._copied:
             source = leaves[index]
             if not buffer.has(source, passes):
-                self.module.stats_.copied_bytes += buffer.load(source, passes)
+                self.module._counters.copied_bytes += buffer.load(source, passes)
 
     def launch(self) -> None:
         """Replays all of it."""

@@ -57,10 +57,10 @@ def graph_layers(
         group = groups.setdefault(device, Group())
         graphed = CUDAGraphModule(layer, config, name=name, group=group, call=layer.forward)
         layer.__dict__[_MARK] = (graphed, layer.__dict__.get("forward"))
-        layer.__dict__["forward"] = graphed.run
+        layer.__dict__["forward"] = graphed._run
         wrapped.append(graphed)
     for graphed in wrapped:
-        graphed.group.share(_tied_outside(model, names, graphed.root))
+        graphed._group.share(_tied_outside(model, names, graphed._root))
     _train_without_cache(model)
     return wrapped
 

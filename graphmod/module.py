@@ -65,7 +65,7 @@ class CUDAGraphModule(nn.Module):
     Attributes of the wrapped module are reachable through the wrapper.
     """
 
-    _reach_through = ("root",)
+    _reach_through = ("_root",)
 
     def __init__(
         self,
@@ -79,56 +79,56 @@ class CUDAGraphModule(nn.Module):
         super().__init__()
         if not callable(module):
             raise TypeError(f"CUDAGraphModule wraps an nn.Module or a callable, got {type(module).__name__}")
-        self.__dict__["root"] = module
+        self.__dict__["_root"] = module
         if isinstance(module, nn.Module) and call is None:
             self.module = module
         else:
             self.__dict__["module"] = module
-        self.config = config or CUDAGraphConfig()
-        self.name = name or getattr(module, "__name__", type(module).__name__)
-        self.__dict__["call"] = call or (module.forward if isinstance(module, nn.Module) else module)
-        self.group = group or Group()
-        self.stats_ = GraphStats()
+        self._config = config or CUDAGraphConfig()
+        self._name = name or getattr(module, "__name__", type(module).__name__)
+        self.__dict__["_call"] = call or (module.forward if isinstance(module, nn.Module) else module)
+        self._group = group or Group()
+        self._counters = GraphStats()
         self.last_failure = ""
         self._hooks_outside = isinstance(module, nn.Module) and call is None
-        self.entries = Registry()
+        self._entries = Registry()
         self._start()
 
     def _start(self) -> None:
         self._found: Reach | None = None
         self._reached: list[nn.Module] = []
-        self.eager_calls: weakref.WeakSet[EagerCall] = weakref.WeakSet()
+        self._eager_calls: weakref.WeakSet[EagerCall] = weakref.WeakSet()
         self._parameters_reached: list[Tensor] = []
         self._logged: set[str] = set()
-        self.anchor: Tensor | None = None
+        self._anchor: Tensor | None = None
 
     # -- calling -------------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Same result as `module(*args, **kwargs)`."""
-        root = self.root
+        root = self._root
         if self._hooks_outside and any(getattr(root, kind) for kind in HOOKS):
             # The module's own hooks run on every call, around the graph instead of inside it.
-            root.__dict__["forward"] = self.run
+            root.__dict__["forward"] = self._run
             try:
                 return root(*args, **kwargs)
             finally:
                 del root.__dict__["forward"]
-        return self.run(*args, **kwargs)
+        return self._run(*args, **kwargs)
 
-    def run(self, *args: Any, **kwargs: Any) -> Any:
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the wrapped callable without the module's own hooks."""
         if torch._C._len_torch_dispatch_stack() and is_recording():
-            return self.call(*args, **kwargs)  # part of what another wrapper captures
-        usual = self.entries.usual
+            return self._call(*args, **kwargs)  # part of what another wrapper captures
+        usual = self._entries.usual
         leaves = usual.match(args, kwargs) if usual is not None else None
-        if leaves is not None and usual.signature.modes != mode_key(self.group.backend.device_type):
+        if leaves is not None and usual.signature.modes != mode_key(self._group.backend.device_type):
             leaves = None
         # Train/eval modes are many to look at: where nothing depends on the answer before the launch, after it.
         late = leaves is not None and not usual.needs_grad
-        if leaves is not None and (late or usual.signature.training == self.training_modes()):
+        if leaves is not None and (late or usual.signature.training == self._training_modes()):
             entry = usual
-            self.entries.touch(entry)
+            self._entries.touch(entry)
         else:
             leaves = []
             structure = flatten((args, kwargs), leaves, {})
@@ -137,8 +137,8 @@ class CUDAGraphModule(nn.Module):
             entry = self._entry(structure, leaves)
         if entry.disabled:
             return self._eager(args, kwargs)
-        if entry.needs_grad and not self.group.busy:
-            self.group.begin_pass()
+        if entry.needs_grad and not self._group.busy:
+            self._group.begin_pass()
         reason = ""
         # A graph may start before everything about it has been checked; if that shows that it was none, once more with
         # care.
@@ -149,17 +149,17 @@ class CUDAGraphModule(nn.Module):
             try:
                 state, reason = launch(self, graph, leaves, careful, late)
             except RuntimeError as error:
-                self.drop(graph.tape)
-                self.capture_failed(entry, error, "a replay")
+                self._drop(graph.tape)
+                self._capture_failed(entry, error, "a replay")
                 return self._eager(args, kwargs)
             if reason is None:
                 return results(self, graph, leaves, state)
             if reason is OTHER_MODES:
                 break
-        if late and entry.signature.training != self.training_modes():
-            self.entries.usual = None
-            return self.run(*args, **kwargs)
-        if entry.calls < self.config.warmup_steps:
+        if late and entry.signature.training != self._training_modes():
+            self._entries.usual = None
+            return self._run(*args, **kwargs)
+        if entry.calls < self._config.warmup_steps:
             return warm_up(self, entry, args, kwargs)
         tape = place(self, entry, reason)
         if tape is None:
@@ -167,7 +167,7 @@ class CUDAGraphModule(nn.Module):
         captured = capture(self, entry, tape, leaves)
         return self._eager(args, kwargs) if captured is None else results(self, captured[0], leaves, captured[1])
 
-    def training_modes(self) -> bytes:
+    def _training_modes(self) -> bytes:
         """Train/eval mode of every module reached, and which gradients are absent where that matters."""
         training = bytes(map(_training, self._reached))
         if self._parameters_reached:  # the callable may run a backward: absent gradients are part of its state
@@ -175,28 +175,28 @@ class CUDAGraphModule(nn.Module):
         return training
 
     def _entry(self, structure: Any, leaves: list[Tensor]) -> Entry:
-        modes = mode_key(self.group.backend.device_type)
-        signature = Signature(structure, tuple(map(tensor_key, leaves)), modes, self.training_modes())
-        entry = self.entries.get(signature)
+        modes = mode_key(self._group.backend.device_type)
+        signature = Signature(structure, tuple(map(tensor_key, leaves)), modes, self._training_modes())
+        entry = self._entries.get(signature)
         if entry is None:
-            names = parameter_names(self.call)
-            lines = self.entries.nearest(signature, names)
+            names = parameter_names(self._call)
+            lines = self._entries.nearest(signature, names)
             if lines:
-                self.log_once(
-                    f"{self.name!r} is called with other inputs:\n  " + "\n  ".join(lines), key="other inputs"
+                self._log_once(
+                    f"{self._name!r} is called with other inputs:\n  " + "\n  ".join(lines), key="other inputs"
                 )
-            entry = self.entries.add(signature)
+            entry = self._entries.add(signature)
         return entry
 
     # -- eager calls ---------------------------------------------------------------------------------------------
 
     def _eager(self, args: tuple, kwargs: dict, entry: Entry | None = None) -> Any:
-        self.stats_.eager_calls += 1
+        self._counters.eager_calls += 1
         if entry is not None and entry.needs_grad:
-            return track(self, entry, self.call(*args, **kwargs))
-        return self.call(*args, **kwargs)
+            return track(self, entry, self._call(*args, **kwargs))
+        return self._call(*args, **kwargs)
 
-    def capture_failed(self, entry: Entry, error: BaseException, what: str) -> None:
+    def _capture_failed(self, entry: Entry, error: BaseException, what: str) -> None:
         """Counts a failure of a capture or replay and says once why."""
         reason = str(error).partition("\n")[0] or type(error).__name__
         place = None if isinstance(error, CaptureRefused) else place_of(error)  # a refusal names its place itself
@@ -204,18 +204,18 @@ class CUDAGraphModule(nn.Module):
             reason = f"{place}: {reason}"
         if "capturable is False" in reason:
             reason += " Build the optimizer with fused=True, capturable=True."
-        self.stats_.failures += 1
+        self._counters.failures += 1
         self.last_failure = reason
-        log.debug("%s: %s", self.name, reason, exc_info=error)
-        self.log_once(f"{self.name!r} runs eagerly, because {what} could not be captured: {reason}")
-        if entry.failed(reason, self.config.max_failures):
-            self.drop(*{graph.tape for graph in entry.graphs})
-            self.log_once(
-                f"{self.name!r} stays eager after {self.config.max_failures} failures in a row; the last: {reason}. "
+        log.debug("%s: %s", self._name, reason, exc_info=error)
+        self._log_once(f"{self._name!r} runs eagerly, because {what} could not be captured: {reason}")
+        if entry.failed(reason, self._config.max_failures):
+            self._drop(*{graph.tape for graph in entry.graphs})
+            self._log_once(
+                f"{self._name!r} stays eager after {self._config.max_failures} failures in a row; the last: {reason}. "
                 "force_enable() tries again"
             )
 
-    def drop(self, *tapes: Tape) -> None:
+    def _drop(self, *tapes: Tape) -> None:
         """Takes the tapes' graphs away from every module; their memory is free once nothing in flight needs it."""
         for tape in tapes:
             for graph in tape.owners:
@@ -227,71 +227,76 @@ class CUDAGraphModule(nn.Module):
 
     def _discover(self, leaves: list[Tensor]) -> None:
         """Finds, before the first call, the modules and parameters the callable reaches, and its device."""
-        found = self._found = reach(self.root)
+        found = self._found = reach(self._root)
         self._reached = found.modules
-        self.owned = list(self.root.parameters()) if isinstance(self.root, nn.Module) else found.parameters()
-        self._parameters_reached = [] if isinstance(self.root, nn.Module) else self.owned
-        known = {id(parameter) for parameter in self.group.parameters}
-        self.group.share([parameter for parameter in self.owned if id(parameter) in known])
-        self.group.parameters += [parameter for parameter in self.owned if id(parameter) not in known]
-        tensors = [*leaves, *self.owned, *(tensor for _, _, tensor in found.slots)]
+        self._owned = list(self._root.parameters()) if isinstance(self._root, nn.Module) else found.parameters()
+        self._parameters_reached = [] if isinstance(self._root, nn.Module) else self._owned
+        known = {id(parameter) for parameter in self._group.parameters}
+        self._group.share([parameter for parameter in self._owned if id(parameter) in known])
+        self._group.parameters += [parameter for parameter in self._owned if id(parameter) not in known]
+        tensors = [*leaves, *self._owned, *(tensor for _, _, tensor in found.slots)]
         device = next((t.device for t in tensors if t.is_cuda), torch.device("cpu"))
-        if self.group.backend is None:
-            self.group.backend = make_backend(self.config.backend, device)
-            if not self.group.backend.on_gpu:
-                self.log_once(f"{self.name!r}: emulated graphs on the CPU: they check correctness and bring no speed")
-        if self.anchor is None:
+        if self._group.backend is None:
+            self._group.backend = make_backend(self._config.backend, device)
+            if not self._group.backend.on_gpu:
+                self._log_once(f"{self._name!r}: emulated graphs on the CPU: they check correctness and bring no speed")
+        if self._anchor is None:
             with torch.inference_mode(False):
-                self.anchor = torch.empty(0, device=device, requires_grad=True)
-                self.anchor_node = torch.autograd.graph.get_gradient_edge(self.anchor).node
+                self._anchor = torch.empty(0, device=device, requires_grad=True)
+                self._anchor_node = torch.autograd.graph.get_gradient_edge(self._anchor).node
 
-    def accumulators_to_renew(self) -> list[Tensor]:
+    def _accumulators_to_renew(self) -> list[Tensor]:
         """The parameters whose gradient accumulators may be made anew: none while a forward of this module that holds
         the present ones still has its backward to come."""
-        if any(not call.done for call in self.eager_calls):
+        if any(not call.done for call in self._eager_calls):
             return []
-        for entry in self.entries:
+        for entry in self._entries:
             for graph in entry.graphs:
                 ticket = graph.ticket() if graph.ticket is not None else None
                 if ticket is not None and not ticket.done:
                     return []
-        return [parameter for parameter in self.owned if id(parameter) not in self.group.shared]
+        return [parameter for parameter in self._owned if id(parameter) not in self._group.shared]
 
-    def reached(self, *objects: Any) -> Reach:
+    def _reach_now(self, *objects: Any) -> Reach:
         """What the callable and `objects` reach now. A module whose tensors are all in place is not walked again."""
-        if not isinstance(self.root, nn.Module) or objects or not self._found.in_place():
-            self._found = reach(self.root, *objects)
+        if not isinstance(self._root, nn.Module) or objects or not self._found.in_place():
+            self._found = reach(self._root, *objects)
             self._reached = self._found.modules
         return self._found
 
-    def log_once(self, message: str, key: str | None = None) -> None:
+    def _log_once(self, message: str, key: str | None = None) -> None:
         key = key or message
         if key not in self._logged:
             self._logged.add(key)
             log.warning(message)
 
     @property
+    def graph_name(self) -> str:
+        """How log lines name this wrapper."""
+        return self._name
+
+    @property
     def stats(self) -> GraphStats:
         """Counters so far; `pool_bytes` counts the pools this module shares with its group."""
         return GraphStats(
             **{
-                **vars(self.stats_),
-                "state": self.entries.state,
-                "pool_bytes": sum(a.pool.bytes() for a in self.group.arenas),
+                **vars(self._counters),
+                "state": self._entries.state,
+                "pool_bytes": sum(a.pool.bytes() for a in self._group.arenas),
             }
         )
 
     def reset(self) -> None:
         """Frees the graphs and starts over with warm-up; signatures that were disabled stay so. May be called often."""
-        for entry in self.entries:
-            self.drop(*{graph.tape for graph in entry.graphs})
-        self.entries.restart()
+        for entry in self._entries:
+            self._drop(*{graph.tape for graph in entry.graphs})
+        self._entries.restart()
         self._start()
-        self.group.release()
+        self._group.release()
 
     def force_enable(self) -> None:
         """Lets signatures that failures disabled be captured again."""
-        for entry in self.entries:
+        for entry in self._entries:
             entry.rearm()
         self._logged.clear()
 
@@ -299,24 +304,24 @@ class CUDAGraphModule(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name in ("root", "module"):
+            if name in ("_root", "module"):
                 raise
-            return getattr(self.root, name)
+            return getattr(self._root, name)
 
     def __deepcopy__(self, memo: dict) -> CUDAGraphModule:
         """A wrapper around a copy of the module, with graphs of its own still to be captured."""
-        root = copy.deepcopy(self.root, memo)
-        call = self.call
-        if isinstance(call, types.MethodType) and call.__self__ is self.root:
+        root = copy.deepcopy(self._root, memo)
+        call = self._call
+        if isinstance(call, types.MethodType) and call.__self__ is self._root:
             call = types.MethodType(call.__func__, root)
-        group = memo.setdefault(id(self.group), Group())
+        group = memo.setdefault(id(self._group), Group())
         made = CUDAGraphModule(
-            root, self.config, name=self.name, group=group, call=None if self._hooks_outside else call
+            root, self._config, name=self._name, group=group, call=None if self._hooks_outside else call
         )
         memo[id(self)] = made
         return made
 
     def __getstate__(self) -> dict:
         raise TypeError(
-            f"{self.name!r} holds CUDA graphs, which cannot be pickled; save state_dict(), or ungraph(model) first"
+            f"{self._name!r} holds CUDA graphs, which cannot be pickled; save state_dict(), or ungraph(model) first"
         )

@@ -67,7 +67,7 @@ def recompute(
     its attention kernels hold their random state as device addresses. Gradients of the parameters `pending` wait for
     their other uses in this backward.
     """
-    module, backend = graph.module, graph.module.group.backend
+    module, backend = graph.module, graph.module._group.backend
     changed = [(tensor, tensor.clone()) for tensor in graph.graph.seen.written.values()]
     now = backend.random_state() if graph.random else None
     if graph.random:
@@ -77,7 +77,7 @@ def recompute(
         args, kwargs = rebuild(graph.entry.signature.structure, leaves)
         dtype = graph.entry.signature.modes[AUTOCAST]
         with torch.enable_grad(), torch.autocast(backend.device_type, dtype, enabled=dtype is not None):
-            outputs = differentiable(module.call(*args, **kwargs))
+            outputs = differentiable(module._call(*args, **kwargs))
     finally:
         if graph.random:
             backend.set_random_state(now)
@@ -87,7 +87,7 @@ def recompute(
     torch.autograd.graph.increment_version(modified)  # so that autograd refuses them where it needs them, as in eager
     direct = graph.direct if accumulates else []
     through, gradients = differentiate(graph, outputs, leaves, grads, direct, graph.hooked)
-    stash, ready = module.group.stash, []
+    stash, ready = module._group.stash, []
     for parameter, grad in gradients:
         earlier = stash.pop(id(parameter), None)
         if earlier is not None:
@@ -97,5 +97,5 @@ def recompute(
         else:
             ready.append((parameter, grad))
     deliver(ready)
-    module.stats_.eager_calls += 1
+    module._counters.eager_calls += 1
     return through

@@ -31,7 +31,7 @@ def find(module: CUDAGraphModule, entry: Entry, leaves: list[Tensor], careful: b
             if arena.active is not tape or graph.index < tape.cursor:
                 continue
         elif entry.needs_grad and tape.fresh_grads is not None:
-            expected = module.group.expects_fresh_grads()
+            expected = module._group.expects_fresh_grads()
             if expected is not None and expected is not tape.fresh_grads:
                 reason = CAPTURE_ANOTHER
                 continue
@@ -46,7 +46,7 @@ def find(module: CUDAGraphModule, entry: Entry, leaves: list[Tensor], careful: b
         for other in stuck:
             other.copies_out = True  # from now on: its results are held in a way that does not let them be moved
         if stuck:
-            module.drop(*{graph.tape for other in (entry, *stuck) for graph in other.graphs})
+            module._drop(*{graph.tape for other in (entry, *stuck) for graph in other.graphs})
             return None, CAPTURE_ANOTHER
     return best, reason
 
@@ -64,14 +64,14 @@ def launch(
         The random state before, where it is needed later; and why the replay was stopped before it had changed
         anything that lasts, None if it was not.
     """
-    entry, backend = graph.entry, module.group.backend
+    entry, backend = graph.entry, module._group.backend
     graph.load(leaves)
     state = backend.random_state() if graph.random else None
     graph.tape.cursor = graph.index + 1
     early = graph.starts_early and not careful
     if early:
         graph.graph.start()  # the GPU works while the host looks
-    reason = OTHER_MODES if late and entry.signature.training != module.training_modes() else None
+    reason = OTHER_MODES if late and entry.signature.training != module._training_modes() else None
     if early and reason is None:
         reason = graph.moved()
     if reason is not None:
@@ -83,11 +83,11 @@ def launch(
     else:
         graph.graph.replay()
     graph.after()
-    module.stats_.replays += 1
-    if module.entries.usual is not entry:
+    module._counters.replays += 1
+    if module._entries.usual is not entry:
         if entry.match is None:
-            entry.match = module.group.matcher(entry.signature)
-        module.entries.usual = entry
+            entry.match = module._group.matcher(entry.signature)
+        module._entries.usual = entry
     entry.misses = entry.moves = 0
     if graph.backward is not None or not graph.results.with_grad:
         entry.succeeded()
@@ -101,5 +101,5 @@ def results(module: CUDAGraphModule, graph: ForwardGraph, leaves: list[Tensor], 
         graph.ticket = weakref.ref(ticket)
         inputs = [leaves[i] for i in graph.differentiable]
         witness = () if graph.witness is None else (graph.witness,)
-        outputs = apply_replayed(ticket, module.anchor, *inputs, *graph.hooked, *witness)
+        outputs = apply_replayed(ticket, module._anchor, *inputs, *graph.hooked, *witness)
     return graph.results.make(leaves, outputs)

@@ -24,19 +24,19 @@ if TYPE_CHECKING:
 
 def warm_up(module: CUDAGraphModule, entry: Entry, args: tuple, kwargs: dict) -> Any:
     """An ordinary call on the capture stream; the last one before the capture is recorded."""
-    module.stats_.eager_calls += 1
+    module._counters.eager_calls += 1
     entry.calls += 1
-    backend = module.group.backend
+    backend = module._group.backend
     recorder = Recorder(refuse=False, on_gpu=backend.on_gpu)
-    record = entry.calls == module.config.warmup_steps
-    found = module.reached(*opaque_parts(entry.signature.structure)) if record else None
+    record = entry.calls == module._config.warmup_steps
+    found = module._reach_now(*opaque_parts(entry.signature.structure)) if record else None
     before = found.state() if record else None
     torch.clear_autocast_cache()  # what a graph casts, it casts itself; the recorded call must do so too
     watching = recorder if record else contextlib.nullcontext()
     leaves: list[Tensor] = []
     flatten((args, kwargs), leaves, {})
     with backend.warm_up(leaves) as results, watching:
-        result = module.call(*args, **kwargs)
+        result = module._call(*args, **kwargs)
         result = resolved(result) if record else result
         flatten(result, results, {})
     if record:
@@ -48,7 +48,7 @@ def warm_up(module: CUDAGraphModule, entry: Entry, args: tuple, kwargs: dict) ->
             # kind is watched, because a first call may create what later ones only use.
             entry.calls -= 1
             refusal = CaptureRefused(f"changes {changed} as it runs, which a replay would not do")
-            module.capture_failed(entry, refusal, "its forward")
+            module._capture_failed(entry, refusal, "its forward")
     return track(module, entry, result)
 
 
@@ -57,10 +57,10 @@ def track(module: CUDAGraphModule, entry: Entry, result: Any) -> Any:
     for tensor in differentiable(result)[:1]:
         if not entry.needs_grad:
             entry.needs_grad = True
-            if not module.group.busy:
-                module.group.begin_pass()
-        call = EagerCall(module.group)
-        module.eager_calls.add(call)
+            if not module._group.busy:
+                module._group.begin_pass()
+        call = EagerCall(module._group)
+        module._eager_calls.add(call)
         tensor.register_hook(call.backward_began)
     return result
 

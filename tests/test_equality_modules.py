@@ -121,7 +121,7 @@ def test_layers_in_place_equal_eager(warmup, device):
 def test_only_the_named_parts_are_graphed(device):
     step = lambda side, i: train(side, i, 2, 5, 8)  # noqa: E731
     side = twins(lambda d: Deep().to(d), step, device, graph=layered("layers.*.linear1"), replays=6)
-    assert [graph.name for graph in side.graphs] == [f"layers.{i}.linear1" for i in range(3)]
+    assert [graph.graph_name for graph in side.graphs] == [f"layers.{i}.linear1" for i in range(3)]
 
 
 def test_results_as_copies_equal_eager(device):

@@ -127,7 +127,7 @@ def test_two_models_interleaved_do_not_meet(device):
         side.optimizer.zero_grad()
 
     side = twins(build, step, device, graph=graph, replays=12)
-    assert not {id(w.group) for w in side.graphs[:2]} & {id(w.group) for w in side.graphs[2:]}
+    assert not {id(w._group) for w in side.graphs[:2]} & {id(w._group) for w in side.graphs[2:]}
 
 
 def test_one_model_reset_leaves_the_other_alone(device):
@@ -182,7 +182,7 @@ def test_a_copy_of_a_graphed_model_is_a_model_of_its_own(graph, device):
         train(side, i)
         if i == 5:
             side.call = copy.deepcopy(side.call)
-            side.model = side.call.root if graph == "whole" and side.graphed else side.call
+            side.model = side.call.module if graph == "whole" and side.graphed else side.call
             side.optimizer = torch.optim.SGD(side.model.parameters(), lr=0.05)
             side.graphs = []
 

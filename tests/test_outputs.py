@@ -127,7 +127,7 @@ def test_an_input_that_is_returned_is_the_very_tensor_that_came_in(device):
 
 def test_a_parameter_that_is_returned_is_the_parameter(device):
     module, x = captured(OUTPUTS["a parameter"], device)
-    assert module(x)[1] is module.root.linear.weight
+    assert module(x)[1] is module.module.linear.weight
 
 
 def test_a_tensor_returned_twice_is_one_tensor(device):
@@ -138,7 +138,7 @@ def test_a_tensor_returned_twice_is_one_tensor(device):
 
 def test_an_output_keeps_its_memory_layout(device):
     module, x = captured(OUTPUTS["a transposed result"], device)
-    assert module(x).stride() == module.root(x).stride()
+    assert module(x).stride() == module.module(x).stride()
 
 
 def test_a_result_that_cannot_be_taken_apart_runs_eagerly(device):

@@ -280,3 +280,34 @@ def test_weights_written_in_place_need_no_new_capture(device):
 
     side = twins(mlp, step, device, replays=2)
     assert side.call.stats.captures == 2
+
+
+@pytest.mark.parametrize("also", ["nothing else", "a weight"])
+def test_a_callable_whose_model_changes_its_mode(also, device):
+    """Modes are looked at after the launch, weights before it: both may have changed."""
+
+    def build(device):
+        return nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8)).to(device)
+
+    def graph(side):
+        side.graphs = [CUDAGraphModule(side.forward_only, config())]
+        side.call = side.graphs[0]
+
+    def step(side, i):
+        if i % 3 == 2:
+            side.model.train(not side.model.training)
+            if also == "a weight":
+                side.model[2].weight.data = side.model[2].weight.data * 1.5
+        return side.call(side.batch(i, 4, 8))
+
+    def parts(device):
+        model = build(device)
+
+        @torch.no_grad()
+        def forward_only(x):
+            return model(x)
+
+        return {"model": model, "forward_only": forward_only, "call": forward_only}
+
+    _, history = play(parts, step, device, graph=graph, steps=24)
+    assert history[-1][0] > 6

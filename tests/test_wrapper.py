@@ -129,3 +129,15 @@ def test_a_wrong_setting_is_named(wrong):
 def test_a_pattern_that_matches_nothing_suggests_names(device):
     with pytest.raises(ConfigError, match=r"layers\.\*\.attn.*layers\.0"):
         graph_layers(model(device), config(), layers="layers.*.attn")
+
+
+def test_attributes_of_the_wrapped_module_are_not_hidden(device):
+    """A transformers model has a `config`; others have a `name`, a `group`, a `root`."""
+    model = mlp(device)
+    names = ["config", "name", "group", "root", "call", "run", "drop", "owned", "entries", "anchor"]
+    for name in names:
+        setattr(model, name, name)
+    graphed = CUDAGraphModule(model, config())
+    for _ in range(4):
+        graphed(torch.ones(4, 8, device=device))
+    assert [getattr(graphed, name) for name in names] == names

@@ -190,7 +190,7 @@ class TrainStep:
 
     def _settle_gradients(self) -> None:
         """Moves gradients that autograd put at a new address (of tied weights) to where the optimizer's graph reads."""
-        for key, parameter in self._graphs[0].group.shared.items():
+        for key, parameter in self._graphs[0]._group.shared.items():
             if parameter.grad is not None:
                 settled = self._settled.get(key)
                 if settled is None:
@@ -209,7 +209,7 @@ class TrainStep:
         if not self._graphs:
             return GraphStats(eager_calls=self._eager_steps)
         total = self._graphs[0].stats
-        pools = {id(graph.group): graph.stats.pool_bytes for graph in self._graphs}
+        pools = {id(graph._group): graph.stats.pool_bytes for graph in self._graphs}
         for graph in self._graphs[1:]:
             total = total + graph.stats
         total.pool_bytes = sum(pools.values())
