@@ -227,7 +227,8 @@ class DecodeEngine:
                 logits = self._prefill([first.prompt for first in firsts], [first.blocks for first in firsts])
             self.memory.copy_blocks(copies)
             sequences = [sequence for group in groups for sequence in group]
-            logits = logits.repeat_interleave(self.state.to_device([len(group) for group in groups], torch.int64), 0)
+            of_prompt = [number for number, group in enumerate(groups) for _ in group]
+            logits = logits.index_select(0, self.state.to_device(of_prompt, torch.int64))
             tokens, logprobs, bad = self._first_tokens(logits, sequences)
         except BaseException:
             for group in groups:
