@@ -117,17 +117,21 @@ IMPLEMENTATIONS = {
     AttentionName.varlen: Implementation("graphmod_varlen", varlen.paged_varlen, True, varlen.unavailable),
     AttentionName.sdpa: Implementation("graphmod_sdpa", paged_sdpa, False, _always),
 }
-_AUTO = (AttentionName.flex, AttentionName.sdpa)
 
 
-def choose(name: AttentionName, memory: PagedCache) -> Implementation:
+def choose(name: AttentionName, memory: PagedCache, compiled: bool) -> Implementation:
     """The implementation a setting stands for; registered with transformers.
+
+    Args:
+        compiled: whether decode steps are compiled. Only then does `auto` take flex attention, which takes seconds to
+            compile for each batch size.
 
     Raises:
         ConfigError: it cannot be used here; the message says why.
     """
     ALL_ATTENTION_FUNCTIONS.register(PREFILL, prefill)
-    for candidate in _AUTO if name is AttentionName.auto else (name,):
+    fastest = (AttentionName.flex, AttentionName.sdpa) if compiled else (AttentionName.sdpa,)
+    for candidate in fastest if name is AttentionName.auto else (name,):
         found = IMPLEMENTATIONS[candidate]
         reason = found.unavailable(memory)
         if reason is None:

@@ -67,6 +67,10 @@ class PagedCache:
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
 
+    def tensors(self) -> list[Tensor]:
+        """All memory a decode step touches."""
+        return [*self.keys, *self.values, self.spare_slots]
+
     def allocate(self) -> None:
         """Takes the memory, zeroed: what is not written yet must be finite, since masks multiply by zero."""
         size = (self.blocks, self.block_size, self.kv_heads, self.head_dim)

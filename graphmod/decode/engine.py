@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from transformers import PreTrainedModel
 from graphmod.decode.attention import PREFILL, attention, choose
 from graphmod.decode.blocks import BlockAllocator
 from graphmod.decode.cache import PagedCache, check_layers
-from graphmod.decode.config import EngineConfig, Layout, Sampling
+from graphmod.decode.config import CompileMode, EngineConfig, Layout, Sampling
 from graphmod.decode.errors import DecodeError, RequestError
 from graphmod.decode.graphs import BucketGraphs, context_sizes
 from graphmod.decode.model_state import decoding
@@ -88,7 +89,7 @@ class DecodeEngine:
         if blocks < 1:
             raise ConfigError(f"cache_tokens={self.config.cache_tokens} is less than one block of {block_size} tokens")
         self.memory = PagedCache(text, blocks, block_size, rows, model.dtype, self.device)
-        self.attention = choose(self.config.attention, self.memory)
+        self.attention = choose(self.config.attention, self.memory, self.config.compile is not CompileMode.none)
         self.state = BatchState(rows, table, 2 * self.config.steps_per_sync, self.device)
         self.scheduler = Scheduler(BlockAllocator(blocks, block_size, self.memory.first_block), rows)
         contexts = context_sizes(block_size, table * block_size, self.attention.stops_at_context)
@@ -99,6 +100,7 @@ class DecodeEngine:
         self._in_flight: deque[_Chunk] = deque()
         self._next_step = 0
         self._prompt_tokens = self._tokens = 0
+        self._waited = 0.0
         self._busy = self._suspended = False
 
     # -- generating ----------------------------------------------------------------------------------------------
@@ -281,7 +283,9 @@ class DecodeEngine:
 
     def _read(self, chunk: _Chunk) -> list[tuple[Sequence, TokenEvent]]:
         if chunk.event is not None:
+            began = time.perf_counter()
             chunk.event.synchronize()
+            self._waited += time.perf_counter() - began
         tokens, statuses, logprobs = self.state.results_at(chunk.kept)
         events = []
         for step in range(len(chunk.kept)):
@@ -389,4 +393,6 @@ class DecodeEngine:
         ran = {b.state for b in buckets.values() if b.launches or b.eager_steps}
         state = next((s for s in ("capturing", "valid") if s in states), None)
         state = state or ("disabled" if ran == {"disabled"} else "invalid")
-        return DecodeStats(state, buckets, self._prompt_tokens, self._tokens, seconds, pool, self.memory.nbytes)
+        return DecodeStats(
+            state, buckets, self._prompt_tokens, self._tokens, seconds, self._waited, pool, self.memory.nbytes
+        )

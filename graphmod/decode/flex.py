@@ -1,7 +1,7 @@
 """Decode attention with `flex_attention`, the block table as its BlockMask: torch alone, on a GPU.
 
 The number of blocks that a row visits lies in device memory, so one graph serves every context and the work ends where
-the context does. Imports torch and `cache`.
+the context does. Imports torch, `cache` and `compiled`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from graphmod.decode.cache import CacheView, PagedCache
+from graphmod.decode.compiled import compiled_code
 
 
 def unavailable(memory: PagedCache) -> str | None:
@@ -82,13 +83,15 @@ def paged_flex(
         held[module.layer_idx].view(1, tokens, memory.kv_heads, memory.head_dim).transpose(1, 2)
         for held in (memory.keys, memory.values)
     )
-    attend = flex_attention if torch.compiler.is_compiling() else _compiled()
-    out = attend(
-        query.to(keys.dtype),
-        keys,
-        values,
-        block_mask=view.shared,
-        scale=scaling,
-        enable_gqa=query.shape[1] != memory.kv_heads,
-    )
+    query = query.to(keys.dtype)
+    settings = {
+        "block_mask": view.shared,
+        "scale": scaling,
+        "enable_gqa": query.shape[1] != memory.kv_heads,
+    }
+    if torch.compiler.is_compiling():
+        out = flex_attention(query, keys, values, **settings)
+    else:
+        with compiled_code((keys, values)):
+            out = _compiled()(query, keys, values, **settings)
     return out.transpose(1, 2).to(query.dtype), None

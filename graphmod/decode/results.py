@@ -85,6 +85,7 @@ class DecodeStats:
         prompt_tokens: tokens of prompts that were prefilled.
         tokens: tokens generated.
         capture_seconds: host time spent capturing.
+        waited_seconds: host time spent waiting for results of steps.
         graph_bytes: memory reserved by the graphs' pool.
         cache_bytes: memory of the KV cache; 0 while suspended.
     """
@@ -94,6 +95,7 @@ class DecodeStats:
     prompt_tokens: int
     tokens: int
     capture_seconds: float
+    waited_seconds: float
     graph_bytes: int
     cache_bytes: int
 

@@ -1,21 +1,20 @@
 """One decode step, from the tokens of a batch to the next ones: what a graph holds.
 
 Reads and writes static tensors only (`state`, `cache`, the model's weights). Imports torch, transformers' types and
-`state`, `cache`, `sampling` and the setting of compilation.
+`state`, `cache`, `sampling`, `compiled` and the setting of compilation.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PreTrainedModel
 
 from graphmod.decode.cache import CacheView, PagedCache, slot_mapping
+from graphmod.decode.compiled import compiled_code
 from graphmod.decode.config import CompileMode
 from graphmod.decode.sampling import sample
 from graphmod.decode.state import (
@@ -34,8 +33,6 @@ from graphmod.decode.state import (
     TOP_P,
     Rows,
 )
-
-_MOST_COMPILED = 256  # buckets times kinds of sampling; dynamo's own limit is 8
 
 
 def next_logits(model: PreTrainedModel, memory: PagedCache, rows: Rows, visited: int | None) -> Tensor:
@@ -112,18 +109,11 @@ class DecodeStep(nn.Module):
             visited: see `CacheView`.
             kind: see `sampling.sample`.
         """
-        with self._hidden(rows) if self._compiled else contextlib.nullcontext():
+        with compiled_code(self._read_by_address(rows)) if self._compiled else contextlib.nullcontext():
             self._take(self._logits(self.model, self.memory, rows, visited), rows, kind)
 
-    @contextlib.contextmanager
-    def _hidden(self, rows: Rows) -> Any:
-        """Runs compiled code unseen by the recorder, under which dynamo would not use it.
-
-        What compiled kernels read is then named to the recorder by views of it, which launch nothing.
-        """
-        for tensor in (*self.model.parameters(), *self.model.buffers(), *self.memory.keys, *self.memory.values, *rows):
-            tensor.view(tensor.shape)
-        tensor = self.memory.spare_slots
-        tensor.view(tensor.shape)
-        with _disable_current_modes(), torch._dynamo.config.patch(recompile_limit=_MOST_COMPILED):
-            yield
+    def _read_by_address(self, rows: Rows) -> Iterator[Tensor]:
+        yield from self.model.parameters()
+        yield from self.model.buffers()
+        yield from self.memory.tensors()
+        yield from rows
