@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 
 import torch
@@ -91,9 +91,9 @@ def ungraph(model: nn.Module) -> nn.Module:
 
 
 @contextlib.contextmanager
-def without_graphs(model: nn.Module) -> Iterator[None]:
-    """Lets the wrapped layers of `model` run as if they had never been wrapped, for as long as it is active."""
-    wrapped = [(module, *module.__dict__[_MARK]) for module in model.modules() if _MARK in module.__dict__]
+def without_graphs(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Lets the wrapped layers among `modules` run as if they had never been wrapped, for as long as it is active."""
+    wrapped = [(module, *module.__dict__[_MARK]) for module in modules if _MARK in module.__dict__]
     for module, _, forward in wrapped:
         if forward is None:
             del module.__dict__["forward"]

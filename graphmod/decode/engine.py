@@ -1,6 +1,6 @@
 """`DecodeEngine`: generates from a transformers causal LM, prefill eager, each decode step a replay of a graph.
 
-Owns the loop that ties the parts of `decode` together; may import all of them.
+Owns the parts of decode and their life; the loop that moves sequences is in `batch`. May import all of decode.
 """
 
 from __future__ import annotations
@@ -8,16 +8,14 @@ from __future__ import annotations
 import dataclasses
 import gc
 import logging
-import time
-from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from graphmod.decode.attention import PREFILL, attention, choose
+from graphmod.decode.attention import attention, choose
+from graphmod.decode.batch import ContinuousBatch
 from graphmod.decode.blocks import BlockAllocator
 from graphmod.decode.cache import PagedCache, check_layers
 from graphmod.decode.config import CompileMode, EngineConfig, Layout, Sampling
@@ -27,28 +25,13 @@ from graphmod.decode.model_state import decoding
 from graphmod.decode.prefill import Prefill
 from graphmod.decode.requests import Codec, RequestReader, eos_ids
 from graphmod.decode.results import Completion, DecodeStats, TokenEvent
-from graphmod.decode.sampling import GREEDY, sample
+from graphmod.decode.sampling import GREEDY
 from graphmod.decode.scheduler import Scheduler, Sequence
-from graphmod.decode.state import BAD, FULL, NOTHING, STOPPED, BatchState
+from graphmod.decode.state import BatchState
 from graphmod.decode.step import DecodeStep
 from graphmod.errors import ConfigError
 
 log = logging.getLogger("graphmod")
-
-_NO_NUMBERS = (
-    "the model's logits hold NaN or infinity, so no token can be chosen; look at its weights (a diverged training run, "
-    "an overflow in fp16)"
-)
-
-
-@dataclass
-class _Chunk:
-    """Steps that were launched together: in which rows whose tokens come, and where the host finds them."""
-
-    sequences: list[Sequence]
-    bucket: int
-    kept: list[int]
-    event: torch.cuda.Event | None
 
 
 class DecodeEngine:
@@ -96,12 +79,19 @@ class DecodeEngine:
         step = DecodeStep(model, self.memory, self.config.compile)
         self.graphs = BucketGraphs(step, self.state, self.config, contexts)
         self.requests = RequestReader(text.vocab_size, self.max_seq_len, eos_ids(model), codec)
-        self._prefill = Prefill(model, self.memory, self.config.prefill_tokens, self.state.to_device)
-        self._in_flight: deque[_Chunk] = deque()
-        self._next_step = 0
-        self._prompt_tokens = self._tokens = 0
-        self._waited = 0.0
+        self._batch = ContinuousBatch(
+            model,
+            self.memory,
+            self.state,
+            self.scheduler,
+            self.graphs,
+            Prefill(model, self.memory, self.config.prefill_tokens, self.state.to_device),
+            self.requests,
+            self.attention.name,
+            self.config.steps_per_sync,
+        )
         self._busy = self._suspended = False
+        self._modules = list(model.modules())
 
     # -- generating ----------------------------------------------------------------------------------------------
 
@@ -138,9 +128,9 @@ class DecodeEngine:
 
         self._begin(prompts, n, sampling, settings)
         try:
-            with decoding(self.model):
-                while self._unfinished:
-                    for sequence, event in self._advance():
+            with decoding(self._modules):
+                while self._batch.unfinished:
+                    for sequence, event in self._batch.advance():
                         if event.finish_reason is not None:
                             take(sequence)
         finally:
@@ -156,9 +146,9 @@ class DecodeEngine:
         """
         self._begin(prompts, n, sampling, settings)
         try:
-            while self._unfinished:
-                with decoding(self.model):
-                    events = self._advance()
+            while self._batch.unfinished:
+                with decoding(self._modules):
+                    events = self._batch.advance()
                 for _, event in events:
                     yield event
         finally:
@@ -194,144 +184,12 @@ class DecodeEngine:
                     f"has {there * size} in all; lower max_new_tokens, or raise cache_tokens"
                 )
         self.scheduler.waiting.extend(found)
+        self._modules = list(self.model.modules())
         self._busy = True
 
     def _end(self) -> None:
-        if self._in_flight or self.scheduler.busy:
-            self.scheduler.clear()
-            self._in_flight.clear()
-        with torch.inference_mode():
-            self.state.restart()
-        self._next_step = 0
+        self._batch.end()
         self._busy = False
-
-    @property
-    def _unfinished(self) -> bool:
-        return self.scheduler.busy or bool(self._in_flight)
-
-    def _advance(self) -> list[tuple[Sequence, TokenEvent]]:
-        """Lets in who fits, launches the next steps, and only then reads the results of the steps before them."""
-        events = self._admit()
-        launched = self._launch()
-        if self._in_flight and (len(self._in_flight) > 1 or not launched):
-            events += self._read(self._in_flight.popleft())
-        return events
-
-    # -- the parts of a turn -------------------------------------------------------------------------------------
-
-    def _admit(self) -> list[tuple[Sequence, TokenEvent]]:
-        groups, copies = self.scheduler.admit()
-        if not groups:
-            return []
-        firsts = [group[0] for group in groups]
-        try:
-            with attention(self.model, PREFILL):
-                logits = self._prefill([first.prompt for first in firsts], [first.blocks for first in firsts])
-            self.memory.copy_blocks(copies)
-            sequences = [sequence for group in groups for sequence in group]
-            of_prompt = [number for number, group in enumerate(groups) for _ in group]
-            logits = logits.index_select(0, self.state.to_device(of_prompt, torch.int64))
-            tokens, logprobs, bad = self._first_tokens(logits, sequences)
-        except BaseException:
-            for group in groups:
-                for sequence in group:
-                    self.scheduler.release(sequence)
-            raise
-        self._prompt_tokens += sum(len(first.prompt) for first in firsts)
-        events, joining = [], []
-        for sequence, token, logprob, wrong in zip(sequences, tokens, logprobs, bad, strict=True):
-            over = sequence.steps_left == 0
-            status = BAD if wrong else STOPPED if token in sequence.stop_ids else FULL if over else 0
-            events.append((sequence, self._take(sequence, token, logprob, status)))
-            if sequence.done:
-                self._release(sequence)
-            else:
-                joining.append(sequence)
-        if joining:
-            self.state.set_rows(self.scheduler.join(joining), [sequence.row_values() for sequence in joining])
-        return events
-
-    def _first_tokens(self, logits: torch.Tensor, sequences: list[Sequence]) -> tuple[list, list, list]:
-        bring = self.state.to_device
-        choice = sample(
-            logits,
-            bring([s.sampling.temperature for s in sequences], torch.float32),
-            bring([s.sampling.top_k for s in sequences], torch.int64),
-            bring([s.sampling.top_p for s in sequences], torch.float32),
-            bring([s.seed for s in sequences], torch.int64),
-            bring([len(s.prompt) for s in sequences], torch.int64),
-            max(s.kind for s in sequences),
-        )
-        return choice.tokens.tolist(), choice.logprobs.tolist(), choice.bad.tolist()
-
-    def _launch(self) -> bool:
-        running = self.scheduler.running
-        steps = min(self.config.steps_per_sync, max((s.steps_left for s in running), default=0))
-        if not steps:
-            return False
-        kind = max(s.kind for s in running)
-        for sequence in running:
-            sequence.launched += min(steps, sequence.steps_left)
-        context = max(len(s.prompt) + s.launched for s in running)
-        with attention(self.model, self.attention.name):
-            for _ in range(steps):
-                bucket = self.graphs.launch(len(running), context, kind)
-        kept, event = self.state.read_back(self._next_step, steps)
-        self._next_step = (self._next_step + steps) % self.state.steps
-        self._in_flight.append(_Chunk(list(running), bucket, kept, event))
-        return True
-
-    def _read(self, chunk: _Chunk) -> list[tuple[Sequence, TokenEvent]]:
-        if chunk.event is not None:
-            began = time.perf_counter()
-            chunk.event.synchronize()
-            self._waited += time.perf_counter() - began
-        tokens, statuses, logprobs = self.state.results_at(chunk.kept)
-        events = []
-        for step in range(len(chunk.kept)):
-            for row, sequence in enumerate(chunk.sequences):
-                token = tokens[step][row]
-                if sequence.done or token == NOTHING:
-                    continue
-                event = self._take(sequence, token, logprobs[step][row], statuses[step][row])
-                events.append((sequence, event))
-        self.graphs.count(chunk.bucket, chunk.bucket * len(chunk.kept), len(events))
-        for sequence in chunk.sequences:
-            if sequence.done and sequence.blocks:
-                self._leave(sequence)
-        return events
-
-    def _take(self, sequence: Sequence, token: int, logprob: float, status: int) -> TokenEvent:
-        """Books a token of a sequence and whether it was the last."""
-        done = sequence.completion
-        if status == BAD:
-            done.finish_reason, done.error = "error", _NO_NUMBERS
-            sequence.done = True
-            return TokenEvent(done.request, done.sample, None, float("nan"), "error", _NO_NUMBERS)
-        done.tokens.append(token)
-        done.logprobs.append(logprob)
-        self._tokens += 1
-        if status == STOPPED or self.requests.ended_on_host(sequence):
-            done.finish_reason = "stop"
-        elif status == FULL:
-            done.finish_reason = "length"
-        sequence.done = done.finish_reason is not None
-        return TokenEvent(done.request, done.sample, token, logprob, done.finish_reason)
-
-    def _leave(self, sequence: Sequence) -> None:
-        """Frees the row and the blocks of a sequence that ended; the last row takes its place."""
-        last, row = self.scheduler.leave(sequence)
-        if last != row:
-            self.state.move_row(last, row)
-        self.state.clear_row(last)
-        self._release(sequence)
-
-    def _release(self, sequence: Sequence) -> None:
-        blocks = sequence.blocks
-        self.scheduler.release(sequence)
-        if sequence.completion.error is not None:
-            # What nobody holds any more may hold NaN, which masks do not take out.
-            self.memory.clear([block for block in blocks if not self.scheduler.allocator.holders(block)])
 
     # -- lifecycle -----------------------------------------------------------------------------------------------
 
@@ -352,7 +210,7 @@ class DecodeEngine:
         most = self.graphs.visited(min(max_context or self.max_seq_len, self.max_seq_len))
         contexts = [c for c in self.graphs.contexts if c is None or c <= most]
         try:
-            with decoding(self.model), attention(self.model, self.attention.name):
+            with decoding(self._modules), attention(self.model, self.attention.name):
                 self.graphs.capture(sizes or self.graphs.sizes, contexts, kinds, progress)
         finally:
             self._end()
@@ -394,5 +252,12 @@ class DecodeEngine:
         state = next((s for s in ("capturing", "valid") if s in states), None)
         state = state or ("disabled" if ran == {"disabled"} else "invalid")
         return DecodeStats(
-            state, buckets, self._prompt_tokens, self._tokens, seconds, self._waited, pool, self.memory.nbytes
+            state=state,
+            buckets=buckets,
+            prompt_tokens=self._batch.prompt_tokens,
+            tokens=self._batch.tokens,
+            capture_seconds=seconds,
+            waited_seconds=self._batch.waited_seconds,
+            graph_bytes=pool,
+            cache_bytes=self.memory.nbytes,
         )

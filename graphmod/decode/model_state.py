@@ -1,4 +1,4 @@
-"""Puts a training model into the state for decoding, and back. Imports torch, transformers' types and `layers`."""
+"""Puts a training model into the state for decoding, and back. Imports torch and `layers`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from graphmod.layers import without_graphs
 
@@ -16,13 +15,17 @@ _training = operator.attrgetter("training")
 
 
 @contextlib.contextmanager
-def decoding(model: PreTrainedModel) -> Iterator[None]:
-    """Inference mode, evaluation mode of every module, and none of the graphs of `graph_layers`; all restored after."""
-    training: list[nn.Module] = list(filter(_training, model.modules()))
+def decoding(modules: list[nn.Module]) -> Iterator[None]:
+    """Inference mode, evaluation mode of every module, and none of the graphs of `graph_layers`; all restored after.
+
+    Args:
+        modules: all of the model's. Walking them costs more than a decode step, so the caller keeps the list.
+    """
+    training = list(filter(_training, modules))
     for module in training:
         module.training = False
     try:
-        with without_graphs(model), torch.inference_mode():
+        with without_graphs(modules), torch.inference_mode():
             yield
     finally:
         for module in training:
