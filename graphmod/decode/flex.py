@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.functional import pad
 
 from graphmod.decode.cache import CacheView, PagedCache
 from graphmod.decode.compiled import compiled_code
@@ -46,6 +47,8 @@ def block_mask(view: CacheView, tokens: int) -> BlockMask:
     """
     size = view.memory.block_size
     table = view.block_table.to(torch.int32)
+    # As wide as the cache has blocks, which is what lowerings check; no row visits that many.
+    indices = pad(table, (0, max(0, view.memory.blocks - table.shape[1])))
     count = (view.context + (size - 1)) // size
     last = table.gather(1, (count - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
     filled = view.context - (count - 1) * size
@@ -55,7 +58,7 @@ def block_mask(view: CacheView, tokens: int) -> BlockMask:
 
     return BlockMask.from_kv_blocks(
         count.to(torch.int32)[:, None, None],
-        table[:, None, None, :],
+        indices[:, None, None, :],
         BLOCK_SIZE=(128, size),
         mask_mod=in_context,
         seq_lengths=(1, tokens),
