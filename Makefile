@@ -41,7 +41,7 @@ train: $(STAMP) ## train a small model on Python's own sources, in graphs; ARGS 
 	$(BIN)/python train.py $(ARGS)
 
 generate: $(STAMP) ## sample from the last trained model (trains one briefly if there is none); ARGS are settings
-	@ls runs/train/*/checkpoints/*/config.json >/dev/null 2>&1 || $(BIN)/python train.py train.steps=200
+	@ls runs/train/*/checkpoints/*/config.json >/dev/null 2>&1 || $(BIN)/python train.py train.steps=200 data.seq_len=128
 	$(BIN)/python generate.py model.path=runs/train prompt="$(PROMPT)" decode=sample $(ARGS)
 
 compare: $(STAMP) ## the same run without graphs, per layer and as one graph, side by side; ARGS are settings
