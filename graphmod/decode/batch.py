@@ -75,6 +75,10 @@ class ContinuousBatch:
 
     def end(self) -> None:
         """Gives up whatever has not finished, and makes every row padding."""
+        for chunk in self._in_flight:
+            for sequence in chunk.sequences:
+                if sequence.blocks and not self.scheduler.runs(sequence):
+                    self.scheduler.release(sequence)
         self.scheduler.clear()
         self._in_flight.clear()
         with torch.inference_mode():
@@ -153,6 +157,9 @@ class ContinuousBatch:
         kept, event = self._state.read_back(self._next_step, steps)
         self._next_step = (self._next_step + steps) % self._state.steps
         self._in_flight.append(_Chunk(list(running), bucket, kept, event))
+        # Whose last step this was is known now; the row need not wait until its tokens are read.
+        for sequence in [s for s in running if not s.steps_left]:
+            self._vacate(sequence)
         return True
 
     def _read(self, chunk: _Chunk) -> list[tuple[Sequence, TokenEvent]]:
@@ -172,7 +179,9 @@ class ContinuousBatch:
         self._graphs.count(chunk.bucket, chunk.bucket * len(chunk.kept), len(events))
         for sequence in chunk.sequences:
             if sequence.done and sequence.blocks:
-                self._leave(sequence)
+                if self.scheduler.runs(sequence):
+                    self._vacate(sequence)
+                self._release(sequence)
         return events
 
     def _take(self, sequence: Sequence, token: int, logprob: float, status: int) -> TokenEvent:
@@ -192,13 +201,12 @@ class ContinuousBatch:
         sequence.done = done.finish_reason is not None
         return TokenEvent(done.request, done.sample, token, logprob, done.finish_reason)
 
-    def _leave(self, sequence: Sequence) -> None:
-        """Frees the row and the blocks of a sequence that ended; the last row takes its place."""
+    def _vacate(self, sequence: Sequence) -> None:
+        """Frees the row of a sequence; the last row takes its place."""
         last, row = self.scheduler.leave(sequence)
         if last != row:
             self._state.move_row(last, row)
         self._state.clear_row(last)
-        self._release(sequence)
 
     def _release(self, sequence: Sequence) -> None:
         blocks = sequence.blocks

@@ -96,11 +96,11 @@ class PagedCache:
         for tensor in (*self.keys, *self.values):
             tensor.index_copy_(0, target, tensor.index_select(0, source))
 
-    def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """Stores `key` and `value`, (B, kv_heads, S, head_dim), at `slots`, (B * S,) int64 counted over all blocks."""
+    def write(self, layer: int, places: tuple[Tensor, Tensor], key: Tensor, value: Tensor) -> None:
+        """Stores `key` and `value`, (B, kv_heads, S, head_dim), at `places`: block and offset in it, each (B * S,)."""
         for memory, new in ((self.keys[layer], key), (self.values[layer], value)):
-            flat = memory.view(-1, self.kv_heads, self.head_dim)
-            flat.index_copy_(0, slots, new.transpose(1, 2).reshape(-1, self.kv_heads, self.head_dim).to(self.dtype))
+            # Straight into the tensor and not into a view of it, so that a compiler can see that no copy is needed.
+            memory.index_put_(places, new.transpose(1, 2).reshape(-1, self.kv_heads, self.head_dim).to(self.dtype))
 
     def read(self, layer: int, block_table: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
         """The first `tokens` keys and values of each row, two (B, kv_heads, tokens, head_dim) tensors.
@@ -157,13 +157,14 @@ class CacheView(Cache):
         start: Tensor | None = None,
     ) -> None:
         super().__init__(layers=[])
-        self.memory, self.slots, self.block_table = memory, slots, block_table
+        self.memory, self.block_table = memory, block_table
+        self.places = slots // memory.block_size, slots % memory.block_size
         self.context, self.visited, self.start = context, visited, start
         self.shared: Any = None  # what an attention function computes once for all layers
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any):
         """Stores the new keys and values; returns them as they are."""
-        self.memory.write(layer_idx, self.slots, key_states, value_states)
+        self.memory.write(layer_idx, self.places, key_states, value_states)
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

@@ -23,11 +23,13 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from tqdm import tqdm
 
+from graphmod.decode.config import CompileMode
 from graphmod.decode.engine import DecodeEngine
 from graphmod.decode.errors import RequestError
 from graphmod.decode.loading import load_model, model_folder
 from graphmod.decode.requests import Codec
 from graphmod.decode.results import Completion
+from graphmod.decode.sampling import FILTERED, GREEDY, PLAIN
 from graphmod.decode.schema import GenerateConfig
 from graphmod.decode.text import TextStream, codec_for
 from graphmod.errors import ConfigError, GraphmodError
@@ -132,8 +134,19 @@ def _speed(tokens: int, seconds: float, engine: DecodeEngine) -> str:
     )
 
 
+def _kind(config: GenerateConfig) -> int:
+    decode = config.decode
+    return GREEDY if decode.temperature <= 0 else FILTERED if decode.top_k or decode.top_p < 1 else PLAIN
+
+
 def _stream(engine: DecodeEngine, config: GenerateConfig, codec: Codec) -> int:
     """Prints one prompt and what follows, as it comes."""
+    length = len(engine.requests.tokens(config.prompt, 0))
+    if engine.config.graphs:
+        if engine.config.compile is not CompileMode.none:
+            print("compiling decode steps; this takes a while", file=sys.stderr, flush=True)
+        # First, so that the text does not stop for it, nor log lines come in between.
+        engine.warm_up(max_context=length + config.decode.max_new_tokens, kinds=(_kind(config),), progress=False)
     text = TextStream(codec)
     tokens, began, error = 0, time.perf_counter(), None
     print(config.prompt, end="", flush=True)
@@ -217,8 +230,7 @@ def generate(config: GenerateConfig) -> int:
     print(f"model: {folder}", file=sys.stderr)
     engine = DecodeEngine(model, config.engine(len(prompts) * config.decode.n), codec=codec)
     if config.graph.ahead and engine.config.graphs:
-        kind = 0 if config.decode.temperature <= 0 else 2 if config.decode.top_k or config.decode.top_p < 1 else 1
-        engine.warm_up(kinds=(kind,))
+        engine.warm_up(kinds=(_kind(config),))
     if config.prompts_file is None and config.decode.n == 1:
         return _stream(engine, config, codec)
     return _many(engine, config, codec, prompts)

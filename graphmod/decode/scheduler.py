@@ -16,6 +16,7 @@ from graphmod.decode.results import Completion
 from graphmod.decode.sampling import FILTERED, GREEDY, PLAIN
 from graphmod.decode.state import RowValues
 
+_ROWS_WORTH_A_PREFILL = 8  # an eighth of the rows; see `Scheduler.admit`
 _SAMPLE_STRIDE = 0x9E3779B97F4A7C15  # so that sample 1 of seed 0 is not sample 0 of seed 1
 
 
@@ -105,6 +106,9 @@ class Scheduler:
     def admit(self) -> tuple[list[list[Sequence]], list[tuple[int, int]]]:
         """Takes sequences from the front of the queue for as long as rows and blocks last.
 
+        A prefill holds everybody up for about as long whether one prompt joins or ten, so while others run it waits
+        until an eighth of the rows is free, or enough for all who wait.
+
         Returns:
             Groups of samples of one prompt, which share its full blocks; and the `(from, to)` block copies to make
             once the first sample of each group has been prefilled. They are not running yet: see `join`.
@@ -112,6 +116,8 @@ class Scheduler:
         groups: list[list[Sequence]] = []
         copies: list[tuple[int, int]] = []
         room = self.rows - len(self.running)
+        if self.running and room < min(len(self.waiting), self.rows // _ROWS_WORTH_A_PREFILL):
+            return groups, copies
         while self.waiting and room:
             sequence = self.waiting[0]
             total, length = self.blocks_needed(sequence), len(sequence.prompt)
@@ -136,8 +142,12 @@ class Scheduler:
         self.running += sequences
         return first
 
+    def runs(self, sequence: Sequence) -> bool:
+        """Whether a sequence has a row."""
+        return any(other is sequence for other in self.running)
+
     def leave(self, sequence: Sequence) -> tuple[int, int]:
-        """Takes a sequence out of its row; the last row moves into its place.
+        """Takes a sequence out of its row, blocks and all; the last row moves into its place.
 
         Returns:
             `(row that was last, row it moves to)`; the two are the same if the sequence was in the last.
