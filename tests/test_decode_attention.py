@@ -11,8 +11,10 @@ from graphmod.decode import DecodeEngine
 from graphmod.decode.attention import IMPLEMENTATIONS, paged_sdpa
 from graphmod.decode.blocks import BlockAllocator
 from graphmod.decode.cache import CacheView, PagedCache, slot_mapping
+from graphmod.decode.compiled import compiled_code
 from graphmod.decode.config import AttentionName, CompileMode
 from graphmod.decode.graphs import context_sizes
+from graphmod.recorder import Recorder, address, is_recording
 
 HEADS, KV_HEADS, WIDTH = 8, 2, 32
 
@@ -143,3 +145,29 @@ def test_visited_sizes_double_and_fit_blocks(block_size, most):
     assert all(size % block_size == 0 or size < block_size for size in sizes)
     assert all(b <= 2 * a + block_size for a, b in itertools.pairwise(sizes))
     assert context_sizes(block_size, most, True) == [None]
+
+
+def test_compiled_code_is_used_in_a_capture_and_what_it_reads_is_known(device):
+    compiled, runs = [], []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+
+        def run(*args):
+            runs.append(is_recording())
+            return graph(*args)
+
+        return run
+
+    weight = torch.randn(4, 4, device=device)
+    product = torch.compile(lambda x: x @ weight, backend=backend, dynamic=False)
+    x = torch.randn(2, 4, device=device)
+    with compiled_code([weight]):
+        expected = product(x)
+    recorder = Recorder([x], on_gpu=device.type == "cuda")
+    with recorder:
+        with compiled_code([weight]):
+            got = product(x)
+        assert is_recording(), "the recorder is back"
+    assert len(compiled) == 1 and runs == [False, False]
+    assert torch.equal(got, expected) and address(weight) in recorder.outside

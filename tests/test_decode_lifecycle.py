@@ -289,6 +289,8 @@ def test_settings_that_cannot_be_used_name_the_way_out(device):
         DecodeEngine(model, attention="fast")
     with pytest.raises(ConfigError, match="steps_per_sync"):
         DecodeEngine(model, steps_per_sync=0)
+    with pytest.raises(ConfigError, match="inside a capture"):
+        DecodeEngine(model, compile="max", warmup_steps=0)
     model.config.layer_types = ["full_attention", "sliding_attention"]
     model.config.sliding_window = 16
     with pytest.raises(DecodeError, match="sliding_attention"):

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 _MOST_COMPILED = 256  # batch sizes times kinds of sampling; dynamo's own limit is 8, and beyond it goes on uncompiled
 
@@ -26,5 +26,13 @@ def compiled_code(reads: Iterable[Tensor]) -> Iterator[None]:
     """
     for tensor in reads:
         tensor.view(tensor.shape)
-    with _disable_current_modes(), torch._dynamo.config.patch(recompile_limit=_MOST_COMPILED):
-        yield
+    modes = list(_get_current_dispatch_mode_stack())
+    # Left one by one, and not hidden: dynamo also looks at flags that entering and leaving a mode set.
+    for mode in reversed(modes):
+        mode.__exit__(None, None, None)
+    try:
+        with torch._dynamo.config.patch(recompile_limit=_MOST_COMPILED):
+            yield
+    finally:
+        for mode in modes:
+            mode.__enter__()
