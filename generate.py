@@ -11,4 +11,4 @@ if __name__ == "__main__":
 
     from graphmod.decode.cli import main
 
-    sys.exit(main(Path(__file__).parent / "configs" / "generate"))
+    sys.exit(main(Path(__file__).parent / "configs_generate"))

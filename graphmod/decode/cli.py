@@ -44,7 +44,7 @@ HELP = """Samples from a causal language model, decode steps in CUDA graphs (emu
 model.path is a saved transformers model, a checkpoint of train.py, or runs/train for the latest one. A prompt is
 streamed; the prompts of a file (one a line, or JSONL with "prompt") share batches and are written as JSONL.
 
-Groups and their choices (files under configs/generate/):
+Groups and their choices (files under configs_generate/):
 
   graph: decode (default), none
   decode: greedy (default), sample

@@ -98,8 +98,8 @@ class EngineConfig:
                 _integer(name, getattr(self, name), 1)
         if self.compile is not CompileMode.none and self.warmup_steps == 0:
             raise ConfigError(
-                f"compile={self.compile.value} needs warmup_steps of at least 1, got 0: nothing may be compiled for the "
-                "first time inside a capture"
+                f"compile={self.compile.value} needs warmup_steps of at least 1, got 0: nothing may be compiled "
+                "for the first time inside a capture"
             )
         for size in self.buckets or ():
             _integer("each of buckets", size, 1)

@@ -1,6 +1,6 @@
 """The settings of `generate.py`: names, types, defaults and meaning. Imports `config` of the core and of decode.
 
-The YAML files under `configs/generate/` fill these classes in.
+The YAML files under `configs_generate/` fill these classes in.
 """
 
 from dataclasses import dataclass, field
