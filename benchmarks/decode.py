@@ -139,6 +139,7 @@ def time_engine(mode: str, shape: dict[str, Any], steps: int, attention: str, de
     result: dict[str, Any] = {"first_tokens_s": first, **rounds[1], "rounds": rounds}
     progress(f"{rounds[1]['token_ms']:.3f} ms a token, host {rounds[1]['host_ms']:.3f} ms")
     result["replay_ms"] = replay_ms(engine, given, steps)
+    result["logprob_difference"] = logprob_difference(engine, model, given[0])
     if device == "cuda":
         result |= busy(lambda: steady(4 * chunk), 4 * chunk + (PEAK_FETCHES + 2) * chunk)
     stats = engine.stats
@@ -154,6 +155,19 @@ def time_engine(mode: str, shape: dict[str, Any], steps: int, attention: str, de
         "cache_mib": stats.cache_bytes / 2**20,
         "reserved_gib": torch.cuda.max_memory_reserved() / 2**30 if device == "cuda" else None,
     }
+
+
+def logprob_difference(engine: Any, model: Any, prompt: list[int]) -> dict[str, float]:
+    """How far log-probabilities of decoded tokens are from those of one forward pass over the whole text (nats)."""
+    import torch
+
+    (done,) = engine.generate([prompt], max_new_tokens=32)
+    whole = torch.tensor([prompt + done.tokens], device=model.device)
+    with torch.no_grad():
+        expected = model(whole, use_cache=False, logits_to_keep=33).logits[0, :-1].float().log_softmax(-1)
+    expected = expected.gather(1, whole[0, -32:].unsqueeze(1)).squeeze(1).cpu()
+    difference = (torch.tensor(done.logprobs) - expected).abs()
+    return {"max": float(difference.max()), "mean": float(difference.mean())}
 
 
 def replay_ms(engine: Any, given: list[list[int]], steps: int) -> float | None:
@@ -425,6 +439,8 @@ def report(result: dict[str, Any]) -> str:
     for key in ("graph_mib", "reserved_mib", "first_tokens_s"):
         if result.get(key) is not None:
             numbers.append(f"{key} {result[key]:.1f}")
+    if "logprob_difference" in result:
+        numbers.append(f"logprob_difference {result['logprob_difference']['max']:.2e}")
     if result.get("failures"):
         numbers.append(f"failures {result['failures']} {result.get('last_failures', '')}")
     return "  ".join(numbers)
