@@ -301,6 +301,8 @@ def test_settings_that_cannot_be_used_name_the_way_out(device):
         DecodeEngine(model, attention="fast")
     with pytest.raises(ConfigError, match="steps_per_sync"):
         DecodeEngine(model, steps_per_sync=0)
+    with pytest.raises(ConfigError, match=r"sizes=\[3\].*\[1, 2\]"):
+        DecodeEngine(model, max_batch_size=2).warm_up([3])
     with pytest.raises(ConfigError, match="inside a capture"):
         DecodeEngine(model, compile="max", warmup_steps=0)
     model.config.layer_types = ["full_attention", "sliding_attention"]

@@ -207,6 +207,9 @@ class DecodeEngine:
         """
         if self._busy or self._suspended:
             raise DecodeError("capture ahead of time while the engine is idle, and not suspended")
+        unknown = sorted(set(sizes or ()) - set(self.graphs.sizes))
+        if unknown:
+            raise ConfigError(f"sizes={unknown} are no batch sizes with a graph; choose among {self.graphs.sizes}")
         most = self.graphs.visited(min(max_context or self.max_seq_len, self.max_seq_len))
         contexts = [c for c in self.graphs.contexts if c is None or c <= most]
         try:

@@ -1,4 +1,4 @@
-"""The graphs of the decode step: one wrapper for each batch size, one pool for all, and their counters.
+"""The graphs of the decode step: a wrapper for each batch size, context and kind of sampling, one pool, and counters.
 
 Imports the core's `CUDAGraphModule`, and `step`, `state`, `config`, `results`.
 """
@@ -19,8 +19,8 @@ from graphmod.module import CUDAGraphModule
 from graphmod.tape import Group
 
 _LEAST_VISITED = 256  # below it attention costs no time to speak of
-_KINDS = 3
-_STATES = {"captured": "valid", "disabled": "disabled"}
+
+Key = tuple[int, int | None, int]  # batch size, visited tokens, kind of sampling
 
 
 def context_sizes(block_size: int, most: int, stops_at_context: bool) -> list[int | None]:
@@ -43,6 +43,12 @@ def context_sizes(block_size: int, most: int, stops_at_context: bool) -> list[in
     return sorted({*(size for size in found if size < most), most})
 
 
+def _state(states: list[str]) -> str:
+    if "captured" in states:
+        return "valid"
+    return "disabled" if "disabled" in states else "invalid"
+
+
 class BucketGraphs:
     """Launches decode steps in the smallest bucket that holds the batch.
 
@@ -56,19 +62,13 @@ class BucketGraphs:
     def __init__(self, step: DecodeStep, state: BatchState, config: EngineConfig, contexts: list[int | None]) -> None:
         self.step, self.state, self.config, self.contexts = step, state, config, contexts
         self.sizes = config.bucket_sizes()
-        settings = CUDAGraphConfig(
-            warmup_steps=config.warmup_steps,
-            max_graphs=_KINDS * len(contexts),
-            max_failures=config.max_failures,
-            backend=config.backend,
+        self._settings = CUDAGraphConfig(
+            warmup_steps=config.warmup_steps, max_failures=config.max_failures, backend=config.backend, max_graphs=1
         )
-        group = Group()
-        self.wrappers = {
-            size: CUDAGraphModule(step, settings, name=f"decode step of {size} rows", group=group)
-            for size in self.sizes
-        }
+        self._group = Group()
+        self.wrappers: dict[Key, CUDAGraphModule] = {}
         self._counts = {size: BucketStats() for size in self.sizes}
-        self._captured: dict[int, set[tuple]] = {size: set() for size in self.sizes}
+        self._released = dict.fromkeys(self.sizes, 0)  # captures whose graphs `reset` freed
         self.capturing: int | None = None
 
     def bucket(self, rows: int) -> int:
@@ -86,13 +86,12 @@ class BucketGraphs:
             self._counts[size].eager_steps += 1
             self.step(self.state.rows(size), visited, kind)
             return size
-        wrapper = self.wrappers[size]
-        before = wrapper.stats_.captures
+        key = (size, visited, kind)
+        wrapper = self.wrappers.get(key)
+        if wrapper is None:
+            name = f"decode step of {size} rows"
+            wrapper = self.wrappers[key] = CUDAGraphModule(self.step, self._settings, name=name, group=self._group)
         wrapper(self.state.rows(size), visited, kind)
-        if wrapper.stats_.captures != before:
-            key = (visited, kind)
-            self._counts[size].recaptures += key in self._captured[size]
-            self._captured[size].add(key)
         return size
 
     def count(self, size: int, row_steps: int, tokens: int) -> None:
@@ -127,28 +126,28 @@ class BucketGraphs:
     def stats(self) -> tuple[dict[int, BucketStats], float, int]:
         """Counters of each bucket, seconds spent capturing, and bytes of the pool."""
         buckets, seconds, pool = {}, 0.0, 0
-        for size, wrapper in self.wrappers.items():
-            graph, own = wrapper.stats, self._counts[size]
-            state = "capturing" if size == self.capturing else _STATES.get(graph.state, "invalid")
+        for size in self.sizes:
+            graphs = [wrapper.stats for (rows, _, _), wrapper in self.wrappers.items() if rows == size]
+            own, captures = self._counts[size], sum(graph.captures for graph in graphs)
             buckets[size] = BucketStats(
-                state=state,
-                launches=graph.replays,
-                captures=graph.captures,
-                recaptures=own.recaptures,
-                eager_steps=own.eager_steps + graph.eager_calls,
-                failures=graph.failures,
+                state="capturing" if size == self.capturing else _state([graph.state for graph in graphs]),
+                launches=sum(graph.replays for graph in graphs),
+                captures=captures,
+                recaptures=max(0, captures - self._released[size] - sum(graph.captures > 0 for graph in graphs)),
+                eager_steps=own.eager_steps + sum(graph.eager_calls for graph in graphs),
+                failures=sum(graph.failures for graph in graphs),
                 row_steps=own.row_steps,
                 padding_row_steps=own.padding_row_steps,
             )
-            seconds += graph.capture_seconds
-            pool = max(pool, graph.pool_bytes)
+            seconds += sum(graph.capture_seconds for graph in graphs)
+            pool = max([pool, *(graph.pool_bytes for graph in graphs)])
         return buckets, seconds, pool
 
     def reset(self) -> None:
         """Frees the graphs; what was disabled stays so, and what is captured next is no recapture."""
-        for size, wrapper in self.wrappers.items():
+        for (size, _, _), wrapper in self.wrappers.items():
+            self._released[size] += wrapper.stats.state == "captured"
             wrapper.reset()
-            self._captured[size].clear()
 
     def force_enable(self) -> None:
         """Lets buckets that failures disabled be captured again."""
