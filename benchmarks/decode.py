@@ -141,7 +141,8 @@ def time_engine(mode: str, shape: dict[str, Any], steps: int, attention: str, de
     result["replay_ms"] = replay_ms(engine, given, steps)
     result["logprob_difference"] = logprob_difference(engine, model, given[0])
     if device == "cuda":
-        result |= busy(lambda: steady(4 * chunk), 4 * chunk + (PEAK_FETCHES + 2) * chunk)
+        result |= busy_ms(engine, given, 4 * chunk)
+        result["busy_share"] = result["busy_ms"] / result["token_ms"]
     stats = engine.stats
     return result | {
         "attention": engine.attention.name,
@@ -194,30 +195,49 @@ def replay_ms(engine: Any, given: list[list[int]], steps: int) -> float | None:
     return marks[skip].elapsed_time(marks[-1]) / (len(marks) - 1 - skip)
 
 
-def busy(run: Any, steps: int) -> dict[str, float]:
-    """Kernel time of a step. Attaches CUPTI, so everything else has been timed before."""
+def kernel_spans(run: Any) -> list[tuple[float, float]]:
+    """Begin and end of what ran on the GPU during `run()`, in microseconds. Attaches CUPTI, after which graph launches
+    cost more: everything else has been timed before."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
     synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
         run()
         synchronize()
-    spans = sorted(
+    return sorted(
         (e.time_range.start, e.time_range.end)
         for e in profiler.events()
-        if e.device_type == torch.autograd.DeviceType.CUDA
+        if e.device_type == torch.autograd.DeviceType.CUDA and not e.name.startswith("ProfilerStep")
     )
-    # The second half: prefill and the first steps are over by then.
-    spans = spans[len(spans) // 2 :]
-    if len(spans) < 2:
-        return {}
+
+
+def busy_ms(engine: Any, given: list[list[int]], steps: int) -> dict[str, float]:
+    """Kernel time and kernels of a decode step."""
+    chunk = engine.config.steps_per_sync
+    stream = engine.stream(given, max_new_tokens=steps + 5 * chunk)
+
+    def take(count: int) -> None:
+        for _ in range(count * len(given)):
+            next(stream)
+
+    take(1 + 2 * chunk)
+    synchronize()  # the steps launched ahead are done; reading `steps` more launches as many
+    spans = kernel_spans(lambda: take(steps))
+    stream.close()
+    return {"busy_ms": sum(end - start for start, end in spans) / steps / 1e3, "kernels": len(spans) / steps}
+
+
+def busy_share(run: Any) -> float | None:
+    """Share of the time with a kernel running, from the first to the last, with a profiler attached."""
+    spans = kernel_spans(run)
+    if not spans:
+        return None
     working, until = 0.0, spans[0][0]
     for start, end in spans:
         working += max(0.0, end - max(start, until))
         until = max(until, end)
-    whole = until - spans[0][0]
-    return {"busy_share": working / whole, "kernels_per_step": 2 * len(spans) / steps}
+    return working / (until - spans[0][0])
 
 
 def time_generate(mode: str, shape: dict[str, Any], steps: int, device: Any) -> dict[str, Any]:
@@ -375,8 +395,7 @@ def measure_ragged(mode: str, shape: dict[str, Any], attention: str, device: Any
     progress(f"{result['tokens_per_s']:.0f} tokens/s, padding {result['padding_waste']:.1%}")
     if device == "cuda":
         few = slice(0, 64)
-        result |= busy(lambda: engine.generate(given[few], sampling=settings[few]), 1)
-        result.pop("kernels_per_step", None)
+        result["busy_share"] = busy_share(lambda: engine.generate(given[few], sampling=settings[few]))
     return result
 
 
@@ -433,7 +452,16 @@ def work(mode: str, name: str, steps: int, attention: str, smoke: bool) -> dict[
 
 def report(result: dict[str, Any]) -> str:
     numbers = []
-    for key in ("token_ms", "replay_ms", "host_ms", "busy_share", "seconds", "tokens_per_s", "padding_waste"):
+    for key in (
+        "token_ms",
+        "replay_ms",
+        "host_ms",
+        "busy_ms",
+        "busy_share",
+        "seconds",
+        "tokens_per_s",
+        "padding_waste",
+    ):
         if result.get(key) is not None:
             numbers.append(f"{key} {result[key]:.3f}")
     for key in ("graph_mib", "reserved_mib", "first_tokens_s"):

@@ -76,7 +76,7 @@ def render(content: dict[str, Any]) -> str:
     own = [mode for mode in modes if any("host_ms" in by.get((mode, shape), {}) for shape in shapes)]
     details = [
         [f"{title}, {NAMES[mode]}", *(_cell(by.get((mode, shape)), None, key) for shape in shapes)]
-        for title, key in (("host ms a token", "host_ms"), ("share of time the GPU is busy", "busy_share"))
+        for title, key in (("host ms a token", "host_ms"), ("GPU busy ms a token", "busy_ms"))
         for mode in own
     ]
     parts.append(_lines(["", *heads], [line for line in details if set(line[1:]) != {"-"}]))
@@ -92,7 +92,9 @@ def render(content: dict[str, Any]) -> str:
         rows = []
         for result in ragged:
             name = "`model.generate`, batches of 64" if result["mode"] == "hf_dynamic" else NAMES[result["mode"]]
-            shares = [f"{result[key]:.1%}" if key in result else "-" for key in ("padding_waste", "busy_share")]
+            shares = [
+                f"{result[key]:.1%}" if result.get(key) is not None else "-" for key in ("padding_waste", "busy_share")
+            ]
             rows.append([name, f"{result['tokens_per_s']:,.0f}", *shares])
         parts += [f"{ragged[0]['requests']} requests of different lengths, Qwen3-0.6B:", _lines(head, rows)]
     seen = [result["environment"] for result in timed]
