@@ -6,10 +6,20 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from conftest import ROOT, TINY
+from decode_models import reference, tiny_model
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tokenizers import Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from transformers import PreTrainedTokenizerFast
 
-from graphmod.decode.text import ByteCodec, TextStream
+from graphmod.decode import DecodeEngine
+from graphmod.decode.loading import load_model, model_folder
+from graphmod.decode.schema import DeviceName, ModelSource
+from graphmod.decode.text import ByteCodec, TextStream, codec_for
 from graphmod.errors import ConfigError
 from graphmod.train.loop import train
 
@@ -117,3 +127,34 @@ def test_text_comes_when_its_characters_are_complete():
     pieces = [stream.add(byte) for byte in "aä\n€b".encode()]
     assert pieces == ["a", "", "ä", "\n", "", "", "€", "b"]
     assert stream.add(0xE2) == "" and stream.rest() == "\ufffd"
+
+
+def test_a_trained_model_decodes_the_tokens_of_generate(trained):
+    folder = model_folder(str(trained / "runs" / "train"))
+    model = load_model(folder, ModelSource(device=DeviceName.cpu))
+    codec = codec_for(folder, None)
+    assert isinstance(codec, ByteCodec)
+    prompts = ["import ", "class A:\n    def ", "x", "for i in range(10):\n    print(i"]
+    engine = DecodeEngine(model, max_batch_size=3, block_size=16, codec=codec)
+    for done in engine.generate(prompts, max_new_tokens=50):
+        assert done.tokens == reference(model, codec.encode(prompts[done.request]), 50)
+
+
+def test_a_saved_model_with_a_tokenizer_streams_its_text(tmp_path):
+    letters = {letter: index for index, letter in enumerate("abcdefghijklmnopqrstuvwxyz ")}
+    tokenizer = Tokenizer(WordLevel(letters, unk_token="z"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = Split("", "isolated"), Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path / "model")
+    model = tiny_model("qwen3", torch.device("cpu"))
+    model.resize_token_embeddings(len(letters))
+    model.save_pretrained(tmp_path / "model")
+    done = shell(tmp_path, "model.path=model", "prompt=hello there", "decode.max_new_tokens=12")
+    assert done.returncode == 0, done.stderr
+    expected = reference(model, [letters[letter] for letter in "hello there"], 12)
+    assert done.stdout.rstrip("\n") == "hello there" + "".join("abcdefghijklmnopqrstuvwxyz "[t] for t in expected)
+
+
+def test_a_model_without_a_tokenizer_says_what_to_set(tmp_path):
+    tiny_model("gpt2", torch.device("cpu")).save_pretrained(tmp_path / "model")
+    done = shell(tmp_path, "model.path=model", "prompt=x")
+    assert done.returncode == 2 and "tokenizer=FOLDER, or tokenizer=bytes" in done.stderr
