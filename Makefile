@@ -7,11 +7,13 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Settings of a run, for example: make train ARGS="graph=full_iteration train.steps=1000"
 ARGS ?=
+# What `make generate` goes on from.
+PROMPT ?= def main(
 # Tests beside other programs on few cores: see train.py.
 export GOMP_SPINCOUNT ?= 30000
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train compare tensorboard test lint format clean
+.PHONY: help setup train generate compare tensorboard test lint format clean
 
 help: ## show this list
 	@echo "make TARGET [ARGS='KEY=VALUE ...'] [PYTHON=python3.12]"
@@ -37,6 +39,10 @@ $(STAMP): pyproject.toml constraints.txt
 
 train: $(STAMP) ## train a small model on Python's own sources, in graphs; ARGS are settings
 	$(BIN)/python train.py $(ARGS)
+
+generate: $(STAMP) ## sample from the last trained model (trains one briefly if there is none); ARGS are settings
+	@ls runs/train/*/checkpoints/*/config.json >/dev/null 2>&1 || $(BIN)/python train.py train.steps=200 data.seq_len=128
+	$(BIN)/python generate.py model.path=runs/train prompt="$(PROMPT)" decode=sample $(ARGS)
 
 compare: $(STAMP) ## the same run without graphs, per layer and as one graph, side by side; ARGS are settings
 	$(BIN)/python train.py --multirun graph=none,per_layer,full_iteration train=measure train.deterministic=true $(ARGS)

@@ -6,8 +6,10 @@ hooks on the layer, isinstance and attribute access do not change.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import inspect
+from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 
 import torch
@@ -86,6 +88,22 @@ def ungraph(model: nn.Module) -> nn.Module:
     if handle is not None:
         handle.remove()
     return model
+
+
+@contextlib.contextmanager
+def without_graphs(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Lets the wrapped layers among `modules` run as if they had never been wrapped, for as long as it is active."""
+    wrapped = [(module, *module.__dict__[_MARK]) for module in modules if _MARK in module.__dict__]
+    for module, _, forward in wrapped:
+        if forward is None:
+            del module.__dict__["forward"]
+        else:
+            module.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        for module, graphed, _ in wrapped:
+            module.__dict__["forward"] = graphed.run
 
 
 def find_layers(model: nn.Module) -> list[str]:

@@ -129,7 +129,9 @@ def check(config: RunConfig) -> None:
     check_data(config.data, config.model)
     check_optim(config.optim)
     _at_least("train", train, 1, "steps", "grad_accumulation", "log_every", "eval_batches")
-    _at_least("train", train, 0, "eval_every", "seed")
+    _at_least("train", train, 0, "eval_every", "seed", "sample_every", "sample_temperature")
+    _at_least("train", train, 1, "sample_tokens")
+    _require(train.sample_prompt != "", "train.sample_prompt is empty; a model needs something to go on from")
     _require(
         train.eval_every == 0 or config.data.eval_fraction > 0,
         "train.eval_every asks for evaluations, but data.eval_fraction=0 keeps nothing to evaluate on; "

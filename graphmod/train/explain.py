@@ -28,9 +28,9 @@ def nearest(word: str, allowed: list[str]) -> str | None:
     return next(iter(difflib.get_close_matches(word, allowed, n=1, cutoff=0.5)), None)
 
 
-def unknown_key(key: str) -> str:
+def unknown_key(key: str, kind: type = RunConfig) -> str:
     """The error for a key no run understands."""
-    names = setting_names()
+    names = setting_names(kind)
     group, _, last = key.rpartition(".")
     siblings = [name for name in names if name.rpartition(".")[0] == group]
     # Within a known group only the last part can be misspelt; otherwise anything may be, the group included.
@@ -58,11 +58,12 @@ def _choices(error: MissingConfigException) -> str:
     return f"there is no choice {choice!r} for {group!r}{hint}\n  choices of {group!r}: {', '.join(options)}"
 
 
-def explain(error: BaseException) -> str:
+def explain(error: BaseException, kind: type = RunConfig) -> str:
     """One to three lines that say what is wrong with the command line or a config file and how to mend it.
 
     Args:
         error: an exception of Hydra or omegaconf; its `__cause__` is looked at first, as Hydra wraps omegaconf's.
+        kind: the settings that were to be read.
     """
     if isinstance(error, MissingConfigException):
         return _choices(error)
@@ -77,7 +78,7 @@ def explain(error: BaseException) -> str:
         return "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
     key = inner.full_key or "the config"
     if isinstance(inner, (ConfigKeyError, ConfigAttributeError)):
-        return unknown_key(key)
+        return unknown_key(key, kind)
     reason = str(inner.msg or inner).splitlines()[0]
     if isinstance(inner, InterpolationResolutionError):
         return f"{key} refers to something that is not there: {reason}"

@@ -23,6 +23,7 @@ from graphmod.train.metrics import GIB, Metrics
 from graphmod.train.model import autocast_dtype, build_model, model_config
 from graphmod.train.optim import build_optimizer, learning_rates
 from graphmod.train.result import RunResult
+from graphmod.train.samples import Samples
 from graphmod.train.schema import RunConfig
 from graphmod.train.step import TrainStep
 from graphmod.train.timing import StepClock, median
@@ -76,6 +77,7 @@ class _Run:
         self.tokens_per_step = train.grad_accumulation * data.batch_size * data.seq_len
         text = OmegaConf.to_yaml(OmegaConf.create(plain_config(config)))
         self.metrics = Metrics(folder, device, train.steps, self.clock, self.tokens_per_step, text)
+        self.samples = Samples(self.model, config, corpus, self.metrics) if train.sample_every else None
 
     def _show(self, bar: tqdm) -> None:
         shown = {"graph": self.step.stats.state}
@@ -111,6 +113,9 @@ class _Run:
                     self._show(bar)
                 if self.evaluation and (done % train.eval_every == 0 or done == train.steps):
                     metrics.log_evaluation(_evaluate(self.model, self.step, self.evaluation))
+                    clock.begin()
+                if self.samples is not None and self.samples.due(done):
+                    self.samples.show(done)
                     clock.begin()
                 bar.update()
             metrics.finish()

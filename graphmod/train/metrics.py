@@ -109,6 +109,10 @@ class Metrics:
         self._fetch({"eval/loss": loss}, {}, with_losses=False)
         self.write()
 
+    def log_text(self, tag: str, text: str, done: int) -> None:
+        """Writes a text after `done` steps, line breaks and signs of Markdown as they are."""
+        self._writer.add_text(tag, "    " + text.replace("\n", "\n    "), done)
+
     def write(self, wait: bool = False) -> None:
         """Writes the points whose values have arrived; with `wait`, all of them."""
         self._clock.collect(wait)

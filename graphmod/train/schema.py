@@ -138,6 +138,10 @@ class TrainConfig:
         eval_batches: batches of one evaluation.
         sync_steps: wait for the device after each step, as a loop that reads the loss each step does.
         checkpoint: save the model and the optimizer at the end.
+        sample_every: steps between texts that the model writes, printed and logged to TensorBoard; 0 never samples.
+        sample_prompt: what it goes on from.
+        sample_tokens: how many tokens it writes.
+        sample_temperature: 0 takes the most likely token each time.
     """
 
     steps: int = 500
@@ -151,6 +155,10 @@ class TrainConfig:
     eval_batches: int = 4
     sync_steps: bool = False
     checkpoint: bool = True
+    sample_every: int = 0
+    sample_prompt: str = "def "
+    sample_tokens: int = 120
+    sample_temperature: float = 0.8
 
 
 @dataclass

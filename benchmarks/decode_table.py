@@ -1,0 +1,140 @@
+"""Puts the measured decode times into README.md, between `<!-- table: decode -->` and `<!-- end decode -->`.
+
+    python benchmarks/decode_table.py            # after: benchmarks/decode.py --out benchmarks/results/decode.json
+    python benchmarks/decode_table.py --check    # exit status 1 if README.md does not show these results
+
+Imports nothing but the standard library.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+OPEN, CLOSE = "<!-- table: decode -->", "<!-- end decode -->"
+NAMES = {
+    "hf_dynamic": "`model.generate`",
+    "hf_static": '`model.generate(cache_implementation="static")`, compiled',
+    "hand_graph": "hand-made graph of that model, compiled",
+    "eager_step": "graphmod, without graphs",
+    "uncompiled": "graphmod",
+    "compiled": 'graphmod, `compile="default"`',
+    "compiled_max": 'graphmod, `compile="max"`',
+}
+MODELS = {1024: "Qwen3-0.6B", 4096: "Qwen3-8B"}
+BASELINE = "hf_static"
+
+
+class BadInput(Exception):
+    """The results or the README are not what they should be; the message says how."""
+
+
+def _lines(head: list[str], rows: list[list[str]]) -> str:
+    align = ["---"] + ["---:"] * (len(head) - 1)
+    return "\n".join(f"| {' | '.join(line)} |" for line in (head, align, *rows))
+
+
+def _title(result: dict[str, Any]) -> str:
+    model = MODELS.get(result["hidden_size"], f"width {result['hidden_size']}")
+    return f"{model}, B{result['batch']}, {result['context']} of {result['max_seq_len']}"
+
+
+def _cell(result: dict[str, Any] | None, base: dict[str, Any] | None, key: str = "token_ms") -> str:
+    if result is None or (key not in result and "error" not in result):
+        return "-"
+    if "error" in result:
+        return "failed"
+    if result is base or base is None or key not in base:
+        return f"{result[key]:.3f}"
+    return f"{result[key]:.3f} ({base[key] / result[key]:.2f}x)"
+
+
+def render(content: dict[str, Any]) -> str:
+    """The Markdown that shows the results of `benchmarks/decode.py --out`.
+
+    Raises:
+        BadInput: there is no measured token in them.
+    """
+    results = content["results"]
+    timed = [result for result in results if "token_ms" in result]
+    if not timed:
+        raise BadInput("the results hold no token that was measured")
+    by = {(result["mode"], result["shape"]): result for result in results}
+    shapes = list(dict.fromkeys(result["shape"] for result in timed))
+    modes = [mode for mode in NAMES if any(result["mode"] == mode for result in timed)]
+    heads = [_title(next(result for result in timed if result["shape"] == shape)) for shape in shapes]
+    parts = [
+        "Milliseconds a token, host included (in brackets the speed-up against the compiled static cache of "
+        "transformers), bf16, random weights:",
+        _lines(
+            ["", *heads],
+            [[NAMES[m], *(_cell(by.get((m, s)), by.get((BASELINE, s))) for s in shapes)] for m in modes],
+        ),
+    ]
+    own = [mode for mode in modes if any("host_ms" in by.get((mode, shape), {}) for shape in shapes)]
+    details = [
+        [f"{title}, {NAMES[mode]}", *(_cell(by.get((mode, shape)), None, key) for shape in shapes)]
+        for title, key in (("host ms a token", "host_ms"), ("GPU busy ms a token", "busy_ms"))
+        for mode in own
+    ]
+    parts.append(_lines(["", *heads], [line for line in details if set(line[1:]) != {"-"}]))
+    captures = by.get(("uncompiled", "capture"))
+    if captures is not None and "error" not in captures:
+        parts.append(
+            f"Capturing {len(captures['buckets'])} batch sizes up to {max(captures['buckets'])}: "
+            f"{captures['seconds']:.2f} s and {captures['reserved_mib']:.0f} MiB."
+        )
+    ragged = [r for r in results if r["shape"] == "ragged" and "error" not in r]
+    if ragged:
+        head = ["", "tokens/s", "row steps without a token", "GPU busy"]
+        rows = []
+        for result in ragged:
+            name = "`model.generate`, batches of 64" if result["mode"] == "hf_dynamic" else NAMES[result["mode"]]
+            shares = [
+                f"{result[key]:.1%}" if result.get(key) is not None else "-" for key in ("padding_waste", "busy_share")
+            ]
+            rows.append([name, f"{result['tokens_per_s']:,.0f}", *shares])
+        parts += [f"{ragged[0]['requests']} requests of different lengths, Qwen3-0.6B:", _lines(head, rows)]
+    seen = [result["environment"] for result in timed]
+    gpu, version, library, date = (
+        " and ".join(dict.fromkeys(str(one[name]) for one in seen)) for name in ("gpu", "torch", "transformers", "date")
+    )
+    commands = " ; ".join(content["commands"])
+    parts.append(f"{gpu}, torch {version}, transformers {library}, {date}: `{commands}`")
+    return "\n\n".join(parts)
+
+
+def replaced(text: str, block: str) -> str:
+    """`text` with `block` between the markers. Raises BadInput when they are not there."""
+    before, opened, rest = text.partition(OPEN)
+    _, closed, after = rest.partition(CLOSE)
+    if not opened or not closed:
+        raise BadInput(f"no {OPEN} followed by {CLOSE}")
+    return f"{before}{OPEN}\n\n{block}\n\n{CLOSE}{after}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Rewrites the README, or checks it; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results" / "decode.json")
+    parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
+    parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if the README is stale")
+    options = parser.parse_args(arguments)
+    try:
+        old = options.readme.read_text(encoding="utf-8")
+        new = replaced(old, render(json.loads(options.results.read_text(encoding="utf-8"))))
+    except (OSError, ValueError, KeyError, BadInput) as error:
+        print(f"error: {options.results} and {options.readme}: {error!r}", file=sys.stderr)
+        return 2
+    if options.check:
+        if new != old:
+            print(f"{options.readme} does not show {options.results}; run {Path(__file__).name}", file=sys.stderr)
+        return int(new != old)
+    options.readme.write_text(new, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,216 @@
+"""Continuous batching: sequences join, decode together, leave; the host stays a chunk of steps behind the device.
+
+Owns what is in flight. Imports torch, transformers' types and the parts of decode it moves sequences between:
+`attention`, `cache`, `graphs`, `prefill`, `requests`, `results`, `sampling`, `scheduler`, `state`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from graphmod.decode.attention import PREFILL, attention
+from graphmod.decode.cache import PagedCache
+from graphmod.decode.graphs import BucketGraphs
+from graphmod.decode.prefill import Prefill
+from graphmod.decode.requests import RequestReader
+from graphmod.decode.results import TokenEvent
+from graphmod.decode.sampling import sample
+from graphmod.decode.scheduler import Scheduler, Sequence
+from graphmod.decode.state import BAD, FULL, NOTHING, STOPPED, BatchState
+
+_NO_NUMBERS = (
+    "the model's logits hold NaN or infinity, so no token can be chosen; look at its weights (a diverged training run, "
+    "an overflow in fp16)"
+)
+
+
+@dataclass
+class _Chunk:
+    """Steps that were launched together: in which rows whose tokens come, and where the host finds them."""
+
+    sequences: list[Sequence]
+    bucket: int
+    kept: list[int]
+    event: torch.cuda.Event | None
+
+
+class ContinuousBatch:
+    """Moves sequences from the queue through prefill and decode steps to their end, a turn at a time.
+
+    Args:
+        model: with everything for decoding switched on, except its attention, whenever `advance` is called.
+        memory, state, scheduler, graphs, prefill, requests: the parts.
+        attention_name: the function decode steps use.
+        steps: the most decode steps in a chunk; results are read a chunk at a time.
+
+    Attributes:
+        prompt_tokens, tokens: prefilled and generated so far.
+        waited_seconds: host time spent waiting for results.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        memory: PagedCache,
+        state: BatchState,
+        scheduler: Scheduler,
+        graphs: BucketGraphs,
+        prefill: Prefill,
+        requests: RequestReader,
+        attention_name: str,
+        steps: int,
+    ) -> None:
+        self._model, self._memory, self._state, self.scheduler = model, memory, state, scheduler
+        self._graphs, self._prefill, self._requests = graphs, prefill, requests
+        self._attention, self._steps = attention_name, steps
+        self._in_flight: deque[_Chunk] = deque()
+        self._next_step = 0
+        self.prompt_tokens = self.tokens = 0
+        self.waited_seconds = 0.0
+
+    def end(self) -> None:
+        """Gives up whatever has not finished, and makes every row padding."""
+        for chunk in self._in_flight:
+            for sequence in chunk.sequences:
+                if sequence.blocks and not self.scheduler.runs(sequence):
+                    self.scheduler.release(sequence)
+        self.scheduler.clear()
+        self._in_flight.clear()
+        with torch.inference_mode():
+            self._state.restart()
+        self._next_step = 0
+
+    @property
+    def unfinished(self) -> bool:
+        return self.scheduler.busy or bool(self._in_flight)
+
+    def advance(self) -> list[tuple[Sequence, TokenEvent]]:
+        """Lets in who fits, launches the next steps, and only then reads the results of the steps before them."""
+        events = self._admit()
+        launched = self._launch()
+        if self._in_flight and (len(self._in_flight) > 1 or not launched):
+            events += self._read(self._in_flight.popleft())
+        return events
+
+    def _admit(self) -> list[tuple[Sequence, TokenEvent]]:
+        groups, copies = self.scheduler.admit()
+        if not groups:
+            return []
+        firsts = [group[0] for group in groups]
+        try:
+            with attention(self._model, PREFILL):
+                logits = self._prefill([first.prompt for first in firsts], [first.blocks for first in firsts])
+            self._memory.copy_blocks(copies)
+            sequences = [sequence for group in groups for sequence in group]
+            of_prompt = [number for number, group in enumerate(groups) for _ in group]
+            logits = logits.index_select(0, self._state.to_device(of_prompt, torch.int64))
+            tokens, logprobs, bad = self._first_tokens(logits, sequences)
+        except BaseException:
+            for group in groups:
+                for sequence in group:
+                    self.scheduler.release(sequence)
+            raise
+        self.prompt_tokens += sum(len(first.prompt) for first in firsts)
+        events, joining = [], []
+        for sequence, token, logprob, wrong in zip(sequences, tokens, logprobs, bad, strict=True):
+            over = sequence.steps_left == 0
+            status = BAD if wrong else STOPPED if token in sequence.stop_ids else FULL if over else 0
+            events.append((sequence, self._take(sequence, token, logprob, status)))
+            if sequence.done:
+                self._release(sequence)
+            else:
+                joining.append(sequence)
+        if joining:
+            self._state.set_rows(self.scheduler.join(joining), [sequence.row_values() for sequence in joining])
+        return events
+
+    def _first_tokens(self, logits: torch.Tensor, sequences: list[Sequence]) -> tuple[list, list, list]:
+        bring = self._state.to_device
+        choice = sample(
+            logits,
+            bring([s.sampling.temperature for s in sequences], torch.float32),
+            bring([s.sampling.top_k for s in sequences], torch.int64),
+            bring([s.sampling.top_p for s in sequences], torch.float32),
+            bring([s.seed for s in sequences], torch.int64),
+            bring([len(s.prompt) for s in sequences], torch.int64),
+            max(s.kind for s in sequences),
+        )
+        return choice.tokens.tolist(), choice.logprobs.tolist(), choice.bad.tolist()
+
+    def _launch(self) -> bool:
+        running = self.scheduler.running
+        steps = min(self._steps, max((s.steps_left for s in running), default=0))
+        if not steps:
+            return False
+        kind = max(s.kind for s in running)
+        for sequence in running:
+            sequence.launched += min(steps, sequence.steps_left)
+        context = max(len(s.prompt) + s.launched for s in running)
+        with attention(self._model, self._attention):
+            for _ in range(steps):
+                bucket = self._graphs.launch(len(running), context, kind)
+        kept, event = self._state.read_back(self._next_step, steps)
+        self._next_step = (self._next_step + steps) % self._state.steps
+        self._in_flight.append(_Chunk(list(running), bucket, kept, event))
+        # Whose last step this was is known now; the row need not wait until its tokens are read.
+        for sequence in [s for s in running if not s.steps_left]:
+            self._vacate(sequence)
+        return True
+
+    def _read(self, chunk: _Chunk) -> list[tuple[Sequence, TokenEvent]]:
+        if chunk.event is not None:
+            began = time.perf_counter()
+            chunk.event.synchronize()
+            self.waited_seconds += time.perf_counter() - began
+        tokens, statuses, logprobs = self._state.results_at(chunk.kept)
+        events = []
+        for step in range(len(chunk.kept)):
+            for row, sequence in enumerate(chunk.sequences):
+                token = tokens[step][row]
+                if sequence.done or token == NOTHING:
+                    continue
+                event = self._take(sequence, token, logprobs[step][row], statuses[step][row])
+                events.append((sequence, event))
+        self._graphs.count(chunk.bucket, chunk.bucket * len(chunk.kept), len(events))
+        for sequence in chunk.sequences:
+            if sequence.done and sequence.blocks:
+                if self.scheduler.runs(sequence):
+                    self._vacate(sequence)
+                self._release(sequence)
+        return events
+
+    def _take(self, sequence: Sequence, token: int, logprob: float, status: int) -> TokenEvent:
+        """Books a token of a sequence and whether it was the last."""
+        done = sequence.completion
+        if status == BAD:
+            done.finish_reason, done.error = "error", _NO_NUMBERS
+            sequence.done = True
+            return TokenEvent(done.request, done.sample, None, float("nan"), "error", _NO_NUMBERS)
+        done.tokens.append(token)
+        done.logprobs.append(logprob)
+        self.tokens += 1
+        if status == STOPPED or self._requests.ended_on_host(sequence):
+            done.finish_reason = "stop"
+        elif status == FULL:
+            done.finish_reason = "length"
+        sequence.done = done.finish_reason is not None
+        return TokenEvent(done.request, done.sample, token, logprob, done.finish_reason)
+
+    def _vacate(self, sequence: Sequence) -> None:
+        """Frees the row of a sequence; the last row takes its place."""
+        last, row = self.scheduler.leave(sequence)
+        if last != row:
+            self._state.move_row(last, row)
+        self._state.clear_row(last)
+
+    def _release(self, sequence: Sequence) -> None:
+        blocks = sequence.blocks
+        self.scheduler.release(sequence)
+        if sequence.completion.error is not None:
+            # What nobody holds any more may hold NaN, which masks do not take out.
+            self._memory.clear([block for block in blocks if not self.scheduler.allocator.holders(block)])

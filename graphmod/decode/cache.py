@@ -1,0 +1,173 @@
+"""The KV cache: its memory, and the view of it that a transformers model is called with.
+
+One interface for both layouts: `slots` is a paged cache whose blocks hold a whole sequence. Imports torch, transformers
+and the errors of decode.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+from transformers.cache_utils import Cache
+
+from graphmod.decode.errors import DecodeError
+
+NULL_BLOCK = 0
+"""Pads block tables. It is never written, so that reading it adds finite numbers that the mask takes out again."""
+
+
+def check_layers(config: PretrainedConfig, max_seq_len: int) -> None:
+    """Raises DecodeError for layers that look back less far than `max_seq_len`, or that keep another kind of state."""
+    window = getattr(config, "sliding_window", None)
+    for kind in getattr(config, "layer_types", None) or ():
+        if kind == "full_attention" or (kind == "sliding_attention" and window and window >= max_seq_len):
+            continue
+        raise DecodeError(
+            f"{type(config).__name__} has {kind} layers, which this KV cache does not hold; only full attention (or "
+            f"windows of at least max_seq_len={max_seq_len}) can be decoded. Use model.generate"
+        )
+
+
+class PagedCache:
+    """Keys and values of all layers at fixed addresses.
+
+    `keys[i]` and `values[i]` are (blocks, block_size, kv_heads, head_dim) tensors of layer i. The first blocks are not
+    for sequences: `NULL_BLOCK`, and then those that padded rows write to, one slot for each row, which nobody reads.
+
+    Args:
+        config: the text config of the model.
+        blocks: blocks for sequences.
+        rows: the most rows in a batch.
+        block_size: tokens of a block.
+    """
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        blocks: int,
+        block_size: int,
+        rows: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        heads = config.num_attention_heads
+        self.kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        self.layers, self.block_size = config.num_hidden_layers, block_size
+        self.first_block = 1 + -(-rows // block_size)
+        self.blocks = blocks + self.first_block
+        self.dtype, self.device = dtype, device
+        self.spare_slots = torch.arange(block_size, block_size + rows, device=device)
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        self.allocate()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
+
+    def tensors(self) -> list[Tensor]:
+        """All memory a decode step touches."""
+        return [*self.keys, *self.values, self.spare_slots]
+
+    def allocate(self) -> None:
+        """Takes the memory, zeroed: what is not written yet must be finite, since masks multiply by zero."""
+        size = (self.blocks, self.block_size, self.kv_heads, self.head_dim)
+        for held in (self.keys, self.values):
+            held[:] = [torch.zeros(size, dtype=self.dtype, device=self.device) for _ in range(self.layers)]
+
+    def release(self) -> None:
+        """Gives the memory back."""
+        self.keys.clear()
+        self.values.clear()
+
+    def clear(self, blocks: list[int]) -> None:
+        """Zeroes blocks that may hold NaN, before another sequence gets them."""
+        index = torch.tensor(blocks, device=self.device)
+        for tensor in (*self.keys, *self.values):
+            tensor.index_fill_(0, index, 0)
+
+    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
+        """Copies blocks `(from, to)` in every layer."""
+        if not pairs:
+            return
+        source, target = torch.tensor(pairs, device=self.device).T
+        for tensor in (*self.keys, *self.values):
+            tensor.index_copy_(0, target, tensor.index_select(0, source))
+
+    def write(self, layer: int, places: tuple[Tensor, Tensor], key: Tensor, value: Tensor) -> None:
+        """Stores `key` and `value`, (B, kv_heads, S, head_dim), at `places`: block and offset in it, each (B * S,)."""
+        for memory, new in ((self.keys[layer], key), (self.values[layer], value)):
+            # Straight into the tensor and not into a view of it, so that a compiler can see that no copy is needed.
+            memory.index_put_(places, new.transpose(1, 2).reshape(-1, self.kv_heads, self.head_dim).to(self.dtype))
+
+    def read(self, layer: int, block_table: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+        """The first `tokens` keys and values of each row, two (B, kv_heads, tokens, head_dim) tensors.
+
+        Args:
+            block_table: (B, blocks of a sequence).
+            tokens: at most one block, or a multiple of the block size.
+        """
+        found = []
+        rows, count = len(block_table), max(1, tokens // self.block_size)
+        index = block_table[:, :count].reshape(-1)
+        for memory in (self.keys[layer], self.values[layer]):
+            part = memory[:, :tokens] if tokens < self.block_size else memory
+            taken = part.index_select(0, index).view(rows, tokens, self.kv_heads, self.head_dim)
+            found.append(taken.transpose(1, 2))
+        return found[0], found[1]
+
+
+def slot_mapping(position: Tensor, block_table: Tensor, active: Tensor, block_size: int) -> Tensor:
+    """Where each row's token goes, (B,) int64 counted over all blocks; -1 for rows that are not active.
+
+    Args:
+        position: (B,) int64, of the token in its sequence.
+        block_table: (B, blocks of a sequence) integers.
+        active: (B,) bool.
+    """
+    block = block_table.gather(1, (position // block_size).unsqueeze(1)).squeeze(1)
+    return torch.where(active, block * block_size + position % block_size, -1)
+
+
+class CacheView(Cache):
+    """What one forward call of a transformers model sees of the cache.
+
+    Its `update` only stores; the attention functions of decode read the cache through the block table. The model is
+    called with it twice: as `past_key_values`, and as the keyword `cache_view`, which transformers hands on to the
+    attention function.
+
+    Args:
+        memory: the cache.
+        slots: (B * S,) int64, where the tokens of this call are stored.
+        block_table: (B, blocks of a sequence).
+        context: (B,) int64, tokens of each row that its last token may see, itself included.
+        visited: how many tokens attention looks at, masked by `context`; None lets it stop at the context itself.
+        start: (B,) int64, tokens stored before this call; for prefill. None if that is 0 for all rows.
+    """
+
+    def __init__(
+        self,
+        memory: PagedCache,
+        slots: Tensor,
+        block_table: Tensor,
+        context: Tensor,
+        visited: int | None,
+        start: Tensor | None = None,
+    ) -> None:
+        super().__init__(layers=[])
+        self.memory, self.block_table = memory, block_table
+        self.places = slots // memory.block_size, slots % memory.block_size
+        self.context, self.visited, self.start = context, visited, start
+        self.shared: Any = None  # what an attention function computes once for all layers
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any):
+        """Stores the new keys and values; returns them as they are."""
+        self.memory.write(layer_idx, self.places, key_states, value_states)
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        raise DecodeError(
+            "this model asks how many tokens are in the cache instead of taking position_ids; it cannot be decoded here"
+        )

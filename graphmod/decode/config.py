@@ -1,0 +1,154 @@
+"""The settings of decode: names, types, defaults and meaning. Imports only `graphmod.config` and errors.
+
+`EngineConfig` is about memory and speed and never changes a token; `Sampling` is about what one request draws.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from graphmod.config import BackendName
+from graphmod.decode.errors import RequestError
+from graphmod.errors import ConfigError
+
+
+class Layout(str, Enum):
+    """How the KV cache is cut: blocks that sequences share and leave, or one place of `max_seq_len` for each."""
+
+    paged = "paged"
+    slots = "slots"
+
+
+class AttentionName(str, Enum):
+    """Which attention decode steps use; `auto` takes the fastest that works here."""
+
+    auto = "auto"
+    sdpa = "sdpa"
+    flex = "flex"
+    varlen = "varlen"
+
+
+class CompileMode(str, Enum):
+    """`max` adds inductor's coordinate-descent tuning: minutes to compile, the fastest batch-1 products."""
+
+    none = "none"
+    default = "default"
+    max = "max"
+
+
+def _integer(setting: str, value: Any, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError(f"{setting} must be an integer of at least {least}, got {value!r}")
+
+
+def _member(setting: str, kind: type[Enum], value: Any) -> Enum:
+    try:
+        return kind(value)
+    except ValueError:
+        allowed = ", ".join(member.value for member in kind)
+        raise ConfigError(f"{setting}={value!r} is not known; choose one of: {allowed}") from None
+
+
+@dataclass
+class EngineConfig:
+    """Settings of `DecodeEngine`.
+
+    Attributes:
+        max_batch_size: sequences decoded at the same time; more wait.
+        max_seq_len: tokens of a sequence, prompt included; null takes the model's positions.
+        block_size: tokens of a block of the paged cache.
+        layout: `paged` or `slots`.
+        cache_tokens: tokens the cache holds; null is room for `max_batch_size` sequences of `max_seq_len`.
+        attention: `auto`, `sdpa`, `flex` or `varlen`.
+        buckets: batch sizes that have a graph; null means 1, 2, 4, 8, 16, 24, 32, ... The maximum is always added.
+        steps_per_sync: decode steps launched before results are read.
+        prefill_tokens: tokens of prompts that one prefill call works on; longer prompts go in chunks.
+        graphs: capture decode steps. Without, every step is eager and counted.
+        compile: `none`, `default` or `max`: compile model and sampler before capture. On a GPU only.
+        warmup_steps: eager steps of a new bucket before its capture.
+        max_failures: failures in a row after which a bucket stays eager.
+        backend: `auto`, `cuda` or `emulated`.
+    """
+
+    max_batch_size: int = 16
+    max_seq_len: int | None = None
+    block_size: int = 64
+    layout: Layout = Layout.paged
+    cache_tokens: int | None = None
+    attention: AttentionName = AttentionName.auto
+    buckets: list[int] | None = None
+    steps_per_sync: int = 8
+    prefill_tokens: int = 4096
+    graphs: bool = True
+    compile: CompileMode = CompileMode.none
+    warmup_steps: int = 1
+    max_failures: int = 3
+    backend: BackendName = BackendName.auto
+
+    def __post_init__(self) -> None:
+        self.layout = _member("layout", Layout, self.layout)
+        self.attention = _member("attention", AttentionName, self.attention)
+        self.compile = _member("compile", CompileMode, self.compile)
+        self.backend = _member("backend", BackendName, self.backend)
+        for name in ("max_batch_size", "block_size", "steps_per_sync", "prefill_tokens", "max_failures"):
+            _integer(name, getattr(self, name), 1)
+        _integer("warmup_steps", self.warmup_steps, 0)
+        for name in ("max_seq_len", "cache_tokens"):
+            if getattr(self, name) is not None:
+                _integer(name, getattr(self, name), 1)
+        if self.compile is not CompileMode.none and self.warmup_steps == 0:
+            raise ConfigError(
+                f"compile={self.compile.value} needs warmup_steps of at least 1, got 0: nothing may be compiled "
+                "for the first time inside a capture"
+            )
+        for size in self.buckets or ():
+            _integer("each of buckets", size, 1)
+
+    def bucket_sizes(self) -> list[int]:
+        """The batch sizes that may be captured, ascending, `max_batch_size` last."""
+        if self.buckets:
+            sizes = [size for size in self.buckets if size < self.max_batch_size]
+        else:
+            sizes = [size for size in (1, 2, 4) if size < self.max_batch_size]
+            sizes += range(8, self.max_batch_size, 8)
+        return sorted({*sizes, self.max_batch_size})
+
+
+@dataclass
+class Sampling:
+    """How the tokens of one request are chosen.
+
+    Attributes:
+        temperature: 0 takes the most likely token; otherwise logits are divided by it.
+        top_k: keep the k most likely tokens; 0 keeps all.
+        top_p: keep the fewest most likely tokens whose probabilities reach p; 1 keeps all. Applied after top_k.
+        seed: of this request's random numbers. They depend on the seed, the number of the sample and the position
+            alone, so the same request draws the same tokens in any batch.
+        max_new_tokens: tokens to generate at most.
+        stop: what ends a sequence besides the model's own end-of-sequence token: token ids, sequences of token ids,
+            or strings (if the engine was given a codec).
+        ignore_eos: go on after the end-of-sequence token.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    max_new_tokens: int = 128
+    stop: list[Any] = field(default_factory=list)
+    ignore_eos: bool = False
+
+    def check(self) -> None:
+        """Raises RequestError for a setting out of range."""
+        if not 0 <= self.temperature < float("inf"):
+            raise RequestError(f"temperature must be 0 (greedy) or above and finite, got {self.temperature}")
+        if self.top_k < 0:
+            raise RequestError(f"top_k must be 0 (all) or above, got {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise RequestError(f"top_p must be above 0 and at most 1, got {self.top_p}")
+        if self.max_new_tokens < 1:
+            raise RequestError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
+        if not -(2**63) <= self.seed < 2**63:
+            raise RequestError(f"seed must fit into 64 bits, got {self.seed}")
+        if not isinstance(self.stop, (list, tuple)):
+            raise RequestError(f"stop must be a list, got {self.stop!r}")

@@ -1,0 +1,104 @@
+"""What decode gives back: tokens as they come, finished completions, counters. Imports the standard library only."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class TokenEvent:
+    """One token of one sample.
+
+    Attributes:
+        request, sample: which prompt, in the order given, and which of its n samples.
+        token: its id; None only where the request failed before it had one.
+        logprob: log-probability (nats) under the model's own distribution, before temperature, top-k and top-p.
+        finish_reason: None while the sequence goes on; else as in `Completion`.
+        error: what went wrong where `finish_reason` is "error".
+    """
+
+    request: int
+    sample: int
+    token: int | None
+    logprob: float
+    finish_reason: str | None = None
+    error: str | None = None
+
+
+@dataclass
+class Completion:
+    """One finished sample.
+
+    Attributes:
+        request, sample: which prompt, in the order given, and which of its n samples.
+        prompt: its token ids.
+        tokens: the generated ids; the one that ended it is the last.
+        logprobs: of each of them; see `TokenEvent`.
+        finish_reason: "stop" (end-of-sequence or a stop), "length", or "error".
+        error: what went wrong where it is "error"; the tokens before that are good.
+    """
+
+    request: int
+    sample: int
+    prompt: list[int]
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: str | None = None
+    error: str | None = None
+
+
+@dataclass
+class BucketStats:
+    """Counters of one batch size.
+
+    Attributes:
+        state: `invalid` (no graph), `capturing`, `valid` or `disabled`.
+        launches: steps that were replays.
+        captures: graphs captured; more than one where the kind of sampling or the visited context differ.
+        recaptures: captures of what had been captured before (something moved).
+        eager_steps: steps without a graph, warm-up included.
+        failures: captures and launches that failed.
+        row_steps: rows times steps.
+        padding_row_steps: those of them that made no token: padding, and rows that ended within a chunk of steps.
+    """
+
+    state: str = "invalid"
+    launches: int = 0
+    captures: int = 0
+    recaptures: int = 0
+    eager_steps: int = 0
+    failures: int = 0
+    row_steps: int = 0
+    padding_row_steps: int = 0
+
+    @property
+    def padding_waste(self) -> float:
+        """Share of the row steps that made no token."""
+        return self.padding_row_steps / self.row_steps if self.row_steps else 0.0
+
+
+@dataclass
+class DecodeStats:
+    """Counters of an engine since it was made.
+
+    Attributes:
+        state: `capturing` while it is; else `valid` with any graph, `disabled` if all that ran are, else `invalid`.
+        buckets: batch size -> its counters.
+        prompt_tokens: tokens of prompts that were prefilled.
+        tokens: tokens generated.
+        capture_seconds: host time spent capturing.
+        waited_seconds: host time spent waiting for results of steps.
+        graph_bytes: memory reserved by the graphs' pool.
+        cache_bytes: memory of the KV cache; 0 while suspended.
+    """
+
+    state: str
+    buckets: dict[int, BucketStats]
+    prompt_tokens: int
+    tokens: int
+    capture_seconds: float
+    waited_seconds: float
+    graph_bytes: int
+    cache_bytes: int
+
+    def total(self, counter: str) -> int:
+        """A counter of `BucketStats`, summed over the buckets."""
+        return sum(getattr(bucket, counter) for bucket in self.buckets.values())

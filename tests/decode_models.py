@@ -1,0 +1,57 @@
+"""Tiny causal LMs for the tests of decode, and what transformers' own `generate` makes of them."""
+
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedModel, Qwen3Config
+
+VOCABULARY = 96
+POSITIONS = 128
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "eos_token_id": None,
+    "bos_token_id": None,
+}
+ROTARY = SIZES | {"num_key_value_heads": 2, "intermediate_size": 64, "max_position_embeddings": POSITIONS}
+CONFIGS = {
+    "llama": lambda: LlamaConfig(**ROTARY),
+    "qwen3": lambda: Qwen3Config(**ROTARY, head_dim=16),
+    "gpt2": lambda: GPT2Config(**SIZES, n_positions=POSITIONS),
+}
+ARCHITECTURES = tuple(CONFIGS)
+
+
+def tiny_model(architecture: str, device: torch.device, seed: int = 0, scale: float = 3.0) -> PreTrainedModel:
+    """A model with random weights, `scale` times the usual ones so that its logits differ clearly, in fp32."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(CONFIGS[architecture](), dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(scale)
+    return model.to(device).eval()
+
+
+def prompts_of(*lengths: int, seed: int = 1) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
+
+
+def reference(model: PreTrainedModel, prompt: list[int], new_tokens: int) -> list[int]:
+    """The tokens of transformers' greedy `generate` for one prompt alone."""
+    given = torch.tensor([prompt], device=model.device)
+    attention = model.config._attn_implementation
+    model.config._attn_implementation = "sdpa"
+    try:
+        out = model.generate(
+            given,
+            attention_mask=torch.ones_like(given),
+            do_sample=False,
+            max_new_tokens=new_tokens,
+            pad_token_id=0,
+            use_cache=True,
+        )
+    finally:
+        model.config._attn_implementation = attention
+    return out[0, len(prompt) :].tolist()

@@ -1,0 +1,45 @@
+"""The generated table of decode times in the README."""
+
+import json
+from importlib import util
+from pathlib import Path
+
+import pytest
+
+_spec = util.spec_from_file_location("decode_table", Path(__file__).parent.parent / "benchmarks" / "decode_table.py")
+table = util.module_from_spec(_spec)
+_spec.loader.exec_module(table)
+
+SHAPE = {"shape": "0.6b_b1", "hidden_size": 1024, "batch": 1, "context": 128, "max_seq_len": 1024}
+ENVIRONMENT = {"environment": {"gpu": "Some GPU", "torch": "2.13.0", "transformers": "5.17.0", "date": "2026-01-02"}}
+RESULTS = [
+    {"mode": "hf_static", "token_ms": 3.0, **SHAPE, **ENVIRONMENT},
+    {"mode": "compiled_max", "token_ms": 1.0, "host_ms": 0.1, "busy_ms": 0.97, **SHAPE, **ENVIRONMENT},
+    {"mode": "compiled", "shape": "0.6b_b1", "error": "exit status 1"},
+]
+
+
+@pytest.fixture
+def files(tmp_path):
+    """A README, and the arguments for it and results in a folder of their own."""
+    readme, results = tmp_path / "README.md", tmp_path / "decode.json"
+    readme.write_text(f"# A title\n\n{table.OPEN}\nold\n{table.CLOSE}\n\nmore\n")
+    results.write_text(json.dumps({"commands": ["python benchmarks/decode.py"], "results": RESULTS}))
+    return readme, ["--readme", str(readme), "--results", str(results)]
+
+
+def test_times_and_ratios_stand_in_the_readme_and_nothing_else_changes(files):
+    readme, arguments = files
+    assert table.main([*arguments, "--check"]) == 1
+    assert table.main(arguments) == 0
+    text = readme.read_text()
+    assert text.startswith("# A title\n") and text.endswith("\nmore\n") and "old" not in text
+    for words in ("Qwen3-0.6B, B1, 128 of 1024", "| 3.000 |", "1.000 (3.00x)", "| 0.970 |", "Some GPU, torch 2.13.0"):
+        assert words in text
+    assert table.main([*arguments, "--check"]) == 0
+
+
+def test_results_without_a_time_are_an_error(files, tmp_path):
+    _, arguments = files
+    (tmp_path / "decode.json").write_text(json.dumps({"commands": [], "results": RESULTS[2:]}))
+    assert table.main(arguments) == 2
