@@ -128,8 +128,18 @@ def check(config: RunConfig) -> None:
     check_model(config.model)
     check_data(config.data, config.model)
     check_optim(config.optim)
-    _at_least("train", train, 1, "steps", "grad_accumulation", "log_every", "eval_batches")
-    _at_least("train", train, 0, "eval_every", "seed")
+    _at_least("train", train, 1, "steps", "grad_accumulation", "log_every", "eval_batches", "keep_checkpoints")
+    _at_least("train", train, 0, "eval_every", "checkpoint_every", "seed")
+    decay = train.ema_decay
+    _require(decay is None or 0 <= decay < 1, f"train.ema_decay must be at least 0 and below 1, or null, got {decay}")
+    _require(
+        train.resume in ("none", "auto") or Path(train.resume).is_dir(),
+        f"train.resume={train.resume} is not a folder; give that of a run or of a checkpoint, auto or none",
+    )
+    _require(
+        train.resume == "none" or train.checkpoint,
+        f"train.resume={train.resume} needs checkpoints and train.checkpoint=false writes none; drop one of them",
+    )
     _require(
         train.eval_every == 0 or config.data.eval_fraction > 0,
         "train.eval_every asks for evaluations, but data.eval_fraction=0 keeps nothing to evaluate on; "

@@ -21,7 +21,7 @@ class RunResult:
     Attributes:
         scope: `none`, `per_layer` or `full_iteration`.
         config: the resolved settings.
-        status: `finished`, or `failed` with the reason in `error`.
+        status: `finished`, `interrupted` (by the signal in `error`), or `failed` with the reason in `error`.
         device: name of the device.
         time_source: what `step_ms` was measured with, `cuda events` or `wall clock`.
         tokens_per_step: over all microbatches.
@@ -33,6 +33,9 @@ class RunResult:
         graph: the counters of `GraphStats`.
         seconds: of the loop, evaluation included.
         checkpoint: folder of the last checkpoint, relative to the run's.
+        resumed_at_step: steps done by earlier processes; `step_ms` and `host_ms` begin there.
+        skipped_steps: updates left out because something was not finite.
+        first_nonfinite_step: the first step, counted from 1, whose loss or gradient was not finite; None without one.
     """
 
     scope: str
@@ -52,6 +55,9 @@ class RunResult:
     graph: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
     checkpoint: str | None = None
+    resumed_at_step: int = 0
+    skipped_steps: int = 0
+    first_nonfinite_step: int | None = None
 
     @property
     def step_ms_median(self) -> float | None:
@@ -113,6 +119,9 @@ class RunResult:
             lines.append(f"  no step times: the run ended before step {self.measured_from_step}, where they count")
         if self.reserved_gib is not None:
             lines.append(f"  GPU memory: {self.allocated_gib:.2f} GiB allocated, {self.reserved_gib:.2f} GiB reserved")
+        if self.skipped_steps:
+            where = f", the first not finite is step {self.first_nonfinite_step}" if self.first_nonfinite_step else ""
+            lines.append(f"  {self.skipped_steps} updates left out{where}")
         if first is not None:
             evaluated = f", evaluation {float.fromhex(self.eval_losses[-1][1]):.3f}" if self.eval_losses else ""
             lines.append(f"  loss {first:.3f} -> {last:.3f}{evaluated} nats a token")

@@ -28,11 +28,21 @@ class Source(str, Enum):
 
 
 class Precision(str, Enum):
-    """`fp32`; `bf16` (weights and arithmetic); `bf16_mixed` (fp32 weights, bf16 autocast)."""
+    """`fp32`; `bf16` (weights and arithmetic); `bf16_mixed` and `fp16_mixed` (fp32 weights, autocast; `fp16_mixed`
+    with a loss scale)."""
 
     fp32 = "fp32"
     bf16 = "bf16"
     bf16_mixed = "bf16_mixed"
+    fp16_mixed = "fp16_mixed"
+
+
+class NonFinite(str, Enum):
+    """What to do when a loss or gradient is NaN or infinite."""
+
+    stop = "stop"
+    skip = "skip"
+    ignore = "ignore"
 
 
 class DeviceName(str, Enum):
@@ -122,6 +132,28 @@ class OptimConfig:
     max_grad_norm: float | None = 1.0
 
 
+class Compile(str, Enum):
+    """What torch.compile does inside the graphs: nothing, its default, or its tuning for long runs too."""
+
+    none = "none"
+    default = "default"
+    max = "max"
+
+
+@dataclass
+class GraphConfig(CUDAGraphConfig):
+    """The settings of `CUDAGraphConfig`, and what only a training run has.
+
+    Attributes:
+        compile: `default` fuses kernels with torch.compile before they are captured; `max` also lets it try out which
+            variants are fastest, which takes minutes once.
+        auto: measure the scopes on the first steps and keep the fastest; `scope` is then what it starts with.
+    """
+
+    compile: Compile = Compile.none
+    auto: bool = False
+
+
 @dataclass
 class TrainConfig:
     """The loop.
@@ -129,7 +161,7 @@ class TrainConfig:
     Attributes:
         steps: optimizer steps.
         grad_accumulation: microbatches in a step.
-        precision: `fp32`, `bf16` or `bf16_mixed`.
+        precision: `fp32`, `bf16`, `bf16_mixed` or `fp16_mixed`.
         device: `auto`, `cpu` or `cuda`.
         seed: of the weights, the data order and dropout.
         deterministic: use kernels whose result does not vary from run to run.
@@ -137,7 +169,17 @@ class TrainConfig:
         eval_every: steps between evaluations; 0 never evaluates.
         eval_batches: batches of one evaluation.
         sync_steps: wait for the device after each step, as a loop that reads the loss each step does.
-        checkpoint: save the model and the optimizer at the end.
+        nonfinite: when a loss or gradient is NaN or infinite: `stop` ends the run, with the weights of before, and
+            names the step; `skip` leaves that update out and goes on; `ignore` does not look.
+        ema_decay: keep averaged weights, this much of them at each step; in [0, 1). null keeps none. They are
+            evaluated (`eval/ema_loss`) and saved beside the others.
+        activation_checkpointing: keep no activations inside the layers and compute them again in the backward; less
+            memory, about a third more time.
+        checkpoint: save the model and the optimizer at the end, and when the run is told to stop.
+        checkpoint_every: also save after each so many steps; 0 does not.
+        keep_checkpoints: how many of the newest stay on the disk.
+        resume: `none`; `auto`: go on with the newest unfinished run beside this one; or the folder of a run or of a
+            checkpoint.
     """
 
     steps: int = 500
@@ -150,7 +192,13 @@ class TrainConfig:
     eval_every: int = 100
     eval_batches: int = 4
     sync_steps: bool = False
+    nonfinite: NonFinite = NonFinite.stop
+    ema_decay: float | None = None
+    activation_checkpointing: bool = False
     checkpoint: bool = True
+    checkpoint_every: int = 0
+    keep_checkpoints: int = 2
+    resume: str = "none"
 
 
 @dataclass
@@ -160,5 +208,5 @@ class RunConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
-    graph: CUDAGraphConfig = field(default_factory=CUDAGraphConfig)
+    graph: GraphConfig = field(default_factory=GraphConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
