@@ -13,6 +13,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PretrainedConfig, PreTrainedModel
 
+from graphmod.config import Scope
 from graphmod.errors import GraphmodError
 from graphmod.train.checkpoint import FOLDER, Progress, check_room, restore, save_checkpoint
 from graphmod.train.checks import pick_device
@@ -23,6 +24,7 @@ from graphmod.train.isolation import isolated
 from graphmod.train.metrics import GIB, Metrics
 from graphmod.train.model import autocast_dtype, build_model, load_weights, model_config, weights_dtype
 from graphmod.train.optim import build_optimizer, learning_rates
+from graphmod.train.recompute import recompute_activations
 from graphmod.train.result import RunResult
 from graphmod.train.resume import ResumePoint, decisive_settings, fingerprint, locate, require_same
 from graphmod.train.schema import NonFinite, Precision, RunConfig
@@ -88,6 +90,8 @@ class _Run:
             batches = evaluation_batches(evaluation, data.batch_size, data.seq_len, train.eval_batches)
             self.evaluation = [batch.to(device) for batch in batches]
         self.model = build_model(config.model, dims, train.precision, device, train.seed)
+        if train.activation_checkpointing:
+            recompute_activations(self.model, in_graphs=config.graph.scope is not Scope.none)
         self.step = TrainStep(
             self.model,
             build_optimizer(self.model, config.optim, device),
