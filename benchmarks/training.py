@@ -24,7 +24,17 @@ SHAPES: dict[str, dict[str, int]] = {
     "batched": {"layers": 12, "width": 768, "batch": 8, "length": 1024},
     "wide": {"layers": 24, "width": 2048, "batch": 1, "length": 1024},
 }
-MODES = ("eager", "per_layer", "full_iteration", "make_graphed_callables", "compile_reduce_overhead", "tensordict")
+# Mode -> (scope, what torch.compile does inside).
+OURS = {
+    "eager": ("none", "none"),
+    "per_layer": ("per_layer", "none"),
+    "full_iteration": ("full_iteration", "none"),
+    "per_layer_compiled": ("per_layer", "default"),
+    "full_iteration_compiled": ("full_iteration", "default"),
+    "full_iteration_max": ("full_iteration", "max"),
+}
+PEERS = ("make_graphed_callables", "compile_reduce_overhead", "tensordict")
+MODES = (*OURS, *PEERS)
 VOCABULARY = 32_000
 
 
@@ -63,9 +73,9 @@ def make_step(mode: str, shape: dict[str, int]) -> tuple[Any, Any]:
     from graphmod.train.step import TrainStep, next_token_loss
 
     model, optimizer = build(shape)
-    if mode in ("eager", "per_layer", "full_iteration"):
-        scope = "none" if mode == "eager" else mode
-        step = TrainStep(model, optimizer, max_grad_norm=1.0, config=CUDAGraphConfig(scope=scope))
+    if mode in OURS:
+        scope, how = OURS[mode]
+        step = TrainStep(model, optimizer, max_grad_norm=1.0, compile=how, config=CUDAGraphConfig(scope=scope))
         return step, lambda: step.stats
 
     loss_fn = next_token_loss

@@ -10,7 +10,16 @@ import torch
 
 from graphmod.config import BackendName, Scope
 from graphmod.errors import ConfigError
-from graphmod.train.schema import Architecture, DataConfig, DeviceName, ModelConfig, OptimConfig, RunConfig, Source
+from graphmod.train.schema import (
+    Architecture,
+    Compile,
+    DataConfig,
+    DeviceName,
+    ModelConfig,
+    OptimConfig,
+    RunConfig,
+    Source,
+)
 
 _SIZES = ("layers", "hidden_size", "heads", "intermediate_size", "max_positions")
 _ROPE_ONLY = ("kv_heads", "head_dim", "rope_theta")
@@ -148,6 +157,11 @@ def check(config: RunConfig) -> None:
     _require(
         graph.layers is None or graph.scope is Scope.per_layer,
         f"graph.layers chooses the modules of graph=per_layer and does nothing with graph.scope={graph.scope.value}",
+    )
+    _require(
+        graph.compile is Compile.none or not train.activation_checkpointing,
+        f"graph.compile={graph.compile.value} decides itself what to keep and what to compute again, and cannot be "
+        "captured together with train.activation_checkpointing=true; drop one of them",
     )
     device = pick_device(train.device)
     _require(

@@ -101,6 +101,7 @@ class _Run:
             nonfinite=train.nonfinite.value,
             scale_loss=train.precision is Precision.fp16_mixed,
             ema_decay=train.ema_decay,
+            compile=config.graph.compile.value,
             config=config.graph,
         )
         if train.checkpoint:

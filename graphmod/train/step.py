@@ -1,10 +1,11 @@
 """One training iteration as a callable, from graphs of the layers, from one graph, or eagerly.
 
-May import the core of graphmod and `train/iteration.py`, not the other parts of the training run.
+May import the core of graphmod, `train/iteration.py` and `train/compile.py`, not the other parts of the training run.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +15,12 @@ from graphmod.config import CUDAGraphConfig, Scope
 from graphmod.layers import edge_modules, find_layers, graph_layers, match_layers, ungraph
 from graphmod.lifecycle import GraphStats
 from graphmod.module import CUDAGraphModule
+from graphmod.train.compile import CHOICES, compile_layers, compiled
 from graphmod.train.iteration import NONFINITE, Iteration, next_token_loss
 
 __all__ = ["TrainStep", "next_token_loss"]
+
+_COMPILED_WARMUP = 2
 
 
 class TrainStep:
@@ -40,6 +44,8 @@ class TrainStep:
             whose scaled gradients overflow is left out.
         ema_decay: keep an exponential moving average of the weights in float32, this much of it at each step; None
             keeps none.
+        compile: `default` or `max` compiles the layers (scope `per_layer`) or forward and loss (other scopes) with
+            torch.compile before they are captured; `none` does not. See `train/compile.py`.
         config: what to capture (`scope`); None means `CUDAGraphConfig()`.
 
     Attributes:
@@ -62,6 +68,7 @@ class TrainStep:
         nonfinite: str = "ignore",
         scale_loss: bool = False,
         ema_decay: float | None = None,
+        compile: str = "none",
         config: CUDAGraphConfig | None = None,
     ) -> None:
         if nonfinite not in NONFINITE:
@@ -77,8 +84,13 @@ class TrainStep:
                     f"learning_rates needs an optimizer whose lr is a tensor, got {group['lr']!r}; build it with "
                     "lr=torch.tensor(..., device=...)"
                 )
+        if compile not in CHOICES:
+            raise ValueError(f"compile={compile!r} is not known; choose one of: {', '.join(CHOICES)}")
         self.model, self.optimizer = model, optimizer
         self.config = config or CUDAGraphConfig()
+        self._undo_compile: Callable[[], None] | None = None
+        if compile != "none":
+            loss_fn = self._compile(loss_fn, compile)
         self.grad_norm: Tensor | None = None
         self._iteration = Iteration(
             model,
@@ -103,9 +115,22 @@ class TrainStep:
         elif self.config.scope is Scope.per_layer:
             self._graph_layers()
 
-    def _graph_layers(self) -> None:
+    def _compile(self, loss_fn: Callable, how: str) -> Callable:
+        """Compiles what the scope captures; returns the loss function to use."""
+        # The first call compiles, and only a later one is what a capture will be compared with.
+        self.config = replace(self.config, warmup_steps=max(self.config.warmup_steps, _COMPILED_WARMUP))
+        device = next(self.model.parameters()).device
+        if self.config.scope is not Scope.per_layer:
+            return compiled(loss_fn, how, [self.model], device)
+        self._undo_compile = compile_layers(self.model, self._layers(), how, device)
+        return loss_fn
+
+    def _layers(self) -> list[str]:
         patterns = self.config.layers
-        layers = find_layers(self.model) if patterns is None else match_layers(self.model, patterns)
+        return find_layers(self.model) if patterns is None else match_layers(self.model, patterns)
+
+    def _graph_layers(self) -> None:
+        layers = self._layers()
         if self.config.optimizer:
             # The optimizer's graph reads every gradient by address, so every parameter's gradient must stay in place.
             layers = [*layers, *edge_modules(self.model, layers)]
@@ -218,6 +243,9 @@ class TrainStep:
         for graph in self._graphs:
             graph.reset()
         ungraph(self.model)
+        if self._undo_compile is not None:
+            self._undo_compile()
+            self._undo_compile = None
         self._graphs = []
         self._run, self._update, self._evaluate = self._iteration.run, None, self._iteration.evaluate
         self._inputs.clear()
