@@ -155,7 +155,11 @@ def check(config: RunConfig) -> None:
         "set data.eval_fraction=0.05, or train.eval_every=0",
     )
     _require(
-        graph.layers is None or graph.scope is Scope.per_layer,
+        not graph.auto or graph.scope is Scope.none,
+        f"graph.auto=true chooses the scope itself; got graph.scope={graph.scope.value} too. Use graph=auto alone",
+    )
+    _require(
+        graph.layers is None or graph.scope is Scope.per_layer or graph.auto,
         f"graph.layers chooses the modules of graph=per_layer and does nothing with graph.scope={graph.scope.value}",
     )
     _require(

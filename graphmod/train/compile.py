@@ -12,6 +12,7 @@ On the CPU the emulator repeats what the recorder saw. There the compiled graphs
 """
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -91,6 +92,7 @@ def _hidden_backward(compile_inner: Callable) -> Callable:
     return inner
 
 
+@functools.cache  # dynamo keeps what it compiled for each backend object
 def inductor(how: str) -> Callable:
     """The backend for CUDA devices."""
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner

@@ -3,9 +3,7 @@
 import sys
 import time
 from dataclasses import asdict
-from enum import Enum
 from pathlib import Path
-from typing import Any
 
 import torch
 from omegaconf import OmegaConf
@@ -15,6 +13,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from graphmod.config import Scope
 from graphmod.errors import GraphmodError
+from graphmod.train.assembly import device_name, plain_config, step_maker
+from graphmod.train.auto import AutoScope, candidates
 from graphmod.train.checkpoint import FOLDER, Progress, check_room, restore, save_checkpoint
 from graphmod.train.checks import pick_device
 from graphmod.train.corpus import Corpus, load_corpus
@@ -22,29 +22,13 @@ from graphmod.train.data import Prefetcher, WindowSampler, evaluation_batches, s
 from graphmod.train.interrupt import StopRequest
 from graphmod.train.isolation import isolated
 from graphmod.train.metrics import GIB, Metrics
-from graphmod.train.model import autocast_dtype, build_model, load_weights, model_config, weights_dtype
-from graphmod.train.optim import build_optimizer, learning_rates
+from graphmod.train.model import build_model, load_weights, model_config, weights_dtype
 from graphmod.train.recompute import recompute_activations
 from graphmod.train.result import RunResult
 from graphmod.train.resume import ResumePoint, decisive_settings, fingerprint, locate, require_same
-from graphmod.train.schema import NonFinite, Precision, RunConfig
+from graphmod.train.schema import Compile, NonFinite, RunConfig
 from graphmod.train.step import TrainStep
 from graphmod.train.timing import StepClock, median
-
-
-def plain_config(config: RunConfig) -> dict[str, Any]:
-    """The settings as plain dicts, lists, strings and numbers."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: plain(inner) for key, inner in value.items()}
-        return value.value if isinstance(value, Enum) else value
-
-    return plain(asdict(config))
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
 
 
 def resume_point(config: RunConfig, run_dir: Path, *, beside: bool = False) -> ResumePoint:
@@ -91,19 +75,14 @@ class _Run:
             self.evaluation = [batch.to(device) for batch in batches]
         self.model = build_model(config.model, dims, train.precision, device, train.seed)
         if train.activation_checkpointing:
-            recompute_activations(self.model, in_graphs=config.graph.scope is not Scope.none)
-        self.step = TrainStep(
-            self.model,
-            build_optimizer(self.model, config.optim, device),
-            learning_rates=learning_rates(config.optim, train.steps),
-            max_grad_norm=config.optim.max_grad_norm,
-            autocast_dtype=autocast_dtype(train.precision),
-            nonfinite=train.nonfinite.value,
-            scale_loss=train.precision is Precision.fp16_mixed,
-            ema_decay=train.ema_decay,
-            compile=config.graph.compile.value,
-            config=config.graph,
-        )
+            recompute_activations(self.model, in_graphs=config.graph.scope is not Scope.none or config.graph.auto)
+        make_step = step_maker(config, self.model, device)
+        self.auto: AutoScope | None = None
+        if config.graph.auto:
+            left = train.steps - (point.manifest["steps_done"] if point.manifest else 0)
+            scopes = candidates(compiled=config.graph.compile is not Compile.none)
+            self.auto = AutoScope(make_step, scopes, config.graph.warmup_steps, left)
+        self.step = self.auto.step if self.auto else make_step(config.graph.scope)
         if train.checkpoint:
             check_room(self.folder / FOLDER, self.model, train.ema_decay is not None)
         before = None
@@ -181,9 +160,13 @@ class _Run:
         ):
             clock.begin()
             for done, batch in enumerate(batches, start=self.first + 1):
+                if self.auto is not None:
+                    self.step = self.auto.before_step()
                 called = time.perf_counter()
                 loss = self.step(batch)
                 host_seconds = time.perf_counter() - called
+                if self.auto is not None:
+                    self.auto.after_step()
                 metrics.record(loss)
                 clock.end_step(host_seconds)
                 last = done == train.steps or stop.signal is not None
@@ -210,11 +193,11 @@ class _Run:
         """The numbers of the run, once its steps are done."""
         on_gpu = self.device.type == "cuda"
         return RunResult(
-            scope=self.config.graph.scope.value,
+            scope="auto" if self.auto else self.config.graph.scope.value,
             config=plain_config(self.config),
             status="interrupted" if self.stopped_by else "finished",
             error=self.stopped_by,
-            device=_device_name(self.device),
+            device=device_name(self.device),
             time_source=self.clock.source,
             tokens_per_step=self.tokens_per_step,
             losses=[loss.hex() for loss in self.metrics.losses],
@@ -222,7 +205,8 @@ class _Run:
             step_ms=self.clock.step_ms,
             host_ms=self.clock.host_ms,
             # Step warmup_steps captures, and the one after it may still grow memory; the same for every scope.
-            measured_from_step=self.config.graph.warmup_steps + 2,
+            measured_from_step=self.config.graph.warmup_steps + 2 + (self.auto.began if self.auto else 0),
+            auto=self.auto.report() if self.auto else {},
             allocated_gib=torch.cuda.max_memory_allocated(self.device) / GIB if on_gpu else None,
             reserved_gib=torch.cuda.max_memory_reserved(self.device) / GIB if on_gpu else None,
             graph=asdict(self.step.stats),

@@ -19,7 +19,7 @@ class RunResult:
     """The numbers of one run.
 
     Attributes:
-        scope: `none`, `per_layer` or `full_iteration`.
+        scope: `none`, `per_layer`, `full_iteration`, or `auto`.
         config: the resolved settings.
         status: `finished`, `interrupted` (by the signal in `error`), or `failed` with the reason in `error`.
         device: name of the device.
@@ -35,6 +35,7 @@ class RunResult:
         checkpoint: folder of the last checkpoint, relative to the run's.
         resumed_at_step: steps done by earlier processes; `step_ms` and `host_ms` begin there.
         skipped_steps: updates left out because something was not finite.
+        auto: what `graph=auto` measured and chose; empty without it.
         first_nonfinite_step: the first step, counted from 1, whose loss or gradient was not finite; None without one.
     """
 
@@ -58,6 +59,7 @@ class RunResult:
     resumed_at_step: int = 0
     skipped_steps: int = 0
     first_nonfinite_step: int | None = None
+    auto: dict[str, Any] = field(default_factory=dict)
 
     @property
     def step_ms_median(self) -> float | None:
@@ -119,6 +121,8 @@ class RunResult:
             lines.append(f"  no step times: the run ended before step {self.measured_from_step}, where they count")
         if self.reserved_gib is not None:
             lines.append(f"  GPU memory: {self.allocated_gib:.2f} GiB allocated, {self.reserved_gib:.2f} GiB reserved")
+        if self.auto:
+            lines.append(f"  keeps {self.auto['chosen'] or 'nothing yet'}: {self.auto['reason']}")
         if self.skipped_steps:
             where = f", the first not finite is step {self.first_nonfinite_step}" if self.first_nonfinite_step else ""
             lines.append(f"  {self.skipped_steps} updates left out{where}")

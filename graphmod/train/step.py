@@ -183,6 +183,11 @@ class TrainStep:
                 parameter.grad = settled
 
     @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return self._iteration.device
+
+    @property
     def learning_rate(self) -> Tensor | float:
         """The optimizer's present learning rate, that of its first parameter group."""
         return self.optimizer.param_groups[0]["lr"]
