@@ -33,7 +33,9 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
 
 
-def step_maker(config: RunConfig, model: nn.Module, device: torch.device) -> Callable[[Scope], TrainStep]:
+def step_maker(
+    config: RunConfig, model: nn.Module, device: torch.device, loss_fn: Callable
+) -> Callable[[Scope], TrainStep]:
     """Builds the optimizer of `model`; returns what builds the training step of a scope around both."""
     optimizer = build_optimizer(model, config.optim, device)
     train = config.train
@@ -42,6 +44,7 @@ def step_maker(config: RunConfig, model: nn.Module, device: torch.device) -> Cal
         return TrainStep(
             model,
             optimizer,
+            loss_fn=loss_fn,
             learning_rates=learning_rates(config.optim, train.steps),
             max_grad_norm=config.optim.max_grad_norm,
             autocast_dtype=autocast_dtype(train.precision),

@@ -1,7 +1,7 @@
 """Which settings of a run cannot be meant together, and which files must be there before it starts.
 
 Imports the schema and torch (only to ask whether there is a GPU). Reads nothing but file names and changes nothing,
-save `data.path`, which it makes a list.
+save `data.path`, which it makes a list, and `data.seq_len`, which is the longest of `data.buckets`.
 """
 
 from pathlib import Path
@@ -102,6 +102,14 @@ def check_data(data: DataConfig, model: ModelConfig) -> None:
         _require(data.vocab_size is None, "data.vocab_size is for data=synthetic only; set model.vocab_size instead")
     if data.tokenizer not in (None, "bytes"):
         _require(Path(data.tokenizer).is_dir(), f"data.tokenizer={data.tokenizer} is neither a folder nor 'bytes'")
+    if data.buckets is not None:
+        sizes = list(data.buckets)
+        _require(
+            bool(sizes) and all(size >= 1 for size in sizes) and sizes == sorted(set(sizes)),
+            f"data.buckets must be lengths in ascending order, such as [256,512,1024], got {sizes}",
+        )
+        _require(not data.packing, "data.buckets pads documents and data.packing=true packs them; use one of the two")
+        data.seq_len = sizes[-1]
     limit = model.max_positions
     _require(
         limit is None or data.seq_len <= limit,
@@ -157,6 +165,15 @@ def check(config: RunConfig) -> None:
     _require(
         not graph.auto or graph.scope is Scope.none,
         f"graph.auto=true chooses the scope itself; got graph.scope={graph.scope.value} too. Use graph=auto alone",
+    )
+    _require(
+        not graph.auto or config.data.buckets is None,
+        "graph=auto measures steps of one shape and data.buckets has several; choose a scope, or data.packing=true",
+    )
+    _require(
+        graph.scope is Scope.none or config.data.buckets is None or len(config.data.buckets) <= graph.max_graphs,
+        f"data.buckets has {len(config.data.buckets or ())} lengths and graph.max_graphs={graph.max_graphs} allows "
+        "fewer graphs; raise it",
     )
     _require(
         graph.layers is None or graph.scope is Scope.per_layer or graph.auto,

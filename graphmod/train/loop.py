@@ -18,7 +18,7 @@ from graphmod.train.auto import AutoScope, candidates
 from graphmod.train.checkpoint import FOLDER, Progress, check_room, restore, save_checkpoint
 from graphmod.train.checks import pick_device
 from graphmod.train.corpus import Corpus, load_corpus
-from graphmod.train.data import Prefetcher, WindowSampler, evaluation_batches, split
+from graphmod.train.data import Prefetcher, split
 from graphmod.train.interrupt import StopRequest
 from graphmod.train.isolation import isolated
 from graphmod.train.metrics import GIB, Metrics
@@ -26,6 +26,7 @@ from graphmod.train.model import build_model, load_weights, model_config, weight
 from graphmod.train.recompute import recompute_activations
 from graphmod.train.result import RunResult
 from graphmod.train.resume import ResumePoint, decisive_settings, fingerprint, locate, require_same
+from graphmod.train.sampling import make_batches
 from graphmod.train.schema import Compile, NonFinite, RunConfig
 from graphmod.train.step import TrainStep
 from graphmod.train.timing import StepClock, median
@@ -67,16 +68,13 @@ class _Run:
         self.settings, self.data = decisive_settings(plain_config(config), device.type), fingerprint(corpus.tokens)
         self.stopped_by: str | None = None
         self.saved: Path | None = point.checkpoint
-        training, evaluation = split(corpus, data)
-        self.sampler = WindowSampler(training, (train.grad_accumulation, data.batch_size, data.seq_len), train.seed)
-        self.evaluation = []
-        if train.eval_every:
-            batches = evaluation_batches(evaluation, data.batch_size, data.seq_len, train.eval_batches)
-            self.evaluation = [batch.to(device) for batch in batches]
+        self.batches = make_batches(config, corpus)
+        self.evaluation = [batch.to(device) for batch in self.batches.evaluation]
+        self.captures_by_length: dict[int, int] = {}
         self.model = build_model(config.model, dims, train.precision, device, train.seed)
         if train.activation_checkpointing:
             recompute_activations(self.model, in_graphs=config.graph.scope is not Scope.none or config.graph.auto)
-        make_step = step_maker(config, self.model, device)
+        make_step = step_maker(config, self.model, device, self.batches.loss_fn)
         self.auto: AutoScope | None = None
         if config.graph.auto:
             left = train.steps - (point.manifest["steps_done"] if point.manifest else 0)
@@ -149,7 +147,7 @@ class _Run:
         on_terminal = sys.stderr.isatty()
         with (
             StopRequest() as stop,
-            Prefetcher(self.sampler, range(self.first, train.steps), pin=self.device.type == "cuda") as batches,
+            Prefetcher(self.batches.sampler, range(self.first, train.steps), pin=self.device.type == "cuda") as batches,
             tqdm(
                 total=train.steps,
                 initial=self.first,
@@ -163,8 +161,13 @@ class _Run:
                 if self.auto is not None:
                     self.step = self.auto.before_step()
                 called = time.perf_counter()
+                before = self.step.captures
                 loss = self.step(batch)
                 host_seconds = time.perf_counter() - called
+                if self.step.captures != before:
+                    length = batch.shape[2] - 1
+                    known = self.captures_by_length
+                    known[length] = known.get(length, 0) + self.step.captures - before
                 if self.auto is not None:
                     self.auto.after_step()
                 metrics.record(loss)
@@ -206,6 +209,7 @@ class _Run:
             host_ms=self.clock.host_ms,
             # Step warmup_steps captures, and the one after it may still grow memory; the same for every scope.
             measured_from_step=self.config.graph.warmup_steps + 2 + (self.auto.began if self.auto else 0),
+            lengths=self._lengths(),
             auto=self.auto.report() if self.auto else {},
             allocated_gib=torch.cuda.max_memory_allocated(self.device) / GIB if on_gpu else None,
             reserved_gib=torch.cuda.max_memory_reserved(self.device) / GIB if on_gpu else None,
@@ -216,6 +220,15 @@ class _Run:
             skipped_steps=int(self.metrics.latest.get("skipped", 0)),
             first_nonfinite_step=self.first_nonfinite,
         )
+
+    def _lengths(self) -> dict[str, dict]:
+        """Padding and graphs of each bucket."""
+        if self.batches.buckets is None:
+            return {}
+        report: dict[str, dict] = self.batches.buckets.waste()
+        for length in self.config.data.buckets:
+            report[str(length)]["graphs"] = self.captures_by_length.get(length, 0)
+        return report
 
     def close(self) -> None:
         """Frees the graphs and closes the event file."""

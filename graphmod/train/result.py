@@ -35,6 +35,8 @@ class RunResult:
         checkpoint: folder of the last checkpoint, relative to the run's.
         resumed_at_step: steps done by earlier processes; `step_ms` and `host_ms` begin there.
         skipped_steps: updates left out because something was not finite.
+        lengths: with `data.buckets`, by length: how many pieces of documents are in it, the share of padding, and the
+            graphs captured for it; also for all, and for what one bucket would take.
         auto: what `graph=auto` measured and chose; empty without it.
         first_nonfinite_step: the first step, counted from 1, whose loss or gradient was not finite; None without one.
     """
@@ -59,6 +61,7 @@ class RunResult:
     resumed_at_step: int = 0
     skipped_steps: int = 0
     first_nonfinite_step: int | None = None
+    lengths: dict[str, dict[str, Any]] = field(default_factory=dict)
     auto: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -121,6 +124,15 @@ class RunResult:
             lines.append(f"  no step times: the run ended before step {self.measured_from_step}, where they count")
         if self.reserved_gib is not None:
             lines.append(f"  GPU memory: {self.allocated_gib:.2f} GiB allocated, {self.reserved_gib:.2f} GiB reserved")
+        if self.lengths:
+            parts = (
+                f"{length}: {entry['pieces']} pieces, {entry['padding']:.0%} padding, {entry['graphs']} graphs"
+                for length, entry in self.lengths.items()
+                if "graphs" in entry
+            )
+            lines.append("  buckets " + "; ".join(parts))
+            whole, single = self.lengths["all"]["padding"], self.lengths["one bucket"]["padding"]
+            lines.append(f"  padding {whole:.1%} in all; with the longest bucket alone it would be {single:.1%}")
         if self.auto:
             lines.append(f"  keeps {self.auto['chosen'] or 'nothing yet'}: {self.auto['reason']}")
         if self.skipped_steps:

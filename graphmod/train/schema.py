@@ -27,6 +27,13 @@ class Source(str, Enum):
     synthetic = "synthetic"
 
 
+class Documents(str, Enum):
+    """What counts as one document."""
+
+    file = "file"
+    line = "line"
+
+
 class Precision(str, Enum):
     """`fp32`; `bf16` (weights and arithmetic); `bf16_mixed` and `fp16_mixed` (fp32 weights, autocast; `fp16_mixed`
     with a loss scale)."""
@@ -96,6 +103,10 @@ class DataConfig:
         seq_len: tokens of one sequence the model sees.
         batch_size: sequences in one microbatch.
         eval_fraction: share of the tokens, from the end, kept for evaluation; in [0, 1).
+        documents: what `buckets` and `packing` keep apart: the files, or the lines of all files.
+        buckets: lengths in tokens, such as [256,512,1024], in place of `seq_len`: a batch holds documents of about
+            equal length, padded to the next of these. `batch_size` is that of the longest; shorter ones have more rows.
+        packing: documents that share a window do not see each other.
     """
 
     source: Source = Source.stdlib
@@ -107,6 +118,9 @@ class DataConfig:
     seq_len: int = 256
     batch_size: int = 8
     eval_fraction: float = 0.05
+    documents: Documents = Documents.file
+    buckets: list[int] | None = None
+    packing: bool = False
 
 
 @dataclass

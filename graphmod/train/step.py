@@ -193,6 +193,11 @@ class TrainStep:
         return self.optimizer.param_groups[0]["lr"]
 
     @property
+    def captures(self) -> int:
+        """Graphs captured so far; cheaper to ask than `stats`."""
+        return sum(graph.stats_.captures for graph in self._graphs)
+
+    @property
     def stats(self) -> GraphStats:
         """The counters of all graphs of this step."""
         if not self._graphs:
