@@ -62,25 +62,25 @@ class BucketSampler:
     def __init__(
         self, tokens: Tensor, starts: Tensor, buckets: Sequence[int], shape: tuple[int, int], seed: int
     ) -> None:
-        self._tokens, self._buckets, self._seed = tokens, list(buckets), seed
+        self._tokens, self.buckets, self._seed = tokens, list(buckets), seed
         self._microbatches = shape[0]
-        begins, lengths = cut(starts.numpy(), len(tokens), self._buckets[-1])
+        begins, lengths = cut(starts.numpy(), len(tokens), self.buckets[-1])
         if not len(begins):
             raise ConfigError("data.buckets: there is no document of at least two tokens")
-        which = np.searchsorted(np.asarray(self._buckets), lengths - 1)
-        self._pieces = [(begins[which == i], lengths[which == i]) for i in range(len(self._buckets))]
-        self.rows = [shape[1] * self._buckets[-1] // length for length in self._buckets]
+        which = np.searchsorted(np.asarray(self.buckets), lengths - 1)
+        self._pieces = [(begins[which == i], lengths[which == i]) for i in range(len(self.buckets))]
+        self.rows = [shape[1] * self.buckets[-1] // length for length in self.buckets]
         # Each piece is as likely as any other, so a bucket is as likely as it takes batches to show all of it.
         weights = np.asarray([len(p[0]) / rows for p, rows in zip(self._pieces, self.rows, strict=True)])
         self._chances = weights / weights.sum()
 
     def bucket_of(self, step: int) -> int:
         """The bucket length of `step`'s batch."""
-        return self._buckets[self._draw(step)[1]]
+        return self.buckets[self._draw(step)[1]]
 
     def _draw(self, step: int) -> tuple[np.random.Generator, int]:
         rng = np.random.default_rng([self._seed, step])
-        return rng, int(rng.choice(len(self._buckets), p=self._chances))
+        return rng, int(rng.choice(len(self.buckets), p=self._chances))
 
     def __call__(self, step: int) -> Tensor:
         """The batch of `step`, counted from 0: (A, rows of its bucket, bucket length + 1) int64."""
@@ -88,7 +88,7 @@ class BucketSampler:
         begins, lengths = self._pieces[which]
         rows = self._microbatches * self.rows[which]
         chosen = rng.integers(0, len(begins), rows)
-        batch = torch.full((rows, self._buckets[which] + 1), PADDING, dtype=torch.int64)
+        batch = torch.full((rows, self.buckets[which] + 1), PADDING, dtype=torch.int64)
         for row, piece in enumerate(chosen.tolist()):
             begin, length = int(begins[piece]), int(lengths[piece])
             batch[row, :length] = self._tokens[begin : begin + length].long()
@@ -98,10 +98,10 @@ class BucketSampler:
         """By bucket length: how many `pieces` are in it and which share of its positions is `padding`; under `all` the
         same of everything, and under `one bucket` if everything were padded to the longest."""
         report, slots, filled, count = {}, 0, 0, 0
-        for length, (begins, lengths) in zip(self._buckets, self._pieces, strict=True):
+        for length, (begins, lengths) in zip(self.buckets, self._pieces, strict=True):
             real, room = int((lengths - 1).sum()), len(begins) * length
             report[str(length)] = {"pieces": len(begins), "padding": 1 - real / room if room else 0.0}
             slots, filled, count = slots + room, filled + real, count + len(begins)
         report["all"] = {"pieces": count, "padding": 1 - filled / slots}
-        report["one bucket"] = {"pieces": count, "padding": 1 - filled / (count * self._buckets[-1])}
+        report["one bucket"] = {"pieces": count, "padding": 1 - filled / (count * self.buckets[-1])}
         return report

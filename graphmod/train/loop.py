@@ -23,9 +23,10 @@ from graphmod.train.interrupt import StopRequest
 from graphmod.train.isolation import isolated
 from graphmod.train.metrics import GIB, Metrics
 from graphmod.train.model import build_model, load_weights, model_config, weights_dtype
+from graphmod.train.profile import profile_steps
 from graphmod.train.recompute import recompute_activations
 from graphmod.train.result import RunResult
-from graphmod.train.resume import ResumePoint, decisive_settings, fingerprint, locate, require_same
+from graphmod.train.resume import ResumePoint, decisive_settings, fingerprint, finished_result, locate, require_same
 from graphmod.train.sampling import make_batches
 from graphmod.train.schema import Compile, NonFinite, RunConfig
 from graphmod.train.step import TrainStep
@@ -74,13 +75,13 @@ class _Run:
         self.model = build_model(config.model, dims, train.precision, device, train.seed)
         if train.activation_checkpointing:
             recompute_activations(self.model, in_graphs=config.graph.scope is not Scope.none or config.graph.auto)
-        make_step = step_maker(config, self.model, device, self.batches.loss_fn)
+        self.make_step = step_maker(config, self.model, device, self.batches.loss_fn)
         self.auto: AutoScope | None = None
         if config.graph.auto:
             left = train.steps - (point.manifest["steps_done"] if point.manifest else 0)
             scopes = candidates(compiled=config.graph.compile is not Compile.none)
-            self.auto = AutoScope(make_step, scopes, config.graph.warmup_steps, left)
-        self.step = self.auto.step if self.auto else make_step(config.graph.scope)
+            self.auto = AutoScope(self.make_step, scopes, config.graph.warmup_steps, left)
+        self.step = self.auto.step if self.auto else self.make_step(config.graph.scope)
         if train.checkpoint:
             check_room(self.folder / FOLDER, self.model, train.ema_decay is not None)
         before = None
@@ -209,7 +210,7 @@ class _Run:
             host_ms=self.clock.host_ms,
             # Step warmup_steps captures, and the one after it may still grow memory; the same for every scope.
             measured_from_step=self.config.graph.warmup_steps + 2 + (self.auto.began if self.auto else 0),
-            lengths=self._lengths(),
+            lengths=self.batches.report(self.captures_by_length),
             auto=self.auto.report() if self.auto else {},
             allocated_gib=torch.cuda.max_memory_allocated(self.device) / GIB if on_gpu else None,
             reserved_gib=torch.cuda.max_memory_reserved(self.device) / GIB if on_gpu else None,
@@ -221,14 +222,13 @@ class _Run:
             first_nonfinite_step=self.first_nonfinite,
         )
 
-    def _lengths(self) -> dict[str, dict]:
-        """Padding and graphs of each bucket."""
-        if self.batches.buckets is None:
-            return {}
-        report: dict[str, dict] = self.batches.buckets.waste()
-        for length in self.config.data.buckets:
-            report[str(length)]["graphs"] = self.captures_by_length.get(length, 0)
-        return report
+    def profile(self) -> dict[str, dict[str, float]]:
+        """Records a few more steps; only when everything else is done and saved."""
+        make, after = self.batches.sampler, self.config.train.steps
+        batches = [make(after)]
+        # Of one shape, where there are several.
+        batches += [batch for k in range(1, 64) if (batch := make(after + k)).shape == batches[0].shape][:2]
+        return profile_steps(self.model, self.step, self.make_step, batches, self.folder)
 
     def close(self) -> None:
         """Frees the graphs and closes the event file."""
@@ -241,7 +241,10 @@ def _run(
 ) -> RunResult:
     run = _Run(config, point, device, corpus, dims)
     try:
-        return run.result(run.steps())
+        result = run.result(run.steps())
+        if config.train.profile and not run.stopped_by:
+            result.profile = run.profile()
+        return result
     finally:
         run.close()
 
@@ -275,21 +278,10 @@ def train(config: RunConfig, run_dir: Path, point: ResumePoint | None = None) ->
     device = pick_device(config.train.device)
     if point.checkpoint is not None:
         require_same(point, decisive_settings(plain_config(config), device.type), fingerprint(corpus.tokens))
-        finished = _finished(point, config.train.steps)
+        finished = finished_result(point, config.train.steps)
         if finished is not None:
             return finished
     with isolated(device, config.train.seed, config.train.deterministic):
         result = _run(config, point, device, corpus, dims)
     result.write(point.run_dir)
     return result
-
-
-def _finished(point: ResumePoint, steps: int) -> RunResult | None:
-    """The result of a run that has no step left to do, if it got as far as writing one."""
-    if point.manifest["steps_done"] < steps:
-        return None
-    try:
-        result = RunResult.read(point.run_dir)
-    except (OSError, ValueError, TypeError):
-        return None
-    return result if result.status == "finished" else None

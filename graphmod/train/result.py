@@ -37,6 +37,7 @@ class RunResult:
         skipped_steps: updates left out because something was not finite.
         lengths: with `data.buckets`, by length: how many pieces of documents are in it, the share of padding, and the
             graphs captured for it; also for all, and for what one bucket would take.
+        profile: with `train.profile`, what `profile_steps` summed up.
         auto: what `graph=auto` measured and chose; empty without it.
         first_nonfinite_step: the first step, counted from 1, whose loss or gradient was not finite; None without one.
     """
@@ -62,6 +63,7 @@ class RunResult:
     skipped_steps: int = 0
     first_nonfinite_step: int | None = None
     lengths: dict[str, dict[str, Any]] = field(default_factory=dict)
+    profile: dict[str, dict[str, float]] = field(default_factory=dict)
     auto: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -133,6 +135,14 @@ class RunResult:
             lines.append("  buckets " + "; ".join(parts))
             whole, single = self.lengths["all"]["padding"], self.lengths["one bucket"]["padding"]
             lines.append(f"  padding {whole:.1%} in all; with the longest bucket alone it would be {single:.1%}")
+        for name, found in self.profile.items():
+            if "busy_share" in found:
+                lines.append(
+                    f"  profile, {name}: GPU busy {found['busy_ms']:.2f} ms of a step ({found['busy_share']:.0%}), "
+                    f"idle {found['idle_ms']:.2f} ms, {found['kernels']:.0f} kernels"
+                )
+            else:
+                lines.append(f"  profile, {name}: {found['step_ms']:.2f} ms a step; there is no GPU to be busy")
         if self.auto:
             lines.append(f"  keeps {self.auto['chosen'] or 'nothing yet'}: {self.auto['reason']}")
         if self.skipped_steps:

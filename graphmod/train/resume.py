@@ -169,3 +169,14 @@ def locate(resume: str, run_dir: Path, settings: dict[str, Any], beside: bool) -
         return ResumePoint(folder.parent.parent, folder, verify(folder))
     except DamagedCheckpoint as error:
         raise ConfigError(f"{error}; to use the newest whole one: train.resume={folder.parent.parent}") from error
+
+
+def finished_result(point: ResumePoint, steps: int) -> RunResult | None:
+    """The result of a run that has no step left to do, if it got as far as writing one."""
+    if point.manifest["steps_done"] < steps:
+        return None
+    try:
+        result = RunResult.read(point.run_dir)
+    except (OSError, ValueError, TypeError):
+        return None
+    return result if result.status == "finished" else None

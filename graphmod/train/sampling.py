@@ -4,6 +4,7 @@ the samplers of `train/data.py`, `train/buckets.py` and `train/packing.py`.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,10 +33,14 @@ class Batches:
     evaluation: list[Tensor]
     loss_fn: Callable
 
-    @property
-    def buckets(self) -> BucketSampler | None:
-        """The sampler, if it has buckets."""
-        return self.sampler if isinstance(self.sampler, BucketSampler) else None
+    def report(self, captures: dict[int, int]) -> dict[str, dict[str, Any]]:
+        """Padding of each bucket, and its graphs from `captures` by length; empty without buckets."""
+        if not isinstance(self.sampler, BucketSampler):
+            return {}
+        found: dict[str, dict[str, Any]] = self.sampler.waste()
+        for length in self.sampler.buckets:
+            found[str(length)]["graphs"] = captures.get(length, 0)
+        return found
 
 
 def make_batches(config: RunConfig, corpus: Corpus) -> Batches:

@@ -189,6 +189,8 @@ class TrainConfig:
             evaluated (`eval/ema_loss`) and saved beside the others.
         activation_checkpointing: keep no activations inside the layers and compute them again in the backward; less
             memory, about a third more time.
+        profile: when all steps are done, record a few more, as the run does them and eagerly, in `trace.json` for
+            Perfetto, and sum up how busy the GPU was.
         checkpoint: save the model and the optimizer at the end, and when the run is told to stop.
         checkpoint_every: also save after each so many steps; 0 does not.
         keep_checkpoints: how many of the newest stay on the disk.
@@ -209,6 +211,7 @@ class TrainConfig:
     nonfinite: NonFinite = NonFinite.stop
     ema_decay: float | None = None
     activation_checkpointing: bool = False
+    profile: bool = False
     checkpoint: bool = True
     checkpoint_every: int = 0
     keep_checkpoints: int = 2
