@@ -19,10 +19,8 @@ def test_the_trace_names_the_steps_and_the_layers(tiny, tmp_path, scope):
     settings = [f"graph={scope}", "data.max_bytes=20000"]
     plain = train(tiny(*settings), tmp_path / "plain")
     result = train(tiny(*settings, "train.profile=true"), tmp_path / "profiled")
-    assert result.losses == plain.losses and result.graph == {
-        **plain.graph,
-        "capture_seconds": result.graph["capture_seconds"],
-    }
+    assert result.losses == plain.losses
+    assert all(result.graph[name] == plain.graph[name] for name in ("captures", "replays", "eager_calls"))
     events = json.loads((tmp_path / "profiled" / "trace.json").read_text())["traceEvents"]
     names = [event.get("name") for event in events]
     assert names.count("step of the run") == names.count("eager step") == 3
