@@ -8,7 +8,7 @@ from graphmod.errors import ConfigError
 from graphmod.train.auto import AutoScope, candidates, trial_steps
 from graphmod.train.loop import train
 
-LONG = ["train.steps=90", "model=gpt2_tiny", "model.dropout=0.2", "data.max_bytes=20000"]
+LONG = ["train.steps=80", "model=gpt2_tiny", "model.dropout=0.2", "data.max_bytes=20000"]
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def pretend(monkeypatch):
     return arrange
 
 
-@pytest.mark.parametrize("fastest", ["none", "per_layer", "full_iteration"])
+@pytest.mark.parametrize("fastest", ["none", "per_layer"])
 def test_the_fastest_scope_is_kept_and_the_losses_are_eagers(tiny, tmp_path, pretend, fastest):
     pretend(**{scope: 1.0 if scope == fastest else 9.0 for scope in ("none", "per_layer", "full_iteration")})
     settings = [*LONG, "train.ema_decay=0.9", "train.eval_every=7", "train.eval_batches=1"]

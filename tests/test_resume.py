@@ -81,31 +81,32 @@ def test_a_stopped_run_goes_on_with_the_same_bits(on_text, tmp_path, monkeypatch
         assert torch.equal(mean, other) and not torch.equal(mean, last)
 
 
-@scopes
-def test_a_run_killed_at_any_moment_goes_on_with_the_same_bits(on_text, text, tmp_path, scope):
-    settings = [
-        *DROPOUT,
-        f"graph={scope}",
-        "train.steps=150",
-        "train.checkpoint_every=2",
-        "data=text",
-        f"data.path={text}",
-    ]
-    run = tmp_path / "run"
-    process = shell(tmp_path, *TINY, *settings, f"hydra.run.dir={run}")
-    deadline = time.monotonic() + 120
-    while not checkpoints(run / "checkpoints") and time.monotonic() < deadline and process.poll() is None:
-        time.sleep(0.01)
-    time.sleep(random.uniform(0, 0.6))  # anywhere: in a step, in the middle of saving
-    process.kill()
-    _, said = process.communicate()
-    assert process.returncode == -signal.SIGKILL, said
-    whole = train(on_text(*settings, "train.checkpoint=false"), tmp_path / "whole")
-    resumed = train(on_text(*settings, f"train.resume={run}"), tmp_path / "unused")
-    assert 0 < resumed.resumed_at_step < 150
-    assert resumed.losses == whole.losses
-    left = sorted(path.name for path in (run / "checkpoints").iterdir())
-    assert left == ["step_00000148", "step_00000150"]
+def test_runs_killed_at_any_moment_go_on_with_the_same_bits(on_text, text, tmp_path):
+    settings = [*DROPOUT, "train.steps=150", "train.checkpoint_every=2", "data=text", f"data.path={text}"]
+    whole = train(on_text(*settings, "graph=none", "train.checkpoint=false"), tmp_path / "whole")
+    processes = {
+        scope: shell(tmp_path, *TINY, *settings, f"graph={scope}", f"hydra.run.dir={tmp_path / scope}")
+        for scope in SCOPES
+    }
+    due, deadline = {}, time.monotonic() + 120
+    while len(due) < 3 or any(process.poll() is None for process in processes.values()):
+        assert time.monotonic() < deadline, "no checkpoint appeared"
+        for scope, process in processes.items():
+            if scope not in due and checkpoints(tmp_path / scope / "checkpoints"):
+                due[scope] = time.monotonic() + random.uniform(0, 0.4)  # in a step, or in the middle of saving
+            if process.poll() is None and time.monotonic() > due.get(scope, deadline):
+                process.kill()
+            assert scope in due or process.poll() is None, process.communicate()
+        time.sleep(0.005)
+    for scope, process in processes.items():
+        _, said = process.communicate()
+        assert process.returncode == -signal.SIGKILL, (scope, said)
+    for scope in SCOPES:
+        resumed = train(on_text(*settings, f"graph={scope}", f"train.resume={tmp_path / scope}"), tmp_path / "unused")
+        assert 0 < resumed.resumed_at_step < 150, scope
+        assert resumed.losses == whole.losses, scope
+        left = sorted(path.name for path in (tmp_path / scope / "checkpoints").iterdir())
+        assert left == ["step_00000148", "step_00000150"]
     assert not (tmp_path / "unused").exists()
 
 
@@ -127,7 +128,7 @@ def test_sigterm_saves_says_how_to_go_on_and_that_command_does(text, tmp_path):
     again = shell(tmp_path, *arguments, "train.resume=auto")
     while (line := again.stdout.readline()) and "going on after step" not in line:
         pass
-    time.sleep(2)
+    time.sleep(1)
     again.send_signal(signal.SIGINT)
     said, complained = again.communicate(timeout=60)
     assert again.returncode == 130, complained

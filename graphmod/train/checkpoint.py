@@ -159,20 +159,26 @@ def save_checkpoint(
         os.replace(partial, folder)
         _sync(parent)
         shutil.rmtree(replaced, ignore_errors=True)
-    except (OSError, RuntimeError) as error:  # torch.save reports a full disk as a RuntimeError, safetensors its own
-        shutil.rmtree(partial, ignore_errors=True)
-        raise _cannot_save(folder, error) from error
     except Exception as error:
+        full = _no_space(parent)
         shutil.rmtree(partial, ignore_errors=True)
-        if type(error).__module__.startswith("safetensors"):
-            raise _cannot_save(folder, error) from error
-        raise
+        # Writers of tensors report a full disk as errors of their own; anything else they raise is a bug.
+        if not (full or isinstance(error, (OSError, RuntimeError)) or type(error).__module__.startswith("safetensors")):
+            raise
+        raise _cannot_save(folder, "no space left on the disk" if full else error) from error
     for old in [path for path in checkpoints(parent) if path != folder][max(keep - 1, 0) :]:
         shutil.rmtree(old, ignore_errors=True)
     return folder
 
 
-def _cannot_save(folder: Path, error: Exception) -> GraphmodError:
+def _no_space(folder: Path) -> bool:
+    try:
+        return shutil.disk_usage(folder).free < _CHUNK
+    except OSError:
+        return False
+
+
+def _cannot_save(folder: Path, error: Exception | str) -> GraphmodError:
     reason = (str(error) or type(error).__name__).splitlines()[0]
     earlier = checkpoints(folder.parent)
     left = f"; the newest one there is {earlier[0]}" if earlier else ""
