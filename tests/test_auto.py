@@ -98,3 +98,14 @@ def test_what_happens_between_steps_is_not_timed(monkeypatch):
 def test_a_scope_beside_auto_is_a_clear_error(tiny):
     with pytest.raises(ConfigError, match="Use graph=auto alone"):
         tiny("graph=auto", "graph.scope=per_layer")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", ["none", "default"])
+def test_on_a_gpu_choosing_changes_no_number(tiny, tmp_path, how):
+    settings = [*LONG, "train.device=cuda", "train.deterministic=true", f"graph.compile={how}"]
+    chosen = train(tiny(*settings, "graph=auto"), tmp_path / "auto")
+    plain = train(tiny(*settings, "graph=none"), tmp_path / "none")
+    assert chosen.losses == plain.losses
+    assert len(chosen.auto["trials"]) == (3 if how == "none" else 2)
+    assert all(trial["failed"] is None for trial in chosen.auto["trials"])

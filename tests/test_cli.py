@@ -115,3 +115,8 @@ def test_a_multirun_over_other_axes_compares_within_each_and_names_the_job_that_
         assert f"{failed}: failed: " in done.stdout
     assert "Traceback" not in done.stderr
     assert (sweep / "comparison.md").is_file() and (sweep / "comparison.png").is_file()
+
+
+def test_profiling_within_a_multirun_is_a_clear_error(shell, tmp_path):
+    done = shell("--multirun", "graph=none", "train.profile=true", *TINY)
+    assert done.returncode == 2 and "run it alone" in done.stderr

@@ -158,3 +158,19 @@ def test_inductors_backward_runs_out_of_the_recorders_sight():
     assert torch.equal(x.grad, expected)
     names = {step.op.overloadpacket.__name__ for step in recorder.trace}
     assert "detach" in names and not names & {"mm", "gelu_backward", "native_layer_norm_backward", "out"}, names
+
+
+@pytest.mark.gpu
+@scopes
+@pytest.mark.parametrize("how", ["default", "max"])
+def test_on_a_gpu_generated_kernels_are_captured(tiny, tmp_path, scope, how):
+    settings = [f"graph.compile={how}", "data.max_bytes=20000", "train.device=cuda", "train.deterministic=true"]
+    settings += ["train.eval_every=4", "train.eval_batches=2", "train.steps=16", "train.grad_accumulation=2"]
+    graphed = train(tiny(*settings, f"graph={scope}"), tmp_path / scope)
+    assert graphed.graph["failures"] == 0 and graphed.graph["state"] == "captured"
+    if scope == "full_iteration":
+        plain = train(tiny(*settings, "graph=none"), tmp_path / "none")
+        assert graphed.losses == plain.losses and graphed.eval_losses == plain.eval_losses
+    else:
+        first, last = (float.fromhex(graphed.losses[index]) for index in (0, -1))
+        assert last < first

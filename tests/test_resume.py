@@ -269,3 +269,17 @@ def test_a_missing_file_is_damage(on_text, tmp_path):
     (folder / "config.json").unlink()
     with pytest.raises(DamagedCheckpoint, match=r"config\.json"):
         verify(folder)
+
+
+@pytest.mark.gpu
+@scopes
+def test_on_a_gpu_a_stopped_run_goes_on_with_the_same_bits(on_text, tmp_path, monkeypatch, stop_after, scope):
+    settings = [*DROPOUT, f"graph={scope}", "train.device=cuda", "train.deterministic=true", "train.ema_decay=0.9"]
+    settings += ["train.steps=12", "train.precision=bf16_mixed"]
+    whole = train(on_text(*settings), tmp_path / "whole")
+    stop_after(7)
+    stopped = train(on_text(*settings), tmp_path / "run")
+    assert stopped.status == "interrupted"
+    monkeypatch.undo()
+    resumed = train(on_text(*settings, "train.resume=auto"), tmp_path / "run")
+    assert resumed.losses == whole.losses and resumed.resumed_at_step == 7

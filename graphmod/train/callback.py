@@ -64,6 +64,8 @@ class ComparisonCallback(Callback):
                 result = RunResult(scope=scope, status="failed", error=f"it left no result ({error})")
             results[folder.name] = result
         finished = {name: result for name, result in results.items() if result.status == "finished"}
+        if any(not result.device.startswith("CPU") for result in finished.values()):
+            print("\nprofiling a few steps of each run, to see how busy the GPU is", flush=True)
         busy = {name: ms for name, result in finished.items() if (ms := gpu_busy_ms(result)) is not None}
         rows = compare(results, busy)
         print(f"\n{table(rows)}")

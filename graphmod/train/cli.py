@@ -101,6 +101,11 @@ def _attempt(cfg: DictConfig, folder: Path, alone: bool) -> tuple[int, str | Non
     """Runs one job; returns its exit status and, if it failed, why. `alone`: it is not part of a multirun."""
     try:
         config = parse(cfg)
+        if config.train.profile and not alone:
+            raise ConfigError(
+                "train.profile=true in a multirun would slow the graph launches of every later job, because a profiler "
+                "stays attached to the process; drop it (the comparison tells how busy the GPU was), or run it alone"
+            )
         point = resume_point(config, folder, beside=alone)
         if point.checkpoint is not None:
             print(f"going on after step {point.manifest['steps_done']} of {config.train.steps}: {point.checkpoint}")

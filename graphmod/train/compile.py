@@ -29,7 +29,12 @@ log = logging.getLogger("graphmod")
 CHOICES = ("none", "default", "max")
 # Each layer may be a variant of its own, in training and evaluation.
 _RECOMPILES = 512
-_MODE_FLAG = "_is_in_any_mode_without_ignore_compile_internals"
+# What dynamo looks at to see whether a dispatch mode is active; which of them depends on the release.
+_MODE_FLAGS = (
+    "_is_in_torch_dispatch_mode",
+    "_is_in_non_infra_torch_dispatch_mode",
+    "_is_in_any_mode_without_ignore_compile_internals",
+)
 
 
 def options(how: str) -> dict[str, Any]:
@@ -43,22 +48,28 @@ def _dynamo_unaware_of_modes() -> Iterator[None]:
     """Lets compiled code run although a dispatch mode is active, and without the hooks that watch a capture."""
     hooks = nn.modules.module._global_forward_pre_hooks
     set_aside = dict(hooks)
-    in_mode = getattr(dispatch, _MODE_FLAG, None)
+    flags = {name: getattr(dispatch, name) for name in _MODE_FLAGS if hasattr(dispatch, name)}
     tell_dynamo = getattr(torch._C._dynamo.guards, "set_is_in_mode_without_ignore_compile_internals", None)
 
-    def set_flag(value: bool) -> None:
-        if in_mode is not None:
-            setattr(dispatch, _MODE_FLAG, value)
+    def set_flags(values: dict[str, bool]) -> None:
+        for name, value in values.items():
+            setattr(dispatch, name, value)
         if tell_dynamo is not None:
-            tell_dynamo(value)
+            tell_dynamo(values.get(_MODE_FLAGS[-1], False))
 
     hooks.clear()
-    set_flag(False)
+    set_flags(dict.fromkeys(flags, False))
     try:
         yield
     finally:
-        set_flag(bool(in_mode))
+        set_flags(flags)
         hooks.update(set_aside)
+
+
+def _show(tensors: Iterable[Any]) -> None:
+    for tensor in tensors:
+        if isinstance(tensor, Tensor):
+            tensor.detach()
 
 
 @contextlib.contextmanager
@@ -67,9 +78,7 @@ def _shown(tensors: Iterable[Any], hide: bool) -> Iterator[None]:
     if not is_recording():
         yield
         return
-    for tensor in tensors:
-        if isinstance(tensor, Tensor):
-            tensor.detach()
+    _show(tensors)
     with dispatch._disable_current_modes() if hide else contextlib.nullcontext(), _dynamo_unaware_of_modes():
         yield
 
