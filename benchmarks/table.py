@@ -22,6 +22,8 @@ NAMES = {
     "per_layer_compiled": "graphmod, `per_layer`, `compile=default`",
     "full_iteration_compiled": "graphmod, `full_iteration`, `compile=default`",
     "full_iteration_max": "graphmod, `full_iteration`, `compile=max`",
+    "auto": "graphmod, `graph=auto`",
+    "auto_compiled": "graphmod, `graph=auto`, `compile=default`",
     "make_graphed_callables": "`torch.cuda.make_graphed_callables`",
     "compile_reduce_overhead": '`torch.compile(mode="reduce-overhead")`',
     "tensordict": "tensordict `CudaGraphModule`",
