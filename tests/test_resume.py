@@ -205,6 +205,12 @@ def test_resuming_a_finished_run_gives_its_result_again(on_text, tmp_path):
     assert train(on_text(f"train.resume={tmp_path}"), tmp_path / "other") == first
 
 
+def test_a_new_run_in_the_folder_of_an_old_one_is_a_clear_error(on_text, tmp_path):
+    train(on_text(), tmp_path)
+    with pytest.raises(ConfigError, match=r"train\.resume=auto"):
+        train(on_text(), tmp_path)
+
+
 def test_the_last_checkpoints_are_kept_and_all_are_whole(on_text, tmp_path):
     train(on_text("train.checkpoint_every=2", "train.keep_checkpoints=3"), tmp_path)
     kept = checkpoints(tmp_path / "checkpoints")

@@ -146,9 +146,15 @@ def locate(resume: str, run_dir: Path, settings: dict[str, Any], beside: bool) -
         beside: whether `auto` may look at the neighbours of `run_dir`; not in a multirun, where they are other jobs.
 
     Raises:
-        ConfigError: there is nothing whole to resume, or what there is had other settings.
+        ConfigError: there is nothing whole to resume, what there is had other settings, or a new run would be written
+            into the folder of an old one.
     """
     if resume == NONE:
+        if checkpoints(run_dir / FOLDER):
+            raise ConfigError(
+                f"{run_dir} holds the checkpoints of an earlier run, and a new one would mix with it; go on with it "
+                "(train.resume=auto), or write elsewhere (hydra.run.dir=FOLDER)"
+            )
         return ResumePoint(run_dir)
     if resume == AUTO:
         return _automatic(run_dir, settings, beside)
