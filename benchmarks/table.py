@@ -19,11 +19,16 @@ NAMES = {
     "eager": "eager",
     "per_layer": "graphmod, `per_layer`",
     "full_iteration": "graphmod, `full_iteration`",
+    "per_layer_compiled": "graphmod, `per_layer`, `compile=default`",
+    "full_iteration_compiled": "graphmod, `full_iteration`, `compile=default`",
+    "full_iteration_max": "graphmod, `full_iteration`, `compile=max`",
+    "auto": "graphmod, `graph=auto`",
+    "auto_compiled": "graphmod, `graph=auto`, `compile=default`",
     "make_graphed_callables": "`torch.cuda.make_graphed_callables`",
     "compile_reduce_overhead": '`torch.compile(mode="reduce-overhead")`',
     "tensordict": "tensordict `CudaGraphModule`",
 }
-OWN = ("eager", "per_layer", "full_iteration")
+OWN = ("eager", "per_layer", "full_iteration", "full_iteration_compiled")
 DETAILS = (("reserved GiB", "reserved_gib", ".2f"), ("GPU busy ms", "busy_ms", ".2f"), ("host ms", "host_ms", ".2f"))
 
 

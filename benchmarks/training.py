@@ -24,7 +24,18 @@ SHAPES: dict[str, dict[str, int]] = {
     "batched": {"layers": 12, "width": 768, "batch": 8, "length": 1024},
     "wide": {"layers": 24, "width": 2048, "batch": 1, "length": 1024},
 }
-MODES = ("eager", "per_layer", "full_iteration", "make_graphed_callables", "compile_reduce_overhead", "tensordict")
+# Mode -> (scope, what torch.compile does inside).
+OURS = {
+    "eager": ("none", "none"),
+    "per_layer": ("per_layer", "none"),
+    "full_iteration": ("full_iteration", "none"),
+    "per_layer_compiled": ("per_layer", "default"),
+    "full_iteration_compiled": ("full_iteration", "default"),
+    "full_iteration_max": ("full_iteration", "max"),
+}
+AUTO = {"auto": "none", "auto_compiled": "default"}
+PEERS = ("make_graphed_callables", "compile_reduce_overhead", "tensordict")
+MODES = (*OURS, *AUTO, *PEERS)
 VOCABULARY = 32_000
 
 
@@ -63,10 +74,13 @@ def make_step(mode: str, shape: dict[str, int]) -> tuple[Any, Any]:
     from graphmod.train.step import TrainStep, next_token_loss
 
     model, optimizer = build(shape)
-    if mode in ("eager", "per_layer", "full_iteration"):
-        scope = "none" if mode == "eager" else mode
-        step = TrainStep(model, optimizer, max_grad_norm=1.0, config=CUDAGraphConfig(scope=scope))
+    if mode in OURS:
+        scope, how = OURS[mode]
+        step = TrainStep(model, optimizer, max_grad_norm=1.0, compile=how, config=CUDAGraphConfig(scope=scope))
         return step, lambda: step.stats
+
+    if mode in AUTO:
+        return _choosing(model, optimizer, AUTO[mode])
 
     loss_fn = next_token_loss
     if mode == "make_graphed_callables":
@@ -97,6 +111,26 @@ def make_step(mode: str, shape: dict[str, int]) -> tuple[Any, Any]:
         graphed = CudaGraphModule(whole, warmup=3)
         return lambda batch: graphed(batch[0].cuda(non_blocking=True)), None
     return plain, None
+
+
+def _choosing(model: Any, optimizer: Any, how: str) -> tuple[Any, Any]:
+    """What `graph=auto` does in a run: measures the scopes on the first steps and keeps one."""
+    from graphmod import CUDAGraphConfig
+    from graphmod.train.auto import AutoScope, candidates
+    from graphmod.train.step import TrainStep
+
+    def make(scope: Any) -> Any:
+        return TrainStep(model, optimizer, max_grad_norm=1.0, compile=how, config=CUDAGraphConfig(scope=scope))
+
+    auto = AutoScope(make, candidates(how != "none"), CUDAGraphConfig().warmup_steps, 10_000)
+
+    def step(batch: Any) -> Any:
+        loss = auto.before_step()(batch)
+        auto.after_step()
+        return loss
+
+    step.auto = auto
+    return step, lambda: auto.step.stats
 
 
 def _graph_with_torch(model: Any, shape: dict[str, int]) -> None:
@@ -148,6 +182,11 @@ def work(mode: str, name: str, steps: int) -> dict[str, Any]:
         loss = step(batches[index])
         losses.append(float(loss))
     setup = time.perf_counter() - began
+    auto = getattr(step, "auto", None)
+    while auto is not None and auto.chosen is None:
+        step(batches[0])
+    for index in range(8 if auto is not None else 0):  # the graphs of the chosen scope are captured anew
+        step(batches[index])
 
     def run(index: int) -> Any:
         return step(batches[index % len(batches)])
@@ -157,6 +196,8 @@ def work(mode: str, name: str, steps: int) -> dict[str, Any]:
     result |= memory()
     if stats is not None:
         result["stats"] = vars(stats())
+    if auto is not None:
+        result["auto"] = auto.report()
     result |= gpu_busy_ms(run)
     return result | {"environment": environment()}
 

@@ -103,7 +103,7 @@ def without_graphs(modules: Iterable[nn.Module]) -> Iterator[None]:
         yield
     finally:
         for module, graphed, _ in wrapped:
-            module.__dict__["forward"] = graphed.run
+            module.__dict__["forward"] = graphed._run
 
 
 def find_layers(model: nn.Module) -> list[str]:

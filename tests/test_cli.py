@@ -35,7 +35,13 @@ def assert_one_clear_error(done: subprocess.CompletedProcess, *said: str, status
 def test_help_names_the_groups_the_choices_and_examples(shell):
     done = shell("--help")
     assert done.returncode == 0
-    for words in ("graph: full_iteration, none, per_layer", "llama_124m", "train.steps=", "--multirun", "Examples"):
+    for words in (
+        "graph: auto, full_iteration, none, per_layer",
+        "llama_124m",
+        "train.steps=",
+        "--multirun",
+        "Examples",
+    ):
         assert words in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 120
     assert "Powered by Hydra" not in done.stdout
@@ -81,7 +87,7 @@ def test_a_multirun_compares_the_three_scopes_side_by_side(shell, tmp_path):
     assert done.returncode == 0, done.stderr
     (sweep,) = (tmp_path / "runs" / "compare").iterdir()
     scopes = ["none", "per_layer", "full_iteration"]
-    assert {path.name for path in sweep.iterdir() if path.is_dir()} == set(scopes)
+    assert {path.name for path in sweep.iterdir() if path.is_dir()} == {*scopes, "comparison"}
     assert all(list((sweep / scope).glob("events.out.tfevents.*")) for scope in scopes)
     runs = json.loads((sweep / "comparison.json").read_text())["runs"]
     assert [run["name"] for run in runs] == scopes
@@ -93,11 +99,24 @@ def test_a_multirun_compares_the_three_scopes_side_by_side(shell, tmp_path):
     assert f"tensorboard --logdir {Path('runs/compare') / sweep.name}" in done.stdout
 
 
-def test_a_failed_job_does_not_lose_the_others(shell, tmp_path):
-    done = shell("--multirun", "data.seq_len=2000,16", *[item for item in TINY if "seq_len" not in item])
+def test_a_multirun_over_other_axes_compares_within_each_and_names_the_job_that_failed(shell, tmp_path):
+    small = [item for item in TINY if "seq_len" not in item]
+    axes = ["graph=none,full_iteration", "data.seq_len=16,4000,8", "data.max_bytes=20000"]
+    done = shell("--multirun", *axes, *small)
     assert done.returncode == 2
     (sweep,) = (tmp_path / "runs" / "compare").iterdir()
     runs = {run["name"]: run for run in json.loads((sweep / "comparison.json").read_text())["runs"]}
-    assert "model.max_positions" in runs["data.seq_len=2000"]["error"]
-    assert runs["data.seq_len=16"]["error"] is None and runs["data.seq_len=16"]["step_ms_median"] > 0
+    assert len(runs) == 6
+    for length in (16, 8):
+        graphed = runs[f"full_iteration_data.seq_len={length}"]
+        assert graphed["baseline"] == f"none_data.seq_len={length}" and graphed["losses_equal"] is True
+    for failed in ("none_data.seq_len=4000", "full_iteration_data.seq_len=4000"):
+        assert "model.max_positions" in runs[failed]["error"]
+        assert f"{failed}: failed: " in done.stdout
     assert "Traceback" not in done.stderr
+    assert (sweep / "comparison.md").is_file() and (sweep / "comparison.png").is_file()
+
+
+def test_profiling_within_a_multirun_is_a_clear_error(shell, tmp_path):
+    done = shell("--multirun", "graph=none", "train.profile=true", *TINY)
+    assert done.returncode == 2 and "run it alone" in done.stderr

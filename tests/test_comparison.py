@@ -1,8 +1,12 @@
 """The comparison sets each run beside the one without graphs, and survives runs that failed."""
 
 import json
+import sys
 
-from graphmod.train.comparison import compare, remarks, table, write_comparison
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from graphmod.train.comparison import compare
+from graphmod.train.report import markdown, remarks, table, write_report
 from graphmod.train.result import RunResult
 
 
@@ -83,8 +87,59 @@ def test_a_run_too_short_to_be_measured_is_remarked():
     assert any("too short" in remark for remark in remarks(rows, results))
 
 
-def test_comparison_json_holds_every_row(tmp_path):
-    rows = compare({"none": result("none", 8.0), "full": result("full_iteration", 2.0)})
-    written = json.loads(write_comparison(tmp_path, rows).read_text())
-    assert [run["speedup"] for run in written["runs"]] == [1.0, 4.0]
-    assert [path.name for path in tmp_path.iterdir()] == ["comparison.json"]
+def test_the_busy_share_is_kernel_time_over_step_time():
+    rows = compare({"none": result("none", 8.0), "full": result("full_iteration", 2.0)}, {"none": 1.9, "full": 1.9})
+    assert [row.gpu_busy_share for row in rows] == [1.9 / 8, 1.9 / 2]
+    assert "24%" in table(rows) and "95%" in table(rows)
+
+
+def test_payback_counts_what_the_beginning_cost_beyond_eagers():
+    slow_start = result("full_iteration", 2.0)
+    slow_start.step_ms[:5] = [1000.0] * 4 + [1060.0]  # 60 ms more than eager's first steps; 6 ms won in each later one
+    rows = compare({"none": result("none", 8.0), "full": slow_start, "slower": result("per_layer", 9.0)})
+    assert [row.payback_steps for row in rows] == [None, 5 + 10, None]
+
+
+def test_losses_are_compared_among_the_same_kernels_and_times_with_plain_eager():
+    def compiled(scope, step_ms, losses):
+        made = result(scope, step_ms, losses)
+        made.config["graph"]["compile"] = "default"
+        return made
+
+    runs = {
+        "none": result("none", 8.0, (3.0, 2.0)),
+        "none_compiled": compiled("none", 6.0, (3.0, 2.5)),
+        "full_compiled": compiled("full_iteration", 2.0, (3.0, 2.5)),
+    }
+    rows = compare(runs)
+    assert rows[2].speedup == 4.0 and rows[2].losses_equal is True
+    del runs["none_compiled"]
+    rows = compare(runs)
+    assert rows[1].speedup == 4.0 and rows[1].losses_equal is None
+
+
+def test_the_report_is_written_in_every_form(tmp_path):
+    failed = RunResult(scope="per_layer", status="failed", error="out of GPU memory")
+    results = {"none": result("none", 8.0), "per_layer": failed, "full": result("full_iteration", 2.0)}
+    rows = compare(results)
+    files = write_report(tmp_path, rows, results)
+    assert [path.name for path in files] == ["comparison.json", "comparison.md", "comparison.png"]
+    written = json.loads(files[0].read_text())
+    assert [run["speedup"] for run in written["runs"]] == [1.0, None, 4.0]
+    page = files[1].read_text()
+    assert page == markdown(rows, remarks(rows, results), "no device")
+    assert "| full | 2.00 |" in page and "- per_layer: failed: out of GPU memory" in page
+    assert files[2].read_bytes().startswith(b"\x89PNG") and files[2].stat().st_size > 10_000
+    events = EventAccumulator(str(tmp_path / "comparison"))
+    events.Reload()
+    assert {"comparison/text_summary", "custom_scalars__config__"} <= set(events.Tags()["tensors"])
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == sorted(path.name for path in files)
+
+
+def test_without_matplotlib_there_is_no_picture_and_no_error(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    results = {"none": result("none", 8.0)}
+    assert [path.name for path in write_report(tmp_path, compare(results), results)] == [
+        "comparison.json",
+        "comparison.md",
+    ]

@@ -157,7 +157,8 @@ def test_every_setting_is_explained_in_its_docstring():
         group, _, key = name.partition(".")
         if not key:
             continue
-        doc = type(getattr(RunConfig(), group)).__doc__
+        kinds = type(getattr(RunConfig(), group)).__mro__
+        doc = " ".join(kind.__doc__ for kind in kinds if kind is not object)
         assert re.search(rf"\b{key}\b", doc), f"{name} has no explanation"
 
 

@@ -42,7 +42,7 @@ def test_a_wrapper_zeroes_and_moves_its_module(device):
     for _ in range(5):
         wrapper(x).sum().backward()
     wrapper.zero_grad()
-    assert all(p.grad is None for p in wrapper.root.parameters())
+    assert all(p.grad is None for p in wrapper.module.parameters())
     wrapper.double()
     assert wrapper(x.double()).dtype is torch.float64
 

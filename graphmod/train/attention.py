@@ -12,6 +12,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from graphmod.errors import ConfigError
 
 NAME = "causal_sdpa"
+BLOCK_MASK = "block_mask"
 _WAY_OUT = "for padded or packed batches use model.set_attn_implementation('sdpa'), which cannot be captured"
 
 
@@ -24,6 +25,8 @@ def causal_sdpa(
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
     """Transformers' own SDPA attention with `is_causal`; query, key, value are (B, heads, S, head_dim).
+
+    A model called with `block_mask`, (B, 1, S, S) bool, True where a query may see a key, uses that instead.
 
     Raises:
         ConfigError: a mask was passed, there are fewer queries than keys, or a sliding window is shorter than the
@@ -42,7 +45,9 @@ def causal_sdpa(
             f"{NAME} attention sees the whole past, and this model looks back {window} tokens only; "
             f"use sequences of at most {window} tokens (data.seq_len={window})"
         )
-    return sdpa_attention_forward(module, query, key, value, None, **{**kwargs, "is_causal": True})
+    mask = kwargs.pop(BLOCK_MASK, None)
+    causal = {**kwargs, "is_causal": mask is None}
+    return sdpa_attention_forward(module, query, key, value, mask, **causal)
 
 
 def _refuse_mask(module: PreTrainedModel, args: tuple, kwargs: dict) -> None:

@@ -1,5 +1,10 @@
-"""The Hydra callback that compares the runs of a multirun when the last one is done. Imports hydra's interface."""
+"""The Hydra callback that compares the runs of a multirun when the last one is done. Imports hydra's interface.
 
+How busy the GPU is takes a profiler, which slows later graph launches of the process; so that is looked at last, when
+all times have been taken, in a few steps of each run anew.
+"""
+
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -7,12 +12,39 @@ from hydra.core.utils import JobReturn
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
-from graphmod.train.comparison import compare, remarks, table, write_comparison
+from graphmod.train.comparison import compare
+from graphmod.train.config import parse
+from graphmod.train.loop import train
+from graphmod.train.report import remarks, table, write_report
 from graphmod.train.result import RunResult
+
+_PROFILED = {
+    "steps": 8,
+    "eval_every": 0,
+    "checkpoint": False,
+    "checkpoint_every": 0,
+    "resume": "none",
+    "profile": True,
+    "ema_decay": None,
+}
+
+
+def gpu_busy_ms(result: RunResult) -> float | None:
+    """Kernel time of a step of the run, in ms, from a few steps done again; None without a GPU, or if that fails."""
+    if not result.device or result.device.startswith("CPU"):
+        return None
+    scope = result.auto.get("chosen") or result.scope
+    graph = {**result.config["graph"], "scope": scope, "auto": False}
+    settings = {**result.config, "graph": graph, "train": {**result.config["train"], **_PROFILED}}
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            return train(parse(settings), Path(folder)).profile["run"].get("busy_ms")
+        except Exception:  # the comparison is worth having without this column
+            return None
 
 
 class ComparisonCallback(Callback):
-    """Remembers where each job wrote and, at the end, prints the table and writes `comparison.json` beside them."""
+    """Remembers where each job wrote; at the end prints the table and writes it beside them in several forms."""
 
     def __init__(self) -> None:
         self._jobs: dict[Path, str] = {}
@@ -31,8 +63,13 @@ class ComparisonCallback(Callback):
             except (OSError, ValueError, TypeError) as error:
                 result = RunResult(scope=scope, status="failed", error=f"it left no result ({error})")
             results[folder.name] = result
-        rows = compare(results)
+        finished = {name: result for name, result in results.items() if result.status == "finished"}
+        if any(not result.device.startswith("CPU") for result in finished.values()):
+            print("\nprofiling a few steps of each run, to see how busy the GPU is", flush=True)
+        busy = {name: ms for name, result in finished.items() if (ms := gpu_busy_ms(result)) is not None}
+        rows = compare(results, busy)
         print(f"\n{table(rows)}")
         for remark in remarks(rows, results):
             print(remark)
-        print(f"\nwritten to {write_comparison(sweep, rows)}\nside by side: tensorboard --logdir {sweep}")
+        files = write_report(sweep, rows, results)
+        print(f"\nwritten to {', '.join(map(str, files))}\nside by side: tensorboard --logdir {sweep}")

@@ -1,7 +1,7 @@
 """Which settings of a run cannot be meant together, and which files must be there before it starts.
 
 Imports the schema and torch (only to ask whether there is a GPU). Reads nothing but file names and changes nothing,
-save `data.path`, which it makes a list.
+save `data.path`, which it makes a list, and `data.seq_len`, which is the longest of `data.buckets`.
 """
 
 from pathlib import Path
@@ -10,7 +10,16 @@ import torch
 
 from graphmod.config import BackendName, Scope
 from graphmod.errors import ConfigError
-from graphmod.train.schema import Architecture, DataConfig, DeviceName, ModelConfig, OptimConfig, RunConfig, Source
+from graphmod.train.schema import (
+    Architecture,
+    Compile,
+    DataConfig,
+    DeviceName,
+    ModelConfig,
+    OptimConfig,
+    RunConfig,
+    Source,
+)
 
 _SIZES = ("layers", "hidden_size", "heads", "intermediate_size", "max_positions")
 _ROPE_ONLY = ("kv_heads", "head_dim", "rope_theta")
@@ -93,6 +102,14 @@ def check_data(data: DataConfig, model: ModelConfig) -> None:
         _require(data.vocab_size is None, "data.vocab_size is for data=synthetic only; set model.vocab_size instead")
     if data.tokenizer not in (None, "bytes"):
         _require(Path(data.tokenizer).is_dir(), f"data.tokenizer={data.tokenizer} is neither a folder nor 'bytes'")
+    if data.buckets is not None:
+        sizes = list(data.buckets)
+        _require(
+            bool(sizes) and all(size >= 1 for size in sizes) and sizes == sorted(set(sizes)),
+            f"data.buckets must be lengths in ascending order, such as [256,512,1024], got {sizes}",
+        )
+        _require(not data.packing, "data.buckets pads documents and data.packing=true packs them; use one of the two")
+        data.seq_len = sizes[-1]
     limit = model.max_positions
     _require(
         limit is None or data.seq_len <= limit,
@@ -128,9 +145,28 @@ def check(config: RunConfig) -> None:
     check_model(config.model)
     check_data(config.data, config.model)
     check_optim(config.optim)
-    _at_least("train", train, 1, "steps", "grad_accumulation", "log_every", "eval_batches")
-    _at_least("train", train, 0, "eval_every", "seed", "sample_every", "sample_temperature")
-    _at_least("train", train, 1, "sample_tokens")
+    _at_least(
+        "train",
+        train,
+        1,
+        "steps",
+        "grad_accumulation",
+        "log_every",
+        "eval_batches",
+        "keep_checkpoints",
+        "sample_tokens",
+    )
+    _at_least("train", train, 0, "eval_every", "checkpoint_every", "sample_every", "sample_temperature", "seed")
+    decay = train.ema_decay
+    _require(decay is None or 0 <= decay < 1, f"train.ema_decay must be at least 0 and below 1, or null, got {decay}")
+    _require(
+        train.resume in ("none", "auto") or Path(train.resume).is_dir(),
+        f"train.resume={train.resume} is not a folder; give that of a run or of a checkpoint, auto or none",
+    )
+    _require(
+        train.resume == "none" or train.checkpoint,
+        f"train.resume={train.resume} needs checkpoints and train.checkpoint=false writes none; drop one of them",
+    )
     _require(train.sample_prompt != "", "train.sample_prompt is empty; a model needs something to go on from")
     _require(
         train.eval_every == 0 or config.data.eval_fraction > 0,
@@ -138,8 +174,26 @@ def check(config: RunConfig) -> None:
         "set data.eval_fraction=0.05, or train.eval_every=0",
     )
     _require(
-        graph.layers is None or graph.scope is Scope.per_layer,
+        not graph.auto or graph.scope is Scope.none,
+        f"graph.auto=true chooses the scope itself; got graph.scope={graph.scope.value} too. Use graph=auto alone",
+    )
+    _require(
+        not graph.auto or config.data.buckets is None,
+        "graph=auto measures steps of one shape and data.buckets has several; choose a scope, or data.packing=true",
+    )
+    _require(
+        graph.scope is Scope.none or config.data.buckets is None or len(config.data.buckets) <= graph.max_graphs,
+        f"data.buckets has {len(config.data.buckets or ())} lengths and graph.max_graphs={graph.max_graphs} allows "
+        "fewer graphs; raise it",
+    )
+    _require(
+        graph.layers is None or graph.scope is Scope.per_layer or graph.auto,
         f"graph.layers chooses the modules of graph=per_layer and does nothing with graph.scope={graph.scope.value}",
+    )
+    _require(
+        graph.compile is Compile.none or not train.activation_checkpointing,
+        f"graph.compile={graph.compile.value} decides itself what to keep and what to compute again, and cannot be "
+        "captured together with train.activation_checkpointing=true; drop one of them",
     )
     device = pick_device(train.device)
     _require(

@@ -1,11 +1,13 @@
 """What `train.py` does: compose the config with Hydra, run the job or jobs, and word every error for its reader.
 
 Imports hydra and the loop. Exit status: 0 all went well, 1 a run failed, 2 the command line, a config or the data
-cannot be used, 130 interrupted.
+cannot be used, 128 + N stopped by signal N (130 is Ctrl-C, 143 SIGTERM).
 """
 
 import os
+import shlex
 import shutil
+import signal
 import sys
 import traceback
 from collections.abc import Iterator
@@ -24,7 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 from graphmod.errors import ConfigError, GraphmodError
 from graphmod.train.config import parse, register
 from graphmod.train.explain import explain
-from graphmod.train.loop import train
+from graphmod.train.loop import resume_point, train
 from graphmod.train.result import RunResult
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"
@@ -79,10 +81,35 @@ def _hydra_raises() -> Iterator[None]:
             os.environ[_FULL_ERROR] = before
 
 
-def _attempt(cfg: DictConfig, folder: Path) -> tuple[int, str | None]:
-    """Runs one job; returns its exit status and, if it failed, why."""
+def _way_on(folder: Path) -> str:
+    """The command that goes on with the run in `folder`."""
+    given = [argument for argument in sys.argv[1:] if not argument.startswith("train.resume=")]
+    return shlex.join(["python", os.path.relpath(sys.argv[0]), *given, f"train.resume={os.path.relpath(folder)}"])
+
+
+def _say_stopped(result: RunResult, folder: Path) -> int:
+    done, steps = len(result.losses), result.config["train"]["steps"]
+    print(f"stopped by {result.error} after step {done} of {steps}")
+    if result.config["train"]["checkpoint"]:
+        print(f"  saved in {folder / result.checkpoint}\n  to go on: {_way_on(folder)}")
+    else:
+        print("  nothing was saved, because train.checkpoint=false")
+    return 128 + signal.Signals[result.error]
+
+
+def _attempt(cfg: DictConfig, folder: Path, alone: bool) -> tuple[int, str | None]:
+    """Runs one job; returns its exit status and, if it failed, why. `alone`: it is not part of a multirun."""
     try:
-        result = train(parse(cfg), folder)
+        config = parse(cfg)
+        if config.train.profile and not alone:
+            raise ConfigError(
+                "train.profile=true in a multirun would slow the graph launches of every later job, because a profiler "
+                "stays attached to the process; drop it (the comparison tells how busy the GPU was), or run it alone"
+            )
+        point = resume_point(config, folder, beside=alone)
+        if point.checkpoint is not None:
+            print(f"going on after step {point.manifest['steps_done']} of {config.train.steps}: {point.checkpoint}")
+        result = train(config, point.run_dir, point)
     except ConfigError as error:
         _complain(error)
         return 2, str(error)
@@ -100,14 +127,16 @@ def _attempt(cfg: DictConfig, folder: Path) -> tuple[int, str | None]:
         traceback.print_exc()
         _complain("this is a bug in graphmod or in a library it uses; the lines above say where")
         return 1, f"{type(error).__name__}: {error}"
+    if result.status == "interrupted":
+        return _say_stopped(result, point.run_dir), result.error
     print(result.report())
-    print(f"  written to {folder}")
+    print(f"  written to {point.run_dir}")
     return 0, None
 
 
 def _tidy(folder: Path) -> None:
-    # A run that never began should leave no dated folder behind.
-    if {path.name for path in folder.iterdir()} <= {".hydra"}:
+    # A run that never began, or went on in the folder of another, should leave no dated folder behind.
+    if folder.is_dir() and {path.name for path in folder.iterdir()} <= {".hydra"}:
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -122,15 +151,16 @@ def main(config_dir: Path) -> int:
     def job(cfg: DictConfig) -> None:
         hydra_config = HydraConfig.get()
         folder = Path(hydra_config.runtime.output_dir)
-        status, reason = _attempt(cfg, folder)
+        alone = hydra_config.mode is RunMode.RUN
+        status, reason = _attempt(cfg, folder, alone)
         statuses.append(status)
-        if status == 0:
-            return
-        if hydra_config.mode is RunMode.MULTIRUN:
+        if alone:
+            _tidy(folder)
+        if status >= 128:
+            raise KeyboardInterrupt  # the jobs that would follow must not start
+        if status and not alone:
             scope = str(getattr(cfg.graph.scope, "value", cfg.graph.scope))
             RunResult(scope=scope, status="failed", error=reason).write(folder)
-        else:
-            _tidy(folder)
 
     register()
     keys = swept_keys(sys.argv[1:])
@@ -142,6 +172,8 @@ def main(config_dir: Path) -> int:
         with _hydra_raises():
             hydra.main(config_path=str(config_dir.resolve()), config_name="config", version_base="1.3")(job)()
     except KeyboardInterrupt:
+        if statuses and statuses[-1] >= 128:
+            return statuses[-1]
         print("interrupted", file=sys.stderr)
         return 130
     except (HydraException, OmegaConfBaseException) as error:

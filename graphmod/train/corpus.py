@@ -5,7 +5,7 @@ How batches are cut from that row is `train/data.py`'s business.
 
 import sysconfig
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from graphmod.errors import ConfigError
-from graphmod.train.schema import Architecture, DataConfig, ModelConfig, Source
+from graphmod.train.schema import Architecture, DataConfig, Documents, ModelConfig, Source
 
 _BYTE_VOCABULARY = 256
 _SYNTHETIC_TOKENS = 1 << 20
@@ -30,12 +30,14 @@ class Corpus:
         vocab_size: every token is below it.
         tokenizer: the transformers tokenizer, or None for bytes and random tokens.
         description: what it is, for people.
+        starts: (documents,) int64, where each document begins; ascending from 0.
     """
 
     tokens: Tensor
     vocab_size: int
     tokenizer: Any
     description: str
+    starts: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.int64))
 
 
 def standard_library_files() -> list[Path]:
@@ -102,21 +104,43 @@ def _tokenizer_folder(data: DataConfig, model: ModelConfig) -> str | None:
     return None
 
 
-def _tokenize(pieces: Iterator[bytes], tokenizer: Any) -> Tensor:
+def _lines(pieces: Iterator[bytes]) -> Iterator[bytes]:
+    return (line for piece in pieces for line in piece.splitlines() if line.strip())
+
+
+def _starts(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *lengths[:-1]], dtype=torch.int64).cumsum(0)
+
+
+def _tokenize(pieces: Iterator[bytes], tokenizer: Any) -> tuple[Tensor, Tensor]:
     parts = []
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     for piece in pieces:
         # One file is longer than what the model sees in one go, and is cut later: the warning about that is no use.
         ids = tokenizer(piece.decode("utf-8", errors="replace"), add_special_tokens=False, verbose=False)["input_ids"]
         parts.append(np.asarray(ids + end, dtype=np.int32))
-    return torch.from_numpy(np.concatenate(parts)) if parts else torch.empty(0, dtype=torch.int32)
+    tokens = torch.from_numpy(np.concatenate(parts)) if parts else torch.empty(0, dtype=torch.int32)
+    return tokens, _starts([len(part) for part in parts])
+
+
+def _as_bytes(pieces: Iterator[bytes]) -> tuple[Tensor, Tensor]:
+    kept = list(pieces)
+    content = b"\n".join(kept)
+    # A bytearray, because torch wants memory it may write to.
+    tokens = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0).to(torch.uint8)
+    return tokens, _starts([len(piece) + 1 for piece in kept])
 
 
 def _synthetic(data: DataConfig, model: ModelConfig, seed: int) -> Corpus:
     vocab = data.vocab_size or model.vocab_size or _BYTE_VOCABULARY
     count = max(_SYNTHETIC_TOKENS, 64 * (data.seq_len + 1))
-    tokens = np.random.default_rng([seed, vocab]).integers(0, vocab, count, dtype=np.int32)
-    return Corpus(torch.from_numpy(tokens), vocab, None, f"{count:,} random tokens of {vocab:,}")
+    rng = np.random.default_rng([seed, vocab])
+    tokens = rng.integers(0, vocab, count, dtype=np.int32)
+    # Documents of all lengths up to that of a window, so that buckets and packing have something to do.
+    lengths = rng.integers(2, data.seq_len + 2, count // 2).tolist()
+    starts = _starts(lengths)
+    description = f"{count:,} random tokens of {vocab:,}"
+    return Corpus(torch.from_numpy(tokens), vocab, None, description, starts[starts < count - 1])
 
 
 def load_corpus(data: DataConfig, model: ModelConfig, seed: int) -> Corpus:
@@ -136,14 +160,15 @@ def load_corpus(data: DataConfig, model: ModelConfig, seed: int) -> Corpus:
     folder = _tokenizer_folder(data, model)
     pieces = read_pieces(files, data.max_bytes)
     name = "Python's standard library" if stdlib else ", ".join(data.path)
+    if data.documents is Documents.line:
+        pieces = _lines(pieces)
     if folder is None:
-        content = b"\n".join(pieces)
-        # A bytearray, because torch wants memory it may write to.
-        tokens = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0).to(torch.uint8)
+        tokens, starts = _as_bytes(pieces)
         vocab, tokenizer, unit = _BYTE_VOCABULARY, None, "bytes"
     else:
         tokenizer = load_tokenizer(folder)
-        tokens, vocab, unit = _tokenize(pieces, tokenizer), len(tokenizer), "tokens"
+        tokens, starts = _tokenize(pieces, tokenizer)
+        vocab, unit = len(tokenizer), "tokens"
     if len(tokens) == 0:
         raise ConfigError(f"the data is empty: {name} ({len(files)} files) holds no text")
-    return Corpus(tokens, vocab, tokenizer, f"{len(tokens):,} {unit} of {name}")
+    return Corpus(tokens, vocab, tokenizer, f"{len(tokens):,} {unit} of {name}", starts)

@@ -3,9 +3,7 @@
 import sys
 import time
 from dataclasses import asdict
-from enum import Enum
 from pathlib import Path
-from typing import Any
 
 import torch
 from omegaconf import OmegaConf
@@ -13,41 +11,50 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PretrainedConfig, PreTrainedModel
 
+from graphmod.config import Scope
 from graphmod.errors import GraphmodError
-from graphmod.train.checkpoint import save_checkpoint
+from graphmod.train.assembly import device_name, plain_config, step_maker
+from graphmod.train.auto import AutoScope, candidates
+from graphmod.train.checkpoint import FOLDER, Progress, check_room, restore, save_checkpoint
 from graphmod.train.checks import pick_device
 from graphmod.train.corpus import Corpus, load_corpus
-from graphmod.train.data import Prefetcher, WindowSampler, evaluation_batches, split
+from graphmod.train.data import Prefetcher, split
+from graphmod.train.interrupt import StopRequest
 from graphmod.train.isolation import isolated
 from graphmod.train.metrics import GIB, Metrics
-from graphmod.train.model import autocast_dtype, build_model, model_config
-from graphmod.train.optim import build_optimizer, learning_rates
+from graphmod.train.model import build_model, load_weights, model_config, weights_dtype
+from graphmod.train.profile import profile_steps
+from graphmod.train.recompute import recompute_activations
 from graphmod.train.result import RunResult
+from graphmod.train.resume import ResumePoint, decisive_settings, fingerprint, finished_result, locate, require_same
 from graphmod.train.samples import Samples
-from graphmod.train.schema import RunConfig
+from graphmod.train.sampling import make_batches
+from graphmod.train.schema import Compile, NonFinite, RunConfig
 from graphmod.train.step import TrainStep
 from graphmod.train.timing import StepClock, median
 
 
-def plain_config(config: RunConfig) -> dict[str, Any]:
-    """The settings as plain dicts, lists, strings and numbers."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: plain(inner) for key, inner in value.items()}
-        return value.value if isinstance(value, Enum) else value
-
-    return plain(asdict(config))
+def resume_point(config: RunConfig, run_dir: Path, *, beside: bool = False) -> ResumePoint:
+    """Where a run with these settings goes on; `beside`: see `train.resume.locate`, whose errors it raises."""
+    settings = decisive_settings(plain_config(config), pick_device(config.train.device).type)
+    return locate(config.train.resume, run_dir, settings, beside)
 
 
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+class NonFiniteError(GraphmodError):
+    """A loss or gradient was NaN or infinite, and the run was told to stop then."""
 
 
-def _evaluate(model: PreTrainedModel, step: TrainStep, batches: list[Tensor]) -> Tensor:
+def _evaluate(model: PreTrainedModel, step: TrainStep, batches: list[Tensor]) -> dict[str, Tensor]:
+    def mean() -> Tensor:
+        return torch.stack([step.evaluate(batch) for batch in batches]).mean()
+
     model.eval()
     try:
-        return torch.stack([step.evaluate(batch) for batch in batches]).mean()
+        losses = {"eval/loss": mean()}
+        if step.has_ema:
+            with step.ema_weights():
+                losses["eval/ema_loss"] = mean()
+        return losses
     finally:
         model.train()
 
@@ -55,28 +62,38 @@ def _evaluate(model: PreTrainedModel, step: TrainStep, batches: list[Tensor]) ->
 class _Run:
     """The parts of a run, in the order they depend on each other; `steps()` is the loop."""
 
-    def __init__(self, config: RunConfig, folder: Path, device: torch.device, corpus: Corpus, dims: PretrainedConfig):
+    def __init__(
+        self, config: RunConfig, point: ResumePoint, device: torch.device, corpus: Corpus, dims: PretrainedConfig
+    ) -> None:
         data, train = config.data, config.train
-        self.config, self.folder, self.device, self.corpus = config, folder, device, corpus
-        training, evaluation = split(corpus, data)
-        self.sampler = WindowSampler(training, (train.grad_accumulation, data.batch_size, data.seq_len), train.seed)
-        self.evaluation = []
-        if train.eval_every:
-            batches = evaluation_batches(evaluation, data.batch_size, data.seq_len, train.eval_batches)
-            self.evaluation = [batch.to(device) for batch in batches]
+        self.config, self.folder, self.device, self.corpus = config, point.run_dir, device, corpus
+        self.settings, self.data = decisive_settings(plain_config(config), device.type), fingerprint(corpus.tokens)
+        self.stopped_by: str | None = None
+        self.saved: Path | None = point.checkpoint
+        self.batches = make_batches(config, corpus)
+        self.evaluation = [batch.to(device) for batch in self.batches.evaluation]
+        self.captures_by_length: dict[int, int] = {}
         self.model = build_model(config.model, dims, train.precision, device, train.seed)
-        self.step = TrainStep(
-            self.model,
-            build_optimizer(self.model, config.optim, device),
-            learning_rates=learning_rates(config.optim, train.steps),
-            max_grad_norm=config.optim.max_grad_norm,
-            autocast_dtype=autocast_dtype(train.precision),
-            config=config.graph,
-        )
+        if train.activation_checkpointing:
+            recompute_activations(self.model, in_graphs=config.graph.scope is not Scope.none or config.graph.auto)
+        self.make_step = step_maker(config, self.model, device, self.batches.loss_fn)
+        self.auto: AutoScope | None = None
+        if config.graph.auto:
+            left = train.steps - (point.manifest["steps_done"] if point.manifest else 0)
+            scopes = candidates(compiled=config.graph.compile is not Compile.none)
+            self.auto = AutoScope(self.make_step, scopes, config.graph.warmup_steps, left)
+        self.step = self.auto.step if self.auto else self.make_step(config.graph.scope)
+        if train.checkpoint:
+            check_room(self.folder / FOLDER, self.model, train.ema_decay is not None)
+        before = None
+        if point.checkpoint is not None:
+            weights = load_weights(point.checkpoint, dims, weights_dtype(train.precision))
+            before = restore(point.checkpoint, self.model, self.step, weights)
+        self.first = before.steps_done if before else 0
         self.clock = StepClock(device, train.sync_steps)
         self.tokens_per_step = train.grad_accumulation * data.batch_size * data.seq_len
         text = OmegaConf.to_yaml(OmegaConf.create(plain_config(config)))
-        self.metrics = Metrics(folder, device, train.steps, self.clock, self.tokens_per_step, text)
+        self.metrics = Metrics(self.folder, device, train.steps, self.clock, self.tokens_per_step, text, before)
         self.samples = Samples(self.model, config, corpus, self.metrics) if train.sample_every else None
 
     def _show(self, bar: tqdm) -> None:
@@ -88,28 +105,81 @@ class _Run:
             shown["step"] = f"{recent:.1f} ms"
         bar.set_postfix(shown, refresh=False)
 
+    def _log(self) -> None:
+        step, stats = self.step, self.step.stats
+        values = {"train/grad_norm": step.grad_norm, "train/lr": step.learning_rate}
+        if step.guarded:
+            values |= {"first_nonfinite": step.first_nonfinite, "skipped": step.skipped}
+        if step.loss_scale is not None:
+            values["train/loss_scale"] = step.loss_scale
+        if step.loss_scale is not None or self.config.train.nonfinite is NonFinite.skip:
+            values["train/skipped_steps"] = step.skipped
+        counters = {name: getattr(stats, name) for name in ("captures", "replays", "eager_calls")}
+        self.metrics.log(values, counters)
+        self._check_finite()
+
+    @property
+    def first_nonfinite(self) -> int | None:
+        """The first step, counted from 1, known by now to have had a value that is not finite."""
+        found = int(self.metrics.latest.get("first_nonfinite", -1))
+        return found + 1 if found >= 0 else None
+
+    def _check_finite(self) -> None:
+        if self.first_nonfinite is not None and self.config.train.nonfinite is NonFinite.stop:
+            kept = f"; the newest checkpoint is {self.saved}" if self.saved else ""
+            raise NonFiniteError(
+                f"step {self.first_nonfinite}: the loss or a gradient is NaN or infinite{kept}. Lower "
+                "optim.learning_rate, look at the data of that step, or leave such updates out: train.nonfinite=skip"
+            )
+
+    def _finish_values(self) -> None:
+        self.metrics.finish()
+        self._check_finite()
+
+    def _save(self, done: int) -> None:
+        self._finish_values()
+        progress = Progress(done, self.settings, self.data, self.metrics.losses, self.metrics.eval_losses)
+        keep = self.config.train.keep_checkpoints
+        parent = self.folder / FOLDER
+        self.saved = save_checkpoint(parent, self.model, self.step, progress, self.corpus.tokenizer, keep)
+
     def steps(self) -> float:
-        """Runs all steps; returns the seconds that took."""
+        """Runs all steps that are left, or those until a signal says to stop; returns the seconds that took."""
         train, metrics, clock = self.config.train, self.metrics, self.clock
         started = time.perf_counter()
         on_terminal = sys.stderr.isatty()
         with (
-            Prefetcher(self.sampler, range(train.steps), pin=self.device.type == "cuda") as batches,
+            StopRequest() as stop,
+            Prefetcher(self.batches.sampler, range(self.first, train.steps), pin=self.device.type == "cuda") as batches,
             tqdm(
-                total=train.steps, unit="step", dynamic_ncols=on_terminal, mininterval=0.2 if on_terminal else 10
+                total=train.steps,
+                initial=self.first,
+                unit="step",
+                dynamic_ncols=on_terminal,
+                mininterval=0.2 if on_terminal else 10,
             ) as bar,
         ):
             clock.begin()
-            for done, batch in enumerate(batches, start=1):
+            for done, batch in enumerate(batches, start=self.first + 1):
+                if self.auto is not None:
+                    self.step = self.auto.before_step()
                 called = time.perf_counter()
+                before = self.step.captures
                 loss = self.step(batch)
                 host_seconds = time.perf_counter() - called
+                if self.step.captures != before:
+                    length = batch.shape[2] - 1
+                    known = self.captures_by_length
+                    known[length] = known.get(length, 0) + self.step.captures - before
+                if self.auto is not None:
+                    self.auto.after_step()
                 metrics.record(loss)
                 clock.end_step(host_seconds)
-                if done % train.log_every == 0 or done == train.steps:
-                    stats = self.step.stats
-                    counters = {name: getattr(stats, name) for name in ("captures", "replays", "eager_calls")}
-                    metrics.log(self.step.grad_norm, self.step.learning_rate, counters)
+                last = done == train.steps or stop.signal is not None
+                every = train.checkpoint_every
+                saving = train.checkpoint and (last or (every > 0 and done % every == 0))
+                if done % train.log_every == 0 or last or saving:
+                    self._log()
                     self._show(bar)
                 if self.evaluation and (done % train.eval_every == 0 or done == train.steps):
                     metrics.log_evaluation(_evaluate(self.model, self.step, self.evaluation))
@@ -117,8 +187,14 @@ class _Run:
                 if self.samples is not None and self.samples.due(done):
                     self.samples.show(done)
                     clock.begin()
+                if saving:
+                    self._save(done)
+                    clock.begin()
                 bar.update()
-            metrics.finish()
+                if last and done < train.steps:
+                    self.stopped_by = stop.signal.name
+                    break
+            self._finish_values()
             self._show(bar)
         return time.perf_counter() - started
 
@@ -126,9 +202,11 @@ class _Run:
         """The numbers of the run, once its steps are done."""
         on_gpu = self.device.type == "cuda"
         return RunResult(
-            scope=self.config.graph.scope.value,
+            scope="auto" if self.auto else self.config.graph.scope.value,
             config=plain_config(self.config),
-            device=_device_name(self.device),
+            status="interrupted" if self.stopped_by else "finished",
+            error=self.stopped_by,
+            device=device_name(self.device),
             time_source=self.clock.source,
             tokens_per_step=self.tokens_per_step,
             losses=[loss.hex() for loss in self.metrics.losses],
@@ -136,12 +214,26 @@ class _Run:
             step_ms=self.clock.step_ms,
             host_ms=self.clock.host_ms,
             # Step warmup_steps captures, and the one after it may still grow memory; the same for every scope.
-            measured_from_step=self.config.graph.warmup_steps + 2,
+            measured_from_step=self.config.graph.warmup_steps + 2 + (self.auto.began if self.auto else 0),
+            lengths=self.batches.report(self.captures_by_length),
+            auto=self.auto.report() if self.auto else {},
             allocated_gib=torch.cuda.max_memory_allocated(self.device) / GIB if on_gpu else None,
             reserved_gib=torch.cuda.max_memory_reserved(self.device) / GIB if on_gpu else None,
             graph=asdict(self.step.stats),
             seconds=seconds,
+            checkpoint=str(self.saved.relative_to(self.folder)) if self.saved else None,
+            resumed_at_step=self.first,
+            skipped_steps=int(self.metrics.latest.get("skipped", 0)),
+            first_nonfinite_step=self.first_nonfinite,
         )
+
+    def profile(self) -> dict[str, dict[str, float]]:
+        """Records a few more steps; only when everything else is done and saved."""
+        make, after = self.batches.sampler, self.config.train.steps
+        batches = [make(after)]
+        # Of one shape, where there are several.
+        batches += [batch for k in range(1, 64) if (batch := make(after + k)).shape == batches[0].shape][:2]
+        return profile_steps(self.model, self.step, self.make_step, batches, self.folder)
 
     def close(self) -> None:
         """Frees the graphs and closes the event file."""
@@ -149,43 +241,52 @@ class _Run:
         self.step.reset()
 
 
-def _run(config: RunConfig, folder: Path, device: torch.device, corpus: Corpus, dims: PretrainedConfig) -> RunResult:
-    run = _Run(config, folder, device, corpus, dims)
+def _run(
+    config: RunConfig, point: ResumePoint, device: torch.device, corpus: Corpus, dims: PretrainedConfig
+) -> RunResult:
+    run = _Run(config, point, device, corpus, dims)
     try:
-        seconds = run.steps()
-        result = run.result(seconds)
-        if config.train.checkpoint:
-            name = Path("checkpoints") / f"step_{config.train.steps:08d}"
-            save_checkpoint(folder / name, run.model, run.step, config.train.steps, corpus.tokenizer)
-            result.checkpoint = str(name)
+        result = run.result(run.steps())
+        if config.train.profile and not run.stopped_by:
+            result.profile = run.profile()
+        return result
     finally:
         run.close()
-    return result
 
 
-def train(config: RunConfig, run_dir: Path) -> RunResult:
-    """Trains as told and writes TensorBoard events, `result.json` and the checkpoint into `run_dir`.
+def train(config: RunConfig, run_dir: Path, point: ResumePoint | None = None) -> RunResult:
+    """Trains as told and writes TensorBoard events, `result.json` and checkpoints into the folder of the run.
 
     Whatever happens, nothing of the run stays behind in the process: graphs, GPU memory and its peaks, random state
-    and deterministic flags are as they were.
+    and deterministic flags are as they were. SIGINT or SIGTERM ends the run after the step it is in; it is saved, and
+    the result's status is `interrupted`.
 
     Args:
         config: checked settings, from `parse`.
-        run_dir: folder of this run; made if need be.
+        run_dir: folder of this run; made if need be. A resumed run goes on in its own folder instead.
+        point: where to go on, if that is known already; None looks at `config.train.resume`.
 
     Raises:
-        ConfigError: the data or the saved model cannot be used; raised before a model is built.
-        GraphmodError: `run_dir` cannot be written to.
+        ConfigError: the data or the saved model cannot be used, or a run with other settings cannot be resumed; raised
+            before a model is built.
+        GraphmodError: the folder cannot be written to, or has no room for a checkpoint.
+        NonFiniteError: a loss or gradient was not finite, with `train.nonfinite=stop`.
     """
+    point = point or resume_point(config, run_dir)
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
+        point.run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise GraphmodError(f"cannot write to {run_dir}: {error.strerror}") from error
+        raise GraphmodError(f"cannot write to {point.run_dir}: {error.strerror}") from error
     corpus = load_corpus(config.data, config.model, config.train.seed)
     split(corpus, config.data)  # for its error, which should come before the model
     dims = model_config(config.model, corpus.vocab_size, config.data.seq_len)
     device = pick_device(config.train.device)
+    if point.checkpoint is not None:
+        require_same(point, decisive_settings(plain_config(config), device.type), fingerprint(corpus.tokens))
+        finished = finished_result(point, config.train.steps)
+        if finished is not None:
+            return finished
     with isolated(device, config.train.seed, config.train.deterministic):
-        result = _run(config, run_dir, device, corpus, dims)
-    result.write(run_dir)
+        result = _run(config, point, device, corpus, dims)
+    result.write(point.run_dir)
     return result

@@ -1,7 +1,8 @@
 """Losses and scalars of a run: kept on the device, fetched in the background, written to TensorBoard.
 
-Imports torch, tensorboard and `train/timing.py`. Between two log points nothing is read from the device, and at a
-log point nothing waits: values are copied into pinned memory and written once their copy is known to have ended.
+Imports torch, tensorboard, `train/timing.py`, and `train/checkpoint.py` for its `Progress`. Between two log points
+nothing is read from the device, and at a log point nothing waits: values are copied into pinned memory and written
+once their copy is known to have ended.
 """
 
 from collections import deque
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
+from graphmod.train.checkpoint import Progress
 from graphmod.train.timing import StepClock, median
 
 GIB = 2**30
@@ -39,10 +41,13 @@ class Metrics:
         clock: of the same run; its medians become `perf/step_ms` and `perf/host_ms`.
         tokens_per_step: for `perf/tokens_per_s`.
         config_text: the resolved config, as YAML.
+        before: of a resumed run, how far it was; its losses come first, and what TensorBoard shows of later steps, from
+            before the interruption, is replaced.
 
     Attributes:
         losses: the losses that have arrived, one a step, in order.
         eval_losses: (steps done, loss) of the evaluations that have arrived.
+        latest: the last value that arrived under each name.
     """
 
     def __init__(
@@ -53,16 +58,20 @@ class Metrics:
         clock: StepClock,
         tokens_per_step: int,
         config_text: str,
+        before: Progress | None = None,
     ) -> None:
         self._device, self._clock, self._tokens = device, clock, tokens_per_step
         self._on_gpu = device.type == "cuda"
-        self._recent = torch.zeros(steps, dtype=torch.float32, device=device)
+        self._first = before.steps_done if before else 0
+        self._recent = torch.zeros(steps - self._first, dtype=torch.float32, device=device)
         self._done = self._sent = 0
         self._fetches: deque[_Fetch] = deque()
-        self.losses: list[float] = []
-        self.eval_losses: list[tuple[int, float]] = []
-        self._writer = SummaryWriter(str(folder))
-        self._writer.add_text("config", "```yaml\n" + config_text + "\n```")
+        self.losses: list[float] = list(before.losses) if before else []
+        self.eval_losses: list[tuple[int, float]] = list(before.eval_losses) if before else []
+        self.latest: dict[str, float] = {}
+        self._writer = SummaryWriter(str(folder), purge_step=self._first + 1 if before else None)
+        if before is None:
+            self._writer.add_text("config", "```yaml\n" + config_text + "\n```")
 
     def record(self, loss: Tensor) -> None:
         """Keeps the 0-d loss of the step that was just done, on the device."""
@@ -84,29 +93,26 @@ class Metrics:
             self._sent = last
         self._fetches.append(_Fetch(values, arrived, first, last, list(parts), scalars))
 
-    def log(self, grad_norm: Tensor | None, learning_rate: Tensor | float | None, graph: dict[str, int]) -> None:
+    def log(self, values: dict[str, Tensor | float | None], graph: dict[str, int]) -> None:
         """A log point after the step that was just done.
 
         Args:
-            grad_norm: 0-d, before clipping.
-            learning_rate: 0-d tensor or number.
+            values: by tag: one-element tensors, numbers, or None for what there is not. A name without a slash is no
+                tag; its value is only kept in `latest`.
             graph: counters, by the last part of their tag (`captures`, `replays`, `eager_calls`).
         """
-        parts, scalars = {}, {f"graph/{name}": value for name, value in graph.items()}
-        for tag, value in (("train/grad_norm", grad_norm), ("train/lr", learning_rate)):
-            if isinstance(value, Tensor):
-                parts[tag] = value
-            elif value is not None:
-                scalars[tag] = value
+        parts = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        scalars = {f"graph/{name}": value for name, value in graph.items()}
+        scalars |= {name: value for name, value in values.items() if value is not None and name not in parts}
         if self._on_gpu:
             scalars["memory/allocated_gib"] = torch.cuda.memory_allocated(self._device) / GIB
             scalars["memory/reserved_gib"] = torch.cuda.memory_reserved(self._device) / GIB
         self._fetch(parts, scalars)
         self.write()
 
-    def log_evaluation(self, loss: Tensor) -> None:
-        """Keeps a 0-d evaluation loss, measured after the step that was just done."""
-        self._fetch({"eval/loss": loss}, {}, with_losses=False)
+    def log_evaluation(self, losses: dict[str, Tensor]) -> None:
+        """Keeps 0-d evaluation losses by tag (`eval/loss`), measured after the step that was just done."""
+        self._fetch(losses, {}, with_losses=False)
         self.write()
 
     def log_text(self, tag: str, text: str, done: int) -> None:
@@ -131,8 +137,10 @@ class Metrics:
         self.losses += values[:count]
         scalars = dict(fetch.scalars)
         scalars.update(zip(fetch.names, values[count:], strict=True))
+        done = self._first + fetch.last
+        self.latest |= scalars
         if "eval/loss" in scalars:
-            self.eval_losses.append((fetch.last, scalars["eval/loss"]))
+            self.eval_losses.append((done, scalars["eval/loss"]))
         if count:
             # Steps end before their losses arrive, so the clock knows all of these by now.
             step_ms = median(self._clock.step_ms[fetch.first : fetch.last])
@@ -141,14 +149,13 @@ class Metrics:
             scalars["perf/step_ms"] = step_ms
             scalars["perf/tokens_per_s"] = self._tokens / step_ms * 1e3 if step_ms else None
         for tag, value in scalars.items():
-            if value is not None:
-                self._writer.add_scalar(tag, value, fetch.last)
+            if value is not None and "/" in tag:
+                self._writer.add_scalar(tag, value, done)
 
     def finish(self) -> None:
-        """Waits for every value still on its way and writes it."""
-        if self._sent < self._done:
-            self._fetch({}, {})
+        """Waits for every value still on its way and writes it, to the disk."""
         self.write(wait=True)
+        self._writer.flush()
 
     def close(self) -> None:
         """Closes the event file; values still on their way are dropped (call `finish` first to keep them)."""

@@ -4,6 +4,7 @@ Imports transformers, the schema and `train/attention.py`; knows nothing of data
 """
 
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from transformers import (
@@ -25,13 +26,13 @@ _VOCAB_MULTIPLE = 64  # matrix kernels are fastest on round sizes
 
 
 def weights_dtype(precision: Precision) -> torch.dtype:
-    """The dtype of the parameters; `bf16_mixed` keeps them in fp32."""
+    """The dtype of the parameters; the mixed precisions keep them in fp32."""
     return torch.bfloat16 if precision is Precision.bf16 else torch.float32
 
 
 def autocast_dtype(precision: Precision) -> torch.dtype | None:
     """The dtype of autocast, or None for none."""
-    return torch.bfloat16 if precision is Precision.bf16_mixed else None
+    return {Precision.bf16_mixed: torch.bfloat16, Precision.fp16_mixed: torch.float16}.get(precision)
 
 
 def _sizes(model: ModelConfig, vocab_size: int) -> PretrainedConfig:
@@ -113,7 +114,8 @@ def no_transformers_bars():
             transformers_logging.enable_progress_bar()
 
 
-def _load(folder: str, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+def load_weights(folder: str | Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The model saved in `folder`, on the CPU. Raises ConfigError when weights are missing or cannot be read."""
     try:
         with no_transformers_bars():
             model, info = AutoModelForCausalLM.from_pretrained(
@@ -121,11 +123,11 @@ def _load(folder: str, config: PretrainedConfig, dtype: torch.dtype) -> PreTrain
             )
     except Exception as error:  # whatever the readers of the many file formats raise
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ConfigError(f"model.path={folder} holds no weights transformers can read: {reason}") from error
+        raise ConfigError(f"{folder} holds no weights transformers can read: {reason}") from error
     if info["missing_keys"]:
         # transformers would go on with random numbers in their place.
         some = ", ".join(sorted(info["missing_keys"])[:3])
-        raise ConfigError(f"model.path={folder} lacks {len(info['missing_keys'])} weights of its model, such as {some}")
+        raise ConfigError(f"{folder} lacks {len(info['missing_keys'])} weights of its model, such as {some}")
     return model
 
 
@@ -141,7 +143,7 @@ def build_model(
     """
     dtype = weights_dtype(precision)
     if model.architecture is Architecture.local:
-        built = _load(model.path, config, dtype).to(device)
+        built = load_weights(model.path, config, dtype).to(device)
     else:
         gpus = [device] if device.type == "cuda" else []
         # Weights are made where they will live: drawing a large model on the CPU takes longer than a short run.

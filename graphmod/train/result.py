@@ -19,9 +19,9 @@ class RunResult:
     """The numbers of one run.
 
     Attributes:
-        scope: `none`, `per_layer` or `full_iteration`.
+        scope: `none`, `per_layer`, `full_iteration`, or `auto`.
         config: the resolved settings.
-        status: `finished`, or `failed` with the reason in `error`.
+        status: `finished`, `interrupted` (by the signal in `error`), or `failed` with the reason in `error`.
         device: name of the device.
         time_source: what `step_ms` was measured with, `cuda events` or `wall clock`.
         tokens_per_step: over all microbatches.
@@ -33,6 +33,13 @@ class RunResult:
         graph: the counters of `GraphStats`.
         seconds: of the loop, evaluation included.
         checkpoint: folder of the last checkpoint, relative to the run's.
+        resumed_at_step: steps done by earlier processes; `step_ms` and `host_ms` begin there.
+        skipped_steps: updates left out because something was not finite.
+        lengths: with `data.buckets`, by length: how many pieces of documents are in it, the share of padding, and the
+            graphs captured for it; also for all, and for what one bucket would take.
+        profile: with `train.profile`, what `profile_steps` summed up.
+        auto: what `graph=auto` measured and chose; empty without it.
+        first_nonfinite_step: the first step, counted from 1, whose loss or gradient was not finite; None without one.
     """
 
     scope: str
@@ -52,6 +59,12 @@ class RunResult:
     graph: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
     checkpoint: str | None = None
+    resumed_at_step: int = 0
+    skipped_steps: int = 0
+    first_nonfinite_step: int | None = None
+    lengths: dict[str, dict[str, Any]] = field(default_factory=dict)
+    profile: dict[str, dict[str, float]] = field(default_factory=dict)
+    auto: dict[str, Any] = field(default_factory=dict)
 
     @property
     def step_ms_median(self) -> float | None:
@@ -113,6 +126,28 @@ class RunResult:
             lines.append(f"  no step times: the run ended before step {self.measured_from_step}, where they count")
         if self.reserved_gib is not None:
             lines.append(f"  GPU memory: {self.allocated_gib:.2f} GiB allocated, {self.reserved_gib:.2f} GiB reserved")
+        if self.lengths:
+            parts = (
+                f"{length}: {entry['pieces']} pieces, {entry['padding']:.0%} padding, {entry['graphs']} graphs"
+                for length, entry in self.lengths.items()
+                if "graphs" in entry
+            )
+            lines.append("  buckets " + "; ".join(parts))
+            whole, single = self.lengths["all"]["padding"], self.lengths["one bucket"]["padding"]
+            lines.append(f"  padding {whole:.1%} in all; with the longest bucket alone it would be {single:.1%}")
+        for name, found in self.profile.items():
+            if "busy_share" in found:
+                lines.append(
+                    f"  profile, {name}: GPU busy {found['busy_ms']:.2f} ms of a step ({found['busy_share']:.0%}), "
+                    f"idle {found['idle_ms']:.2f} ms, {found['kernels']:.0f} kernels"
+                )
+            else:
+                lines.append(f"  profile, {name}: {found['step_ms']:.2f} ms a step; there is no GPU to be busy")
+        if self.auto:
+            lines.append(f"  keeps {self.auto['chosen'] or 'nothing yet'}: {self.auto['reason']}")
+        if self.skipped_steps:
+            where = f", the first not finite is step {self.first_nonfinite_step}" if self.first_nonfinite_step else ""
+            lines.append(f"  {self.skipped_steps} updates left out{where}")
         if first is not None:
             evaluated = f", evaluation {float.fromhex(self.eval_losses[-1][1]):.3f}" if self.eval_losses else ""
             lines.append(f"  loss {first:.3f} -> {last:.3f}{evaluated} nats a token")

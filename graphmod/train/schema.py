@@ -27,12 +27,29 @@ class Source(str, Enum):
     synthetic = "synthetic"
 
 
+class Documents(str, Enum):
+    """What counts as one document."""
+
+    file = "file"
+    line = "line"
+
+
 class Precision(str, Enum):
-    """`fp32`; `bf16` (weights and arithmetic); `bf16_mixed` (fp32 weights, bf16 autocast)."""
+    """`fp32`; `bf16` (weights and arithmetic); `bf16_mixed` and `fp16_mixed` (fp32 weights, autocast; `fp16_mixed`
+    with a loss scale)."""
 
     fp32 = "fp32"
     bf16 = "bf16"
     bf16_mixed = "bf16_mixed"
+    fp16_mixed = "fp16_mixed"
+
+
+class NonFinite(str, Enum):
+    """What to do when a loss or gradient is NaN or infinite."""
+
+    stop = "stop"
+    skip = "skip"
+    ignore = "ignore"
 
 
 class DeviceName(str, Enum):
@@ -86,6 +103,10 @@ class DataConfig:
         seq_len: tokens of one sequence the model sees.
         batch_size: sequences in one microbatch.
         eval_fraction: share of the tokens, from the end, kept for evaluation; in [0, 1).
+        documents: what `buckets` and `packing` keep apart: the files, or the lines of all files.
+        buckets: lengths in tokens, such as [256,512,1024], in place of `seq_len`: a batch holds documents of about
+            equal length, padded to the next of these. `batch_size` is that of the longest; shorter ones have more rows.
+        packing: documents that share a window do not see each other.
     """
 
     source: Source = Source.stdlib
@@ -97,6 +118,9 @@ class DataConfig:
     seq_len: int = 256
     batch_size: int = 8
     eval_fraction: float = 0.05
+    documents: Documents = Documents.file
+    buckets: list[int] | None = None
+    packing: bool = False
 
 
 @dataclass
@@ -122,6 +146,28 @@ class OptimConfig:
     max_grad_norm: float | None = 1.0
 
 
+class Compile(str, Enum):
+    """What torch.compile does inside the graphs: nothing, its default, or its tuning for long runs too."""
+
+    none = "none"
+    default = "default"
+    max = "max"
+
+
+@dataclass
+class GraphConfig(CUDAGraphConfig):
+    """The settings of `CUDAGraphConfig`, and what only a training run has.
+
+    Attributes:
+        compile: `default` fuses kernels with torch.compile before they are captured; `max` also lets it try out which
+            variants are fastest, which takes minutes once.
+        auto: measure the scopes on the first steps and keep the fastest; `scope` is then what it starts with.
+    """
+
+    compile: Compile = Compile.none
+    auto: bool = False
+
+
 @dataclass
 class TrainConfig:
     """The loop.
@@ -129,7 +175,7 @@ class TrainConfig:
     Attributes:
         steps: optimizer steps.
         grad_accumulation: microbatches in a step.
-        precision: `fp32`, `bf16` or `bf16_mixed`.
+        precision: `fp32`, `bf16`, `bf16_mixed` or `fp16_mixed`.
         device: `auto`, `cpu` or `cuda`.
         seed: of the weights, the data order and dropout.
         deterministic: use kernels whose result does not vary from run to run.
@@ -142,6 +188,19 @@ class TrainConfig:
         sample_prompt: what it goes on from.
         sample_tokens: how many tokens it writes.
         sample_temperature: 0 takes the most likely token each time.
+        nonfinite: when a loss or gradient is NaN or infinite: `stop` ends the run, with the weights of before, and
+            names the step; `skip` leaves that update out and goes on; `ignore` does not look.
+        ema_decay: keep averaged weights, this much of them at each step; in [0, 1). null keeps none. They are
+            evaluated (`eval/ema_loss`) and saved beside the others.
+        activation_checkpointing: keep no activations inside the layers and compute them again in the backward; less
+            memory, about a third more time.
+        profile: when all steps are done, record a few more, as the run does them and eagerly, in `trace.json` for
+            Perfetto, and sum up how busy the GPU was.
+        checkpoint: save the model and the optimizer at the end, and when the run is told to stop.
+        checkpoint_every: also save after each so many steps; 0 does not.
+        keep_checkpoints: how many of the newest stay on the disk.
+        resume: `none`; `auto`: go on with the newest unfinished run beside this one; or the folder of a run or of a
+            checkpoint.
     """
 
     steps: int = 500
@@ -154,11 +213,18 @@ class TrainConfig:
     eval_every: int = 100
     eval_batches: int = 4
     sync_steps: bool = False
+    nonfinite: NonFinite = NonFinite.stop
+    ema_decay: float | None = None
+    activation_checkpointing: bool = False
+    profile: bool = False
     checkpoint: bool = True
     sample_every: int = 0
     sample_prompt: str = "def "
     sample_tokens: int = 120
     sample_temperature: float = 0.8
+    checkpoint_every: int = 0
+    keep_checkpoints: int = 2
+    resume: str = "none"
 
 
 @dataclass
@@ -168,5 +234,5 @@ class RunConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
-    graph: CUDAGraphConfig = field(default_factory=CUDAGraphConfig)
+    graph: GraphConfig = field(default_factory=GraphConfig)
     train: TrainConfig = field(default_factory=TrainConfig)

@@ -1,9 +1,11 @@
 """One training iteration as a callable, from graphs of the layers, from one graph, or eagerly.
 
-May import the core of graphmod, not the other parts of the training run.
+May import the core of graphmod, `train/iteration.py` and `train/compile.py`, not the other parts of the training run.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -13,78 +15,12 @@ from graphmod.config import CUDAGraphConfig, Scope
 from graphmod.layers import edge_modules, find_layers, graph_layers, match_layers, ungraph
 from graphmod.lifecycle import GraphStats
 from graphmod.module import CUDAGraphModule
+from graphmod.train.compile import CHOICES, compile_layers, compiled
+from graphmod.train.iteration import NONFINITE, Iteration, next_token_loss
 
+__all__ = ["TrainStep", "next_token_loss"]
 
-def next_token_loss(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Mean cross entropy, in nats per token, of predicting `tokens[:, 1:]` from `tokens[:, :-1]`.
-
-    Args:
-        model: a transformers causal LM, whose output has `.logits` of shape (B, S, V).
-        tokens: (B, S + 1) int64.
-    """
-    logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
-    return nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
-
-
-class _Iteration:
-    """The arithmetic of an iteration, the same in every scope."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        loss_fn: Callable[[nn.Module, Tensor], Tensor],
-        learning_rates: Sequence[float] | None,
-        max_grad_norm: float | None,
-        autocast_dtype: torch.dtype | None,
-    ) -> None:
-        self.model, self.optimizer, self.loss_fn = model, optimizer, loss_fn
-        self.max_grad_norm, self.autocast_dtype = max_grad_norm, autocast_dtype
-        self.device = next(model.parameters()).device
-        self.trained = [p for group in optimizer.param_groups for p in group["params"]]
-        self.rates: Tensor | None = None
-        if learning_rates is not None:
-            self.rates = torch.tensor(list(learning_rates), dtype=torch.float32, device=self.device)
-        self.position = torch.zeros(1, dtype=torch.int64, device=self.device)
-
-    def loss(self, tokens: Tensor) -> Tensor:
-        with torch.autocast(self.device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None):
-            return self.loss_fn(self.model, tokens)
-
-    def differentiate(self, batch: Tensor) -> Tensor:
-        """Forward and backward of every microbatch; the mean loss."""
-        total = None
-        for tokens in batch:
-            part = self.loss(tokens)
-            if len(batch) > 1:
-                part = part / len(batch)
-            part.backward()
-            total = part.detach() if total is None else total + part.detach()
-        return total
-
-    def update(self) -> Tensor | None:
-        """Learning rate, clipping and optimizer step; returns the gradients' 2-norm before clipping, if it clips."""
-        if self.rates is not None:
-            rate = self.rates[self.position.clamp(max=len(self.rates) - 1)].squeeze(0)
-            for group in self.optimizer.param_groups:
-                group["lr"].copy_(rate)
-            self.position += 1
-        norm = None
-        if self.max_grad_norm is not None:
-            norm = nn.utils.clip_grad_norm_(self.trained, self.max_grad_norm)
-        self.optimizer.step()
-        return norm
-
-    def run(self, batch: Tensor) -> tuple[Tensor, Tensor | None]:
-        loss = self.differentiate(batch)
-        norm = self.update()
-        self.optimizer.zero_grad(set_to_none=True)
-        return loss, norm
-
-    @torch.no_grad()
-    def evaluate(self, batch: Tensor) -> Tensor:
-        losses = [self.loss(tokens) for tokens in batch]
-        return losses[0] if len(losses) == 1 else torch.stack(losses).mean()
+_COMPILED_WARMUP = 2
 
 
 class TrainStep:
@@ -101,13 +37,23 @@ class TrainStep:
             the optimizer's rate alone.
         max_grad_norm: clip the gradients to this total 2-norm; None does not clip.
         autocast_dtype: run forward and loss under autocast of this dtype; None does not.
+        nonfinite: what a loss or gradient that is NaN or infinite does, decided on the device without asking the host:
+            `skip` leaves this update out, `stop` leaves out this and all later ones (look at `first_nonfinite` at
+            times), `ignore` does nothing.
+        scale_loss: keep a loss scale as torch.amp.GradScaler does, on the device; for float16 autocast. An update
+            whose scaled gradients overflow is left out.
+        ema_decay: keep an exponential moving average of the weights in float32, this much of it at each step; None
+            keeps none.
+        compile: `default` or `max` compiles the layers (scope `per_layer`) or forward and loss (other scopes) with
+            torch.compile before they are captured; `none` does not. See `train/compile.py`.
         config: what to capture (`scope`); None means `CUDAGraphConfig()`.
 
     Attributes:
-        grad_norm: 0-d, the gradients' 2-norm of the last step before clipping; None without clipping.
+        grad_norm: 0-d, the gradients' 2-norm of the last step before clipping; None without clipping or `nonfinite`.
 
     Raises:
-        ValueError: `learning_rates` with an optimizer whose rate is a Python number.
+        ValueError: `learning_rates` with an optimizer whose rate is a Python number, or `nonfinite` or `scale_loss`
+            with one that is not fused and so cannot leave out an update.
     """
 
     def __init__(
@@ -119,18 +65,44 @@ class TrainStep:
         learning_rates: Sequence[float] | None = None,
         max_grad_norm: float | None = None,
         autocast_dtype: torch.dtype | None = None,
+        nonfinite: str = "ignore",
+        scale_loss: bool = False,
+        ema_decay: float | None = None,
+        compile: str = "none",
         config: CUDAGraphConfig | None = None,
     ) -> None:
+        if nonfinite not in NONFINITE:
+            raise ValueError(f"nonfinite={nonfinite!r} is not known; choose one of: {', '.join(NONFINITE)}")
+        if (nonfinite != "ignore" or scale_loss) and not getattr(optimizer, "_step_supports_amp_scaling", False):
+            raise ValueError(
+                f"nonfinite={nonfinite!r} and scale_loss need an optimizer that can leave out an update without asking "
+                f"the host, and this {type(optimizer).__name__} cannot; build AdamW, Adam or SGD with fused=True"
+            )
         for group in optimizer.param_groups:
             if learning_rates is not None and not isinstance(group["lr"], Tensor):
                 raise ValueError(
                     f"learning_rates needs an optimizer whose lr is a tensor, got {group['lr']!r}; build it with "
                     "lr=torch.tensor(..., device=...)"
                 )
+        if compile not in CHOICES:
+            raise ValueError(f"compile={compile!r} is not known; choose one of: {', '.join(CHOICES)}")
         self.model, self.optimizer = model, optimizer
         self.config = config or CUDAGraphConfig()
+        self._undo_compile: Callable[[], None] | None = None
+        if compile != "none":
+            loss_fn = self._compile(loss_fn, compile)
         self.grad_norm: Tensor | None = None
-        self._iteration = _Iteration(model, optimizer, loss_fn, learning_rates, max_grad_norm, autocast_dtype)
+        self._iteration = Iteration(
+            model,
+            optimizer,
+            loss_fn=loss_fn,
+            learning_rates=learning_rates,
+            max_grad_norm=max_grad_norm,
+            autocast_dtype=autocast_dtype,
+            nonfinite=nonfinite,
+            scale_loss=scale_loss,
+            ema_decay=ema_decay,
+        )
         self._inputs: dict[torch.Size, Tensor] = {}
         self._settled: dict[int, Tensor] = {}
         self._eager_steps = 0
@@ -143,9 +115,22 @@ class TrainStep:
         elif self.config.scope is Scope.per_layer:
             self._graph_layers()
 
-    def _graph_layers(self) -> None:
+    def _compile(self, loss_fn: Callable, how: str) -> Callable:
+        """Compiles what the scope captures; returns the loss function to use."""
+        # The first call compiles, and only a later one is what a capture will be compared with.
+        self.config = replace(self.config, warmup_steps=max(self.config.warmup_steps, _COMPILED_WARMUP))
+        device = next(self.model.parameters()).device
+        if self.config.scope is not Scope.per_layer:
+            return compiled(loss_fn, how, [self.model], device)
+        self._undo_compile = compile_layers(self.model, self._layers(), how, device)
+        return loss_fn
+
+    def _layers(self) -> list[str]:
         patterns = self.config.layers
-        layers = find_layers(self.model) if patterns is None else match_layers(self.model, patterns)
+        return find_layers(self.model) if patterns is None else match_layers(self.model, patterns)
+
+    def _graph_layers(self) -> None:
+        layers = self._layers()
         if self.config.optimizer:
             # The optimizer's graph reads every gradient by address, so every parameter's gradient must stay in place.
             layers = [*layers, *edge_modules(self.model, layers)]
@@ -161,7 +146,7 @@ class TrainStep:
         if self._update is not None:
             loss = self._iteration.differentiate(batch)
             self._settle_gradients()
-            self.grad_norm = self._update()
+            self.grad_norm = self._update(loss) if self._iteration.guarded else self._update()
             self.optimizer.zero_grad(set_to_none=True)
         else:
             loss, self.grad_norm = self._run(batch)
@@ -199,9 +184,19 @@ class TrainStep:
                 parameter.grad = settled
 
     @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return self._iteration.device
+
+    @property
     def learning_rate(self) -> Tensor | float:
         """The optimizer's present learning rate, that of its first parameter group."""
         return self.optimizer.param_groups[0]["lr"]
+
+    @property
+    def captures(self) -> int:
+        """Graphs captured so far; cheaper to ask than `stats`."""
+        return sum(graph._counters.captures for graph in self._graphs)
 
     @property
     def stats(self) -> GraphStats:
@@ -215,18 +210,53 @@ class TrainStep:
         total.pool_bytes = sum(pools.values())
         return total
 
+    @property
+    def guarded(self) -> bool:
+        """Whether steps that are not finite are noticed."""
+        return self._iteration.guarded
+
+    @property
+    def first_nonfinite(self) -> Tensor:
+        """int64 (1,) on the device: the first step, counted from 0, that was not finite; -1 when all were."""
+        return self._iteration.first_bad
+
+    @property
+    def skipped(self) -> Tensor:
+        """int64 (1,) on the device: the updates that were left out."""
+        return self._iteration.skipped
+
+    @property
+    def loss_scale(self) -> Tensor | None:
+        """float32 () on the device, or None without `scale_loss`."""
+        return self._iteration.scale
+
+    @property
+    def has_ema(self) -> bool:
+        """Whether there are averaged weights."""
+        return bool(self._iteration.ema)
+
+    @contextmanager
+    def ema_weights(self) -> Iterator[None]:
+        """Inside, the model has its averaged weights, at the addresses that graphs read; for evaluating and saving."""
+        with self._iteration.ema_weights():
+            yield
+
     def state_dict(self) -> dict:
-        """The position in the learning-rate schedule; the optimizer has a state_dict of its own."""
-        return {"position": self._iteration.position.cpu()}
+        """Position in the schedule, loss scale, averaged weights; the optimizer has a state_dict of its own."""
+        return self._iteration.state_dict()
 
     def load_state_dict(self, state: dict) -> None:
-        self._iteration.position.copy_(state["position"])
+        """Restores what `state_dict` gave, in place, so that graphs stay valid."""
+        self._iteration.load_state_dict(state)
 
     def reset(self) -> None:
         """Frees the graphs and puts the model's layers back. The step then runs eagerly."""
         for graph in self._graphs:
             graph.reset()
         ungraph(self.model)
+        if self._undo_compile is not None:
+            self._undo_compile()
+            self._undo_compile = None
         self._graphs = []
         self._run, self._update, self._evaluate = self._iteration.run, None, self._iteration.evaluate
         self._inputs.clear()

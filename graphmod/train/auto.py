@@ -1,0 +1,157 @@
+"""`graph=auto`: tries the scopes on the first steps of a run and keeps the fastest. Imports torch, the core's `config`
+and `train/step.py`.
+
+The trial steps are steps of the training, and every scope computes the same bits, so that trying changes no number.
+"""
+
+import logging
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from graphmod.config import Scope
+from graphmod.train.step import TrainStep
+
+log = logging.getLogger("graphmod")
+
+MEASURED = 8  # steps timed in each scope
+_EAGER_SETTLING = 3  # lazily created state, cuBLAS workspaces, a compilation
+_AFTER_CAPTURE = 3  # the capturing step, one that may still grow memory, one more
+_WORTH = 1.02  # a graph must be this much faster than eager steps, or it is not worth its memory
+
+
+@dataclass
+class Trial:
+    """What a scope did.
+
+    Attributes:
+        scope: its name.
+        ms: milliseconds a step, the median of `MEASURED` that were not waited for in between.
+        capture_seconds: spent capturing.
+        failed: why it does not count, or None.
+    """
+
+    scope: str
+    ms: float
+    capture_seconds: float = 0.0
+    failed: str | None = None
+
+
+def candidates(compiled: bool) -> list[Scope]:
+    """The scopes to try, the eager one first. With torch.compile, layers compiled one by one round differently from
+    the whole, so that choosing them would change the numbers."""
+    return [Scope.none, Scope.full_iteration] if compiled else [Scope.none, Scope.per_layer, Scope.full_iteration]
+
+
+def trial_steps(scope: Scope, warmup_steps: int) -> int:
+    """How many steps the trial of a scope takes."""
+    return MEASURED + (_EAGER_SETTLING if scope is Scope.none else max(warmup_steps, 2) + _AFTER_CAPTURE)
+
+
+class AutoScope:
+    """Owns the `TrainStep` of a run and exchanges it between steps until the choice is made.
+
+    Args:
+        make: builds the step of a scope, around one and the same model and optimizer.
+        scopes: to try, in order; the first is the eager one.
+        warmup_steps: of the graphs.
+        steps: of the run that are left.
+
+    Attributes:
+        step: the present one.
+        trials: those that are over.
+        chosen: the scope that is kept; None while it is being measured.
+        reason: why, in words.
+        began: trial steps done when the present step was built.
+    """
+
+    def __init__(self, make: Callable[[Scope], TrainStep], scopes: list[Scope], warmup_steps: int, steps: int) -> None:
+        self._make, self._scopes, self._warmup = make, scopes, warmup_steps
+        self.trials: list[Trial] = []
+        self.chosen: Scope | None = None
+        self.reason = ""
+        self.began = self._done = 0
+        self._in_trial, self._start = 0, None
+        self._times: list[tuple[Any, Any]] = []
+        self.step = make(scopes[0])
+        needed = sum(trial_steps(scope, warmup_steps) for scope in scopes)
+        if steps < 2 * needed:
+            self._choose(scopes[0], f"{steps} steps are too few to measure anything: trying all scopes takes {needed}")
+
+    def before_step(self) -> TrainStep:
+        """The step to use next."""
+        if self.chosen is None:
+            scope = self._scopes[len(self.trials)]
+            if len(self._times) == MEASURED:
+                self._end_trial(scope)
+        if self.chosen is None:
+            settled = trial_steps(self._scopes[len(self.trials)], self._warmup) - MEASURED
+            self._start = self._now() if self._in_trial >= settled else None
+            self._in_trial += 1
+        self._done += 1
+        return self.step
+
+    def after_step(self) -> None:
+        """Says that the step has been called; what comes until the next one is not timed."""
+        if self.chosen is None and self._start is not None:
+            self._times.append((self._start, self._now()))
+
+    def _now(self) -> Any:
+        if self.step.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.step.device))
+        return event
+
+    def _median_ms(self) -> float:
+        if self.step.device.type != "cuda":
+            return statistics.median(end - start for start, end in self._times) * 1e3
+        self._times[-1][1].synchronize()  # once for each scope
+        return statistics.median(start.elapsed_time(end) for start, end in self._times)
+
+    def _end_trial(self, scope: Scope) -> None:
+        trial = Trial(scope.value, self._median_ms())
+        stats = self.step.stats
+        trial.capture_seconds = stats.capture_seconds
+        if stats.failures:
+            trial.failed = f"{stats.failures} captures failed; the log says why"
+        self.trials.append(trial)
+        if len(self.trials) < len(self._scopes):
+            self._switch(self._scopes[len(self.trials)])
+            return
+        eager = self.trials[0]
+        best = min((t for t in self.trials if t.failed is None), key=lambda t: t.ms)
+        measured = ", ".join(f"{t.scope} {t.ms:.2f} ms" + (f" ({t.failed})" if t.failed else "") for t in self.trials)
+        if best is not eager and eager.ms / best.ms < _WORTH:
+            self._choose(Scope.none, f"{measured} a step: no graph is {_WORTH - 1:.0%} faster, so there is none")
+        elif best is eager:
+            self._choose(Scope.none, f"{measured} a step: eager steps are the fastest")
+        else:
+            pays = best.capture_seconds * 1e3 / (eager.ms - best.ms)
+            self._choose(
+                Scope(best.scope),
+                f"{measured} a step: {best.scope} is {eager.ms / best.ms:.2f} times as fast as eager steps, and its "
+                f"capture is paid back after {pays:.0f} steps",
+            )
+
+    def _choose(self, scope: Scope, reason: str) -> None:
+        if self.trials and self._scopes[-1] is not scope:
+            self._switch(scope)
+        self.chosen, self.reason = scope, reason
+        log.info(f"graph=auto keeps graph={scope.value}: {reason}")
+
+    def _switch(self, scope: Scope) -> None:
+        state = self.step.state_dict()
+        self.step.reset()
+        self.step = self._make(scope)
+        self.step.load_state_dict(state)
+        self.began, self._in_trial, self._times = self._done, 0, []
+
+    def report(self) -> dict[str, Any]:
+        """What was measured and chosen, as plain values."""
+        chosen = self.chosen.value if self.chosen is not None else None
+        return {"chosen": chosen, "reason": self.reason, "trials": [asdict(trial) for trial in self.trials]}

@@ -1,0 +1,179 @@
+"""torch.compile inside graphs: fused kernels, captured by graphmod instead of by inductor. May import the core's
+`recorder`.
+
+Two things stand between compiled code and a capture. Dynamo steps aside for every dispatch mode, so that under the
+recorder the eager code would run, and be captured, without a word. And the kernels that inductor generates are
+launched past the dispatcher, so that the recorder would see half of what happens: buffers that come from nowhere, and
+arguments nobody seems to read. So compiled code runs out of the recorder's sight, and the recorder is shown what that
+code reads by a `detach` of each tensor, which launches nothing.
+
+On the CPU the emulator repeats what the recorder saw. There the compiled graphs are run operation by operation
+(`aot_eager`), in sight: same path, no generated code, no speed.
+"""
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _python_dispatch as dispatch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from graphmod.recorder import is_recording
+
+log = logging.getLogger("graphmod")
+
+CHOICES = ("none", "default", "max")
+# Each layer may be a variant of its own, in training and evaluation.
+_RECOMPILES = 512
+# What dynamo looks at to see whether a dispatch mode is active; which of them depends on the release.
+_MODE_FLAGS = (
+    "_is_in_torch_dispatch_mode",
+    "_is_in_non_infra_torch_dispatch_mode",
+    "_is_in_any_mode_without_ignore_compile_internals",
+)
+
+
+def options(how: str) -> dict[str, Any]:
+    """Inductor's settings for `default` or `max`. It makes no graphs of its own: they would be copied in and out of."""
+    tuning = torch._inductor.list_mode_options("max-autotune-no-cudagraphs") if how == "max" else {}
+    return {**tuning, "triton.cudagraphs": False}
+
+
+@contextlib.contextmanager
+def _dynamo_unaware_of_modes() -> Iterator[None]:
+    """Lets compiled code run although a dispatch mode is active, and without the hooks that watch a capture."""
+    hooks = nn.modules.module._global_forward_pre_hooks
+    set_aside = dict(hooks)
+    flags = {name: getattr(dispatch, name) for name in _MODE_FLAGS if hasattr(dispatch, name)}
+    tell_dynamo = getattr(torch._C._dynamo.guards, "set_is_in_mode_without_ignore_compile_internals", None)
+
+    def set_flags(values: dict[str, bool]) -> None:
+        for name, value in values.items():
+            setattr(dispatch, name, value)
+        if tell_dynamo is not None:
+            tell_dynamo(values.get(_MODE_FLAGS[-1], False))
+
+    hooks.clear()
+    set_flags(dict.fromkeys(flags, False))
+    try:
+        yield
+    finally:
+        set_flags(flags)
+        hooks.update(set_aside)
+
+
+def _show(tensors: Iterable[Any]) -> None:
+    for tensor in tensors:
+        if isinstance(tensor, Tensor):
+            tensor.detach()
+
+
+@contextlib.contextmanager
+def _shown(tensors: Iterable[Any], hide: bool) -> Iterator[None]:
+    """Shows a recorder, if there is one, the tensors that the body reads, and with `hide` not the body itself."""
+    if not is_recording():
+        yield
+        return
+    _show(tensors)
+    with dispatch._disable_current_modes() if hide else contextlib.nullcontext(), _dynamo_unaware_of_modes():
+        yield
+
+
+def _hidden_backward(compile_inner: Callable) -> Callable:
+    """Inductor's inner compiler, with a result that runs out of the recorder's sight: autograd calls a backward where
+    nothing of ours is around it."""
+
+    def inner(*args: Any, **kwargs: Any) -> Any:
+        code = compile_inner(*args, **kwargs)
+        run = code.current_callable
+
+        def hidden(inputs: Any) -> Any:
+            with _shown(inputs, hide=True):
+                return run(inputs)
+
+        code.current_callable = hidden
+        return code
+
+    return inner
+
+
+@functools.cache  # dynamo keeps what it compiled for each backend object
+def inductor(how: str) -> Callable:
+    """The backend for CUDA devices."""
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        # From the cache of whole autograd graphs a result would come back without the wrapper.
+        with torch._functorch.config.patch(enable_autograd_cache=False):
+            return compile_fx(
+                graph, inputs, inner_compile=_hidden_backward(compile_fx_inner), config_patches=options(how)
+            )
+
+    return backend
+
+
+def _backend(how: str, device: torch.device) -> Any:
+    if device.type == "cuda":
+        return inductor(how)
+    log.warning("graph.compile on the CPU runs the compiled graphs operation by operation: it checks, and is not fast")
+    return "aot_eager"
+
+
+def compiled(function: Callable, how: str, modules: list[nn.Module], device: torch.device) -> Callable:
+    """`function` compiled for fixed shapes; its first call for each shape and mode compiles, which takes a while.
+
+    Args:
+        function: a callable of tensors and modules.
+        how: `default` or `max`.
+        modules: those whose parameters and buffers it reads.
+        device: where it runs.
+
+    Raises:
+        torch._dynamo.exc.FailOnRecompileLimitHit: (on calling) it was compiled again and again for ever new arguments.
+    """
+    made = torch.compile(function, dynamic=False, backend=_backend(how, device))
+    hide = device.type == "cuda"
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not hide:
+            # AOTAutograd detaches a view before it saves it, and arguments are views in a capture only: in sight of
+            # the recorder that would be another program.
+            args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.view_as(tensor), (args, kwargs))
+        if not is_recording():
+            # Beyond the limit dynamo would go on in eager, and say so in a log line only.
+            with torch._dynamo.config.patch(recompile_limit=_RECOMPILES, fail_on_recompile_limit_hit=True):
+                return made(*args, **kwargs)
+        read = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+        with _shown([*read, *tree_leaves((args, kwargs))], hide), torch.compiler.set_stance("fail_on_recompile"):
+            return made(*args, **kwargs)
+
+    return call
+
+
+def compile_layers(model: nn.Module, names: list[str], how: str, device: torch.device) -> Callable[[], None]:
+    """Compiles the forward of each named layer where it stands; returns what undoes that.
+
+    Until it is undone, backwards that are compiled in this process do not reuse the memory of what their forward saved
+    (`torch._functorch.config.donated_buffer`): a backward with a graph of its own is captured twice, on equal values.
+    The setting is looked at when such a backward runs, on whatever thread, so that it cannot be narrower.
+    """
+    before = []
+    donated = torch._functorch.config.donated_buffer
+    torch._functorch.config.donated_buffer = False
+    for name in names:
+        layer = model.get_submodule(name)
+        before.append((layer, layer.__dict__.get("forward")))
+        layer.__dict__["forward"] = compiled(layer.forward, how, [layer], device)
+
+    def undo() -> None:
+        torch._functorch.config.donated_buffer = donated
+        for layer, forward in before:
+            layer.__dict__.pop("forward", None)
+            if forward is not None:
+                layer.__dict__["forward"] = forward
+
+    return undo

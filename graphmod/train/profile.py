@@ -1,0 +1,122 @@
+"""Records steps from graphs and eager steps in one trace and sums up how busy the GPU was. Imports torch and the core's
+`layers`, `config`; `train/step.py` for the type of a step.
+
+Once a profiler has been attached to a process, every later launch of a graph in it costs more. So this is the last
+thing a run does, and no time is taken after it.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from graphmod.config import Scope
+from graphmod.layers import find_layers
+from graphmod.train.step import TrainStep
+
+TRACE_FILE = "trace.json"
+RUN_STEP, EAGER_STEP = "step of the run", "eager step"
+_STEPS, _SETTLING = 3, 2
+
+
+def busy_us(intervals: list[tuple[float, float]]) -> float:
+    """The length of the union of intervals, which may overlap and come in any order."""
+    total, end = 0.0, float("-inf")
+    for start, stop in sorted(intervals):
+        total += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return total
+
+
+def _ranged(forward: Callable, name: str, *args: Any, **kwargs: Any) -> Any:
+    with record_function(name):
+        return forward(*args, **kwargs)
+
+
+@contextmanager
+def _named_layers(model: nn.Module) -> Iterator[None]:
+    """Names the forward of each layer in a trace; around its graph, if it has one."""
+    before = []
+    try:
+        for name in find_layers(model):
+            layer = model.get_submodule(name)
+            before.append((layer, layer.__dict__.get("forward")))
+            layer.__dict__["forward"] = partial(_ranged, layer.forward, name)
+        yield
+    finally:
+        for layer, forward in before:
+            del layer.__dict__["forward"]
+            if forward is not None:
+                layer.__dict__["forward"] = forward
+
+
+def _steps(step: TrainStep, batches: list[Tensor], name: str) -> None:
+    with record_function(f"phase: {name}"):
+        for batch in batches:
+            with record_function(name):
+                step(batch)
+        if step.device.type == "cuda":
+            torch.cuda.synchronize(step.device)
+
+
+def _summary(profiler: profile, name: str, steps: int) -> dict[str, float]:
+    """Milliseconds a step from the first range of that name until all it launched was done, and the GPU's part of it.
+    The phase ends with a synchronisation, so that every kernel that starts within it is its own."""
+    events = profiler.events()
+    cuda = torch.autograd.DeviceType.CUDA
+    (phase,) = [e.time_range for e in events if e.name == f"phase: {name}" and e.device_type != cuda]
+    kernels = [
+        (e.time_range.start, e.time_range.end)
+        for e in events
+        # Ranges are repeated on the device's side of the trace; they are no work.
+        if e.device_type == cuda and not e.is_user_annotation and phase.start <= e.time_range.start < phase.end
+    ]
+    length = phase.end - phase.start
+    found = {"step_ms": length / steps / 1e3}
+    if kernels:
+        busy = busy_us(kernels)
+        found |= {
+            "busy_ms": busy / steps / 1e3,
+            "idle_ms": (length - busy) / steps / 1e3,
+            "busy_share": busy / length,
+            "kernels": len(kernels) / steps,
+        }
+    return found
+
+
+def profile_steps(
+    model: nn.Module, step: TrainStep, eager: Callable[[Scope], TrainStep], batches: list[Tensor], folder: Path
+) -> dict[str, dict[str, float]]:
+    """Writes `trace.json` (for Perfetto or chrome://tracing): some steps as the run did them, then as many eager ones,
+    with the layers named. These are steps too: the weights are others afterwards, and `step` has no graphs any more.
+
+    Args:
+        step: of the run, warmed up and captured for the shape of `batches`.
+        eager: builds a step of a scope around the same model.
+        batches: at least two, of one shape; they are used in turn.
+
+    Returns:
+        Under `run` and `eager`: milliseconds a step (`step_ms`), and on a GPU also `busy_ms`, `idle_ms`, `busy_share`
+        and the number of `kernels`. Recording makes the host slower: compare shares, and take times from elsewhere.
+    """
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if step.device.type == "cuda" else [])]
+    chosen = [batches[index % len(batches)] for index in range(_STEPS)]
+    settling = chosen[:_SETTLING]
+    _steps(step, settling, "settling")
+    with profile(activities=activities) as profiler:
+        with _named_layers(model):
+            _steps(step, chosen, RUN_STEP)
+        state = step.state_dict()
+        step.reset()
+        plain = eager(Scope.none)
+        plain.load_state_dict(state)
+        _steps(plain, settling, "settling")
+        with _named_layers(model):
+            _steps(plain, chosen, EAGER_STEP)
+    profiler.export_chrome_trace(str(folder / TRACE_FILE))
+    return {key: _summary(profiler, name, _STEPS) for key, name in (("run", RUN_STEP), ("eager", EAGER_STEP))}

@@ -1,0 +1,188 @@
+"""Which checkpoint a run goes on from, and whether it may: the settings that decide the numbers must be the same.
+
+Imports the schema, `train/checkpoint.py` and `train/result.py`; reads manifests and checksums, builds nothing.
+"""
+
+import logging
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from graphmod.errors import ConfigError
+from graphmod.train.checkpoint import FOLDER, MANIFEST_FILE, DamagedCheckpoint, checkpoints, read_manifest, verify
+from graphmod.train.result import RunResult
+
+log = logging.getLogger("graphmod")
+
+NONE, AUTO = "none", "auto"
+# What is not here may change on resuming: where graphs are used, what is logged, evaluated and saved.
+_DECISIVE = {
+    "model": None,
+    "data": None,
+    "optim": None,
+    "graph": {"compile"},
+    "train": {"steps", "grad_accumulation", "precision", "seed", "deterministic", "nonfinite", "ema_decay"},
+}
+# The text itself is compared instead, by fingerprint; the weights come from the checkpoint.
+_BY_CONTENT = {"model.path", "data.source", "data.path", "data.pattern", "data.tokenizer", "data.max_bytes"}
+
+
+@dataclass
+class ResumePoint:
+    """Where a run goes on: the folder of the run, the checkpoint in it (None: from the start) and its manifest."""
+
+    run_dir: Path
+    checkpoint: Path | None = None
+    manifest: dict[str, Any] | None = None
+
+
+def decisive_settings(config: dict[str, Any], device: str) -> dict[str, Any]:
+    """The settings that decide the numbers of a run, by their full name.
+
+    Args:
+        config: all settings as plain values, by group.
+        device: kind of device, `cpu` or `cuda`.
+    """
+    found = {
+        f"{group}.{name}": value
+        for group, names in _DECISIVE.items()
+        for name, value in config[group].items()
+        if (names is None or name in names) and f"{group}.{name}" not in _BY_CONTENT
+    }
+    return {**found, "train.device": device}
+
+
+def fingerprint(tokens: Tensor) -> str:
+    """Length and checksum of the tokens of a run."""
+    return f"{len(tokens)}-{tokens.dtype}-{zlib.crc32(tokens.contiguous().numpy()):08x}".replace("torch.", "")
+
+
+def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Each decisive setting that is not what it was, in words."""
+    return [
+        f"{name} was {saved.get(name)} and is now {now.get(name)}"
+        for name in sorted({*saved, *now})
+        if saved.get(name) != now.get(name)
+    ]
+
+
+def require_same(point: ResumePoint, settings: dict[str, Any], data: str) -> None:
+    """Raises ConfigError when the run of `point` had other settings, or other text, than this one."""
+    changed = differences(point.manifest["settings"], settings)
+    if changed:
+        raise ConfigError(
+            f"{point.checkpoint} was trained with other settings: {'; '.join(changed)}. Use those it had, or start "
+            f"anew from its weights: train.resume=none model=local model.path={point.checkpoint}"
+        )
+    if point.manifest["data"] != data:
+        raise ConfigError(
+            f"{point.checkpoint} was trained on another text ({point.manifest['data']}, now {data}: number of tokens "
+            "and checksum); bring back the data it had, or start anew from its weights: train.resume=none model=local "
+            f"model.path={point.checkpoint}"
+        )
+
+
+def newest_whole(run_dir: Path) -> ResumePoint | None:
+    """The newest checkpoint of a run that is not damaged, or None; those that are get named and skipped."""
+    for folder in checkpoints(run_dir / FOLDER):
+        try:
+            return ResumePoint(run_dir, folder, verify(folder))
+        except DamagedCheckpoint as error:
+            log.warning(f"{error}; it is skipped")
+    return None
+
+
+def _unfinished(run_dir: Path) -> bool:
+    try:
+        return RunResult.read(run_dir).status != "finished"
+    except (OSError, ValueError, TypeError):
+        return True  # killed before it could write one
+
+
+def _settings_of(run_dir: Path) -> dict[str, Any] | None:
+    for folder in checkpoints(run_dir / FOLDER):
+        try:
+            return read_manifest(folder)["settings"]
+        except DamagedCheckpoint:
+            continue
+    return None
+
+
+def _automatic(run_dir: Path, settings: dict[str, Any], beside: bool) -> ResumePoint:
+    own = newest_whole(run_dir)
+    if own is not None:
+        return own
+    others = []
+    if beside:
+        found = [path for path in run_dir.parent.iterdir() if path != run_dir and (path / FOLDER).is_dir()]
+        others = sorted((path for path in found if _unfinished(path)), key=lambda path: path.name, reverse=True)
+    known = [(path, saved) for path in others if (saved := _settings_of(path)) is not None]
+    for path, saved in known:
+        if saved == settings and (point := newest_whole(path)) is not None:
+            return point
+    if known:
+        path, saved = known[0]
+        changed = differences(saved, settings)
+        if changed:
+            raise ConfigError(
+                f"train.resume=auto: the newest unfinished run, {path}, had other settings: {'; '.join(changed)}. "
+                "Use those it had, name another run (train.resume=FOLDER), or start anew (train.resume=none)"
+            )
+    log.warning("train.resume=auto found no unfinished run; this one starts at the beginning")
+    return ResumePoint(run_dir)
+
+
+def locate(resume: str, run_dir: Path, settings: dict[str, Any], beside: bool) -> ResumePoint:
+    """Where this run goes on.
+
+    Args:
+        resume: `none`, `auto` (a checkpoint in `run_dir`, else the newest unfinished run beside it with these
+            settings), or a folder: of a run, or of one checkpoint.
+        run_dir: the folder Hydra made for this run.
+        settings: the decisive ones.
+        beside: whether `auto` may look at the neighbours of `run_dir`; not in a multirun, where they are other jobs.
+
+    Raises:
+        ConfigError: there is nothing whole to resume, what there is had other settings, or a new run would be written
+            into the folder of an old one.
+    """
+    if resume == NONE:
+        if checkpoints(run_dir / FOLDER):
+            raise ConfigError(
+                f"{run_dir} holds the checkpoints of an earlier run, and a new one would mix with it; go on with it "
+                "(train.resume=auto), or write elsewhere (hydra.run.dir=FOLDER)"
+            )
+        return ResumePoint(run_dir)
+    if resume == AUTO:
+        return _automatic(run_dir, settings, beside)
+    folder = Path(resume).absolute()
+    if (folder / FOLDER).is_dir():
+        point = newest_whole(folder)
+        if point is None:
+            raise ConfigError(f"train.resume={resume}: none of its checkpoints is whole; start anew: train.resume=none")
+        return point
+    if not folder.is_dir():
+        raise ConfigError(f"train.resume={resume} is not a folder; give that of a run or of a checkpoint, auto or none")
+    if folder.parent.name != FOLDER or not (folder / MANIFEST_FILE).exists():
+        raise ConfigError(
+            f"train.resume={resume} is neither a run with checkpoints in it nor one of its checkpoints. To train on "
+            "from a model's weights alone: model=local model.path=FOLDER"
+        )
+    try:
+        return ResumePoint(folder.parent.parent, folder, verify(folder))
+    except DamagedCheckpoint as error:
+        raise ConfigError(f"{error}; to use the newest whole one: train.resume={folder.parent.parent}") from error
+
+
+def finished_result(point: ResumePoint, steps: int) -> RunResult | None:
+    """The result of a run that has no step left to do, if it got as far as writing one."""
+    if point.manifest["steps_done"] < steps:
+        return None
+    try:
+        result = RunResult.read(point.run_dir)
+    except (OSError, ValueError, TypeError):
+        return None
+    return result if result.status == "finished" else None

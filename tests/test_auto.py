@@ -1,0 +1,111 @@
+"""`graph=auto` keeps the fastest scope and changes no number."""
+
+import pytest
+import torch
+
+from graphmod.config import Scope
+from graphmod.errors import ConfigError
+from graphmod.train.auto import AutoScope, candidates, trial_steps
+from graphmod.train.loop import train
+
+LONG = ["train.steps=80", "model=gpt2_tiny", "model.dropout=0.2", "data.max_bytes=20000"]
+
+
+@pytest.fixture
+def pretend(monkeypatch):
+    """`pretend(none=8.0, per_layer=4.0, full_iteration=2.0)`: what each scope's steps take, in ms."""
+
+    def arrange(**ms):
+        monkeypatch.setattr(AutoScope, "_median_ms", lambda self: ms[self._scopes[len(self.trials)].value])
+
+    return arrange
+
+
+@pytest.mark.parametrize("fastest", ["none", "per_layer"])
+def test_the_fastest_scope_is_kept_and_the_losses_are_eagers(tiny, tmp_path, pretend, fastest):
+    pretend(**{scope: 1.0 if scope == fastest else 9.0 for scope in ("none", "per_layer", "full_iteration")})
+    settings = [*LONG, "train.ema_decay=0.9", "train.eval_every=7", "train.eval_batches=1"]
+    chosen = train(tiny(*settings, "graph=auto"), tmp_path / "auto")
+    plain = train(tiny(*settings, "graph=none"), tmp_path / "none")
+    assert chosen.losses == plain.losses and chosen.eval_losses == plain.eval_losses
+    assert chosen.auto["chosen"] == fastest and len(chosen.auto["trials"]) == 3
+    assert fastest in chosen.report() and "9.00 ms" in chosen.report()
+    assert (chosen.graph["state"] == "captured") is (fastest != "none")
+
+
+def test_graphs_that_gain_next_to_nothing_are_declined(tiny, tmp_path, pretend):
+    pretend(none=1.01, per_layer=1.5, full_iteration=1.0)
+    result = train(tiny(*LONG, "graph=auto"), tmp_path)
+    assert result.auto["chosen"] == "none" and "no graph is 2% faster" in result.auto["reason"]
+
+
+def test_real_times_are_measured_and_eager_wins_over_the_emulator(tiny, tmp_path):
+    result = train(tiny(*LONG, "graph=auto"), tmp_path)
+    assert all(0.01 < trial["ms"] < 1000 for trial in result.auto["trials"])
+    assert result.measured_from_step >= trial_steps(Scope.none, 3) + trial_steps(Scope.per_layer, 3)
+    assert result.scope == "auto" and result.auto["chosen"] in {scope.value for scope in Scope}
+
+
+def test_a_run_too_short_to_measure_stays_eager_and_says_so(tiny, tmp_path):
+    result = train(tiny("graph=auto", "data.max_bytes=20000"), tmp_path)
+    assert result.auto["chosen"] == "none" and "too few" in result.report()
+
+
+def test_compiled_layers_are_no_candidate_because_they_round_differently():
+    assert candidates(compiled=True) == [Scope.none, Scope.full_iteration]
+
+
+class Counting:
+    """A step that only says what it is."""
+
+    def __init__(self, scope):
+        self.scope, self.device = scope, torch.device("cpu")
+        self.stats = type("Stats", (), {"failures": int(scope is Scope.per_layer), "capture_seconds": 0.5})
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+    def reset(self):
+        pass
+
+
+def test_a_scope_whose_captures_fail_is_not_chosen_however_fast(pretend):
+    pretend(none=8.0, per_layer=1.0, full_iteration=4.0)
+    auto = AutoScope(Counting, candidates(False), 3, 1000)
+    for _ in range(100):
+        auto.before_step()
+        auto.after_step()
+    assert auto.step.scope is auto.chosen is Scope.full_iteration
+    assert "1 captures failed" in auto.reason and "paid back after 125 steps" in auto.reason
+
+
+def test_what_happens_between_steps_is_not_timed(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    auto = AutoScope(Counting, candidates(False), 3, 1000)
+    for step in range(trial_steps(Scope.none, 3)):
+        auto.before_step()
+        clock[0] += 0.002
+        auto.after_step()
+        clock[0] += 10.0 * (step % 2)  # an evaluation
+    auto.before_step()
+    assert [trial.ms for trial in auto.trials] == [pytest.approx(2.0)]
+
+
+def test_a_scope_beside_auto_is_a_clear_error(tiny):
+    with pytest.raises(ConfigError, match="Use graph=auto alone"):
+        tiny("graph=auto", "graph.scope=per_layer")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", ["none", "default"])
+def test_on_a_gpu_choosing_changes_no_number(tiny, tmp_path, how):
+    settings = [*LONG, "train.device=cuda", "train.deterministic=true", f"graph.compile={how}"]
+    chosen = train(tiny(*settings, "graph=auto"), tmp_path / "auto")
+    plain = train(tiny(*settings, "graph=none"), tmp_path / "none")
+    assert chosen.losses == plain.losses
+    assert len(chosen.auto["trials"]) == (3 if how == "none" else 2)
+    assert all(trial["failed"] is None for trial in chosen.auto["trials"])

@@ -1,0 +1,176 @@
+"""Compiled code is what a capture holds, and graphs of it compute what it computes without them."""
+
+import pytest
+import torch
+from functorch.compile import make_boxed_compiler
+from harness import config as graph_config
+from harness import play
+from test_train_step import build, replays
+from torch._dynamo.backends.common import aot_autograd
+
+from graphmod import CUDAGraphModule
+from graphmod.errors import ConfigError
+from graphmod.recorder import Recorder, is_recording
+from graphmod.train import compile as compile_module
+from graphmod.train.compile import compiled
+from graphmod.train.loop import train
+from graphmod.train.step import TrainStep
+
+SCOPES = ["per_layer", "full_iteration"]
+scopes = pytest.mark.parametrize("scope", SCOPES)
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+    donated = torch._functorch.config.donated_buffer
+    yield
+    torch._functorch.config.donated_buffer = donated
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """What ran of compiled code, as (forward or backward, whether under a recorder); also how often it was compiled."""
+    seen = []
+
+    def compiler(kind):
+        def compile_graph(graph, inputs):
+            seen.append(("compiled", is_recording()))
+
+            def run(*args):
+                seen.append((kind, is_recording()))
+                return graph(*args)
+
+            return run
+
+        return make_boxed_compiler(compile_graph)
+
+    backend = aot_autograd(fw_compiler=compiler("forward"), bw_compiler=compiler("backward"))
+    monkeypatch.setattr(compile_module, "_backend", lambda how, device: backend)
+    return seen
+
+
+@scopes
+def test_a_capture_holds_compiled_code_and_compiles_nothing(scope, ran):
+    torch.manual_seed(0)
+    parts = build(torch.device("cpu"))
+    run = TrainStep(parts["model"], parts["optimizer"], compile="default", config=graph_config(scope=scope))
+    batch = torch.randint(0, 30, (1, 2, 7))
+    per_step = 2 if scope == "per_layer" else 1
+    for _ in range(2):
+        run(batch)
+    compiled_before = ran.count(("compiled", False))
+    assert compiled_before and ("compiled", True) not in ran
+    ran.clear()
+    run(batch)  # captures
+    assert ran.count(("forward", True)) == per_step
+    # A backward is captured twice: the first time shows where the gradients are made.
+    assert ran.count(("backward", True)) >= per_step
+    assert not any(kind == "compiled" for kind, _ in ran)
+    ran.clear()
+    run(batch)
+    assert ran == [], "a replay ran Python"
+    assert run.stats.failures == 0
+
+
+@scopes
+def test_losses_and_weights_are_those_of_compiled_code_without_graphs(scope, device):
+    settings = {"compile": "default", "max_grad_norm": 1.0}
+
+    def graph(side):
+        side.run = TrainStep(side.model, side.optimizer, config=graph_config(scope=scope), **settings)
+        side.graphs = [side.run]
+
+    def step(side, i):
+        if side.run is None:
+            side.run = TrainStep(side.model, side.optimizer, config=graph_config(scope="none"), max_grad_norm=1.0)
+            if scope == "per_layer":
+                compile_module.compile_layers(side.model, side.run._layers(), "default", device)
+            else:
+                side.run._iteration.loss_fn = compiled(side.run._iteration.loss_fn, "default", [side.model], device)
+        side.note(loss=side.run(side.tokens(i, 1, 2, 7)), norm=side.run.grad_norm)
+
+    _, history = play(build, step, device, graph=graph)
+    assert history[-1][0] - history[-2][0] == replays(scope) and history[-1][3] == 0
+    assert history[-1][1] == history[-2][1], "it runs eagerly"
+
+
+def test_arguments_that_only_compiled_code_reads_are_brought_to_the_graph(device):
+    """Generated kernels are launched past the dispatcher: without help a graph would think nobody reads them."""
+    module = torch.nn.LayerNorm(8, device=device)
+    call = compiled(lambda x, y: module(x) * y, "default", [module], device)
+    graphed = CUDAGraphModule(call, graph_config())
+    for i in range(6):
+        generator = torch.Generator().manual_seed(i)
+        x, y = (torch.randn(4, 8, generator=generator).to(device) for _ in range(2))
+        with torch.no_grad():
+            assert torch.equal(graphed(x, y), call(x, y)), i
+    assert graphed.stats.replays == 4
+
+
+def test_reset_takes_compiled_code_out_of_the_layers(device):
+    parts = build(device)
+    run = TrainStep(parts["model"], parts["optimizer"], compile="default", config=graph_config(scope="per_layer"))
+    assert any("forward" in part.__dict__ for part in parts["model"].modules())
+    assert torch._functorch.config.donated_buffer is False
+    run.reset()
+    assert torch._functorch.config.donated_buffer is True
+    assert not any("forward" in part.__dict__ for part in parts["model"].modules())
+
+
+def test_many_layers_compile_once_not_once_each(ran, tiny, tmp_path):
+    train(tiny("model.layers=12", "graph.compile=default", "train.steps=3", "data.max_bytes=20000"), tmp_path)
+    assert ran.count(("compiled", False)) <= 2 * 2
+
+
+@scopes
+def test_a_run_compiles_on_request_and_evaluates(tiny, tmp_path, scope):
+    settings = ["graph.compile=default", "data.max_bytes=20000", "train.eval_every=2", "train.eval_batches=2"]
+    graphed = train(tiny(*settings, f"graph={scope}"), tmp_path / scope)
+    assert graphed.graph["failures"] == 0 and graphed.graph["replays"] > 0
+    if scope == "full_iteration":  # which compiles the same piece of code as `none` does
+        plain = train(tiny(*settings, "graph=none"), tmp_path / "none")
+        assert graphed.losses == plain.losses and graphed.eval_losses == plain.eval_losses
+
+
+def test_compiling_and_recomputing_by_hand_is_a_clear_error(tiny):
+    with pytest.raises(ConfigError, match="drop one of them"):
+        tiny("graph.compile=default", "train.activation_checkpointing=true")
+
+
+def test_inductor_is_told_to_make_no_graphs_of_its_own():
+    assert compile_module.options("default") == {"triton.cudagraphs": False}
+    tuned = compile_module.options("max")
+    assert tuned["max_autotune"] and tuned["coordinate_descent_tuning"] and not tuned["triton.cudagraphs"]
+
+
+def test_inductors_backward_runs_out_of_the_recorders_sight():
+    """The wrapper around generated code, on the one inductor backend a CPU has."""
+    layer = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU(), torch.nn.LayerNorm(4))
+    made = torch.compile(layer, dynamic=False, backend=compile_module.inductor("default"))
+    x = torch.randn(2, 4, requires_grad=True)
+    made(x).sum().backward()
+    expected, x.grad = x.grad, None
+    loss = made(x).sum()
+    with Recorder(refuse=False) as recorder:
+        loss.backward()
+    assert torch.equal(x.grad, expected)
+    names = {step.op.overloadpacket.__name__ for step in recorder.trace}
+    assert "detach" in names and not names & {"mm", "gelu_backward", "native_layer_norm_backward", "out"}, names
+
+
+@pytest.mark.gpu
+@scopes
+@pytest.mark.parametrize("how", ["default", "max"])
+def test_on_a_gpu_generated_kernels_are_captured(tiny, tmp_path, scope, how):
+    settings = [f"graph.compile={how}", "data.max_bytes=20000", "train.device=cuda", "train.deterministic=true"]
+    settings += ["train.eval_every=4", "train.eval_batches=2", "train.steps=16", "train.grad_accumulation=2"]
+    graphed = train(tiny(*settings, f"graph={scope}"), tmp_path / scope)
+    assert graphed.graph["failures"] == 0 and graphed.graph["state"] == "captured"
+    if scope == "full_iteration":
+        plain = train(tiny(*settings, "graph=none"), tmp_path / "none")
+        assert graphed.losses == plain.losses and graphed.eval_losses == plain.eval_losses
+    else:
+        first, last = (float.fromhex(graphed.losses[index]) for index in (0, -1))
+        assert last < first

@@ -1,0 +1,291 @@
+"""A run that was killed, stopped or damaged goes on with the bits of one that never was."""
+
+import errno
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, TINY
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import AutoModelForCausalLM
+
+from graphmod.errors import ConfigError, GraphmodError
+from graphmod.train.checkpoint import DamagedCheckpoint, checkpoints, verify
+from graphmod.train.loop import train
+from graphmod.train.step import TrainStep
+
+SCOPES = ["none", "per_layer", "full_iteration"]
+scopes = pytest.mark.parametrize("scope", SCOPES)
+DROPOUT = ["model=gpt2_tiny", "model.dropout=0.2"]
+
+
+@pytest.fixture
+def on_text(tiny, text):
+    return lambda *overrides: tiny("data=text", f"data.path={text}", *overrides)
+
+
+@pytest.fixture
+def stop_after(monkeypatch):
+    """`stop_after(5)` sends this process SIGTERM in the middle of the fifth step."""
+
+    def arrange(steps: int, number: int = signal.SIGTERM) -> None:
+        original, calls = TrainStep.__call__, []
+
+        def step(self, batch):
+            calls.append(batch)
+            if len(calls) == steps:
+                os.kill(os.getpid(), number)
+            return original(self, batch)
+
+        monkeypatch.setattr(TrainStep, "__call__", step)
+
+    return arrange
+
+
+def shell(folder: Path, *arguments: str) -> subprocess.Popen:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # as in this process: threads divide sums differently
+    command = [sys.executable, str(ROOT / "train.py"), *arguments]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=folder, env=environment, **pipes)
+
+
+@scopes
+@pytest.mark.parametrize("stopped_at", [2, 6])
+def test_a_stopped_run_goes_on_with_the_same_bits(on_text, tmp_path, monkeypatch, stop_after, scope, stopped_at):
+    settings = [*DROPOUT, f"graph={scope}", "train.eval_every=4", "train.eval_batches=1", "train.ema_decay=0.9"]
+    whole = train(on_text(*settings), tmp_path / "whole")
+    stop_after(stopped_at)
+    stopped = train(on_text(*settings), tmp_path / "run")
+    assert stopped.status == "interrupted" and stopped.error == "SIGTERM"
+    assert len(stopped.losses) == stopped_at
+    monkeypatch.undo()
+    resumed = train(on_text(*settings, "train.resume=auto"), tmp_path / "run")
+    assert resumed.losses == whole.losses and resumed.eval_losses == whole.eval_losses
+    assert resumed.status == "finished" and resumed.resumed_at_step == stopped_at
+    first, second = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name / whole.checkpoint) for name in ("whole", "run")
+    )
+    assert all(map(torch.equal, first.parameters(), second.parameters()))
+    averages = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name / whole.checkpoint / "ema") for name in ("whole", "run")
+    )
+    for mean, other, last in zip(*(model.parameters() for model in averages), first.parameters(), strict=True):
+        assert torch.equal(mean, other) and not torch.equal(mean, last)
+
+
+def test_runs_killed_at_any_moment_go_on_with_the_same_bits(on_text, text, tmp_path):
+    settings = [*DROPOUT, "train.steps=150", "train.checkpoint_every=2", "data=text", f"data.path={text}"]
+    whole = train(on_text(*settings, "graph=none", "train.checkpoint=false"), tmp_path / "whole")
+    processes = {
+        scope: shell(tmp_path, *TINY, *settings, f"graph={scope}", f"hydra.run.dir={tmp_path / scope}")
+        for scope in SCOPES
+    }
+    due, deadline = {}, time.monotonic() + 120
+    while len(due) < 3 or any(process.poll() is None for process in processes.values()):
+        assert time.monotonic() < deadline, "no checkpoint appeared"
+        for scope, process in processes.items():
+            if scope not in due and checkpoints(tmp_path / scope / "checkpoints"):
+                due[scope] = time.monotonic() + random.uniform(0, 0.4)  # in a step, or in the middle of saving
+            if process.poll() is None and time.monotonic() > due.get(scope, deadline):
+                process.kill()
+            assert scope in due or process.poll() is None, process.communicate()
+        time.sleep(0.005)
+    for scope, process in processes.items():
+        _, said = process.communicate()
+        assert process.returncode == -signal.SIGKILL, (scope, said)
+    for scope in SCOPES:
+        resumed = train(on_text(*settings, f"graph={scope}", f"train.resume={tmp_path / scope}"), tmp_path / "unused")
+        assert 0 < resumed.resumed_at_step < 150, scope
+        assert resumed.losses == whole.losses, scope
+        left = sorted(path.name for path in (tmp_path / scope / "checkpoints").iterdir())
+        assert left == ["step_00000148", "step_00000150"]
+    assert not (tmp_path / "unused").exists()
+
+
+def test_sigterm_saves_says_how_to_go_on_and_that_command_does(text, tmp_path):
+    arguments = [*TINY, "train.steps=4000", "data=text", f"data.path={text}", "train.log_every=100"]
+    process = shell(tmp_path, *arguments)
+    runs = tmp_path / "runs" / "train"
+    while not (runs.is_dir() and list(runs.glob("*/events.out.*"))) and process.poll() is None:
+        time.sleep(0.05)
+    time.sleep(1)
+    process.send_signal(signal.SIGTERM)
+    said, complained = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM, complained
+    assert "Traceback" not in complained
+    assert "stopped by SIGTERM after step" in said and "saved in" in said
+    (run,) = runs.iterdir()
+    (command,) = [line.partition(": ")[2] for line in said.splitlines() if "to go on" in line]
+    assert command.startswith("python ") and command.endswith(f"train.resume={run.relative_to(tmp_path)}")
+    again = shell(tmp_path, *arguments, "train.resume=auto")
+    while (line := again.stdout.readline()) and "going on after step" not in line:
+        pass
+    time.sleep(1)
+    again.send_signal(signal.SIGINT)
+    said, complained = again.communicate(timeout=60)
+    assert again.returncode == 130, complained
+    assert list(runs.iterdir()) == [run], "the resumed run left a folder of its own"
+    assert len(json.loads((run / "result.json").read_text())["losses"]) > int(line.split("step ")[1].split()[0]) > 0
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "missing", "no manifest"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(on_text, tmp_path, caplog, stop_after, damage):
+    settings = ["train.checkpoint_every=2", "train.keep_checkpoints=3"]
+    whole = train(on_text(*settings), tmp_path / "whole")
+    stop_after(7)
+    train(on_text(*settings), tmp_path / "run")
+    newest, before = checkpoints(tmp_path / "run" / "checkpoints")[:2]
+    assert (newest.name, before.name) == ("step_00000007", "step_00000006")
+    weights = newest / "model.safetensors"
+    if damage == "cut":
+        weights.write_bytes(weights.read_bytes()[:-100])
+    elif damage == "flipped":
+        content = bytearray(weights.read_bytes())
+        content[-50] ^= 1
+        weights.write_bytes(content)
+    elif damage == "missing":
+        (newest / "training_state.pt").unlink()
+    else:
+        (newest / "checkpoint.json").write_text("{")
+    resumed = train(on_text(*settings, "train.resume=auto"), tmp_path / "run")
+    assert resumed.resumed_at_step == 6 and resumed.losses == whole.losses
+    assert any(str(newest) in record.message and "damaged" in record.message for record in caplog.records)
+
+
+def test_a_damaged_checkpoint_that_was_asked_for_is_an_error(on_text, tmp_path):
+    result = train(on_text("train.checkpoint_every=4"), tmp_path)
+    folder = tmp_path / result.checkpoint
+    (folder / "training_state.pt").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"training_state.pt has 0 bytes.*use the newest whole one"):
+        train(on_text(f"train.resume={folder}"), tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("optim.learning_rate=0.5", "optim.learning_rate was 0.003 and is now 0.5"),
+        ("train.seed=3", "train.seed was 0 and is now 3"),
+        ("train.steps=20", "train.steps was 8 and is now 20"),
+        ("data.max_bytes=5000", "another text"),
+    ],
+)
+def test_resuming_with_settings_that_matter_changed_is_a_clear_error(on_text, tmp_path, stop_after, change, said):
+    stop_after(3)
+    train(on_text(), tmp_path / "run")
+    for resume in ("auto", tmp_path / "run"):
+        with pytest.raises(ConfigError, match=said):
+            train(on_text(change, f"train.resume={resume}"), tmp_path / "run")
+
+
+def test_resuming_in_another_scope_is_allowed_and_changes_no_number(on_text, tmp_path, stop_after):
+    whole = train(on_text(*DROPOUT, "graph=none"), tmp_path / "whole")
+    stop_after(3)
+    train(on_text(*DROPOUT, "graph=per_layer"), tmp_path / "run")
+    resumed = train(
+        on_text(*DROPOUT, "graph=full_iteration", "train.resume=auto", "train.log_every=1"), tmp_path / "run"
+    )
+    assert resumed.losses == whole.losses
+
+
+def test_auto_with_nothing_to_resume_starts_at_the_beginning_and_says_so(on_text, tmp_path, caplog):
+    result = train(on_text("train.resume=auto"), tmp_path)
+    assert len(result.losses) == 8 and "starts at the beginning" in caplog.text
+
+
+def test_resuming_a_finished_run_gives_its_result_again(on_text, tmp_path):
+    first = train(on_text(), tmp_path)
+    assert train(on_text(f"train.resume={tmp_path}"), tmp_path / "other") == first
+
+
+def test_a_new_run_in_the_folder_of_an_old_one_is_a_clear_error(on_text, tmp_path):
+    train(on_text(), tmp_path)
+    with pytest.raises(ConfigError, match=r"train\.resume=auto"):
+        train(on_text(), tmp_path)
+
+
+def test_the_last_checkpoints_are_kept_and_all_are_whole(on_text, tmp_path):
+    train(on_text("train.checkpoint_every=2", "train.keep_checkpoints=3"), tmp_path)
+    kept = checkpoints(tmp_path / "checkpoints")
+    assert [folder.name for folder in kept] == ["step_00000008", "step_00000006", "step_00000004"]
+    for folder in kept:
+        assert verify(folder)["steps_done"] == int(folder.name[5:])
+        AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_checkpoints_on_the_way_change_no_number(on_text, tmp_path):
+    settings = [*DROPOUT, "train.precision=bf16_mixed"]
+    plain = train(on_text(*settings), tmp_path / "plain")
+    saved = train(on_text(*settings, "train.checkpoint_every=1"), tmp_path / "saved")
+    assert saved.losses == plain.losses
+
+
+def test_a_disk_that_fills_up_keeps_the_checkpoint_before(on_text, tmp_path, monkeypatch):
+    original, saves = torch.save, []
+
+    def filling(*args):
+        saves.append(args)
+        if len(saves) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return original(*args)
+
+    monkeypatch.setattr(torch, "save", filling)
+    with pytest.raises(GraphmodError, match=r"No space left on device; the newest one there is .*step_00000003"):
+        train(on_text("train.checkpoint_every=3"), tmp_path)
+    (kept,) = (tmp_path / "checkpoints").iterdir()
+    assert verify(kept)["steps_done"] == 3
+
+
+def test_a_disk_without_room_is_an_error_before_the_first_step(on_text, tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    monkeypatch.setattr(TrainStep, "__call__", lambda *args: pytest.fail("a step was done"))
+    with pytest.raises(GraphmodError, match=r"a checkpoint takes about .* GiB"):
+        train(on_text(), tmp_path)
+
+
+def test_a_checkpoint_folder_that_cannot_be_written_is_an_error_before_the_first_step(on_text, tmp_path, monkeypatch):
+    (tmp_path / "checkpoints").touch()
+    monkeypatch.setattr(TrainStep, "__call__", lambda *args: pytest.fail("a step was done"))
+    with pytest.raises(GraphmodError, match="cannot write checkpoints to"):
+        train(on_text(), tmp_path)
+
+
+def test_tensorboard_goes_on_in_the_same_folder_without_doubled_steps(on_text, tmp_path, stop_after):
+    settings = ["train.log_every=1", "train.checkpoint_every=3"]
+    stop_after(5)
+    train(on_text(*settings), tmp_path)
+    shutil.rmtree(tmp_path / "checkpoints" / "step_00000005")  # as if it had been killed: steps 4 and 5 come again
+    train(on_text(*settings, "train.resume=auto"), tmp_path)
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 9))
+    assert len(events.Tensors("config/text_summary")) == 1
+
+
+def test_a_missing_file_is_damage(on_text, tmp_path):
+    folder = tmp_path / train(on_text(), tmp_path).checkpoint
+    (folder / "config.json").unlink()
+    with pytest.raises(DamagedCheckpoint, match=r"config\.json"):
+        verify(folder)
+
+
+@pytest.mark.gpu
+@scopes
+def test_on_a_gpu_a_stopped_run_goes_on_with_the_same_bits(on_text, tmp_path, monkeypatch, stop_after, scope):
+    settings = [*DROPOUT, f"graph={scope}", "train.device=cuda", "train.deterministic=true", "train.ema_decay=0.9"]
+    settings += ["train.steps=12", "train.precision=bf16_mixed"]
+    whole = train(on_text(*settings), tmp_path / "whole")
+    stop_after(7)
+    stopped = train(on_text(*settings), tmp_path / "run")
+    assert stopped.status == "interrupted"
+    monkeypatch.undo()
+    resumed = train(on_text(*settings, "train.resume=auto"), tmp_path / "run")
+    assert resumed.losses == whole.losses and resumed.resumed_at_step == 7
