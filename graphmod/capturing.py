@@ -100,6 +100,7 @@ def capture(module: CUDAGraphModule, entry: Entry, tape: Tape, leaves: list[Tens
         module._capture_failed(entry, error, "its forward")
         return None
     graph.index = tape.append(graph)
+    module._served = graph
     entry.graphs.append(graph)
     entry.misses = 0
     entry.needs_grad = bool(graph.results.with_grad)

@@ -137,6 +137,7 @@ class ForwardGraph:
                     group.buffers.add(static.buffer)
         self._copied = [(i, s.buffer) for i, s in enumerate(self.inputs) if s.buffer is not None and not s.unused]
         self._adopted = [(i, s.pointer) for i, s in enumerate(self.inputs) if s.buffer is None and not s.unused]
+        self.stands_alone = not self.results.handed_out and not self._copied
         self.tape.outputs += self.results.handed_out
         if self._grads_after:
             self.tape.arena.keep_to(self.tape)

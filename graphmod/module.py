@@ -22,6 +22,7 @@ from graphmod.backend import make_backend
 from graphmod.capturing import capture, place
 from graphmod.config import CUDAGraphConfig
 from graphmod.errors import CaptureRefused
+from graphmod.forward import ForwardGraph
 from graphmod.lifecycle import Entry, GraphStats
 from graphmod.reach import Reach, reach
 from graphmod.recorder import is_recording
@@ -101,6 +102,7 @@ class CUDAGraphModule(nn.Module):
         self._parameters_reached: list[Tensor] = []
         self._logged: set[str] = set()
         self._anchor: Tensor | None = None
+        self._served: ForwardGraph | None = None  # the graph behind the last call
 
     # -- calling -------------------------------------------------------------------------------------------------
 
@@ -192,13 +194,15 @@ class CUDAGraphModule(nn.Module):
 
     def _eager(self, args: tuple, kwargs: dict, entry: Entry | None = None) -> Any:
         self._counters.eager_calls += 1
+        self._served = None
         if entry is not None and entry.needs_grad:
             return track(self, entry, self._call(*args, **kwargs))
         return self._call(*args, **kwargs)
 
     def _capture_failed(self, entry: Entry, error: BaseException, what: str) -> None:
         """Counts a failure of a capture or replay and says once why."""
-        reason = str(error).partition("\n")[0] or type(error).__name__
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        reason = " ".join(lines[: 2 if lines[0].endswith(":") else 1])
         place = None if isinstance(error, CaptureRefused) else place_of(error)  # a refusal names its place itself
         if place is not None:
             reason = f"{place}: {reason}"
@@ -293,6 +297,29 @@ class CUDAGraphModule(nn.Module):
         self._entries.restart()
         self._start()
         self._group.release()
+
+    def replay(self, times: int) -> int:
+        """Runs the graph behind the last call again, as so many calls like it would, and checks nothing.
+
+        For callables that keep all that changes in tensors whose addresses stay: decoding, a solver. Between the last
+        call and this one no argument may have been exchanged, and nothing that the callable reads.
+
+        Returns:
+            How often it ran: `times`, or 0 if the last call was served by no graph, or by one that returns tensors,
+            copies arguments or has a backward; less than `times` if a launch failed. Call the module for the rest.
+        """
+        graph = self._served
+        if graph is None or not graph.stands_alone or graph.tape.dropped or graph.tape.arena.in_flight:
+            return 0
+        for done in range(times):
+            try:
+                graph.launch()
+            except RuntimeError as error:
+                self._drop(graph.tape)
+                self._capture_failed(graph.entry, error, "a replay")
+                return done
+            self._counters.replays += 1
+        return times
 
     def force_enable(self) -> None:
         """Lets signatures that failures disabled be captured again."""

@@ -84,6 +84,7 @@ def launch(
         graph.graph.replay()
     graph.after()
     module._counters.replays += 1
+    module._served = graph
     if module._entries.usual is not entry:
         if entry.match is None:
             entry.match = module._group.matcher(entry.signature)

@@ -8,7 +8,7 @@ from harness import config, loss_of, mlp, train, twins
 from test_isolation import model
 from torch import nn
 
-from graphmod import ConfigError, CUDAGraphModule, GraphStats, graph_layers, ungraph
+from graphmod import ConfigError, CUDAGraphModule, GraphStats, graph_layers, mark_static, ungraph
 
 
 def test_a_wrapper_is_a_module_with_everything_that_belongs_to_it(device):
@@ -141,3 +141,44 @@ def test_attributes_of_the_wrapped_module_are_not_hidden(device):
     for _ in range(4):
         graphed(torch.ones(4, 8, device=device))
     assert [getattr(graphed, name) for name in names] == names
+
+
+class Counter(nn.Module):
+    """Keeps all that changes in a tensor."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.total = torch.zeros(3, device=device)
+
+    def forward(self, step):
+        self.total.mul_(2).add_(step)
+
+
+def test_replay_repeats_the_last_call(device):
+    step = mark_static(torch.ones(3, device=device))
+    eager, graphed = Counter(device), CUDAGraphModule(Counter(device), config())
+    with torch.inference_mode():
+        for times in (1, 1, 1, 3, 1, 5):
+            for _ in range(times):
+                eager(step)
+            graphed(step)
+            ran = graphed.replay(times - 1)
+            assert ran == (times - 1 if graphed.stats.captures else 0)
+            for _ in range(times - 1 - ran):
+                graphed(step)
+            assert torch.equal(graphed.total, eager.total)
+    assert graphed.stats.replays == 10
+
+
+def test_replay_does_nothing_where_a_call_has_results_or_copies_arguments(device):
+    graphed = CUDAGraphModule(mlp(device), config())
+    with torch.no_grad():
+        for _ in range(5):
+            graphed(torch.ones(4, 8, device=device))
+    assert graphed.stats.replays > 0 and graphed.replay(3) == 0
+    graphed = CUDAGraphModule(Counter(device), config())
+    for _ in range(5):
+        graphed(torch.ones(3, device=device))
+    assert graphed.stats.replays > 0 and graphed.replay(3) == 0
+    graphed.reset()
+    assert graphed.replay(3) == 0

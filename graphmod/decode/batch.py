@@ -152,8 +152,7 @@ class ContinuousBatch:
             sequence.launched += min(steps, sequence.steps_left)
         context = max(len(s.prompt) + s.launched for s in running)
         with attention(self._model, self._attention):
-            for _ in range(steps):
-                bucket = self._graphs.launch(len(running), context, kind)
+            bucket = self._graphs.launch(len(running), context, kind, steps)
         kept, event = self._state.read_back(self._next_step, steps)
         self._next_step = (self._next_step + steps) % self._state.steps
         self._in_flight.append(_Chunk(list(running), bucket, kept, event))

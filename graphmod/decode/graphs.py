@@ -79,19 +79,22 @@ class BucketGraphs:
         """The smallest number of visited tokens that holds `context`."""
         return next(size for size in self.contexts if size is None or size >= context)
 
-    def launch(self, rows: int, context: int, kind: int) -> int:
-        """One step; returns the bucket it ran in. Call it in inference mode, with the model's attention set."""
+    def launch(self, rows: int, context: int, kind: int, steps: int = 1) -> int:
+        """Launches steps; returns the bucket they run in. Call it in inference mode, with the model's attention set."""
         size, visited = self.bucket(rows), self.visited(context)
         if not self.config.graphs:
-            self._counts[size].eager_steps += 1
-            self.step(self.state.rows(size), visited, kind)
+            self._counts[size].eager_steps += steps
+            for _ in range(steps):
+                self.step(self.state.rows(size), visited, kind)
             return size
         key = (size, visited, kind)
         wrapper = self.wrappers.get(key)
         if wrapper is None:
             name = f"decode step of {size} rows"
             wrapper = self.wrappers[key] = CUDAGraphModule(self.step, self._settings, name=name, group=self._group)
-        wrapper(self.state.rows(size), visited, kind)
+        while steps > 0:
+            wrapper(self.state.rows(size), visited, kind)
+            steps -= 1 + wrapper.replay(steps - 1)
         return size
 
     def count(self, size: int, row_steps: int, tokens: int) -> None:

@@ -1,27 +1,20 @@
 """torch.compile inside graphs: fused kernels, captured by graphmod instead of by inductor. May import the core's
-`recorder`.
-
-Two things stand between compiled code and a capture. Dynamo steps aside for every dispatch mode, so that under the
-recorder the eager code would run, and be captured, without a word. And the kernels that inductor generates are
-launched past the dispatcher, so that the recorder would see half of what happens: buffers that come from nowhere, and
-arguments nobody seems to read. So compiled code runs out of the recorder's sight, and the recorder is shown what that
-code reads by a `detach` of each tensor, which launches nothing.
+`recorder` and `compiled`.
 
 On the CPU the emulator repeats what the recorder saw. There the compiled graphs are run operation by operation
 (`aot_eager`), in sight: same path, no generated code, no speed.
 """
 
-import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _python_dispatch as dispatch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from graphmod.compiled import shown
 from graphmod.recorder import is_recording
 
 log = logging.getLogger("graphmod")
@@ -29,58 +22,12 @@ log = logging.getLogger("graphmod")
 CHOICES = ("none", "default", "max")
 # Each layer may be a variant of its own, in training and evaluation.
 _RECOMPILES = 512
-# What dynamo looks at to see whether a dispatch mode is active; which of them depends on the release.
-_MODE_FLAGS = (
-    "_is_in_torch_dispatch_mode",
-    "_is_in_non_infra_torch_dispatch_mode",
-    "_is_in_any_mode_without_ignore_compile_internals",
-)
 
 
 def options(how: str) -> dict[str, Any]:
     """Inductor's settings for `default` or `max`. It makes no graphs of its own: they would be copied in and out of."""
     tuning = torch._inductor.list_mode_options("max-autotune-no-cudagraphs") if how == "max" else {}
     return {**tuning, "triton.cudagraphs": False}
-
-
-@contextlib.contextmanager
-def _dynamo_unaware_of_modes() -> Iterator[None]:
-    """Lets compiled code run although a dispatch mode is active, and without the hooks that watch a capture."""
-    hooks = nn.modules.module._global_forward_pre_hooks
-    set_aside = dict(hooks)
-    flags = {name: getattr(dispatch, name) for name in _MODE_FLAGS if hasattr(dispatch, name)}
-    tell_dynamo = getattr(torch._C._dynamo.guards, "set_is_in_mode_without_ignore_compile_internals", None)
-
-    def set_flags(values: dict[str, bool]) -> None:
-        for name, value in values.items():
-            setattr(dispatch, name, value)
-        if tell_dynamo is not None:
-            tell_dynamo(values.get(_MODE_FLAGS[-1], False))
-
-    hooks.clear()
-    set_flags(dict.fromkeys(flags, False))
-    try:
-        yield
-    finally:
-        set_flags(flags)
-        hooks.update(set_aside)
-
-
-def _show(tensors: Iterable[Any]) -> None:
-    for tensor in tensors:
-        if isinstance(tensor, Tensor):
-            tensor.detach()
-
-
-@contextlib.contextmanager
-def _shown(tensors: Iterable[Any], hide: bool) -> Iterator[None]:
-    """Shows a recorder, if there is one, the tensors that the body reads, and with `hide` not the body itself."""
-    if not is_recording():
-        yield
-        return
-    _show(tensors)
-    with dispatch._disable_current_modes() if hide else contextlib.nullcontext(), _dynamo_unaware_of_modes():
-        yield
 
 
 def _hidden_backward(compile_inner: Callable) -> Callable:
@@ -92,7 +39,7 @@ def _hidden_backward(compile_inner: Callable) -> Callable:
         run = code.current_callable
 
         def hidden(inputs: Any) -> Any:
-            with _shown(inputs, hide=True):
+            with shown(inputs, hide=True):
                 return run(inputs)
 
         code.current_callable = hidden
@@ -148,7 +95,7 @@ def compiled(function: Callable, how: str, modules: list[nn.Module], device: tor
             with torch._dynamo.config.patch(recompile_limit=_RECOMPILES, fail_on_recompile_limit_hit=True):
                 return made(*args, **kwargs)
         read = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
-        with _shown([*read, *tree_leaves((args, kwargs))], hide), torch.compiler.set_stance("fail_on_recompile"):
+        with shown([*read, *tree_leaves((args, kwargs))], hide), torch.compiler.set_stance("fail_on_recompile"):
             return made(*args, **kwargs)
 
     return call

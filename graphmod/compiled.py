@@ -1,0 +1,70 @@
+"""Code compiled with torch.compile inside a capture. Imports `recorder`.
+
+Two things stand between compiled code and a capture. Dynamo steps aside for every dispatch mode, so that under the
+recorder the eager code would run, and be captured, without a word. And the kernels that inductor generates are
+launched past the dispatcher, so that the recorder would see half of what happens: buffers that come from nowhere, and
+arguments nobody seems to read. So compiled code runs out of the recorder's sight, and the recorder is shown what that
+code reads by a `detach` of each tensor, which launches nothing.
+"""
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _python_dispatch as dispatch
+
+from graphmod.recorder import is_recording
+
+# What dynamo looks at to see whether a dispatch mode is active; which of them depends on the release.
+_MODE_FLAGS = (
+    "_is_in_torch_dispatch_mode",
+    "_is_in_non_infra_torch_dispatch_mode",
+    "_is_in_any_mode_without_ignore_compile_internals",
+)
+
+
+@contextlib.contextmanager
+def _dynamo_unaware_of_modes() -> Iterator[None]:
+    """Lets compiled code run although a dispatch mode is active, and without the hooks that watch a capture."""
+    hooks = nn.modules.module._global_forward_pre_hooks
+    set_aside = dict(hooks)
+    flags = {name: getattr(dispatch, name) for name in _MODE_FLAGS if hasattr(dispatch, name)}
+    tell_dynamo = getattr(torch._C._dynamo.guards, "set_is_in_mode_without_ignore_compile_internals", None)
+
+    def set_flags(values: dict[str, bool]) -> None:
+        for name, value in values.items():
+            setattr(dispatch, name, value)
+        if tell_dynamo is not None:
+            tell_dynamo(values.get(_MODE_FLAGS[-1], False))
+
+    hooks.clear()
+    set_flags(dict.fromkeys(flags, False))
+    try:
+        yield
+    finally:
+        set_flags(flags)
+        hooks.update(set_aside)
+
+
+def _show(tensors: Iterable[Any]) -> None:
+    for tensor in tensors:
+        if isinstance(tensor, Tensor):
+            tensor.detach()
+
+
+@contextlib.contextmanager
+def shown(tensors: Iterable[Any], hide: bool = True) -> Iterator[None]:
+    """Runs compiled code in a call that is captured, or recorded before that. Does nothing elsewhere.
+
+    Args:
+        tensors: what it reads; others than tensors are left out. The recorder is shown these.
+        hide: whether the recorder is kept from seeing the code itself.
+    """
+    if not is_recording():
+        yield
+        return
+    _show(tensors)
+    with dispatch._disable_current_modes() if hide else contextlib.nullcontext(), _dynamo_unaware_of_modes():
+        yield
