@@ -179,11 +179,11 @@ def replay_ms(engine: Any, given: list[list[int]], steps: int) -> float | None:
         return None
     launch, marks = engine.graphs.launch, []
 
-    def marked(*args: Any) -> int:
+    def marked(rows: int, context: int, kind: int, steps: int) -> int:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
-        marks.append(event)
-        return launch(*args)
+        marks.append((event, steps))
+        return launch(rows, context, kind, steps)
 
     engine.graphs.launch = marked
     try:
@@ -192,7 +192,7 @@ def replay_ms(engine: Any, given: list[list[int]], steps: int) -> float | None:
         engine.graphs.launch = launch
     synchronize()
     skip = len(marks) // 4
-    return marks[skip].elapsed_time(marks[-1]) / (len(marks) - 1 - skip)
+    return marks[skip][0].elapsed_time(marks[-1][0]) / sum(steps for _, steps in marks[skip:-1])
 
 
 def kernel_spans(run: Any) -> list[tuple[float, float]]:
@@ -478,7 +478,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", help=f"of {', '.join(SHAPES)}; with --smoke of {', '.join(SMOKE)}")
     parser.add_argument("--modes", help=f"of {', '.join(MODES)}; default: all that a shape has")
-    parser.add_argument("--steps", type=int, default=96, help="timed decode steps, three times")
+    parser.add_argument("--steps", type=int, help="timed decode steps, three times; 96, and 12 with --smoke")
     parser.add_argument("--attention", default="auto", help="of this engine: auto, sdpa, flex, varlen")
     parser.add_argument("--timeout", type=int, default=300, help="seconds for one mode and shape")
     parser.add_argument(
@@ -487,6 +487,7 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="tiny shapes on the CPU")
     parser.add_argument("--worker", nargs=2, metavar=("MODE", "SHAPE"), help=argparse.SUPPRESS)
     options = parser.parse_args()
+    options.steps = options.steps or (12 if options.smoke else 96)
     if options.worker:
         result = work(*options.worker, options.steps, options.attention, options.smoke)
         print("RESULT " + json.dumps(result))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _python_dispatch as dispatch
 
-from graphmod.recorder import is_recording
+from graphmod.recorder import current_recorder
 
 # What dynamo looks at to see whether a dispatch mode is active; which of them depends on the release.
 _MODE_FLAGS = (
@@ -48,10 +48,8 @@ def _dynamo_unaware_of_modes() -> Iterator[None]:
         hooks.update(set_aside)
 
 
-def _show(tensors: Iterable[Any]) -> None:
-    for tensor in tensors:
-        if isinstance(tensor, Tensor):
-            tensor.detach()
+def _version(tensor: Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
 
 
 @contextlib.contextmanager
@@ -62,9 +60,16 @@ def shown(tensors: Iterable[Any], hide: bool = True) -> Iterator[None]:
         tensors: what it reads; others than tensors are left out. The recorder is shown these.
         hide: whether the recorder is kept from seeing the code itself.
     """
-    if not is_recording():
+    recorder = current_recorder()
+    if recorder is None:
         yield
         return
-    _show(tensors)
+    given = [tensor for tensor in tensors if isinstance(tensor, Tensor)]
+    for tensor in given:
+        tensor.detach()
+    before = list(map(_version, given))
     with dispatch._disable_current_modes() if hide else contextlib.nullcontext(), _dynamo_unaware_of_modes():
         yield
+    if hide:
+        changed = (t for t, version in zip(given, before, strict=True) if version is None or _version(t) != version)
+        recorder.note_unseen(changed)

@@ -29,6 +29,7 @@ class Recorder(TorchDispatchMode):
         read: every address it read.
         made_by: address -> index in the trace, operation, size and strides of what was made there last.
         generators: those passed to random operations.
+        wrote_unseen: whether code ran that it could not see, and that changed something from outside.
         random, backward: whether it drew random numbers, or ran a backward pass.
 
     Args:
@@ -61,6 +62,7 @@ class Recorder(TorchDispatchMode):
         self.generators: list[torch.Generator] = []
         self.random = False
         self.backward = False
+        self.wrote_unseen = False
         self._inputs = {address(tensor) for tensor in inputs}
         self._hazards = Hazards(on_gpu)
         self._on_gpu, self._refuse = on_gpu, refuse
@@ -76,6 +78,14 @@ class Recorder(TorchDispatchMode):
         self._targets = {}
         self.made_by = {}
         return self
+
+    def note_unseen(self, changed: Iterable[Tensor]) -> None:
+        """Takes in that code out of its sight changed tensors."""
+        for tensor in changed:
+            where = address(tensor)
+            if where in self.outside:
+                self.wrote_unseen = True
+                self.written.setdefault(where, self.outside[where])
 
     def is_host(self, tensor: Tensor) -> bool:
         """Whether a tensor lies on the host while the capture works on a GPU."""
@@ -141,6 +151,11 @@ class Recorder(TorchDispatchMode):
                 self._hazards.note_write(where)
 
 
+def current_recorder() -> Recorder | None:
+    """The recorder that watches the present call."""
+    return next((mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Recorder)), None)
+
+
 def is_recording() -> bool:
     """Whether a recorder watches the present call."""
-    return any(isinstance(mode, Recorder) for mode in _get_current_dispatch_mode_stack())
+    return current_recorder() is not None
