@@ -4,7 +4,8 @@
     python benchmarks/replay_cost.py --layers 4 --device cpu     # emulated graphs, without a GPU
 
 Decoder layers of a Llama-shaped model run one after the other from their graphs; then their backwards do. The time in
-which graphs are launched is measured apart and left out: what remains is Python and autograd.
+which graphs are launched is measured apart and left out: what remains is Python and autograd. Measured with the
+backward on the calling thread, as `TrainStep` does it, and on autograd's own, as `loss.backward()` does.
 """
 
 import argparse
@@ -45,7 +46,7 @@ class LaunchClock:
         return run
 
 
-def measure(layers: int, width: int, length: int, device: str, steps: int) -> dict[str, float]:
+def measure(layers: int, width: int, length: int, device: str, steps: int, one_thread: bool) -> dict[str, float]:
     """Microseconds a layer: `python_us`, and `launch_us` of its two graphs."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -79,7 +80,8 @@ def measure(layers: int, width: int, length: int, device: str, steps: int) -> di
         x = hidden
         for layer in model.model.layers:
             x = layer(x, position_embeddings=rotary)
-        x.backward(gradient)
+        with torch.autograd.set_multithreading_enabled(not one_thread):
+            x.backward(gradient)
         seconds = time.perf_counter() - began
         synchronize()
         for parameter in model.parameters():
@@ -116,8 +118,12 @@ def main() -> None:
     options = parser.parse_args()
     from benchmarks.measure import environment
 
-    result = measure(options.layers, options.width, options.length, options.device, options.steps)
-    print("a layer, forward and backward:", ", ".join(f"{name} {value:.1f}" for name, value in result.items()))
+    result = {}
+    for name in ("one_thread", "autograd_thread"):
+        result[name] = measure(
+            options.layers, options.width, options.length, options.device, options.steps, name == "one_thread"
+        )
+        print(f"{name:16}", ", ".join(f"{what} {value:.1f}" for what, value in result[name].items()), flush=True)
     if options.out:
         command = "python " + " ".join(sys.argv)
         written = {"command": command, "layers": options.layers, **result, "environment": environment()}

@@ -218,6 +218,7 @@ class CudaBackend:
 
         def before_write(_: Tensor) -> None:
             here = thread == threading.get_ident() and torch.cuda.current_stream(self.device) == self.stream
+            here = here and torch._C._current_autograd_node() is None
             if split and len(graphs) == 1 and here and not recorder.written:
                 graphs[0].capture_end()
                 graphs.append(self._new_graph(pool, generators))
