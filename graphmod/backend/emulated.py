@@ -15,7 +15,7 @@ from torch import Tensor
 
 from graphmod.backend.random_state import refuse_random_state
 from graphmod.errors import CaptureRefused
-from graphmod.overloads import out_overload
+from graphmod.overloads import calls_into, out_overload
 from graphmod.recorder import Recorder
 from graphmod.trace import address, facts, tensors_in
 
@@ -93,6 +93,10 @@ class EmulatedGraph:
             return
         results = list(tensors_in(result if isinstance(result, (tuple, list)) else (result,)))
         kept = _frozen(results)
+        calls = calls_into(op, args, kwargs, kept[0]) if len(fresh) == len(kept) == 1 else None
+        if calls is not None:
+            self._calls += [(call._op, arguments, named) for call, arguments, named in calls]
+            return
         target = out_overload(op)
         whole = not isinstance(result, tuple) or len(results) == len(result)  # no None among several results
         if target is not None and whole and len(fresh) == len(results):
