@@ -42,6 +42,7 @@ SMOKE: dict[str, dict[str, Any]] = {
     "ragged": {"model": TINY, "batch": 8, "requests": 12, "prompt": 24, "new": 12, "max_seq_len": 64},
 }
 ENGINE_MODES = ("eager_step", "uncompiled", "compiled", "compiled_max")
+FLAGS = ("shapes", "modes", "steps", "attention")
 PEERS = ("hf_dynamic", "hf_static", "hand_graph")
 MODES = (*ENGINE_MODES, *PEERS)
 PEAK_FETCHES = 3  # tokens at the beginning that are not timed, beyond warm-up and capture
@@ -529,7 +530,8 @@ def write(out: Path | None, results: list[dict[str, Any]]) -> None:
     old = json.loads(out.read_text()) if out.is_file() else {"commands": [], "results": []}
     new = {(result["mode"], result["shape"]) for result in results}
     kept = [result for result in old["results"] if (result["mode"], result["shape"]) not in new]
-    command = "python " + " ".join(sys.argv)
+    flags = [f"--{name} {sys.argv[i + 1]}" for i, arg in enumerate(sys.argv) for name in FLAGS if arg == f"--{name}"]
+    command = " ".join(["python benchmarks/decode.py", *flags])
     commands = [*(c for c in old["commands"] if c != command), command]
     out.write_text(json.dumps({"commands": commands, "results": kept + results}, indent=1) + "\n")
 

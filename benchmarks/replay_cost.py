@@ -125,8 +125,12 @@ def main() -> None:
         )
         print(f"{name:16}", ", ".join(f"{what} {value:.1f}" for what, value in result[name].items()), flush=True)
     if options.out:
-        command = "python " + " ".join(sys.argv)
-        written = {"command": command, "layers": options.layers, **result, "environment": environment()}
+        written = {
+            "command": "python benchmarks/replay_cost.py",
+            "layers": options.layers,
+            **result,
+            "environment": environment(),
+        }
         options.out.write_text(json.dumps(written, indent=1) + "\n")
 
 

@@ -85,9 +85,9 @@ def render(content: dict[str, Any]) -> str:
         if mode in modes
     ]
     seen = [result["environment"] for result in good]
-    gpu, version, date = (
-        " and ".join(dict.fromkeys(str(one[name]) for one in seen)) for name in ("gpu", "torch", "date")
-    )
+    gpu, version = (" and ".join(dict.fromkeys(str(one[name]) for one in seen)) for name in ("gpu", "torch"))
+    runs = dict.fromkeys((one["environment"]["date"], one["command"]) for one in good)
+    commands = "; ".join(f"{date} `{command}`" for date, command in runs)
     return "\n\n".join(
         [
             "Training step in ms with a synchronisation after each step (median), in brackets the speed-up against "
@@ -95,7 +95,7 @@ def render(content: dict[str, Any]) -> str:
             _table(["", *heads], steps),
             "GPU memory reserved at the peak, the sum of kernel times in a step, and the time the host spends in it:",
             _table(["", *heads], details),
-            f"{gpu}, torch {version}, {date}: `{content['command']}`",
+            f"{gpu}, torch {version}. Numbers of one run compare; hosts differ from run to run. {commands}",
         ]
     )
 

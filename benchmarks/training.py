@@ -36,6 +36,7 @@ OURS = {
 AUTO = {"auto": "none", "auto_compiled": "default"}
 PEERS = ("make_graphed_callables", "compile_reduce_overhead", "tensordict")
 MODES = (*OURS, *AUTO, *PEERS)
+FLAGS = ("shapes", "modes", "steps")
 VOCABULARY = 32_000
 
 
@@ -202,18 +203,31 @@ def work(mode: str, name: str, steps: int) -> dict[str, Any]:
     return result | {"environment": environment()}
 
 
+def keep(out: Path | None, result: dict[str, Any]) -> None:
+    """Writes a result into the file, at once, so that nothing is lost; what it holds of other shapes and modes stays."""
+    if out is None:
+        return
+    results = json.loads(out.read_text())["results"] if out.exists() else []
+    results = [one for one in results if (one["mode"], one["shape"]) != (result["mode"], result["shape"])]
+    flags = [f"--{name} {sys.argv[i + 1]}" for i, arg in enumerate(sys.argv) for name in FLAGS if arg == f"--{name}"]
+    results.append({"command": " ".join(["python benchmarks/training.py", *flags]), **result})
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps({"results": results}, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default=",".join(SHAPES), help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--modes", default=",".join(MODES), help=f"of {', '.join(MODES)}")
     parser.add_argument("--steps", type=int, default=40, help="timed steps, twice")
-    parser.add_argument("--out", type=Path, help="write the results there as JSON")
+    parser.add_argument(
+        "--out", type=Path, help="write the results there as JSON, beside those of other shapes and modes"
+    )
     parser.add_argument("--worker", nargs=2, metavar=("MODE", "SHAPE"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         print("RESULT " + json.dumps(work(*options.worker, options.steps)))
         return
-    results = []
     for shape in options.shapes.split(","):
         for mode in options.modes.split(","):
             command = [sys.executable, __file__, "--worker", mode, shape, "--steps", str(options.steps)]
@@ -223,10 +237,10 @@ def main() -> None:
             if line is None:
                 tail = (done.stderr.strip().splitlines() or ["no output"])[-1]
                 print(f"{shape:9} {mode:26} failed: {tail[:160]}", flush=True)
-                results.append({"mode": mode, "shape": shape, "error": tail})
+                keep(options.out, {"mode": mode, "shape": shape, "error": tail})
                 continue
             result = json.loads(line.removeprefix("RESULT "))
-            results.append(result)
+            keep(options.out, result)
             print(
                 f"{shape:9} {mode:26} step {result['step_ms']:8.3f} ms  free {result['free_ms']:8.3f}  host "
                 f"{result['host_ms']:7.3f}  busy {result['busy_ms']:8.3f}  kernels {result['kernels']:6.0f}  reserved "
@@ -234,10 +248,6 @@ def main() -> None:
                 f"({time.perf_counter() - began:.0f} s)",
                 flush=True,
             )
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        command = "python " + " ".join(sys.argv)
-        options.out.write_text(json.dumps({"command": command, "results": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
