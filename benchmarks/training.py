@@ -204,7 +204,7 @@ def work(mode: str, name: str, steps: int) -> dict[str, Any]:
 
 
 def keep(out: Path | None, result: dict[str, Any]) -> None:
-    """Writes a result into the file, at once, so that nothing is lost; what it holds of other shapes and modes stays."""
+    """Writes a result into the file at once, so that nothing is lost; those of other shapes and modes stay."""
     if out is None:
         return
     results = json.loads(out.read_text())["results"] if out.exists() else []

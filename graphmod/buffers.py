@@ -105,6 +105,8 @@ def adopted(source: Tensor, static: Any) -> Tensor | None:
     Args:
         static: storage address -> the output tensor that owns it.
     """
+    if source.is_conj() or source.is_neg():
+        return None
     if getattr(source, "_graphmod_static", False):
         return source.detach()
     owner = static.get(address(source))
@@ -142,6 +144,10 @@ class StaticOutput:
     def changed(self) -> bool:
         """Whether the caller changed the last handed-out result in place."""
         return self._twin is not None and self._twin._version != 0
+
+    def held(self) -> bool:
+        """Whether somebody still holds the last handed-out result."""
+        return self._twin is not None and _use_count(self._twin.untyped_storage()._cdata) > 2
 
     def evacuate(self) -> bool:
         """Moves the last handed-out result to memory of its own if somebody holds it.

@@ -8,6 +8,7 @@ code reads by a `detach` of each tensor, which launches nothing.
 """
 
 import contextlib
+import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -25,9 +26,17 @@ _MODE_FLAGS = (
 )
 
 
+_one_at_a_time = threading.RLock()  # these flags belong to the process
+
+
 @contextlib.contextmanager
 def _dynamo_unaware_of_modes() -> Iterator[None]:
     """Lets compiled code run although a dispatch mode is active, and without the hooks that watch a capture."""
+    with _one_at_a_time:
+        yield from _set_aside()
+
+
+def _set_aside() -> Iterator[None]:
     hooks = nn.modules.module._global_forward_pre_hooks
     set_aside = dict(hooks)
     flags = {name: getattr(dispatch, name) for name in _MODE_FLAGS if hasattr(dispatch, name)}

@@ -18,7 +18,7 @@ from graphmod.buffers import OwnedBuffer, StaticInput, adopted
 from graphmod.errors import CaptureRefused
 from graphmod.recorder import Recorder
 from graphmod.results import Results, resolved
-from graphmod.signature import Leaf, argument_paths, opaque_parts, parameter_names, rebuild
+from graphmod.signature import AUTOCAST, Leaf, argument_paths, opaque_parts, parameter_names, rebuild
 from graphmod.trace import address, compare
 from graphmod.watch import HookWatch, Watch, foreign_hook, has_gradient_hooks, modules_called
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from graphmod.backward import BackwardGraph
     from graphmod.lifecycle import Entry
     from graphmod.module import CUDAGraphModule
+    from graphmod.reach import Reach
     from graphmod.tape import Tape
 
 _PLAIN_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
@@ -41,7 +42,7 @@ class ForwardGraph:
         parameters: leaf tensors from outside that the outputs depend on.
         hooked, direct: those of them whose gradients go through autograd (they have gradient hooks, or several uses in
             one backward), and the others.
-        stand_ins: parameter (by identity) -> the view of it that the capture worked with, see `_stand_ins`.
+        stand_ins: parameter (by identity) -> the view of it that the capture worked with, see `_stood_in`.
         witness: one of `direct` that autograd sees, or None.
         ticket: weak, that of the last forward with a backward to come.
         backward: the captured backward, once there is one.
@@ -107,11 +108,12 @@ class ForwardGraph:
                 if static.buffer is not None and address(static.tensor) in recorder.inputs_written:
                     raise CaptureRefused(f"changes its argument {static.name} in place; make it change a copy")
             stood_in = {id(view): group.shared[key] for key, view in self.stand_ins.items()}
-            self.results = Results(result, given, recorder, entry, stood_in, module._config.clone_outputs)
+            owned_memory = {address(static.tensor) for static in self.inputs if static.buffer is not None}
+            self.results = Results(result, given, recorder, entry, stood_in, owned_memory, module._config.clone_outputs)
             self._find_parameters(given, recorder, oldest)
 
         try:
-            with self._stood_in(found.modules):
+            with self._stood_in(found):
                 before = found.state()
                 pool, split = self.tape.arena.pool, not entry.generators and not entry.failures_in_a_row
                 self.graph, _ = group.backend.capture(run, pool, given, entry.generators, check, split=split)
@@ -126,8 +128,14 @@ class ForwardGraph:
         self._grads_after = [(p, p.grad) for p, before in zip(owned, grads, strict=True) if p.grad is not before]
         self._hooks = HookWatch(self.called, self.parameters)
         self._written = [t for t in seen.written.values() if not t.is_inference()]
+        self._arguments_written = [
+            index
+            for index, static in enumerate(self.inputs)
+            if address(static.tensor) in seen.inputs_written and not static.tensor.is_inference()
+        ]
         self.random = seen.random
-        self.starts_early = self.graph.start is not None and not entry.generators
+        # Gradients that it leaves behind lie in the pool and may be accumulated into by whoever runs instead.
+        self.starts_early = self.graph.start is not None and not entry.generators and not self._grads_after
         for static in self.inputs:
             static.unused = address(static.tensor) not in seen.read and static.buffer is not None
         for static in self.inputs:
@@ -145,7 +153,7 @@ class ForwardGraph:
             group.static[output.tensor.data_ptr()] = output.tensor
 
     @contextlib.contextmanager
-    def _stood_in(self, modules: list[nn.Module]) -> Iterator[None]:
+    def _stood_in(self, found: Reach) -> Iterator[None]:
         """Gives the modules a view of each parameter that is used outside of this graph too.
 
         Gradients of such a parameter go through autograd, whose AccumulateGrad node may belong to the caller's stream
@@ -153,8 +161,14 @@ class ForwardGraph:
         to the capture stream.
         """
         shared = self.module._group.shared
-        places = [(m._parameters, k, p) for m in modules for k, p in m._parameters.items() if id(p) in shared]
-        places = [place for place in places if place[2].requires_grad and torch.is_grad_enabled()]
+        held = {id(module._parameters) for module in found.modules}
+        elsewhere = {id(tensor) for container, _, tensor in found.slots if id(container) not in held}
+        wanted = set(shared) - elsewhere if torch.is_grad_enabled() else set()
+        # Autocast keeps its casts of parameters, not of views. What a first attempt trips over, a second goes without.
+        if self.entry.signature.modes[AUTOCAST] is not None or self.entry.failures_in_a_row:
+            wanted = set()
+        places = [(m._parameters, k, p) for m in found.modules for k, p in m._parameters.items() if id(p) in wanted]
+        places = [place for place in places if place[2].requires_grad]
         parameters = list({id(parameter): parameter for _, _, parameter in places}.values())
         views = self.module._group.backend.views(parameters)
         self.stand_ins = {id(parameter): view for parameter, view in zip(parameters, views, strict=True)}
@@ -207,6 +221,12 @@ class ForwardGraph:
                     "follow; pass it as an argument"
                 )
             for following, _ in node.next_functions:
+                view = self.stand_ins.get(id(getattr(following, "variable", None)))
+                if view is not None and view.grad_fn is not node:
+                    raise CaptureRefused(
+                        "uses a parameter that code outside uses too both as an attribute of its module and in another "
+                        "way (a variable, a list); use it in one way"
+                    )
                 if following is not None and following not in seen:
                     seen.add(following)
                     queue.append(following)
@@ -251,13 +271,16 @@ class ForwardGraph:
         self.graph.replay()
         self.after()
 
-    def after(self) -> None:
-        """Does what the captured Python code did to gradients and version counters."""
+    def after(self, leaves: list[Tensor] | None = None) -> None:
+        """Does what the captured Python code did to gradients and version counters; `leaves` are the call's tensor
+        arguments, if it had others than the call before."""
         for parameter, grad in self._grads_after:
             if parameter.grad is not grad:
                 parameter.grad = grad
         if self._written:
             torch.autograd.graph.increment_version(self._written)
+        for index in self._arguments_written:
+            torch.autograd.graph.increment_version(self.inputs[index].tensor if leaves is None else leaves[index])
 
 
 def _python_random_state() -> tuple[Any, Any]:

@@ -9,11 +9,15 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from graphmod.signature import PLAIN_KINDS, Leaf, Opaque, Signature
 
 Matcher = Callable[[tuple, dict], list[Tensor] | None]
+
+
+_MOST_TENSORS = 64  # beyond, comparing one by one in Python is no faster than taking the arguments apart
 
 
 class _CannotTell(Exception):
@@ -26,7 +30,7 @@ class _Writer:
     def __init__(self, tensors: tuple) -> None:
         self.tensors = tensors
         self.lines: list[str] = []
-        self.names: dict[str, Any] = {"kinds": (Tensor, nn.Parameter, nn.Buffer)}
+        self.names: dict[str, Any] = {"kinds": (Tensor, nn.Parameter, nn.Buffer), "strided": torch.strided}
         self.leaves = 0
         self._values = 0
 
@@ -67,11 +71,9 @@ class _Writer:
         self.leaves += 1
         shape, stride, dtype, device, grad = map(self.constant, self.tensors[index])
         self.lines.append(f"t{index} = {value}")
-        self.demand(f"{value}.__class__ in kinds and {value}.shape == {shape} and {value}.stride() == {stride}")
+        self.demand(f"{value}.__class__ in kinds and {value}.shape == {shape} and {value}.layout is strided")
+        self.demand(f"{value}.stride() == {stride} and not {value}.is_neg() and not {value}.is_conj()")
         self.demand(f"{value}.dtype is {dtype} and {value}.device == {device} and {value}.requires_grad is {grad}")
-        for other in range(index):
-            if self.tensors[other] == self.tensors[index]:
-                self.demand(f"t{index} is not t{other}")
 
     def plain(self, value: str, structure: tuple) -> None:
         kind = self.constant(structure[0])
@@ -106,6 +108,14 @@ def matcher(signature: Signature) -> Matcher:
         writer.part("kwargs", kwargs)
     except _CannotTell:
         return lambda args, kwargs: None
+    if len(signature.tensors) > _MOST_TENSORS:
+        return lambda args, kwargs: None
+    # The same tensor twice is one leaf: two leaves are never one tensor.
+    if writer.leaves == 2:
+        writer.demand("t0 is not t1")
+    elif writer.leaves > 2:
+        identities = ", ".join(f"id(t{index})" for index in range(writer.leaves))
+        writer.demand(f"len({{{identities}}}) == {writer.leaves}")
     result = ", ".join(f"t{index}" for index in range(writer.leaves))
     body = "\n    ".join([*writer.lines, f"return [{result}]"])
     exec(f"def match(args, kwargs):\n    {body}", writer.names)

@@ -6,12 +6,13 @@ every part of the core.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import operator
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import repeat
 from typing import Any
 
@@ -44,6 +45,19 @@ log = logging.getLogger("graphmod")
 
 _training = operator.attrgetter("training")
 _grad = operator.attrgetter("grad")
+
+
+@contextlib.contextmanager
+def _in_place_of_forward(module: nn.Module, run: Callable) -> Iterator[None]:
+    before = module.__dict__.get("forward")
+    module.__dict__["forward"] = run
+    try:
+        yield
+    finally:
+        if before is None:
+            del module.__dict__["forward"]
+        else:
+            module.__dict__["forward"] = before
 
 
 class CUDAGraphModule(nn.Module):
@@ -93,6 +107,7 @@ class CUDAGraphModule(nn.Module):
         self.last_failure = ""
         self._hooks_outside = isinstance(module, nn.Module) and call is None
         self._entries = Registry()
+        self._anchor: Tensor | None = None
         self._start()
 
     def _start(self) -> None:
@@ -101,7 +116,6 @@ class CUDAGraphModule(nn.Module):
         self._eager_calls: weakref.WeakSet[EagerCall] = weakref.WeakSet()
         self._parameters_reached: list[Tensor] = []
         self._logged: set[str] = set()
-        self._anchor: Tensor | None = None
         self._served: ForwardGraph | None = None  # the graph behind the last call
 
     # -- calling -------------------------------------------------------------------------------------------------
@@ -111,19 +125,17 @@ class CUDAGraphModule(nn.Module):
         root = self._root
         if self._hooks_outside and any(getattr(root, kind) for kind in HOOKS):
             # The module's own hooks run on every call, around the graph instead of inside it.
-            root.__dict__["forward"] = self._run
-            try:
+            with _in_place_of_forward(root, self._run):
                 return root(*args, **kwargs)
-            finally:
-                del root.__dict__["forward"]
         return self._run(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the wrapped callable without the module's own hooks."""
         if torch._C._len_torch_dispatch_stack() and is_recording():
+            self._served = None
             return self._call(*args, **kwargs)  # part of what another wrapper captures
         usual = self._entries.usual
-        leaves = usual.match(args, kwargs) if usual is not None else None
+        leaves = usual.match(args, kwargs) if usual is not None and not usual.disabled else None
         if leaves is not None and usual.signature.modes != mode_key(self._group.backend.device_type):
             leaves = None
         # Train/eval modes are many to look at: where nothing depends on the answer before the launch, after it.
@@ -222,10 +234,7 @@ class CUDAGraphModule(nn.Module):
     def _drop(self, *tapes: Tape) -> None:
         """Takes the tapes' graphs away from every module; their memory is free once nothing in flight needs it."""
         for tape in tapes:
-            for graph in tape.owners:
-                if graph in graph.entry.graphs:
-                    graph.entry.graphs.remove(graph)
-            tape.dropped = True
+            tape.drop()
 
     # -- bookkeeping ---------------------------------------------------------------------------------------------
 
@@ -244,7 +253,7 @@ class CUDAGraphModule(nn.Module):
             self._group.backend = make_backend(self._config.backend, device)
             if not self._group.backend.on_gpu:
                 self._log_once(f"{self._name!r}: emulated graphs on the CPU: they check correctness and bring no speed")
-        if self._anchor is None:
+        if self._anchor is None or self._anchor.device != device:
             with torch.inference_mode(False):
                 self._anchor = torch.empty(0, device=device, requires_grad=True)
                 self._anchor_node = torch.autograd.graph.get_gradient_edge(self._anchor).node
@@ -309,7 +318,10 @@ class CUDAGraphModule(nn.Module):
             copies arguments or has a backward; less than `times` if a launch failed. Call the module for the rest.
         """
         graph = self._served
-        if graph is None or not graph.stands_alone or graph.tape.dropped or graph.tape.arena.in_flight:
+        if graph is None or not graph.stands_alone or is_recording():
+            return 0
+        tape, arena = graph.tape, graph.tape.arena
+        if tape.dropped or arena.in_flight or arena.active is not tape or tape.cursor != graph.index + 1:
             return 0
         for done in range(times):
             try:
@@ -341,7 +353,10 @@ class CUDAGraphModule(nn.Module):
         call = self._call
         if isinstance(call, types.MethodType) and call.__self__ is self._root:
             call = types.MethodType(call.__func__, root)
-        group = memo.setdefault(id(self._group), Group())
+        group = memo.get(id(self._group))
+        if group is None:
+            group = memo[id(self._group)] = Group()
+            group.share([copy.deepcopy(tied, memo) for tied in self._group.tied.values()], lasting=True)
         made = CUDAGraphModule(
             root, self._config, name=self._name, group=group, call=None if self._hooks_outside else call
         )

@@ -84,8 +84,12 @@ class Recorder(TorchDispatchMode):
         for tensor in changed:
             where = address(tensor)
             if where in self.outside:
-                self.wrote_unseen = True
                 self.written.setdefault(where, self.outside[where])
+            elif where in self._inputs:
+                self.inputs_written.add(where)
+            else:
+                continue
+            self.wrote_unseen = True
 
     def is_host(self, tensor: Tensor) -> bool:
         """Whether a tensor lies on the host while the capture works on a GPU."""
@@ -140,14 +144,12 @@ class Recorder(TorchDispatchMode):
                 continue
             for tensor in tensors_in((value,)):
                 where = address(tensor)
+                if self._before_write is not None and (where in self.outside or where in self._inputs):
+                    self._before_write(tensor)
                 if where in self.outside:
-                    if self._before_write is not None:
-                        self._before_write(tensor)
                     self.written.setdefault(where, self.outside[where])
                 elif where in self._inputs:
                     self.inputs_written.add(where)
-                    if self._before_write is not None:
-                        self._before_write(tensor)
                 self._hazards.note_write(where)
 
 

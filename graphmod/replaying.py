@@ -69,20 +69,24 @@ def launch(
     state = backend.random_state() if graph.random else None
     graph.tape.cursor = graph.index + 1
     early = graph.starts_early and not careful
-    if early:
-        graph.graph.start()  # the GPU works while the host looks
-    reason = OTHER_MODES if late and entry.signature.training != module._training_modes() else None
-    if early and reason is None:
-        reason = graph.moved()
-    if reason is not None:
-        if early and graph.random:
+    finished = False
+    try:
+        if early:
+            graph.graph.start()  # the GPU works while the host looks
+        reason = OTHER_MODES if late and entry.signature.training != module._training_modes() else None
+        if early and reason is None:
+            reason = graph.moved()
+        if reason is not None:
+            return None, reason
+        if early:
+            graph.graph.finish()
+        else:
+            graph.graph.replay()
+        finished = True
+    finally:
+        if graph.random and not finished:
             backend.set_random_state(state)
-        return None, reason
-    if early:
-        graph.graph.finish()
-    else:
-        graph.graph.replay()
-    graph.after()
+    graph.after(leaves)
     module._counters.replays += 1
     module._served = graph
     if module._entries.usual is not entry:

@@ -26,6 +26,7 @@ class Results:
         given: the static tensors it was given.
         entry: the signature it belongs to.
         stood_in: view (by identity) -> the parameter it stood for in the capture.
+        owned: the storage addresses of buffers into which arguments are copied; a result there is copied in turn.
         clone: hand out copies.
 
     Attributes:
@@ -45,6 +46,7 @@ class Results:
         recorder: Recorder,
         entry: Entry,
         stood_in: dict[int, Tensor],
+        owned: set[int],
         clone: bool,
     ) -> None:
         leaves: list[Tensor] = []
@@ -76,10 +78,14 @@ class Results:
                 self._parts.append(StaticOutput(tensor.detach(), entry))
         plain = [part for part in self._parts if isinstance(part, StaticOutput)]
         self.handed_out = self.with_grad + plain
+        for output in self.with_grad:
+            output.copied = False  # as a rule they are held for a moment only
+        for output in self.handed_out:
+            output.copied = output.copied or address(output.tensor) in owned
         self._clone = clone or entry.copies_out
         # The usual case of a layer: one tensor, handed out as it is.
         self._sole = self._structure.__class__ is Leaf and len(self.handed_out) == 1 and not self._clone
-        self._sole = self._sole and not any(output.copied for output in plain)
+        self._sole = self._sole and not self.handed_out[0].copied
 
     def make(self, leaves: list[Tensor], differentiable: tuple[Tensor, ...]) -> Any:
         """The result of the replay that was just launched.
@@ -90,12 +96,12 @@ class Results:
         """
         if self._sole:
             return differentiable[0] if differentiable else self._parts[0].hand_out()
-        grads = iter(differentiable)
+        grads = iter(zip(differentiable, self.with_grad, strict=True))
         made = []
         for part in self._parts:
             if part is None:
-                tensor = next(grads)
-                made.append(tensor.clone() if self._clone else tensor)
+                tensor, output = next(grads)
+                made.append(tensor.clone() if self._clone or output.copied else tensor)
             elif part.__class__ is StaticOutput:
                 made.append(part.tensor.clone() if self._clone or part.copied else part.hand_out())
             else:

@@ -149,6 +149,9 @@ def tensor_key(tensor: Tensor) -> tuple:
     """Everything about a tensor argument that a capture freezes, its address and values apart."""
     if tensor.layout is not torch.strided:
         return (tensor.shape, tensor.layout, tensor.dtype, tensor.device, tensor.requires_grad)
+    if tensor.is_neg() or tensor.is_conj():
+        lazy = (tensor.is_neg(), tensor.is_conj())
+        return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad, lazy)
     return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
 
 
@@ -160,12 +163,14 @@ def mode_key(device_type: str) -> tuple:
         torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None,
         _deterministic(),
         _matmul_precision(),
+        _default_dtype(),
     )
 
 
 _is_grad_enabled, _is_inference_mode_enabled = torch.is_grad_enabled, torch.is_inference_mode_enabled
 _deterministic = torch._C._get_deterministic_algorithms
 _matmul_precision = torch._C._get_float32_matmul_precision
+_default_dtype = torch.get_default_dtype
 AUTOCAST = 2  # its index in `mode_key`
 _MODE_NAMES = (
     "gradients enabled",
@@ -173,6 +178,7 @@ _MODE_NAMES = (
     "autocast",
     "deterministic algorithms",
     "float32 matmul precision",
+    "default dtype",
 )
 
 
@@ -222,7 +228,7 @@ def argument_paths(structure: Any, names: list[str]) -> dict[str, Any]:
 
 def _text(part: Any, tensors: tuple) -> str:
     if part.__class__ is Leaf:
-        shape, _, dtype, device, grad = tensors[part.index]
+        shape, _, dtype, device, grad = tensors[part.index][:5]
         return f"{tuple(shape)} {str(dtype).removeprefix('torch.')} on {device}" + (", requires grad" if grad else "")
     if part.__class__ is Opaque:
         return f"a {type(part.value).__name__} (by identity)"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from graphmod.matcher import Matcher, matcher
-from graphmod.signature import Signature
+from graphmod.signature import Signature, opaque_parts
 
 if TYPE_CHECKING:
     from graphmod.backend import Backend
@@ -30,18 +30,26 @@ class Tape:
     graphs hand out.
     """
 
-    __slots__ = ("arena", "cursor", "dropped", "fresh_grads", "length", "outputs", "owners", "serial")
+    __slots__ = ("__weakref__", "arena", "cursor", "dropped", "fresh_grads", "length", "outputs", "owners", "serial")
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
         self.serial = arena.tapes_made
         arena.tapes_made += 1
+        arena.tapes.add(self)
         self.outputs: list[Any] = []
         self.cursor = 0
         self.length = 0
         self.fresh_grads: bool | None = None
         self.owners: list[Any] = []
         self.dropped = False
+
+    def drop(self) -> None:
+        """Takes its graphs away from their modules; their memory is free once nothing in flight needs it."""
+        for graph in self.owners:
+            if graph in graph.entry.graphs:
+                graph.entry.graphs.remove(graph)
+        self.dropped = True
 
     @property
     def at_end(self) -> bool:
@@ -68,6 +76,7 @@ class Arena:
         self.in_flight = 0
         self.passes = 0
         self.tapes_made = 0
+        self.tapes: weakref.WeakSet[Tape] = weakref.WeakSet()
         self.kept_to: Tape | None = None
         self._recent: list[Tape] = []
 
@@ -83,7 +92,8 @@ class Arena:
         stuck, recent = [], []
         for other in self._recent:
             if other.serial < tape.serial:
-                recent.append(other)
+                if not other.dropped or any(output.held() for output in other.outputs):
+                    recent.append(other)
             else:
                 stuck += [output.entry for output in other.outputs if not output.evacuate()]
         if stuck:
@@ -170,6 +180,7 @@ class Group:
         self.gradients: dict[int, tuple[weakref.ref, Tensor]] = {}
         self.buffers: weakref.WeakSet[Any] = weakref.WeakSet()
         self.shared: dict[int, Tensor] = {}
+        self.tied: dict[int, Tensor] = {}
         self.stash: dict[int, Tensor] = {}
         self.places: dict[tuple, list] = {}
         self.matchers: dict[tuple, Matcher] = {}
@@ -241,6 +252,8 @@ class Group:
 
     def matcher(self, signature: Signature) -> Matcher:
         """What compares calls with this signature; layers of one kind share it."""
+        if any(True for _ in opaque_parts(signature.structure)):
+            return matcher(signature)  # not kept here, because it keeps an object alive
         key = signature[:2]
         if key not in self.matchers:
             self.matchers[key] = matcher(signature)
@@ -253,8 +266,11 @@ class Group:
         known = self.gradients.get(id(parameter))
         return known[1] if known is not None and known[0]() is parameter else None
 
-    def share(self, parameters: list[Tensor]) -> None:
+    def share(self, parameters: list[Tensor], lasting: bool = False) -> None:
+        """Notes parameters as shared, with `lasting` also beyond a `release`."""
         self.shared.update((id(parameter), parameter) for parameter in parameters)
+        if lasting:
+            self.tied.update((id(parameter), parameter) for parameter in parameters)
 
     def keep_gradient_buffer(self, parameter: Tensor, buffer: Tensor) -> None:
         self.gradients[id(parameter)] = (weakref.ref(parameter), buffer)
@@ -262,11 +278,14 @@ class Group:
     def release(self) -> None:
         """Forgets every tape and buffer; the memory is free once the last user of it lets go."""
         for arena in self.arenas:
+            for tape in list(arena.tapes):
+                tape.drop()
             arena.pool.release()
         self.arenas.clear()
         self.gradients.clear()
         self.parameters.clear()
         self.shared.clear()
+        self.shared.update(self.tied)
         self.places.clear()
         self.matchers.clear()
         self.stash.clear()

@@ -26,10 +26,9 @@ def warm_up(module: CUDAGraphModule, entry: Entry, args: tuple, kwargs: dict) ->
     """An ordinary call on the capture stream; the last one before the capture is recorded."""
     module._counters.eager_calls += 1
     module._served = None
-    entry.calls += 1
     backend = module._group.backend
     recorder = Recorder(refuse=False, on_gpu=backend.on_gpu)
-    record = entry.calls == module._config.warmup_steps
+    record = entry.calls + 1 == module._config.warmup_steps
     found = module._reach_now(*opaque_parts(entry.signature.structure)) if record else None
     before = found.state() if record else None
     torch.clear_autocast_cache()  # what a graph casts, it casts itself; the recorded call must do so too
@@ -40,6 +39,7 @@ def warm_up(module: CUDAGraphModule, entry: Entry, args: tuple, kwargs: dict) ->
         result = module._call(*args, **kwargs)
         result = resolved(result) if record else result
         flatten(result, results, {})
+    entry.calls += 1
     if record:
         entry.trace = recorder.trace
         entry.generators = recorder.generators

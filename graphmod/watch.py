@@ -5,6 +5,7 @@ May import `recorder` and `reach`.
 """
 
 import contextlib
+import math
 import operator
 import types
 from collections.abc import Iterator
@@ -46,7 +47,8 @@ class Watch:
         slots = [s for s in slots if not (isinstance(s[0], list) and id(s[2]) in named)]
         self._tensors = [tensor for _, _, tensor in slots]
         places = slots + found.links
-        self._cells = [place for place in places + found.numbers if isinstance(place[0], types.CellType)]
+        cells = [place[0] for place in places + found.numbers if isinstance(place[0], types.CellType)]
+        self._cells = [(cell, None, get(cell, None)) for cell in cells]
         places = [place for place in places if not isinstance(place[0], types.CellType)]
         self._containers = [container for container, _, _ in places]
         self._keys = [key for _, key, _ in places]
@@ -55,10 +57,16 @@ class Watch:
         self._number_in = [container for container, _, _ in numbers]
         self._number_at = [key for _, key, _ in numbers]
         self._numbers = list(map(operator.getitem, self._number_in, self._number_at))
+        self._types = list(map(type, self._numbers))
+        self._zeros = [i for i, number in enumerate(self._numbers) if type(number) is float and number == 0.0]
+        self._signs_before = self._signs(self._numbers)
         self._addresses = list(map(_data_ptr, self._tensors))
         self._parameters = [t for t in self._tensors if isinstance(t, nn.Parameter) or t.requires_grad]
         self._flags = list(map(_requires_grad, self._parameters))
-        self._parameter_addresses = list(map(_data_ptr, self._parameters))
+        # The state of an optimizer is many tensors, whose memory is held, and which nobody resizes.
+        states = {id(state) for optimizer in found.optimizers for state in optimizer.state.values()}
+        self._first = [tensor for container, _, tensor in slots if id(container) not in states]
+        self._first_addresses = list(map(_data_ptr, self._first))
         self._watch_grads(parameters, grads, outside, backward)
 
     def _watch_grads(
@@ -74,9 +82,9 @@ class Watch:
         self._grad_addresses = [0 if g is None else g.data_ptr() for g in self._grads]
 
     def gone(self) -> str | None:
-        """A parameter that has moved, in words: the part of `moved` that has to be known before a launch, because the
-        old memory may have been given back."""
-        if list(map(_data_ptr, self._parameters)) != self._parameter_addresses:
+        """A tensor that has moved, in words: the part of `moved` that has to be known before a launch. What was read is
+        held, but a storage can be emptied (`resize_(0)`) or moved, and its memory given back, all the same."""
+        if list(map(_data_ptr, self._first)) != self._first_addresses:
             return "a tensor it reads has moved to another address"
         return None
 
@@ -85,7 +93,9 @@ class Watch:
         try:
             if not all(map(operator.is_, map(operator.getitem, self._containers, self._keys), self._items)):
                 return self._exchanged()
-            if list(map(operator.getitem, self._number_in, self._number_at)) != self._numbers:
+            now = list(map(operator.getitem, self._number_in, self._number_at))
+            # 2 is not 2.0, nor is 0.0 like -0.0.
+            if now != self._numbers or list(map(type, now)) != self._types or self._signs(now) != self._signs_before:
                 return self._changed_number()
         except (KeyError, IndexError):
             return "a tensor or setting it reads is no longer where it was"
@@ -99,6 +109,9 @@ class Watch:
                 return "a variable it closes over is another than when it was captured"
         return self._moved_grads() if self._with_grads else None
 
+    def _signs(self, numbers: list[Any]) -> list[float]:
+        return [math.copysign(1.0, numbers[index]) for index in self._zeros]
+
     def _exchanged(self) -> str:
         for container, key, item in zip(self._containers, self._keys, self._items, strict=True):
             if get(container, key) is not item:
@@ -107,7 +120,8 @@ class Watch:
 
     def _changed_number(self) -> str:
         for container, key, value in zip(self._number_in, self._number_at, self._numbers, strict=True):
-            if get(container, key) != value:
+            now = get(container, key)
+            if now != value or type(now) is not type(value) or (self._zeros and repr(now) != repr(value)):
                 return f"{key!r} was {value!r} when it was captured and is {get(container, key)!r}"
         return "a setting it reads changed"
 

@@ -18,7 +18,8 @@ WIDE = {"shape": "wide", "layers": 24, "width": 2048, "batch": 1, "length": 1024
 def measured(mode, shape, step_ms):
     environment = {"gpu": "Some GPU", "torch": "2.13.0", "date": "2026-01-02"}
     numbers = {"step_ms": step_ms, "host_ms": 1.25, "busy_ms": 4.5, "reserved_gib": 3.0}
-    return {"mode": mode, **shape, **numbers, "environment": environment}
+    command = f"python benchmarks/training.py --shapes {shape['shape']}"
+    return {"command": command, "mode": mode, **shape, **numbers, "environment": environment}
 
 
 RESULTS = [
@@ -35,7 +36,7 @@ def files(tmp_path):
     """The arguments for a README and results in a folder of their own."""
     readme, results = tmp_path / "README.md", tmp_path / "training.json"
     readme.write_text(README)
-    results.write_text(json.dumps({"command": "python benchmarks/training.py --steps 2", "results": RESULTS}))
+    results.write_text(json.dumps({"results": RESULTS}))
     return readme, results, ["--readme", str(readme), "--results", str(results)]
 
 
@@ -48,7 +49,9 @@ def test_the_table_shows_steps_speed_ups_and_where_they_were_measured(files):
     assert "| graphmod, `per_layer` | 8.00 (2.50x) | failed |" in text
     assert "| tensordict `CudaGraphModule` | not installed | - |" in text
     assert "| host ms, graphmod, `per_layer` | 1.25 | - |" in text
-    assert "Some GPU, torch 2.13.0, 2026-01-02: `python benchmarks/training.py --steps 2`" in text
+    assert "Some GPU, torch 2.13.0." in text
+    for shape in ("small", "wide"):
+        assert f"2026-01-02 `python benchmarks/training.py --shapes {shape}`" in text
 
 
 def test_everything_outside_the_markers_stays(files):
@@ -78,7 +81,7 @@ def test_what_cannot_be_shown_is_an_error_and_changes_nothing(files, broken, cap
     elif broken == "no results":
         results.unlink()
     else:
-        results.write_text(json.dumps({"command": "", "results": RESULTS[3:]}))
+        results.write_text(json.dumps({"results": RESULTS[3:]}))
     before = readme.read_text()
     assert table.main(arguments) == 2
     assert readme.read_text() == before

@@ -62,7 +62,7 @@ class CudaCapture:
 
     Attributes:
         seen: what the recorder saw.
-        start: launches what comes before any such write; None where that is nothing.
+        start: launches what comes before any such write; None where that is nothing, or nobody can tell what it is.
         finish: launches the rest.
         replay: launches all of it.
     """
@@ -75,7 +75,7 @@ class CudaCapture:
             self.start, self.finish = None, self.replay
         elif len(graphs) == 2:
             self.start, self.finish = graphs[0].replay, graphs[1].replay
-        elif seen.written:
+        elif seen.written or seen.inputs_written:
             self.start, self.finish = None, self.replay
         else:
             self.start, self.finish = graphs[0].replay, _nothing
@@ -219,7 +219,8 @@ class CudaBackend:
         def before_write(_: Tensor) -> None:
             here = thread == threading.get_ident() and torch.cuda.current_stream(self.device) == self.stream
             here = here and torch._C._current_autograd_node() is None
-            if split and len(graphs) == 1 and here and not recorder.written:
+            first = not recorder.written and not recorder.inputs_written and bool(recorder.trace)
+            if split and len(graphs) == 1 and here and first:
                 graphs[0].capture_end()
                 graphs.append(self._new_graph(pool, generators))
                 graphs[1].capture_begin(pool=pool.handle, capture_error_mode="thread_local")

@@ -46,16 +46,23 @@ class EmulatedGraph:
         self._journal: _Journal | None = None
         self._until_write: int | None = None
 
-    def replay(self) -> None:
-        self.start()
-        self.finish()
+        self.start: Callable[[], None] | None = self._start
+        self.finish = self._finish
 
-    def start(self) -> None:
+    def replay(self) -> None:
+        self._start()
+        self._finish()
+
+    def keep_whole(self) -> None:
+        """Lets it not be started before it may also be finished."""
+        self.start, self.finish = None, self.replay
+
+    def _start(self) -> None:
         """Runs what comes before the first write to memory from outside."""
         if self._ran:
             self._repeat(self._calls[: self._until_write])
 
-    def finish(self) -> None:
+    def _finish(self) -> None:
         """Runs the rest."""
         if not self._ran:
             self._ran, self._journal = True, None
@@ -184,7 +191,7 @@ class EmulatedBackend:
         split: bool = False,
     ) -> tuple[EmulatedGraph, Any]:
         """Runs `run()` and records it; undoes what it changed in place if it or `check(recorder, result)` fails.
-        `targets`: see `Recorder`; `split` makes no difference here."""
+        `targets`: see `Recorder`; `split`: see `CudaBackend`."""
         graph = EmulatedGraph()
         journal = graph._journal = _Journal()
         recorder = Recorder(inputs, before_write=graph.before_write, after=graph.add, targets=targets)
@@ -200,6 +207,8 @@ class EmulatedBackend:
                 generator.set_state(state)
             raise
         graph.seen = recorder.finish()
+        if recorder.wrote_unseen or (not split and (recorder.written or recorder.inputs_written)):
+            graph.keep_whole()
         for _, args, kwargs in graph._calls:
             for tensor in tensors_in((*args, *kwargs.values())):
                 where = address(tensor)
