@@ -113,7 +113,8 @@ def _backward(ticket: Ticket, graph: ForwardGraph, grads: tuple[Tensor | None, .
             deliver([(p, module._group.stash.pop(id(p), None)) for p in graph.direct])
         tape.cursor = known.index + 1
         module._counters.replays += 1
-        _count_mismatch(graph, as_captured)
+        if graph.mismatches or graph.entry.recaptures or not as_captured:
+            _count_mismatch(graph, as_captured)
         return _hand_out(known, graph.entry)
     _count_mismatch(graph, False)
     return recompute(ticket, graph, grads, accumulates)

@@ -39,8 +39,8 @@ class CUDAGraphConfig:
         warmup_steps: ordinary eager calls of a new signature before it is captured; at least 0. The last of them is
             recorded and compared with the capture, so with 0 a value that changes from call to call goes unnoticed.
         backend: `auto`, `cuda` or `emulated`.
-        layers: name patterns (`fnmatch`, relative to the model, such as `model.layers.*.mlp`) of the modules that
-            `graph_layers` wraps; None finds the decoder layers.
+        layers: name patterns (`layers.*.mlp`; matched against the end of a name, `*` within one part) of the modules
+            that `graph_layers` wraps; None finds the decoder layers.
         clone_outputs: return copies instead of tensors that alias graph memory. Not needed for correctness: an output
             that is still held when its graph replays again is moved to memory of its own first.
         max_graphs: distinct signatures of one module that may have graphs at a time; the least recently used goes

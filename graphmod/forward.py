@@ -81,7 +81,8 @@ class ForwardGraph:
         owned = found.parameters()
         grads = [parameter.grad for parameter in owned]
         oldest = _next_sequence_number()
-        group.backend.renew_accumulators(module._accumulators_to_renew())
+        if torch.is_grad_enabled():
+            group.backend.renew_accumulators(module._accumulators_to_renew())
 
         def run() -> Any:
             with modules_called() as self.called, _own_saved_tensors():
@@ -243,7 +244,7 @@ class ForwardGraph:
 
     def unfit(self, leaves: list[Tensor], careful: bool) -> str | None:
         """Why this graph cannot take these arguments at these addresses, or None. Unless `careful`, a graph that starts
-        early leaves the rest of the check to `moved`, after its start."""
+        early leaves the rest of the check to `changed`, after its start."""
         for index, pointer in self._adopted:
             if leaves[index].data_ptr() != pointer:
                 return f"{self.inputs[index].name} is at another address than when it was captured"
@@ -252,11 +253,11 @@ class ForwardGraph:
             for index, buffer in self._copied:
                 if buffer.users > 1 and not buffer.free_for(leaves[index], arena.passes):
                     return f"the copy of another {self.inputs[index].name} is still needed"
-        return self.watch.gone() if self.starts_early and not careful else self.moved()
+        return self.watch.gone() or (None if self.starts_early and not careful else self.changed())
 
-    def moved(self) -> str | None:
-        """What is no longer as it was at the capture, or None."""
-        return self.watch.moved() or self._hooks.changed()
+    def changed(self) -> str | None:
+        """What is no longer as it was at the capture, but for what `unfit` has looked at; or None."""
+        return self.watch.changed() or self._hooks.changed()
 
     def load(self, leaves: list[Tensor]) -> None:
         """Brings the arguments to where the graph reads them."""

@@ -75,7 +75,7 @@ def launch(
             graph.graph.start()  # the GPU works while the host looks
         reason = OTHER_MODES if late and entry.signature.training != module._training_modes() else None
         if early and reason is None:
-            reason = graph.moved()
+            reason = graph.changed()
         if reason is not None:
             return None, reason
         if early:

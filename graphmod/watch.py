@@ -60,13 +60,14 @@ class Watch:
         self._types = list(map(type, self._numbers))
         self._zeros = [i for i, number in enumerate(self._numbers) if type(number) is float and number == 0.0]
         self._signs_before = self._signs(self._numbers)
-        self._addresses = list(map(_data_ptr, self._tensors))
         self._parameters = [t for t in self._tensors if isinstance(t, nn.Parameter) or t.requires_grad]
         self._flags = list(map(_requires_grad, self._parameters))
         # The state of an optimizer is many tensors, whose memory is held, and which nobody resizes.
         states = {id(state) for optimizer in found.optimizers for state in optimizer.state.values()}
         self._first = [tensor for container, _, tensor in slots if id(container) not in states]
         self._first_addresses = list(map(_data_ptr, self._first))
+        self._state = [tensor for container, _, tensor in slots if id(container) in states]
+        self._state_addresses = list(map(_data_ptr, self._state))
         self._watch_grads(parameters, grads, outside, backward)
 
     def _watch_grads(
@@ -90,6 +91,10 @@ class Watch:
 
     def moved(self) -> str | None:
         """What is no longer as it was, in words; None when nothing changed."""
+        return self.gone() or self.changed()
+
+    def changed(self) -> str | None:
+        """What `gone` does not look at."""
         try:
             if not all(map(operator.is_, map(operator.getitem, self._containers, self._keys), self._items)):
                 return self._exchanged()
@@ -99,7 +104,7 @@ class Watch:
                 return self._changed_number()
         except (KeyError, IndexError):
             return "a tensor or setting it reads is no longer where it was"
-        if list(map(_data_ptr, self._tensors)) != self._addresses:
+        if list(map(_data_ptr, self._state)) != self._state_addresses:
             return "a tensor it reads has moved to another address"
         if list(map(_requires_grad, self._parameters)) != self._flags:
             return "requires_grad of a parameter changed"

@@ -240,3 +240,12 @@ def test_layers_that_get_one_tensor_by_keyword_copy_it_once_a_step(device):
 
     side = twins(lambda d: Model().to(d), step, device, graph=layered(), replays=8)
     assert side.history[-1] - side.history[-2] <= 3 * 4 * 8 * 4  # x, mask, and the gradient of the last layer's output
+
+
+def test_a_sparse_argument_after_dense_ones_runs_eagerly(device):
+    module = CUDAGraphModule(lambda x: x + 1 if x.layout is torch.strided else x.to_dense() + 1, config())
+    x = torch.eye(2, device=device)
+    for _ in range(4):
+        module(x)
+    for sparse in (x.to_sparse(), x.to_sparse_csr()):
+        assert torch.equal(module(sparse), x + 1)

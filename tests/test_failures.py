@@ -258,3 +258,22 @@ def test_a_capture_in_one_thread_does_not_disturb_another(device):
         if found:
             assert list(found) == [expected, "hooked"]
     assert module.stats.failures == 0, module.last_failure
+
+
+def test_an_exception_in_a_warm_up_call_does_not_end_the_warm_up(device):
+    """The call that is compared with the capture must have come to its end."""
+    numbers = iter(range(100))
+
+    def scale(x):
+        number = next(numbers)
+        if number == 1:
+            raise ValueError("a bad batch")
+        return x * number
+
+    module, found = CUDAGraphModule(scale, config(warmup_steps=2)), []
+    for _ in range(6):
+        try:
+            found.append(module(torch.ones(1, device=device)).item())
+        except ValueError:
+            found.append(None)
+    assert found[1] is None and len(set(found)) == 6, f"a number was frozen: {found}"

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from harness import layered, loss_of, mlp, play, train, twins, wrapped
+from harness import layered, loss_of, make_sides, mlp, play, train, twins, wrapped
 from torch import nn
 
 ACCUMULATION = pytest.mark.parametrize("accumulation", [1, 3])
@@ -75,6 +75,33 @@ def test_a_parameter_shared_inside_one_graph(accumulation, device):
 def test_a_parameter_shared_by_a_graph_and_eager_code(accumulation, device):
     step = accumulate(accumulation, rows)
     twins(lambda d: Shared().to(d), step, device, graph=layered("layers.0"), replays=2 * accumulation)
+
+
+class ReachedTwice(nn.Module):
+    """Uses one parameter as its attribute and through a list, and code outside uses it too."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.zeros(8))
+        self.also = [self.weight]
+
+    def forward(self, x):
+        return x @ self.weight + (x @ self.also[0].t()).tanh() + self.bias
+
+
+def test_a_shared_parameter_that_is_reached_in_two_ways(device):
+    def step(side, i):
+        loss = loss_of(side.call(side.batch(i, 4, 8))) + side.model.weight.square().sum()
+        loss.backward()
+        gradient = side.model.weight.grad.clone()
+        side.optimizer.step()
+        side.optimizer.zero_grad()
+        return (gradient * 2**10).round()  # three terms, which eager adds in another order
+
+    eager, graphed = make_sides(lambda d: ReachedTwice().to(d), device, wrapped())
+    for i in range(12):
+        expected, got = step(eager, i), step(graphed, i)
+        torch.testing.assert_close(got, expected, rtol=0, atol=1.0)
 
 
 class Tied(nn.Module):
