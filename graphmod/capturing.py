@@ -28,6 +28,8 @@ def place(module: CUDAGraphModule, entry: Entry, reason: str) -> Tape | None:
         reason: why the graphs that there are do not fit; `CAPTURE_ANOTHER` if another one would.
     """
     group, patience = module._group, module._config.warmup_steps
+    if entry.called_forward and not entry.graphs and torch._C._current_autograd_node() is not None:
+        return None  # a checkpoint runs an eager forward again, and counts what it saves
     growing = group.growing_tape()
     if growing is None and entry.graphs and reason != CAPTURE_ANOTHER:
         # The graphs there are do not fit. Once is an exception, several times in a row is how it is from now on.

@@ -40,6 +40,7 @@ def warm_up(module: CUDAGraphModule, entry: Entry, args: tuple, kwargs: dict) ->
         result = resolved(result) if record else result
         flatten(result, results, {})
     entry.calls += 1
+    entry.called_forward = entry.called_forward or torch._C._current_autograd_node() is None
     if record:
         entry.trace = recorder.trace
         entry.generators = recorder.generators

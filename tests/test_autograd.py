@@ -84,6 +84,26 @@ def test_checkpointing_around_graphed_layers(reentrant, dropout, device):
     assert history[-1][0] - history[-2][0] >= 2
 
 
+@pytest.mark.parametrize("warmup_steps", [0, 1, 2, 3, 4])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_around_graphed_layers_after_any_warm_up(reentrant, warmup_steps, device):
+    """Whatever number of calls is ordinary: a forward and its recomputation are of one kind."""
+
+    class Outside(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(mlp("cpu") for _ in range(2))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = checkpoint(layer, x, use_reentrant=reentrant) + x
+            return x
+
+    graph = layered(warmup_steps=warmup_steps)
+    _, history = play(lambda d: Outside().to(d), checkpoint_step, device, graph=graph, steps=16)
+    assert history[-1][0] - history[-2][0] >= 2
+
+
 @pytest.mark.parametrize("where", ["around", "inside", "forward only"])
 def test_autocast(where, device):
     class Model(nn.Module):
