@@ -43,7 +43,10 @@ def graph_layers(
 
     Raises:
         ConfigError: nothing matches, a match lies inside another, or a layer has graphs already.
+        TypeError: `model` is no module.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"graph_layers takes an nn.Module, got {type(model).__name__}; a callable: CUDAGraphModule(it)")
     config = config or CUDAGraphConfig()
     patterns = layers if layers is not None else config.layers
     names = find_layers(model) if patterns is None else match_layers(model, patterns)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import logging
 import operator
 import types
@@ -45,6 +46,11 @@ log = logging.getLogger("graphmod")
 
 _training = operator.attrgetter("training")
 _grad = operator.attrgetter("grad")
+
+
+@functools.cache  # once a process: it says nothing about one module
+def _tell_of_emulation() -> None:
+    log.warning("graphs are emulated on the CPU: that checks correctness and brings no speed")
 
 
 @contextlib.contextmanager
@@ -252,7 +258,7 @@ class CUDAGraphModule(nn.Module):
         if self._group.backend is None:
             self._group.backend = make_backend(self._config.backend, device)
             if not self._group.backend.on_gpu:
-                self._log_once(f"{self._name!r}: emulated graphs on the CPU: they check correctness and bring no speed")
+                _tell_of_emulation()
         if self._anchor is None or self._anchor.device != device:
             with torch.inference_mode(False):
                 self._anchor = torch.empty(0, device=device, requires_grad=True)
@@ -338,6 +344,9 @@ class CUDAGraphModule(nn.Module):
         for entry in self._entries:
             entry.rearm()
         self._logged.clear()
+
+    def extra_repr(self) -> str:
+        return f"{self._name!r}, {self.stats.state}"
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -182,3 +182,18 @@ def test_replay_does_nothing_where_a_call_has_results_or_copies_arguments(device
     assert graphed.stats.replays > 0 and graphed.replay(3) == 0
     graphed.reset()
     assert graphed.replay(3) == 0
+
+
+def test_wrappers_show_their_name_and_state(device):
+    layers = nn.ModuleDict({"body": mlp(device)})
+    (graphed,) = graph_layers(layers, config(), layers="body")
+    assert repr(graphed) == "CUDAGraphModule('body', eager)"
+    layers["body"](torch.ones(4, 8, device=device))
+    assert repr(graphed) == "CUDAGraphModule('body', warm-up)"
+
+
+def test_what_is_no_module_is_named():
+    with pytest.raises(TypeError, match="int"):
+        graph_layers(3)
+    with pytest.raises(TypeError, match="int"):
+        CUDAGraphModule(3)

@@ -66,8 +66,12 @@ def use_static_causal_attention(model: PreTrainedModel) -> PreTrainedModel:
     are those of `sdpa`, bit for bit. What `save_pretrained` writes does not mention it.
 
     Raises:
-        ConfigError: this model's attention cannot be exchanged.
+        ConfigError: it is no model of transformers, or its attention cannot be exchanged.
     """
+    if not isinstance(model, PreTrainedModel):
+        raise ConfigError(
+            f"expected a model of transformers, whose attention can be exchanged, got {type(model).__name__}"
+        )
     ALL_ATTENTION_FUNCTIONS.register(NAME, causal_sdpa)
     model.set_attn_implementation(NAME)
     if model.config._attn_implementation != NAME:
