@@ -6,13 +6,14 @@
 Imports nothing but the standard library.
 """
 
-import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.readme import BadInput, run, table
+
 OPEN, CLOSE = "<!-- table: decode -->", "<!-- end decode -->"
 NAMES = {
     "hf_dynamic": "`model.generate`",
@@ -25,15 +26,6 @@ NAMES = {
 }
 MODELS = {1024: "Qwen3-0.6B", 4096: "Qwen3-8B"}
 BASELINE = "hf_static"
-
-
-class BadInput(Exception):
-    """The results or the README are not what they should be; the message says how."""
-
-
-def _lines(head: list[str], rows: list[list[str]]) -> str:
-    align = ["---"] + ["---:"] * (len(head) - 1)
-    return "\n".join(f"| {' | '.join(line)} |" for line in (head, align, *rows))
 
 
 def _title(result: dict[str, Any]) -> str:
@@ -68,7 +60,7 @@ def render(content: dict[str, Any]) -> str:
     parts = [
         "Milliseconds a token, host included (in brackets the speed-up against the compiled static cache of "
         "transformers), bf16, random weights:",
-        _lines(
+        table(
             ["", *heads],
             [[NAMES[m], *(_cell(by.get((m, s)), by.get((BASELINE, s))) for s in shapes)] for m in modes],
         ),
@@ -79,7 +71,7 @@ def render(content: dict[str, Any]) -> str:
         for title, key in (("host ms a token", "host_ms"), ("GPU busy ms a token", "busy_ms"))
         for mode in own
     ]
-    parts.append(_lines(["", *heads], [line for line in details if set(line[1:]) != {"-"}]))
+    parts.append(table(["", *heads], [line for line in details if set(line[1:]) != {"-"}]))
     captures = by.get(("uncompiled", "capture"))
     if captures is not None and "error" not in captures:
         parts.append(
@@ -96,7 +88,7 @@ def render(content: dict[str, Any]) -> str:
                 f"{result[key]:.1%}" if result.get(key) is not None else "-" for key in ("padding_waste", "busy_share")
             ]
             rows.append([name, f"{result['tokens_per_s']:,.0f}", *shares])
-        parts += [f"{ragged[0]['requests']} requests of different lengths, Qwen3-0.6B:", _lines(head, rows)]
+        parts += [f"{ragged[0]['requests']} requests of different lengths, Qwen3-0.6B:", table(head, rows)]
     seen = [result["environment"] for result in timed]
     gpu, version, library, date = (
         " and ".join(dict.fromkeys(str(one[name]) for one in seen)) for name in ("gpu", "torch", "transformers", "date")
@@ -106,34 +98,9 @@ def render(content: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
-def replaced(text: str, block: str) -> str:
-    """`text` with `block` between the markers. Raises BadInput when they are not there."""
-    before, opened, rest = text.partition(OPEN)
-    _, closed, after = rest.partition(CLOSE)
-    if not opened or not closed:
-        raise BadInput(f"no {OPEN} followed by {CLOSE}")
-    return f"{before}{OPEN}\n\n{block}\n\n{CLOSE}{after}"
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Rewrites the README, or checks it; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results" / "decode.json")
-    parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
-    parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if the README is stale")
-    options = parser.parse_args(arguments)
-    try:
-        old = options.readme.read_text(encoding="utf-8")
-        new = replaced(old, render(json.loads(options.results.read_text(encoding="utf-8"))))
-    except (OSError, ValueError, KeyError, BadInput) as error:
-        print(f"error: {options.results} and {options.readme}: {error!r}", file=sys.stderr)
-        return 2
-    if options.check:
-        if new != old:
-            print(f"{options.readme} does not show {options.results}; run {Path(__file__).name}", file=sys.stderr)
-        return int(new != old)
-    options.readme.write_text(new, encoding="utf-8")
-    return 0
+    return run(arguments, "decode_table.py", __doc__, "decode.json", (OPEN, CLOSE), render)
 
 
 if __name__ == "__main__":

@@ -6,13 +6,14 @@
 Imports nothing but the standard library, so that it runs wherever the results are looked at.
 """
 
-import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.readme import BadInput, run, table
+
 OPEN, CLOSE = "<!-- table: training -->", "<!-- end -->"
 BASELINE = "eager"
 NAMES = {
@@ -30,15 +31,6 @@ NAMES = {
 }
 OWN = ("eager", "per_layer", "full_iteration", "full_iteration_compiled")
 DETAILS = (("reserved GiB", "reserved_gib", ".2f"), ("GPU busy ms", "busy_ms", ".2f"), ("host ms", "host_ms", ".2f"))
-
-
-class BadInput(Exception):
-    """The results or the README are not what they should be; the message says how."""
-
-
-def _table(head: list[str], rows: list[list[str]]) -> str:
-    align = ["---"] + ["---:"] * (len(head) - 1)
-    return "\n".join(f"| {' | '.join(line)} |" for line in (head, align, *rows))
 
 
 def _shape_name(known: dict[str, Any]) -> str:
@@ -92,46 +84,17 @@ def render(content: dict[str, Any]) -> str:
         [
             "Training step in ms with a synchronisation after each step (median), in brackets the speed-up against "
             "eager:",
-            _table(["", *heads], steps),
+            table(["", *heads], steps),
             "GPU memory reserved at the peak, the sum of kernel times in a step, and the time the host spends in it:",
-            _table(["", *heads], details),
+            table(["", *heads], details),
             f"{gpu}, torch {version}. Numbers of one run compare; hosts differ from run to run. {commands}",
         ]
     )
 
 
-def replaced(text: str, block: str) -> str:
-    """`text` with `block` between the markers.
-
-    Raises:
-        BadInput: the markers are not there.
-    """
-    before, opened, rest = text.partition(OPEN)
-    _, closed, after = rest.partition(CLOSE)
-    if not opened or not closed:
-        raise BadInput(f"no {OPEN} followed by {CLOSE}")
-    return f"{before}{OPEN}\n\n{block}\n\n{CLOSE}{after}"
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Rewrites the README, or checks it; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results" / "training.json")
-    parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
-    parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if the README is stale")
-    options = parser.parse_args(arguments)
-    try:
-        old = options.readme.read_text(encoding="utf-8")
-        new = replaced(old, render(json.loads(options.results.read_text(encoding="utf-8"))))
-    except (OSError, ValueError, KeyError, BadInput) as error:
-        print(f"error: {options.results} and {options.readme}: {error!r}", file=sys.stderr)
-        return 2
-    if options.check:
-        if new != old:
-            print(f"{options.readme} does not show {options.results}: run python benchmarks/table.py", file=sys.stderr)
-        return int(new != old)
-    options.readme.write_text(new, encoding="utf-8")
-    return 0
+    return run(arguments, "table.py", __doc__, "training.json", (OPEN, CLOSE), render)
 
 
 if __name__ == "__main__":
