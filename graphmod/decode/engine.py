@@ -69,6 +69,11 @@ class DecodeEngine:
     def __init__(
         self, model: PreTrainedModel, config: EngineConfig | None = None, *, codec: Codec | None = None, **settings: Any
     ) -> None:
+        if not hasattr(getattr(model, "config", None), "get_text_config"):
+            raise ConfigError(
+                f"model must be a transformers causal LM, got {type(model).__name__}, which has no config of "
+                "transformers; load one with AutoModelForCausalLM, or give the model inside a wrapper"
+            )
         self.model = model
         self.config = dataclasses.replace(config or EngineConfig(), **settings)
         text = model.config.get_text_config()
@@ -138,6 +143,8 @@ class DecodeEngine:
 
         def take(sequence: Sequence) -> None:
             finished.append(sequence.completion)
+            if self.requests.codec is not None:
+                sequence.completion.text = self.requests.codec.decode(sequence.completion.tokens)
             if on_finish is not None:
                 on_finish(sequence.completion)
 
