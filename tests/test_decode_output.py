@@ -14,6 +14,7 @@ from torch import nn
 from graphmod.decode import DecodeEngine
 from graphmod.decode import cli as decode_cli
 from graphmod.decode.errors import reason
+from graphmod.decode.output import OutputFile
 from graphmod.decode.text import ByteCodec
 from graphmod.errors import ConfigError
 
@@ -76,6 +77,27 @@ def test_an_output_that_cannot_be_opened_is_told_before_the_model_is_loaded(gene
     (tmp_path / "p.txt").write_text("a\n")
     status, _, said = generate("prompts_file=p.txt", f"out={out}")
     assert status == 2 and f"error: out={out} cannot be written: " in said and "Errno" not in said
+
+
+def test_a_run_that_fails_before_its_first_completion_leaves_no_file(generate, tmp_path):
+    (tmp_path / "p.txt").write_text("a\n")
+    assert generate("prompts_file=p.txt", "decode.max_seq_len=99999")[0] == 2
+    assert not (tmp_path / "p.out.jsonl").exists()
+
+
+def test_an_interruption_counts_what_is_written(generate, tmp_path, monkeypatch):
+    line = OutputFile.line
+
+    def interrupted(self, text):
+        if self.path.stat().st_size:
+            raise KeyboardInterrupt
+        line(self, text)
+
+    monkeypatch.setattr(OutputFile, "line", interrupted)
+    (tmp_path / "p.txt").write_text("a\nb\nc\n")
+    status, _, said = generate("prompts_file=p.txt")
+    assert status == 130 and "1 of 3 samples finished, written to p.out.jsonl" in said
+    assert len((tmp_path / "p.out.jsonl").read_text().splitlines()) == 1
 
 
 def test_a_full_disk_is_named_and_counts_nothing(generate, tmp_path):

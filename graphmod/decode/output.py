@@ -58,6 +58,7 @@ def open_output(path: Path, prompts: Path, overwrite: bool) -> Iterator[OutputFi
             raise ConfigError(
                 f"out={path} exists and is not empty; give out=FILE another name, or overwrite=true to replace it"
             )
+        new = not path.exists()
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("a", encoding="utf-8")
     except OSError as error:
@@ -67,6 +68,10 @@ def open_output(path: Path, prompts: Path, overwrite: bool) -> Iterator[OutputFi
     except BaseException:
         with contextlib.suppress(OSError):  # of a line that could not be written; that is in flight already
             file.close()
+        if new:
+            with contextlib.suppress(OSError):  # an empty file would only tell that there was an error
+                if path.is_file() and not path.stat().st_size:
+                    path.unlink()
         raise
     try:
         file.close()
