@@ -150,3 +150,34 @@ def test_samples_of_a_prompt_differ_and_other_seeds_differ(device):
     assert engine.generate([prompt], n=5, temperature=1.0, max_new_tokens=12, seed=1) == first
     other = engine.generate([prompt], n=5, temperature=1.0, max_new_tokens=12, seed=2)
     assert not {tuple(c.tokens) for c in other} & {tuple(c.tokens) for c in first}
+
+
+def test_prompts_that_share_a_seed_draw_numbers_of_their_own(device):
+    model = tiny_model("llama", device, scale=0.0)  # all tokens alike, so that only the random numbers differ
+    engine = DecodeEngine(model, max_batch_size=4)
+    prompts = [[1, 2, 3], [9, 8, 7], [4, 4, 4]]
+    asked = {"temperature": 1.0, "max_new_tokens": 12, "ignore_eos": True}
+
+    def tokens(found):
+        return [c.tokens for c in found]
+
+    first = tokens(engine.generate(prompts, seed=5, n=2, **asked))
+    assert len(set(map(tuple, first))) == 6
+    assert tokens(DecodeEngine(model, max_batch_size=1).generate(prompts, seed=5, n=2, **asked)) == first
+    assert tokens(engine.generate(prompts[:1], seed=5, n=2, **asked)) == first[:2]
+    own = tokens(engine.generate(prompts, sampling=[Sampling(seed=5, **asked)] * 3))  # a seed of its own is as it is
+    assert own == [first[0]] * 3
+
+
+def test_calls_without_a_seed_draw_anew_and_follow_torchs_generator(device):
+    engine = DecodeEngine(tiny_model("llama", device, scale=0.0), max_batch_size=4)
+    asked = {"temperature": 1.0, "max_new_tokens": 12, "ignore_eos": True}
+    torch.manual_seed(3)
+    calls = [[c.tokens for c in engine.generate([[1, 2], [3, 4]], **asked)] for _ in range(2)]
+    assert len({tuple(tokens) for call in calls for tokens in call}) == 4
+    torch.manual_seed(3)
+    assert [[c.tokens for c in engine.generate([[1, 2], [3, 4]], **asked)] for _ in range(2)] == calls
+    before = torch.get_rng_state()
+    engine.generate([[1, 2], [3, 4]], max_new_tokens=3)
+    engine.generate([[1, 2], [3, 4]], seed=1, **asked)
+    assert torch.equal(torch.get_rng_state(), before)

@@ -2,16 +2,16 @@
 
 The only part of decode that imports `graphmod.train` (for the wording of config errors), hydra and omegaconf. Exit
 status: 0 all went well, 1 something failed while generating, 2 the command line, config, model or prompts cannot be
-used, 130 interrupted.
+used, 130 interrupted, 141 nobody reads the standard output any more.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 import time
 import traceback
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,9 @@ from tqdm import tqdm
 
 from graphmod.decode.config import CompileMode
 from graphmod.decode.engine import DecodeEngine
-from graphmod.decode.errors import RequestError
+from graphmod.decode.errors import OutputError, RequestError
 from graphmod.decode.loading import load_model, model_folder
+from graphmod.decode.output import OutputFile, drop_stdout, open_output, show
 from graphmod.decode.requests import Codec
 from graphmod.decode.results import Completion
 from graphmod.decode.sampling import FILTERED, GREEDY, PLAIN
@@ -42,7 +43,8 @@ HELP = """Samples from a causal language model, decode steps in CUDA graphs (emu
   python generate.py model.path=FOLDER prompts_file=FILE [out=FILE]
 
 model.path is a saved transformers model, a checkpoint of train.py, or runs/train for the latest one. A prompt is
-streamed; the prompts of a file (one a line, or JSONL with "prompt") share batches and are written as JSONL.
+streamed; the prompts of a file (one a line, or JSONL with "prompt") share batches and are written as JSONL, to FILE
+with .out.jsonl in place of its suffix unless out says where. A file that holds something needs overwrite=true.
 
 Groups and their choices (files under configs_generate/):
 
@@ -105,33 +107,52 @@ def parse(config_dir: Path, arguments: list[str]) -> GenerateConfig:
     return config
 
 
-def read_prompts(path: Path) -> list[str]:
+@dataclass
+class Prompt:
+    """A prompt, and what else its line of JSON says of it."""
+
+    text: str
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+def read_prompts(path: Path) -> list[Prompt]:
     """The prompts of a file. Raises ConfigError."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Not splitlines(), which also splits at characters that may stand in a text or a string of JSON.
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"prompts_file={path} cannot be read: {error}") from error
-    lines = [line for line in lines if line.strip()]
-    if not lines:
+    numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    if not numbered:
         raise ConfigError(f"prompts_file={path} holds no prompt")
     if path.suffix != ".jsonl":
-        return lines
+        return [Prompt(line) for _, line in numbered]
     prompts = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in numbered:
         try:
-            prompts.append(str(json.loads(line)["prompt"]))
-        except (ValueError, KeyError, TypeError):
-            raise ConfigError(f'line {number} of {path} is not like {{"prompt": "..."}}') from None
+            read = json.loads(line)
+        except ValueError as error:
+            raise ConfigError(f'line {number} of {path} is not JSON like {{"prompt": "..."}}: {error}') from None
+        if not isinstance(read, dict) or not isinstance(read.get("prompt"), str):
+            got = read.get("prompt", "no prompt") if isinstance(read, dict) else read
+            raise ConfigError(f'line {number} of {path} must be like {{"prompt": "a text"}}, got {got!r:.80}')
+        prompts.append(Prompt(read.pop("prompt"), read))
     return prompts
+
+
+def _count(number: int, one: str, many: str | None = None) -> str:
+    return f"{number} {one if number == 1 else many or one + 's'}"
 
 
 def _speed(tokens: int, seconds: float, engine: DecodeEngine) -> str:
     stats = engine.stats
-    return (
-        f"{tokens} tokens in {seconds:.2f} s, {tokens / max(seconds, 1e-9):.1f} tokens/s; graphs {stats.state}: "
-        f"{stats.total('launches')} launches, {stats.total('eager_steps')} eager steps, "
-        f"{stats.total('captures')} captures in {stats.capture_seconds:.2f} s"
-    )
+    speed = f"{_count(tokens, 'token')} in {seconds:.2f} s, {tokens / max(seconds, 1e-9):.1f} tokens/s"
+    eager = _count(stats.total("eager_steps"), "eager step")
+    if not engine.config.graphs:
+        return f"{speed}; without graphs: {eager}"
+    launches = _count(stats.total("launches"), "launch", "launches")
+    captures = f"{_count(stats.total('captures'), 'capture')} in {stats.capture_seconds:.2f} s"
+    return f"{speed}; graphs {stats.state}: {launches}, {eager}, {captures}"
 
 
 def _kind(config: GenerateConfig) -> int:
@@ -143,34 +164,35 @@ def _stream(engine: DecodeEngine, config: GenerateConfig, codec: Codec) -> int:
     """Prints one prompt and what follows, as it comes."""
     length = len(engine.requests.tokens(config.prompt, 0))
     if engine.config.graphs:
-        if engine.config.compile is not CompileMode.none:
+        if engine.config.compile is not CompileMode.none and engine.device.type == "cuda":
             print("compiling decode steps; this takes a while", file=sys.stderr, flush=True)
         # First, so that the text does not stop for it, nor log lines come in between.
         engine.warm_up(max_context=length + config.decode.max_new_tokens, kinds=(_kind(config),), progress=False)
     text = TextStream(codec)
     tokens, began, error = 0, time.perf_counter(), None
-    print(config.prompt, end="", flush=True)
     try:
+        show(config.prompt, end="")
         for event in engine.stream([config.prompt], sampling=config.sampling()):
             error = event.error
             if event.token is not None:
                 tokens += 1
                 shown = text.add(event.token)
-                print(f"{shown}[{event.logprob:.3f}]" if config.decode.logprobs else shown, end="", flush=True)
+                show(f"{shown}[{event.logprob:.3f}]" if config.decode.logprobs else shown, end="")
     finally:
-        print(text.rest(), flush=True)
-        print(_speed(tokens, time.perf_counter() - began, engine), file=sys.stderr, flush=True)
+        if not isinstance(sys.exception(), (BrokenPipeError, OutputError)):  # else there is nothing to write to
+            show(text.rest())
+            print(_speed(tokens, time.perf_counter() - began, engine), file=sys.stderr, flush=True)
     if error is not None:
         _complain(error)
     return int(error is not None)
 
 
-def _line(completion: Completion, prompt: str, codec: Codec, logprobs: bool) -> str:
-    line: dict[str, Any] = {
+def _line(completion: Completion, prompt: Prompt, logprobs: bool) -> str:
+    line: dict[str, Any] = prompt.fields | {  # the fields of a completion win
         "index": completion.request,
         "sample": completion.sample,
-        "prompt": prompt,
-        "text": codec.decode(completion.tokens),
+        "prompt": prompt.text,
+        "text": completion.text,
         "finish_reason": completion.finish_reason,
         "tokens": completion.tokens,
     }
@@ -181,59 +203,66 @@ def _line(completion: Completion, prompt: str, codec: Codec, logprobs: bool) -> 
     return json.dumps(line, ensure_ascii=False)
 
 
-def _many(engine: DecodeEngine, config: GenerateConfig, codec: Codec, prompts: list[str]) -> int:
+def _many(engine: DecodeEngine, config: GenerateConfig, prompts: list[Prompt], out: OutputFile | None) -> int:
     """Writes the completions of all prompts, each as soon as it is there, so that an interruption keeps them."""
     total, finished, failed, tokens = len(prompts) * config.decode.n, 0, 0, 0
     began = time.perf_counter()
-    source = Path(config.prompts_file or "")
-    out = None
-    if config.prompts_file is not None:
-        out = Path(config.out) if config.out else source.with_suffix(".out.jsonl")
-        out.parent.mkdir(parents=True, exist_ok=True)
-    with (
-        out.open("w", encoding="utf-8") if out else contextlib.nullcontext(sys.stdout) as file,
-        tqdm(total=total, unit="sample", disable=out is None) as bar,
-    ):
+    if out is not None:
+        out.begin()
+    with tqdm(total=total, unit="sample", disable=out is None) as bar:
 
         def finish(completion: Completion) -> None:
             nonlocal finished, failed, tokens
-            finished += 1
-            failed += completion.error is not None
-            tokens += len(completion.tokens)
             prompt = prompts[completion.request]
             if out is None:
-                print(f"--- sample {completion.sample}\n{prompt}{codec.decode(completion.tokens)}", flush=True)
+                show(f"--- sample {completion.sample}\n{prompt.text}{completion.text}")
             else:
-                print(_line(completion, prompt, codec, config.decode.logprobs), file=file, flush=True)
+                out.line(_line(completion, prompt, config.decode.logprobs))
+            finished += 1  # after the line is written: what an interruption reports is there
+            failed += completion.error is not None
+            tokens += len(completion.tokens)
             bar.update()
             bar.set_postfix_str(f"{tokens / (time.perf_counter() - began):.0f} tokens/s", refresh=False)
 
         try:
-            engine.generate(prompts, config.decode.n, config.sampling(), on_finish=finish)
+            engine.generate([prompt.text for prompt in prompts], config.decode.n, config.sampling(), on_finish=finish)
         finally:
             bar.close()
-            done = f"{finished} of {total} samples finished" + (f", written to {out}" if out else "")
-            print(done, file=sys.stderr)
-            print(_speed(tokens, time.perf_counter() - began, engine), file=sys.stderr, flush=True)
+            if not isinstance(sys.exception(), BrokenPipeError):
+                done = f"{finished} of {_count(total, 'sample')} finished" + (f", written to {out.path}" if out else "")
+                print(done, file=sys.stderr)
+                print(_speed(tokens, time.perf_counter() - began, engine), file=sys.stderr, flush=True)
     if failed:
-        _complain(f'{failed} samples ended with an error; see their "error"')
+        _complain(f'{_count(failed, "sample")} ended with an error; see "error" in the output')
     return int(failed > 0)
 
 
 def generate(config: GenerateConfig) -> int:
     """Runs one command; returns the exit status. Raises GraphmodError."""
     config.check()
-    prompts = [config.prompt] if config.prompts_file is None else read_prompts(Path(config.prompts_file))
+    if config.prompts_file is None:
+        return _run(config, [Prompt(config.prompt or "")], None)
+    source = Path(config.prompts_file)
+    prompts = read_prompts(source)
+    path = Path(config.out) if config.out else source.with_suffix(".out.jsonl")
+    with open_output(path, source, config.overwrite) as out:  # before the model is loaded, which may take minutes
+        return _run(config, prompts, out)
+
+
+def _run(config: GenerateConfig, prompts: list[Prompt], out: OutputFile | None) -> int:
     folder = model_folder(config.model.path)
     codec = codec_for(folder, config.tokenizer)
     model = load_model(folder, config.model)
     print(f"model: {folder}", file=sys.stderr)
+    if config.graph.compile is not CompileMode.none and model.device.type != "cuda":
+        said = f"graph.compile={config.graph.compile.value} is for a GPU and is ignored on this {model.device.type}"
+        print(f"note: {said}", file=sys.stderr, flush=True)
     engine = DecodeEngine(model, config.engine(len(prompts) * config.decode.n), codec=codec)
     if config.graph.ahead and engine.config.graphs:
         engine.warm_up(kinds=(_kind(config),))
     if config.prompts_file is None and config.decode.n == 1:
         return _stream(engine, config, codec)
-    return _many(engine, config, codec, prompts)
+    return _many(engine, config, prompts, out)
 
 
 def main(config_dir: Path) -> int:
@@ -243,13 +272,13 @@ def main(config_dir: Path) -> int:
         config_dir: the folder with `generate.yaml` and its groups.
     """
     arguments = sys.argv[1:]
-    if {"--help", "-h"} & set(arguments):
-        print(HELP)
-        return 0
     try:
+        if {"--help", "-h"} & set(arguments):
+            show(HELP)
+            return 0
         if "--cfg" in arguments:
             at = arguments.index("--cfg")
-            print(OmegaConf.to_yaml(OmegaConf.structured(parse(config_dir, arguments[:at] + arguments[at + 2 :]))))
+            show(OmegaConf.to_yaml(OmegaConf.structured(parse(config_dir, arguments[:at] + arguments[at + 2 :]))))
             return 0
         return generate(parse(config_dir, arguments))
     except KeyboardInterrupt:
@@ -258,6 +287,13 @@ def main(config_dir: Path) -> int:
     except (ConfigError, RequestError) as error:
         _complain(error)
         return 2
+    except BrokenPipeError:  # as with `| head`, where nothing is wrong
+        drop_stdout()
+        return 128 + 13  # what a shell says of a program that SIGPIPE ended
+    except OutputError as error:
+        drop_stdout()
+        _complain(error)
+        return 1
     except (GraphmodError, OSError) as error:
         _complain(error)
         return 1

@@ -123,7 +123,9 @@ class Sampling:
         top_k: keep the k most likely tokens; 0 keeps all.
         top_p: keep the fewest most likely tokens whose probabilities reach p; 1 keeps all. Applied after top_k.
         seed: of this request's random numbers. They depend on the seed, the number of the sample and the position
-            alone, so the same request draws the same tokens in any batch.
+            alone, so the same request draws the same tokens in any batch. Where one seed is given for all prompts of
+            a call, each prompt but the first gets one made from it and from the number of the prompt. None draws one
+            for each call from torch's default CPU generator.
         max_new_tokens: tokens to generate at most.
         stop: what ends a sequence besides the model's own end-of-sequence token: token ids, sequences of token ids,
             or strings (if the engine was given a codec).
@@ -133,7 +135,7 @@ class Sampling:
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
-    seed: int = 0
+    seed: int | None = None
     max_new_tokens: int = 128
     stop: list[Any] = field(default_factory=list)
     ignore_eos: bool = False
@@ -148,7 +150,7 @@ class Sampling:
             raise RequestError(f"top_p must be above 0 and at most 1, got {self.top_p}")
         if self.max_new_tokens < 1:
             raise RequestError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
-        if not -(2**63) <= self.seed < 2**63:
+        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
             raise RequestError(f"seed must fit into 64 bits, got {self.seed}")
         if not isinstance(self.stop, (list, tuple)):
             raise RequestError(f"stop must be a list, got {self.stop!r}")

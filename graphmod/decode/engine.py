@@ -26,12 +26,27 @@ from graphmod.decode.prefill import Prefill
 from graphmod.decode.requests import Codec, RequestReader, eos_ids
 from graphmod.decode.results import Completion, DecodeStats, TokenEvent
 from graphmod.decode.sampling import GREEDY
-from graphmod.decode.scheduler import Scheduler, Sequence
+from graphmod.decode.scheduler import Scheduler, Sequence, prompt_seed
 from graphmod.decode.state import BatchState
 from graphmod.decode.step import DecodeStep
 from graphmod.errors import ConfigError
 
 log = logging.getLogger("graphmod")
+
+
+def _seeded(each: list[Sampling], shared: bool) -> list[Sampling]:
+    """The settings with a seed for every prompt: its own as it is, one that is `shared` by all mixed with the number
+    of the prompt, and where there is none the same of a seed drawn for this call."""
+    drawn = 0
+    if any(one.seed is None and one.temperature > 0 for one in each):
+        # Only where it is used: a greedy call leaves torch's generator, and so a training it is part of, as it was.
+        drawn = int(torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device="cpu"))
+    return [
+        one
+        if one.seed is not None and not shared
+        else dataclasses.replace(one, seed=prompt_seed(drawn if one.seed is None else one.seed, number))
+        for number, one in enumerate(each)
+    ]
 
 
 class DecodeEngine:
@@ -54,6 +69,11 @@ class DecodeEngine:
     def __init__(
         self, model: PreTrainedModel, config: EngineConfig | None = None, *, codec: Codec | None = None, **settings: Any
     ) -> None:
+        if not hasattr(getattr(model, "config", None), "get_text_config"):
+            raise ConfigError(
+                f"model must be a transformers causal LM, got {type(model).__name__}, which has no config of "
+                "transformers; load one with AutoModelForCausalLM, or give the model inside a wrapper"
+            )
         self.model = model
         self.config = dataclasses.replace(config or EngineConfig(), **settings)
         text = model.config.get_text_config()
@@ -123,6 +143,8 @@ class DecodeEngine:
 
         def take(sequence: Sequence) -> None:
             finished.append(sequence.completion)
+            if self.requests.codec is not None:
+                sequence.completion.text = self.requests.codec.decode(sequence.completion.tokens)
             if on_finish is not None:
                 on_finish(sequence.completion)
 
@@ -171,6 +193,10 @@ class DecodeEngine:
         except TypeError as error:
             known = ", ".join(field.name for field in dataclasses.fields(Sampling))
             raise RequestError(f"{error}; the settings of a request are: {known}") from None
+        for one in each:
+            one.check()
+        shared = not isinstance(sampling, list) or "seed" in settings
+        each = _seeded(each, shared)
         found: list[Sequence] = []
         for number, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
             found += self.requests.sequences(number, prompt, n, one)

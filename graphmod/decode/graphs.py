@@ -90,7 +90,7 @@ class BucketGraphs:
         key = (size, visited, kind)
         wrapper = self.wrappers.get(key)
         if wrapper is None:
-            name = f"decode step of {size} rows"
+            name = f"decode step of {size} row{'s' if size != 1 else ''}"
             wrapper = self.wrappers[key] = CUDAGraphModule(self.step, self._settings, name=name, group=self._group)
         while steps > 0:
             wrapper(self.state.rows(size), visited, kind)

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from graphmod.decode.errors import reason
 from graphmod.decode.schema import DeviceName, ModelSource, Precision
 from graphmod.errors import ConfigError
 
@@ -57,8 +58,7 @@ def load_model(folder: Path, source: ModelSource) -> PreTrainedModel:
             folder, dtype=_DTYPES[source.precision], local_files_only=True, output_loading_info=True
         )
     except Exception as error:  # whatever the readers of the many file formats raise
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ConfigError(f"model.path={folder} is no model transformers can read: {reason}") from error
+        raise ConfigError(f"model.path={folder} is no model transformers can read: {reason(error)}") from error
     finally:
         if bars:
             transformers_logging.enable_progress_bar()

@@ -34,6 +34,7 @@ class Completion:
         logprobs: of each of them; see `TokenEvent`.
         finish_reason: "stop" (end-of-sequence or a stop), "length", or "error".
         error: what went wrong where it is "error"; the tokens before that are good.
+        text: of the tokens, where the engine has a codec.
     """
 
     request: int
@@ -43,6 +44,7 @@ class Completion:
     logprobs: list[float] = field(default_factory=list)
     finish_reason: str | None = None
     error: str | None = None
+    text: str | None = None
 
 
 @dataclass

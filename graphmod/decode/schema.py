@@ -109,12 +109,14 @@ class GenerateConfig:
         prompt: the text to go on from.
         prompts_file: a text file with one prompt a line, or `.jsonl` with {"prompt": ...} a line.
         out: where completions go with `prompts_file`; null puts `.out.jsonl` in place of its suffix.
+        overwrite: replace what `out` holds; otherwise a file that is not empty is refused.
         tokenizer: folder of a saved tokenizer, or `bytes`; null takes what the model was saved with.
     """
 
     prompt: str | None = None
     prompts_file: str | None = None
     out: str | None = None
+    overwrite: bool = False
     tokenizer: str | None = None
     model: ModelSource = field(default_factory=ModelSource)
     decode: DecodeSettings = field(default_factory=DecodeSettings)
@@ -164,5 +166,7 @@ class GenerateConfig:
             )
         if self.out is not None and self.prompts_file is None:
             raise ConfigError("out=FILE goes with prompts_file=FILE; a single prompt is printed")
+        if self.overwrite and self.prompts_file is None:
+            raise ConfigError("overwrite=true goes with prompts_file=FILE; a single prompt is printed")
         self.sampling()
         self.engine(1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from graphmod.decode.errors import reason
 from graphmod.decode.requests import Codec
 from graphmod.errors import ConfigError
 
@@ -57,14 +58,17 @@ def codec_for(folder: Path, tokenizer: str | None) -> Codec:
         if (folder / _TRAINING_STATE).is_file():
             return ByteCodec()
         raise ConfigError(f"{folder} holds no tokenizer; set tokenizer=FOLDER, or tokenizer=bytes")
+    source = folder if tokenizer is None else Path(tokenizer)
+    if not source.is_dir():  # transformers would look for a repository of that name, and complain of the network
+        raise ConfigError(
+            f"tokenizer={tokenizer} is not a folder; give the folder of a saved tokenizer, or tokenizer=bytes"
+        )
     from transformers import AutoTokenizer
 
-    source = folder if tokenizer is None else Path(tokenizer)
     try:
         return TokenizerCodec(AutoTokenizer.from_pretrained(source, local_files_only=True))
     except Exception as error:  # whatever the readers of the many formats raise
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ConfigError(f"tokenizer={source} holds no tokenizer transformers can read: {reason}") from error
+        raise ConfigError(f"tokenizer={source} holds no tokenizer transformers can read: {reason(error)}") from error
 
 
 class TextStream:

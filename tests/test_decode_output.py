@@ -1,0 +1,162 @@
+"""What `generate.py` reads and writes, run inside this process: prompts, the file of completions, standard output."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT
+from decode_models import tiny_model
+from torch import nn
+
+from graphmod.decode import DecodeEngine
+from graphmod.decode import cli as decode_cli
+from graphmod.decode.errors import reason
+from graphmod.decode.output import OutputFile
+from graphmod.decode.text import ByteCodec
+from graphmod.errors import ConfigError
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A saved model of bytes."""
+    folder = tmp_path_factory.mktemp("saved")
+    model = tiny_model("gpt2", torch.device("cpu"))
+    model.resize_token_embeddings(256)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def generate(saved, tmp_path, monkeypatch, capfd):
+    """Runs `generate.py` with arguments in `tmp_path`; returns its status, standard output and standard error."""
+
+    def run(*arguments):
+        settings = [f"model.path={saved}", "model.device=cpu", "tokenizer=bytes", "decode.max_new_tokens=4"]
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", ["generate.py", *settings, *arguments])
+        capfd.readouterr()
+        return (decode_cli.main(ROOT / "configs_generate"), *capfd.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def no_model(monkeypatch):
+    """Fails where a model would be loaded."""
+    monkeypatch.setattr(decode_cli, "load_model", lambda *_: pytest.fail("the model was loaded"))
+
+
+def test_out_never_is_the_file_of_the_prompts(generate, tmp_path, no_model):
+    (tmp_path / "p.txt").write_text("a\n")
+    (tmp_path / "link").symlink_to("p.txt")
+    os.link(tmp_path / "p.txt", tmp_path / "hard")
+    for out in ("p.txt", "../" + tmp_path.name + "/p.txt", "link", "hard"):
+        status, _, said = generate("prompts_file=p.txt", f"out={out}", "overwrite=true")
+        assert status == 2 and f"out={out} is the file of the prompts" in said
+    assert (tmp_path / "p.txt").read_text() == "a\n"
+
+
+@pytest.mark.parametrize("out", ["p.out.jsonl", "mine.jsonl"])
+def test_completions_of_an_earlier_run_are_kept_unless_told(generate, tmp_path, out):
+    (tmp_path / "p.txt").write_text("a\nb\n")
+    arguments = ["prompts_file=p.txt", *([f"out={out}"] if out == "mine.jsonl" else [])]
+    (tmp_path / out).write_text("kept\n")
+    status, _, said = generate(*arguments)
+    assert status == 2 and f"out={out} exists" in said and "overwrite=true" in said
+    status, _, _ = generate(*arguments, "overwrite=true", "decode.max_seq_len=99999")  # fails later than opening
+    assert status == 2 and (tmp_path / out).read_text() == "kept\n"
+    assert generate(*arguments, "overwrite=true")[0] == 0
+    assert len([json.loads(line) for line in (tmp_path / out).read_text().splitlines()]) == 2
+
+
+@pytest.mark.parametrize("out", [".", "/proc/x", "/proc/x/y", "p.txt/x"])
+def test_an_output_that_cannot_be_opened_is_told_before_the_model_is_loaded(generate, tmp_path, no_model, out):
+    (tmp_path / "p.txt").write_text("a\n")
+    status, _, said = generate("prompts_file=p.txt", f"out={out}")
+    assert status == 2 and f"error: out={out} cannot be written: " in said and "Errno" not in said
+
+
+def test_a_run_that_fails_before_its_first_completion_leaves_no_file(generate, tmp_path):
+    (tmp_path / "p.txt").write_text("a\n")
+    assert generate("prompts_file=p.txt", "decode.max_seq_len=99999")[0] == 2
+    assert not (tmp_path / "p.out.jsonl").exists()
+
+
+def test_an_interruption_counts_what_is_written(generate, tmp_path, monkeypatch):
+    line = OutputFile.line
+
+    def interrupted(self, text):
+        if self.path.stat().st_size:
+            raise KeyboardInterrupt
+        line(self, text)
+
+    monkeypatch.setattr(OutputFile, "line", interrupted)
+    (tmp_path / "p.txt").write_text("a\nb\nc\n")
+    status, _, said = generate("prompts_file=p.txt")
+    assert status == 130 and "1 of 3 samples finished, written to p.out.jsonl" in said
+    assert len((tmp_path / "p.out.jsonl").read_text().splitlines()) == 1
+
+
+def test_a_full_disk_is_named_and_counts_nothing(generate, tmp_path):
+    (tmp_path / "p.txt").write_text("a\nb\n")
+    status, _, said = generate("prompts_file=p.txt", "out=/dev/full")
+    assert status == 1 and "error: out=/dev/full cannot be written: No space left on device" in said
+    assert "0 of 2 samples finished" in said and "Errno" not in said
+
+
+def test_a_standard_output_that_takes_nothing(saved):
+    run = f"{sys.executable} {ROOT / 'generate.py'} model.path={saved} model.device=cpu tokenizer=bytes"
+    run += " graph=none prompt=abc"
+    quiet = subprocess.run(["bash", "-c", f"{run} | head -c 1"], capture_output=True, text=True, timeout=300)
+    assert quiet.stdout == "a" and quiet.stderr == f"model: {saved}\n"
+    full = subprocess.run(["bash", "-c", f"{run} > /dev/full"], capture_output=True, text=True, timeout=300)
+    said = "error: the standard output cannot be written: No space left on device\n"
+    assert full.returncode == 1 and full.stderr == f"model: {saved}\n{said}"
+
+
+def test_json_lines_keep_their_other_fields(generate, tmp_path):
+    lines = [{"prompt": "a\u2028b", "id": 7, "text": "lost"}, {"prompt": "c", "meta": {"x": [1]}}]
+    (tmp_path / "p.jsonl").write_text("\n\n".join(json.dumps(line, ensure_ascii=False) for line in lines))
+    assert generate("prompts_file=p.jsonl")[0] == 0
+    written = [json.loads(line) for line in (tmp_path / "p.out.jsonl").read_text().split("\n") if line]
+    first, second = sorted(written, key=lambda line: line["index"])
+    assert (first["prompt"], first["id"], second["meta"]) == ("a\u2028b", 7, {"x": [1]})
+    assert first["text"] == ByteCodec().decode(first["tokens"])  # a field of the output is the output's
+
+
+@pytest.mark.parametrize("line", ['{"prompt": 3}', '{"prompt": null}', '{"text": "x"}', "[1]", "3", "{", '"x"'])
+def test_a_line_that_is_no_prompt_is_named(generate, tmp_path, no_model, line):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n\n' + line + "\n")
+    status, _, said = generate("prompts_file=p.jsonl")
+    assert status == 2 and "error: line 3 of p.jsonl" in said and '"prompt": ' in said
+
+
+def test_what_is_told_of_graphs_and_compilation(generate):
+    status, shown, said = generate("prompt=a", "graph.compile=default", "decode.max_new_tokens=2")
+    assert status == 0 and said.count("graph.compile=default is for a GPU and is ignored on this cpu") == 1
+    assert "compiling" not in said and "2 launches, 1 eager step, 1 capture in" in said
+    status, again, said = generate("prompt=a", "graph=none", "decode.max_new_tokens=2")
+    assert again == shown and "without graphs: 1 eager step\n" in said and "invalid" not in said
+
+
+def test_a_tokenizer_that_is_no_folder_is_named(generate):
+    status, _, said = generate("prompt=a", "tokenizer=nope")
+    assert status == 2 and "tokenizer=nope is not a folder" in said and "huggingface" not in said
+    assert reason(ValueError("cannot read:\n\n  it is broken\nmore")) == "cannot read: it is broken"
+    assert reason(KeyError()) == "KeyError"
+
+
+def test_a_model_of_another_kind_is_told():
+    with pytest.raises(ConfigError, match="transformers causal LM, got Linear"):
+        DecodeEngine(nn.Linear(2, 2))
+
+
+def test_a_completion_has_its_text_where_there_is_a_codec():
+    model = tiny_model("gpt2", torch.device("cpu"))
+    asked = {"max_new_tokens": 5, "ignore_eos": True}
+    (done,) = DecodeEngine(model, codec=ByteCodec()).generate([[5, 6]], **asked)
+    assert done.text == ByteCodec().decode(done.tokens) and len(done.tokens) == 5
+    assert DecodeEngine(model).generate([[5, 6]], **asked)[0].text is None
