@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -120,3 +121,22 @@ def test_a_multirun_over_other_axes_compares_within_each_and_names_the_job_that_
 def test_profiling_within_a_multirun_is_a_clear_error(shell, tmp_path):
     done = shell("--multirun", "graph=none", "train.profile=true", *TINY)
     assert done.returncode == 2 and "run it alone" in done.stderr
+
+
+@pytest.mark.parametrize("script", ["train.py", "generate.py"])
+def test_an_interrupt_while_libraries_are_imported_is_one_line(script, tmp_path):
+    # A torch that is still being imported, whenever the signal comes.
+    (tmp_path / "torch.py").write_text("print('importing', flush=True)\nimport time\ntime.sleep(60)\n")
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / script)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    # sys.path[0], the script's folder, has no torch of its own.
+    assert process.stdout.readline() == "importing\n"
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert (process.returncode, said) == (130, "interrupted\n")
