@@ -156,7 +156,7 @@ def test_flags_may_stand_anywhere_among_the_settings():
 
 def test_an_unknown_flag_and_an_empty_folder_are_clear_errors(shell):
     assert_one_clear_error(shell("train.steps=3", "--multirum"), "'--multirum'", "did you mean '--multirun'?")
-    with pytest.raises(ConfigError, match="hydra.run.dir is empty"):
+    with pytest.raises(ConfigError, match="is empty; give the folder"):
         for_hydra(["hydra.run.dir="])
 
 
