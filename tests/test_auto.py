@@ -46,9 +46,14 @@ def test_real_times_are_measured_and_eager_wins_over_the_emulator(tiny, tmp_path
     assert result.scope == "auto" and result.auto["chosen"] in {scope.value for scope in Scope}
 
 
-def test_a_run_too_short_to_measure_stays_eager_and_says_so(tiny, tmp_path):
+def test_a_run_too_short_to_measure_stays_eager_and_says_so(tiny, tmp_path, caplog):
     result = train(tiny("graph=auto", "data.max_bytes=20000"), tmp_path)
-    assert result.auto["chosen"] == "none" and "too few" in result.report()
+    assert (
+        result.auto["chosen"] == "none"
+        and "too few" in result.report()
+        and "at least twice as many, 78;" in result.report()
+    )
+    assert "too few" not in caplog.text, "said by the report, and once is enough"
 
 
 def test_compiled_layers_are_no_candidate_because_they_round_differently():
@@ -79,7 +84,7 @@ def test_a_scope_whose_captures_fail_is_not_chosen_however_fast(pretend):
         auto.before_step()
         auto.after_step()
     assert auto.step.scope is auto.chosen is Scope.full_iteration
-    assert "1 captures failed" in auto.reason and "paid back after 125 steps" in auto.reason
+    assert "1 capture failed" in auto.reason and "won back in 125 steps" in auto.reason
 
 
 def test_what_happens_between_steps_is_not_timed(monkeypatch):

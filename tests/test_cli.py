@@ -2,13 +2,19 @@
 
 import json
 import os
+import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, TINY
+from conftest import ROOT, TINY, composed
 from transformers import AutoModelForCausalLM
+
+from graphmod.errors import ConfigError
+from graphmod.train.cli import _way_on, flags_first, for_hydra
+from graphmod.train.config import parse
 
 
 @pytest.fixture
@@ -36,7 +42,7 @@ def test_help_names_the_groups_the_choices_and_examples(shell):
     done = shell("--help")
     assert done.returncode == 0
     for words in (
-        "graph: auto, full_iteration, none, per_layer",
+        "graph: auto, full_iteration, none, per_layer (default)",
         "llama_124m",
         "train.steps=",
         "--multirun",
@@ -118,5 +124,53 @@ def test_a_multirun_over_other_axes_compares_within_each_and_names_the_job_that_
 
 
 def test_profiling_within_a_multirun_is_a_clear_error(shell, tmp_path):
-    done = shell("--multirun", "graph=none", "train.profile=true", *TINY)
-    assert done.returncode == 2 and "run it alone" in done.stderr
+    done = shell("--multirun", "graph=none,per_layer", "train.profile=true", *TINY)
+    assert_one_clear_error(done, "run it alone")
+    assert not (tmp_path / "runs").exists(), "it was said after jobs had begun"
+
+
+@pytest.mark.parametrize("script", ["train.py", "generate.py"])
+def test_an_interrupt_while_libraries_are_imported_is_one_line(script, tmp_path):
+    # A torch that is still being imported, whenever the signal comes.
+    (tmp_path / "torch.py").write_text("print('importing', flush=True)\nimport time\ntime.sleep(60)\n")
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / script)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    # sys.path[0], the script's folder, has no torch of its own.
+    assert process.stdout.readline() == "importing\n"
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert (process.returncode, said) == (130, "interrupted\n")
+
+
+def test_flags_may_stand_anywhere_among_the_settings():
+    assert flags_first(["a=1", "--multirun", "b=2,3"]) == ["--multirun", "a=1", "b=2,3"]
+    assert flags_first(["a=1", "--cfg", "job", "b=2"]) == ["--cfg", "job", "a=1", "b=2"]
+    assert flags_first(["-i", "a=1"]) == ["--info=all", "a=1"]
+
+
+def test_an_unknown_flag_and_an_empty_folder_are_clear_errors(shell):
+    assert_one_clear_error(shell("train.steps=3", "--multirum"), "'--multirum'", "did you mean '--multirun'?")
+    with pytest.raises(ConfigError, match="is empty; give the folder"):
+        for_hydra(["hydra.run.dir="])
+
+
+@pytest.mark.parametrize(
+    "text", ["def ", "it's $HOME (", "a,b=[", "\\", "a\\'b\\", "${x}", "\\${x}", "null", "1 {", "ü\n"]
+)
+def test_a_prompt_is_taken_as_it_is(text):
+    (argument,) = for_hydra([f"train.sample_prompt={text}"])
+    assert parse(composed(argument)).train.sample_prompt == text
+
+
+def test_the_command_that_goes_on_can_be_typed_again(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.executable", str(tmp_path / ".venv" / "bin" / "python"))
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    said = shlex.split(_way_on(tmp_path / "run", ["train.sample_prompt=def ", "train.resume=auto"]))
+    assert said == [".venv/bin/python", "train.py", "train.sample_prompt=def ", "train.resume=run"]

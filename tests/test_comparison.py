@@ -8,6 +8,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from graphmod.train.comparison import compare
 from graphmod.train.report import markdown, remarks, table, write_report
 from graphmod.train.result import RunResult
+from graphmod.train.words import counted
 
 
 def result(scope: str, step_ms: float, losses=(3.0, 2.0, 1.0), steps: int = 10, seed: int = 0) -> RunResult:
@@ -91,6 +92,10 @@ def test_the_busy_share_is_kernel_time_over_step_time():
     rows = compare({"none": result("none", 8.0), "full": result("full_iteration", 2.0)}, {"none": 1.9, "full": 1.9})
     assert [row.gpu_busy_share for row in rows] == [1.9 / 8, 1.9 / 2]
     assert "24%" in table(rows) and "95%" in table(rows)
+
+
+def test_reports_count_one_and_several():
+    assert [counted(n, "graph") for n in (0, 1, 2000)] == ["0 graphs", "1 graph", "2,000 graphs"]
 
 
 def test_payback_counts_what_the_beginning_cost_beyond_eagers():

@@ -145,7 +145,7 @@ def test_a_packed_run_learns_and_its_checkpoint_loads(lines, tmp_path):
     [
         (["data.buckets=[16,8]"], "ascending"),
         (["data.buckets=[8]", "data.packing=true"], "use one of the two"),
-        (["data.buckets=[8,4000]"], "model.max_positions"),
+        (["data.buckets=[8,4000]"], "the longest of data.buckets, 4000, is longer than model.max_positions"),
         (["data.buckets=[8,16]", "graph=auto"], "one shape"),
         (["data.buckets=[4,8,16]", "graph.max_graphs=2"], "graph.max_graphs=2"),
     ],

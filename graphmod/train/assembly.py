@@ -15,6 +15,7 @@ from graphmod.train.model import autocast_dtype
 from graphmod.train.optim import build_optimizer, learning_rates
 from graphmod.train.schema import Precision, RunConfig
 from graphmod.train.step import TrainStep
+from graphmod.train.words import counted
 
 
 def plain_config(config: RunConfig) -> dict[str, Any]:
@@ -30,7 +31,9 @@ def plain_config(config: RunConfig) -> dict[str, Any]:
 
 def device_name(device: torch.device) -> str:
     """The name of a device, for people."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU, {counted(torch.get_num_threads(), 'thread')}"
 
 
 def step_maker(

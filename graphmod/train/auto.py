@@ -1,5 +1,5 @@
-"""`graph=auto`: tries the scopes on the first steps of a run and keeps the fastest. Imports torch, the core's `config`
-and `train/step.py`.
+"""`graph=auto`: tries the scopes on the first steps of a run and keeps the fastest. Imports torch, the core's `config`,
+`train/step.py` and `train/words.py`.
 
 The trial steps are steps of the training, and every scope computes the same bits, so that trying changes no number.
 """
@@ -15,6 +15,7 @@ import torch
 
 from graphmod.config import Scope
 from graphmod.train.step import TrainStep
+from graphmod.train.words import counted
 
 log = logging.getLogger("graphmod")
 
@@ -80,7 +81,12 @@ class AutoScope:
         self.step = make(scopes[0])
         needed = sum(trial_steps(scope, warmup_steps) for scope in scopes)
         if steps < 2 * needed:
-            self._choose(scopes[0], f"{steps} steps are too few to measure anything: trying all scopes takes {needed}")
+            # Trials in more than half of the steps leave too few to win anything.
+            self._choose(
+                scopes[0],
+                f"{steps} steps are too few to measure anything: trying all scopes takes {needed}, and this is done "
+                f"only in runs of at least twice as many, {2 * needed}; raise train.steps or choose a scope",
+            )
 
     def before_step(self) -> TrainStep:
         """The step to use next."""
@@ -118,7 +124,7 @@ class AutoScope:
         stats = self.step.stats
         trial.capture_seconds = stats.capture_seconds
         if stats.failures:
-            trial.failed = f"{stats.failures} captures failed; the log says why"
+            trial.failed = f"{counted(stats.failures, 'capture')} failed; the log says why"
         self.trials.append(trial)
         if len(self.trials) < len(self._scopes):
             self._switch(self._scopes[len(self.trials)])
@@ -134,15 +140,15 @@ class AutoScope:
             pays = best.capture_seconds * 1e3 / (eager.ms - best.ms)
             self._choose(
                 Scope(best.scope),
-                f"{measured} a step: {best.scope} is {eager.ms / best.ms:.2f} times as fast as eager steps, and its "
-                f"capture is paid back after {pays:.0f} steps",
+                f"{measured} a step: {best.scope} is {eager.ms / best.ms:.2f} times as fast as eager steps, and the "
+                f"time of its capture alone is won back in {counted(round(pays), 'step')}",
             )
 
     def _choose(self, scope: Scope, reason: str) -> None:
         if self.trials and self._scopes[-1] is not scope:
             self._switch(scope)
         self.chosen, self.reason = scope, reason
-        log.info(f"graph=auto keeps graph={scope.value}: {reason}")
+        log.info(f"graph=auto keeps graph={scope.value}; the report at the end of the run says why")
 
     def _switch(self, scope: Scope) -> None:
         state = self.step.state_dict()

@@ -110,10 +110,11 @@ def check_data(data: DataConfig, model: ModelConfig) -> None:
         )
         _require(not data.packing, "data.buckets pads documents and data.packing=true packs them; use one of the two")
         data.seq_len = sizes[-1]
+    length = f"data.seq_len={data.seq_len}" if data.buckets is None else f"the longest of data.buckets, {data.seq_len},"
     limit = model.max_positions
     _require(
         limit is None or data.seq_len <= limit,
-        f"data.seq_len={data.seq_len} is longer than model.max_positions={limit}; lower one or raise the other",
+        f"{length} is longer than model.max_positions={limit}; lower one or raise the other",
     )
 
 

@@ -5,6 +5,7 @@ cannot be used, 128 + N stopped by signal N (130 is Ctrl-C, 143 SIGTERM).
 """
 
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -25,15 +26,96 @@ from omegaconf.errors import OmegaConfBaseException
 
 from graphmod.errors import ConfigError, GraphmodError
 from graphmod.train.config import parse, register
-from graphmod.train.explain import explain
+from graphmod.train.explain import explain, nearest
 from graphmod.train.loop import resume_point, train
 from graphmod.train.result import RunResult
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"
+_NO_PROFILE = (
+    "train.profile=true in a multirun would slow the graph launches of every later job, because a profiler stays "
+    "attached to the process; drop it (the comparison tells how busy the GPU was), or run it alone"
+)
+_TEXTS = ("train.sample_prompt",)
+_FOLDERS = ("hydra.run.dir", "hydra.sweep.dir")
+_FLAGS = (
+    *("--help", "-h", "--hydra-help", "--version", "--resolve", "--run", "-r", "--multirun", "-m"),
+    *("--shell-completion", "-sc", "--info", "-i"),
+)
+_FLAGS_WITH_VALUE = (
+    *("--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd"),
+    "--experimental-rerun",
+)
 
 
 def _complain(message: object) -> None:
     print(f"error: {message}", file=sys.stderr, flush=True)
+
+
+def flags_first(arguments: list[str]) -> list[str]:
+    """The arguments, flags before settings: Hydra does not understand `graph=none --multirun train.steps=9`.
+
+    Raises:
+        ConfigError: a flag that Hydra does not have.
+    """
+    flags, settings, left = [], [], list(arguments)
+    while left:
+        argument = left.pop(0)
+        name = argument.partition("=")[0]
+        if not argument.startswith("-"):
+            settings.append(argument)
+        elif name in _FLAGS:
+            flags.append(argument)
+            if name in ("--info", "-i") and left and "=" not in left[0] and not left[0].startswith("-"):
+                flags[-1] = f"--info={left.pop(0)}"
+            elif argument in ("--info", "-i"):
+                flags[-1] = "--info=all"  # it would take the first setting for its value
+        elif name in _FLAGS_WITH_VALUE:
+            flags.append(argument)
+            if "=" not in argument and left:
+                flags.append(left.pop(0))
+        else:
+            best = nearest(argument, [*_FLAGS, *_FLAGS_WITH_VALUE])
+            hint = f"did you mean {best!r}? S" if best else "s"
+            raise ConfigError(f"there is no flag {argument!r}; {hint}ettings are written without dashes: key=value")
+    return [*flags, *settings]
+
+
+def quoted(text: str) -> str:
+    """`text` so that Hydra and omegaconf, which resolves twice, read it as it is."""
+    text = re.sub(r"(\\*)\$\{", lambda found: found[1] * 4 + r"\\\${", text)
+    text = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), text)
+    return f"'{text}'"
+
+
+def for_hydra(arguments: list[str]) -> list[str]:
+    """The arguments as Hydra wants them: flags first, and texts in quotes, as generate.py takes them without.
+
+    Raises:
+        ConfigError: an unknown flag, a folder without a name, or a profile of several jobs.
+    """
+    found, several = [], bool({"--multirun", "-m"} & set(arguments))
+    for argument in flags_first(arguments):
+        key, equals, value = argument.partition("=")
+        if key in _FOLDERS and value.strip("'\" ") == "" and equals:
+            raise ConfigError(f"{key} is empty; give the folder to write to, such as {key}=runs/mine, or leave it out")
+        if several and key == "train.profile" and {"true", "yes", "on", "1"} & set(value.lower().split(",")):
+            raise ConfigError(_NO_PROFILE)
+        found.append(f"{key}={quoted(value)}" if key in _TEXTS and value else argument)
+    return found
+
+
+def groups(config_dir: Path) -> str:
+    """The groups and their choices, a line each, with the default one marked; for --help."""
+    defaults: dict[str, str] = {}
+    for entry in OmegaConf.load(config_dir / "config.yaml").defaults:
+        if isinstance(entry, DictConfig):
+            defaults |= {str(group): str(choice) for group, choice in entry.items()}
+    lines = []
+    for folder in sorted(path for path in config_dir.iterdir() if path.is_dir() and path.name in defaults):
+        names = sorted(path.stem for path in folder.glob("*.yaml"))
+        marked = (f"{name} (default)" if name == defaults[folder.name] else name for name in names)
+        lines.append(f"{folder.name}: {', '.join(marked)}")
+    return "\n".join(lines) + "\n"
 
 
 def swept_keys(arguments: list[str]) -> list[str]:
@@ -81,31 +163,41 @@ def _hydra_raises() -> Iterator[None]:
             os.environ[_FULL_ERROR] = before
 
 
-def _way_on(folder: Path) -> str:
-    """The command that goes on with the run in `folder`."""
-    given = [argument for argument in sys.argv[1:] if not argument.startswith("train.resume=")]
-    return shlex.join(["python", os.path.relpath(sys.argv[0]), *given, f"train.resume={os.path.relpath(folder)}"])
+def _interpreter() -> str:
+    """The running one, as one would type it here."""
+    here = Path(sys.executable)
+    return str(here.relative_to(Path.cwd())) if here.is_relative_to(Path.cwd()) else str(here)
 
 
-def _say_stopped(result: RunResult, folder: Path) -> int:
+def _way_on(folder: Path, given: list[str]) -> str:
+    """The command that goes on with the run in `folder`, which was started with the arguments `given`."""
+    given = [argument for argument in given if not argument.startswith("train.resume=")]
+    return shlex.join([_interpreter(), os.path.relpath(sys.argv[0]), *given, f"train.resume={os.path.relpath(folder)}"])
+
+
+def _say_stopped(result: RunResult, folder: Path, given: list[str]) -> int:
     done, steps = len(result.losses), result.config["train"]["steps"]
     print(f"stopped by {result.error} after step {done} of {steps}")
     if result.config["train"]["checkpoint"]:
-        print(f"  saved in {folder / result.checkpoint}\n  to go on: {_way_on(folder)}")
+        print(f"  saved in {folder / result.checkpoint}\n  to go on: {_way_on(folder, given)}")
     else:
         print("  nothing was saved, because train.checkpoint=false")
     return 128 + signal.Signals[result.error]
 
 
-def _attempt(cfg: DictConfig, folder: Path, alone: bool) -> tuple[int, str | None]:
-    """Runs one job; returns its exit status and, if it failed, why. `alone`: it is not part of a multirun."""
+def _attempt(cfg: DictConfig, folder: Path, alone: bool, given: list[str]) -> tuple[int, str | None]:
+    """Runs one job; returns its exit status and, if it failed, why.
+
+    Args:
+        cfg: composed by Hydra.
+        folder: of the job.
+        alone: it is not part of a multirun.
+        given: the arguments of the command line, as they were.
+    """
     try:
         config = parse(cfg)
         if config.train.profile and not alone:
-            raise ConfigError(
-                "train.profile=true in a multirun would slow the graph launches of every later job, because a profiler "
-                "stays attached to the process; drop it (the comparison tells how busy the GPU was), or run it alone"
-            )
+            raise ConfigError(_NO_PROFILE)  # a file of configs/ says so; the command line was looked at before
         point = resume_point(config, folder, beside=alone)
         if point.checkpoint is not None:
             print(f"going on after step {point.manifest['steps_done']} of {config.train.steps}: {point.checkpoint}")
@@ -128,7 +220,7 @@ def _attempt(cfg: DictConfig, folder: Path, alone: bool) -> tuple[int, str | Non
         _complain("this is a bug in graphmod or in a library it uses; the lines above say where")
         return 1, f"{type(error).__name__}: {error}"
     if result.status == "interrupted":
-        return _say_stopped(result, point.run_dir), result.error
+        return _say_stopped(result, point.run_dir, given), result.error
     print(result.report())
     print(f"  written to {point.run_dir}")
     return 0, None
@@ -147,12 +239,13 @@ def main(config_dir: Path) -> int:
         config_dir: the folder with `config.yaml` and the groups.
     """
     statuses: list[int] = []
+    given, show_all = sys.argv[1:], _FULL_ERROR in os.environ
 
     def job(cfg: DictConfig) -> None:
         hydra_config = HydraConfig.get()
         folder = Path(hydra_config.runtime.output_dir)
         alone = hydra_config.mode is RunMode.RUN
-        status, reason = _attempt(cfg, folder, alone)
+        status, reason = _attempt(cfg, folder, alone, given)
         statuses.append(status)
         if alone:
             _tidy(folder)
@@ -162,13 +255,15 @@ def main(config_dir: Path) -> int:
             scope = str(getattr(cfg.graph.scope, "value", cfg.graph.scope))
             RunResult(scope=scope, status="failed", error=reason).write(folder)
 
-    register()
-    keys = swept_keys(sys.argv[1:])
-    OmegaConf.register_new_resolver(
-        "swept", lambda overrides, number: job_folder(keys, list(overrides), number), replace=True
-    )
-    show_all = _FULL_ERROR in os.environ
     try:
+        arguments = for_hydra(given)
+        sys.argv[1:] = arguments
+        register()
+        keys = swept_keys(arguments)
+        OmegaConf.register_new_resolver(
+            "swept", lambda overrides, number: job_folder(keys, list(overrides), number), replace=True
+        )
+        OmegaConf.register_new_resolver("groups", lambda: groups(config_dir), replace=True)
         with _hydra_raises():
             hydra.main(config_path=str(config_dir.resolve()), config_name="config", version_base="1.3")(job)()
     except KeyboardInterrupt:
@@ -176,6 +271,9 @@ def main(config_dir: Path) -> int:
             return statuses[-1]
         print("interrupted", file=sys.stderr)
         return 130
+    except ConfigError as error:
+        _complain(error)
+        return 2
     except (HydraException, OmegaConfBaseException) as error:
         if show_all:
             traceback.print_exc()
@@ -184,4 +282,6 @@ def main(config_dir: Path) -> int:
     except OSError as error:  # Hydra could not make the folder of the run
         _complain(f"cannot write to {error.filename}: {error.strerror}" if error.filename else error)
         return 1
+    finally:
+        sys.argv[1:] = given
     return max(statuses, default=0)

@@ -62,7 +62,11 @@ def text_files(paths: list[str], pattern: str) -> list[Path]:
         else:
             found.append(path)
     if not found:
-        raise ConfigError(f"data.path={paths} holds no file that matches data.pattern={pattern!r}")
+        shown = paths[0] if len(paths) == 1 else f"[{','.join(paths)}]"
+        raise ConfigError(
+            f"data.path={shown} holds no file that matches data.pattern={pattern!r}; give another pattern, "
+            "such as '*.txt'"
+        )
     return found
 
 
@@ -90,8 +94,12 @@ def load_tokenizer(folder: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # transformers raises whatever its file readers raise
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ConfigError(f"data.tokenizer={folder} holds no tokenizer transformers can read: {reason}") from error
+        # All lines: the first may end in a colon, with the reasons below it.
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError(
+            f"data.tokenizer={folder} holds no tokenizer transformers can read; give a folder as a tokenizer's "
+            f"save_pretrained writes it. transformers says: {reason}"
+        ) from error
 
 
 def _tokenizer_folder(data: DataConfig, model: ModelConfig) -> str | None:

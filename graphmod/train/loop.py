@@ -21,6 +21,7 @@ from graphmod.train.corpus import Corpus, load_corpus
 from graphmod.train.data import Prefetcher, split
 from graphmod.train.interrupt import StopRequest
 from graphmod.train.isolation import isolated
+from graphmod.train.logs import beside_bar
 from graphmod.train.metrics import GIB, Metrics
 from graphmod.train.model import build_model, load_weights, model_config, weights_dtype
 from graphmod.train.profile import profile_steps
@@ -158,6 +159,7 @@ class _Run:
                 dynamic_ncols=on_terminal,
                 mininterval=0.2 if on_terminal else 10,
             ) as bar,
+            beside_bar(lengths=self.config.data.buckets is not None),
         ):
             clock.begin()
             for done, batch in enumerate(batches, start=self.first + 1):

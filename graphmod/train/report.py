@@ -13,6 +13,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from graphmod.train.comparison import BASELINE, Row
 from graphmod.train.result import RunResult
+from graphmod.train.words import counted
 
 JSON_FILE, MARKDOWN_FILE, PLOT_FILE, TENSORBOARD_FOLDER = (
     "comparison.json",
@@ -28,7 +29,7 @@ _HEAD = [
     "tokens/s",
     "speed-up",
     "GPU busy",
-    "pays after",
+    "ahead after",
     "reserved GiB",
     "capture s",
     "losses as none",
@@ -67,7 +68,7 @@ def _cells(row: Row) -> list[str]:
         _cell(row.tokens_per_s, ",.0f"),
         _cell(row.speedup, ".2f"),
         _cell(row.gpu_busy_share, ".0%"),
-        "-" if row.payback_steps is None else f"{row.payback_steps} steps",
+        "-" if row.payback_steps is None else counted(row.payback_steps, "step"),
         _cell(row.reserved_gib, ".2f"),
         _cell(row.capture_seconds, ".2f"),
         _losses(row),
@@ -99,7 +100,7 @@ def markdown(rows: list[Row], said: list[str], device: str) -> str:
     text = [f"# Step time of {len(rows)} runs on {device}", "", *lines, ""]
     explained = (
         "Step and host time are medians after warm-up and capture. *Speed-up* is against the run without graphs with "
-        "otherwise the same settings. *Pays after* says from which step on a run is ahead of it, warm-up, compilation "
+        "otherwise the same settings. *Ahead after* says from which step on a run is ahead of it, warm-up, compilation "
         "and capture included. *Losses as none*: bit for bit, at every step."
     )
     return "\n".join([*text, explained, "", *notes]) + "\n"

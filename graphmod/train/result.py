@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from graphmod.train.timing import median, percentile
+from graphmod.train.words import counted
 
 RESULT_FILE = "result.json"
 
@@ -128,7 +129,8 @@ class RunResult:
             lines.append(f"  GPU memory: {self.allocated_gib:.2f} GiB allocated, {self.reserved_gib:.2f} GiB reserved")
         if self.lengths:
             parts = (
-                f"{length}: {entry['pieces']} pieces, {entry['padding']:.0%} padding, {entry['graphs']} graphs"
+                f"{length}: {counted(entry['pieces'], 'piece')}, {entry['padding']:.0%} padding, "
+                f"{counted(entry['graphs'], 'graph')}"
                 for length, entry in self.lengths.items()
                 if "graphs" in entry
             )
@@ -147,7 +149,7 @@ class RunResult:
             lines.append(f"  keeps {self.auto['chosen'] or 'nothing yet'}: {self.auto['reason']}")
         if self.skipped_steps:
             where = f", the first not finite is step {self.first_nonfinite_step}" if self.first_nonfinite_step else ""
-            lines.append(f"  {self.skipped_steps} updates left out{where}")
+            lines.append(f"  {counted(self.skipped_steps, 'update')} left out{where}")
         if first is not None:
             evaluated = f", evaluation {float.fromhex(self.eval_losses[-1][1]):.3f}" if self.eval_losses else ""
             lines.append(f"  loss {first:.3f} -> {last:.3f}{evaluated} nats a token")

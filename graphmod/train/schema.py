@@ -185,7 +185,7 @@ class TrainConfig:
         sync_steps: wait for the device after each step, as a loop that reads the loss each step does.
         checkpoint: save the model and the optimizer at the end.
         sample_every: steps between texts that the model writes, printed and logged to TensorBoard; 0 never samples.
-        sample_prompt: what it goes on from.
+        sample_prompt: what it goes on from; on the command line all after `=`, as it is, without quotes for Hydra.
         sample_tokens: how many tokens it writes.
         sample_temperature: 0 takes the most likely token each time.
         nonfinite: when a loss or gradient is NaN or infinite: `stop` ends the run, with the weights of before, and

@@ -1,0 +1,6 @@
+"""Small words of reports. Imports nothing."""
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 graph`, `2 graphs`."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
