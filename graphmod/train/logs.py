@@ -8,7 +8,6 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 log = logging.getLogger("graphmod")
 
-_EMULATED = "emulated graphs on the CPU"
 # What batches of another shape lead to: another signature, and gradients at other addresses until it is captured.
 _OF_LENGTHS = (
     " is called with other inputs",
@@ -17,7 +16,7 @@ _OF_LENGTHS = (
 
 
 class RunFilter(logging.Filter):
-    """Lets through what is news: what each module says alike is said once, what was asked for is not said.
+    """Lets through what is news: what was asked for is not said.
 
     Args:
         lengths: the batches come in several lengths, so that calls with other inputs are expected.
@@ -25,21 +24,17 @@ class RunFilter(logging.Filter):
 
     def __init__(self, lengths: bool) -> None:
         super().__init__()
-        self._lengths, self._emulated = lengths, False
+        self._lengths = lengths
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether to show the record; the notice about emulation loses the module's name."""
+        """Whether to show the record."""
         text = record.getMessage()
-        if _EMULATED in text:
-            again, self._emulated = self._emulated, True
-            record.msg, record.args = text[text.index(_EMULATED) :], ()
-            return not again
         return not (self._lengths and any(words in text for words in _OF_LENGTHS))
 
 
 @contextmanager
 def beside_bar(lengths: bool) -> Iterator[None]:
-    """Inside, messages stand on lines of their own above the bar, each once; `lengths`: see `RunFilter`."""
+    """Inside, messages stand on lines of their own above the bar; `lengths`: see `RunFilter`."""
     chosen = RunFilter(lengths)
     log.addFilter(chosen)
     try:
