@@ -80,16 +80,18 @@ class Recorder(TorchDispatchMode):
         return self
 
     def note_unseen(self, changed: Iterable[Tensor]) -> None:
-        """Takes in that code out of its sight changed tensors."""
+        """Takes in that code out of its sight changed tensors, or may have."""
         for tensor in changed:
             where = address(tensor)
-            if where in self.outside:
-                self.written.setdefault(where, self.outside[where])
-            elif where in self._inputs:
-                self.inputs_written.add(where)
-            else:
+            if where not in self.outside and where not in self._inputs:
                 continue
             self.wrote_unseen = True
+            if tensor.is_inference():
+                continue  # such tensors count no versions: whether it was changed nobody can tell
+            if where in self.outside:
+                self.written.setdefault(where, self.outside[where])
+            else:
+                self.inputs_written.add(where)
 
     def is_host(self, tensor: Tensor) -> bool:
         """Whether a tensor lies on the host while the capture works on a GPU."""
