@@ -22,12 +22,27 @@ class BackendName(str, Enum):
     emulated = "emulated"
 
 
-def _choice(kind: type[Enum], value: object, setting: str) -> Enum:
+def choice(kind: type[Enum], value: object, setting: str) -> Enum:
+    """The member of `kind` that a value names.
+
+    Raises:
+        ConfigError: it names none; `setting` is what the message calls it.
+    """
     try:
         return kind(value)
     except ValueError:
         allowed = ", ".join(member.value for member in kind)
         raise ConfigError(f"{setting}={value!r} is not known; choose one of: {allowed}") from None
+
+
+def integer(value: object, least: int, setting: str) -> None:
+    """Checks a whole number.
+
+    Raises:
+        ConfigError: it is none, or less than `least`.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError(f"{setting} must be an integer of at least {least}, got {value!r}")
 
 
 @dataclass
@@ -59,11 +74,9 @@ class CUDAGraphConfig:
     optimizer: bool = True
 
     def __post_init__(self) -> None:
-        self.scope = _choice(Scope, self.scope, "scope")
-        self.backend = _choice(BackendName, self.backend, "backend")
+        self.scope = choice(Scope, self.scope, "scope")
+        self.backend = choice(BackendName, self.backend, "backend")
         if isinstance(self.layers, str):
             self.layers = [self.layers]
         for setting, least in (("warmup_steps", 0), ("max_graphs", 1), ("max_failures", 1)):
-            value = getattr(self, setting)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ConfigError(f"{setting} must be an integer of at least {least}, got {value!r}")
+            integer(getattr(self, setting), least, setting)

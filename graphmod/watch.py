@@ -45,7 +45,6 @@ class Watch:
         slots = [slot for slot in found.slots if address(slot[2]) in outside]
         named = {id(tensor) for container, _, tensor in slots if not isinstance(container, list)}
         slots = [s for s in slots if not (isinstance(s[0], list) and id(s[2]) in named)]
-        self._tensors = [tensor for _, _, tensor in slots]
         places = slots + found.links
         cells = [place[0] for place in places + found.numbers if isinstance(place[0], types.CellType)]
         self._cells = [(cell, None, get(cell, None)) for cell in cells]
@@ -60,7 +59,7 @@ class Watch:
         self._types = list(map(type, self._numbers))
         self._zeros = [i for i, number in enumerate(self._numbers) if type(number) is float and number == 0.0]
         self._signs_before = self._signs(self._numbers)
-        self._parameters = [t for t in self._tensors if isinstance(t, nn.Parameter) or t.requires_grad]
+        self._parameters = [t for _, _, t in slots if isinstance(t, nn.Parameter) or t.requires_grad]
         self._flags = list(map(_requires_grad, self._parameters))
         # The state of an optimizer is many tensors, whose memory is held, and which nobody resizes.
         states = {id(state) for optimizer in found.optimizers for state in optimizer.state.values()}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from graphmod.config import BackendName
+from graphmod.config import BackendName, choice, integer
 from graphmod.decode.errors import RequestError
 from graphmod.errors import ConfigError
 
@@ -34,19 +34,6 @@ class CompileMode(str, Enum):
     none = "none"
     default = "default"
     max = "max"
-
-
-def _integer(setting: str, value: Any, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigError(f"{setting} must be an integer of at least {least}, got {value!r}")
-
-
-def _member(setting: str, kind: type[Enum], value: Any) -> Enum:
-    try:
-        return kind(value)
-    except ValueError:
-        allowed = ", ".join(member.value for member in kind)
-        raise ConfigError(f"{setting}={value!r} is not known; choose one of: {allowed}") from None
 
 
 @dataclass
@@ -86,23 +73,23 @@ class EngineConfig:
     backend: BackendName = BackendName.auto
 
     def __post_init__(self) -> None:
-        self.layout = _member("layout", Layout, self.layout)
-        self.attention = _member("attention", AttentionName, self.attention)
-        self.compile = _member("compile", CompileMode, self.compile)
-        self.backend = _member("backend", BackendName, self.backend)
+        self.layout = choice(Layout, self.layout, "layout")
+        self.attention = choice(AttentionName, self.attention, "attention")
+        self.compile = choice(CompileMode, self.compile, "compile")
+        self.backend = choice(BackendName, self.backend, "backend")
         for name in ("max_batch_size", "block_size", "steps_per_sync", "prefill_tokens", "max_failures"):
-            _integer(name, getattr(self, name), 1)
-        _integer("warmup_steps", self.warmup_steps, 0)
+            integer(getattr(self, name), 1, name)
+        integer(self.warmup_steps, 0, "warmup_steps")
         for name in ("max_seq_len", "cache_tokens"):
             if getattr(self, name) is not None:
-                _integer(name, getattr(self, name), 1)
+                integer(getattr(self, name), 1, name)
         if self.compile is not CompileMode.none and self.warmup_steps == 0:
             raise ConfigError(
                 f"compile={self.compile.value} needs warmup_steps of at least 1, got 0: nothing may be compiled "
                 "for the first time inside a capture"
             )
         for size in self.buckets or ():
-            _integer("each of buckets", size, 1)
+            integer(size, 1, "each of buckets")
 
     def bucket_sizes(self) -> list[int]:
         """The batch sizes that may be captured, ascending, `max_batch_size` last."""

@@ -74,17 +74,10 @@ class BucketSampler:
         weights = np.asarray([len(p[0]) / rows for p, rows in zip(self._pieces, self.rows, strict=True)])
         self._chances = weights / weights.sum()
 
-    def bucket_of(self, step: int) -> int:
-        """The bucket length of `step`'s batch."""
-        return self.buckets[self._draw(step)[1]]
-
-    def _draw(self, step: int) -> tuple[np.random.Generator, int]:
-        rng = np.random.default_rng([self._seed, step])
-        return rng, int(rng.choice(len(self.buckets), p=self._chances))
-
     def __call__(self, step: int) -> Tensor:
         """The batch of `step`, counted from 0: (A, rows of its bucket, bucket length + 1) int64."""
-        rng, which = self._draw(step)
+        rng = np.random.default_rng([self._seed, step])
+        which = int(rng.choice(len(self.buckets), p=self._chances))
         begins, lengths = self._pieces[which]
         rows = self._microbatches * self.rows[which]
         chosen = rng.integers(0, len(begins), rows)
