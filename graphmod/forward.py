@@ -6,14 +6,13 @@ May import `signature`, `recorder`, `buffers`, `watch`, `reach`, `tape`, `lifecy
 from __future__ import annotations
 
 import contextlib
-import random
-import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from graphmod.backend.random_state import python_random_state, restore_python_random_state
 from graphmod.buffers import OwnedBuffer, StaticInput, adopted
 from graphmod.errors import CaptureRefused
 from graphmod.recorder import Recorder
@@ -88,7 +87,7 @@ class ForwardGraph:
             with modules_called() as self.called, _own_saved_tensors():
                 return resolved(module._call(*args, **kwargs))
 
-        python_random = _python_random_state()
+        python_random = python_random_state()
 
         def check(recorder: Recorder, result: Any) -> None:
             hook = foreign_hook(self.called)
@@ -119,7 +118,7 @@ class ForwardGraph:
                 pool, split = self.tape.arena.pool, not entry.generators and not entry.failures_in_a_row
                 self.graph, _ = group.backend.capture(run, pool, given, entry.generators, check, split=split)
         except BaseException:
-            _restore_python_random_state(python_random)
+            restore_python_random_state(python_random)
             for parameter, grad in zip(owned, grads, strict=True):
                 if parameter.grad is not grad:
                     parameter.grad = grad
@@ -282,17 +281,6 @@ class ForwardGraph:
             torch.autograd.graph.increment_version(self._written)
         for index in self._arguments_written:
             torch.autograd.graph.increment_version(self.inputs[index].tensor if leaves is None else leaves[index])
-
-
-def _python_random_state() -> tuple[Any, Any]:
-    numpy = sys.modules.get("numpy")
-    return random.getstate(), None if numpy is None else numpy.random.get_state()
-
-
-def _restore_python_random_state(state: tuple[Any, Any]) -> None:
-    random.setstate(state[0])
-    if state[1] is not None:
-        sys.modules["numpy"].random.set_state(state[1])
 
 
 def _own_saved_tensors() -> contextlib.AbstractContextManager:

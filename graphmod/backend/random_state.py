@@ -1,6 +1,9 @@
-"""What happens to reads and writes of a generator's state inside a capture. May import `recorder` and `errors`."""
+"""What happens to random states in a capture: reads and writes of a generator's, and those of Python and numpy. May
+import `recorder` and `errors`."""
 
 import contextlib
+import random
+import sys
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -59,3 +62,16 @@ def refuse_random_state(recorder: Recorder, modules: tuple[ModuleType, ...]) -> 
             "saves and restores the random state around random operations (checkpoint with preserve_rng_state=True and "
             "dropout inside), which a replay cannot repeat; take dropout out of the checkpointed part"
         )
+
+
+def python_random_state() -> tuple[Any, Any]:
+    """The random states of Python and, if it is in use, numpy, which captured code may draw from."""
+    numpy = sys.modules.get("numpy")
+    return random.getstate(), None if numpy is None else numpy.random.get_state()
+
+
+def restore_python_random_state(state: tuple[Any, Any]) -> None:
+    """Puts back what `python_random_state` gave."""
+    random.setstate(state[0])
+    if state[1] is not None:
+        sys.modules["numpy"].random.set_state(state[1])
