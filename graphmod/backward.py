@@ -5,6 +5,7 @@ May import what `forward` may, `forward`, `backward_graph` and `recompute`.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +18,8 @@ from graphmod.errors import BackwardUnavailable
 from graphmod.forward import ForwardGraph
 from graphmod.recompute import deliver, recompute
 from graphmod.tape import Ticket
+
+_NOTHING_BESIDE = contextlib.nullcontext()
 
 
 class Replayed(torch.autograd.Function):
@@ -107,10 +110,13 @@ def _backward(ticket: Ticket, graph: ForwardGraph, grads: tuple[Tensor | None, .
     if any(output.changed() for output in known.saved):
         raise changed_in_place(module)
     if on_tape and known.index >= tape.cursor and known.fits(grads, tape.arena.passes):
-        copied, as_captured = known.launch(grads, tape.arena.passes)
+        # Where autograd may add to the same gradients in this backward, because the module also ran without a graph.
+        both = module._eager_in >= module._group.begun - 1
+        with module._group.backend.in_turn() if both else _NOTHING_BESIDE:
+            copied, as_captured = known.launch(grads, tape.arena.passes)
+            if module._group.stash:
+                deliver([(p, module._group.stash.pop(id(p), None)) for p in graph.direct])
         module._counters.copied_bytes += copied
-        if module._group.stash:
-            deliver([(p, module._group.stash.pop(id(p), None)) for p in graph.direct])
         tape.cursor = known.index + 1
         module._counters.replays += 1
         if graph.mismatches or graph.entry.recaptures or not as_captured:

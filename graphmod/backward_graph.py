@@ -195,7 +195,8 @@ def capture_backward(graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> B
             graph.tape.outputs.append(result)
     if graph.tape.fresh_grads is None and graph.parameters:
         graph.tape.fresh_grads = fresh
-    graph.backward, graph.results.retained, graph.stand_ins = known, [], {}
+    graph.backward = known
+    graph.forget_autograd()
     module._counters.captures += 1
     module._counters.replays += 1
     module._counters.capture_seconds += time.perf_counter() - began

@@ -106,6 +106,8 @@ def capture(module: CUDAGraphModule, entry: Entry, tape: Tape, leaves: list[Tens
     entry.graphs.append(graph)
     entry.misses = 0
     entry.needs_grad = bool(graph.results.with_grad)
+    if entry.needs_grad:
+        arena.awaiting.add(graph)
     if not entry.needs_grad:
         entry.succeeded()
     module._counters.captures += 1

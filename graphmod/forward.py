@@ -239,6 +239,10 @@ class ForwardGraph:
         self.witness = first if len(self.direct) > 1 else None
         self.differentiable = [i for i, tensor in enumerate(given) if tensor.requires_grad]
 
+    def forget_autograd(self) -> None:
+        """Lets go of the autograd graph of the capture, which serves to capture the backward of its own pass only."""
+        self.results.retained, self.stand_ins = [], {}
+
     # -- replay --------------------------------------------------------------------------------------------------
 
     def unfit(self, leaves: list[Tensor], careful: bool) -> str | None:

@@ -123,6 +123,7 @@ class CUDAGraphModule(nn.Module):
         self._parameters_reached: list[Tensor] = []
         self._logged: set[str] = set()
         self._served: ForwardGraph | None = None  # the graph behind the last call
+        self._eager_in = -1  # the pass of the group in which it last ran without a graph
 
     # -- calling -------------------------------------------------------------------------------------------------
 
@@ -212,7 +213,7 @@ class CUDAGraphModule(nn.Module):
 
     def _eager(self, args: tuple, kwargs: dict, entry: Entry | None = None) -> Any:
         self._counters.eager_calls += 1
-        self._served = None
+        self._served, self._eager_in = None, self._group.begun
         if entry is not None and entry.needs_grad:
             return track(self, entry, self._call(*args, **kwargs))
         return self._call(*args, **kwargs)

@@ -96,6 +96,7 @@ def recompute(
             stash[id(parameter)] = grad.clone()
         else:
             ready.append((parameter, grad))
-    deliver(ready)
+    with backend.in_turn():
+        deliver(ready)
     module._counters.eager_calls += 1
     return through

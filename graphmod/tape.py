@@ -78,6 +78,7 @@ class Arena:
         self.tapes_made = 0
         self.tapes: weakref.WeakSet[Tape] = weakref.WeakSet()
         self.kept_to: Tape | None = None
+        self.awaiting: weakref.WeakSet[Any] = weakref.WeakSet()  # graphs captured in this pass, backward still to come
         self._recent: list[Tape] = []
 
     def begin(self, tape: Tape) -> list[Any]:
@@ -100,6 +101,9 @@ class Arena:
             return stuck
         self._recent = [*recent, tape]
         self.active = tape
+        for graph in self.awaiting:
+            graph.forget_autograd()
+        self.awaiting.clear()
         self.passes += 1
         tape.cursor = 0
         return []
@@ -186,6 +190,7 @@ class Group:
         self.matchers: dict[tuple, Matcher] = {}
         self.static: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.context: tuple | None = None
+        self.begun = 0  # passes
         self._learned: dict[tuple, bool] = {}
         self._version = -1
 
@@ -227,6 +232,7 @@ class Group:
     def begin_pass(self) -> None:
         """Notes, before the first forward of a pass, what is known about the gradients its backward will meet: are
         they None now, and has the optimizer stepped since the last pass began?"""
+        self.begun += 1
         probe = self._probe()
         if probe is None:
             self.context = None

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def warm_up(module: CUDAGraphModule, entry: Entry, args: tuple, kwargs: dict) -> Any:
     """An ordinary call on the capture stream; the last one before the capture is recorded."""
     module._counters.eager_calls += 1
-    module._served = None
+    module._served, module._eager_in = None, module._group.begun
     backend = module._group.backend
     recorder = Recorder(refuse=False, on_gpu=backend.on_gpu)
     record = entry.calls + 1 == module._config.warmup_steps

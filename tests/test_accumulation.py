@@ -2,8 +2,10 @@
 
 import pytest
 import torch
-from harness import layered, loss_of, mlp, play, twins, wrapped
+from harness import config, layered, loss_of, mlp, play, twins, wrapped
 from torch import nn
+
+from graphmod import CUDAGraphModule
 
 
 class Two(nn.Module):
@@ -135,3 +137,27 @@ def test_zero_grad_of_the_model_works_as_well(accumulation, device):
         side.optimizer.step()
 
     twins(mlp, step, device, replays=2 * accumulation)
+
+
+@pytest.mark.gpu
+def test_autograd_on_another_stream_adds_to_the_gradients_a_graph_adds_to():
+    """A warm-up call's gradients are accumulated on the stream it ran on, beside a replay's in the same backward."""
+    torch.manual_seed(0)
+    eager, model = (nn.Linear(4096, 4096, bias=False, device="cuda") for _ in range(2))
+    model.load_state_dict(eager.state_dict())
+    graphed = CUDAGraphModule(model, config(max_graphs=1))
+    for module in (eager, model):
+        module.weight.grad = torch.zeros_like(module.weight)
+    x = torch.randn(4, 4096, device="cuda")
+    for rows in range(5, 45):
+        other = torch.randn(rows, 4096, device="cuda")  # a signature that was never seen: a warm-up call
+        for module, call in ((eager, eager), (model, graphed)):
+            call(x).square().sum().backward()
+            module.weight.grad.zero_()
+            loss = call(x).square().sum() + call(other).square().sum()
+            if call is graphed:
+                with torch.cuda.stream(graphed._group.backend.stream):
+                    torch.cuda._sleep(10_000 * (rows - 5))  # so that in one of the turns the two coincide
+            loss.backward()
+        assert torch.equal(eager.weight.grad, model.weight.grad), rows
+    assert graphed.stats.replays > 50

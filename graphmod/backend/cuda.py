@@ -29,13 +29,19 @@ class CudaPool:
         self._reserved = 0
         self.handle = torch.cuda.graph_pool_handle()
 
-    def open_for(self, graph: torch.cuda.CUDAGraph) -> None:
+    def open_for(self, graph: torch.cuda.CUDAGraph) -> list[torch.cuda.CUDAGraph]:
         """Makes the pool ready for the capture of `graph`. PyTorch closes a pool for good with its last graph, as after
-        a first capture that failed; the next capture then gets a new one."""
-        if not self._graphs:
+        a first capture that failed; the next capture then gets a new one.
+
+        Returns:
+            The graphs that keep the pool open; hold them until the capture has begun.
+        """
+        open_by = list(self._graphs)
+        if not open_by:
             self.handle = torch.cuda.graph_pool_handle()
             self._reserved = 0
         self._graphs.add(graph)
+        return open_by
 
     def abandon(self) -> None:
         """Leaves the pool to the graphs it has, because a capture that CUDA cut short left it in an unknown state."""
@@ -90,6 +96,23 @@ class CudaCapture:
 
 def _nothing() -> None:
     pass
+
+
+_SPARSE_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+
+
+def _memory_of(tensors: list[Tensor]) -> Iterator[Tensor]:
+    """The strided CUDA tensors that these are, or are made of."""
+    for tensor in tensors:
+        if tensor.is_cuda:
+            parts = _SPARSE_PARTS.get(tensor.layout)
+            yield from (tensor,) if parts is None else (getattr(tensor, name)() for name in parts)
 
 
 @contextlib.contextmanager
@@ -172,12 +195,22 @@ class CudaBackend:
                 yield results
         finally:
             caller.wait_stream(self.stream)
-        for tensor in tensors:
-            if tensor.is_cuda:
-                tensor.record_stream(self.stream)
-        for tensor in results:
-            if tensor.is_cuda:
-                tensor.record_stream(caller)
+        for part in _memory_of(tensors):
+            part.record_stream(self.stream)
+        for part in _memory_of(results):
+            part.record_stream(caller)
+
+    @contextlib.contextmanager
+    def in_turn(self) -> Iterator[None]:
+        """Runs the body after what the capture stream was given so far, and before what it is given next.
+
+        For changes of gradients in a backward in which autograd accumulates into them too: where a warm-up call or a
+        capture still lives, it does so on the capture stream.
+        """
+        current = torch.cuda.current_stream(self.device)
+        current.wait_stream(self.stream)
+        yield
+        self.stream.wait_stream(current)
 
     def renew_accumulators(self, parameters: list[Tensor]) -> None:
         """Makes a capture build the parameters' gradient accumulators anew, on its own stream."""
@@ -213,7 +246,7 @@ class CudaBackend:
             Exception: whatever `run` raised, or what CUDA said; stream and generators are usable again.
         """
         reserved = torch.cuda.memory_reserved(self.device)
-        graphs = [self._new_graph(pool, generators)]
+        graphs: list[torch.cuda.CUDAGraph] = []
         thread = threading.get_ident()
 
         def before_write(_: Tensor) -> None:
@@ -222,8 +255,7 @@ class CudaBackend:
             first = not recorder.written and not recorder.inputs_written and bool(recorder.trace)
             if split and len(graphs) == 1 and here and first:
                 graphs[0].capture_end()
-                graphs.append(self._new_graph(pool, generators))
-                graphs[1].capture_begin(pool=pool.handle, capture_error_mode="thread_local")
+                self._begin(graphs, pool, generators)
 
         recorder = Recorder(inputs, on_gpu=True, targets=targets, before_write=before_write)
         spare = [(g, g.clone_state()) for g in (self._generator, *generators) if g.device.type == "cuda"]
@@ -233,7 +265,7 @@ class CudaBackend:
         self.stream.wait_stream(caller)
         with _no_garbage_collection(), torch.cuda.stream(self.stream):
             try:
-                graphs[0].capture_begin(pool=pool.handle, capture_error_mode="thread_local")
+                self._begin(graphs, pool, generators)
             except BaseException:
                 self._clean_up(pool, spare)
                 raise
@@ -254,13 +286,16 @@ class CudaBackend:
         pool.grew(torch.cuda.memory_reserved(self.device) - reserved)
         return CudaCapture(graphs, recorder.finish()), result
 
-    def _new_graph(self, pool: CudaPool, generators: list[torch.Generator]) -> torch.cuda.CUDAGraph:
+    def _begin(self, graphs: list[torch.cuda.CUDAGraph], pool: CudaPool, generators: list[torch.Generator]) -> None:
+        """Appends a graph and begins its capture."""
         graph = torch.cuda.CUDAGraph()
-        pool.open_for(graph)
+        graphs.append(graph)
+        open_by = pool.open_for(graph)
         for generator in generators:
             if generator.device.type == "cuda":
                 graph.register_generator_state(generator)
-        return graph
+        graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
+        del open_by
 
     def _abandon(self, graph: torch.cuda.CUDAGraph, pool: CudaPool, spare: list) -> None:
         try:

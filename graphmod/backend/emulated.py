@@ -167,6 +167,10 @@ class EmulatedBackend:
     def warm_up(self, tensors: list[Tensor]) -> Iterator[list[Tensor]]:
         yield []
 
+    def in_turn(self) -> contextlib.AbstractContextManager:
+        """Streams are what a GPU needs this for."""
+        return contextlib.nullcontext()
+
     def renew_accumulators(self, parameters: list[Tensor]) -> None:
         """Streams are what a GPU needs this for."""
 

@@ -27,7 +27,7 @@ from graphmod.decode.config import CompileMode
 from graphmod.decode.engine import DecodeEngine
 from graphmod.decode.errors import OutputError, RequestError
 from graphmod.decode.loading import load_model, model_folder
-from graphmod.decode.output import OutputFile, drop_stdout, open_output, show
+from graphmod.decode.output import OutputFile, open_output, show
 from graphmod.decode.requests import Codec
 from graphmod.decode.results import Completion
 from graphmod.decode.sampling import FILTERED, GREEDY, PLAIN
@@ -288,10 +288,8 @@ def main(config_dir: Path) -> int:
         _complain(error)
         return 2
     except BrokenPipeError:  # as with `| head`, where nothing is wrong
-        drop_stdout()
         return 128 + 13  # what a shell says of a program that SIGPIPE ended
     except OutputError as error:
-        drop_stdout()
         _complain(error)
         return 1
     except (GraphmodError, OSError) as error:

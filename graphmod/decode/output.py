@@ -89,12 +89,14 @@ def show(text: str, end: str = "\n") -> None:
     try:
         print(text, end=end, flush=True)
     except BrokenPipeError:
+        _drop_stdout()
         raise
     except OSError as error:
+        _drop_stdout()
         raise OutputError(f"the standard output cannot be written: {error.strerror or error}") from error
 
 
-def drop_stdout() -> None:
+def _drop_stdout() -> None:
     """Sends what is left of the standard output nowhere, so that Python does not complain about it on its way out."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         nowhere = os.open(os.devnull, os.O_WRONLY)

@@ -84,7 +84,9 @@ class Iteration:
             part = self.loss(tokens)
             if len(batch) > 1:
                 part = part / len(batch)
-            (part if self.scale is None else part * self.scale).backward()
+            # On this thread: to wake autograd's own costs more than a layer's backward does from its graph.
+            with torch.autograd.set_multithreading_enabled(False):
+                (part if self.scale is None else part * self.scale).backward()
             total = part.detach() if total is None else total + part.detach()
         return total
 
