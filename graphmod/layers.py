@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import inspect
+import itertools
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 
@@ -157,7 +158,8 @@ def _matches(name: list[str], pattern: list[str]) -> bool:
 
 
 def edge_modules(model: nn.Module, layers: list[str]) -> list[str]:
-    """The names of the outermost modules with parameters that lie beside `layers`: embedding, final norm, head."""
+    """The names of the outermost modules with parameters or buffers that lie beside `layers`: embedding, rotary
+    frequencies, final norm, head."""
 
     def holds_layer(name: str) -> bool:
         return any(layer == name or layer.startswith(name + ".") for layer in layers)
@@ -165,7 +167,8 @@ def edge_modules(model: nn.Module, layers: list[str]) -> list[str]:
     found: list[str] = []
     for name, module in model.named_modules():
         covered = any(name == other or name.startswith(other + ".") for other in (*layers, *found))
-        if name and not covered and not holds_layer(name) and any(True for _ in module.parameters()):
+        tensors = itertools.chain(module.parameters(), module.buffers())
+        if name and not covered and not holds_layer(name) and any(True for _ in tensors):
             found.append(name)
     return found
 

@@ -109,8 +109,10 @@ def test_a_train_step_of_a_language_model_equals_eager(name, precision, scope, d
         return loss, side.run.grad_norm
 
     build = builder(name, PRECISIONS[precision])
-    edges = sum(any(True for _ in part.parameters()) for part in edge_parts(build(torch.device("cpu"))["model"]))
-    per_layer = 2 * 2 * (2 + edges) + 1
+    parts = edge_parts(build(torch.device("cpu"))["model"])
+    edges = sum(any(True for _ in part.parameters()) for part in parts)
+    rotary = sum(any(True for _ in part.buffers()) for part in parts)  # it has no backward
+    per_layer = 2 * (2 * (2 + edges) + rotary) + 1
     twins(make, step, device, graph=graph, replays=1 if scope == "full_iteration" else per_layer)
 
 

@@ -8,6 +8,7 @@ and `random_state`.
 
 import contextlib
 import gc
+import logging
 import threading
 import weakref
 from collections import defaultdict
@@ -17,8 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphmod.backend.nodes import use_kernels
 from graphmod.backend.random_state import refuse_random_state
 from graphmod.recorder import Recorder
+
+log = logging.getLogger("graphmod")
 
 
 class CudaPool:
@@ -282,13 +286,15 @@ class CudaBackend:
             except BaseException:
                 self._clean_up(pool, spare)
                 raise
+            for graph in graphs:
+                self._instantiate(graph)
         caller.wait_stream(self.stream)
         pool.grew(torch.cuda.memory_reserved(self.device) - reserved)
         return CudaCapture(graphs, recorder.finish()), result
 
     def _begin(self, graphs: list[torch.cuda.CUDAGraph], pool: CudaPool, generators: list[torch.Generator]) -> None:
         """Appends a graph and begins its capture."""
-        graph = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
         graphs.append(graph)
         open_by = pool.open_for(graph)
         for generator in generators:
@@ -296,6 +302,13 @@ class CudaBackend:
                 graph.register_generator_state(generator)
         graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
         del open_by
+
+    def _instantiate(self, graph: torch.cuda.CUDAGraph) -> None:
+        try:
+            use_kernels(graph.raw_cuda_graph(), self.device, self.stream)
+        except (OSError, AttributeError, RuntimeError) as error:  # an older driver: slower, but the same
+            log.debug("memset and memcpy nodes stay as they are: %s", error)
+        graph.instantiate()
 
     def _abandon(self, graph: torch.cuda.CUDAGraph, pool: CudaPool, spare: list) -> None:
         try:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from graphmod.decode.cache import CacheView, PagedCache, slot_mapping
-from graphmod.decode.compiled import compiled_code
+from graphmod.decode.compiled import compiled_code, for_decode
 from graphmod.decode.config import CompileMode
 from graphmod.decode.sampling import sample
 from graphmod.decode.state import (
@@ -97,9 +97,8 @@ class DecodeStep(nn.Module):
         self._take: Callable = take_token
         self._compiled = compile_mode is not CompileMode.none and memory.device.type == "cuda"
         if self._compiled:
-            options = {"coordinate_descent_tuning": True} if compile_mode is CompileMode.max else None
-            self._logits = torch.compile(next_logits, dynamic=False, options=options)
-            self._take = torch.compile(take_token, dynamic=False, options=options)
+            tuned = compile_mode is CompileMode.max
+            self._logits, self._take = for_decode(next_logits, tuned), for_decode(take_token, tuned)
 
     def forward(self, rows: Rows, visited: int | None, kind: int) -> None:
         """One step for all rows.

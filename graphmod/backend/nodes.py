@@ -1,0 +1,202 @@
+"""Rewrites nodes of a captured CUDA graph: fills and copies of device memory become kernels.
+
+A kernel follows a kernel within a third of a microsecond; around a memset or memcpy node about five pass. cuDNN's
+attention has a memset in each backward. The kernels are PyTorch's own, captured for the same addresses on the side, so
+the bytes written are the same. What the driver does not let be changed stays as it was. Uses the driver's C interface
+(CUDA Driver API, "Graph Management"), because PyTorch has no way to edit a graph.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from ctypes import Structure, byref, c_int, c_size_t, c_uint, c_void_p
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_KERNEL, _MEMCPY, _MEMSET = 0, 1, 2  # CUgraphNodeType
+_DEVICE = 2  # CUmemorytype
+_THREAD_LOCAL = 1  # CUstreamCaptureMode
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+class _Memset(Structure):  # CUDA_MEMSET_NODE_PARAMS
+    _fields_ = [
+        ("dst", c_void_p),
+        ("pitch", c_size_t),
+        ("value", c_uint),
+        ("element", c_uint),
+        ("width", c_size_t),
+        ("height", c_size_t),
+    ]
+
+
+def _side(name: str) -> list[tuple[str, Any]]:
+    return [
+        (f"{name}_x", c_size_t),
+        (f"{name}_y", c_size_t),
+        (f"{name}_z", c_size_t),
+        (f"{name}_lod", c_size_t),
+        (f"{name}_type", c_int),
+        (f"{name}_host", c_void_p),
+        (f"{name}_device", c_void_p),
+        (f"{name}_array", c_void_p),
+        (f"{name}_reserved", c_void_p),
+        (f"{name}_pitch", c_size_t),
+        (f"{name}_rows", c_size_t),
+    ]
+
+
+class _Memcpy(Structure):  # CUDA_MEMCPY3D
+    _fields_ = [*_side("src"), *_side("dst"), ("width", c_size_t), ("height", c_size_t), ("depth", c_size_t)]
+
+
+class _Kernel(Structure):  # CUDA_KERNEL_NODE_PARAMS_v2
+    _fields_ = [
+        ("function", c_void_p),
+        ("dimensions", c_uint * 7),
+        ("parameters", c_void_p),
+        ("extra", c_void_p),
+        ("kernel", c_void_p),
+        ("context", c_void_p),
+    ]
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _call(name: str, *arguments: Any) -> None:
+    status = getattr(_driver(), name)(*arguments)
+    if status:
+        raise RuntimeError(f"{name} returned CUDA error {status}")
+
+
+def _nodes(query: str, of: c_void_p) -> list[c_void_p]:
+    """The nodes of a graph, or the neighbours of a node."""
+    count = c_size_t()
+    _call(query, of, None, byref(count))
+    if not count.value:
+        return []
+    found = (c_void_p * count.value)()
+    _call(query, of, found, byref(count))
+    return [c_void_p(node) for node in found]
+
+
+def _type(node: c_void_p) -> int:
+    kind = c_int()
+    _call("cuGraphNodeGetType", node, byref(kind))
+    return kind.value
+
+
+def node_types(graph: int) -> dict[int, int]:
+    """How many nodes of each `CUgraphNodeType` the `cudaGraph_t` at address `graph` has."""
+    kinds = [_type(node) for node in _nodes("cuGraphGetNodes", c_void_p(graph))]
+    return {kind: kinds.count(kind) for kind in sorted(set(kinds))}
+
+
+def _memory(address: int, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    storage = torch._C._construct_storage_from_data_pointer(address, device, elements * dtype.itemsize)
+    return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, (elements,))
+
+
+def _fill(node: c_void_p, device: torch.device) -> Callable[[], Any] | None:
+    """What a memset node does, as an operation that launches one kernel; None where that is not plain."""
+    found = _Memset()
+    _call("cuGraphMemsetNodeGetParams", node, byref(found))
+    dtype = _INTEGERS.get(found.element)
+    if dtype is None or found.height != 1 or not found.width:
+        return None
+    target = _memory(found.dst, found.width, dtype, device)
+    value = found.value & ((1 << 8 * found.element) - 1)
+    if dtype.is_signed and value >> (8 * found.element - 1):
+        value -= 1 << 8 * found.element
+    return functools.partial(target.fill_, value)
+
+
+def _copy(node: c_void_p, device: torch.device) -> Callable[[], Any] | None:
+    """What a copy node does, likewise; only copies of consecutive bytes from this device to it."""
+    found = _Memcpy()
+    _call("cuGraphMemcpyNodeGetParams", node, byref(found))
+    plain = found.height == found.depth == 1 and found.src_type == found.dst_type == _DEVICE
+    offsets = (found.src_x, found.src_y, found.src_z, found.dst_x, found.dst_y, found.dst_z)
+    if not plain or any(offsets) or not found.width:
+        return None
+    element = next(size for size in (4, 2, 1) if not (found.src_device | found.dst_device | found.width) % size)
+    dtype, count = _INTEGERS[element], found.width // element
+    source = _memory(found.src_device, count, dtype, device)
+    target = _memory(found.dst_device, count, dtype, device)
+    return functools.partial(torch.bitwise_or, source, 0, out=target)  # a kernel, where copy_ would make a copy node
+
+
+_AS_OPERATION = {_MEMSET: _fill, _MEMCPY: _copy}
+
+
+def _captured_kernels(operations: list[Callable[[], Any]], stream: torch.cuda.Stream) -> tuple[c_void_p, list[_Kernel]]:
+    """A graph of these operations, and the kernel of each."""
+    graph, handle = c_void_p(), c_void_p(stream.cuda_stream)
+    with torch.cuda.stream(stream):
+        _call("cuStreamBeginCapture_v2", handle, c_int(_THREAD_LOCAL))
+        try:
+            for operation in operations:
+                operation()
+        finally:
+            _call("cuStreamEndCapture", handle, byref(graph))
+    kernels = []
+    following = _nodes("cuGraphGetRootNodes", graph)
+    while following:  # a chain, in the order of the operations
+        found = _Kernel()
+        _call("cuGraphKernelNodeGetParams_v2", following[0], byref(found))
+        kernels.append(found)
+        following = _nodes("cuGraphNodeGetDependentNodes", following[0])
+    if len(kernels) != len(operations):
+        raise RuntimeError(f"{len(operations)} operations became {len(kernels)} kernels")
+    return graph, kernels
+
+
+def _replace(graph: c_void_p, node: c_void_p, kernel: _Kernel) -> None:
+    before = _nodes("cuGraphNodeGetDependencies", node)
+    after = _nodes("cuGraphNodeGetDependentNodes", node)
+    made = c_void_p()
+    given = (c_void_p * len(before))(*before)
+    _call("cuGraphAddKernelNode_v2", byref(made), graph, given, c_size_t(len(before)), byref(kernel))
+    try:
+        if after:
+            sources, targets = (c_void_p * len(after))(*[made] * len(after)), (c_void_p * len(after))(*after)
+            _call("cuGraphAddDependencies", graph, sources, targets, c_size_t(len(after)))
+    except RuntimeError:
+        _call("cuGraphDestroyNode", made)
+        raise
+    _call("cuGraphDestroyNode", node)
+
+
+def use_kernels(graph: int, device: torch.device, stream: torch.cuda.Stream) -> int:
+    """Replaces the memset and memcpy nodes of a graph that is not instantiated yet by kernels.
+
+    Args:
+        graph: address of a `cudaGraph_t`.
+        device: the CUDA device whose memory they touch.
+        stream: an idle stream to capture the kernels on.
+
+    Returns:
+        How many nodes were replaced.
+    """
+    wanted = []
+    for node in _nodes("cuGraphGetNodes", c_void_p(graph)):
+        make = _AS_OPERATION.get(_type(node))
+        operation = make(node, device) if make is not None else None
+        if operation is not None:
+            wanted.append((node, operation))
+    if not wanted:
+        return 0
+    made, kernels = _captured_kernels([operation for _, operation in wanted], stream)
+    try:
+        for (node, _), kernel in zip(wanted, kernels, strict=True):
+            _replace(c_void_p(graph), node, kernel)
+    finally:
+        _call("cuGraphDestroy", made)
+    return len(wanted)
