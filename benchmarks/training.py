@@ -203,14 +203,14 @@ def work(mode: str, name: str, steps: int) -> dict[str, Any]:
     return result | {"environment": environment()}
 
 
-def keep(out: Path | None, result: dict[str, Any]) -> None:
+def keep(out: Path | None, result: dict[str, Any], script: str = "training.py") -> None:
     """Writes a result into the file at once, so that nothing is lost; those of other shapes and modes stay."""
     if out is None:
         return
     results = json.loads(out.read_text())["results"] if out.exists() else []
     results = [one for one in results if (one["mode"], one["shape"]) != (result["mode"], result["shape"])]
     flags = [f"--{name} {sys.argv[i + 1]}" for i, arg in enumerate(sys.argv) for name in FLAGS if arg == f"--{name}"]
-    results.append({"command": " ".join(["python benchmarks/training.py", *flags]), **result})
+    results.append({"command": " ".join([f"python benchmarks/{script}", *flags]), **result})
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps({"results": results}, indent=1) + "\n")
 
