@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from graphmod.errors import CaptureRefused
 from graphmod.forward import ForwardGraph
 from graphmod.lifecycle import Entry
 from graphmod.tape import Tape
@@ -78,6 +79,10 @@ def _make_space(module: CUDAGraphModule, entry: Entry) -> bool:
     return False
 
 
+def _distributed() -> bool:
+    return torch.nn.parallel.DistributedDataParallel._get_active_ddp_module() is not None
+
+
 def capture(module: CUDAGraphModule, entry: Entry, tape: Tape, leaves: list[Tensor]) -> tuple[ForwardGraph, Any] | None:
     """Captures a call on its tensor arguments and launches it.
 
@@ -87,6 +92,10 @@ def capture(module: CUDAGraphModule, entry: Entry, tape: Tape, leaves: list[Tens
     began = time.perf_counter()
     arena, backend = tape.arena, module._group.backend
     try:
+        if torch.is_grad_enabled() and _distributed():
+            raise CaptureRefused(
+                "runs inside DistributedDataParallel, which reduces gradients in hooks that no replay would run"
+            )
         if not arena.in_flight:
             backend.prepare_capture()
             arena.begin(tape)

@@ -224,3 +224,25 @@ def test_a_hook_that_every_module_has(device):
         side.note_gradients()
 
     play(two, step, device, graph=layered())
+
+
+def test_layers_inside_distributed_data_parallel_stay_eager():
+    """Its gradients are reduced in hooks on autograd nodes that a captured backward does not visit."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+
+        def build(device):
+            model = two(device)
+            return {"model": model, "call": nn.parallel.DistributedDataParallel(model)}
+
+        def step(side, i):
+            loss = loss_of(side.call(side.batch(i, 4, 8)))
+            loss.backward()
+            side.note_gradients()
+            side.optimizer.step()
+            return loss.detach()
+
+        side = twins(build, step, torch.device("cpu"), graph=layered(), replays=0, eager_calls=2, failures=6)
+        assert "DistributedDataParallel" in side.graphs[0].last_failure
+    finally:
+        torch.distributed.destroy_process_group()
