@@ -174,7 +174,8 @@ def capture_backward(graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> B
         known.saved = [output for output in graph.results.with_grad if address(output.tensor) in known.graph.seen.read]
         known.weights = [p for p in graph.parameters if address(p) in known.graph.seen.read]
         known.graph.seen.outside.clear()  # the saved activations: their memory is the next layers' to use
-        known.graph.replay()
+        with group.backend.in_turn():  # the capture made gradient accumulators, and eager code may use them now
+            known.graph.replay()
     except Exception as error:  # whatever user code or CUDA raised: the eager backward decides what the user sees
         if "modified by an inplace operation" in str(error):
             raise  # as eager does: something saved for the backward was changed since

@@ -104,6 +104,38 @@ def test_a_shared_parameter_that_is_reached_in_two_ways(device):
         torch.testing.assert_close(got, expected, rtol=0, atol=1.0)
 
 
+class Slow(torch.autograd.Function):
+    """Its backward keeps a GPU busy for some milliseconds."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        torch.cuda._sleep(10_000_000)
+        return grad
+
+
+class SlowLinear(nn.Linear):
+    def forward(self, x):
+        return Slow.apply(super().forward(x))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graph", [wrapped(), layered("0")], ids=["whole", "layers"])
+def test_eager_code_uses_a_parameter_whose_gradient_a_slow_graph_writes(graph):
+    def step(side, i):
+        loss = loss_of(side.call(side.batch(i, 4, 8))) + side.model[0].weight.square().sum()
+        loss.backward()
+        side.note_gradients()
+        side.optimizer.step()
+        side.optimizer.zero_grad()
+        return loss.detach()
+
+    play(lambda d: nn.Sequential(SlowLinear(8, 8)).to(d), step, torch.device("cuda"), graph=graph)
+
+
 class Tied(nn.Module):
     def __init__(self):
         super().__init__()
