@@ -4,6 +4,7 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from omegaconf import OmegaConf
@@ -229,7 +230,7 @@ class _Run:
             first_nonfinite_step=self.first_nonfinite,
         )
 
-    def profile(self) -> dict[str, dict[str, float]]:
+    def profile(self) -> dict[str, dict[str, Any]]:
         """Records a few more steps; only when everything else is done and saved."""
         make, after = self.batches.sampler, self.config.train.steps
         batches = [make(after)]

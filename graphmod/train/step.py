@@ -50,6 +50,7 @@ class TrainStep:
 
     Attributes:
         grad_norm: 0-d, the gradients' 2-norm of the last step before clipping; None without clipping or `nonfinite`.
+        compile: as given.
 
     Raises:
         ValueError: `learning_rates` with an optimizer whose rate is a Python number, or `nonfinite` or `scale_loss`
@@ -87,7 +88,7 @@ class TrainStep:
         if compile not in CHOICES:
             raise ValueError(f"compile={compile!r} is not known; choose one of: {', '.join(CHOICES)}")
         self.model, self.optimizer = model, optimizer
-        self.config = config or CUDAGraphConfig()
+        self.config, self.compile = config or CUDAGraphConfig(), compile
         self._undo_compile: Callable[[], None] | None = None
         if compile != "none":
             loss_fn = self._compile(loss_fn, compile)
@@ -182,6 +183,11 @@ class TrainStep:
                     settled = self._settled[key] = torch.empty_like(parameter, requires_grad=False)
                 settled.copy_(parameter.grad)
                 parameter.grad = settled
+
+    @property
+    def iteration(self) -> Iteration:
+        """The arithmetic of a step; without graphs its parts are looked up at each call, and may be wrapped."""
+        return self._iteration
 
     @property
     def device(self) -> torch.device:
