@@ -43,8 +43,8 @@ class Trial:
 
 
 def candidates(compiled: bool) -> list[Scope]:
-    """The scopes to try, the eager one first. With torch.compile, layers compiled one by one round differently from
-    the whole, so that choosing them would change the numbers."""
+    """The scopes to try, the eager one first. Where others compile the whole, layers compiled one by one round
+    differently, so that choosing them would change the numbers."""
     return [Scope.none, Scope.full_iteration] if compiled else [Scope.none, Scope.per_layer, Scope.full_iteration]
 
 

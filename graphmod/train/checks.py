@@ -1,7 +1,8 @@
 """Which settings of a run cannot be meant together, and which files must be there before it starts.
 
-Imports the schema and torch (only to ask whether there is a GPU). Reads nothing but file names and changes nothing,
-save `data.path`, which it makes a list, and `data.seq_len`, which is the longest of `data.buckets`.
+Imports the schema, torch (only to ask whether there is a GPU), and an error's text from `train/recompute.py`. Reads
+nothing but file names and changes nothing, save `data.path`, which it makes a list, and `data.seq_len`, which is the
+longest of `data.buckets`.
 """
 
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 
 from graphmod.config import BackendName, Scope
 from graphmod.errors import ConfigError
+from graphmod.train.recompute import DRAWS_IN_COMPILED_CODE
 from graphmod.train.schema import (
     Architecture,
     Compile,
@@ -192,9 +194,8 @@ def check(config: RunConfig) -> None:
         f"graph.layers chooses the modules of graph=per_layer and does nothing with graph.scope={graph.scope.value}",
     )
     _require(
-        graph.compile is Compile.none or not train.activation_checkpointing,
-        f"graph.compile={graph.compile.value} decides itself what to keep and what to compute again, and cannot be "
-        "captured together with train.activation_checkpointing=true; drop one of them",
+        graph.compile is Compile.none or not train.activation_checkpointing or not config.model.dropout,
+        DRAWS_IN_COMPILED_CODE,
     )
     device = pick_device(train.device)
     _require(

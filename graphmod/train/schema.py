@@ -193,7 +193,7 @@ class TrainConfig:
         ema_decay: keep averaged weights, this much of them at each step; in [0, 1). null keeps none. They are
             evaluated (`eval/ema_loss`) and saved beside the others.
         activation_checkpointing: keep no activations inside the layers and compute them again in the backward; less
-            memory, about a third more time.
+            memory, about a third more time. In graphs the results of dropout stay; with `compile` there may be none.
         profile: when all steps are done, record a few more, as the run does them and eagerly, in `trace.json` for
             Perfetto, and sum up how busy the GPU was.
         checkpoint: save the model and the optimizer at the end, and when the run is told to stop.
