@@ -71,7 +71,7 @@ class _Run:
         self.settings, self.data = decisive_settings(plain_config(config), device.type), fingerprint(corpus.tokens)
         self.stopped_by: str | None = None
         self.saved: Path | None = point.checkpoint
-        self.batches = make_batches(config, corpus)
+        self.batches = make_batches(config, corpus, device, dims)
         self.evaluation = [batch.to(device) for batch in self.batches.evaluation]
         self.captures_by_length: dict[int, int] = {}
         self.model = build_model(config.model, dims, train.precision, device, train.seed)

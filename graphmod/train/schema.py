@@ -34,6 +34,15 @@ class Documents(str, Enum):
     line = "line"
 
 
+class PackingAttention(str, Enum):
+    """How attention keeps packed documents apart: `mask` has a value for each pair of tokens; `varlen` is told where
+    documents begin and skips the rest (on a GPU, in 16 bits); `auto` takes `varlen` where it can be used."""
+
+    auto = "auto"
+    mask = "mask"
+    varlen = "varlen"
+
+
 class Precision(str, Enum):
     """`fp32`; `bf16` (weights and arithmetic); `bf16_mixed` and `fp16_mixed` (fp32 weights, autocast; `fp16_mixed`
     with a loss scale)."""
@@ -107,6 +116,7 @@ class DataConfig:
         buckets: lengths in tokens, such as [256,512,1024], in place of `seq_len`: a batch holds documents of about
             equal length, padded to the next of these. `batch_size` is that of the longest; shorter ones have more rows.
         packing: documents that share a window do not see each other.
+        packing_attention: `auto`, `mask` or `varlen`: how attention sees to that. They differ by rounding.
     """
 
     source: Source = Source.stdlib
@@ -121,6 +131,7 @@ class DataConfig:
     documents: Documents = Documents.file
     buckets: list[int] | None = None
     packing: bool = False
+    packing_attention: PackingAttention = PackingAttention.auto
 
 
 @dataclass
