@@ -31,7 +31,8 @@ class RunResult:
         eval_losses: [steps done, loss as hexadecimal float].
         step_ms, host_ms: milliseconds of each step, and of the host's part in it.
         measured_from_step: the first step that counts for medians; warm-up and capture lie before it.
-        allocated_gib, reserved_gib: peaks of GPU memory; None on the CPU.
+        allocated_gib, reserved_gib: peaks of GPU memory; None on the CPU. With `graph=auto`, since the scope that was
+            kept began.
         graph: the counters of `GraphStats`.
         seconds: of the loop, evaluation included.
         checkpoint: folder of the last checkpoint, relative to the run's.
