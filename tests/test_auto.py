@@ -5,7 +5,7 @@ import torch
 
 from graphmod.config import Scope
 from graphmod.errors import ConfigError
-from graphmod.train.auto import AutoScope, candidates, trial_steps
+from graphmod.train.auto import MEASURED, AutoScope, candidates, trial_steps
 from graphmod.train.loop import train
 
 LONG = ["train.steps=80", "model=gpt2_tiny", "model.dropout=0.2", "data.max_bytes=20000"]
@@ -64,7 +64,7 @@ class Counting:
     """A step that only says what it is."""
 
     def __init__(self, scope):
-        self.scope, self.device = scope, torch.device("cpu")
+        self.scope, self.device, self.captures = scope, torch.device("cpu"), 0
         self.stats = type("Stats", (), {"failures": int(scope is Scope.per_layer), "capture_seconds": 0.5})
 
     def state_dict(self):
@@ -98,6 +98,91 @@ def test_what_happens_between_steps_is_not_timed(monkeypatch):
         clock[0] += 10.0 * (step % 2)  # an evaluation
     auto.before_step()
     assert [trial.ms for trial in auto.trials] == [pytest.approx(2.0)]
+
+
+class Clock:
+    """Runs `AutoScope` on steps that take what they are told."""
+
+    def __init__(self, monkeypatch, scopes, steps=1000):
+        self.now = 0.0
+        monkeypatch.setattr("time.perf_counter", lambda: self.now)
+        self.auto = AutoScope(Counting, scopes, 3, steps)
+
+    def run(self, ms, captures=0):
+        step = self.auto.before_step()
+        self.now += ms / 1e3
+        step.captures += captures
+        self.auto.after_step()
+
+    def trial(self, times):
+        """Runs until the present trial is over; returns the steps it took."""
+        done, taken = len(self.auto.trials), 0
+        while len(self.auto.trials) == done and taken < 200:
+            self.run(times[taken % len(times)])
+            taken += 1
+        return taken - 1  # the end of a trial is noticed at the step after it
+
+
+def test_times_that_vary_are_taken_for_longer(monkeypatch):
+    steady = Clock(monkeypatch, candidates(False))
+    assert steady.trial([10.0]) == trial_steps(Scope.none, 3)
+    restless = Clock(monkeypatch, candidates(False))
+    assert restless.trial([10.0, 14.0, 9.0]) == trial_steps(Scope.none, 3) + 2 * MEASURED
+    assert restless.auto.trials[0].ms == pytest.approx(10.0)
+    short = Clock(monkeypatch, candidates(False), steps=80)
+    assert short.trial([10.0, 14.0, 9.0]) == trial_steps(Scope.none, 3), "more than half of a short run"
+
+
+def test_a_single_slow_step_does_not_count(monkeypatch):
+    clock = Clock(monkeypatch, candidates(False))
+    assert clock.trial([10.0] * 6 + [200.0] + [10.0] * 20) == trial_steps(Scope.none, 3)
+    assert clock.auto.trials[0].ms == pytest.approx(10.0)
+
+
+def test_a_step_that_still_captures_begins_the_timing_anew(monkeypatch):
+    clock = Clock(monkeypatch, [Scope.none, Scope.full_iteration])
+    clock.trial([10.0])
+    settled = trial_steps(Scope.full_iteration, 3) - MEASURED
+    for _ in range(settled - 1 + 5):  # the step that ended the first trial was the first of this one
+        clock.run(4.0)
+    clock.run(900.0, captures=1)
+    assert clock.trial([5.0]) == MEASURED
+    assert clock.auto.trials[1].ms == pytest.approx(5.0) and clock.auto.chosen is Scope.full_iteration
+
+
+def test_a_scope_that_captures_all_the_time_is_not_chosen(monkeypatch):
+    clock = Clock(monkeypatch, [Scope.none, Scope.full_iteration])
+    clock.trial([10.0])
+    for _ in range(60):
+        clock.run(4.0, captures=1)
+    assert clock.auto.chosen is Scope.none and "that should only have replayed" in clock.auto.reason
+
+
+def test_memory_of_what_was_tried_is_given_back_before_the_next(monkeypatch, pretend):
+    pretend(none=8.0, per_layer=1.0, full_iteration=4.0)
+    order = []
+    monkeypatch.setattr(Counting, "reset", lambda self: order.append(f"reset {self.scope.value}"))
+    monkeypatch.setattr("graphmod.train.auto.release_memory", lambda device: order.append("release"))
+
+    def make(scope):
+        order.append(f"make {scope.value}")
+        return Counting(scope)
+
+    auto = AutoScope(make, [Scope.none, Scope.full_iteration], 3, 60)
+    for _ in range(40):
+        auto.before_step()
+        auto.after_step()
+    assert order == ["make none", "reset none", "release", "make full_iteration"]
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_rejected_scope_leaves_no_memory_behind(tiny, tmp_path, pretend):
+    pretend(none=1.0, per_layer=9.0, full_iteration=9.0)
+    settings = [*LONG, "train.device=cuda", "data.batch_size=16", "data.seq_len=512", "model.hidden_size=256"]
+    chosen = train(tiny(*settings, "graph=auto"), tmp_path / "auto")
+    plain = train(tiny(*settings, "graph=none"), tmp_path / "none")
+    assert chosen.auto["chosen"] == "none"
+    assert chosen.reserved_gib <= 1.1 * plain.reserved_gib
 
 
 def test_a_scope_beside_auto_is_a_clear_error(tiny):

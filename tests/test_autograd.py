@@ -7,6 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from graphmod import GraphmodError
+from graphmod.train.draws import kept_draws
 
 
 class Two(nn.Module):
@@ -52,6 +53,11 @@ def checkpoint_step(side, i):
 @pytest.mark.parametrize("settings", [{}, {"preserve_rng_state": False}], ids=["default", "random state not kept"])
 def test_checkpointing_inside_a_graph(settings, device):
     twins(lambda d: Checkpointed(**settings).to(d), checkpoint_step, device, replays=2)
+
+
+def test_checkpointing_with_dropout_whose_draws_are_kept(device):
+    settings = {"preserve_rng_state": False, "context_fn": kept_draws}
+    twins(lambda d: Checkpointed(dropout=0.3, **settings).to(d), checkpoint_step, device, replays=2)
 
 
 def test_checkpointing_with_dropout_and_a_random_state_that_is_not_kept(device):

@@ -14,6 +14,7 @@ from graphmod.recorder import Recorder, is_recording
 from graphmod.train import compile as compile_module
 from graphmod.train.compile import compiled
 from graphmod.train.loop import train
+from graphmod.train.recompute import Recomputed, recompute_activations
 from graphmod.train.step import TrainStep
 
 SCOPES = ["per_layer", "full_iteration"]
@@ -134,9 +135,64 @@ def test_a_run_compiles_on_request_and_evaluates(tiny, tmp_path, scope):
         assert graphed.losses == plain.losses and graphed.eval_losses == plain.eval_losses
 
 
-def test_compiling_and_recomputing_by_hand_is_a_clear_error(tiny):
-    with pytest.raises(ConfigError, match="drop one of them"):
-        tiny("graph.compile=default", "train.activation_checkpointing=true")
+AGAIN = ["graph.compile=default", "train.activation_checkpointing=true", "data.max_bytes=20000"]
+
+
+@pytest.mark.parametrize("model", [["model=llama_tiny"], ["model=gpt2_tiny", "model.dropout=0"]], ids=["llama", "gpt2"])
+def test_layers_that_run_again_are_compiled_one_by_one_in_every_scope(tiny, tmp_path, model):
+    plain = train(tiny(*AGAIN, *model, "graph=none"), tmp_path / "none")
+    for scope in SCOPES:
+        graphed = train(tiny(*AGAIN, *model, f"graph={scope}"), tmp_path / scope)
+        assert graphed.losses == plain.losses, scope
+        assert graphed.graph["failures"] == 0 and graphed.graph["replays"] > 0
+
+
+@scopes
+def test_a_capture_holds_the_compiled_layers_twice(scope, ran):
+    torch.manual_seed(0)
+    parts = build(torch.device("cpu"))
+    parts["model"].config.attention_dropout = 0.0
+    for layer in parts["model"].model.layers:
+        layer.self_attn.attention_dropout = 0.0
+    recompute_activations(parts["model"], compiled=True)
+    run = TrainStep(parts["model"], parts["optimizer"], compile="default", config=graph_config(scope=scope))
+    batch = torch.randint(0, 30, (1, 2, 7))
+    for _ in range(2):
+        run(batch)
+    layers = len(run.model.model.layers)
+    assert ran.count(("forward", False)) + ran.count(("forward", True)) >= 2 * 2 * layers
+    ran.clear()
+    run(batch)  # captures
+    assert ran.count(("forward", True)) >= 2 * layers and ran.count(("backward", True)) >= layers
+    assert not any(kind == "compiled" for kind, _ in ran)
+    ran.clear()
+    run(batch)
+    assert ran == [] and run.stats.failures == 0
+    run.reset()
+    for layer in run.model.model.layers:
+        again = layer.__dict__["forward"]
+        assert isinstance(again, Recomputed) and again.forward.__func__ is type(layer).forward, "it is still compiled"
+
+
+def test_compiling_layers_with_dropout_that_run_again_is_a_clear_error(tiny, tmp_path):
+    with pytest.raises(ConfigError, match=r"draw other numbers for dropout.*graph.compile=none"):
+        tiny(*AGAIN, "model=gpt2_tiny", "model.dropout=0.1")
+    saved = train(tiny("model=gpt2_tiny", "train.steps=1", "data.max_bytes=20000"), tmp_path / "saved")
+    sizes = ("layers", "hidden_size", "heads", "intermediate_size")
+    local = ["model=local", f"model.path={tmp_path / 'saved' / saved.checkpoint}", *(f"model.{n}=null" for n in sizes)]
+    with pytest.raises(ConfigError, match="draw other numbers for dropout"):
+        train(tiny(*AGAIN, *local), tmp_path / "local")
+    assert not list((tmp_path / "local").rglob("events*")), "work was done before the error"
+
+
+@pytest.mark.gpu
+@scopes
+def test_on_a_gpu_compiled_layers_that_run_again_have_the_losses_of_no_graphs(tiny, tmp_path, scope):
+    settings = [*AGAIN, "train.device=cuda", "train.deterministic=true", "train.precision=bf16_mixed"]
+    plain = train(tiny(*settings, "graph=none"), tmp_path / "none")
+    graphed = train(tiny(*settings, f"graph={scope}"), tmp_path / scope)
+    assert graphed.losses == plain.losses
+    assert graphed.graph["failures"] == 0 and graphed.graph["replays"] > 0
 
 
 def test_inductor_is_told_to_make_no_graphs_of_its_own():

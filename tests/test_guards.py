@@ -9,7 +9,7 @@ from harness import play, twins
 from test_train_step import build, graphs, replays, scopes, stepper
 from torch import nn
 
-from graphmod.errors import ConfigError
+from graphmod.train.draws import kept_draws
 from graphmod.train.loop import NonFiniteError, train
 from graphmod.train.step import TrainStep, next_token_loss
 
@@ -183,9 +183,90 @@ def test_activation_checkpointing_runs_each_layer_twice(on_text, tmp_path, monke
     assert len(calls) == 2 * 2
 
 
-def test_activation_checkpointing_with_dropout_in_graphs_is_a_clear_error(on_text, tmp_path):
-    settings = ["model=gpt2_tiny", "train.activation_checkpointing=true"]
-    with pytest.raises(ConfigError, match=r"dropout.*graph=none"):
-        train(on_text(*settings), tmp_path)
-    plain = train(on_text("model=gpt2_tiny", "graph=none"), tmp_path / "plain")
-    assert train(on_text(*settings, "graph=none"), tmp_path / "again").losses == plain.losses
+DROPOUT = ["model=gpt2_tiny", "model.dropout=0.2"]
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize(
+    "more",
+    [[], ["train.precision=bf16_mixed", "train.grad_accumulation=2"], ["train.eval_every=3", "train.eval_batches=2"]],
+    ids=["plain", "autocast and microbatches", "with evaluation"],
+)
+def test_activation_checkpointing_repeats_the_dropout_of_the_forward(on_text, tmp_path, scope, more):
+    plain = train(on_text(*DROPOUT, *more, "graph=none"), tmp_path / "plain")
+    again = [*DROPOUT, *more, "train.activation_checkpointing=true", f"graph={scope}"]
+    result = train(on_text(*again), tmp_path / "again")
+    assert result.losses == plain.losses and result.eval_losses == plain.eval_losses
+    assert result.graph["failures"] == 0 and (scope == "none" or result.graph["replays"] > 0)
+
+
+def test_activation_checkpointing_around_graphs_with_dropout(on_text, tmp_path):
+    """The layers run again, and from inside them the graphs of their parts."""
+    plain = train(on_text(*DROPOUT, "graph=none"), tmp_path / "plain")
+    again = [*DROPOUT, "train.activation_checkpointing=true", "graph=per_layer", "graph.layers=[h.*.mlp]"]
+    result = train(on_text(*again), tmp_path / "again")
+    assert result.losses == plain.losses
+    assert result.graph["failures"] == 0 and result.graph["replays"] > 0
+
+
+class TestKeptDraws:
+    @staticmethod
+    def twice(code):
+        """What two runs of `code` give, of which only the first draws; and the random state's change in the second."""
+        first, later = kept_draws()
+        with first:
+            before = code()
+        state = torch.get_rng_state()
+        for _ in range(2):  # two backwards over one forward
+            with later:
+                after = code()
+        assert torch.equal(torch.get_rng_state(), state), "the second run drew"
+        return before, after
+
+    @pytest.mark.parametrize(
+        "code",
+        [
+            lambda x: torch.native_dropout(x, 0.5, True),
+            lambda x: (nn.functional.dropout(x, 0.5), torch.rand_like(x)),
+            lambda x: torch.rand(3).mul_(2),
+            lambda x: (torch.empty_like(x).normal_(), torch.bernoulli(x.abs().clamp(max=1))),
+            lambda x: torch.nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.3),
+        ],
+    )
+    def test_a_second_run_has_the_numbers_of_the_first(self, code):
+        x = torch.randn(2, 3, 4, 5)
+        before, after = self.twice(lambda: code(x))
+        torch.testing.assert_close(after, before, rtol=0, atol=0)
+
+    def test_attention_without_dropout_is_computed_again_and_not_kept(self):
+        first, _ = kept_draws()
+        x = torch.randn(2, 3, 4, 5)
+        with first:
+            nn.functional.scaled_dot_product_attention(x, x, x)
+        assert not first._kept
+
+    def test_another_operation_in_the_second_run_is_an_error(self):
+        first, later = kept_draws()
+        with first:
+            torch.rand(3)
+        with later, pytest.raises(RuntimeError, match="must do the same"):
+            torch.randn(3)
+
+    def test_a_result_changed_in_place_is_an_error(self):
+        first, later = kept_draws()
+        x = torch.full((3,), 0.5)
+        with first:
+            torch.bernoulli(x).mul_(2)
+        with later, pytest.raises(RuntimeError, match="changed in place"):
+            torch.bernoulli(x)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize("precision", ["fp32", "bf16_mixed"])
+def test_on_a_gpu_activation_checkpointing_repeats_the_dropout(on_text, tmp_path, scope, precision):
+    settings = [*DROPOUT, "train.device=cuda", "train.deterministic=true", f"train.precision={precision}"]
+    plain = train(on_text(*settings, "graph=none"), tmp_path / "plain")
+    again = train(on_text(*settings, "train.activation_checkpointing=true", f"graph={scope}"), tmp_path / "again")
+    assert again.losses == plain.losses
+    assert again.graph["failures"] == 0 and (scope == "none" or again.graph["replays"] > 0)

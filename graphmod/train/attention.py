@@ -1,6 +1,7 @@
 """Causal attention for transformers models whose forward pass never asks the host about its inputs.
 
-Imports torch and transformers; registers one attention function there and touches nothing else of it.
+Imports torch, transformers and `train/varlen.py`; registers one attention function with transformers and touches
+nothing else of it.
 """
 
 import torch
@@ -10,9 +11,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from graphmod.errors import ConfigError
+from graphmod.train.varlen import within_documents
 
 NAME = "causal_sdpa"
-BLOCK_MASK = "block_mask"
+BLOCK_MASK, DOCUMENT_BOUNDS = "block_mask", "document_bounds"
 _WAY_OUT = "for padded or packed batches use model.set_attn_implementation('sdpa'), which cannot be captured"
 
 
@@ -26,7 +28,8 @@ def causal_sdpa(
 ) -> tuple[torch.Tensor, None]:
     """Transformers' own SDPA attention with `is_causal`; query, key, value are (B, heads, S, head_dim).
 
-    A model called with `block_mask`, (B, 1, S, S) bool, True where a query may see a key, uses that instead.
+    A model called with `block_mask`, (B, 1, S, S) bool, True where a query may see a key, uses that instead; with
+    `document_bounds` it uses `train.varlen.within_documents`, which describes them.
 
     Raises:
         ConfigError: a mask was passed, there are fewer queries than keys, or a sliding window is shorter than the
@@ -45,6 +48,9 @@ def causal_sdpa(
             f"{NAME} attention sees the whole past, and this model looks back {window} tokens only; "
             f"use sequences of at most {window} tokens (data.seq_len={window})"
         )
+    bounds = kwargs.pop(DOCUMENT_BOUNDS, None)
+    if bounds is not None:
+        return within_documents(query, key, value, bounds, kwargs.get("scaling"), kwargs.get("dropout", 0.0)), None
     mask = kwargs.pop(BLOCK_MASK, None)
     causal = {**kwargs, "is_causal": mask is None}
     return sdpa_attention_forward(module, query, key, value, mask, **causal)

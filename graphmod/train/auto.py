@@ -1,5 +1,5 @@
 """`graph=auto`: tries the scopes on the first steps of a run and keeps the fastest. Imports torch, the core's `config`,
-`train/step.py` and `train/words.py`.
+`train/step.py`, `train/isolation.py` and `train/words.py`.
 
 The trial steps are steps of the training, and every scope computes the same bits, so that trying changes no number.
 """
@@ -14,14 +14,18 @@ from typing import Any
 import torch
 
 from graphmod.config import Scope
+from graphmod.train.isolation import release_memory
 from graphmod.train.step import TrainStep
 from graphmod.train.words import counted
 
 log = logging.getLogger("graphmod")
 
-MEASURED = 8  # steps timed in each scope
+MEASURED = 8  # steps timed in each scope; up to so many times as many where they vary more than is steady
+_AT_MOST = 3
+_STEADY = 0.04  # the middle half of the times, over their median: then the median of 8 is good to about one percent
 _EAGER_SETTLING = 3  # lazily created state, cuBLAS workspaces, a compilation
 _AFTER_CAPTURE = 3  # the capturing step, one that may still grow memory, one more
+_LATE_CAPTURES = 3  # timed steps that may capture; what is captured anew all the time is not worth choosing
 _WORTH = 1.02  # a graph must be this much faster than eager steps, or it is not worth its memory
 
 
@@ -31,7 +35,7 @@ class Trial:
 
     Attributes:
         scope: its name.
-        ms: milliseconds a step, the median of `MEASURED` that were not waited for in between.
+        ms: milliseconds a step, the median of those timed, at least `MEASURED`; none of them captured.
         capture_seconds: spent capturing.
         failed: why it does not count, or None.
     """
@@ -43,13 +47,13 @@ class Trial:
 
 
 def candidates(compiled: bool) -> list[Scope]:
-    """The scopes to try, the eager one first. With torch.compile, layers compiled one by one round differently from
-    the whole, so that choosing them would change the numbers."""
+    """The scopes to try, the eager one first. Where others compile the whole, layers compiled one by one round
+    differently, so that choosing them would change the numbers."""
     return [Scope.none, Scope.full_iteration] if compiled else [Scope.none, Scope.per_layer, Scope.full_iteration]
 
 
 def trial_steps(scope: Scope, warmup_steps: int) -> int:
-    """How many steps the trial of a scope takes."""
+    """How many steps the trial of a scope takes where their times are steady."""
     return MEASURED + (_EAGER_SETTLING if scope is Scope.none else max(warmup_steps, 2) + _AFTER_CAPTURE)
 
 
@@ -77,11 +81,13 @@ class AutoScope:
         self.reason = ""
         self.began = self._done = 0
         self._in_trial, self._start = 0, None
+        self._captures = self._late = 0
         self._times: list[tuple[Any, Any]] = []
         self.step = make(scopes[0])
         needed = sum(trial_steps(scope, warmup_steps) for scope in scopes)
+        # Trials in more than half of the steps leave too few to win anything.
+        self._may_go_on = steps >= 2 * (needed + len(scopes) * (_AT_MOST - 1) * MEASURED)
         if steps < 2 * needed:
-            # Trials in more than half of the steps leave too few to win anything.
             self._choose(
                 scopes[0],
                 f"{steps} steps are too few to measure anything: trying all scopes takes {needed}, and this is done "
@@ -90,21 +96,36 @@ class AutoScope:
 
     def before_step(self) -> TrainStep:
         """The step to use next."""
-        if self.chosen is None:
-            scope = self._scopes[len(self.trials)]
-            if len(self._times) == MEASURED:
-                self._end_trial(scope)
+        if self.chosen is None and self._enough():
+            self._end_trial(self._scopes[len(self.trials)])
         if self.chosen is None:
             settled = trial_steps(self._scopes[len(self.trials)], self._warmup) - MEASURED
             self._start = self._now() if self._in_trial >= settled else None
+            self._captures = self.step.captures
             self._in_trial += 1
         self._done += 1
         return self.step
 
     def after_step(self) -> None:
         """Says that the step has been called; what comes until the next one is not timed."""
-        if self.chosen is None and self._start is not None:
-            self._times.append((self._start, self._now()))
+        if self.chosen is not None or self._start is None:
+            return
+        self._times.append((self._start, self._now()))
+        if self.step.captures != self._captures:
+            self._late += 1
+            if self._late <= _LATE_CAPTURES:
+                self._times.clear()
+
+    def _enough(self) -> bool:
+        """Whether the median of what was timed can be relied on, or nothing better is to be had."""
+        count = len(self._times)
+        # Looking at the times waits for the device, so not after each step.
+        if count < MEASURED or count % MEASURED:
+            return False
+        if count >= _AT_MOST * MEASURED or not self._may_go_on:
+            return True
+        low, middle, high = statistics.quantiles(self._durations_ms(), n=4)
+        return high - low <= _STEADY * middle
 
     def _now(self) -> Any:
         if self.step.device.type != "cuda":
@@ -113,11 +134,14 @@ class AutoScope:
         event.record(torch.cuda.current_stream(self.step.device))
         return event
 
-    def _median_ms(self) -> float:
+    def _durations_ms(self) -> list[float]:
         if self.step.device.type != "cuda":
-            return statistics.median(end - start for start, end in self._times) * 1e3
-        self._times[-1][1].synchronize()  # once for each scope
-        return statistics.median(start.elapsed_time(end) for start, end in self._times)
+            return [(end - start) * 1e3 for start, end in self._times]
+        self._times[-1][1].synchronize()
+        return [start.elapsed_time(end) for start, end in self._times]
+
+    def _median_ms(self) -> float:
+        return statistics.median(self._durations_ms())
 
     def _end_trial(self, scope: Scope) -> None:
         trial = Trial(scope.value, self._median_ms())
@@ -125,6 +149,8 @@ class AutoScope:
         trial.capture_seconds = stats.capture_seconds
         if stats.failures:
             trial.failed = f"{counted(stats.failures, 'capture')} failed; the log says why"
+        elif self._late > _LATE_CAPTURES:
+            trial.failed = f"it captured in {counted(self._late, 'step')} that should only have replayed"
         self.trials.append(trial)
         if len(self.trials) < len(self._scopes):
             self._switch(self._scopes[len(self.trials)])
@@ -151,11 +177,13 @@ class AutoScope:
         log.info(f"graph=auto keeps graph={scope.value}; the report at the end of the run says why")
 
     def _switch(self, scope: Scope) -> None:
-        state = self.step.state_dict()
+        state, device = self.step.state_dict(), self.step.device
         self.step.reset()
+        # Else the pools of what was tried stay reserved, and count in the peak that the run reports.
+        release_memory(device)
         self.step = self._make(scope)
         self.step.load_state_dict(state)
-        self.began, self._in_trial, self._times = self._done, 0, []
+        self.began, self._in_trial, self._late, self._times = self._done, 0, 0, []
 
     def report(self) -> dict[str, Any]:
         """What was measured and chosen, as plain values."""

@@ -1,7 +1,8 @@
 """Which settings of a run cannot be meant together, and which files must be there before it starts.
 
-Imports the schema and torch (only to ask whether there is a GPU). Reads nothing but file names and changes nothing,
-save `data.path`, which it makes a list, and `data.seq_len`, which is the longest of `data.buckets`.
+Imports the schema, torch (only to ask whether there is a GPU), `train/varlen.py`, and an error's text from
+`train/recompute.py`. Reads nothing but file names and changes nothing, save `data.path`, which it makes a list, and
+`data.seq_len`, which is the longest of `data.buckets`.
 """
 
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 
 from graphmod.config import BackendName, Scope
 from graphmod.errors import ConfigError
+from graphmod.train.recompute import DRAWS_IN_COMPILED_CODE
 from graphmod.train.schema import (
     Architecture,
     Compile,
@@ -17,9 +19,11 @@ from graphmod.train.schema import (
     DeviceName,
     ModelConfig,
     OptimConfig,
+    PackingAttention,
     RunConfig,
     Source,
 )
+from graphmod.train.varlen import unavailable
 
 _SIZES = ("layers", "hidden_size", "heads", "intermediate_size", "max_positions")
 _ROPE_ONLY = ("kv_heads", "head_dim", "rope_theta")
@@ -110,6 +114,10 @@ def check_data(data: DataConfig, model: ModelConfig) -> None:
         )
         _require(not data.packing, "data.buckets pads documents and data.packing=true packs them; use one of the two")
         data.seq_len = sizes[-1]
+    _require(
+        data.packing or data.packing_attention is PackingAttention.auto,
+        f"data.packing_attention={data.packing_attention.value} is for data.packing=true; add that, or leave it out",
+    )
     length = f"data.seq_len={data.seq_len}" if data.buckets is None else f"the longest of data.buckets, {data.seq_len},"
     limit = model.max_positions
     _require(
@@ -192,11 +200,12 @@ def check(config: RunConfig) -> None:
         f"graph.layers chooses the modules of graph=per_layer and does nothing with graph.scope={graph.scope.value}",
     )
     _require(
-        graph.compile is Compile.none or not train.activation_checkpointing,
-        f"graph.compile={graph.compile.value} decides itself what to keep and what to compute again, and cannot be "
-        "captured together with train.activation_checkpointing=true; drop one of them",
+        graph.compile is Compile.none or not train.activation_checkpointing or not config.model.dropout,
+        DRAWS_IN_COMPILED_CODE,
     )
     device = pick_device(train.device)
+    reason = unavailable(device, train.precision) if config.data.packing_attention is PackingAttention.varlen else None
+    _require(reason is None, f"data.packing_attention=varlen cannot be used: {reason}; use mask, or auto")
     _require(
         graph.backend is not BackendName.cuda or device.type == "cuda" or graph.scope is Scope.none,
         "graph.backend=cuda needs a GPU and the run is on the CPU; use graph.backend=auto",

@@ -1,5 +1,5 @@
 """torch.compile inside graphs: fused kernels, captured by graphmod instead of by inductor. May import the core's
-`recorder` and `compiled`.
+`recorder` and `compiled`, and `train/recompute.py`.
 
 On the CPU the emulator repeats what the recorder saw. There the compiled graphs are run operation by operation
 (`aot_eager`), in sight: same path, no generated code, no speed.
@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from graphmod.compiled import shown
 from graphmod.recorder import is_recording
+from graphmod.train.recompute import Recomputed
 
 log = logging.getLogger("graphmod")
 
@@ -102,7 +103,8 @@ def compiled(function: Callable, how: str, modules: list[nn.Module], device: tor
 
 
 def compile_layers(model: nn.Module, names: list[str], how: str, device: torch.device) -> Callable[[], None]:
-    """Compiles the forward of each named layer where it stands; returns what undoes that.
+    """Compiles the forward of each named layer where it stands; returns what undoes that. Of a layer that runs again in
+    the backward the part that runs twice is compiled.
 
     Until it is undone, backwards that are compiled in this process do not reuse the memory of what their forward saved
     (`torch._functorch.config.donated_buffer`): a backward with a graph of its own is captured twice, on equal values.
@@ -113,14 +115,18 @@ def compile_layers(model: nn.Module, names: list[str], how: str, device: torch.d
     torch._functorch.config.donated_buffer = False
     for name in names:
         layer = model.get_submodule(name)
-        before.append((layer, layer.__dict__.get("forward")))
-        layer.__dict__["forward"] = compiled(layer.forward, how, [layer], device)
+        # To compile the checkpoint itself would have inductor read the generator's state in a capture.
+        again = layer.__dict__.get("forward")
+        owner = again.__dict__ if isinstance(again, Recomputed) else layer.__dict__
+        before.append((owner, owner.get("forward")))
+        forward = again.forward if isinstance(again, Recomputed) else layer.forward
+        owner["forward"] = compiled(forward, how, [layer], device)
 
     def undo() -> None:
         torch._functorch.config.donated_buffer = donated
-        for layer, forward in before:
-            layer.__dict__.pop("forward", None)
+        for owner, forward in before:
+            owner.pop("forward", None)
             if forward is not None:
-                layer.__dict__["forward"] = forward
+                owner["forward"] = forward
 
     return undo

@@ -4,6 +4,7 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from omegaconf import OmegaConf
@@ -11,7 +12,6 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PretrainedConfig, PreTrainedModel
 
-from graphmod.config import Scope
 from graphmod.errors import GraphmodError
 from graphmod.train.assembly import device_name, plain_config, step_maker
 from graphmod.train.auto import AutoScope, candidates
@@ -71,17 +71,18 @@ class _Run:
         self.settings, self.data = decisive_settings(plain_config(config), device.type), fingerprint(corpus.tokens)
         self.stopped_by: str | None = None
         self.saved: Path | None = point.checkpoint
-        self.batches = make_batches(config, corpus)
+        self.batches = make_batches(config, corpus, device, dims)
         self.evaluation = [batch.to(device) for batch in self.batches.evaluation]
         self.captures_by_length: dict[int, int] = {}
         self.model = build_model(config.model, dims, train.precision, device, train.seed)
+        compiled = config.graph.compile is not Compile.none
         if train.activation_checkpointing:
-            recompute_activations(self.model, in_graphs=config.graph.scope is not Scope.none or config.graph.auto)
+            recompute_activations(self.model, compiled)
         self.make_step = step_maker(config, self.model, device, self.batches.loss_fn)
         self.auto: AutoScope | None = None
         if config.graph.auto:
             left = train.steps - (point.manifest["steps_done"] if point.manifest else 0)
-            scopes = candidates(compiled=config.graph.compile is not Compile.none)
+            scopes = candidates(compiled=compiled and not train.activation_checkpointing)
             self.auto = AutoScope(self.make_step, scopes, config.graph.warmup_steps, left)
         self.step = self.auto.step if self.auto else self.make_step(config.graph.scope)
         if train.checkpoint:
@@ -229,7 +230,7 @@ class _Run:
             first_nonfinite_step=self.first_nonfinite,
         )
 
-    def profile(self) -> dict[str, dict[str, float]]:
+    def profile(self) -> dict[str, dict[str, Any]]:
         """Records a few more steps; only when everything else is done and saved."""
         make, after = self.batches.sampler, self.config.train.steps
         batches = [make(after)]

@@ -1,10 +1,12 @@
 """Records steps from graphs and eager steps in one trace and sums up how busy the GPU was. Imports torch and the core's
-`layers`, `config`; `train/step.py` for the type of a step.
+`layers`, `config`; `train/step.py` for the type of a step; `train/layer_names.py`.
 
 Once a profiler has been attached to a process, every later launch of a graph in it costs more. So this is the last
 thing a run does, and no time is taken after it.
 """
 
+import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -17,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from graphmod.config import Scope
 from graphmod.layers import find_layers
+from graphmod.train.layer_names import DIFFERENTIATE, UPDATE, name_replays
 from graphmod.train.step import TrainStep
 
 TRACE_FILE = "trace.json"
@@ -38,12 +41,31 @@ def _ranged(forward: Callable, name: str, *args: Any, **kwargs: Any) -> Any:
         return forward(*args, **kwargs)
 
 
+def _nameable(model: nn.Module, step: TrainStep) -> list[str]:
+    """The layers whose forward can be named. Compiled as a part of the whole they have none of their own, and to wrap
+    them would compile everything anew."""
+    whole = step.compile != "none" and step.config.scope is not Scope.per_layer
+    return [] if whole else find_layers(model)
+
+
 @contextmanager
-def _named_layers(model: nn.Module) -> Iterator[None]:
+def _named_parts(step: TrainStep) -> Iterator[None]:
+    """Names forward with backward, and update, in steps that run no graph."""
+    iteration = step.iteration
+    try:
+        iteration.differentiate = partial(_ranged, iteration.differentiate, DIFFERENTIATE)
+        iteration.update = partial(_ranged, iteration.update, UPDATE)
+        yield
+    finally:
+        del iteration.differentiate, iteration.update
+
+
+@contextmanager
+def _named_layers(model: nn.Module, names: list[str]) -> Iterator[None]:
     """Names the forward of each layer in a trace; around its graph, if it has one."""
     before = []
     try:
-        for name in find_layers(model):
+        for name in names:
             layer = model.get_submodule(name)
             before.append((layer, layer.__dict__.get("forward")))
             layer.__dict__["forward"] = partial(_ranged, layer.forward, name)
@@ -64,7 +86,7 @@ def _steps(step: TrainStep, batches: list[Tensor], name: str) -> None:
             torch.cuda.synchronize(step.device)
 
 
-def _summary(profiler: profile, name: str, steps: int) -> dict[str, float]:
+def _summary(profiler: profile, name: str, steps: int) -> dict[str, Any]:
     """Milliseconds a step from the first range of that name until all it launched was done, and the GPU's part of it.
     The phase ends with a synchronisation, so that every kernel that starts within it is its own."""
     events = profiler.events()
@@ -77,7 +99,7 @@ def _summary(profiler: profile, name: str, steps: int) -> dict[str, float]:
         if e.device_type == cuda and not e.is_user_annotation and phase.start <= e.time_range.start < phase.end
     ]
     length = phase.end - phase.start
-    found = {"step_ms": length / steps / 1e3}
+    found: dict[str, Any] = {"step_ms": length / steps / 1e3}
     if kernels:
         busy = busy_us(kernels)
         found |= {
@@ -89,9 +111,21 @@ def _summary(profiler: profile, name: str, steps: int) -> dict[str, float]:
     return found
 
 
+def _name_replayed_layers(path: Path, layers: list[str]) -> dict[str, Any]:
+    """Adds the layers of replayed iterations to the trace in `path`; returns what the summary says of them."""
+    trace = json.loads(path.read_text(encoding="utf-8"))
+    named = name_replays(trace["traceEvents"], RUN_STEP, EAGER_STEP, layers)
+    if named.events:
+        trace["traceEvents"] += named.events
+        partial_path = path.with_name(f".{path.name}.partial")
+        partial_path.write_text(json.dumps(trace), encoding="utf-8")
+        os.replace(partial_path, path)
+    return {"layers": named.note} | {f"{phase}_ms": us / 1e3 for phase, us in named.phase_us.items()}
+
+
 def profile_steps(
     model: nn.Module, step: TrainStep, eager: Callable[[Scope], TrainStep], batches: list[Tensor], folder: Path
-) -> dict[str, dict[str, float]]:
+) -> dict[str, dict[str, Any]]:
     """Writes `trace.json` (for Perfetto or chrome://tracing): some steps as the run did them, then as many eager ones,
     with the layers named. These are steps too: the weights are others afterwards, and `step` has no graphs any more.
 
@@ -103,20 +137,28 @@ def profile_steps(
     Returns:
         Under `run` and `eager`: milliseconds a step (`step_ms`), and on a GPU also `busy_ms`, `idle_ms`, `busy_share`
         and the number of `kernels`. Recording makes the host slower: compare shares, and take times from elsewhere.
+        Under `run` of a whole iteration from a graph also `layers`: how many kernels were named, or why none; and the
+        kernel time of a replay in milliseconds by phase (`forward_ms`, `backward_ms`, `optimizer_ms`) if they were.
     """
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if step.device.type == "cuda" else [])]
     chosen = [batches[index % len(batches)] for index in range(_STEPS)]
     settling = chosen[:_SETTLING]
+    whole = step.config.scope is Scope.full_iteration
     _steps(step, settling, "settling")
     with profile(activities=activities) as profiler:
-        with _named_layers(model):
+        with _named_layers(model, _nameable(model, step)):
             _steps(step, chosen, RUN_STEP)
         state = step.state_dict()
         step.reset()
         plain = eager(Scope.none)
         plain.load_state_dict(state)
         _steps(plain, settling, "settling")
-        with _named_layers(model):
+        layers = _nameable(model, plain)
+        with _named_layers(model, layers), _named_parts(plain):
             _steps(plain, chosen, EAGER_STEP)
-    profiler.export_chrome_trace(str(folder / TRACE_FILE))
-    return {key: _summary(profiler, name, _STEPS) for key, name in (("run", RUN_STEP), ("eager", EAGER_STEP))}
+    path = folder / TRACE_FILE
+    profiler.export_chrome_trace(str(path))
+    found = {key: _summary(profiler, name, _STEPS) for key, name in (("run", RUN_STEP), ("eager", EAGER_STEP))}
+    if whole:
+        found["run"] |= _name_replayed_layers(path, layers)
+    return found

@@ -13,6 +13,7 @@ from graphmod.train.timing import median, percentile
 from graphmod.train.words import counted
 
 RESULT_FILE = "result.json"
+_PHASES = ("forward_ms", "backward_ms", "optimizer_ms")
 
 
 @dataclass
@@ -30,7 +31,8 @@ class RunResult:
         eval_losses: [steps done, loss as hexadecimal float].
         step_ms, host_ms: milliseconds of each step, and of the host's part in it.
         measured_from_step: the first step that counts for medians; warm-up and capture lie before it.
-        allocated_gib, reserved_gib: peaks of GPU memory; None on the CPU.
+        allocated_gib, reserved_gib: peaks of GPU memory; None on the CPU. With `graph=auto`, since the scope that was
+            kept began.
         graph: the counters of `GraphStats`.
         seconds: of the loop, evaluation included.
         checkpoint: folder of the last checkpoint, relative to the run's.
@@ -64,7 +66,7 @@ class RunResult:
     skipped_steps: int = 0
     first_nonfinite_step: int | None = None
     lengths: dict[str, dict[str, Any]] = field(default_factory=dict)
-    profile: dict[str, dict[str, float]] = field(default_factory=dict)
+    profile: dict[str, dict[str, Any]] = field(default_factory=dict)
     auto: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -145,6 +147,9 @@ class RunResult:
                 )
             else:
                 lines.append(f"  profile, {name}: {found['step_ms']:.2f} ms a step; there is no GPU to be busy")
+            if "layers" in found:
+                phases = ", ".join(f"{key[:-3]} {found[key]:.2f} ms" for key in _PHASES if key in found)
+                lines.append(f"  profile, layers: {found['layers']}" + (f"; {phases}" if phases else ""))
         if self.auto:
             lines.append(f"  keeps {self.auto['chosen'] or 'nothing yet'}: {self.auto['reason']}")
         if self.skipped_steps:

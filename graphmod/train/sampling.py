@@ -7,14 +7,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from graphmod.train.buckets import BucketSampler, padded_next_token_loss
 from graphmod.train.corpus import Corpus
 from graphmod.train.data import WindowSampler, evaluation_batches, split
 from graphmod.train.iteration import next_token_loss
-from graphmod.train.packing import PackedSampler, document_numbers, packed_next_token_loss
-from graphmod.train.schema import RunConfig
+from graphmod.train.packing import (
+    PackedSampler,
+    choose_attention,
+    document_numbers,
+    most_documents,
+    packed_next_token_loss,
+)
+from graphmod.train.schema import PackingAttention, RunConfig
 
 _EVALUATION_SEED = 1
 
@@ -43,11 +49,29 @@ class Batches:
         return found
 
 
-def make_batches(config: RunConfig, corpus: Corpus) -> Batches:
+def _packed_loss(config: RunConfig, starts: list[Tensor], device: torch.device, dims: Any) -> Callable:
+    chosen = choose_attention(config.data.packing_attention, device, config.train.precision, dims)
+    if chosen is PackingAttention.mask:
+        return packed_next_token_loss
+    most = max(most_documents(begins, config.data.seq_len) for begins in starts)
+
+    def loss(model: nn.Module, rows: Tensor) -> Tensor:
+        return packed_next_token_loss(model, rows, most)
+
+    return loss
+
+
+def make_batches(config: RunConfig, corpus: Corpus, device: torch.device, dims: Any) -> Batches:
     """The batches of a run; evaluation has batches only with `train.eval_every`.
 
+    Args:
+        config: checked settings.
+        corpus: the tokens.
+        device: of the run.
+        dims: the transformers config of the model.
+
     Raises:
-        ConfigError: the data is too short.
+        ConfigError: the data is too short, or `data.packing_attention` cannot be used.
     """
     data, train = config.data, config.train
     training, held_out = split(corpus, data)
@@ -74,6 +98,6 @@ def make_batches(config: RunConfig, corpus: Corpus) -> Batches:
                 strict=True,
             )
         ]
-        return Batches(sampler, evaluation, packed_next_token_loss)
+        return Batches(sampler, evaluation, _packed_loss(config, [starts, held_starts], device, dims))
     evaluation = evaluation_batches(held_out, data.batch_size, data.seq_len, count) if count else []
     return Batches(WindowSampler(training, shape, train.seed), evaluation, next_token_loss)

@@ -34,6 +34,15 @@ class Documents(str, Enum):
     line = "line"
 
 
+class PackingAttention(str, Enum):
+    """How attention keeps packed documents apart: `mask` has a value for each pair of tokens; `varlen` is told where
+    documents begin and skips the rest (on a GPU, in 16 bits); `auto` takes `varlen` where it can be used."""
+
+    auto = "auto"
+    mask = "mask"
+    varlen = "varlen"
+
+
 class Precision(str, Enum):
     """`fp32`; `bf16` (weights and arithmetic); `bf16_mixed` and `fp16_mixed` (fp32 weights, autocast; `fp16_mixed`
     with a loss scale)."""
@@ -107,6 +116,7 @@ class DataConfig:
         buckets: lengths in tokens, such as [256,512,1024], in place of `seq_len`: a batch holds documents of about
             equal length, padded to the next of these. `batch_size` is that of the longest; shorter ones have more rows.
         packing: documents that share a window do not see each other.
+        packing_attention: `auto`, `mask` or `varlen`: how attention sees to that. They differ by rounding.
     """
 
     source: Source = Source.stdlib
@@ -121,6 +131,7 @@ class DataConfig:
     documents: Documents = Documents.file
     buckets: list[int] | None = None
     packing: bool = False
+    packing_attention: PackingAttention = PackingAttention.auto
 
 
 @dataclass
@@ -193,7 +204,7 @@ class TrainConfig:
         ema_decay: keep averaged weights, this much of them at each step; in [0, 1). null keeps none. They are
             evaluated (`eval/ema_loss`) and saved beside the others.
         activation_checkpointing: keep no activations inside the layers and compute them again in the backward; less
-            memory, about a third more time.
+            memory, about a third more time. In graphs the results of dropout stay; with `compile` there may be none.
         profile: when all steps are done, record a few more, as the run does them and eagerly, in `trace.json` for
             Perfetto, and sum up how busy the GPU was.
         checkpoint: save the model and the optimizer at the end, and when the run is told to stop.

@@ -1,6 +1,7 @@
 """One training iteration as a callable, from graphs of the layers, from one graph, or eagerly.
 
-May import the core of graphmod, `train/iteration.py` and `train/compile.py`, not the other parts of the training run.
+May import the core of graphmod, `train/iteration.py`, `train/compile.py` and `train/recompute.py`, not the other parts
+of the training run.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,7 @@ from graphmod.lifecycle import GraphStats
 from graphmod.module import CUDAGraphModule
 from graphmod.train.compile import CHOICES, compile_layers, compiled
 from graphmod.train.iteration import NONFINITE, Iteration, next_token_loss
+from graphmod.train.recompute import recomputed_layers
 
 __all__ = ["TrainStep", "next_token_loss"]
 
@@ -44,12 +46,14 @@ class TrainStep:
             whose scaled gradients overflow is left out.
         ema_decay: keep an exponential moving average of the weights in float32, this much of it at each step; None
             keeps none.
-        compile: `default` or `max` compiles the layers (scope `per_layer`) or forward and loss (other scopes) with
-            torch.compile before they are captured; `none` does not. See `train/compile.py`.
+        compile: `default` or `max` compiles the layers (scope `per_layer`, or layers that run again in the backward) or
+            forward and loss (else) with torch.compile before they are captured; `none` does not. See
+            `train/compile.py`.
         config: what to capture (`scope`); None means `CUDAGraphConfig()`.
 
     Attributes:
         grad_norm: 0-d, the gradients' 2-norm of the last step before clipping; None without clipping or `nonfinite`.
+        compile: as given.
 
     Raises:
         ValueError: `learning_rates` with an optimizer whose rate is a Python number, or `nonfinite` or `scale_loss`
@@ -87,7 +91,7 @@ class TrainStep:
         if compile not in CHOICES:
             raise ValueError(f"compile={compile!r} is not known; choose one of: {', '.join(CHOICES)}")
         self.model, self.optimizer = model, optimizer
-        self.config = config or CUDAGraphConfig()
+        self.config, self.compile = config or CUDAGraphConfig(), compile
         self._undo_compile: Callable[[], None] | None = None
         if compile != "none":
             loss_fn = self._compile(loss_fn, compile)
@@ -120,9 +124,11 @@ class TrainStep:
         # The first call compiles, and only a later one is what a capture will be compared with.
         self.config = replace(self.config, warmup_steps=max(self.config.warmup_steps, _COMPILED_WARMUP))
         device = next(self.model.parameters()).device
-        if self.config.scope is not Scope.per_layer:
+        again = recomputed_layers(self.model)
+        if self.config.scope is not Scope.per_layer and not again:
             return compiled(loss_fn, how, [self.model], device)
-        self._undo_compile = compile_layers(self.model, self._layers(), how, device)
+        names = self._layers() if self.config.scope is Scope.per_layer else again
+        self._undo_compile = compile_layers(self.model, names, how, device)
         return loss_fn
 
     def _layers(self) -> list[str]:
@@ -182,6 +188,11 @@ class TrainStep:
                     settled = self._settled[key] = torch.empty_like(parameter, requires_grad=False)
                 settled.copy_(parameter.grad)
                 parameter.grad = settled
+
+    @property
+    def iteration(self) -> Iteration:
+        """The arithmetic of a step; without graphs its parts are looked up at each call, and may be wrapped."""
+        return self._iteration
 
     @property
     def device(self) -> torch.device:

@@ -1,0 +1,104 @@
+"""Random draws that a second run of the same code repeats without drawing. May import the core's `trace`, and torch.
+
+To run a layer again with the random numbers it had takes the generator's state, which a graph can neither read nor set.
+What the draws gave can be kept instead.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from graphmod.trace import argument_of, facts, tensors_in
+
+
+def _draws(op: Any, args: tuple, kwargs: dict) -> bool:
+    """Whether a call of an operation uses random numbers. Attention without dropout could, and does not."""
+    about = facts(op)
+    return about.random and (about.dropout < 0 or argument_of(args, kwargs, about.dropout, "dropout_p") != 0.0)
+
+
+def _changed(op: Any, args: tuple, kwargs: dict) -> list[Tensor]:
+    """The arguments that an operation writes."""
+    writes = facts(op).writes
+    positional = [value for index, value in enumerate(args) if index in writes]
+    return list(tensors_in([*positional, *(value for name, value in kwargs.items() if name in writes)]))
+
+
+def _apart(tensor: Tensor) -> Tensor:
+    """The same memory and version counter without the autograd graph, which leads to whoever keeps this: together they
+    would never be freed."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
+class _Kept:
+    """What one random operation gave: its results, or the content of the arguments it changed."""
+
+    def __init__(self, op: Any, args: tuple, kwargs: dict, result: Any) -> None:
+        self._op = op
+        self._written = [tensor.clone() for tensor in _changed(op, args, kwargs)]
+        # What a factory makes gets another version counter on its way out, so that a change would go unnoticed.
+        self._made = not any(True for _ in tensors_in((*args, *kwargs.values())))
+        self._result = None
+        if not self._written:
+            self._result = tree_map_only(Tensor, torch.clone if self._made else _apart, result)
+        self._versions = [tensor._version for tensor in self._tensors()]
+
+    def _tensors(self) -> list[Tensor]:
+        return list(tensors_in(self._result if isinstance(self._result, (tuple, list)) else (self._result,)))
+
+    def again(self, op: Any, args: tuple, kwargs: dict) -> Any:
+        if op is not self._op:
+            raise RuntimeError(f"a layer that runs again calls {op} where it called {self._op}; it must do the same")
+        if [tensor._version for tensor in self._tensors()] != self._versions:
+            raise RuntimeError(f"the result of {op} was changed in place; a layer that runs again needs it as it was")
+        if not self._written:
+            return tree_map_only(Tensor, torch.clone, self._result) if self._made else self._result
+        targets = _changed(op, args, kwargs)
+        for target, value in zip(targets, self._written, strict=True):
+            target.copy_(value)
+        return targets[0] if len(targets) == 1 else tuple(targets)
+
+
+class _Keep(TorchDispatchMode):
+    def __init__(self, kept: list[_Kept]) -> None:
+        super().__init__()
+        self._kept = kept
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        result = op(*args, **kwargs)
+        if _draws(op, args, kwargs):
+            self._kept.append(_Kept(op, args, kwargs, result))
+        return result
+
+
+class _Repeat(TorchDispatchMode):
+    def __init__(self, kept: list[_Kept]) -> None:
+        super().__init__()
+        self._kept, self._next = kept, 0
+
+    def __enter__(self) -> "_Repeat":
+        # A second backward over the same forward runs it yet again.
+        self._next = 0
+        return super().__enter__()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if not _draws(op, args, kwargs):
+            return op(*args, **kwargs)
+        self._next += 1
+        return self._kept[self._next - 1].again(op, args, kwargs)
+
+
+def kept_draws() -> tuple[_Keep, _Repeat]:
+    """Contexts for a first run, which keeps what is drawn, and for later runs of the same code, which get it again.
+
+    The later ones raise RuntimeError when the code calls other random operations, or when it changed the result of one
+    in place.
+    """
+    kept: list[_Kept] = []
+    return _Keep(kept), _Repeat(kept)
