@@ -7,10 +7,12 @@ from torch import nn
 
 from graphmod.errors import ConfigError
 from graphmod.train import varlen
+from graphmod.train.assembly import plain_config
 from graphmod.train.config import parse
 from graphmod.train.loop import train
 from graphmod.train.model import build_model, model_config
 from graphmod.train.packing import choose_attention, document_bounds, most_documents, packed_next_token_loss
+from graphmod.train.resume import decisive_settings
 from graphmod.train.schema import PackingAttention, Precision
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -148,6 +150,11 @@ def test_where_it_cannot_be_used_auto_takes_the_mask_and_says_why(
     if reason is not None:
         with pytest.raises(ConfigError, match=reason):
             choose_attention(PackingAttention.varlen, CUDA, precision, config)
+
+
+def test_resuming_asks_for_the_same_attention_only_where_documents_are_packed(lines, tiny):
+    packed, plain = (decisive_settings(plain_config(config), "cpu") for config in (lines(), tiny()))
+    assert packed["data.packing_attention"] == "auto" and "data.packing_attention" not in plain
 
 
 def test_an_old_torch_without_it_is_a_reason(monkeypatch):

@@ -52,6 +52,8 @@ def decisive_settings(config: dict[str, Any], device: str) -> dict[str, Any]:
         for name, value in config[group].items()
         if (names is None or name in names) and f"{group}.{name}" not in _BY_CONTENT
     }
+    if not config["data"]["packing"]:
+        del found["data.packing_attention"]
     return {**found, "train.device": device}
 
 
