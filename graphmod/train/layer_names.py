@@ -17,6 +17,8 @@ DIFFERENTIATE, UPDATE = "forward and backward", "optimizer"
 FORWARD, BACKWARD = "forward", "backward"
 _ENGINE = "autograd::engine::evaluate_function: "
 _DEVICE_WORK = {"kernel": None, "gpu_memcpy": "Memcpy", "gpu_memset": "Memset"}
+# The kernels that stand in a graph for what copies and sets memory outside (backend/nodes.py).
+_STAND_INS = {"BitwiseOrFunctor": "Memcpy", "FillFunctor": "Memset"}
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
 _SHOWN = 60  # characters of a kernel's name, which may have thousands
 
@@ -77,7 +79,8 @@ def _within(event: Event, outer: Event) -> bool:
 
 def _kind(event: Event) -> str:
     # What copies and sets memory is called differently in a graph and outside.
-    return _DEVICE_WORK[event["cat"]] or event["name"]
+    stands_for = next((kind for part, kind in _STAND_INS.items() if part in event["name"]), None)
+    return _DEVICE_WORK[event["cat"]] or stands_for or event["name"]
 
 
 def _node_layers(operations: list[Event], annotations: _Ranges, engine: _Ranges, layers: set[str]) -> dict[int, str]:
