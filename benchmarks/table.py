@@ -37,13 +37,17 @@ def _shape_name(known: dict[str, Any]) -> str:
     return f"{known['layers']} layers, width {known['width']}, {known['batch']} x {known['length']} tokens"
 
 
+def _run_of(result: dict[str, Any]) -> tuple[str, str]:
+    return result["environment"]["date"], result["command"]
+
+
 def _step_cell(result: dict[str, Any] | None, base: dict[str, Any] | None) -> str:
     if result is None:
         return "-"
     if "error" in result:
         return "not installed" if "ModuleNotFoundError" in result["error"] else "failed"
     step = result["step_ms"]
-    if result is base or base is None or "error" in base:
+    if result is base or base is None or "error" in base or _run_of(result) != _run_of(base):
         return f"{step:.2f}"
     return f"{step:.2f} ({base['step_ms'] / step:.2f}x)"
 
@@ -64,7 +68,7 @@ def render(content: dict[str, Any]) -> str:
         raise BadInput("the results hold no step that was measured")
     by = {(result["mode"], result["shape"]): result for result in results}
     shapes = list(dict.fromkeys(result["shape"] for result in good))
-    modes = list(dict.fromkeys(result["mode"] for result in results))
+    modes = sorted({result["mode"] for result in results}, key=lambda mode: ([*NAMES, mode].index(mode), mode))
     heads = [_shape_name(next(result for result in good if result["shape"] == shape)) for shape in shapes]
     steps = [
         [NAMES.get(mode, mode)] + [_step_cell(by.get((mode, shape)), by.get((BASELINE, shape))) for shape in shapes]
@@ -78,12 +82,12 @@ def render(content: dict[str, Any]) -> str:
     ]
     seen = [result["environment"] for result in good]
     gpu, version = (" and ".join(dict.fromkeys(str(one[name]) for one in seen)) for name in ("gpu", "torch"))
-    runs = dict.fromkeys((one["environment"]["date"], one["command"]) for one in good)
+    runs = dict.fromkeys(map(_run_of, good))
     commands = "; ".join(f"{date} `{command}`" for date, command in runs)
     return "\n\n".join(
         [
             "Training step in ms with a synchronisation after each step (median), in brackets the speed-up against "
-            "eager:",
+            "eager in the same run; without one, the number is from another run, on another machine:",
             table(["", *heads], steps),
             "GPU memory reserved at the peak, the sum of kernel times in a step, and the time the host spends in it:",
             table(["", *heads], details),
