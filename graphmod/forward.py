@@ -76,7 +76,7 @@ class ForwardGraph:
         self.inputs = self._static_inputs(leaves)
         given = [static.tensor for static in self.inputs]
         args, kwargs = rebuild(entry.signature.structure, given)
-        found = module._reach_now(*opaque_parts(entry.signature.structure))
+        found = module._around.now(*opaque_parts(entry.signature.structure))
         owned = found.parameters()
         grads = [parameter.grad for parameter in owned]
         oldest = _next_sequence_number()
@@ -235,7 +235,7 @@ class ForwardGraph:
         self.module._group.share([p for p in self.parameters if id(p) in returned])  # the caller may use it, too
         self.hooked = [p for p in self.parameters if has_gradient_hooks(p) or id(p) in shared]
         self.direct = [p for p in self.parameters if not has_gradient_hooks(p) and id(p) not in shared]
-        first = next((p for p in self.module._owned if any(p is d for d in self.direct)), None)
+        first = next((p for p in self.module._around.parameters if any(p is d for d in self.direct)), None)
         self.witness = first if len(self.direct) > 1 else None
         self.differentiable = [i for i, tensor in enumerate(given) if tensor.requires_grad]
 

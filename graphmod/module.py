@@ -10,11 +10,9 @@ import contextlib
 import copy
 import functools
 import logging
-import operator
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from itertools import repeat
 from typing import Any
 
 import torch
@@ -26,7 +24,6 @@ from graphmod.config import CUDAGraphConfig
 from graphmod.errors import CaptureRefused
 from graphmod.forward import ForwardGraph
 from graphmod.lifecycle import Entry, GraphStats
-from graphmod.reach import Reach, reach
 from graphmod.recorder import is_recording
 from graphmod.registry import Registry
 from graphmod.replaying import OTHER_MODES, find, launch, results
@@ -37,15 +34,13 @@ from graphmod.signature import (
     parameter_names,
     tensor_key,
 )
+from graphmod.surroundings import Surroundings
 from graphmod.tape import EagerCall, Group, Tape
 from graphmod.trace import place_of
 from graphmod.warmup import track, warm_up
 from graphmod.watch import HOOKS
 
 log = logging.getLogger("graphmod")
-
-_training = operator.attrgetter("training")
-_grad = operator.attrgetter("grad")
 
 
 @functools.cache  # once a process: it says nothing about one module
@@ -117,10 +112,9 @@ class CUDAGraphModule(nn.Module):
         self._start()
 
     def _start(self) -> None:
-        self._found: Reach | None = None
-        self._reached: list[nn.Module] = []
+        self._around = Surroundings(self._root)
+        self._training_modes = self._around.modes
         self._eager_calls: weakref.WeakSet[EagerCall] = weakref.WeakSet()
-        self._parameters_reached: list[Tensor] = []
         self._logged: set[str] = set()
         self._served: ForwardGraph | None = None  # the graph behind the last call
         self._eager_in = -1  # the pass of the group in which it last ran without a graph
@@ -153,7 +147,7 @@ class CUDAGraphModule(nn.Module):
         else:
             leaves = []
             structure = flatten((args, kwargs), leaves, {})
-            if self._found is None:
+            if not self._around.known:
                 self._discover(leaves)
             entry = self._entry(structure, leaves)
         if entry.disabled:
@@ -187,13 +181,6 @@ class CUDAGraphModule(nn.Module):
             return self._eager(args, kwargs, entry)
         captured = capture(self, entry, tape, leaves)
         return self._eager(args, kwargs) if captured is None else results(self, captured[0], leaves, captured[1])
-
-    def _training_modes(self) -> bytes:
-        """Train/eval mode of every module reached, and which gradients are absent where that matters."""
-        training = bytes(map(_training, self._reached))
-        if self._parameters_reached:  # the callable may run a backward: absent gradients are part of its state
-            training += bytes(map(operator.is_, map(_grad, self._parameters_reached), repeat(None)))
-        return training
 
     def _entry(self, structure: Any, leaves: list[Tensor]) -> Entry:
         modes = mode_key(self._group.backend.device_type)
@@ -246,19 +233,15 @@ class CUDAGraphModule(nn.Module):
     # -- bookkeeping ---------------------------------------------------------------------------------------------
 
     def _discover(self, leaves: list[Tensor]) -> None:
-        """Finds, before the first call, the modules and parameters the callable reaches, and its device."""
-        found = self._found = reach(self._root)
-        self._reached = found.modules
-        self._owned = list(self._root.parameters()) if isinstance(self._root, nn.Module) else found.parameters()
-        self._parameters_reached = [] if isinstance(self._root, nn.Module) else self._owned
-        known = {id(parameter) for parameter in self._group.parameters}
-        self._group.share([parameter for parameter in self._owned if id(parameter) in known])
-        self._group.parameters += [parameter for parameter in self._owned if id(parameter) not in known]
-        tensors = [*leaves, *self._owned, *(tensor for _, _, tensor in found.slots)]
-        device = next((t.device for t in tensors if t.is_cuda), torch.device("cpu"))
-        if self._group.backend is None:
-            self._group.backend = make_backend(self._config.backend, device)
-            if not self._group.backend.on_gpu:
+        """Finds, before the first call, what the callable reaches, and its device."""
+        self._around.discover(leaves)
+        group, device = self._group, self._around.device
+        known = {id(parameter) for parameter in group.parameters}
+        group.share([parameter for parameter in self._around.parameters if id(parameter) in known])
+        group.parameters += [parameter for parameter in self._around.parameters if id(parameter) not in known]
+        if group.backend is None:
+            group.backend = make_backend(self._config.backend, device)
+            if not group.backend.on_gpu:
                 _tell_of_emulation()
         if self._anchor is None or self._anchor.device != device:
             with torch.inference_mode(False):
@@ -275,14 +258,7 @@ class CUDAGraphModule(nn.Module):
                 ticket = graph.ticket() if graph.ticket is not None else None
                 if ticket is not None and not ticket.done:
                     return []
-        return [parameter for parameter in self._owned if id(parameter) not in self._group.shared]
-
-    def _reach_now(self, *objects: Any) -> Reach:
-        """What the callable and `objects` reach now. A module whose tensors are all in place is not walked again."""
-        if not isinstance(self._root, nn.Module) or objects or not self._found.in_place():
-            self._found = reach(self._root, *objects)
-            self._reached = self._found.modules
-        return self._found
+        return [parameter for parameter in self._around.parameters if id(parameter) not in self._group.shared]
 
     def _log_once(self, message: str, key: str | None = None) -> None:
         key = key or message

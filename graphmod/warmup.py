@@ -29,7 +29,7 @@ def warm_up(module: CUDAGraphModule, entry: Entry, args: tuple, kwargs: dict) ->
     backend = module._group.backend
     recorder = Recorder(refuse=False, on_gpu=backend.on_gpu)
     record = entry.calls + 1 == module._config.warmup_steps
-    found = module._reach_now(*opaque_parts(entry.signature.structure)) if record else None
+    found = module._around.now(*opaque_parts(entry.signature.structure)) if record else None
     before = found.state() if record else None
     torch.clear_autocast_cache()  # what a graph casts, it casts itself; the recorded call must do so too
     watching = recorder if record else contextlib.nullcontext()

@@ -1,0 +1,63 @@
+"""What a wrapped callable reaches, and the modes all of that is in now. Imports `reach`."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from itertools import repeat
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from graphmod.reach import Reach, reach
+
+_training = operator.attrgetter("training")
+_grad = operator.attrgetter("grad")
+
+
+class Surroundings:
+    """Empty until `discover`.
+
+    Attributes:
+        known: whether it has been discovered.
+        parameters: the parameters the callable may differentiate.
+        device: where its tensors are, or the CPU.
+    """
+
+    def __init__(self, root: nn.Module | Callable) -> None:
+        self._root = root
+        self._is_module = isinstance(root, nn.Module)
+        self._found: Reach | None = None
+        self._modules: list[nn.Module] = []
+        self.parameters: list[Tensor] = []
+        self._gradients_of: list[Tensor] = []
+        self.device = torch.device("cpu")
+
+    @property
+    def known(self) -> bool:
+        return self._found is not None
+
+    def discover(self, leaves: list[Tensor]) -> None:
+        """Walks what the callable reaches; `leaves` are its tensor arguments."""
+        found = self._found = reach(self._root)
+        self._modules = found.modules
+        self.parameters = list(self._root.parameters()) if self._is_module else found.parameters()
+        # A callable that is no module may run a backward: which gradients are absent is part of its state.
+        self._gradients_of = [] if self._is_module else self.parameters
+        tensors = [*leaves, *self.parameters, *(tensor for _, _, tensor in found.slots)]
+        self.device = next((tensor.device for tensor in tensors if tensor.is_cuda), torch.device("cpu"))
+
+    def now(self, *objects: Any) -> Reach:
+        """What the callable and `objects` reach now. A module whose tensors are all in place is not walked again."""
+        if not self._is_module or objects or not self._found.in_place():
+            self._found = reach(self._root, *objects)
+            self._modules = self._found.modules
+        return self._found
+
+    def modes(self) -> bytes:
+        """Train/eval mode of every module reached, and which gradients are absent where that matters."""
+        training = bytes(map(_training, self._modules))
+        if self._gradients_of:
+            training += bytes(map(operator.is_, map(_grad, self._gradients_of), repeat(None)))
+        return training
