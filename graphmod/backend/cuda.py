@@ -2,16 +2,14 @@
 
 Everything is captured on one side stream per backend, on which warm-up calls run too: autograd nodes, cuBLAS
 workspaces and cached memory then already belong to it, and a captured graph is one chain without forks to other
-streams (a fork costs gaps between kernels at every replay). Replays run on the caller's stream. May import `recorder`
-and `random_state`.
+streams (a fork costs gaps between kernels at every replay). Replays run on the caller's stream. May import `recorder`,
+`nodes`, `pool`, `streams` and `random_state`.
 """
 
 import contextlib
 import gc
 import logging
 import threading
-import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,52 +17,12 @@ import torch
 from torch import Tensor
 
 from graphmod.backend.nodes import use_kernels
+from graphmod.backend.pool import CudaPool
 from graphmod.backend.random_state import refuse_random_state
+from graphmod.backend.streams import memory_of, renew_gradient_accumulators, stream_for
 from graphmod.recorder import Recorder
 
 log = logging.getLogger("graphmod")
-
-
-class CudaPool:
-    """A memory pool of the caching allocator that only captures allocate from."""
-
-    def __init__(self) -> None:
-        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
-        self._reserved = 0
-        self.handle = torch.cuda.graph_pool_handle()
-
-    def open_for(self, graph: torch.cuda.CUDAGraph) -> list[torch.cuda.CUDAGraph]:
-        """Makes the pool ready for the capture of `graph`. PyTorch closes a pool for good with its last graph, as after
-        a first capture that failed; the next capture then gets a new one.
-
-        Returns:
-            The graphs that keep the pool open; hold them until the capture has begun.
-        """
-        open_by = list(self._graphs)
-        if not open_by:
-            self.handle = torch.cuda.graph_pool_handle()
-            self._reserved = 0
-        self._graphs.add(graph)
-        return open_by
-
-    def abandon(self) -> None:
-        """Leaves the pool to the graphs it has, because a capture that CUDA cut short left it in an unknown state."""
-        self._graphs.clear()
-
-    def grew(self, size: int) -> None:
-        """Counts memory that a capture reserved; a pool keeps it until its last graph is gone.
-
-        Counted, because `torch.cuda.memory_snapshot` corrupts Python's heap now and then (seen with torch 2.11).
-        """
-        self._reserved += max(size, 0)
-
-    def bytes(self) -> int:
-        """Bytes of GPU memory the pool has reserved."""
-        return self._reserved if self._graphs else 0
-
-    def release(self) -> None:
-        """Gives the blocks nobody uses any more back to the driver."""
-        torch.cuda.empty_cache()
 
 
 class CudaCapture:
@@ -102,23 +60,6 @@ def _nothing() -> None:
     pass
 
 
-_SPARSE_PARTS = {
-    torch.sparse_coo: ("_indices", "_values"),
-    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
-    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
-    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
-    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
-}
-
-
-def _memory_of(tensors: list[Tensor]) -> Iterator[Tensor]:
-    """The strided CUDA tensors that these are, or are made of."""
-    for tensor in tensors:
-        if tensor.is_cuda:
-            parts = _SPARSE_PARTS.get(tensor.layout)
-            yield from (tensor,) if parts is None else (getattr(tensor, name)() for name in parts)
-
-
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
     """The collector may free a graph or an event in the middle of a capture, which would invalidate it."""
@@ -129,35 +70,6 @@ def _no_garbage_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-def _renew_gradient_accumulators(parameters: list[Tensor]) -> None:
-    """Makes autograd create the parameters' AccumulateGrad nodes anew, on the stream that is current when it does.
-
-    Such a node keeps the stream it was made on, and lives as long as any loss that leads to it. A loop that always
-    holds the last loss hands the node from step to step, so that without this a capture would for ever fork to the
-    stream of the first eager step. Autograd drops its reference when a parameter's data changes dtype.
-    """
-    for parameter in parameters:
-        if parameter.is_leaf and parameter.requires_grad:
-            data = parameter.data
-            other = torch.float32 if data.dtype is not torch.float32 else torch.float64
-            parameter.data = torch.empty(0, dtype=other, device=data.device)
-            parameter.data = data
-
-
-# A stream keeps its cuBLAS workspace (32 MiB) for as long as the process lives. So a stream whose backend is gone
-# serves the next one, always the oldest, so that runs of the same kind use the same ones.
-_idle_streams: defaultdict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
-
-
-def _a_stream(device: torch.device) -> torch.cuda.Stream:
-    idle = _idle_streams[device]
-    if not idle:
-        return torch.cuda.Stream(device)
-    oldest = min(idle, key=lambda stream: stream.stream_id)
-    idle.remove(oldest)
-    return oldest
 
 
 class CudaBackend:
@@ -173,8 +85,7 @@ class CudaBackend:
 
     def __init__(self, device: torch.device) -> None:
         self.device = torch.device("cuda", device.index if device.index is not None else torch.cuda.current_device())
-        self.stream = _a_stream(self.device)
-        weakref.finalize(self, _idle_streams[self.device].append, self.stream)
+        self.stream = stream_for(self, self.device)
         self._generator = torch.cuda.default_generators[self.device.index]
 
     def new_pool(self) -> CudaPool:
@@ -199,9 +110,9 @@ class CudaBackend:
                 yield results
         finally:
             caller.wait_stream(self.stream)
-        for part in _memory_of(tensors):
+        for part in memory_of(tensors):
             part.record_stream(self.stream)
-        for part in _memory_of(results):
+        for part in memory_of(results):
             part.record_stream(caller)
 
     @contextlib.contextmanager
@@ -218,7 +129,7 @@ class CudaBackend:
 
     def renew_accumulators(self, parameters: list[Tensor]) -> None:
         """Makes a capture build the parameters' gradient accumulators anew, on its own stream."""
-        _renew_gradient_accumulators(parameters)
+        renew_gradient_accumulators(parameters)
 
     def views(self, parameters: list[Tensor]) -> list[Tensor]:
         """A view of each parameter whose autograd node belongs to the capture stream."""

@@ -1,0 +1,57 @@
+"""Capture streams, and what belongs to a stream: memory in use, gradient accumulators. Imports torch only."""
+
+import weakref
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_SPARSE_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+
+
+def memory_of(tensors: list[Tensor]) -> Iterator[Tensor]:
+    """The strided CUDA tensors that these are, or are made of."""
+    for tensor in tensors:
+        if tensor.is_cuda:
+            parts = _SPARSE_PARTS.get(tensor.layout)
+            yield from (tensor,) if parts is None else (getattr(tensor, name)() for name in parts)
+
+
+def renew_gradient_accumulators(parameters: list[Tensor]) -> None:
+    """Makes autograd create the parameters' AccumulateGrad nodes anew, on the stream that is current when it does.
+
+    Such a node keeps the stream it was made on, and lives as long as any loss that leads to it. A loop that always
+    holds the last loss hands the node from step to step, so that without this a capture would for ever fork to the
+    stream of the first eager step. Autograd drops its reference when a parameter's data changes dtype.
+    """
+    for parameter in parameters:
+        if parameter.is_leaf and parameter.requires_grad:
+            data = parameter.data
+            other = torch.float32 if data.dtype is not torch.float32 else torch.float64
+            parameter.data = torch.empty(0, dtype=other, device=data.device)
+            parameter.data = data
+
+
+# A stream keeps its cuBLAS workspace (32 MiB) for as long as the process lives. So a stream whose backend is gone
+# serves the next one, always the oldest, so that runs of the same kind use the same ones.
+_idle_streams: defaultdict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
+
+
+def stream_for(owner: Any, device: torch.device) -> torch.cuda.Stream:
+    """A capture stream, which is idle again when `owner` is gone."""
+    idle = _idle_streams[device]
+    if idle:
+        found = min(idle, key=lambda stream: stream.stream_id)
+        idle.remove(found)
+    else:
+        found = torch.cuda.Stream(device)
+    weakref.finalize(owner, idle.append, found)
+    return found
