@@ -68,7 +68,10 @@ def render(content: dict[str, Any]) -> str:
     own = [mode for mode in modes if any("host_ms" in by.get((mode, shape), {}) for shape in shapes)]
     details = [
         [f"{title}, {NAMES[mode]}", *(_cell(by.get((mode, shape)), None, key) for shape in shapes)]
-        for title, key in (("host ms a token", "host_ms"), ("GPU busy ms a token", "busy_ms"))
+        for title, key in (
+            ("host ms a token", "host_ms"),
+            ("kernel ms a token (they overlap)", "busy_ms"),
+        )
         for mode in own
     ]
     parts.append(table(["", *heads], [line for line in details if set(line[1:]) != {"-"}]))

@@ -13,7 +13,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.readme import ROOT, BadInput, run, table
+from benchmarks.readme import ROOT, BadInput, run, run_of, table
 
 OPEN, CLOSE = "<!-- table: megatron -->", "<!-- end megatron -->"
 TRAINING = ROOT / "benchmarks" / "results" / "training.json"
@@ -61,8 +61,10 @@ def _loss_cell(result: dict[str, Any] | None) -> str:
 
 
 def _our_cell(ours: Results, mode: str, shape: str) -> str:
-    steps = [ours.get((one, shape), {}).get("step_ms") for one in ("eager", mode)]
-    return "-" if None in steps else f"{steps[0] / steps[1]:.2f}x"
+    eager, other = (ours.get((one, shape), {}) for one in ("eager", mode))
+    if "step_ms" not in eager or "step_ms" not in other or run_of(eager) != run_of(other):
+        return "-"
+    return f"{eager['step_ms'] / other['step_ms']:.2f}x"
 
 
 def render(content: dict[str, Any]) -> str:

@@ -14,6 +14,11 @@ class BadInput(Exception):
     """The results or the README are not what they should be; the message says how."""
 
 
+def run_of(result: dict[str, Any]) -> tuple[Any, Any]:
+    """What tells whether two results are of one run, and may be compared."""
+    return result.get("environment", {}).get("date"), result.get("command")
+
+
 def table(head: list[str], rows: list[list[str]]) -> str:
     """A Markdown table whose first column is text and whose others are numbers."""
     align = ["---"] + ["---:"] * (len(head) - 1)

@@ -12,7 +12,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.readme import BadInput, run, table
+from benchmarks.readme import BadInput, run, run_of, table
 
 OPEN, CLOSE = "<!-- table: training -->", "<!-- end -->"
 BASELINE = "eager"
@@ -37,17 +37,13 @@ def _shape_name(known: dict[str, Any]) -> str:
     return f"{known['layers']} layers, width {known['width']}, {known['batch']} x {known['length']} tokens"
 
 
-def _run_of(result: dict[str, Any]) -> tuple[str, str]:
-    return result["environment"]["date"], result["command"]
-
-
 def _step_cell(result: dict[str, Any] | None, base: dict[str, Any] | None) -> str:
     if result is None:
         return "-"
     if "error" in result:
         return "not installed" if "ModuleNotFoundError" in result["error"] else "failed"
     step = result["step_ms"]
-    if result is base or base is None or "error" in base or _run_of(result) != _run_of(base):
+    if result is base or base is None or "error" in base or run_of(result) != run_of(base):
         return f"{step:.2f}"
     return f"{step:.2f} ({base['step_ms'] / step:.2f}x)"
 
@@ -82,7 +78,7 @@ def render(content: dict[str, Any]) -> str:
     ]
     seen = [result["environment"] for result in good]
     gpu, version = (" and ".join(dict.fromkeys(str(one[name]) for one in seen)) for name in ("gpu", "torch"))
-    runs = dict.fromkeys(map(_run_of, good))
+    runs = dict.fromkeys(map(run_of, good))
     commands = "; ".join(f"{date} `{command}`" for date, command in runs)
     return "\n\n".join(
         [

@@ -79,10 +79,6 @@ def _make_space(module: CUDAGraphModule, entry: Entry) -> bool:
     return False
 
 
-def _distributed() -> bool:
-    return torch.nn.parallel.DistributedDataParallel._get_active_ddp_module() is not None
-
-
 def capture(module: CUDAGraphModule, entry: Entry, tape: Tape, leaves: list[Tensor]) -> tuple[ForwardGraph, Any] | None:
     """Captures a call on its tensor arguments and launches it.
 
@@ -92,9 +88,9 @@ def capture(module: CUDAGraphModule, entry: Entry, tape: Tape, leaves: list[Tens
     began = time.perf_counter()
     arena, backend = tape.arena, module._group.backend
     try:
-        if torch.is_grad_enabled() and _distributed():
+        if torch.is_grad_enabled() and module._around.distributed():
             raise CaptureRefused(
-                "runs inside DistributedDataParallel, which reduces gradients in hooks that no replay would run"
+                "is trained with DistributedDataParallel, which reduces gradients in hooks that no replay would run"
             )
         if not arena.in_flight:
             backend.prepare_capture()

@@ -59,7 +59,8 @@ def graph_layers(
             raise ConfigError(f"{name!r} has graphs already; call ungraph(model) first")
     for name in names:
         layer = model.get_submodule(name)
-        device = next((p.device for p in layer.parameters()), torch.device("cpu"))
+        tensors = itertools.chain(layer.parameters(), layer.buffers())
+        device = next((tensor.device for tensor in tensors), torch.device("cpu"))
         group = groups.setdefault(device, Group())
         graphed = CUDAGraphModule(layer, config, name=name, group=group, call=layer.forward)
         layer.__dict__[_MARK] = (graphed, layer.__dict__.get("forward"))

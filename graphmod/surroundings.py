@@ -55,6 +55,11 @@ class Surroundings:
             self._modules = self._found.modules
         return self._found
 
+    def distributed(self) -> bool:
+        """Whether the callable reaches DistributedDataParallel, or is called inside its forward."""
+        kind = nn.parallel.DistributedDataParallel
+        return kind._get_active_ddp_module() is not None or any(isinstance(module, kind) for module in self._modules)
+
     def modes(self) -> bytes:
         """Train/eval mode of every module reached, and which gradients are absent where that matters."""
         training = bytes(map(_training, self._modules))

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+import transformers
 from harness import config as graph_config
 from harness import play, twins
 from test_train_step import build, graphs, replays, scopes, stepper
@@ -11,6 +12,7 @@ from torch import nn
 
 from graphmod.train.draws import kept_draws
 from graphmod.train.loop import NonFiniteError, train
+from graphmod.train.recompute import draws_random_numbers
 from graphmod.train.step import TrainStep, next_token_loss
 
 SCOPES = ["none", "per_layer", "full_iteration"]
@@ -229,6 +231,8 @@ class TestKeptDraws:
             lambda x: torch.native_dropout(x, 0.5, True),
             lambda x: (nn.functional.dropout(x, 0.5), torch.rand_like(x)),
             lambda x: torch.rand(3).mul_(2),
+            lambda x: torch.rand_like(x).mul_(2),
+            lambda x: nn.functional.rrelu(x, training=True),
             lambda x: (torch.empty_like(x).normal_(), torch.bernoulli(x.abs().clamp(max=1))),
             lambda x: torch.nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.3),
         ],
@@ -259,6 +263,23 @@ class TestKeptDraws:
             torch.bernoulli(x).mul_(2)
         with later, pytest.raises(RuntimeError, match="changed in place"):
             torch.bernoulli(x)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "draws"),
+    [
+        ("OPT", {"dropout": 0.1}, True),  # called as a function
+        ("OPT", {"dropout": 0.0}, False),
+        ("GPT2", {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}, False),  # its summary head is not used
+        ("Llama", {"attention_dropout": 0.2}, True),
+        ("Llama", {}, False),
+    ],
+)
+def test_dropout_is_found_wherever_a_model_has_it(name, settings, draws):
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 32}
+    small |= {"word_embed_proj_dim": 16} if name == "OPT" else {}
+    config = getattr(transformers, f"{name}Config")(**small, **settings)
+    assert draws_random_numbers(transformers.AutoModelForCausalLM.from_config(config)) is draws
 
 
 @pytest.mark.gpu

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
-from harness import layered, loss_of, mlp, play, twins, wrapped
+from harness import config, layered, loss_of, mlp, play, twins, wrapped
 from torch import nn
+
+from graphmod import CUDAGraphModule
 
 
 class Two(nn.Module):
@@ -226,7 +228,14 @@ def test_a_hook_that_every_module_has(device):
     play(two, step, device, graph=layered())
 
 
-def test_layers_inside_distributed_data_parallel_stay_eager():
+def around_distributed(side):
+    distributed = side.call
+    side.call = CUDAGraphModule(lambda x: distributed(x), config())
+    side.graphs = [side.call]
+
+
+@pytest.mark.parametrize(("graph", "calls"), [(layered(), 2), (around_distributed, 1)], ids=["inside", "around"])
+def test_what_distributed_data_parallel_trains_stays_eager(graph, calls):
     """Its gradients are reduced in hooks on autograd nodes that a captured backward does not visit."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
@@ -242,7 +251,7 @@ def test_layers_inside_distributed_data_parallel_stay_eager():
             side.optimizer.step()
             return loss.detach()
 
-        side = twins(build, step, torch.device("cpu"), graph=layered(), replays=0, eager_calls=2, failures=6)
+        side = twins(build, step, torch.device("cpu"), graph=graph, replays=0, eager_calls=calls, failures=3 * calls)
         assert "DistributedDataParallel" in side.graphs[0].last_failure
     finally:
         torch.distributed.destroy_process_group()

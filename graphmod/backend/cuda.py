@@ -124,8 +124,10 @@ class CudaBackend:
         """
         current = torch.cuda.current_stream(self.device)
         current.wait_stream(self.stream)
-        yield
-        self.stream.wait_stream(current)
+        try:
+            yield
+        finally:
+            self.stream.wait_stream(current)
 
     def renew_accumulators(self, parameters: list[Tensor]) -> None:
         """Makes a capture build the parameters' gradient accumulators anew, on its own stream."""
@@ -197,9 +199,11 @@ class CudaBackend:
             except BaseException:
                 self._clean_up(pool, spare)
                 raise
-            for graph in graphs:
-                self._instantiate(graph)
-        caller.wait_stream(self.stream)
+            try:
+                for graph in graphs:
+                    self._instantiate(graph)
+            finally:
+                caller.wait_stream(self.stream)
         pool.grew(torch.cuda.memory_reserved(self.device) - reserved)
         return CudaCapture(graphs, recorder.finish()), result
 
@@ -217,7 +221,7 @@ class CudaBackend:
     def _instantiate(self, graph: torch.cuda.CUDAGraph) -> None:
         try:
             use_kernels(graph.raw_cuda_graph(), self.device, self.stream)
-        except (OSError, AttributeError, RuntimeError) as error:  # an older driver: slower, but the same
+        except Exception as error:  # an older driver, a mode of the user's: slower, but the same
             log.debug("memset and memcpy nodes stay as they are: %s", error)
         graph.instantiate()
 

@@ -8,6 +8,7 @@ the bytes written are the same. What the driver does not let be changed stays as
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 from collections.abc import Callable
@@ -20,7 +21,9 @@ from torch import Tensor
 _KERNEL, _MEMCPY, _MEMSET = 0, 1, 2  # CUgraphNodeType
 _DEVICE = 2  # CUmemorytype
 _THREAD_LOCAL = 1  # CUstreamCaptureMode
+_ORDINAL = 9  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+_MOST = 2**31 - 1  # bytes that one kernel of PyTorch's handles
 
 
 class _Memset(Structure):  # CUDA_MEMSET_NODE_PARAMS
@@ -99,6 +102,16 @@ def node_types(graph: int) -> dict[int, int]:
     return {kind: kinds.count(kind) for kind in sorted(set(kinds))}
 
 
+def _is_on(device: torch.device, *addresses: int) -> bool:
+    """Whether all of these lie in the memory of the device itself."""
+    for address in addresses:
+        ordinal = c_int(-1)
+        _call("cuPointerGetAttribute", byref(ordinal), c_int(_ORDINAL), c_size_t(address))
+        if ordinal.value != device.index:
+            return False
+    return True
+
+
 def _memory(address: int, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     storage = torch._C._construct_storage_from_data_pointer(address, device, elements * dtype.itemsize)
     return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, (elements,))
@@ -108,14 +121,15 @@ def _fill(node: c_void_p, device: torch.device) -> Callable[[], Any] | None:
     """What a memset node does, as an operation that launches one kernel; None where that is not plain."""
     found = _Memset()
     _call("cuGraphMemsetNodeGetParams", node, byref(found))
-    dtype = _INTEGERS.get(found.element)
-    if dtype is None or found.height != 1 or not found.width:
+    size, length = found.element, found.element * found.width
+    if size not in _INTEGERS or found.height != 1 or not 0 < length <= _MOST or not _is_on(device, found.dst):
         return None
-    target = _memory(found.dst, found.width, dtype, device)
-    value = found.value & ((1 << 8 * found.element) - 1)
-    if dtype.is_signed and value >> (8 * found.element - 1):
-        value -= 1 << 8 * found.element
-    return functools.partial(target.fill_, value)
+    value = found.value & ((1 << 8 * size) - 1)
+    if not (found.dst | length) % 4:
+        value, size = int.from_bytes(value.to_bytes(size, "little") * (4 // size), "little"), 4
+    if size > 1 and value >> (8 * size - 1):  # the integers of torch have a sign
+        value -= 1 << 8 * size
+    return functools.partial(_memory(found.dst, length // size, _INTEGERS[size], device).fill_, value)
 
 
 def _copy(node: c_void_p, device: torch.device) -> Callable[[], Any] | None:
@@ -124,7 +138,9 @@ def _copy(node: c_void_p, device: torch.device) -> Callable[[], Any] | None:
     _call("cuGraphMemcpyNodeGetParams", node, byref(found))
     plain = found.height == found.depth == 1 and found.src_type == found.dst_type == _DEVICE
     offsets = (found.src_x, found.src_y, found.src_z, found.dst_x, found.dst_y, found.dst_z)
-    if not plain or any(offsets) or not found.width:
+    if not plain or any(offsets) or not 0 < found.width <= _MOST:
+        return None
+    if not _is_on(device, found.src_device, found.dst_device):
         return None
     element = next(size for size in (4, 2, 1) if not (found.src_device | found.dst_device | found.width) % size)
     dtype, count = _INTEGERS[element], found.width // element
@@ -139,23 +155,28 @@ _AS_OPERATION = {_MEMSET: _fill, _MEMCPY: _copy}
 def _captured_kernels(operations: list[Callable[[], Any]], stream: torch.cuda.Stream) -> tuple[c_void_p, list[_Kernel]]:
     """A graph of these operations, and the kernel of each."""
     graph, handle = c_void_p(), c_void_p(stream.cuda_stream)
-    with torch.cuda.stream(stream):
-        _call("cuStreamBeginCapture_v2", handle, c_int(_THREAD_LOCAL))
-        try:
-            for operation in operations:
-                operation()
-        finally:
-            _call("cuStreamEndCapture", handle, byref(graph))
-    kernels = []
-    following = _nodes("cuGraphGetRootNodes", graph)
-    while following:  # a chain, in the order of the operations
-        found = _Kernel()
-        _call("cuGraphKernelNodeGetParams_v2", following[0], byref(found))
-        kernels.append(found)
-        following = _nodes("cuGraphNodeGetDependentNodes", following[0])
-    if len(kernels) != len(operations):
-        raise RuntimeError(f"{len(operations)} operations became {len(kernels)} kernels")
-    return graph, kernels
+    try:
+        with torch.cuda.stream(stream):
+            _call("cuStreamBeginCapture_v2", handle, c_int(_THREAD_LOCAL))
+            try:
+                for operation in operations:
+                    operation()
+            finally:
+                _call("cuStreamEndCapture", handle, byref(graph))
+        kernels = []
+        following = _nodes("cuGraphGetRootNodes", graph)
+        while following:  # a chain, in the order of the operations
+            found = _Kernel()
+            _call("cuGraphKernelNodeGetParams_v2", following[0], byref(found))
+            kernels.append(found)
+            following = _nodes("cuGraphNodeGetDependentNodes", following[0])
+        if len(kernels) != len(operations):
+            raise RuntimeError(f"{len(operations)} operations became {len(kernels)} kernels")
+        return graph, kernels
+    except BaseException:
+        if graph:
+            _call("cuGraphDestroy", graph)
+        raise
 
 
 def _replace(graph: c_void_p, node: c_void_p, kernel: _Kernel) -> None:
@@ -194,9 +215,12 @@ def use_kernels(graph: int, device: torch.device, stream: torch.cuda.Stream) -> 
     if not wanted:
         return 0
     made, kernels = _captured_kernels([operation for _, operation in wanted], stream)
+    replaced = 0
     try:
         for (node, _), kernel in zip(wanted, kernels, strict=True):
-            _replace(c_void_p(graph), node, kernel)
+            with contextlib.suppress(RuntimeError):  # what the driver refuses stays as it was
+                _replace(c_void_p(graph), node, kernel)
+                replaced += 1
     finally:
         _call("cuGraphDestroy", made)
-    return len(wanted)
+    return replaced

@@ -35,15 +35,18 @@ def _apart(tensor: Tensor) -> Tensor:
 
 
 class _Kept:
-    """What one random operation gave: its results, or the content of the arguments it changed."""
+    """What one random operation gave: its results, and the content of the arguments it changed."""
 
     def __init__(self, op: Any, args: tuple, kwargs: dict, result: Any) -> None:
         self._op = op
         self._written = [tensor.clone() for tensor in _changed(op, args, kwargs)]
         # What a factory makes gets another version counter on its way out, so that a change would go unnoticed.
-        self._made = not any(True for _ in tensors_in((*args, *kwargs.values())))
+        like = op._schema.name.endswith("_like")
+        self._made = like or not any(True for _ in tensors_in((*args, *kwargs.values())))
         self._result = None
-        if not self._written:
+        returned = [value.alias_info for value in op._schema.returns]
+        self._returns_written = bool(returned) and all(alias is not None and alias.is_write for alias in returned)
+        if not self._returns_written:
             self._result = tree_map_only(Tensor, torch.clone if self._made else _apart, result)
         self._versions = [tensor._version for tensor in self._tensors()]
 
@@ -55,12 +58,12 @@ class _Kept:
             raise RuntimeError(f"a layer that runs again calls {op} where it called {self._op}; it must do the same")
         if [tensor._version for tensor in self._tensors()] != self._versions:
             raise RuntimeError(f"the result of {op} was changed in place; a layer that runs again needs it as it was")
-        if not self._written:
-            return tree_map_only(Tensor, torch.clone, self._result) if self._made else self._result
         targets = _changed(op, args, kwargs)
         for target, value in zip(targets, self._written, strict=True):
             target.copy_(value)
-        return targets[0] if len(targets) == 1 else tuple(targets)
+        if self._returns_written:
+            return targets[0] if len(targets) == 1 else tuple(targets)
+        return tree_map_only(Tensor, torch.clone, self._result) if self._made else self._result
 
 
 class _Keep(TorchDispatchMode):

@@ -36,7 +36,7 @@ def busy_us(intervals: list[tuple[float, float]]) -> float:
     return total
 
 
-def _ranged(forward: Callable, name: str, *args: Any, **kwargs: Any) -> Any:
+def _ranged(forward: Callable, name: str, /, *args: Any, **kwargs: Any) -> Any:
     with record_function(name):
         return forward(*args, **kwargs)
 

@@ -48,10 +48,15 @@ class Recomputed:
 
 
 def draws_random_numbers(model: nn.Module) -> bool:
-    """Whether the model has dropout, in a module or in the attention kernel."""
+    """Whether the model has dropout: in a module, or by its config, for what its code calls as a function."""
     modules = any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in model.modules())
-    names = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
-    return modules or any(getattr(getattr(model, "config", None), name, 0) for name in names)
+    config = getattr(model, "config", None)
+    settings = {} if config is None else vars(config)
+    heads = ("summary", "classifier")  # of other models with the same config
+    return modules or any(
+        isinstance(value, float) and value > 0 and "drop" in name and not name.startswith(heads)
+        for name, value in settings.items()
+    )
 
 
 def recompute_activations(model: nn.Module, compiled: bool = False) -> nn.Module:

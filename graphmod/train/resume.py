@@ -64,6 +64,8 @@ def fingerprint(tokens: Tensor) -> str:
 
 def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Each decisive setting that is not what it was, in words."""
+    if saved.get("data.packing"):
+        saved = {"data.packing_attention": "mask", **saved}  # all that there was before the setting came
     return [
         f"{name} was {saved.get(name)} and is now {now.get(name)}"
         for name in sorted({*saved, *now})
