@@ -10,7 +10,7 @@ ARGS ?=
 # What `make generate` goes on from.
 PROMPT ?= def main(
 # Tests beside other programs on few cores: see train.py.
-export GOMP_SPINCOUNT ?= 30000
+export GOMP_SPINCOUNT ?= 3000
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train generate compare tensorboard test lint format clean

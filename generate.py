@@ -19,7 +19,7 @@ if __name__ == "__main__":
 
     # As in train.py, and likewise before torch is imported.
     if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "30000")
+        os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
     from graphmod.decode.cli import main
 

@@ -21,7 +21,7 @@ if __name__ == "__main__":
     # of thousands of operations a step. Giving up the core sooner costs nothing measurable when it is free.
     # It must be set before torch is imported.
     if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "30000")
+        os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
     from graphmod.train.cli import main
 

@@ -26,6 +26,7 @@ from benchmarks.decode_engine import measure_capture, time_engine  # noqa: E402
 from benchmarks.decode_peers import time_generate, time_hand_graph  # noqa: E402
 from benchmarks.decode_ragged import measure_ragged  # noqa: E402
 from benchmarks.decode_shapes import SHAPES, SMOKE  # noqa: E402
+from benchmarks.training import chosen, gpu_is_there  # noqa: E402
 
 ENGINE_MODES = ("eager_step", "uncompiled", "compiled", "compiled_max")
 FLAGS = ("shapes", "modes", "steps", "attention")
@@ -90,7 +91,7 @@ def report(result: dict[str, Any]) -> str:
     return "  ".join(numbers)
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", help=f"of {', '.join(SHAPES)}; with --smoke of {', '.join(SMOKE)}")
     parser.add_argument("--modes", help=f"of {', '.join(MODES)}; default: all that a shape has")
@@ -107,11 +108,15 @@ def main() -> None:
     if options.worker:
         result = work(*options.worker, options.steps, options.attention, options.smoke)
         print("RESULT " + json.dumps(result))
-        return
-    shapes = options.shapes.split(",") if options.shapes else list(SMOKE if options.smoke else SHAPES)
+        return 0
+    known = SMOKE if options.smoke else SHAPES
+    shapes = chosen(parser, options.shapes, known, "--shapes") if options.shapes else list(known)
+    modes = chosen(parser, options.modes, MODES, "--modes") if options.modes else MODES
+    if not options.smoke and not gpu_is_there():
+        return 2
     results = []
     for shape in shapes:
-        for mode in options.modes.split(",") if options.modes else modes_of(shape):
+        for mode in modes:
             if mode not in modes_of(shape):
                 continue
             command = [sys.executable, __file__, "--worker", mode, shape, "--steps", str(options.steps)]
@@ -135,6 +140,7 @@ def main() -> None:
             print(f"{shape:12} {mode:13} {report(results[-1])}  ({time.perf_counter() - began:.0f} s)", flush=True)
             write(options.out, results)
     write(options.out, results)
+    return int(any("error" in result for result in results))
 
 
 def write(out: Path | None, results: list[dict[str, Any]]) -> None:
@@ -152,4 +158,4 @@ def write(out: Path | None, results: list[dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

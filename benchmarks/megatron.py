@@ -35,7 +35,7 @@ HERE = Path(__file__).resolve().parent
 # This file's name is also Megatron-core's package: its folder must not be searched for imports.
 sys.path[:] = [str(HERE.parent), *(entry for entry in sys.path if Path(entry or ".").resolve() != HERE)]
 
-from benchmarks.training import SHAPES, VOCABULARY, keep  # noqa: E402
+from benchmarks.training import SHAPES, VOCABULARY, chosen, gpu_is_there, keep  # noqa: E402
 
 EAGER, BUILT_IN, GRAPHMOD = MODES = ("megatron_eager", "megatron_graphs", "megatron_graphmod")
 SMOKE = {"smoke": {"layers": 2, "width": 128, "batch": 2, "length": 64}}
@@ -54,12 +54,6 @@ def installed() -> bool:
         return importlib.util.find_spec("megatron.core") is not None
     except ModuleNotFoundError:
         return False
-
-
-def gpu_is_there() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
 
 
 def start_megatron() -> None:
@@ -247,14 +241,6 @@ def show(result: dict[str, Any], eager: dict[str, Any] | None, took: float) -> N
     )
 
 
-def chosen(parser: argparse.ArgumentParser, text: str, known: tuple[str, ...], flag: str) -> list[str]:
-    names = text.split(",")
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        parser.error(f"{flag}: {', '.join(unknown)} is none of {', '.join(known)}")
-    return names
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default=",".join(SHAPES), help=f"of {', '.join(SHAPES)}")
@@ -272,7 +258,7 @@ def main() -> int:
     if options.worker:
         print("RESULT " + json.dumps(work(*options.worker, options.steps)), flush=True)
         return 0
-    shapes = ["smoke"] if options.smoke else chosen(parser, options.shapes, tuple(SHAPES), "--shapes")
+    shapes = ["smoke"] if options.smoke else chosen(parser, options.shapes, SHAPES, "--shapes")
     modes = chosen(parser, options.modes, MODES, "--modes")
     if options.smoke and options.out is not None:
         parser.error("--smoke takes no --out: its times say nothing")
@@ -280,7 +266,6 @@ def main() -> int:
         print(INSTALL)
         return 0
     if not gpu_is_there():
-        print("error: needs a GPU, and torch sees none", file=sys.stderr)
         return 2
     steps = min(options.steps, 5) if options.smoke else options.steps
     failed = False

@@ -8,11 +8,13 @@ CudaGraphModule (skipped where tensordict is not installed: pip install tensordi
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -215,7 +217,26 @@ def keep(out: Path | None, result: dict[str, Any], script: str = "training.py") 
     out.write_text(json.dumps({"results": results}, indent=1) + "\n")
 
 
-def main() -> None:
+def chosen(parser: argparse.ArgumentParser, text: str, known: Iterable[str], flag: str) -> list[str]:
+    """The names in `text`, which commas part; one that is not known ends the script."""
+    names = text.split(",")
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        parser.error(f"{flag}: {', '.join(unknown)} is none of {', '.join(known)}")
+    return names
+
+
+def gpu_is_there() -> bool:
+    """Whether there is one; if not, says so. Results of earlier runs are then left alone."""
+    import torch
+
+    if not torch.cuda.is_available():
+        print("error: needs a GPU, and torch sees none", file=sys.stderr)
+        return False
+    return True
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default=",".join(SHAPES), help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--modes", default=",".join(MODES), help=f"of {', '.join(MODES)}")
@@ -227,9 +248,17 @@ def main() -> None:
     options = parser.parse_args()
     if options.worker:
         print("RESULT " + json.dumps(work(*options.worker, options.steps)))
-        return
-    for shape in options.shapes.split(","):
-        for mode in options.modes.split(","):
+        return 0
+    shapes = chosen(parser, options.shapes, SHAPES, "--shapes")
+    modes = chosen(parser, options.modes, MODES, "--modes")
+    if not gpu_is_there():
+        return 2
+    failed = False
+    for shape in shapes:
+        for mode in modes:
+            if mode == "tensordict" and importlib.util.find_spec(mode) is None:
+                print(f"{shape:9} {mode:26} skipped: it is not installed (pip install tensordict)", flush=True)
+                continue
             command = [sys.executable, __file__, "--worker", mode, shape, "--steps", str(options.steps)]
             began = time.perf_counter()
             done = subprocess.run(command, capture_output=True, text=True, env={**os.environ})
@@ -238,6 +267,7 @@ def main() -> None:
                 tail = (done.stderr.strip().splitlines() or ["no output"])[-1]
                 print(f"{shape:9} {mode:26} failed: {tail[:160]}", flush=True)
                 keep(options.out, {"mode": mode, "shape": shape, "error": tail})
+                failed = True
                 continue
             result = json.loads(line.removeprefix("RESULT "))
             keep(options.out, result)
@@ -248,7 +278,8 @@ def main() -> None:
                 f"({time.perf_counter() - began:.0f} s)",
                 flush=True,
             )
+    return int(failed)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

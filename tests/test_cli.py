@@ -174,3 +174,9 @@ def test_the_command_that_goes_on_can_be_typed_again(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["train.py"])
     said = shlex.split(_way_on(tmp_path / "run", ["train.sample_prompt=def ", "train.resume=auto"]))
     assert said == [".venv/bin/python", "train.py", "train.sample_prompt=def ", "train.resume=run"]
+
+
+def test_the_command_that_goes_on_names_a_folder_elsewhere_in_full(tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert shlex.split(_way_on(tmp_path / "run", []))[-1] == f"train.resume={tmp_path / 'run'}"

@@ -75,6 +75,10 @@ def test_a_typo_in_a_choice_names_the_nearest_and_all_choices():
     assert "full_iteration, none, per_layer" in message
 
 
+def test_the_beginning_of_a_choice_names_it():
+    assert "did you mean graph=full_iteration?" in complaint("graph=full")
+
+
 def test_a_value_of_the_wrong_kind_names_the_key_and_the_value():
     message = complaint("train.steps=abc")
     assert "train.steps" in message and "abc" in message and "Integer" in message

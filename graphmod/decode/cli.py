@@ -22,6 +22,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
 
 from graphmod.decode.config import CompileMode
 from graphmod.decode.engine import DecodeEngine
@@ -121,7 +122,8 @@ def read_prompts(path: Path) -> list[Prompt]:
         # Not splitlines(), which also splits at characters that may stand in a text or a string of JSON.
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"prompts_file={path} cannot be read: {error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"prompts_file={path} cannot be read: {reason}") from error
     numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
     if not numbered:
         raise ConfigError(f"prompts_file={path} holds no prompt")
@@ -209,7 +211,7 @@ def _many(engine: DecodeEngine, config: GenerateConfig, prompts: list[Prompt], o
     began = time.perf_counter()
     if out is not None:
         out.begin()
-    with tqdm(total=total, unit="sample", disable=out is None) as bar:
+    with logging_redirect_tqdm(), tqdm(total=total, unit="sample", disable=out is None) as bar:
 
         def finish(completion: Completion) -> None:
             nonlocal finished, failed, tokens

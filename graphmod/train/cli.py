@@ -163,16 +163,18 @@ def _hydra_raises() -> Iterator[None]:
             os.environ[_FULL_ERROR] = before
 
 
-def _interpreter() -> str:
-    """The running one, as one would type it here."""
-    here = Path(sys.executable)
-    return str(here.relative_to(Path.cwd())) if here.is_relative_to(Path.cwd()) else str(here)
+def _from_here(path: str | Path) -> str:
+    """`path` as one would type it here."""
+    full = Path(path).absolute()
+    return str(full.relative_to(Path.cwd())) if full.is_relative_to(Path.cwd()) else str(full)
 
 
 def _way_on(folder: Path, given: list[str]) -> str:
     """The command that goes on with the run in `folder`, which was started with the arguments `given`."""
     given = [argument for argument in given if not argument.startswith("train.resume=")]
-    return shlex.join([_interpreter(), os.path.relpath(sys.argv[0]), *given, f"train.resume={os.path.relpath(folder)}"])
+    return shlex.join(
+        [_from_here(sys.executable), _from_here(sys.argv[0]), *given, f"train.resume={_from_here(folder)}"]
+    )
 
 
 def _say_stopped(result: RunResult, folder: Path, given: list[str]) -> int:

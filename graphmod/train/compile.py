@@ -64,10 +64,15 @@ def inductor(how: str) -> Callable:
     return backend
 
 
+@functools.cache  # of layers that are compiled one by one, the first says it for all
+def _say_not_fast() -> None:
+    log.warning("graph.compile on the CPU runs the compiled graphs operation by operation: it checks, and is not fast")
+
+
 def _backend(how: str, device: torch.device) -> Any:
     if device.type == "cuda":
         return inductor(how)
-    log.warning("graph.compile on the CPU runs the compiled graphs operation by operation: it checks, and is not fast")
+    _say_not_fast()
     return "aot_eager"
 
 

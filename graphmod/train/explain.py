@@ -53,7 +53,8 @@ def _choices(error: MissingConfigException) -> str:
     if not group:
         return f"the config {choice!r} was not found"
     options = sorted(error.options or [])
-    best = nearest(choice, options)
+    begun = [option for option in options if choice and option.startswith(choice)]
+    best = nearest(choice, options) or (begun[0] if len(begun) == 1 else None)
     hint = f"; did you mean {group}={best}?" if best else ""
     return f"there is no choice {choice!r} for {group!r}{hint}\n  choices of {group!r}: {', '.join(options)}"
 
