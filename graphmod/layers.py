@@ -141,7 +141,8 @@ def match_layers(model: nn.Module, patterns: str | list[str]) -> list[str]:
         parts = pattern.split(".")
         hits = [name for name in names if _matches(name.split("."), parts)]
         if not hits:
-            near = difflib.get_close_matches(pattern.replace("*", "0"), names, n=3, cutoff=0.3) or names[:3]
+            near = difflib.get_close_matches(pattern.replace("*", "0"), names, n=3, cutoff=0.6)
+            near = near or [name for name in names if name.endswith(".0")][:3] or names[:3]
             raise ConfigError(f"layers={pattern!r} matches no module; names look like: {', '.join(near)}")
         found += hits
     ordered = [name for name in names if name in set(found)]
