@@ -26,7 +26,7 @@ from benchmarks.decode_engine import measure_capture, time_engine  # noqa: E402
 from benchmarks.decode_peers import time_generate, time_hand_graph  # noqa: E402
 from benchmarks.decode_ragged import measure_ragged  # noqa: E402
 from benchmarks.decode_shapes import SHAPES, SMOKE  # noqa: E402
-from benchmarks.training import chosen, gpu_is_there  # noqa: E402
+from benchmarks.options import chosen, gpu_is_there  # noqa: E402
 
 ENGINE_MODES = ("eager_step", "uncompiled", "compiled", "compiled_max")
 FLAGS = ("shapes", "modes", "steps", "attention")

@@ -35,7 +35,8 @@ HERE = Path(__file__).resolve().parent
 # This file's name is also Megatron-core's package: its folder must not be searched for imports.
 sys.path[:] = [str(HERE.parent), *(entry for entry in sys.path if Path(entry or ".").resolve() != HERE)]
 
-from benchmarks.training import SHAPES, VOCABULARY, chosen, gpu_is_there, keep  # noqa: E402
+from benchmarks.options import chosen, gpu_is_there  # noqa: E402
+from benchmarks.training import SHAPES, VOCABULARY, keep  # noqa: E402
 
 EAGER, BUILT_IN, GRAPHMOD = MODES = ("megatron_eager", "megatron_graphs", "megatron_graphmod")
 SMOKE = {"smoke": {"layers": 2, "width": 128, "batch": 2, "length": 64}}

@@ -14,11 +14,12 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.options import chosen, gpu_is_there
 
 SHAPES: dict[str, dict[str, int]] = {
     "small": {"layers": 12, "width": 768, "batch": 1, "length": 256},
@@ -215,25 +216,6 @@ def keep(out: Path | None, result: dict[str, Any], script: str = "training.py") 
     results.append({"command": " ".join([f"python benchmarks/{script}", *flags]), **result})
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps({"results": results}, indent=1) + "\n")
-
-
-def chosen(parser: argparse.ArgumentParser, text: str, known: Iterable[str], flag: str) -> list[str]:
-    """The names in `text`, which commas part; one that is not known ends the script."""
-    names = text.split(",")
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        parser.error(f"{flag}: {', '.join(unknown)} is none of {', '.join(known)}")
-    return names
-
-
-def gpu_is_there() -> bool:
-    """Whether there is one; if not, says so. Results of earlier runs are then left alone."""
-    import torch
-
-    if not torch.cuda.is_available():
-        print("error: needs a GPU, and torch sees none", file=sys.stderr)
-        return False
-    return True
 
 
 def main() -> int:

@@ -37,13 +37,15 @@ def memset(target, value, stream):
 
 @pytest.mark.parametrize("dtype, value", [(torch.uint8, 0xA5), (torch.int16, 0xF00D), (torch.int32, 0xDEADBEEF)])
 @pytest.mark.parametrize("count", [1, 7, 4096, 1 << 20])
-def test_a_fill_becomes_a_kernel(dtype, value, count):
+@pytest.mark.parametrize("first", [0, 1], ids=["aligned", "not aligned"])
+def test_a_fill_becomes_a_kernel(dtype, value, count, first):
     whole = torch.ones(count + 2, dtype=dtype, device="cuda")
+    filled = slice(first, first + count)
     expected = whole.clone()
     seen = torch.empty_like(whole)
 
     def run(stream):
-        memset(whole[1:-1], value, stream)
+        memset(whole[filled], value, stream)
         torch.add(whole, 1, out=seen)
 
     graph, stream = captured(run)
@@ -54,7 +56,7 @@ def test_a_fill_becomes_a_kernel(dtype, value, count):
         whole.fill_(1)
         graph.replay()
         bits = 8 * expected.element_size()
-        expected[1:-1] = value - (1 << bits if dtype.is_signed and value >> (bits - 1) else 0)
+        expected[filled] = value - (1 << bits if dtype.is_signed and value >> (bits - 1) else 0)
         assert torch.equal(whole, expected) and torch.equal(seen, expected + 1)
 
 

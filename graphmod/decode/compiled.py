@@ -37,8 +37,10 @@ def _inductor(tuned: bool) -> Callable:
     from torch._inductor.decomposition import select_decomp_table
 
     patches: dict[str, Any] = {"coordinate_descent_tuning": True} if tuned else {}
+    waiting: Callable = contextlib.nullcontext
     if _can_launch_early():
         patches["triton.enable_pdl"] = True
+        waiting = every_kernel_waits
     product = torch.ops.aten.mm.default
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
@@ -46,7 +48,7 @@ def _inductor(tuned: bool) -> Callable:
         if tuned:
             decompositions[product] = functools.partial(_product, decompositions[product])
         # The cache of whole traced graphs knows neither of the decomposition nor of the kernels that wait.
-        with torch._functorch.config.patch(enable_autograd_cache=False), every_kernel_waits():
+        with torch._functorch.config.patch(enable_autograd_cache=False), waiting():
             return compile_fx(graph, inputs, config_patches=patches, decompositions=decompositions)
 
     return backend
@@ -78,20 +80,18 @@ def every_kernel_waits() -> Iterator[None]:
     """
     from torch._inductor.codegen.triton import TritonKernel
 
-    before = getattr(TritonKernel, "_filter_pdl", None)
+    before = TritonKernel._filter_pdl
 
     def filtered(kernel: Any, code: Any) -> None:
         before(kernel, code)
-        if torch._inductor.config.triton.enable_pdl and not any(_WAIT in str(line) for line in code._lines):
+        if not any(_WAIT in str(line) for line in code._lines):
             code._lines.insert(0, _WAIT)
 
-    if before is not None:
-        TritonKernel._filter_pdl = filtered
+    TritonKernel._filter_pdl = filtered
     try:
         yield
     finally:
-        if before is not None:
-            TritonKernel._filter_pdl = before
+        TritonKernel._filter_pdl = before
 
 
 @contextlib.contextmanager
