@@ -53,8 +53,8 @@ def stepper(settings, *, rows=lambda i: 2, micro=lambda i: 1, between=None):
     return step
 
 
-def replays(scope, micro=1):
-    layers = 2 if "eager" in scope else 5  # and embedding, final norm, head
+def replays(scope, micro=1, loss=1):
+    layers = 2 if "eager" in scope else 5 + loss  # and embedding, final norm, head
     beside = 0 if "eager" in scope else micro + 1  # rotary frequencies, which have no backward, and the update
     return 1 if scope == "full_iteration" else 2 * layers * micro + beside
 
@@ -89,7 +89,7 @@ def test_evaluation_between_the_steps(scope, device):
 
     step = stepper({}, between=between)
     _, history = play(build, step, device, graph=graphs(scope), steps=18)
-    extra = 1 if scope == "full_iteration" else 2 * (2 if "eager" in scope else 6)
+    extra = 1 if scope == "full_iteration" else 2 * (2 if "eager" in scope else 7)
     assert history[-1][0] - history[-3][0] == 2 * replays(scope) + extra
 
 
@@ -150,14 +150,28 @@ def test_training_resumes_from_saved_state(scope, device):
     assert history[-1][0] - history[-2][0] == replays(scope)
 
 
-@scopes
-def test_another_loss_function(scope, device):
-    def smoothed(model, tokens):
-        logits = model(input_ids=tokens[:, :-1]).logits
-        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), label_smoothing=0.1)
+def smooth(logits, targets):
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), label_smoothing=0.1)
 
-    settings = {"loss_fn": smoothed}
-    twins(build, stepper(settings), device, graph=graphs(scope, **settings), replays=replays(scope))
+
+def smoothed(model, tokens):
+    return smooth(model(input_ids=tokens[:, :-1]).logits, tokens[:, 1:])
+
+
+def smoothed_in_parts(model, tokens, criterion=smooth):
+    return criterion(model(input_ids=tokens[:, :-1]).logits, tokens[:, 1:])
+
+
+def needs_a_criterion(model, tokens, *, criterion=None):
+    return smoothed(model, tokens)
+
+
+@scopes
+@pytest.mark.parametrize(("loss_fn", "graphed"), [(smoothed, 0), (smoothed_in_parts, 1), (needs_a_criterion, 0)])
+def test_another_loss_function(loss_fn, graphed, scope, device):
+    settings = {"loss_fn": loss_fn}
+    expected = replays(scope, loss=graphed)
+    twins(build, stepper(settings), device, graph=graphs(scope, **settings), replays=expected)
 
 
 def test_a_batch_of_another_kind_is_a_clear_error(device):

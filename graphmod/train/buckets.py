@@ -11,20 +11,21 @@ import torch
 from torch import Tensor, nn
 
 from graphmod.errors import ConfigError
+from graphmod.train.iteration import Criterion, mean_cross_entropy
 
 PADDING = -1
 
 
-def padded_next_token_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+def padded_next_token_loss(model: nn.Module, tokens: Tensor, criterion: Criterion = mean_cross_entropy) -> Tensor:
     """Mean cross entropy, in nats per token, over the targets that are no padding.
 
     Args:
         model: a transformers causal LM, whose output has `.logits` of shape (B, S, V).
         tokens: (B, S + 1) int64, padding at the end of rows, each with at least two tokens.
+        criterion: the loss of logits and targets.
     """
     logits = model(input_ids=tokens[:, :-1].clamp(min=0), use_cache=False).logits
-    targets = tokens[:, 1:].flatten()
-    return nn.functional.cross_entropy(logits.float().flatten(0, 1), targets, ignore_index=PADDING)
+    return criterion(logits, tokens[:, 1:], ignore_index=PADDING)
 
 
 def cut(starts: np.ndarray, end: int, longest: int) -> tuple[np.ndarray, np.ndarray]:

@@ -15,16 +15,28 @@ NONFINITE = ("stop", "skip", "ignore")
 _FIRST_SCALE, _GROWTH, _BACKOFF, _GROWTH_INTERVAL = 65536.0, 2.0, 0.5, 2000
 _NEVER = -1
 
+Criterion = Callable[..., Tensor]
 
-def next_token_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+
+def mean_cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:
+    """Mean cross entropy in float32, in nats per token, over the targets that are not `ignore_index`; 0-d.
+
+    Args:
+        logits: (B, S, V).
+        targets: (B, S) int64.
+    """
+    return nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=ignore_index)
+
+
+def next_token_loss(model: nn.Module, tokens: Tensor, criterion: Criterion = mean_cross_entropy) -> Tensor:
     """Mean cross entropy, in nats per token, of predicting `tokens[:, 1:]` from `tokens[:, :-1]`.
 
     Args:
         model: a transformers causal LM, whose output has `.logits` of shape (B, S, V).
         tokens: (B, S + 1) int64.
+        criterion: the loss of logits and targets.
     """
-    logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
-    return nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+    return criterion(model(input_ids=tokens[:, :-1], use_cache=False).logits, tokens[:, 1:])
 
 
 class Iteration:

@@ -1,5 +1,5 @@
 """Several documents in one row, none of which sees another, at one fixed shape. Imports torch, the schema,
-`train/attention.py`, `train/varlen.py` and `train/data.py`.
+`train/attention.py`, `train/varlen.py`, `train/iteration.py` and `train/data.py`.
 
 A packed batch is int64 (A, 2 B, S + 1): B rows of tokens and, below them, B rows of document numbers. The attention
 mask, or the bounds of the documents, and the positions are computed from the numbers on the device, so that one graph
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from graphmod.errors import ConfigError
 from graphmod.train.attention import BLOCK_MASK, DOCUMENT_BOUNDS
 from graphmod.train.data import WindowSampler
+from graphmod.train.iteration import Criterion, mean_cross_entropy
 from graphmod.train.schema import PackingAttention, Precision
 from graphmod.train.varlen import unavailable
 
@@ -71,20 +72,23 @@ def block_mask(documents: Tensor) -> Tensor:
     return ((documents[:, :, None] == documents[:, None, :]) & causal)[:, None]
 
 
-def packed_next_token_loss(model: nn.Module, rows: Tensor, most: int | None = None) -> Tensor:
+def packed_next_token_loss(
+    model: nn.Module, rows: Tensor, most: int | None = None, criterion: Criterion = mean_cross_entropy
+) -> Tensor:
     """Mean cross entropy, in nats per token, of the next token within each document.
 
     Args:
         model: a transformers causal LM with the attention of `train/attention.py`.
         rows: (2 B, S + 1) int64, tokens over document numbers.
         most: documents that a row may have, for attention that is given their bounds; None gives it a mask.
+        criterion: the loss of logits and targets.
     """
     tokens, documents = rows.chunk(2)
     seen = documents[:, :-1]
     apart = {BLOCK_MASK: block_mask(seen)} if most is None else {DOCUMENT_BOUNDS: document_bounds(seen, most)}
     logits = model(input_ids=tokens[:, :-1], position_ids=positions(seen), use_cache=False, **apart).logits
     targets = torch.where(documents[:, 1:] == seen, tokens[:, 1:], _IGNORED)
-    return nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=_IGNORED)
+    return criterion(logits, targets, ignore_index=_IGNORED)
 
 
 def choose_attention(

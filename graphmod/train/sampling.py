@@ -4,10 +4,11 @@ the samplers of `train/data.py`, `train/buckets.py` and `train/packing.py`.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from graphmod.train.buckets import BucketSampler, padded_next_token_loss
 from graphmod.train.corpus import Corpus
@@ -54,11 +55,7 @@ def _packed_loss(config: RunConfig, starts: list[Tensor], device: torch.device, 
     if chosen is PackingAttention.mask:
         return packed_next_token_loss
     most = max(most_documents(begins, config.data.seq_len) for begins in starts)
-
-    def loss(model: nn.Module, rows: Tensor) -> Tensor:
-        return packed_next_token_loss(model, rows, most)
-
-    return loss
+    return partial(packed_next_token_loss, most=most)
 
 
 def make_batches(config: RunConfig, corpus: Corpus, device: torch.device, dims: Any) -> Batches:

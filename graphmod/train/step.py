@@ -4,6 +4,8 @@ May import the core of graphmod, `train/iteration.py`, `train/compile.py` and `t
 of the training run.
 """
 
+import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -33,7 +35,8 @@ class TrainStep:
     Args:
         model: the model to train, already on its device and in its dtype.
         optimizer: its optimizer, with `fused=True` (and `capturable=True` on a GPU) to be captured.
-        loss_fn: `loss_fn(model, tokens)` returns the 0-d loss of one microbatch.
+        loss_fn: `loss_fn(model, tokens)` returns the 0-d loss of one microbatch. If it has an argument `criterion`
+            whose default is a function of tensors (logits, targets), `per_layer` hands it that function in a graph.
         learning_rates: the learning rate of each step, kept on the device and read there, so that it changes inside a
             graph; steps beyond its end use the last one. The optimizer's own rate must then be a tensor. None leaves
             the optimizer's rate alone.
@@ -93,6 +96,7 @@ class TrainStep:
         self.model, self.optimizer = model, optimizer
         self.config, self.compile = config or CUDAGraphConfig(), compile
         self._undo_compile: Callable[[], None] | None = None
+        self._loss_fn = loss_fn
         if compile != "none":
             loss_fn = self._compile(loss_fn, compile)
         self.grad_norm: Tensor | None = None
@@ -142,8 +146,23 @@ class TrainStep:
             layers = [*layers, *edge_modules(self.model, layers)]
         self._graphs = graph_layers(self.model, self.config, layers=layers)
         if self.config.optimizer:
+            self._graph_criterion()
             self._update = CUDAGraphModule(self._iteration.update, self.config, name="optimizer step")
             self._graphs = [*self._graphs, self._update]
+
+    def _graph_criterion(self) -> None:
+        """Puts the loss of the logits beside the head, whose results it then reads where they are."""
+        try:
+            criterion = inspect.signature(self._iteration.loss_fn).parameters["criterion"].default
+        except (KeyError, TypeError, ValueError):  # no such argument, or nothing that could tell
+            return
+        if criterion is inspect.Parameter.empty or not callable(criterion):
+            return
+        # The caller keeps losses, and a copy of one number costs less than to look for those that are still held.
+        config = replace(self.config, clone_outputs=True)
+        graphed = CUDAGraphModule(criterion, config, name="loss", group=self._graphs[-1]._group)
+        self._iteration.loss_fn = functools.partial(self._iteration.loss_fn, criterion=graphed)
+        self._graphs = [*self._graphs, graphed]
 
     def __call__(self, batch: Tensor) -> Tensor:
         """Trains on `batch`, int64 of shape (A, B, S + 1) for A microbatches; returns a 0-d loss, which stays valid."""
@@ -269,5 +288,7 @@ class TrainStep:
             self._undo_compile()
             self._undo_compile = None
         self._graphs = []
+        if self.config.scope is Scope.per_layer:
+            self._iteration.loss_fn = self._loss_fn
         self._run, self._update, self._evaluate = self._iteration.run, None, self._iteration.evaluate
         self._inputs.clear()
