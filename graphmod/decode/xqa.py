@@ -2,13 +2,11 @@
 
 Of FlashInfer's decode kernels it is the one that plans nothing on the host: how long each row is and where its blocks
 lie is read on the device, so that one graph serves every context and the host may run ahead. FlashInfer is imported
-when the engine asks for this attention, and not before. Imports torch and `cache`.
+when the engine asks for this attention, and not before. Imports torch, `cache` and `xqa_limits`.
 """
 
 import functools
 import importlib
-import importlib.metadata
-import importlib.util
 import inspect
 import logging
 import math
@@ -16,60 +14,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from packaging.version import InvalidVersion, Version
 from torch import Tensor, nn
 
 from graphmod.decode.cache import CacheView, PagedCache
+from graphmod.decode.xqa_limits import padded, padded_head, unavailable
+
+__all__ = ["paged_xqa", "prepare", "scratch", "unavailable", "xqa_decode"]
 
 log = logging.getLogger("graphmod")
 
-_PACKAGE = "flashinfer-python"
-# Before, every split of a row wrote the result, and not only the one that adds them up (flashinfer #4161).
-_OLDEST = Version("0.6.17")
 _TAKES = "q k_cache v_cache page_table seq_lens output workspace_buffer semaphores"
 _SETTINGS = "num_kv_heads page_size q_scale sm_count"
-_PAGES = (16, 32, 64, 128)
-_CAPABILITIES = (9, 10, 12)
-_WIDEST_HEAD = 256
-_QUERY_BYTES = 16 * 2**10  # of the query heads of one KV head, which the kernel keeps in shared memory
-
-
-def unavailable(memory: PagedCache) -> str | None:
-    """Why it cannot be used with this cache, or None. Imports nothing of FlashInfer."""
-    if memory.device.type != "cuda":
-        return f"it needs a GPU, and the cache is on {memory.device}"
-    if torch.cuda.get_device_capability(memory.device)[0] not in _CAPABILITIES:
-        return f"it needs a GPU of compute capability {', '.join(f'{major}.x' for major in _CAPABILITIES)}"
-    if memory.dtype not in (torch.bfloat16, torch.float16):
-        return f"it needs bfloat16 or float16, and the model has {memory.dtype}"
-    if memory.block_size not in _PAGES:
-        return f"block_size={memory.block_size} is none of {', '.join(map(str, _PAGES))}"
-    if memory.head_dim % 16 or memory.head_dim > _WIDEST_HEAD:
-        return f"heads of {memory.head_dim} are no multiple of 16 up to {_WIDEST_HEAD}"
-    group = memory.heads // memory.kv_heads
-    if memory.heads % memory.kv_heads or _padded(group, 16) * _padded_head(memory) * 2 > _QUERY_BYTES:
-        return f"{memory.heads} query heads of {memory.head_dim} do not fit its {memory.kv_heads} KV heads"
-    return _not_installed()
-
-
-def _not_installed() -> str | None:
-    if importlib.util.find_spec("flashinfer") is None:
-        return f'FlashInfer is not installed (pip install "{_PACKAGE}>={_OLDEST}")'
-    try:
-        found = importlib.metadata.version(_PACKAGE)
-        if Version(found) < _OLDEST:
-            return f"FlashInfer {found} is older than {_OLDEST}, whose splits do not overwrite each other's results"
-    except (importlib.metadata.PackageNotFoundError, InvalidVersion):
-        pass  # installed some other way: what it can do is seen when it is imported
-    return None
-
-
-def _padded(number: int, to: int) -> int:
-    return -(-number // to) * to
-
-
-def _padded_head(memory: PagedCache) -> int:
-    return max(64, 1 << (memory.head_dim - 1).bit_length())
 
 
 @functools.cache
@@ -108,20 +63,21 @@ def xqa_decode(
         scale: of the products of queries and keys, beyond 1 / sqrt(head_dim).
     """
     out = query.new_empty(query.shape)
-    _kernel()(
-        q=query.contiguous(),
-        k_cache=keys,
-        v_cache=values,
-        page_table=table,
-        seq_lens=lengths.view(torch.uint32),
-        output=out,
-        workspace_buffer=workspace,
-        semaphores=semaphores.view(torch.uint32),
-        num_kv_heads=keys.shape[2],
-        page_size=keys.shape[1],
-        q_scale=scale,
-        sm_count=_parts(query.device),
-    )
+    with torch.cuda.device_of(query):  # the device whose stream it is launched on
+        _kernel()(
+            q=query.contiguous(),
+            k_cache=keys,
+            v_cache=values,
+            page_table=table,
+            seq_lens=lengths.view(torch.uint32),
+            output=out,
+            workspace_buffer=workspace,
+            semaphores=semaphores.view(torch.uint32),
+            num_kv_heads=keys.shape[2],
+            page_size=keys.shape[1],
+            q_scale=scale,
+            sm_count=_parts(query.device),
+        )
     return out
 
 
@@ -167,9 +123,9 @@ def _gist(error: Exception) -> str:
 
 def scratch(memory: PagedCache, parts: int) -> tuple[Tensor, Tensor]:
     """What the kernel writes beside its result, zeroed: workspace and semaphores, for at most `parts` parts."""
-    group = _padded(memory.heads // memory.kv_heads, 16)
+    group = padded(memory.heads // memory.kv_heads, 16)
     # A part leaves maximum, sum and result of each query head of a KV head; twice that, for what other versions add.
-    part = 2 * group * (2 * 4 + _padded_head(memory) * 2) + 512
+    part = 2 * group * (2 * 4 + padded_head(memory) * 2) + 512
     workspace = torch.zeros(parts * part, dtype=torch.uint8, device=memory.device)
     return workspace, torch.zeros(memory.rows * memory.kv_heads, dtype=torch.int32, device=memory.device)
 
