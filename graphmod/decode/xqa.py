@@ -38,7 +38,8 @@ def _parts(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-# Said to take any strides: for others, inductor makes a copy of its own of table and lengths for each layer.
+# It takes query, table and lengths of any strides: for an operation that does not, inductor makes copies of the table
+# and the lengths of its own for each layer.
 @torch.library.custom_op("graphmod::xqa_decode", mutates_args=(), tags=(torch.Tag.flexible_layout,))
 def xqa_decode(
     query: Tensor,
@@ -53,10 +54,10 @@ def xqa_decode(
     """One token of each row against its part of the cache; as large as `query`, (B, 1, heads, head_dim), in its dtype.
 
     It is said to change nothing: `workspace` holds nothing that anyone else reads, and the kernel leaves `semaphores`
-    zero, as it found them. All but `query` must be contiguous.
+    zero, as it found them.
 
     Args:
-        keys, values: (blocks, block_size, kv_heads, head_dim), of the dtype of `query`.
+        keys, values: (blocks, block_size, kv_heads, head_dim), contiguous, of the dtype of `query`.
         table: (B, blocks of a sequence) int32.
         lengths: (B, 1) int32, all of them at least 1: the kernel does not say what it does without a token.
         workspace: uint8; semaphores: (B * kv_heads or more) int32, zero.
@@ -68,8 +69,8 @@ def xqa_decode(
             q=query.contiguous(),
             k_cache=keys,
             v_cache=values,
-            page_table=table,
-            seq_lens=lengths.view(torch.uint32),
+            page_table=table.contiguous(),
+            seq_lens=lengths.contiguous().view(torch.uint32),
             output=out,
             workspace_buffer=workspace,
             semaphores=semaphores.view(torch.uint32),
@@ -148,7 +149,7 @@ def paged_xqa(
     view, memory = cache_view, cache_view.memory
     if view.shared is None:
         lengths = view.context.clamp(min=1).to(torch.int32).unsqueeze(1)
-        view.shared = view.block_table.to(torch.int32).contiguous(), lengths
+        view.shared = view.block_table.to(torch.int32), lengths
     out = xqa_decode(
         query.transpose(1, 2).to(memory.dtype),
         memory.keys[module.layer_idx],
