@@ -249,15 +249,10 @@ class CUDAGraphModule(nn.Module):
                 self._anchor_node = torch.autograd.graph.get_gradient_edge(self._anchor).node
 
     def _accumulators_to_renew(self) -> list[Tensor]:
-        """The parameters whose gradient accumulators may be made anew: none while a forward of this module that holds
-        the present ones still has its backward to come."""
-        if any(not call.done for call in self._eager_calls):
+        """The parameters whose gradient accumulators a capture must make anew: those that it finds may belong to any
+        stream, but where a capture in this pass has made them."""
+        if any(graph.results.retained for entry in self._entries for graph in entry.graphs):
             return []
-        for entry in self._entries:
-            for graph in entry.graphs:
-                ticket = graph.ticket() if graph.ticket is not None else None
-                if ticket is not None and not ticket.done:
-                    return []
         return [parameter for parameter in self._around.parameters if id(parameter) not in self._group.shared]
 
     def _log_once(self, message: str, key: str | None = None) -> None:

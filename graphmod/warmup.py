@@ -23,22 +23,18 @@ if TYPE_CHECKING:
 
 
 def warm_up(module: CUDAGraphModule, entry: Entry, args: tuple, kwargs: dict) -> Any:
-    """An ordinary call on the capture stream; the last one before the capture is recorded."""
+    """An ordinary call; the last one before the capture is recorded."""
     module._counters.eager_calls += 1
     module._served, module._eager_in = None, module._group.begun
-    backend = module._group.backend
-    recorder = Recorder(refuse=False, on_gpu=backend.on_gpu)
+    recorder = Recorder(refuse=False, on_gpu=module._group.backend.on_gpu)
     record = entry.calls + 1 == module._config.warmup_steps
     found = module._around.now(*opaque_parts(entry.signature.structure)) if record else None
     before = found.state() if record else None
     torch.clear_autocast_cache()  # what a graph casts, it casts itself; the recorded call must do so too
     watching = recorder if record else contextlib.nullcontext()
-    leaves: list[Tensor] = []
-    flatten((args, kwargs), leaves, {})
-    with backend.warm_up(leaves) as results, watching:
+    with watching:
         result = module._call(*args, **kwargs)
         result = resolved(result) if record else result
-        flatten(result, results, {})
     entry.calls += 1
     entry.called_forward = entry.called_forward or torch._C._current_autograd_node() is None
     if record:

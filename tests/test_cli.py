@@ -42,7 +42,7 @@ def test_help_names_the_groups_the_choices_and_examples(shell):
     done = shell("--help")
     assert done.returncode == 0
     for words in (
-        "graph: auto, full_iteration, none, per_layer (default)",
+        "graph: auto, full_iteration (default), none, per_layer",
         "llama_124m",
         "train.steps=",
         "--multirun",

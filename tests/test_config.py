@@ -28,7 +28,7 @@ def complaint(*overrides: str) -> str:
 def test_the_default_config_is_valid_and_typed(settings):
     config = settings()
     assert isinstance(config, RunConfig)
-    assert config.graph.scope is Scope.per_layer
+    assert config.graph.scope is Scope.full_iteration
     assert config.train.precision is Precision.fp32
     assert config.optim.learning_rate == pytest.approx(3e-3)
 

@@ -110,7 +110,7 @@ def test_the_result_says_what_was_measured_and_from_where(on_text, tmp_path):
     assert written["measured_from_step"] == 5 and written["tokens_per_step"] == 2 * 2 * 16
     assert written["step_ms_median"] == sorted(written["step_ms"][5:])[1]
     assert written["time_source"] == "wall clock"
-    assert written["config"]["graph"]["scope"] == "per_layer"
+    assert written["config"]["graph"]["scope"] == "full_iteration"
     assert RunResult.read(tmp_path) == result
     assert "loss" in result.report() and "eager calls" in result.report()
 

@@ -1,9 +1,10 @@
 """Capture and replay with `torch.cuda.CUDAGraph`.
 
-Everything is captured on one side stream per backend, on which warm-up calls run too: autograd nodes, cuBLAS
-workspaces and cached memory then already belong to it, and a captured graph is one chain without forks to other
-streams (a fork costs gaps between kernels at every replay). Replays run on the caller's stream. May import `recorder`,
-`nodes`, `pool`, `streams` and `random_state`.
+Everything is captured on one side stream per backend, so that autograd's nodes belong to it and a captured graph is one
+chain without forks to other streams (a fork costs gaps between kernels at every replay). Nothing is ever run there:
+once a process has launched a handful of kernels on a second stream, the kernels of every graph follow each other 0.3 us
+later. Warm-up calls and replays run on the caller's stream. May import `recorder`, `nodes`, `pool`, `streams` and
+`random_state`.
 """
 
 import contextlib
@@ -15,11 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphmod.backend.nodes import use_kernels
 from graphmod.backend.pool import CudaPool
 from graphmod.backend.random_state import refuse_random_state
-from graphmod.backend.streams import memory_of, renew_gradient_accumulators, stream_for
+from graphmod.backend.streams import renew_gradient_accumulators, stream_for
 from graphmod.recorder import Recorder
 
 log = logging.getLogger("graphmod")
@@ -72,6 +74,18 @@ def _no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
+class _RunOn(TorchDispatchMode):
+    """Runs operations on `stream`, whichever is the current one."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        super().__init__()
+        self._stream = stream
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        with torch.cuda.stream(self._stream):
+            return op(*args, **(kwargs or {}))
+
+
 class CudaBackend:
     """Captures on `device`.
 
@@ -96,31 +110,11 @@ class CudaBackend:
         torch.cuda.empty_cache()
 
     @contextlib.contextmanager
-    def warm_up(self, tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-        """Runs the body on the capture stream, after the caller's work and before what the caller does next.
-
-        `tensors` are its arguments; its results go into the list it is given. Either side may free what the other still
-        uses, in the backward too, so the allocator is told of both streams.
-        """
-        caller = torch.cuda.current_stream(self.device)
-        results: list[Tensor] = []
-        self.stream.wait_stream(caller)
-        try:
-            with torch.cuda.stream(self.stream):
-                yield results
-        finally:
-            caller.wait_stream(self.stream)
-        for part in memory_of(tensors):
-            part.record_stream(self.stream)
-        for part in memory_of(results):
-            part.record_stream(caller)
-
-    @contextlib.contextmanager
     def in_turn(self) -> Iterator[None]:
         """Runs the body after what the capture stream was given so far, and before what it is given next.
 
-        For changes of gradients in a backward in which autograd accumulates into them too: where a warm-up call or a
-        capture still lives, it does so on the capture stream.
+        For changes of gradients in a backward in which autograd accumulates into them too: while the autograd graph of
+        a capture lives, it does so on the capture stream.
         """
         current = torch.cuda.current_stream(self.device)
         current.wait_stream(self.stream)
@@ -172,17 +166,15 @@ class CudaBackend:
             first = not recorder.written and not recorder.inputs_written and bool(recorder.trace)
             if split and len(graphs) == 1 and here and first:
                 graphs[0].capture_end()
-                self._begin(graphs, pool, generators)
+                self._begin(graphs, pool, generators, caller)
 
         recorder = Recorder(inputs, on_gpu=True, targets=targets, before_write=before_write)
         spare = [(g, g.clone_state()) for g in (self._generator, *generators) if g.device.type == "cuda"]
-        # Beginning a capture writes the generator's device-side seed and offset, which graphs on the caller's stream
-        # read.
         caller = torch.cuda.current_stream(self.device)
-        self.stream.wait_stream(caller)
         with _no_garbage_collection(), torch.cuda.stream(self.stream):
+            torch.cuda.current_blas_handle()  # makes the workspace of this stream, which outlives every pool
             try:
-                self._begin(graphs, pool, generators)
+                self._begin(graphs, pool, generators, caller)
             except BaseException:
                 self._clean_up(pool, spare)
                 raise
@@ -199,23 +191,27 @@ class CudaBackend:
             except BaseException:
                 self._clean_up(pool, spare)
                 raise
-            try:
-                for graph in graphs:
-                    self._instantiate(graph)
-            finally:
-                caller.wait_stream(self.stream)
+            for graph in graphs:
+                self._instantiate(graph)
         pool.grew(torch.cuda.memory_reserved(self.device) - reserved)
         return CudaCapture(graphs, recorder.finish()), result
 
-    def _begin(self, graphs: list[torch.cuda.CUDAGraph], pool: CudaPool, generators: list[torch.Generator]) -> None:
-        """Appends a graph and begins its capture."""
+    def _begin(
+        self,
+        graphs: list[torch.cuda.CUDAGraph],
+        pool: CudaPool,
+        generators: list[torch.Generator],
+        caller: torch.cuda.Stream,
+    ) -> None:
+        """Appends a graph and begins its capture, on the current stream; what that runs, it runs on the caller's."""
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         graphs.append(graph)
         open_by = pool.open_for(graph)
         for generator in generators:
             if generator.device.type == "cuda":
                 graph.register_generator_state(generator)
-        graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
+        with _RunOn(caller):  # seed and offset of the generators are written
+            graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
         del open_by
 
     def _instantiate(self, graph: torch.cuda.CUDAGraph) -> None:

@@ -7,7 +7,7 @@ correctness checks everywhere, and no speed. May import `recorder`, `overloads`,
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -162,10 +162,6 @@ class EmulatedBackend:
 
     def prepare_capture(self) -> None:
         """Nothing to free before a capture."""
-
-    @contextlib.contextmanager
-    def warm_up(self, tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-        yield []
 
     def in_turn(self) -> contextlib.AbstractContextManager:
         """Streams are what a GPU needs this for."""

@@ -1,28 +1,11 @@
-"""Capture streams, and what belongs to a stream: memory in use, gradient accumulators. Imports torch only."""
+"""Capture streams, and what belongs to a stream: gradient accumulators. Imports torch only."""
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-
-_SPARSE_PARTS = {
-    torch.sparse_coo: ("_indices", "_values"),
-    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
-    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
-    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
-    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
-}
-
-
-def memory_of(tensors: list[Tensor]) -> Iterator[Tensor]:
-    """The strided CUDA tensors that these are, or are made of."""
-    for tensor in tensors:
-        if tensor.is_cuda:
-            parts = _SPARSE_PARTS.get(tensor.layout)
-            yield from (tensor,) if parts is None else (getattr(tensor, name)() for name in parts)
 
 
 def renew_gradient_accumulators(parameters: list[Tensor]) -> None:
