@@ -1,7 +1,10 @@
-"""What each attention takes on this GPU, for `attention=fastest`. Imports torch, `cache`, `compiled` and `graphs`."""
+"""What each attention takes on this GPU, for `attention=fastest`. Imports torch, the core's `CUDAGraphModule`, `cache`,
+`compiled` and `graphs`.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import statistics
 from collections.abc import Callable, Mapping
@@ -11,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from graphmod.config import CUDAGraphConfig
 from graphmod.decode.cache import CacheView, PagedCache
 from graphmod.decode.compiled import compiled_code, for_decode
 from graphmod.decode.graphs import context_sizes
+from graphmod.module import CUDAGraphModule
 
 if TYPE_CHECKING:
     from graphmod.decode.attention import Implementation
@@ -23,6 +28,7 @@ log = logging.getLogger("graphmod")
 _LAYERS = 8  # of the model, one after the other: no layer finds its keys in the GPU's cache because it ran before
 _ROUNDS = 9
 _REPLAYS = 5
+_WARMUP = 3
 
 
 def measure(
@@ -76,31 +82,42 @@ def layers_of(
     run = for_decode(call, tuned=False) if compiled else call
 
     def calls() -> list[Tensor]:
-        with torch.inference_mode(), compiled_code(memory.tensors()):
+        with compiled_code(memory.tensors()) if compiled else contextlib.nullcontext():
             return run(query, table, lengths)
 
     return calls, len(layers)
 
 
 def time_graph(function: Callable[[], Any], parts: int) -> float:
-    """Microseconds that `function` takes in a CUDA graph, divided by its `parts`: a median."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):  # compiles, and loads what a capture may not load
-            function()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
+    """Microseconds that `function` takes in a CUDA graph, divided by its `parts`: a median.
+
+    Raises:
+        RuntimeError: it failed, or could not be captured.
+    """
+
+    def run() -> None:  # `replay` is for what returns no tensors
         function()
-    times = []
-    for _ in range(_ROUNDS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        for _ in range(_REPLAYS):
-            graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / _REPLAYS)
-    graph.reset()
+
+    graphed = CUDAGraphModule(run, CUDAGraphConfig(warmup_steps=_WARMUP), name="decode attention")
+    with torch.inference_mode():
+        for _ in range(_WARMUP + 1):  # compiles, and loads what a capture may not load
+            graphed()
+        times = [_event_ms(graphed) for _ in range(_ROUNDS)]
+    graphed.reset()
     return statistics.median(times) * 1e3 / parts
+
+
+def _event_ms(graphed: CUDAGraphModule) -> float:
+    """Milliseconds of one replay.
+
+    Raises:
+        RuntimeError: there is no graph.
+    """
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    done = graphed.replay(_REPLAYS)
+    end.record()
+    end.synchronize()
+    if done < _REPLAYS:
+        raise RuntimeError(f"it could not be captured: {graphed.last_failure}")
+    return begin.elapsed_time(end) / _REPLAYS
