@@ -96,7 +96,7 @@ def main() -> int:
     parser.add_argument("--shapes", help=f"of {', '.join(SHAPES)}; with --smoke of {', '.join(SMOKE)}")
     parser.add_argument("--modes", help=f"of {', '.join(MODES)}; default: all that a shape has")
     parser.add_argument("--steps", type=int, help="timed decode steps, three times; 96, and 12 with --smoke")
-    parser.add_argument("--attention", default="auto", help="of this engine: auto, sdpa, flex, varlen")
+    parser.add_argument("--attention", default="auto", help="of this engine, as decode.attention of generate.py")
     parser.add_argument("--timeout", type=int, default=300, help="seconds for one mode and shape")
     parser.add_argument(
         "--out", type=Path, help="write the results there as JSON; those of other shapes and modes stay"

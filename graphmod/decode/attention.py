@@ -2,14 +2,14 @@
 
 They are registered with transformers' `AttentionInterface`, so that a model's own code and weights are used; none has
 "flash" in its name, which transformers would take for its own. As there is no mask function of these names,
-transformers builds no mask. Imports torch, transformers, `cache`, `flex` and `varlen`.
+transformers builds no mask. Imports torch, transformers, `cache`, `flex`, `varlen`, `xqa` and `fastest`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -19,10 +19,11 @@ from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from graphmod.decode import flex, varlen
+from graphmod.decode import flex, varlen, xqa
 from graphmod.decode.cache import CacheView, PagedCache
 from graphmod.decode.config import AttentionName
 from graphmod.decode.errors import DecodeError
+from graphmod.decode.fastest import measure
 from graphmod.errors import ConfigError
 
 log = logging.getLogger("graphmod")
@@ -38,13 +39,15 @@ class Implementation(NamedTuple):
         function: as transformers calls it, with `cache_view` among the keywords.
         stops_at_context: whether it does no work beyond the real context. If not, a graph is captured for each of a
             few numbers of visited tokens.
-        unavailable: why it cannot be used with a cache, or None.
+        unavailable: why it cannot be used with a cache, or None; asked of every implementation, so it must be quick.
+        prepare: what takes long, for the one that is to be used: loads it, takes memory. Why that failed, or None.
     """
 
     name: str
     function: Callable[..., tuple[Tensor, None]]
     stops_at_context: bool
     unavailable: Callable[[PagedCache], str | None]
+    prepare: Callable[[PagedCache], str | None] = lambda _: None
 
 
 def paged_sdpa(
@@ -108,40 +111,69 @@ def prefill(
     return sdpa_attention_forward(module, query, keys, values, view.shared, **kwargs)
 
 
-def _always(_: PagedCache) -> None:
-    return None
-
-
 IMPLEMENTATIONS = {
+    AttentionName.flashinfer: Implementation("graphmod_xqa", xqa.paged_xqa, True, xqa.unavailable, xqa.prepare),
     AttentionName.flex: Implementation("graphmod_flex", flex.paged_flex, True, flex.unavailable),
     AttentionName.varlen: Implementation("graphmod_varlen", varlen.paged_varlen, True, varlen.unavailable),
-    AttentionName.sdpa: Implementation("graphmod_sdpa", paged_sdpa, False, _always),
+    AttentionName.sdpa: Implementation("graphmod_sdpa", paged_sdpa, False, lambda _: None),
 }
+# What `auto` tries, in this order: a rule and no measurement, so that one model decodes with the same last bits in
+# every run. Without compilation it leaves out flex attention, which takes seconds to compile for each batch size.
+AUTO = (AttentionName.sdpa,)
+AUTO_COMPILED = (AttentionName.flex, AttentionName.sdpa)
 
 
-def choose(name: AttentionName, memory: PagedCache, compiled: bool) -> Implementation:
-    """The implementation a setting stands for; registered with transformers.
+class Choice(NamedTuple):
+    """The attention of an engine.
+
+    Attributes:
+        implementation: registered with transformers.
+        measured_us: microseconds a layer of each that `fastest` compared, by the name of the setting; else empty.
+    """
+
+    implementation: Implementation
+    measured_us: dict[str, float]
+
+
+def choose(name: AttentionName, memory: PagedCache, compiled: bool, max_seq_len: int) -> Choice:
+    """The implementation a setting stands for; prepared, and registered with transformers.
 
     Args:
-        compiled: whether decode steps are compiled. Only then does `auto` take flex attention, which takes seconds to
-            compile for each batch size.
+        compiled: whether decode steps are compiled.
+        max_seq_len: the most tokens of a sequence.
 
     Raises:
         ConfigError: it cannot be used here; the message says why.
     """
     ALL_ATTENTION_FUNCTIONS.register(PREFILL, prefill)
-    fastest = (AttentionName.flex, AttentionName.sdpa) if compiled else (AttentionName.sdpa,)
-    for candidate in fastest if name is AttentionName.auto else (name,):
-        found = IMPLEMENTATIONS[candidate]
-        reason = found.unavailable(memory)
-        if reason is None:
-            ALL_ATTENTION_FUNCTIONS.register(found.name, found.function)
-            return found
-        if name is not AttentionName.auto:
-            usable = [other.value for other, one in IMPLEMENTATIONS.items() if one.unavailable(memory) is None]
-            raise ConfigError(f"attention={name.value} cannot be used: {reason}; use auto, or: {', '.join(usable)}")
-        log.debug("decode attention: not %s, because %s", candidate.value, reason)
-    raise AssertionError("the SDPA reference is always available")
+    measured: dict[str, float] = {}
+    if name is AttentionName.auto:
+        found = _first(AUTO_COMPILED if compiled else AUTO, memory)
+    elif name is AttentionName.fastest:
+        usable = {one.value: IMPLEMENTATIONS[one] for one in IMPLEMENTATIONS if _reason(one, memory) is None}
+        measured = measure(usable, memory, compiled, max_seq_len) if len(usable) > 1 else {}
+        found = usable[min(measured, key=measured.__getitem__) if measured else AttentionName.sdpa.value]
+    else:
+        found, reason = IMPLEMENTATIONS[name], _reason(name, memory)
+        if reason is not None:
+            others = [other.value for other, one in IMPLEMENTATIONS.items() if one.unavailable(memory) is None]
+            others = [other for other in others if other != name.value]
+            raise ConfigError(f"attention={name.value} cannot be used: {reason}; use auto, or: {', '.join(others)}")
+    ALL_ATTENTION_FUNCTIONS.register(found.name, found.function)
+    return Choice(found, measured)
+
+
+def _first(names: Iterable[AttentionName], memory: PagedCache) -> Implementation:
+    return next(IMPLEMENTATIONS[name] for name in names if _reason(name, memory) is None)
+
+
+def _reason(name: AttentionName, memory: PagedCache) -> str | None:
+    """Why an implementation cannot be used, or None: it is prepared."""
+    found = IMPLEMENTATIONS[name]
+    reason = found.unavailable(memory) or found.prepare(memory)
+    if reason is not None:
+        log.debug("decode attention: not %s, because %s", name.value, reason)
+    return reason
 
 
 @contextlib.contextmanager

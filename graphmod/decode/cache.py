@@ -34,6 +34,7 @@ class PagedCache:
 
     `keys[i]` and `values[i]` are (blocks, block_size, kv_heads, head_dim) tensors of layer i. The first blocks are not
     for sequences: `NULL_BLOCK`, and then those that padded rows write to, one slot for each row, which nobody reads.
+    `scratch` is what an attention writes to beside its result, for as long as the cache lives; most need none.
 
     Args:
         config: the text config of the model.
@@ -52,6 +53,7 @@ class PagedCache:
         device: torch.device,
     ) -> None:
         heads = config.num_attention_heads
+        self.heads, self.rows = heads, rows
         self.kv_heads = getattr(config, "num_key_value_heads", None) or heads
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         self.layers, self.block_size = config.num_hidden_layers, block_size
@@ -61,6 +63,7 @@ class PagedCache:
         self.spare_slots = torch.arange(block_size, block_size + rows, device=device)
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
+        self.scratch: tuple[Tensor, ...] = ()
         self.allocate()
 
     @property
@@ -69,7 +72,7 @@ class PagedCache:
 
     def tensors(self) -> list[Tensor]:
         """All memory a decode step touches."""
-        return [*self.keys, *self.values, self.spare_slots]
+        return [*self.keys, *self.values, self.spare_slots, *self.scratch]
 
     def allocate(self) -> None:
         """Takes the memory, zeroed: what is not written yet must be finite, since masks multiply by zero."""

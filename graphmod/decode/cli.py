@@ -61,6 +61,7 @@ Keys one changes most:
   decode.stop=['END']           texts or token ids that end a sequence
   decode.logprobs=true          print or write the log-probability of each token
   decode.max_batch_size=16      sequences decoded at the same time
+  decode.attention=auto         auto | fastest (measures them) | sdpa | flex | varlen | flashinfer
   graph.compile=max             on a GPU: none | default | max (minutes to compile, the fastest steps)
   graph.ahead=true              capture all batch sizes before the first prompt
   model.precision=saved         saved | fp32 | bf16
@@ -149,6 +150,9 @@ def _count(number: int, one: str, many: str | None = None) -> str:
 def _speed(tokens: int, seconds: float, engine: DecodeEngine) -> str:
     stats = engine.stats
     speed = f"{_count(tokens, 'token')} in {seconds:.2f} s, {tokens / max(seconds, 1e-9):.1f} tokens/s"
+    if stats.attention_us:
+        measured = ", ".join(f"{name} {us:.1f} us" for name, us in stats.attention_us.items())
+        speed += f"; attention, a layer: {measured}"
     eager = _count(stats.total("eager_steps"), "eager step")
     if not engine.config.graphs:
         return f"{speed}; without graphs: {eager}"

@@ -20,12 +20,14 @@ class Layout(str, Enum):
 
 
 class AttentionName(str, Enum):
-    """Which attention decode steps use; `auto` takes the fastest that works here."""
+    """Which attention decode steps use; `auto` goes by a fixed rule, `fastest` measures those that work here."""
 
     auto = "auto"
+    fastest = "fastest"
     sdpa = "sdpa"
     flex = "flex"
     varlen = "varlen"
+    flashinfer = "flashinfer"
 
 
 class CompileMode(str, Enum):
@@ -46,7 +48,7 @@ class EngineConfig:
         block_size: tokens of a block of the paged cache.
         layout: `paged` or `slots`.
         cache_tokens: tokens the cache holds; null is room for `max_batch_size` sequences of `max_seq_len`.
-        attention: `auto`, `sdpa`, `flex` or `varlen`.
+        attention: `auto`, `fastest`, `sdpa`, `flex`, `varlen` or `flashinfer`.
         buckets: batch sizes that have a graph; null means 1, 2, 4, 8, 16, 24, 32, ... The maximum is always added.
         steps_per_sync: decode steps launched before results are read.
         prefill_tokens: tokens of prompts that one prefill call works on; longer prompts go in chunks.

@@ -92,7 +92,8 @@ class DecodeEngine:
         if blocks < 1:
             raise ConfigError(f"cache_tokens={self.config.cache_tokens} is less than one block of {block_size} tokens")
         self.memory = PagedCache(text, blocks, block_size, rows, model.dtype, self.device)
-        self.attention = choose(self.config.attention, self.memory, self.config.compile is not CompileMode.none)
+        compiled = self.config.compile is not CompileMode.none
+        self.attention, self.attention_us = choose(self.config.attention, self.memory, compiled, self.max_seq_len)
         self.state = BatchState(rows, table, 2 * self.config.steps_per_sync, self.device)
         self.scheduler = Scheduler(BlockAllocator(blocks, block_size, self.memory.first_block), rows)
         contexts = context_sizes(block_size, table * block_size, self.attention.stops_at_context)
@@ -289,4 +290,5 @@ class DecodeEngine:
             waited_seconds=self._batch.waited_seconds,
             graph_bytes=pool,
             cache_bytes=self.memory.nbytes,
+            attention_us=dict(self.attention_us),
         )

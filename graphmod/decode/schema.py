@@ -59,7 +59,7 @@ class DecodeSettings:
         n: samples of each prompt.
         logprobs: write the log-probability of each token.
         max_batch_size, max_seq_len, block_size, layout, cache_tokens, attention, steps_per_sync, prefill_tokens: of
-            `EngineConfig`.
+            `EngineConfig`. `attention` is `auto`, `fastest`, `sdpa`, `flex`, `varlen` or `flashinfer`.
         temperature, top_k, top_p, seed, max_new_tokens, stop, ignore_eos: of `Sampling`.
     """
 
