@@ -201,9 +201,7 @@ def _attempt(cfg: DictConfig, folder: Path, alone: bool, given: list[str]) -> tu
         if config.train.profile and not alone:
             raise ConfigError(_NO_PROFILE)  # a file of configs/ says so; the command line was looked at before
         point = resume_point(config, folder, beside=alone)
-        if point.checkpoint is not None:
-            print(f"going on after step {point.manifest['steps_done']} of {config.train.steps}: {point.checkpoint}")
-        result = train(config, point.run_dir, point)
+        result = train(config, point.run_dir, point, say=print)
     except ConfigError as error:
         _complain(error)
         return 2, str(error)
