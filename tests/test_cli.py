@@ -161,6 +161,25 @@ def test_an_unknown_flag_and_an_empty_folder_are_clear_errors(shell):
 
 
 @pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        (["--steps", "3"], "train.steps=3"),
+        (["--steps=3"], "train.steps=3"),
+        (["--step=3"], "train.steps=3"),
+        (["--train.steps=3"], "train.steps=3"),
+        (["--batch-size", "4", "graph=none"], "data.batch_size=4"),
+        (["--model=llama_tiny"], "model=llama_tiny"),
+        (["--resume", "graph=none"], "train.resume=VALUE"),
+        (["--num-workers", "4"], "without dashes: key=value"),
+    ],
+)
+def test_a_setting_with_dashes_says_what_to_write(typed, meant):
+    with pytest.raises(ConfigError) as caught:
+        flags_first(typed)
+    assert str(caught.value).endswith(meant) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
     "text", ["def ", "it's $HOME (", "a,b=[", "\\", "a\\'b\\", "${x}", "\\${x}", "null", "1 {", "ü\n"]
 )
 def test_a_prompt_is_taken_as_it_is(text):

@@ -61,6 +61,25 @@ def test_a_key_without_its_group_names_the_whole_key():
     assert "did you mean 'train.steps'?" in complaint("steps=5")
 
 
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [("steps=3", "train.steps=3"), ("train.stepz=3", "train.steps=3"), ("modle=llama_tiny", "model=llama_tiny")],
+)
+def test_a_typo_in_a_key_says_what_to_write(typed, meant):
+    assert complaint(typed).splitlines()[0].endswith(f"Write {meant}")
+
+
+def test_a_setting_without_a_value_says_what_to_write():
+    assert complaint("train.steps") == "'train.steps' has no value; write train.steps=VALUE"
+    assert complaint("steps") == "'steps' has no value; write train.steps=VALUE"
+
+
+@pytest.mark.parametrize("typed", ["full", "full_iter", "auto", "per_layr"])
+def test_a_scope_that_there_is_not_names_the_choice_of_the_group(typed):
+    meant = {"auto": "auto", "per_layr": "per_layer"}.get(typed, "full_iteration")
+    assert complaint(f"graph.scope={typed}").endswith(f"write graph={meant}")
+
+
 def test_a_typo_in_a_group_names_the_nearest_group():
     assert "did you mean 'graph'?" in complaint("grph=none")
 
@@ -94,8 +113,8 @@ def test_null_where_a_number_is_needed_is_refused():
 
 
 def test_text_that_is_no_override_is_refused_in_words():
-    message = complaint("train.steps")
-    assert "'train.steps' as key=value" in message and "http" not in message
+    message = complaint("three steps")
+    assert "'three steps' as key=value" in message and "http" not in message
 
 
 def test_an_environment_variable_that_is_not_set_is_named():

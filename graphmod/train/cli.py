@@ -26,7 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from graphmod.errors import ConfigError, GraphmodError
 from graphmod.train.config import parse, register
-from graphmod.train.explain import explain, nearest
+from graphmod.train.explain import explain, unknown_flag
 from graphmod.train.loop import resume_point, train
 from graphmod.train.result import RunResult
 
@@ -74,9 +74,7 @@ def flags_first(arguments: list[str]) -> list[str]:
             if "=" not in argument and left:
                 flags.append(left.pop(0))
         else:
-            best = nearest(argument, [*_FLAGS, *_FLAGS_WITH_VALUE])
-            hint = f"did you mean {best!r}? S" if best else "s"
-            raise ConfigError(f"there is no flag {argument!r}; {hint}ettings are written without dashes: key=value")
+            raise ConfigError(unknown_flag(argument, left[0] if left else "", [*_FLAGS, *_FLAGS_WITH_VALUE]))
     return [*flags, *settings]
 
 
