@@ -1,8 +1,8 @@
 """What `generate.py` does: compose the config with Hydra, generate, print or write, and word every error.
 
-The only part of decode that imports `graphmod.train` (for the wording of config errors), hydra and omegaconf. Exit
-status: 0 all went well, 1 something failed while generating, 2 the command line, config, model or prompts cannot be
-used, 130 interrupted, 141 nobody reads the standard output any more.
+The only part of decode that imports `graphmod.train` (for the wording of config errors and of checkpoints), hydra and
+omegaconf. Exit status: 0 all went well, 1 something failed while generating, 2 the command line, config, model or
+prompts cannot be used, 130 interrupted, 141 nobody reads the standard output any more.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from graphmod.decode.schema import GenerateConfig
 from graphmod.decode.text import TextStream, codec_for
 from graphmod.errors import ConfigError, GraphmodError
 from graphmod.train.explain import explain
+from graphmod.train.provenance import trained
 
 _TEXTS = ("prompt", "prompts_file", "out", "tokenizer", "model.path")
 HELP = """Samples from a causal language model, decode steps in CUDA graphs (emulated where there is no GPU).
@@ -255,7 +256,7 @@ def _run(config: GenerateConfig, prompts: list[Prompt], out: OutputFile | None) 
     folder = model_folder(config.model.path)
     codec = codec_for(folder, config.tokenizer)
     model = load_model(folder, config.model)
-    print(f"model: {folder}", file=sys.stderr)
+    print(f"model: {folder}" + (f", {known}" if (known := trained(folder)) else ""), file=sys.stderr)
     if config.graph.compile is not CompileMode.none and model.device.type != "cuda":
         said = f"graph.compile={config.graph.compile.value} is for a GPU and is ignored on this {model.device.type}"
         print(f"note: {said}", file=sys.stderr, flush=True)

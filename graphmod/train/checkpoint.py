@@ -129,6 +129,7 @@ def _write(partial: Path, model: PreTrainedModel, step: TrainStep, progress: Pro
         "steps_done": progress.steps_done,
         "settings": progress.settings,
         "data": progress.data,
+        "loss": progress.losses[-1] if progress.losses else None,
         "files": listed,
     }
     (partial / MANIFEST_FILE).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
