@@ -123,6 +123,26 @@ def test_a_multirun_over_other_axes_compares_within_each_and_names_the_job_that_
     assert (sweep / "comparison.md").is_file() and (sweep / "comparison.png").is_file()
 
 
+def test_a_multirun_in_the_folder_of_another_loses_nothing_and_compares_what_it_goes_on_with(shell, tmp_path):
+    sweep = ["--multirun", "graph=none,full_iteration", *TINY, "data.max_bytes=20000", "hydra.sweep.dir=sweep"]
+    assert shell(*sweep).returncode == 0
+    folder = tmp_path / "sweep"
+    kept = {path: path.read_bytes() for path in (*folder.glob("*.json"), *folder.glob("*/result.json"))}
+    refused = shell(*sweep)
+    assert refused.returncode == 2 and "hydra.sweep.dir=FOLDER" in refused.stderr
+    assert "none: failed: " in refused.stdout and "is that of before" in refused.stdout
+    assert {path: path.read_bytes() for path in kept} == kept
+
+    (checkpoint,) = (folder / "full_iteration" / "checkpoints").iterdir()
+    (checkpoint / "model.safetensors").unlink()
+    done = shell(*sweep, "train.resume=auto")
+    assert done.returncode == 0 and f"{folder / 'none'} is finished" in done.stdout
+    assert (folder / "full_iteration_restart1" / "result.json").is_file()
+    runs = {run["name"]: run for run in json.loads((folder / "comparison.json").read_text())["runs"]}
+    assert runs["full_iteration"]["losses_equal"] is True and runs["full_iteration"]["error"] is None
+    assert set(runs) == {"none", "full_iteration"}
+
+
 def test_profiling_within_a_multirun_is_a_clear_error(shell, tmp_path):
     done = shell("--multirun", "graph=none,per_layer", "train.profile=true", *TINY)
     assert_one_clear_error(done, "run it alone")

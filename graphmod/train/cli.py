@@ -12,7 +12,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import hydra
@@ -28,7 +28,7 @@ from graphmod.errors import ConfigError, GraphmodError
 from graphmod.train.config import parse, register
 from graphmod.train.explain import explain, unknown_flag
 from graphmod.train.loop import resume_point, train
-from graphmod.train.result import RunResult
+from graphmod.train.result import RESULT_FILE, RunResult
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"
 _NO_PROFILE = (
@@ -185,8 +185,8 @@ def _say_stopped(result: RunResult, folder: Path, given: list[str]) -> int:
     return 128 + signal.Signals[result.error]
 
 
-def _attempt(cfg: DictConfig, folder: Path, alone: bool, given: list[str]) -> tuple[int, str | None]:
-    """Runs one job; returns its exit status and, if it failed, why.
+def _attempt(cfg: DictConfig, folder: Path, alone: bool, given: list[str]) -> tuple[int, str | Path]:
+    """Runs one job; returns its exit status, and the folder it wrote to or, if it failed, why.
 
     Args:
         cfg: composed by Hydra.
@@ -218,10 +218,20 @@ def _attempt(cfg: DictConfig, folder: Path, alone: bool, given: list[str]) -> tu
         _complain("this is a bug in graphmod or in a library it uses; the lines above say where")
         return 1, f"{type(error).__name__}: {error}"
     if result.status == "interrupted":
-        return _say_stopped(result, point.run_dir, given), result.error
+        return _say_stopped(result, point.run_dir, given), point.run_dir
     print(result.report())
     print(f"  written to {point.run_dir}")
-    return 0, None
+    return 0, point.run_dir
+
+
+def _failed(cfg: DictConfig, folder: Path, reason: str) -> RunResult:
+    """What the comparison says of a job of a multirun that failed; also left in its folder, if that has no result."""
+    scope = str(getattr(cfg.graph.scope, "value", cfg.graph.scope))
+    result = RunResult(scope=scope, status="failed", error=reason)
+    if not (folder / RESULT_FILE).exists():  # else an earlier run's, with which this one was not allowed to mix
+        with suppress(OSError):
+            result.write(folder)
+    return result
 
 
 def _tidy(folder: Path) -> None:
@@ -239,19 +249,17 @@ def main(config_dir: Path) -> int:
     statuses: list[int] = []
     given, show_all = sys.argv[1:], _FULL_ERROR in os.environ
 
-    def job(cfg: DictConfig) -> None:
+    def job(cfg: DictConfig) -> str | Path | RunResult:
         hydra_config = HydraConfig.get()
         folder = Path(hydra_config.runtime.output_dir)
         alone = hydra_config.mode is RunMode.RUN
-        status, reason = _attempt(cfg, folder, alone, given)
+        status, outcome = _attempt(cfg, folder, alone, given)
         statuses.append(status)
         if alone:
             _tidy(folder)
         if status >= 128:
             raise KeyboardInterrupt  # the jobs that would follow must not start
-        if status and not alone:
-            scope = str(getattr(cfg.graph.scope, "value", cfg.graph.scope))
-            RunResult(scope=scope, status="failed", error=reason).write(folder)
+        return _failed(cfg, folder, outcome) if status and not alone else outcome
 
     try:
         arguments = for_hydra(given)

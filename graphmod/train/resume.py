@@ -196,7 +196,7 @@ def locate(resume: str, run_dir: Path, settings: dict[str, Any], beside: bool) -
         if checkpoints(run_dir / FOLDER):
             raise ConfigError(
                 f"{run_dir} holds the checkpoints of an earlier run, and a new one would mix with it; go on with it "
-                "(train.resume=auto), or write elsewhere (hydra.run.dir=FOLDER)"
+                "(train.resume=auto), or write elsewhere (hydra.run.dir=FOLDER; in a multirun hydra.sweep.dir=FOLDER)"
             )
         return ResumePoint(run_dir)
     if resume == AUTO:
