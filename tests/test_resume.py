@@ -164,6 +164,17 @@ def test_tensorboard_goes_on_in_the_same_folder_without_doubled_steps(on_text, t
     assert len(events.Tensors("config/text_summary")) == 1
 
 
+def test_a_job_that_was_killed_before_its_first_checkpoint_starts_again_without_doubled_steps(on_text, tmp_path):
+    settings = ["train.log_every=1", "train.resume=auto"]
+    whole = train(on_text(*settings), tmp_path)
+    shutil.rmtree(tmp_path / "checkpoints")
+    time.sleep(1.1)  # the names of event files, by which TensorBoard orders them, have seconds
+    assert train(on_text(*settings), tmp_path).losses == whole.losses
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 9))
+
+
 @pytest.mark.gpu
 @scopes
 def test_on_a_gpu_a_stopped_run_goes_on_with_the_same_bits(on_text, tmp_path, monkeypatch, stop_after, scope):

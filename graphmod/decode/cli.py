@@ -50,15 +50,16 @@ with .out.jsonl in place of its suffix unless out says where. A file that holds 
 
 Groups and their choices (files under configs_generate/):
 
-  graph: decode (default), none
-  decode: greedy (default), sample
+  graph: decode (default), none       a decode step is one graph, or plain PyTorch
+  decode: greedy (default), sample    the most likely token each time, or temperature 0.8 and top_p 0.95
 
-Keys one changes most:
+Keys one changes most, with a value for example:
 
   decode.max_new_tokens=128     tokens to generate at most
   decode.temperature=0.8        0 takes the most likely token
-  decode.top_k=50 decode.top_p=0.9
-  decode.seed=0 decode.n=1      random numbers, and samples of each prompt
+  decode.top_k=50               draw from the 50 most likely tokens only
+  decode.top_p=0.9              draw from the most likely tokens that make up 0.9 only
+  decode.n=4 decode.seed=1      samples of each prompt; another seed gives others
   decode.stop=['END']           texts or token ids that end a sequence
   decode.logprobs=true          print or write the log-probability of each token
   decode.max_batch_size=16      sequences decoded at the same time

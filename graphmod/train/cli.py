@@ -112,7 +112,7 @@ def groups(config_dir: Path) -> str:
     for folder in sorted(path for path in config_dir.iterdir() if path.is_dir() and path.name in defaults):
         names = sorted(path.stem for path in folder.glob("*.yaml"))
         marked = (f"{name} (default)" if name == defaults[folder.name] else name for name in names)
-        lines.append(f"{folder.name}: {', '.join(marked)}")
+        lines.append(f"  {folder.name}: {', '.join(marked)}")
     return "\n".join(lines) + "\n"
 
 
