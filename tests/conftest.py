@@ -59,9 +59,10 @@ def composed(*overrides: str):
         return compose("config", overrides=list(overrides))
 
 
-def shell(folder: Path, *arguments: str) -> subprocess.Popen:
-    """`python train.py ARGUMENTS`, started in `folder`."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # as in this process: threads divide sums differently
+def shell(folder: Path, *arguments: str, **variables: str) -> subprocess.Popen:
+    """`python train.py ARGUMENTS`, started in `folder`; `variables` are added to the environment."""
+    # One thread, as in this process: several divide sums differently.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
     command = [sys.executable, str(ROOT / "train.py"), *arguments]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, cwd=folder, env=environment, **pipes)

@@ -126,12 +126,25 @@ def test_a_disk_that_fills_up_keeps_the_checkpoint_before(on_text, tmp_path, mon
     assert verify(kept)["steps_done"] == 3
 
 
+@pytest.mark.parametrize(("limit", "named"), [(100, "the folder of the run"), (20_000, "{run}")])
+def test_a_disk_that_is_full_is_one_error_that_says_where(text, tmp_path, limit, named):
+    limited = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))"
+    (tmp_path / "sitecustomize.py").write_text(limited)
+    settings = [*TINY, "data=text", f"data.path={text}", "train.checkpoint=false", f"hydra.run.dir={tmp_path / 'run'}"]
+    process = shell(tmp_path, *settings, "train.steps=400", PYTHONPATH=str(tmp_path))
+    _, complained = process.communicate(timeout=120)
+    (error,) = [line for line in complained.splitlines() if line.startswith("error: ")]
+    assert process.returncode == 1 and "Traceback" not in complained, complained
+    assert error.startswith(f"error: cannot write to {named.format(run=tmp_path / 'run')}: File too large")
+
+
 def test_a_disk_without_room_is_an_error_before_the_first_step(on_text, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     monkeypatch.setattr(TrainStep, "__call__", lambda *args: pytest.fail("a step was done"))
-    with pytest.raises(GraphmodError, match=r"a checkpoint takes about .* GiB"):
+    with pytest.raises(GraphmodError, match=r"a checkpoint takes about 0\.\d\d MiB, and .* has 0\.00 MiB free"):
         train(on_text(), tmp_path)
+    assert not (tmp_path / "checkpoints").exists(), "a run that never began left a folder"
 
 
 def test_a_checkpoint_folder_that_cannot_be_written_is_an_error_before_the_first_step(on_text, tmp_path, monkeypatch):

@@ -26,7 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from graphmod.errors import ConfigError, GraphmodError
 from graphmod.train.config import parse, register
-from graphmod.train.explain import explain, unknown_flag
+from graphmod.train.explain import explain, system_error, unknown_flag
 from graphmod.train.loop import resume_point, train
 from graphmod.train.result import RESULT_FILE, RunResult
 
@@ -207,8 +207,9 @@ def _attempt(cfg: DictConfig, folder: Path, alone: bool, given: list[str]) -> tu
         _complain(error)
         return 1, str(error)
     except OSError as error:
-        _complain(error)
-        return 1, str(error)
+        reason = system_error(error, folder)
+        _complain(reason)
+        return 1, reason
     except torch.OutOfMemoryError as error:
         reason = f"out of GPU memory; lower data.batch_size or data.seq_len. {str(error).splitlines()[0]}"
         _complain(reason)
@@ -286,7 +287,7 @@ def main(config_dir: Path) -> int:
         _complain(explain(error))
         return 2
     except OSError as error:  # Hydra could not make the folder of the run
-        _complain(f"cannot write to {error.filename}: {error.strerror}" if error.filename else error)
+        _complain(f"cannot write to {error.filename or 'the folder of the run'}: {error.strerror or error}")
         return 1
     finally:
         sys.argv[1:] = given

@@ -5,7 +5,9 @@ Imports their exception classes and the schema; changes nothing and raises nothi
 
 import dataclasses
 import difflib
+import errno
 import re
+from pathlib import Path
 
 from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, InterpolationResolutionError, OmegaConfBaseException
@@ -90,6 +92,12 @@ def _choices(error: MissingConfigException) -> str:
     best = _most_like(choice, options)
     hint = f"; did you mean {group}={best}?" if best else ""
     return f"there is no choice {choice!r} for {group!r}{hint}\n  choices of {group!r}: {', '.join(options)}"
+
+
+def system_error(error: OSError, folder: Path) -> str:
+    """An error of the operating system in a run that writes into `folder`. A full disk is reported without a name."""
+    full = error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    return f"cannot write to {folder}: {error.strerror}; what was saved before stays" if full else str(error)
 
 
 def explain(error: BaseException, kind: type = RunConfig) -> str:

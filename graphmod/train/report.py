@@ -98,7 +98,7 @@ def markdown(rows: list[Row], said: list[str], device: str) -> str:
     body = [_cells(row) for row in rows if row.error is None]
     lines = [f"| {' | '.join(line)} |" for line in (_HEAD, align, *body)]
     notes = [f"- {note}" for note in (*_failures(rows), *said)]
-    text = [f"# Step time of {len(rows)} runs on {device}", "", *lines, ""]
+    text = [f"# Step time of {counted(len(body), 'run')} on {device}", "", *lines, ""]
     explained = (
         "Step and host time are medians after warm-up and capture. *Speed-up* is against the run without graphs with "
         "otherwise the same settings. *Ahead after* says from which step on a run is ahead of it, warm-up, compilation "
