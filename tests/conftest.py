@@ -1,6 +1,9 @@
 """What several tests share: devices, and settings of training runs small enough for two CPU cores."""
 
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once, before the first use of cuBLAS
@@ -10,6 +13,7 @@ import torch
 from hydra import compose, initialize_config_dir
 
 from graphmod.train.config import parse, register
+from graphmod.train.step import TrainStep
 
 ROOT = Path(__file__).parent.parent
 
@@ -31,6 +35,7 @@ TINY = [
     "data.seq_len=16",
     "data.batch_size=2",
 ]
+DROPOUT = ["model=gpt2_tiny", "model.dropout=0.2"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -54,6 +59,15 @@ def composed(*overrides: str):
         return compose("config", overrides=list(overrides))
 
 
+def shell(folder: Path, *arguments: str, **variables: str) -> subprocess.Popen:
+    """`python train.py ARGUMENTS`, started in `folder`; `variables` are added to the environment."""
+    # One thread, as in this process: several divide sums differently.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+    command = [sys.executable, str(ROOT / "train.py"), *arguments]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=folder, env=environment, **pipes)
+
+
 @pytest.fixture
 def settings():
     """`settings("train.steps=5")` is the checked RunConfig for these overrides; `tiny` ones come first with `TINY`."""
@@ -72,3 +86,27 @@ def text(tmp_path):
     path = tmp_path / "text.txt"
     path.write_text("".join(f"line {n} of a text about nothing in particular\n" for n in range(200)))
     return path
+
+
+@pytest.fixture
+def on_text(tiny, text):
+    """Like `tiny`, on the file of `text`."""
+    return lambda *overrides: tiny("data=text", f"data.path={text}", *overrides)
+
+
+@pytest.fixture
+def stop_after(monkeypatch):
+    """`stop_after(5)` sends this process SIGTERM in the middle of the fifth step."""
+
+    def arrange(steps: int, number: int = signal.SIGTERM) -> None:
+        original, calls = TrainStep.__call__, []
+
+        def step(self, batch):
+            calls.append(batch)
+            if len(calls) == steps:
+                os.kill(os.getpid(), number)
+            return original(self, batch)
+
+        monkeypatch.setattr(TrainStep, "__call__", step)
+
+    return arrange

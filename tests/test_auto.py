@@ -44,6 +44,7 @@ def test_real_times_are_measured_and_eager_wins_over_the_emulator(tiny, tmp_path
     assert all(0.01 < trial["ms"] < 1000 for trial in result.auto["trials"])
     assert result.measured_from_step >= trial_steps(Scope.none, 3) + trial_steps(Scope.per_layer, 3)
     assert result.scope == "auto" and result.auto["chosen"] in {scope.value for scope in Scope}
+    assert result.report().count("note: these are times of emulated graphs") == 1
 
 
 def test_a_run_too_short_to_measure_stays_eager_and_says_so(tiny, tmp_path, caplog):
@@ -137,6 +138,23 @@ def test_a_single_slow_step_does_not_count(monkeypatch):
     clock = Clock(monkeypatch, candidates(False))
     assert clock.trial([10.0] * 6 + [200.0] + [10.0] * 20) == trial_steps(Scope.none, 3)
     assert clock.auto.trials[0].ms == pytest.approx(10.0)
+
+
+def test_times_that_vary_a_lot_are_noted_with_the_scopes_that_they_are_of(monkeypatch):
+    clock = Clock(monkeypatch, [Scope.none, Scope.full_iteration])
+    clock.trial([10.0])
+    clock.trial([4.0] * 4 + [40.0] * 2)
+    varied, emulated = clock.auto.notes
+    assert "varied a lot" in varied and "full_iteration (40.00 ms)" in varied and "none" not in varied
+    assert "emulated" in emulated and "nothing about a GPU" in emulated
+    assert [trial["ms_p95"] for trial in clock.auto.report()["trials"]] == pytest.approx([10.0, 40.0])
+
+
+def test_steady_times_are_not_noted(monkeypatch):
+    clock = Clock(monkeypatch, [Scope.none, Scope.full_iteration])
+    clock.trial([10.0, 12.0])
+    clock.trial([4.0])
+    assert len(clock.auto.notes) == 1 and "varied" not in clock.auto.notes[0]
 
 
 def test_a_step_that_still_captures_begins_the_timing_anew(monkeypatch):

@@ -123,6 +123,26 @@ def test_a_multirun_over_other_axes_compares_within_each_and_names_the_job_that_
     assert (sweep / "comparison.md").is_file() and (sweep / "comparison.png").is_file()
 
 
+def test_a_multirun_in_the_folder_of_another_loses_nothing_and_compares_what_it_goes_on_with(shell, tmp_path):
+    sweep = ["--multirun", "graph=none,full_iteration", *TINY, "data.max_bytes=20000", "hydra.sweep.dir=sweep"]
+    assert shell(*sweep).returncode == 0
+    folder = tmp_path / "sweep"
+    kept = {path: path.read_bytes() for path in (*folder.glob("*.json"), *folder.glob("*/result.json"))}
+    refused = shell(*sweep)
+    assert refused.returncode == 2 and "hydra.sweep.dir=FOLDER" in refused.stderr
+    assert "none: failed: " in refused.stdout and "is that of before" in refused.stdout
+    assert {path: path.read_bytes() for path in kept} == kept
+
+    (checkpoint,) = (folder / "full_iteration" / "checkpoints").iterdir()
+    (checkpoint / "model.safetensors").unlink()
+    done = shell(*sweep, "train.resume=auto")
+    assert done.returncode == 0 and f"{folder / 'none'} is finished" in done.stdout
+    assert (folder / "full_iteration_restart1" / "result.json").is_file()
+    runs = {run["name"]: run for run in json.loads((folder / "comparison.json").read_text())["runs"]}
+    assert runs["full_iteration"]["losses_equal"] is True and runs["full_iteration"]["error"] is None
+    assert set(runs) == {"none", "full_iteration"}
+
+
 def test_profiling_within_a_multirun_is_a_clear_error(shell, tmp_path):
     done = shell("--multirun", "graph=none,per_layer", "train.profile=true", *TINY)
     assert_one_clear_error(done, "run it alone")
@@ -158,6 +178,25 @@ def test_an_unknown_flag_and_an_empty_folder_are_clear_errors(shell):
     assert_one_clear_error(shell("train.steps=3", "--multirum"), "'--multirum'", "did you mean '--multirun'?")
     with pytest.raises(ConfigError, match="is empty; give the folder"):
         for_hydra(["hydra.run.dir="])
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        (["--steps", "3"], "train.steps=3"),
+        (["--steps=3"], "train.steps=3"),
+        (["--step=3"], "train.steps=3"),
+        (["--train.steps=3"], "train.steps=3"),
+        (["--batch-size", "4", "graph=none"], "data.batch_size=4"),
+        (["--model=llama_tiny"], "model=llama_tiny"),
+        (["--resume", "graph=none"], "train.resume=VALUE"),
+        (["--num-workers", "4"], "without dashes: key=value"),
+    ],
+)
+def test_a_setting_with_dashes_says_what_to_write(typed, meant):
+    with pytest.raises(ConfigError) as caught:
+        flags_first(typed)
+    assert str(caught.value).endswith(meant) and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

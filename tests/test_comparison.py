@@ -88,6 +88,31 @@ def test_a_run_too_short_to_be_measured_is_remarked():
     assert any("too short" in remark for remark in remarks(rows, results))
 
 
+def test_runs_whose_times_vary_a_lot_are_named_below_the_table(tmp_path):
+    restless = result("per_layer", 4.0, steps=45)
+    restless.step_ms[-4:] = [9.0] * 4
+    results = {"none": result("none", 8.0), "per_layer": restless, "full": result("full_iteration", 2.0)}
+    rows = compare(results)
+    assert (rows[1].step_ms_median, rows[1].step_ms_p95) == (4.0, 9.0)
+    assert [said for said in remarks(rows, results) if "varied" in said] == [
+        "Step times varied a lot in per_layer: p95 is more than twice the median. Compare again on a machine that does "
+        "nothing else."
+    ]
+    write_report(tmp_path, rows, results)
+    assert "- Step times varied a lot in per_layer:" in (tmp_path / "comparison.md").read_text()
+
+
+def test_emulated_graphs_are_noted_once_and_only_where_there_are_any():
+    emulated, eager = result("full_iteration", 2.0), result("none", 8.0)
+    emulated.device = eager.device = "CPU, 2 threads"
+    emulated.graph["captures"] = 1
+    several = {"none": eager, "full": emulated, "again": emulated}
+    assert sum("emulated" in said for said in remarks(compare(several), several)) == 1
+    on_gpu = {"none": result("none", 8.0), "full": result("full_iteration", 2.0)}
+    for runs in ({"none": eager}, on_gpu):
+        assert not any("emulated" in said for said in remarks(compare(runs), runs))
+
+
 def test_the_busy_share_is_kernel_time_over_step_time():
     rows = compare({"none": result("none", 8.0), "full": result("full_iteration", 2.0)}, {"none": 1.9, "full": 1.9})
     assert [row.gpu_busy_share for row in rows] == [1.9 / 8, 1.9 / 2]

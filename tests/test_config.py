@@ -61,6 +61,25 @@ def test_a_key_without_its_group_names_the_whole_key():
     assert "did you mean 'train.steps'?" in complaint("steps=5")
 
 
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [("steps=3", "train.steps=3"), ("train.stepz=3", "train.steps=3"), ("modle=llama_tiny", "model=llama_tiny")],
+)
+def test_a_typo_in_a_key_says_what_to_write(typed, meant):
+    assert complaint(typed).splitlines()[0].endswith(f"Write {meant}")
+
+
+def test_a_setting_without_a_value_says_what_to_write():
+    assert complaint("train.steps") == "'train.steps' has no value; write train.steps=VALUE"
+    assert complaint("steps") == "'steps' has no value; write train.steps=VALUE"
+
+
+@pytest.mark.parametrize("typed", ["full", "full_iter", "auto", "per_layr"])
+def test_a_scope_that_there_is_not_names_the_choice_of_the_group(typed):
+    meant = {"auto": "auto", "per_layr": "per_layer"}.get(typed, "full_iteration")
+    assert complaint(f"graph.scope={typed}").endswith(f"write graph={meant}")
+
+
 def test_a_typo_in_a_group_names_the_nearest_group():
     assert "did you mean 'graph'?" in complaint("grph=none")
 
@@ -94,8 +113,8 @@ def test_null_where_a_number_is_needed_is_refused():
 
 
 def test_text_that_is_no_override_is_refused_in_words():
-    message = complaint("train.steps")
-    assert "'train.steps' as key=value" in message and "http" not in message
+    message = complaint("three steps")
+    assert "'three steps' as key=value" in message and "http" not in message
 
 
 def test_an_environment_variable_that_is_not_set_is_named():
@@ -115,6 +134,7 @@ def test_an_error_of_the_graph_settings_names_the_group():
         (["data.vocab_size=100"], "data=synthetic only"),
         (["data=synthetic", "data.tokenizer=bytes"], "random"),
         (["data.tokenizer=not_there"], "neither a folder nor 'bytes'"),
+        (["data.tokenizer=README.md"], "is a file; give the folder that it is in"),
         (["data.seq_len=0"], "at least 1"),
         (["data.seq_len=2000"], "model.max_positions=1024"),
         (["data.eval_fraction=0"], "train.eval_every=0"),
@@ -122,6 +142,7 @@ def test_an_error_of_the_graph_settings_names_the_group():
         (["model=local"], "model.path=FOLDER"),
         (["model=local", "model.path=not_there"], "not a folder"),
         (["model=local", "model.path=configs"], "config.json"),
+        (["model=local", "model.path=configs"], "checkpoints/step_N"),
         (["model.path=configs"], "model=local only"),
         (["model.layers=null"], "model.layers is not set"),
         (["model.heads=3"], "does not divide"),

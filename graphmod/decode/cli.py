@@ -1,8 +1,8 @@
 """What `generate.py` does: compose the config with Hydra, generate, print or write, and word every error.
 
-The only part of decode that imports `graphmod.train` (for the wording of config errors), hydra and omegaconf. Exit
-status: 0 all went well, 1 something failed while generating, 2 the command line, config, model or prompts cannot be
-used, 130 interrupted, 141 nobody reads the standard output any more.
+The only part of decode that imports `graphmod.train` (for the wording of config errors and of checkpoints), hydra and
+omegaconf. Exit status: 0 all went well, 1 something failed while generating, 2 the command line, config, model or
+prompts cannot be used, 130 interrupted, 141 nobody reads the standard output any more.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from graphmod.decode.schema import GenerateConfig
 from graphmod.decode.text import TextStream, codec_for
 from graphmod.errors import ConfigError, GraphmodError
 from graphmod.train.explain import explain
+from graphmod.train.provenance import trained
 
 _TEXTS = ("prompt", "prompts_file", "out", "tokenizer", "model.path")
 HELP = """Samples from a causal language model, decode steps in CUDA graphs (emulated where there is no GPU).
@@ -49,15 +50,16 @@ with .out.jsonl in place of its suffix unless out says where. A file that holds 
 
 Groups and their choices (files under configs_generate/):
 
-  graph: decode (default), none
-  decode: greedy (default), sample
+  graph: decode (default), none       a decode step is one graph, or plain PyTorch
+  decode: greedy (default), sample    the most likely token each time, or temperature 0.8 and top_p 0.95
 
-Keys one changes most:
+Keys one changes most, with a value for example:
 
   decode.max_new_tokens=128     tokens to generate at most
   decode.temperature=0.8        0 takes the most likely token
-  decode.top_k=50 decode.top_p=0.9
-  decode.seed=0 decode.n=1      random numbers, and samples of each prompt
+  decode.top_k=50               draw from the 50 most likely tokens only
+  decode.top_p=0.9              draw from the most likely tokens that make up 0.9 only
+  decode.n=4 decode.seed=1      samples of each prompt; another seed gives others
   decode.stop=['END']           texts or token ids that end a sequence
   decode.logprobs=true          print or write the log-probability of each token
   decode.max_batch_size=16      sequences decoded at the same time
@@ -259,7 +261,7 @@ def _run(config: GenerateConfig, prompts: list[Prompt], out: OutputFile | None) 
     folder = model_folder(config.model.path)
     codec = codec_for(folder, config.tokenizer)
     model = load_model(folder, config.model)
-    print(f"model: {folder}", file=sys.stderr)
+    print(f"model: {folder}" + (f", {known}" if (known := trained(folder)) else ""), file=sys.stderr)
     if config.graph.compile is not CompileMode.none and model.device.type != "cuda":
         said = f"graph.compile={config.graph.compile.value} is for a GPU and is ignored on this {model.device.type}"
         print(f"note: {said}", file=sys.stderr, flush=True)

@@ -1,5 +1,5 @@
 """`graph=auto`: tries the scopes on the first steps of a run and keeps the fastest. Imports torch, the core's `config`,
-`train/step.py`, `train/isolation.py` and `train/words.py`.
+`train/step.py`, `train/isolation.py`, `train/timing.py` and `train/words.py`.
 
 The trial steps are steps of the training, and every scope computes the same bits, so that trying changes no number.
 """
@@ -16,6 +16,7 @@ import torch
 from graphmod.config import Scope
 from graphmod.train.isolation import release_memory
 from graphmod.train.step import TrainStep
+from graphmod.train.timing import percentile, unsteady
 from graphmod.train.words import counted
 
 log = logging.getLogger("graphmod")
@@ -36,12 +37,14 @@ class Trial:
     Attributes:
         scope: its name.
         ms: milliseconds a step, the median of those timed, at least `MEASURED`; none of them captured.
+        ms_p95: their 95th percentile.
         capture_seconds: spent capturing.
         failed: why it does not count, or None.
     """
 
     scope: str
     ms: float
+    ms_p95: float
     capture_seconds: float = 0.0
     failed: str | None = None
 
@@ -71,6 +74,7 @@ class AutoScope:
         trials: those that are over.
         chosen: the scope that is kept; None while it is being measured.
         reason: why, in words.
+        notes: what else one must know to rely on what was measured, in words.
         began: trial steps done when the present step was built.
     """
 
@@ -79,6 +83,7 @@ class AutoScope:
         self.trials: list[Trial] = []
         self.chosen: Scope | None = None
         self.reason = ""
+        self.notes: list[str] = []
         self.began = self._done = 0
         self._in_trial, self._start = 0, None
         self._captures = self._late = 0
@@ -144,7 +149,7 @@ class AutoScope:
         return statistics.median(self._durations_ms())
 
     def _end_trial(self, scope: Scope) -> None:
-        trial = Trial(scope.value, self._median_ms())
+        trial = Trial(scope.value, self._median_ms(), percentile(self._durations_ms(), 95))
         stats = self.step.stats
         trial.capture_seconds = stats.capture_seconds
         if stats.failures:
@@ -155,6 +160,7 @@ class AutoScope:
         if len(self.trials) < len(self._scopes):
             self._switch(self._scopes[len(self.trials)])
             return
+        self.notes = self._remarks()
         eager = self.trials[0]
         best = min((t for t in self.trials if t.failed is None), key=lambda t: t.ms)
         measured = ", ".join(f"{t.scope} {t.ms:.2f} ms" + (f" ({t.failed})" if t.failed else "") for t in self.trials)
@@ -169,6 +175,18 @@ class AutoScope:
                 f"{measured} a step: {best.scope} is {eager.ms / best.ms:.2f} times as fast as eager steps, and the "
                 f"time of its capture alone is won back in {counted(round(pays), 'step')}",
             )
+
+    def _remarks(self) -> list[str]:
+        said = []
+        restless = [f"{t.scope} ({t.ms_p95:.2f} ms)" for t in self.trials if unsteady(t.ms, t.ms_p95)]
+        if restless:
+            said.append(
+                f"times varied a lot: the 95th percentile is more than twice the median with {', '.join(restless)}; "
+                "measure again on a machine that does nothing else, or choose a scope"
+            )
+        if self.step.device.type != "cuda":
+            said.append("these are times of emulated graphs and say nothing about a GPU")
+        return said
 
     def _choose(self, scope: Scope, reason: str) -> None:
         if self.trials and self._scopes[-1] is not scope:
@@ -188,4 +206,5 @@ class AutoScope:
     def report(self) -> dict[str, Any]:
         """What was measured and chosen, as plain values."""
         chosen = self.chosen.value if self.chosen is not None else None
-        return {"chosen": chosen, "reason": self.reason, "trials": [asdict(trial) for trial in self.trials]}
+        trials = [asdict(trial) for trial in self.trials]
+        return {"chosen": chosen, "reason": self.reason, "notes": self.notes, "trials": trials}

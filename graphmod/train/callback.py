@@ -8,14 +8,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from hydra.core.utils import JobReturn
+from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
 from graphmod.train.comparison import compare
 from graphmod.train.config import parse
 from graphmod.train.loop import train
-from graphmod.train.report import remarks, table, write_report
+from graphmod.train.report import JSON_FILE, remarks, table, write_report
 from graphmod.train.result import RunResult
 
 _PROFILED = {
@@ -47,19 +47,22 @@ class ComparisonCallback(Callback):
     """Remembers where each job wrote; at the end prints the table and writes it beside them in several forms."""
 
     def __init__(self) -> None:
-        self._jobs: dict[Path, str] = {}
+        self._jobs: dict[Path, tuple[str, Any]] = {}
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
-        """Notes the folder of a job that ended, well or not."""
-        self._jobs[Path(config.hydra.runtime.output_dir)] = str(config.graph.scope.value)
+        """Notes a job that ended: the folder that it wrote to, which is another than its own where it went on with an
+        earlier run, or the result that says why it failed."""
+        folder = Path(config.hydra.runtime.output_dir)
+        outcome = job_return.return_value if job_return.status is JobStatus.COMPLETED else folder
+        self._jobs[folder] = str(config.graph.scope.value), outcome
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         """Compares what the jobs left behind; one that left nothing is listed as failed."""
         sweep = Path(config.hydra.sweep.dir)
         results = {}
-        for folder, scope in self._jobs.items():
+        for folder, (scope, outcome) in self._jobs.items():
             try:
-                result = RunResult.read(folder)
+                result = outcome if isinstance(outcome, RunResult) else RunResult.read(outcome)
             except (OSError, ValueError, TypeError) as error:
                 result = RunResult(scope=scope, status="failed", error=f"it left no result ({error})")
             results[folder.name] = result
@@ -71,5 +74,8 @@ class ComparisonCallback(Callback):
         print(f"\n{table(rows)}")
         for remark in remarks(rows, results):
             print(remark)
+        if not finished and (sweep / JSON_FILE).exists():
+            print(f"\nno run finished; the comparison in {sweep} is that of before")
+            return
         files = write_report(sweep, rows, results)
         print(f"\nwritten to {', '.join(map(str, files))}\nside by side: tensorboard --logdir {sweep}")

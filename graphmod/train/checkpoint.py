@@ -10,6 +10,7 @@ import os
 import shutil
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,7 @@ def _write(partial: Path, model: PreTrainedModel, step: TrainStep, progress: Pro
         "steps_done": progress.steps_done,
         "settings": progress.settings,
         "data": progress.data,
+        "loss": progress.losses[-1] if progress.losses else None,
         "files": listed,
     }
     (partial / MANIFEST_FILE).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
@@ -197,6 +199,10 @@ def checkpoints(parent: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name[5:]), reverse=True)
 
 
+def _size(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.2f} MiB"
+
+
 def check_room(folder: Path, model: PreTrainedModel, with_ema: bool) -> None:
     """Raises GraphmodError when `folder` cannot be written to, or its disk has no room for one checkpoint."""
     size = sum(parameter.nbytes for parameter in {id(p): p for p in model.parameters()}.values())
@@ -211,9 +217,11 @@ def check_room(folder: Path, model: PreTrainedModel, with_ema: bool) -> None:
     except OSError as error:
         raise GraphmodError(f"cannot write checkpoints to {folder}: {error.strerror}") from error
     if free < needed:
+        with suppress(OSError):
+            folder.rmdir()  # else a run that never began leaves a folder behind; it stays where it holds anything
         raise GraphmodError(
-            f"a checkpoint takes about {needed / 2**30:.2f} GiB, and the disk of {folder} has {free / 2**30:.2f} GiB "
-            "free; make room, write elsewhere (hydra.run.dir=FOLDER), or train.checkpoint=false"
+            f"a checkpoint takes about {_size(needed)}, and the disk of {folder} has {_size(free)} free; make "
+            "room, write elsewhere (hydra.run.dir=FOLDER), or train.checkpoint=false"
         )
 
 

@@ -53,7 +53,11 @@ def check_model(model: ModelConfig) -> None:
         _require(model.path is not None, "model=local needs model.path=FOLDER with a saved transformers model")
         folder = Path(model.path)
         _require(folder.is_dir(), f"model.path={model.path} is not a folder")
-        _require((folder / "config.json").is_file(), f"model.path={model.path} holds no config.json, so no saved model")
+        _require(
+            (folder / "config.json").is_file(),
+            f"model.path={model.path} holds no config.json, so no saved model; those of a run are in its folders "
+            "checkpoints/step_N",
+        )
         for name in (*_SIZES, *_ROPE_ONLY, "vocab_size", "tie_embeddings", "dropout"):
             given = getattr(model, name)
             _require(
@@ -105,6 +109,11 @@ def check_data(data: DataConfig, model: ModelConfig) -> None:
     else:
         _require(data.vocab_size is None, "data.vocab_size is for data=synthetic only; set model.vocab_size instead")
     if data.tokenizer not in (None, "bytes"):
+        _require(
+            not Path(data.tokenizer).is_file(),
+            f"data.tokenizer={data.tokenizer} is a file; give the folder that it is in, where its name must be that by "
+            "which transformers looks for it, such as tokenizer.json",
+        )
         _require(Path(data.tokenizer).is_dir(), f"data.tokenizer={data.tokenizer} is neither a folder nor 'bytes'")
     if data.buckets is not None:
         sizes = list(data.buckets)

@@ -12,7 +12,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import hydra
@@ -26,9 +26,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from graphmod.errors import ConfigError, GraphmodError
 from graphmod.train.config import parse, register
-from graphmod.train.explain import explain, nearest
+from graphmod.train.explain import explain, system_error, unknown_flag
 from graphmod.train.loop import resume_point, train
-from graphmod.train.result import RunResult
+from graphmod.train.result import RESULT_FILE, RunResult
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"
 _NO_PROFILE = (
@@ -74,9 +74,7 @@ def flags_first(arguments: list[str]) -> list[str]:
             if "=" not in argument and left:
                 flags.append(left.pop(0))
         else:
-            best = nearest(argument, [*_FLAGS, *_FLAGS_WITH_VALUE])
-            hint = f"did you mean {best!r}? S" if best else "s"
-            raise ConfigError(f"there is no flag {argument!r}; {hint}ettings are written without dashes: key=value")
+            raise ConfigError(unknown_flag(argument, left[0] if left else "", [*_FLAGS, *_FLAGS_WITH_VALUE]))
     return [*flags, *settings]
 
 
@@ -114,7 +112,7 @@ def groups(config_dir: Path) -> str:
     for folder in sorted(path for path in config_dir.iterdir() if path.is_dir() and path.name in defaults):
         names = sorted(path.stem for path in folder.glob("*.yaml"))
         marked = (f"{name} (default)" if name == defaults[folder.name] else name for name in names)
-        lines.append(f"{folder.name}: {', '.join(marked)}")
+        lines.append(f"  {folder.name}: {', '.join(marked)}")
     return "\n".join(lines) + "\n"
 
 
@@ -187,8 +185,8 @@ def _say_stopped(result: RunResult, folder: Path, given: list[str]) -> int:
     return 128 + signal.Signals[result.error]
 
 
-def _attempt(cfg: DictConfig, folder: Path, alone: bool, given: list[str]) -> tuple[int, str | None]:
-    """Runs one job; returns its exit status and, if it failed, why.
+def _attempt(cfg: DictConfig, folder: Path, alone: bool, given: list[str]) -> tuple[int, str | Path]:
+    """Runs one job; returns its exit status, and the folder it wrote to or, if it failed, why.
 
     Args:
         cfg: composed by Hydra.
@@ -201,9 +199,7 @@ def _attempt(cfg: DictConfig, folder: Path, alone: bool, given: list[str]) -> tu
         if config.train.profile and not alone:
             raise ConfigError(_NO_PROFILE)  # a file of configs/ says so; the command line was looked at before
         point = resume_point(config, folder, beside=alone)
-        if point.checkpoint is not None:
-            print(f"going on after step {point.manifest['steps_done']} of {config.train.steps}: {point.checkpoint}")
-        result = train(config, point.run_dir, point)
+        result = train(config, point.run_dir, point, say=print)
     except ConfigError as error:
         _complain(error)
         return 2, str(error)
@@ -211,8 +207,9 @@ def _attempt(cfg: DictConfig, folder: Path, alone: bool, given: list[str]) -> tu
         _complain(error)
         return 1, str(error)
     except OSError as error:
-        _complain(error)
-        return 1, str(error)
+        reason = system_error(error, folder)
+        _complain(reason)
+        return 1, reason
     except torch.OutOfMemoryError as error:
         reason = f"out of GPU memory; lower data.batch_size or data.seq_len. {str(error).splitlines()[0]}"
         _complain(reason)
@@ -222,10 +219,20 @@ def _attempt(cfg: DictConfig, folder: Path, alone: bool, given: list[str]) -> tu
         _complain("this is a bug in graphmod or in a library it uses; the lines above say where")
         return 1, f"{type(error).__name__}: {error}"
     if result.status == "interrupted":
-        return _say_stopped(result, point.run_dir, given), result.error
+        return _say_stopped(result, point.run_dir, given), point.run_dir
     print(result.report())
     print(f"  written to {point.run_dir}")
-    return 0, None
+    return 0, point.run_dir
+
+
+def _failed(cfg: DictConfig, folder: Path, reason: str) -> RunResult:
+    """What the comparison says of a job of a multirun that failed; also left in its folder, if that has no result."""
+    scope = str(getattr(cfg.graph.scope, "value", cfg.graph.scope))
+    result = RunResult(scope=scope, status="failed", error=reason)
+    if not (folder / RESULT_FILE).exists():  # else an earlier run's, with which this one was not allowed to mix
+        with suppress(OSError):
+            result.write(folder)
+    return result
 
 
 def _tidy(folder: Path) -> None:
@@ -243,19 +250,17 @@ def main(config_dir: Path) -> int:
     statuses: list[int] = []
     given, show_all = sys.argv[1:], _FULL_ERROR in os.environ
 
-    def job(cfg: DictConfig) -> None:
+    def job(cfg: DictConfig) -> str | Path | RunResult:
         hydra_config = HydraConfig.get()
         folder = Path(hydra_config.runtime.output_dir)
         alone = hydra_config.mode is RunMode.RUN
-        status, reason = _attempt(cfg, folder, alone, given)
+        status, outcome = _attempt(cfg, folder, alone, given)
         statuses.append(status)
         if alone:
             _tidy(folder)
         if status >= 128:
             raise KeyboardInterrupt  # the jobs that would follow must not start
-        if status and not alone:
-            scope = str(getattr(cfg.graph.scope, "value", cfg.graph.scope))
-            RunResult(scope=scope, status="failed", error=reason).write(folder)
+        return _failed(cfg, folder, outcome) if status and not alone else outcome
 
     try:
         arguments = for_hydra(given)
@@ -282,7 +287,7 @@ def main(config_dir: Path) -> int:
         _complain(explain(error))
         return 2
     except OSError as error:  # Hydra could not make the folder of the run
-        _complain(f"cannot write to {error.filename}: {error.strerror}" if error.filename else error)
+        _complain(f"cannot write to {error.filename or 'the folder of the run'}: {error.strerror or error}")
         return 1
     finally:
         sys.argv[1:] = given

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from graphmod.errors import ConfigError
 from graphmod.train.schema import Architecture, DataConfig, Documents, ModelConfig, Source
+from graphmod.train.words import counted
 
 _BYTE_VOCABULARY = 256
 _SYNTHETIC_TOKENS = 1 << 20
@@ -97,8 +98,8 @@ def load_tokenizer(folder: str) -> Any:
         # All lines: the first may end in a colon, with the reasons below it.
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(
-            f"data.tokenizer={folder} holds no tokenizer transformers can read; give a folder as a tokenizer's "
-            f"save_pretrained writes it. transformers says: {reason}"
+            f"data.tokenizer={folder} holds no tokenizer transformers can read; give a folder with a "
+            f"tokenizer.json or the like, as a tokenizer's save_pretrained writes it. transformers says: {reason}"
         ) from error
 
 
@@ -178,5 +179,5 @@ def load_corpus(data: DataConfig, model: ModelConfig, seed: int) -> Corpus:
         tokens, starts = _tokenize(pieces, tokenizer)
         vocab, unit = len(tokenizer), "tokens"
     if len(tokens) == 0:
-        raise ConfigError(f"the data is empty: {name} ({len(files)} files) holds no text")
+        raise ConfigError(f"the data is empty: {name} ({counted(len(files), 'file')}) holds no text")
     return Corpus(tokens, vocab, tokenizer, f"{len(tokens):,} {unit} of {name}", starts)

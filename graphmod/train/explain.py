@@ -5,6 +5,9 @@ Imports their exception classes and the schema; changes nothing and raises nothi
 
 import dataclasses
 import difflib
+import errno
+import re
+from pathlib import Path
 
 from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, InterpolationResolutionError, OmegaConfBaseException
@@ -23,27 +26,60 @@ def setting_names(kind: type = RunConfig, prefix: str = "") -> list[str]:
     return names
 
 
-def nearest(word: str, allowed: list[str]) -> str | None:
+def nearest(word: str, allowed: list[str], cutoff: float = 0.5) -> str | None:
     """The one of `allowed` most like `word`, or None when nothing is."""
-    return next(iter(difflib.get_close_matches(word, allowed, n=1, cutoff=0.5)), None)
+    return next(iter(difflib.get_close_matches(word, allowed, n=1, cutoff=cutoff)), None)
 
 
-def unknown_key(key: str, kind: type = RunConfig) -> str:
-    """The error for a key no run understands."""
+def meant_by(word: str, kind: type = RunConfig) -> str | None:
+    """The setting of that name, with or without its group; None when there is none."""
+    names = setting_names(kind)
+    return word if word in names else next((name for name in names if name.rpartition(".")[2] == word), None)
+
+
+def unknown_flag(argument: str, following: str, flags: list[str], kind: type = RunConfig) -> str:
+    """The error for an argument with dashes that is no flag: `--steps=3`, or `--steps` with `3` after it.
+
+    Args:
+        following: the argument after it; empty when it is the last one.
+        flags: those there are.
+    """
+    name, equals, value = argument.partition("=")
+    word = name.lstrip("-").replace("-", "_")
+    if not equals:
+        value = following if following and "=" not in following and not following.startswith("-") else "VALUE"
+    bare = {flag.lstrip("-"): flag for flag in flags if flag.startswith("--")}
+    lasts = [setting.rpartition(".")[2] for setting in setting_names(kind)]
+    best = word if meant_by(word, kind) else nearest(word, [*bare, *lasts], cutoff=0.7)
+    if best in bare:
+        return f"there is no flag {name!r}; did you mean {bare[best]!r}? Settings are written without dashes: key=value"
+    if best is None:
+        return f"there is no flag {name!r}; settings are written without dashes: key=value"
+    return f"there is no flag {name!r}; settings are written without dashes: {meant_by(best, kind)}={value}"
+
+
+def unknown_key(key: str, kind: type = RunConfig, value: str | None = None) -> str:
+    """The error for a key no run understands; `value` is what was to be set, where that is known."""
     names = setting_names(kind)
     group, _, last = key.rpartition(".")
     siblings = [name for name in names if name.rpartition(".")[0] == group]
     # Within a known group only the last part can be misspelt; otherwise anything may be, the group included.
     best = nearest(key, siblings) or nearest(key, names)
     if best is None:  # the right word in the wrong group, as in `steps=10`
-        best = next((name for name in names if name.rpartition(".")[2] == last), None)
+        best = meant_by(last, kind)
     message = f"there is no setting {key!r}"
     if best:
-        message += f"; did you mean {best!r}?"
+        message += f"; did you mean {best!r}?" + (f" Write {best}={value}" if value is not None else "")
     if group and siblings:
         known = ", ".join(name.rpartition(".")[2] for name in siblings)
         return f"{message}\n  settings of {group!r}: {known}"
     return f"{message}\n  groups: {', '.join(name for name in names if '.' not in name)}"
+
+
+def _most_like(word: str, options: list[str]) -> str | None:
+    """The one of `options` most like `word`, or the only one that begins with it; None when nothing is."""
+    begun = [option for option in options if word and option.startswith(word)]
+    return nearest(word, options) or (begun[0] if len(begun) == 1 else None)
 
 
 def _choices(error: MissingConfigException) -> str:
@@ -53,10 +89,15 @@ def _choices(error: MissingConfigException) -> str:
     if not group:
         return f"the config {choice!r} was not found"
     options = sorted(error.options or [])
-    begun = [option for option in options if choice and option.startswith(choice)]
-    best = nearest(choice, options) or (begun[0] if len(begun) == 1 else None)
+    best = _most_like(choice, options)
     hint = f"; did you mean {group}={best}?" if best else ""
     return f"there is no choice {choice!r} for {group!r}{hint}\n  choices of {group!r}: {', '.join(options)}"
+
+
+def system_error(error: OSError, folder: Path) -> str:
+    """An error of the operating system in a run that writes into `folder`. A full disk is reported without a name."""
+    full = error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    return f"cannot write to {folder}: {error.strerror}; what was saved before stays" if full else str(error)
 
 
 def explain(error: BaseException, kind: type = RunConfig) -> str:
@@ -69,6 +110,11 @@ def explain(error: BaseException, kind: type = RunConfig) -> str:
     if isinstance(error, MissingConfigException):
         return _choices(error)
     if isinstance(error, OverrideParseException):
+        word = error.override.lstrip("-").partition("=")[0]
+        if error.override.startswith("-"):
+            return unknown_flag(error.override, "", [], kind)
+        if meant_by(word, kind):
+            return f"{error.override!r} has no value; write {meant_by(word, kind)}=VALUE"
         example = "train.steps=100, or in quotes where it has special characters: 'data.path=\"my text.txt\"'"
         return f"cannot read {error.override!r} as key=value (for example {example})"
     inner = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
@@ -79,7 +125,8 @@ def explain(error: BaseException, kind: type = RunConfig) -> str:
         return "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
     key = inner.full_key or "the config"
     if isinstance(inner, (ConfigKeyError, ConfigAttributeError)):
-        return unknown_key(key, kind)
+        typed = re.search(r"use \+\S+?=(.*)$", str(error))  # Hydra's own advice, which would let a typo pass
+        return unknown_key(key, kind, typed[1] if typed else None)
     reason = str(inner.msg or inner).splitlines()[0]
     if isinstance(inner, InterpolationResolutionError):
         return f"{key} refers to something that is not there: {reason}"
@@ -89,4 +136,8 @@ def explain(error: BaseException, kind: type = RunConfig) -> str:
         reason = f"{inner.value!r} is not a list; write it as '{key}=[{inner.value}]'"
     elif "is not a subclass of" in reason:
         reason = f"{inner.value!r} is not a set of settings; {key!r} is a group: choose a file of configs/{key}/"
+    elif key == "graph.scope" and (allowed := re.search(r"expected one of \[(.*)\]", reason)):
+        scopes = [*allowed[1].split(", "), *(["auto"] if kind is RunConfig else [])]
+        best = _most_like(str(inner.value), scopes)
+        reason += f"; write graph={best}" if best else "; write graph=SCOPE"
     return f"{key}: {reason}"

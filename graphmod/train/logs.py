@@ -1,6 +1,7 @@
-"""What the log of graphmod says while a progress bar is shown. Imports logging and tqdm."""
+"""What is said while a progress bar is shown, by the log of graphmod and by threads. Imports logging and tqdm."""
 
 import logging
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -33,12 +34,30 @@ class RunFilter(logging.Filter):
 
 
 @contextmanager
+def _events_fail_once() -> Iterator[None]:
+    """The thread that writes TensorBoard's events hands an error such as a full disk on to the run, which words it; a
+    traceback of the thread would only say it before."""
+    before = threading.excepthook
+
+    def hook(failed: threading.ExceptHookArgs) -> None:
+        handed_on = isinstance(failed.exc_value, OSError) and type(failed.thread).__module__.startswith("tensorboard.")
+        if not handed_on:
+            before(failed)
+
+    threading.excepthook = hook
+    try:
+        yield
+    finally:
+        threading.excepthook = before
+
+
+@contextmanager
 def beside_bar(lengths: bool) -> Iterator[None]:
     """Inside, messages stand on lines of their own above the bar; `lengths`: see `RunFilter`."""
     chosen = RunFilter(lengths)
     log.addFilter(chosen)
     try:
-        with logging_redirect_tqdm():
+        with logging_redirect_tqdm(), _events_fail_once():
             yield
     finally:
         log.removeFilter(chosen)

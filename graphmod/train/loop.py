@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from graphmod.train.corpus import Corpus, load_corpus
 from graphmod.train.data import Prefetcher, split
 from graphmod.train.interrupt import StopRequest
 from graphmod.train.isolation import isolated
-from graphmod.train.logs import beside_bar
+from graphmod.train.logs import beside_bar, log
 from graphmod.train.metrics import GIB, Metrics
 from graphmod.train.model import build_model, load_weights, model_config, weights_dtype
 from graphmod.train.profile import profile_steps
@@ -257,7 +258,9 @@ def _run(
         run.close()
 
 
-def train(config: RunConfig, run_dir: Path, point: ResumePoint | None = None) -> RunResult:
+def train(
+    config: RunConfig, run_dir: Path, point: ResumePoint | None = None, say: Callable[[str], None] = log.info
+) -> RunResult:
     """Trains as told and writes TensorBoard events, `result.json` and checkpoints into the folder of the run.
 
     Whatever happens, nothing of the run stays behind in the process: graphs, GPU memory and its peaks, random state
@@ -268,6 +271,7 @@ def train(config: RunConfig, run_dir: Path, point: ResumePoint | None = None) ->
         config: checked settings, from `parse`.
         run_dir: folder of this run; made if need be. A resumed run goes on in its own folder instead.
         point: where to go on, if that is known already; None looks at `config.train.resume`.
+        say: told where a run goes on, once it is certain that it may.
 
     Raises:
         ConfigError: the data or the saved model cannot be used, or a run with other settings cannot be resumed; raised
@@ -286,8 +290,7 @@ def train(config: RunConfig, run_dir: Path, point: ResumePoint | None = None) ->
     device = pick_device(config.train.device)
     if point.checkpoint is not None:
         require_same(point, decisive_settings(plain_config(config), device.type), fingerprint(corpus.tokens))
-        finished = finished_result(point, config.train.steps)
-        if finished is not None:
+        if (finished := finished_result(point, config.train.steps, say)) is not None:
             return finished
     with isolated(device, config.train.seed, config.train.deterministic):
         result = _run(config, point, device, corpus, dims)

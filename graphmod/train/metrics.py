@@ -69,7 +69,8 @@ class Metrics:
         self.losses: list[float] = list(before.losses) if before else []
         self.eval_losses: list[tuple[int, float]] = list(before.eval_losses) if before else []
         self.latest: dict[str, float] = {}
-        self._writer = SummaryWriter(str(folder), purge_step=self._first + 1 if before else None)
+        # At the start, too: what was killed in this folder before it had saved anything left points of the same steps.
+        self._writer = SummaryWriter(str(folder), purge_step=self._first + 1 if before else 0)
         if before is None:
             self._writer.add_text("config", "```yaml\n" + config_text + "\n```")
 

@@ -7,6 +7,7 @@ thing a run does, and no time is taken after it.
 
 import json
 import os
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -34,6 +35,56 @@ def busy_us(intervals: list[tuple[float, float]]) -> float:
         total += max(0.0, stop - max(start, end))
         end = max(end, stop)
     return total
+
+
+@contextmanager
+def _without_marks() -> Iterator[None]:
+    """Keeps from standard error the lines with which kineto marks the start and the stop of a recording.
+
+    They are of its highest level, so that a level which silences them silences errors too. They are written by C++,
+    which holds the GIL. A process that passes all else on loses nothing, even if this one dies in between.
+    """
+    try:
+        kept = os.dup(2)
+    except OSError:  # there is no standard error
+        yield
+        return
+    try:
+        with _passing_on(kept) as passing:
+            if passing is not None:
+                os.dup2(passing, 2)
+            try:
+                yield
+            finally:
+                os.dup2(kept, 2)
+    finally:
+        os.close(kept)
+
+
+@contextmanager
+def _passing_on(output: int) -> Iterator[int | None]:
+    """A descriptor whose lines arrive in `output`, save for kineto's marks; None where there is no grep."""
+    command = ["grep", "--line-buffered", "--text", "-v", "^USDT:"]
+    try:
+        # Ctrl-C is for the run; grep ends when nobody can write to it any more.
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, start_new_session=True)
+    except OSError:
+        yield None
+        return
+    with process:
+        yield process.stdin.fileno()
+
+
+@contextmanager
+def _recording(activities: list[ProfilerActivity]) -> Iterator[profile]:
+    profiler = profile(activities=activities)
+    with _without_marks():
+        profiler.start()
+    try:
+        yield profiler
+    finally:
+        with _without_marks():
+            profiler.stop()
 
 
 def _ranged(forward: Callable, name: str, /, *args: Any, **kwargs: Any) -> Any:
@@ -145,7 +196,7 @@ def profile_steps(
     settling = chosen[:_SETTLING]
     whole = step.config.scope is Scope.full_iteration
     _steps(step, settling, "settling")
-    with profile(activities=activities) as profiler:
+    with _recording(activities) as profiler:
         with _named_layers(model, _nameable(model, step)):
             _steps(step, chosen, RUN_STEP)
         state = step.state_dict()

@@ -1,5 +1,5 @@
 """Shows a comparison: as text, Markdown, JSON, a picture and in TensorBoard. Imports `train/comparison.py`,
-`train/result.py` and tensorboard; matplotlib, if it is installed.
+`train/result.py`, `train/timing.py` and tensorboard; matplotlib, if it is installed.
 """
 
 import json
@@ -13,6 +13,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from graphmod.train.comparison import BASELINE, Row
 from graphmod.train.result import RunResult
+from graphmod.train.timing import unsteady
 from graphmod.train.words import counted
 
 JSON_FILE, MARKDOWN_FILE, PLOT_FILE, TENSORBOARD_FOLDER = (
@@ -97,7 +98,7 @@ def markdown(rows: list[Row], said: list[str], device: str) -> str:
     body = [_cells(row) for row in rows if row.error is None]
     lines = [f"| {' | '.join(line)} |" for line in (_HEAD, align, *body)]
     notes = [f"- {note}" for note in (*_failures(rows), *said)]
-    text = [f"# Step time of {len(rows)} runs on {device}", "", *lines, ""]
+    text = [f"# Step time of {counted(len(body), 'run')} on {device}", "", *lines, ""]
     explained = (
         "Step and host time are medians after warm-up and capture. *Speed-up* is against the run without graphs with "
         "otherwise the same settings. *Ahead after* says from which step on a run is ahead of it, warm-up, compilation "
@@ -116,6 +117,15 @@ def remarks(rows: list[Row], results: Mapping[str, RunResult]) -> list[str]:
         said.append("A run was too short to be measured: the first steps, which warm up and capture, do not count.")
     if rows and all(row.baseline is None for row in rows):
         said.append("There is no speed-up without a run of graph=none to compare with.")
+    restless = [row.name for row in rows if unsteady(row.step_ms_median, row.step_ms_p95)]
+    if restless:
+        said.append(
+            f"Step times varied a lot in {', '.join(restless)}: p95 is more than twice the median. Compare again on a "
+            "machine that does nothing else."
+        )
+    measured = [results[row.name] for row in rows if row.step_ms_median is not None]
+    if any(result.device.startswith("CPU") and result.graph.get("captures") for result in measured):
+        said.append("Graphs are emulated on a CPU: these times say nothing about a GPU.")
     return said
 
 

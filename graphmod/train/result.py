@@ -152,6 +152,7 @@ class RunResult:
                 lines.append(f"  profile, layers: {found['layers']}" + (f"; {phases}" if phases else ""))
         if self.auto:
             lines.append(f"  keeps {self.auto['chosen'] or 'nothing yet'}: {self.auto['reason']}")
+            lines += [f"  note: {note}" for note in self.auto.get("notes", ())]
         if self.skipped_steps:
             where = f", the first not finite is step {self.first_nonfinite_step}" if self.first_nonfinite_step else ""
             lines.append(f"  {counted(self.skipped_steps, 'update')} left out{where}")

@@ -3,8 +3,10 @@
 Imports the schema, `train/checkpoint.py` and `train/result.py`; reads manifests and checksums, builds nothing.
 """
 
+import itertools
 import logging
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,14 +91,21 @@ def require_same(point: ResumePoint, settings: dict[str, Any], data: str) -> Non
         )
 
 
-def newest_whole(run_dir: Path) -> ResumePoint | None:
-    """The newest checkpoint of a run that is not damaged, or None; those that are get named and skipped."""
+def newest_whole(run_dir: Path) -> tuple[ResumePoint | None, list[str]]:
+    """The newest checkpoint of a run that is not damaged, or None; and what is wrong with each one after it."""
+    damage = []
     for folder in checkpoints(run_dir / FOLDER):
         try:
-            return ResumePoint(run_dir, folder, verify(folder))
+            return ResumePoint(run_dir, folder, verify(folder)), damage
         except DamagedCheckpoint as error:
-            log.warning(f"{error}; it is skipped")
-    return None
+            damage.append(str(error))
+    return None, damage
+
+
+def _skipping(point: ResumePoint, damage: list[str]) -> ResumePoint:
+    for what in damage:
+        log.warning(f"{what}; it is skipped")
+    return point
 
 
 def _unfinished(run_dir: Path) -> bool:
@@ -115,18 +124,42 @@ def _settings_of(run_dir: Path) -> dict[str, Any] | None:
     return None
 
 
+def _in_own_folder(run_dir: Path) -> ResumePoint | None:
+    """Where a job that is restarted in its folder goes on; None when it has saved nothing there. Where nothing whole is
+    left it begins in a folder beside, because in its own it would delete and overlay what may still be rescued."""
+    folder, damage = run_dir, []
+    for number in itertools.count(1):
+        point, found = newest_whole(folder)
+        if point is not None:
+            return _skipping(point, damage + found)
+        if not found:
+            break
+        damage += found
+        folder = run_dir.with_name(f"{run_dir.name}_restart{number}")
+    if not damage:
+        return None
+    log.warning(f"{'; '.join(damage)}; all of it is left as it is, and this run starts at the beginning in {folder}")
+    return ResumePoint(folder)
+
+
 def _automatic(run_dir: Path, settings: dict[str, Any], beside: bool) -> ResumePoint:
-    own = newest_whole(run_dir)
+    own = _in_own_folder(run_dir)
     if own is not None:
         return own
     others = []
     if beside:
         found = [path for path in run_dir.parent.iterdir() if path != run_dir and (path / FOLDER).is_dir()]
         others = sorted((path for path in found if _unfinished(path)), key=lambda path: path.name, reverse=True)
-    known = [(path, saved) for path in others if (saved := _settings_of(path)) is not None]
-    for path, saved in known:
-        if saved == settings and (point := newest_whole(path)) is not None:
-            return point
+    known, damage = [], []
+    for path in others:
+        saved = _settings_of(path)
+        if saved is not None:
+            known.append((path, saved))
+        if saved is None or saved == settings:
+            point, found = newest_whole(path)
+            damage += found
+            if point is not None:
+                return _skipping(point, damage)
     if known:
         path, saved = known[0]
         changed = differences(saved, settings)
@@ -135,7 +168,12 @@ def _automatic(run_dir: Path, settings: dict[str, Any], beside: bool) -> ResumeP
                 f"train.resume=auto: the newest unfinished run, {path}, had other settings: {'; '.join(changed)}. "
                 "Use those it had, name another run (train.resume=FOLDER), or start anew (train.resume=none)"
             )
-    log.warning("train.resume=auto found no unfinished run; this one starts at the beginning")
+    if damage:
+        log.warning(
+            f"{'; '.join(damage)}; all of it is left as it is, and this run starts at the beginning in {run_dir}"
+        )
+    else:
+        log.warning("train.resume=auto found no unfinished run; this one starts at the beginning")
     return ResumePoint(run_dir)
 
 
@@ -144,7 +182,8 @@ def locate(resume: str, run_dir: Path, settings: dict[str, Any], beside: bool) -
 
     Args:
         resume: `none`, `auto` (a checkpoint in `run_dir`, else the newest unfinished run beside it with these
-            settings), or a folder: of a run, or of one checkpoint.
+            settings; where all checkpoints in `run_dir` are damaged, from the start in another folder), or a folder: of
+            a run, or of one checkpoint.
         run_dir: the folder Hydra made for this run.
         settings: the decisive ones.
         beside: whether `auto` may look at the neighbours of `run_dir`; not in a multirun, where they are other jobs.
@@ -157,17 +196,20 @@ def locate(resume: str, run_dir: Path, settings: dict[str, Any], beside: bool) -
         if checkpoints(run_dir / FOLDER):
             raise ConfigError(
                 f"{run_dir} holds the checkpoints of an earlier run, and a new one would mix with it; go on with it "
-                "(train.resume=auto), or write elsewhere (hydra.run.dir=FOLDER)"
+                "(train.resume=auto), or write elsewhere (hydra.run.dir=FOLDER; in a multirun hydra.sweep.dir=FOLDER)"
             )
         return ResumePoint(run_dir)
     if resume == AUTO:
         return _automatic(run_dir, settings, beside)
     folder = Path(resume).absolute()
     if (folder / FOLDER).is_dir():
-        point = newest_whole(folder)
+        point, damage = newest_whole(folder)
         if point is None:
-            raise ConfigError(f"train.resume={resume}: none of its checkpoints is whole; start anew: train.resume=none")
-        return point
+            why = "; ".join(damage) or "there are none"
+            raise ConfigError(
+                f"train.resume={resume}: it has no whole checkpoint ({why}); start anew: train.resume=none"
+            )
+        return _skipping(point, damage)
     if not folder.is_dir():
         raise ConfigError(f"train.resume={resume} is not a folder; give that of a run or of a checkpoint, auto or none")
     if folder.parent.name != FOLDER or not (folder / MANIFEST_FILE).exists():
@@ -181,12 +223,11 @@ def locate(resume: str, run_dir: Path, settings: dict[str, Any], beside: bool) -
         raise ConfigError(f"{error}; to use the newest whole one: train.resume={folder.parent.parent}") from error
 
 
-def finished_result(point: ResumePoint, steps: int) -> RunResult | None:
-    """The result of a run that has no step left to do, if it got as far as writing one."""
-    if point.manifest["steps_done"] < steps:
-        return None
-    try:
-        result = RunResult.read(point.run_dir)
-    except (OSError, ValueError, TypeError):
-        return None
-    return result if result.status == "finished" else None
+def finished_result(point: ResumePoint, steps: int, say: Callable[[str], None]) -> RunResult | None:
+    """The result of a run that has no step left to do, if it got as far as writing one; `say` is told which it is."""
+    done = point.manifest["steps_done"]
+    if done >= steps and not _unfinished(point.run_dir):
+        say(f"{point.run_dir} is finished; this is what it reported:")
+        return RunResult.read(point.run_dir)
+    say(f"going on after step {done} of {steps}: {point.checkpoint}")
+    return None

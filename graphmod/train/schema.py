@@ -194,7 +194,6 @@ class TrainConfig:
         eval_every: steps between evaluations; 0 never evaluates.
         eval_batches: batches of one evaluation.
         sync_steps: wait for the device after each step, as a loop that reads the loss each step does.
-        checkpoint: save the model and the optimizer at the end.
         sample_every: steps between texts that the model writes, printed and logged to TensorBoard; 0 never samples.
         sample_prompt: what it goes on from; on the command line all after `=`, as it is, without quotes for Hydra.
         sample_tokens: how many tokens it writes.
@@ -210,8 +209,8 @@ class TrainConfig:
         checkpoint: save the model and the optimizer at the end, and when the run is told to stop.
         checkpoint_every: also save after each so many steps; 0 does not.
         keep_checkpoints: how many of the newest stay on the disk.
-        resume: `none`; `auto`: go on with the newest unfinished run beside this one; or the folder of a run or of a
-            checkpoint.
+        resume: `none`; `auto`: go on with a checkpoint in the run's own folder, else with the newest unfinished run
+            beside it; or the folder of a run or of a checkpoint.
     """
 
     steps: int = 500

@@ -22,6 +22,11 @@ def percentile(values: Sequence[float], share: float) -> float | None:
     return float(np.percentile(values, share)) if len(values) else None
 
 
+def unsteady(middle: float | None, high: float | None) -> bool:
+    """Whether times with this median and this 95th percentile vary too much to conclude from them."""
+    return middle is not None and high is not None and high > 2 * middle
+
+
 class StepClock:
     """Measures steps from the end of one to the end of the next.
 

@@ -1,0 +1,161 @@
+"""Checkpoints are whole or noticed to be damaged, the last ones are kept, and a disk that fills up costs none."""
+
+import errno
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import DROPOUT, TINY, shell
+from transformers import AutoModelForCausalLM
+
+from graphmod.errors import ConfigError, GraphmodError
+from graphmod.train.checkpoint import DamagedCheckpoint, checkpoints, verify
+from graphmod.train.loop import train
+from graphmod.train.step import TrainStep
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "missing", "no manifest"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(on_text, tmp_path, caplog, stop_after, damage):
+    settings = ["train.checkpoint_every=2", "train.keep_checkpoints=3"]
+    whole = train(on_text(*settings), tmp_path / "whole")
+    stop_after(7)
+    train(on_text(*settings), tmp_path / "run")
+    newest, before = checkpoints(tmp_path / "run" / "checkpoints")[:2]
+    assert (newest.name, before.name) == ("step_00000007", "step_00000006")
+    weights = newest / "model.safetensors"
+    if damage == "cut":
+        weights.write_bytes(weights.read_bytes()[:-100])
+    elif damage == "flipped":
+        content = bytearray(weights.read_bytes())
+        content[-50] ^= 1
+        weights.write_bytes(content)
+    elif damage == "missing":
+        (newest / "training_state.pt").unlink()
+    else:
+        (newest / "checkpoint.json").write_text("{")
+    resumed = train(on_text(*settings, "train.resume=auto"), tmp_path / "run")
+    assert resumed.resumed_at_step == 6 and resumed.losses == whole.losses
+    assert any(str(newest) in record.message and "damaged" in record.message for record in caplog.records)
+
+
+def everything_in(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_job_with_nothing_whole_begins_in_another_folder_and_leaves_its_own_as_it_is(on_text, tmp_path, caplog):
+    settings = ["train.checkpoint_every=3", "train.resume=auto"]
+    whole = train(on_text(*settings), tmp_path / "whole")
+    shutil.copytree(tmp_path / "whole", tmp_path / "run")
+    for folder in checkpoints(tmp_path / "run" / "checkpoints"):
+        (folder / "model.safetensors").write_bytes(b"")
+    before = everything_in(tmp_path / "run")
+    caplog.clear()
+    anew = train(on_text(*settings), tmp_path / "run")
+    assert anew.losses == whole.losses and anew.resumed_at_step == 0
+    (said,) = [record.message for record in caplog.records if "damaged" in record.message]
+    for words in ("step_00000008", "step_00000006", "model.safetensors has 0 bytes", f"in {tmp_path / 'run_restart1'}"):
+        assert words in said
+    assert everything_in(tmp_path / "run") == before
+    assert (tmp_path / "run_restart1" / anew.checkpoint).is_dir()
+
+    shutil.rmtree(tmp_path / "run_restart1" / "checkpoints" / "step_00000008")
+    again = train(on_text(*settings), tmp_path / "run")
+    assert again.resumed_at_step == 6 and again.losses == whole.losses, (
+        "a job that is restarted once more goes on there"
+    )
+    (tmp_path / "run_restart1" / "checkpoints" / "step_00000006" / "checkpoint.json").unlink()
+    (tmp_path / "run_restart1" / "checkpoints" / "step_00000008" / "checkpoint.json").unlink()
+    assert train(on_text(*settings), tmp_path / "run").losses == whole.losses
+    assert (tmp_path / "run_restart2" / "result.json").is_file() and everything_in(tmp_path / "run") == before
+
+
+@pytest.mark.parametrize("damage", ["no manifest", "no weights"])
+def test_a_run_beside_with_nothing_whole_is_named_and_left_as_it_is(on_text, text, tmp_path, stop_after, damage):
+    stop_after(3)
+    runs = tmp_path / "runs" / "train"
+    train(on_text(), runs / "2020-01-01_00-00-00")
+    (folder,) = checkpoints(runs / "2020-01-01_00-00-00" / "checkpoints")
+    (folder / {"no manifest": "checkpoint.json", "no weights": "model.safetensors"}[damage]).unlink()
+    before = everything_in(runs / "2020-01-01_00-00-00")
+    process = shell(tmp_path, *TINY, "data=text", f"data.path={text}", "train.resume=auto")
+    said, complained = process.communicate(timeout=120)
+    assert process.returncode == 0 and "going on" not in said
+    (line,) = [line for line in complained.splitlines() if "damaged" in line]
+    assert str(folder) in line and "left as it is, and this run starts at the beginning" in line
+    assert len(list(runs.iterdir())) == 2 and everything_in(runs / "2020-01-01_00-00-00") == before
+
+
+def test_a_damaged_checkpoint_that_was_asked_for_is_an_error(on_text, tmp_path):
+    result = train(on_text("train.checkpoint_every=4"), tmp_path)
+    folder = tmp_path / result.checkpoint
+    (folder / "training_state.pt").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"training_state.pt has 0 bytes.*use the newest whole one"):
+        train(on_text(f"train.resume={folder}"), tmp_path / "other")
+
+
+def test_the_last_checkpoints_are_kept_and_all_are_whole(on_text, tmp_path):
+    train(on_text("train.checkpoint_every=2", "train.keep_checkpoints=3"), tmp_path)
+    kept = checkpoints(tmp_path / "checkpoints")
+    assert [folder.name for folder in kept] == ["step_00000008", "step_00000006", "step_00000004"]
+    for folder in kept:
+        assert verify(folder)["steps_done"] == int(folder.name[5:])
+        AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_checkpoints_on_the_way_change_no_number(on_text, tmp_path):
+    settings = [*DROPOUT, "train.precision=bf16_mixed"]
+    plain = train(on_text(*settings), tmp_path / "plain")
+    saved = train(on_text(*settings, "train.checkpoint_every=1"), tmp_path / "saved")
+    assert saved.losses == plain.losses
+
+
+def test_a_disk_that_fills_up_keeps_the_checkpoint_before(on_text, tmp_path, monkeypatch):
+    original, saves = torch.save, []
+
+    def filling(*args):
+        saves.append(args)
+        if len(saves) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return original(*args)
+
+    monkeypatch.setattr(torch, "save", filling)
+    with pytest.raises(GraphmodError, match=r"No space left on device; the newest one there is .*step_00000003"):
+        train(on_text("train.checkpoint_every=3"), tmp_path)
+    (kept,) = (tmp_path / "checkpoints").iterdir()
+    assert verify(kept)["steps_done"] == 3
+
+
+@pytest.mark.parametrize(("limit", "named"), [(100, "the folder of the run"), (20_000, "{run}")])
+def test_a_disk_that_is_full_is_one_error_that_says_where(text, tmp_path, limit, named):
+    limited = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))"
+    (tmp_path / "sitecustomize.py").write_text(limited)
+    settings = [*TINY, "data=text", f"data.path={text}", "train.checkpoint=false", f"hydra.run.dir={tmp_path / 'run'}"]
+    process = shell(tmp_path, *settings, "train.steps=400", PYTHONPATH=str(tmp_path))
+    _, complained = process.communicate(timeout=120)
+    (error,) = [line for line in complained.splitlines() if line.startswith("error: ")]
+    assert process.returncode == 1 and "Traceback" not in complained, complained
+    assert error.startswith(f"error: cannot write to {named.format(run=tmp_path / 'run')}: File too large")
+
+
+def test_a_disk_without_room_is_an_error_before_the_first_step(on_text, tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    monkeypatch.setattr(TrainStep, "__call__", lambda *args: pytest.fail("a step was done"))
+    with pytest.raises(GraphmodError, match=r"a checkpoint takes about 0\.\d\d MiB, and .* has 0\.00 MiB free"):
+        train(on_text(), tmp_path)
+    assert not (tmp_path / "checkpoints").exists(), "a run that never began left a folder"
+
+
+def test_a_checkpoint_folder_that_cannot_be_written_is_an_error_before_the_first_step(on_text, tmp_path, monkeypatch):
+    (tmp_path / "checkpoints").touch()
+    monkeypatch.setattr(TrainStep, "__call__", lambda *args: pytest.fail("a step was done"))
+    with pytest.raises(GraphmodError, match="cannot write checkpoints to"):
+        train(on_text(), tmp_path)
+
+
+def test_a_missing_file_is_damage(on_text, tmp_path):
+    folder = tmp_path / train(on_text(), tmp_path).checkpoint
+    (folder / "config.json").unlink()
+    with pytest.raises(DamagedCheckpoint, match=r"config\.json"):
+        verify(folder)
