@@ -7,7 +7,7 @@ import torch
 from decode_models import prompts_of, reference, tiny_model
 from test_decode_attention import attend, filled
 
-from graphmod.decode import DecodeEngine, attention, cli, fastest
+from graphmod.decode import DecodeEngine, attention, fastest, run
 from graphmod.decode.attention import IMPLEMENTATIONS, choose
 from graphmod.decode.config import AttentionName
 
@@ -71,7 +71,7 @@ def test_what_was_measured_is_logged_and_reported(usable, monkeypatch, caplog):
     assert "a layer with 4 rows takes flex 12.3 us, sdpa 56.8 us" in caplog.text
     assert engine.attention.name == "graphmod_flex" and engine.stats.attention_us == {"flex": 12.34, "sdpa": 56.78}
     engine.generate(prompts_of(4), max_new_tokens=4)
-    assert "attention, a layer: flex 12.3 us, sdpa 56.8 us" in cli._speed(4, 1.0, engine)
+    assert "attention, a layer: flex 12.3 us, sdpa 56.8 us" in run.speed_of(4, 1.0, engine)
 
 
 def test_a_candidate_that_fails_is_left_out(usable, monkeypatch, caplog):

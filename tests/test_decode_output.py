@@ -13,6 +13,7 @@ from torch import nn
 
 from graphmod.decode import DecodeEngine
 from graphmod.decode import cli as decode_cli
+from graphmod.decode import run as decode_run
 from graphmod.decode.errors import reason
 from graphmod.decode.output import OutputFile
 from graphmod.decode.text import ByteCodec
@@ -46,7 +47,7 @@ def generate(saved, tmp_path, monkeypatch, capfd):
 @pytest.fixture
 def no_model(monkeypatch):
     """Fails where a model would be loaded."""
-    monkeypatch.setattr(decode_cli, "load_model", lambda *_: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(decode_run, "load_model", lambda *_: pytest.fail("the model was loaded"))
 
 
 def test_out_never_is_the_file_of_the_prompts(generate, tmp_path, no_model):
@@ -125,6 +126,11 @@ def test_json_lines_keep_their_other_fields(generate, tmp_path):
     first, second = sorted(written, key=lambda line: line["index"])
     assert (first["prompt"], first["id"], second["meta"]) == ("a\u2028b", 7, {"x": [1]})
     assert first["text"] == ByteCodec().decode(first["tokens"])  # a field of the output is the output's
+
+
+def test_several_greedy_samples_are_said_to_be_the_same(generate):
+    assert "all samples of a prompt are the same" in generate("prompt=a", "decode.n=2")[2]
+    assert "the same" not in generate("prompt=a", "decode.n=2", "decode.temperature=1")[2]
 
 
 @pytest.mark.parametrize("line", ['{"prompt": 3}', '{"prompt": null}', '{"text": "x"}', "[1]", "3", "{", '"x"'])

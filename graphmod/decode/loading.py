@@ -23,7 +23,9 @@ def model_folder(path: str) -> Path:
     """
     folder = Path(path)
     if not folder.is_dir():
-        raise ConfigError(f"model.path={path} is not a folder")
+        raise ConfigError(
+            f"model.path={path} is not a folder; give that of a saved model, or train one: python train.py"
+        )
     if (folder / "config.json").is_file():
         return folder
     found = [config.parent for config in folder.glob("**/checkpoints/*/config.json") if config.parent.name[0] != "."]

@@ -1,4 +1,4 @@
-"""Where `generate.py` writes: the file of completions, and the standard output. Imports the errors only."""
+"""Where `generate.py` writes: the file of completions, the standard output, and errors. Imports the errors only."""
 
 from __future__ import annotations
 
@@ -102,3 +102,8 @@ def _drop_stdout() -> None:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)
+
+
+def complain(message: object) -> None:
+    """Prints an error to the standard error output."""
+    print(f"error: {message}", file=sys.stderr, flush=True)

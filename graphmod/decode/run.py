@@ -1,0 +1,140 @@
+"""One run of `generate.py`: loads the model, streams one prompt or writes the completions of many, and says how fast.
+
+Imports the parts of decode and, for the wording of checkpoints, `graphmod.train`.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
+
+from graphmod.decode.config import CompileMode
+from graphmod.decode.engine import DecodeEngine
+from graphmod.decode.errors import OutputError
+from graphmod.decode.loading import load_model, model_folder
+from graphmod.decode.output import OutputFile, complain, open_output, show
+from graphmod.decode.prompts import Prompt, line_of, read_prompts
+from graphmod.decode.requests import Codec
+from graphmod.decode.results import Completion
+from graphmod.decode.sampling import FILTERED, GREEDY, PLAIN
+from graphmod.decode.schema import GenerateConfig
+from graphmod.decode.text import TextStream, codec_for
+from graphmod.train.provenance import trained
+
+
+def _count(number: int, one: str, many: str | None = None) -> str:
+    return f"{number} {one if number == 1 else many or one + 's'}"
+
+
+def speed_of(tokens: int, seconds: float, engine: DecodeEngine) -> str:
+    stats = engine.stats
+    speed = f"{_count(tokens, 'token')} in {seconds:.2f} s, {tokens / max(seconds, 1e-9):.1f} tokens/s"
+    if stats.attention_us:
+        measured = ", ".join(f"{name} {us:.1f} us" for name, us in stats.attention_us.items())
+        speed += f"; attention, a layer: {measured}"
+    eager = _count(stats.total("eager_steps"), "eager step")
+    if not engine.config.graphs:
+        return f"{speed}; without graphs: {eager}"
+    launches = _count(stats.total("launches"), "launch", "launches")
+    captures = f"{_count(stats.total('captures'), 'capture')} in {stats.capture_seconds:.2f} s"
+    return f"{speed}; graphs {stats.state}: {launches}, {eager}, {captures}"
+
+
+def _kind(config: GenerateConfig) -> int:
+    decode = config.decode
+    return GREEDY if decode.temperature <= 0 else FILTERED if decode.top_k or decode.top_p < 1 else PLAIN
+
+
+def _stream(engine: DecodeEngine, config: GenerateConfig, codec: Codec) -> int:
+    """Prints one prompt and what follows, as it comes."""
+    length = len(engine.requests.tokens(config.prompt, 0))
+    if engine.config.graphs:
+        if engine.config.compile is not CompileMode.none and engine.device.type == "cuda":
+            print("compiling decode steps; this takes a while", file=sys.stderr, flush=True)
+        # First, so that the text does not stop for it, nor log lines come in between.
+        engine.warm_up(max_context=length + config.decode.max_new_tokens, kinds=(_kind(config),), progress=False)
+    text = TextStream(codec)
+    tokens, began, error = 0, time.perf_counter(), None
+    try:
+        show(config.prompt, end="")
+        for event in engine.stream([config.prompt], sampling=config.sampling()):
+            error = event.error
+            if event.token is not None:
+                tokens += 1
+                shown = text.add(event.token)
+                show(f"{shown}[{event.logprob:.3f}]" if config.decode.logprobs else shown, end="")
+    finally:
+        if not isinstance(sys.exception(), (BrokenPipeError, OutputError)):  # else there is nothing to write to
+            show(text.rest())
+            print(speed_of(tokens, time.perf_counter() - began, engine), file=sys.stderr, flush=True)
+    if error is not None:
+        complain(error)
+    return int(error is not None)
+
+
+def _many(engine: DecodeEngine, config: GenerateConfig, prompts: list[Prompt], out: OutputFile | None) -> int:
+    """Writes the completions of all prompts, each as soon as it is there, so that an interruption keeps them."""
+    total, finished, failed, tokens = len(prompts) * config.decode.n, 0, 0, 0
+    began = time.perf_counter()
+    if out is not None:
+        out.begin()
+    with logging_redirect_tqdm(), tqdm(total=total, unit="sample", disable=out is None) as bar:
+
+        def finish(completion: Completion) -> None:
+            nonlocal finished, failed, tokens
+            prompt = prompts[completion.request]
+            if out is None:
+                show(f"--- sample {completion.sample}\n{prompt.text}{completion.text}")
+            else:
+                out.line(line_of(completion, prompt, config.decode.logprobs))
+            finished += 1  # after the line is written: what an interruption reports is there
+            failed += completion.error is not None
+            tokens += len(completion.tokens)
+            bar.update()
+            bar.set_postfix_str(f"{tokens / (time.perf_counter() - began):.0f} tokens/s", refresh=False)
+
+        try:
+            engine.generate([prompt.text for prompt in prompts], config.decode.n, config.sampling(), on_finish=finish)
+        finally:
+            bar.close()
+            if not isinstance(sys.exception(), BrokenPipeError):
+                done = f"{finished} of {_count(total, 'sample')} finished" + (f", written to {out.path}" if out else "")
+                print(done, file=sys.stderr)
+                print(speed_of(tokens, time.perf_counter() - began, engine), file=sys.stderr, flush=True)
+    if failed:
+        complain(f'{_count(failed, "sample")} ended with an error; see "error" in the output')
+    return int(failed > 0)
+
+
+def _run(config: GenerateConfig, prompts: list[Prompt], out: OutputFile | None) -> int:
+    folder = model_folder(config.model.path)
+    codec = codec_for(folder, config.tokenizer)
+    model = load_model(folder, config.model)
+    print(f"model: {folder}" + (f", {known}" if (known := trained(folder)) else ""), file=sys.stderr)
+    if config.graph.compile is not CompileMode.none and model.device.type != "cuda":
+        said = f"graph.compile={config.graph.compile.value} is for a GPU and is ignored on this {model.device.type}"
+        print(f"note: {said}", file=sys.stderr, flush=True)
+    if config.decode.n > 1 and config.decode.temperature <= 0:
+        print("note: with decode.temperature=0 all samples of a prompt are the same", file=sys.stderr, flush=True)
+    engine = DecodeEngine(model, config.engine(len(prompts) * config.decode.n), codec=codec)
+    if config.graph.ahead and engine.config.graphs:
+        engine.warm_up(kinds=(_kind(config),))
+    if config.prompts_file is None and config.decode.n == 1:
+        return _stream(engine, config, codec)
+    return _many(engine, config, prompts, out)
+
+
+def generate(config: GenerateConfig) -> int:
+    """Runs one command; returns the exit status. Raises GraphmodError."""
+    config.check()
+    if config.prompts_file is None:
+        return _run(config, [Prompt(config.prompt or "")], None)
+    source = Path(config.prompts_file)
+    prompts = read_prompts(source)
+    path = Path(config.out) if config.out else source.with_suffix(".out.jsonl")
+    with open_output(path, source, config.overwrite) as out:  # before the model is loaded, which may take minutes
+        return _run(config, prompts, out)
