@@ -142,8 +142,7 @@ def capture_backward(graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> B
             def run() -> Any:
                 nonlocal copies
                 inputs = [item.tensor for item in graph.inputs]
-                hooked = [graph.stand_ins.get(id(parameter), parameter) for parameter in graph.hooked]
-                through, gradients = differentiate(graph, graph.results.retained, inputs, static, direct, hooked)
+                through, gradients = differentiate(graph, graph.results.retained, inputs, static, direct, graph.edges)
                 taken = {address(tensor) for tensor in (*given, *buffers)}
                 known.results = [_own(item, taken) for item in through]
                 before = list(gradients)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from graphmod.backend.random_state import python_random_state, restore_python_random_state
 from graphmod.buffers import OwnedBuffer, StaticInput, adopted
@@ -41,6 +42,8 @@ class ForwardGraph:
         parameters: leaf tensors from outside that the outputs depend on.
         hooked, direct: those of them whose gradients go through autograd (they have gradient hooks, or several uses in
             one backward), and the others.
+        edges: parameter (by identity) -> where the capture's autograd graph ends for it; until the backward is captured
+            from it.
         stand_ins: parameter (by identity) -> the view of it that the capture worked with, see `_stood_in`.
         witness: one of `direct` that autograd sees, or None.
         ticket: weak, that of the last forward with a backward to come.
@@ -59,6 +62,7 @@ class ForwardGraph:
         self.hooked: list[Tensor] = []
         self.direct: list[Tensor] = []
         self.backward: BackwardGraph | None = None
+        self.edges: dict[int, GradientEdge] = {}
         self.stand_ins: dict[int, Tensor] = {}
         self.mismatches = 0
         self.ticket: Any = None
@@ -80,8 +84,6 @@ class ForwardGraph:
         owned = found.parameters()
         grads = [parameter.grad for parameter in owned]
         oldest = _next_sequence_number()
-        if torch.is_grad_enabled():
-            group.backend.renew_accumulators(module._accumulators_to_renew())
 
         def run() -> Any:
             with modules_called() as self.called, _own_saved_tensors():
@@ -107,13 +109,13 @@ class ForwardGraph:
             for static in self.inputs:
                 if static.buffer is not None and address(static.tensor) in recorder.inputs_written:
                     raise CaptureRefused(f"changes its argument {static.name} in place; make it change a copy")
-            stood_in = {id(view): group.shared[key] for key, view in self.stand_ins.items()}
+            stood_in = {id(view): view._base for view in self.stand_ins.values()}
             owned_memory = {address(static.tensor) for static in self.inputs if static.buffer is not None}
             self.results = Results(result, given, recorder, entry, stood_in, owned_memory, module._config.clone_outputs)
             self._find_parameters(given, recorder, oldest)
 
         try:
-            with self._stood_in(found):
+            with self._stood_in(found), self._own_accumulators(owned):
                 before = found.state()
                 pool, split = self.tape.arena.pool, not entry.generators and not entry.failures_in_a_row
                 self.graph, _ = group.backend.capture(run, pool, given, entry.generators, check, split=split)
@@ -154,16 +156,18 @@ class ForwardGraph:
 
     @contextlib.contextmanager
     def _stood_in(self, found: Reach) -> Iterator[None]:
-        """Gives the modules a view of each parameter that is used outside of this graph too.
+        """Gives the modules a view of each parameter whose AccumulateGrad node must stay as it is: of one that is used
+        outside of this graph too, of one with gradient hooks, which that node runs, and of all while an eager call of
+        the module waits for its backward.
 
-        Gradients of such a parameter go through autograd, whose AccumulateGrad node may belong to the caller's stream
-        and be in use: a capture that ended there would fork to that stream. It ends at the view instead, which belongs
-        to the capture stream.
+        Such a node may belong to the caller's stream: a capture that ended there would fork to that stream. It ends at
+        the view instead, which belongs to the capture stream.
         """
-        shared = self.module._group.shared
+        owned = found.parameters()
+        kept = owned if self.module._eager_in_flight() else [p for p in owned if has_gradient_hooks(p)]
         held = {id(module._parameters) for module in found.modules}
         elsewhere = {id(tensor) for container, _, tensor in found.slots if id(container) not in held}
-        wanted = set(shared) - elsewhere if torch.is_grad_enabled() else set()
+        wanted = {*self.module._group.shared, *map(id, kept)} - elsewhere if torch.is_grad_enabled() else set()
         # Autocast keeps its casts of parameters, not of views. What a first attempt trips over, a second goes without.
         if self.entry.signature.modes[AUTOCAST] is not None or self.entry.failures_in_a_row:
             wanted = set()
@@ -179,6 +183,24 @@ class ForwardGraph:
         finally:
             for held, key, parameter in places:
                 held[key] = parameter
+
+    @contextlib.contextmanager
+    def _own_accumulators(self, owned: list[Tensor]) -> Iterator[None]:
+        """Lets the capture make AccumulateGrad nodes of its own, on its stream, for all parameters but those that must
+        keep theirs; and whoever comes after it make others again."""
+        module, backend = self.module, self.module._group.backend
+        known = {id(parameter): parameter for parameter in (*owned, *module._around.parameters)}
+        keep = set(module._group.shared)
+        if module._group.busy or isinstance(module._root, nn.Module):
+            keep |= self.stand_ins.keys()  # a callable may run a backward, which goes on behind the view
+        if module._group.busy:
+            keep |= {key for key, parameter in known.items() if has_gradient_hooks(parameter)}
+        renewed = [parameter for key, parameter in known.items() if key not in keep] if torch.is_grad_enabled() else []
+        backend.renew_accumulators(renewed)
+        try:
+            yield
+        finally:
+            backend.renew_accumulators(renewed)
 
     def _static_inputs(self, leaves: list[Tensor]) -> list[StaticInput]:
         group, arena = self.module._group, self.tape.arena
@@ -214,6 +236,7 @@ class ForwardGraph:
             if leaf is not None:
                 if id(leaf) not in arguments and address(leaf) in recorder.outside:
                     self.parameters.append(leaf)
+                    self.edges.setdefault(id(leaf), GradientEdge(node, 0))
                 continue
             if node._sequence_nr() < oldest:
                 raise CaptureRefused(
@@ -222,6 +245,8 @@ class ForwardGraph:
                 )
             for following, _ in node.next_functions:
                 view = self.stand_ins.get(id(getattr(following, "variable", None)))
+                if view is not None:
+                    self.edges[id(following.variable)] = get_gradient_edge(view)
                 if view is not None and view.grad_fn is not node:
                     raise CaptureRefused(
                         "uses a parameter that code outside uses too both as an attribute of its module and in another "
@@ -241,7 +266,7 @@ class ForwardGraph:
 
     def forget_autograd(self) -> None:
         """Lets go of the autograd graph of the capture, which serves to capture the backward of its own pass only."""
-        self.results.retained, self.stand_ins = [], {}
+        self.results.retained, self.edges, self.stand_ins = [], {}, {}
 
     # -- replay --------------------------------------------------------------------------------------------------
 

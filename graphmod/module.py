@@ -248,12 +248,9 @@ class CUDAGraphModule(nn.Module):
                 self._anchor = torch.empty(0, device=device, requires_grad=True)
                 self._anchor_node = torch.autograd.graph.get_gradient_edge(self._anchor).node
 
-    def _accumulators_to_renew(self) -> list[Tensor]:
-        """The parameters whose gradient accumulators a capture must make anew: those that it finds may belong to any
-        stream, but where a capture in this pass has made them."""
-        if any(graph.results.retained for entry in self._entries for graph in entry.graphs):
-            return []
-        return [parameter for parameter in self._around.parameters if id(parameter) not in self._group.shared]
+    def _eager_in_flight(self) -> bool:
+        """Whether a call without a graph waits for its backward."""
+        return any(not call.done for call in self._eager_calls)
 
     def _log_once(self, message: str, key: str | None = None) -> None:
         key = key or message

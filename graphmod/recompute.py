@@ -4,10 +4,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from graphmod.forward import ForwardGraph
 from graphmod.placement import Gradients
@@ -23,12 +24,17 @@ def differentiate(
     inputs: Sequence[Tensor],
     grads: Sequence[Tensor | None],
     direct: Sequence[Tensor],
-    hooked: Sequence[Tensor],
+    edges: Mapping[int, GradientEdge],
 ) -> tuple[list[Tensor | None], Gradients]:
-    """Gradients of `outputs`: of the differentiable inputs and `hooked` parameters, and of the `direct` parameters."""
+    """Gradients of `outputs`: of the differentiable inputs and hooked parameters, and of the `direct` parameters.
+
+    Args:
+        edges: parameter (by identity) -> where the autograd graph of `outputs` ends for it, if not at the
+            AccumulateGrad node that the parameter has now.
+    """
     pairs = [(out, grad) for out, grad in zip(outputs, grads, strict=True) if grad is not None]
-    through = [*(inputs[i] for i in graph.differentiable), *hooked]
-    wanted = [*through, *direct]
+    through = [*(inputs[i] for i in graph.differentiable), *(edges.get(id(p), p) for p in graph.hooked)]
+    wanted = [*through, *(edges.get(id(p), p) for p in direct)]
     found: Sequence[Tensor | None] = [None] * len(wanted)
     if pairs and wanted:
         with without_gradient_hooks(graph.hooked):  # autograd runs them when the gradients come out of this node
@@ -86,7 +92,7 @@ def recompute(
     modified = [out for out, static in zip(outputs, graph.results.with_grad, strict=True) if static.changed()]
     torch.autograd.graph.increment_version(modified)  # so that autograd refuses them where it needs them, as in eager
     direct = graph.direct if accumulates else []
-    through, gradients = differentiate(graph, outputs, leaves, grads, direct, graph.hooked)
+    through, gradients = differentiate(graph, outputs, leaves, grads, direct, {})
     stash, ready = module._group.stash, []
     for parameter, grad in gradients:
         earlier = stash.pop(id(parameter), None)

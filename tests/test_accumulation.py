@@ -141,7 +141,7 @@ def test_zero_grad_of_the_model_works_as_well(accumulation, device):
 
 @pytest.mark.gpu
 def test_autograd_on_another_stream_adds_to_the_gradients_a_graph_adds_to():
-    """A warm-up call's gradients are accumulated on the stream it ran on, beside a replay's in the same backward."""
+    """A call without a graph and a replay add to the same gradients in one backward, while the capture stream works."""
     torch.manual_seed(0)
     eager, model = (nn.Linear(4096, 4096, bias=False, device="cuda") for _ in range(2))
     model.load_state_dict(eager.state_dict())

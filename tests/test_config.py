@@ -71,6 +71,7 @@ def test_a_typo_in_a_key_says_what_to_write(typed, meant):
 
 def test_a_setting_without_a_value_says_what_to_write():
     assert complaint("train.steps") == "'train.steps' has no value; write train.steps=VALUE"
+    assert "in quotes" in complaint("data.path=notes(1.txt") and "in quotes" in complaint("data.path=a=b")
     assert complaint("steps") == "'steps' has no value; write train.steps=VALUE"
 
 

@@ -75,8 +75,9 @@ def test_what_was_measured_is_logged_and_reported(usable, monkeypatch, caplog):
 
 
 def test_a_candidate_that_fails_is_left_out(usable, monkeypatch, caplog):
-    usable("flex", "varlen")
-    results = iter([RuntimeError("no kernel image"), torch.OutOfMemoryError("out of memory"), 3.0])
+    usable("flashinfer", "flex", "varlen")
+    errors = [AssertionError("page size"), RuntimeError("no kernel image"), torch.OutOfMemoryError("out of memory")]
+    results = iter([*errors, 3.0])
 
     def timed(*_):
         result = next(results)
@@ -89,6 +90,7 @@ def test_a_candidate_that_fails_is_left_out(usable, monkeypatch, caplog):
     found, times = chosen("fastest")
     assert times == {"sdpa": 3.0} and found is IMPLEMENTATIONS[AttentionName.sdpa]
     assert "flex is left out, because it failed: no kernel image" in caplog.text
+    assert "flashinfer is left out, because it failed: page size" in caplog.text
     assert "varlen is left out, because the GPU has no memory left" in caplog.text
 
 

@@ -255,3 +255,23 @@ def test_what_distributed_data_parallel_trains_stays_eager(graph, calls):
         assert "DistributedDataParallel" in side.graphs[0].last_failure
     finally:
         torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_parameter_hook_fires_once_for_two_shapes_in_one_backward(kind, device):
+    """The second shape is warmed up and captured while the backward of a replay of the first is to come."""
+
+    def step(side, i):
+        module = side.model
+        if not hasattr(side, "fired"):
+            getattr(module[0].weight, kind)(counting(side, lambda g: g.clamp(-0.1, 0.1) if g.grad is None else None))
+        loss = loss_of(side.call(side.batch(i, 4, 8)))
+        if i >= 6:
+            loss = loss + loss_of(side.call(side.batch(i, 7, 8, key=1)))
+        loss.backward()
+        side.note(fired=side.fired)
+        side.note_gradients()
+        side.optimizer.step()
+        side.optimizer.zero_grad()
+
+    play(mlp, step, device, steps=18)

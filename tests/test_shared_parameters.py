@@ -2,8 +2,10 @@
 
 import pytest
 import torch
-from harness import layered, loss_of, make_sides, mlp, play, twins, wrapped
+from harness import config, layered, loss_of, make_sides, mlp, play, twins, wrapped
 from torch import nn
+
+from graphmod import CUDAGraphModule
 
 ACCUMULATION = pytest.mark.parametrize("accumulation", [1, 3])
 
@@ -159,3 +161,20 @@ def test_tied_embeddings(graph, accumulation, device):
     count = {"whole": 1, "layers": 1, "embedding and head": 3}[graph]
     step = accumulate(accumulation, lambda side, i, key: side.tokens(i, 2, 5, vocabulary=16, key=key))
     twins(lambda d: Tied().to(d), step, device, graph=make, replays=2 * count * accumulation)
+
+
+def test_two_wrappers_of_one_module_in_one_backward(device):
+    """Each is in a group of its own and knows nothing of the other."""
+
+    def graph(side):
+        side.graphs = side.calls = [CUDAGraphModule(side.model, config()) for _ in range(2)]
+
+    def step(side, i):
+        one, two = side.calls if side.graphed else (side.model, side.model)
+        x = side.batch(i, 4, 8)
+        (loss_of(one(x)) + loss_of(two(x + 1))).backward()
+        side.note_gradients()
+        side.optimizer.step()
+        side.optimizer.zero_grad()
+
+    play(mlp, step, device, graph=graph, steps=14)

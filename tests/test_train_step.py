@@ -166,8 +166,27 @@ def needs_a_criterion(model, tokens, *, criterion=None):
     return smoothed(model, tokens)
 
 
+def by_position(model, tokens, criterion=smooth, /):
+    return smoothed_in_parts(model, tokens, criterion)
+
+
+SMOOTH = nn.CrossEntropyLoss(label_smoothing=0.1)
+
+
+def by_method(model, tokens, criterion=SMOOTH.forward):
+    return criterion(model(input_ids=tokens[:, :-1]).logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def by_module(model, tokens, criterion=SMOOTH):
+    return by_method(model, tokens, criterion)
+
+
+EAGER = [(loss, 0) for loss in (smoothed, needs_a_criterion, by_position, by_method)]
+LOSSES = [*EAGER, (smoothed_in_parts, 1), (by_module, 1)]
+
+
 @scopes
-@pytest.mark.parametrize(("loss_fn", "graphed"), [(smoothed, 0), (smoothed_in_parts, 1), (needs_a_criterion, 0)])
+@pytest.mark.parametrize(("loss_fn", "graphed"), LOSSES)
 def test_another_loss_function(loss_fn, graphed, scope, device):
     settings = {"loss_fn": loss_fn}
     expected = replays(scope, loss=graphed)

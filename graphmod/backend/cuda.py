@@ -81,6 +81,10 @@ class _RunOn(TorchDispatchMode):
         super().__init__()
         self._stream = stream
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # to import torch._dynamo takes a second, and here it would be in the middle of a capture
+
     def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         with torch.cuda.stream(self._stream):
             return op(*args, **(kwargs or {}))

@@ -2,7 +2,7 @@
 
 A capture records the aten operations of a call with the very tensors they worked on; a replay runs the same
 operations on the same addresses with the same scalars. Views are not run again: they are the same memory. It brings
-correctness checks everywhere, and no speed. May import `recorder`, `overloads`,
+correctness checks everywhere, and no speed. May import `recorder`, `overloads`, `streams`,
 `random_state` and `errors`.
 """
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from graphmod.backend.random_state import refuse_random_state
+from graphmod.backend.streams import renew_gradient_accumulators
 from graphmod.errors import CaptureRefused
 from graphmod.overloads import calls_into, out_overload
 from graphmod.recorder import Recorder
@@ -168,7 +169,8 @@ class EmulatedBackend:
         return contextlib.nullcontext()
 
     def renew_accumulators(self, parameters: list[Tensor]) -> None:
-        """Streams are what a GPU needs this for."""
+        """As on a GPU, where streams are what it is needed for."""
+        renew_gradient_accumulators(parameters)
 
     def views(self, parameters: list[Tensor]) -> list[Tensor]:
         """A view of each parameter."""

@@ -49,7 +49,7 @@ def measure(
                 found[name] = time_graph(*layers_of(one, memory, memory.rows, max_seq_len // 2, max_seq_len, compiled))
         except torch.OutOfMemoryError:
             log.warning("decode attention: %s is left out, because the GPU has no memory left to measure it", name)
-        except RuntimeError as error:
+        except Exception as error:  # of kernels, compilers and loaders: anything
             log.warning("decode attention: %s is left out, because it failed: %.300s", name, error)
     said = ", ".join(f"{name} {us:.1f} us" for name, us in sorted(found.items(), key=lambda item: item[1]))
     log.info("decode attention: a layer with %d rows takes %s", memory.rows, said or "no measured time")
@@ -99,11 +99,13 @@ def time_graph(function: Callable[[], Any], parts: int) -> float:
         function()
 
     graphed = CUDAGraphModule(run, CUDAGraphConfig(warmup_steps=_WARMUP), name="decode attention")
-    with torch.inference_mode():
-        for _ in range(_WARMUP + 1):  # compiles, and loads what a capture may not load
-            graphed()
-        times = [_event_ms(graphed) for _ in range(_ROUNDS)]
-    graphed.reset()
+    try:
+        with torch.inference_mode():
+            for _ in range(_WARMUP + 1):  # compiles, and loads what a capture may not load
+                graphed()
+            times = [_event_ms(graphed) for _ in range(_ROUNDS)]
+    finally:
+        graphed.reset()
     return statistics.median(times) * 1e3 / parts
 
 

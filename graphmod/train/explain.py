@@ -113,7 +113,7 @@ def explain(error: BaseException, kind: type = RunConfig) -> str:
         word = error.override.lstrip("-").partition("=")[0]
         if error.override.startswith("-"):
             return unknown_flag(error.override, "", [], kind)
-        if meant_by(word, kind):
+        if "=" not in error.override and meant_by(word, kind):
             return f"{error.override!r} has no value; write {meant_by(word, kind)}=VALUE"
         example = "train.steps=100, or in quotes where it has special characters: 'data.path=\"my text.txt\"'"
         return f"cannot read {error.override!r} as key=value (for example {example})"

@@ -100,6 +100,7 @@ class Iteration:
             with torch.autograd.set_multithreading_enabled(False):
                 (part if self.scale is None else part * self.scale).backward()
             total = part.detach() if total is None else total + part.detach()
+            del part  # else its autograd graph lives on through the next forward
         return total
 
     def update(self, loss: Tensor | None = None) -> Tensor | None:

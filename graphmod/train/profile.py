@@ -9,7 +9,7 @@ import json
 import os
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -71,8 +71,13 @@ def _passing_on(output: int) -> Iterator[int | None]:
     except OSError:
         yield None
         return
-    with process:
-        yield process.stdin.fileno()
+    try:
+        yield process.stdin.fileno() if process.poll() is None else None
+    finally:
+        process.stdin.close()
+        # A child that was started meanwhile may hold the other end for as long as it lives.
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=1)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ of the training run.
 
 import functools
 import inspect
+import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -36,7 +37,8 @@ class TrainStep:
         model: the model to train, already on its device and in its dtype.
         optimizer: its optimizer, with `fused=True` (and `capturable=True` on a GPU) to be captured.
         loss_fn: `loss_fn(model, tokens)` returns the 0-d loss of one microbatch. If it has an argument `criterion`
-            whose default is a function of tensors (logits, targets), `per_layer` hands it that function in a graph.
+            whose default is a plain function or module of tensors (logits, targets), `per_layer` hands it that in a
+            graph.
         learning_rates: the learning rate of each step, kept on the device and read there, so that it changes inside a
             graph; steps beyond its end use the last one. The optimizer's own rate must then be a tensor. None leaves
             the optimizer's rate alone.
@@ -153,10 +155,13 @@ class TrainStep:
     def _graph_criterion(self) -> None:
         """Puts the loss of the logits beside the head, whose results it then reads where they are."""
         try:
-            criterion = inspect.signature(self._iteration.loss_fn).parameters["criterion"].default
+            argument = inspect.signature(self._iteration.loss_fn).parameters["criterion"]
         except (KeyError, TypeError, ValueError):  # no such argument, or nothing that could tell
             return
-        if criterion is inspect.Parameter.empty or not callable(criterion):
+        criterion = argument.default
+        # A method or closure may reach the model, whose parameters would then count as used twice.
+        plain = isinstance(criterion, types.FunctionType) and criterion.__closure__ is None
+        if argument.kind is argument.POSITIONAL_ONLY or not (plain or isinstance(criterion, nn.Module)):
             return
         # The caller keeps losses, and a copy of one number costs less than to look for those that are still held.
         config = replace(self.config, clone_outputs=True)
