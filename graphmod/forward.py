@@ -1,24 +1,24 @@
 """A captured forward: how it is captured, and what one replay does.
 
-May import `signature`, `recorder`, `buffers`, `watch`, `reach`, `tape`, `lifecycle` and `errors`.
+May import `signature`, `recorder`, `buffers`, `watch`, `reach`, `tape`, `lifecycle`, `accumulators` and `errors`.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from graphmod.accumulators import own_accumulators, stood_in
 from graphmod.backend.random_state import python_random_state, restore_python_random_state
 from graphmod.buffers import OwnedBuffer, StaticInput, adopted
 from graphmod.errors import CaptureRefused
 from graphmod.recorder import Recorder
 from graphmod.results import Results, resolved
-from graphmod.signature import AUTOCAST, Leaf, argument_paths, opaque_parts, parameter_names, rebuild
+from graphmod.signature import Leaf, argument_paths, opaque_parts, parameter_names, rebuild
 from graphmod.trace import address, compare
 from graphmod.watch import HookWatch, Watch, foreign_hook, has_gradient_hooks, modules_called
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from graphmod.backward import BackwardGraph
     from graphmod.lifecycle import Entry
     from graphmod.module import CUDAGraphModule
-    from graphmod.reach import Reach
     from graphmod.tape import Tape
 
 _PLAIN_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
@@ -44,7 +43,7 @@ class ForwardGraph:
             one backward), and the others.
         edges: parameter (by identity) -> where the capture's autograd graph ends for it; until the backward is captured
             from it.
-        stand_ins: parameter (by identity) -> the view of it that the capture worked with, see `_stood_in`.
+        stand_ins: parameter (by identity) -> the view of it that the capture worked with, see `accumulators`.
         witness: one of `direct` that autograd sees, or None.
         ticket: weak, that of the last forward with a backward to come.
         backward: the captured backward, once there is one.
@@ -115,7 +114,7 @@ class ForwardGraph:
             self._find_parameters(given, recorder, oldest)
 
         try:
-            with self._stood_in(found), self._own_accumulators(owned):
+            with stood_in(self, found), own_accumulators(self, owned):
                 before = found.state()
                 pool, split = self.tape.arena.pool, not entry.generators and not entry.failures_in_a_row
                 self.graph, _ = group.backend.capture(run, pool, given, entry.generators, check, split=split)
@@ -153,54 +152,6 @@ class ForwardGraph:
             self.tape.arena.keep_to(self.tape)
         for output in self.results.handed_out:
             group.static[output.tensor.data_ptr()] = output.tensor
-
-    @contextlib.contextmanager
-    def _stood_in(self, found: Reach) -> Iterator[None]:
-        """Gives the modules a view of each parameter whose AccumulateGrad node must stay as it is: of one that is used
-        outside of this graph too, of one with gradient hooks, which that node runs, and of all while an eager call of
-        the module waits for its backward.
-
-        Such a node may belong to the caller's stream: a capture that ended there would fork to that stream. It ends at
-        the view instead, which belongs to the capture stream.
-        """
-        owned = found.parameters()
-        kept = owned if self.module._eager_in_flight() else [p for p in owned if has_gradient_hooks(p)]
-        held = {id(module._parameters) for module in found.modules}
-        elsewhere = {id(tensor) for container, _, tensor in found.slots if id(container) not in held}
-        wanted = {*self.module._group.shared, *map(id, kept)} - elsewhere if torch.is_grad_enabled() else set()
-        # Autocast keeps its casts of parameters, not of views. What a first attempt trips over, a second goes without.
-        if self.entry.signature.modes[AUTOCAST] is not None or self.entry.failures_in_a_row:
-            wanted = set()
-        places = [(m._parameters, k, p) for m in found.modules for k, p in m._parameters.items() if id(p) in wanted]
-        places = [place for place in places if place[2].requires_grad]
-        parameters = list({id(parameter): parameter for _, _, parameter in places}.values())
-        views = self.module._group.backend.views(parameters)
-        self.stand_ins = {id(parameter): view for parameter, view in zip(parameters, views, strict=True)}
-        try:
-            for held, key, parameter in places:
-                held[key] = self.stand_ins[id(parameter)]
-            yield
-        finally:
-            for held, key, parameter in places:
-                held[key] = parameter
-
-    @contextlib.contextmanager
-    def _own_accumulators(self, owned: list[Tensor]) -> Iterator[None]:
-        """Lets the capture make AccumulateGrad nodes of its own, on its stream, for all parameters but those that must
-        keep theirs; and whoever comes after it make others again."""
-        module, backend = self.module, self.module._group.backend
-        known = {id(parameter): parameter for parameter in (*owned, *module._around.parameters)}
-        keep = set(module._group.shared)
-        if module._group.busy or isinstance(module._root, nn.Module):
-            keep |= self.stand_ins.keys()  # a callable may run a backward, which goes on behind the view
-        if module._group.busy:
-            keep |= {key for key, parameter in known.items() if has_gradient_hooks(parameter)}
-        renewed = [parameter for key, parameter in known.items() if key not in keep] if torch.is_grad_enabled() else []
-        backend.renew_accumulators(renewed)
-        try:
-            yield
-        finally:
-            backend.renew_accumulators(renewed)
 
     def _static_inputs(self, leaves: list[Tensor]) -> list[StaticInput]:
         group, arena = self.module._group, self.tape.arena

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphmod.backend.nodes import use_kernels
@@ -131,10 +132,14 @@ class CudaBackend:
         """Makes a capture build the parameters' gradient accumulators anew, on its own stream."""
         renew_gradient_accumulators(parameters)
 
-    def views(self, parameters: list[Tensor]) -> list[Tensor]:
-        """A view of each parameter whose autograd node belongs to the capture stream."""
+    def views(self, parameters: list[Tensor], within: bool) -> list[Tensor]:
+        """A view of each parameter whose autograd node belongs to the capture stream; `within`, the accumulator behind
+        it may too, where there is none yet."""
+        edges = [] if within else [get_gradient_edge(parameter) for parameter in parameters]
         with torch.cuda.stream(self.stream):
-            return [parameter.view_as(parameter) for parameter in parameters]
+            made = [parameter.view_as(parameter) for parameter in parameters]
+        del edges  # till here they kept the accumulators of the caller's stream alive; now the views do
+        return made
 
     def random_state(self) -> Any:
         return self._generator.get_offset()

@@ -172,7 +172,7 @@ class EmulatedBackend:
         """As on a GPU, where streams are what it is needed for."""
         renew_gradient_accumulators(parameters)
 
-    def views(self, parameters: list[Tensor]) -> list[Tensor]:
+    def views(self, parameters: list[Tensor], within: bool) -> list[Tensor]:
         """A view of each parameter."""
         return [parameter.view_as(parameter) for parameter in parameters]
 
