@@ -9,6 +9,7 @@ from pathlib import Path
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once, before the first use of cuBLAS
 
 import pytest
+import stream_rules
 import torch
 from hydra import compose, initialize_config_dir
 
@@ -50,6 +51,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Every test of the core runs on the emulated backend, and on a GPU where there is one."""
     return torch.device(request.param)
+
+
+@pytest.fixture(autouse=True)
+def rules_of_streams(monkeypatch: pytest.MonkeyPatch):
+    """No capture of any test may break what `stream_rules` tells; a list of what did."""
+    if torch.cuda.is_available():  # where the streams themselves do
+        yield []
+        return
+    broken = stream_rules.watch(monkeypatch)
+    yield broken
+    assert not broken
 
 
 def composed(*overrides: str):

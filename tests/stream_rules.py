@@ -1,0 +1,80 @@
+"""Tells on the CPU what a GPU would not forgive: a capture whose autograd graph ends at a gradient accumulator of the
+caller's stream would fork to that stream, and one that is differentiated with respect to an accumulator it does not end
+at would lose the gradient without a word.
+
+On a GPU an AccumulateGrad node belongs to the stream on which it was made. Here each is marked by who made it.
+"""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+import graphmod.backward_graph
+import graphmod.module
+import graphmod.warmup
+from graphmod.forward import ForwardGraph
+
+CALLER, CAPTURE = "the caller's stream", "the capture stream"
+MARK = "made on"
+
+
+def ends(tensors: Iterable[Tensor]) -> Iterator[torch.autograd.graph.Node]:
+    """The AccumulateGrad nodes that tensors lead to."""
+    seen, queue = set(), [tensor.grad_fn for tensor in tensors]
+    while queue:
+        node = queue.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            yield node
+        else:
+            queue += [following for following, _ in node.next_functions]
+
+
+def mark(tensors: Iterable[Tensor], stream: str) -> None:
+    for node in ends(tensors):
+        node.metadata.setdefault(MARK, stream)
+
+
+def watch(monkeypatch) -> list[str]:
+    """Watches all captures from now on; what breaks the rules is added to the list that it returns."""
+    broken: list[str] = []
+    core, warmup = graphmod.module, graphmod.warmup
+    track, results, find = warmup.track, core.results, ForwardGraph._find_parameters
+    differentiate = graphmod.backward_graph.differentiate
+
+    def tracked(module, entry, result):
+        mark(warmup.differentiable(result), CALLER)
+        return track(module, entry, result)
+
+    def handed_out(*arguments):
+        result = results(*arguments)
+        mark(warmup.differentiable(result), CALLER)
+        return result
+
+    def found(graph, given, recorder, oldest):
+        mark(graph.results.retained, CAPTURE)
+        return find(graph, given, recorder, oldest)
+
+    def differentiated(graph, outputs, inputs, grads, direct, edges):
+        reached: dict[int, set] = {}
+        for node in ends(out for out, grad in zip(outputs, grads, strict=True) if grad is not None):
+            reached.setdefault(id(node.variable), set()).add(node)
+        for parameter in (*direct, *graph.hooked):
+            edge = edges.get(id(parameter)) or torch.autograd.graph.get_gradient_edge(parameter)
+            if id(parameter) not in reached or not hasattr(edge.node, "variable"):
+                continue
+            if edge.node not in reached[id(parameter)]:
+                broken.append(f"{graph.module.graph_name}: a gradient of shape {tuple(parameter.shape)} is lost")
+            if edge.node.metadata.get(MARK) == CALLER:
+                broken.append(f"{graph.module.graph_name}: forks to the caller's stream for {tuple(parameter.shape)}")
+        return differentiate(graph, outputs, inputs, grads, direct, edges)
+
+    monkeypatch.setattr(warmup, "track", tracked)
+    monkeypatch.setattr(core, "track", tracked)
+    monkeypatch.setattr(core, "results", handed_out)
+    monkeypatch.setattr(ForwardGraph, "_find_parameters", found)
+    monkeypatch.setattr(graphmod.backward_graph, "differentiate", differentiated)
+    return broken
