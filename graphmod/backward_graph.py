@@ -1,6 +1,6 @@
 """One captured backward: its capture inside the real backward, and its replay into the parameters' gradients (R6).
 
-May import what `forward` may, `forward`, `placement` and `recompute`.
+May import what `forward` may, `forward`, `failures`, `placement` and `recompute`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from graphmod.buffers import OwnedBuffer, StaticInput, StaticOutput, adopted
+from graphmod.failures import capture_failed
 from graphmod.forward import ForwardGraph
 from graphmod.placement import Place, buffers_for, find_places, store
 from graphmod.recompute import differentiate
@@ -178,7 +179,7 @@ def capture_backward(graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> B
     except Exception as error:  # whatever user code or CUDA raised: the eager backward decides what the user sees
         if "modified by an inplace operation" in str(error):
             raise  # as eager does: something saved for the backward was changed since
-        module._capture_failed(entry, error, "its backward")
+        capture_failed(module, entry, error, "its backward")
         module._drop(graph.tape)
         return None
     if any(output.changed() for output in known.saved):

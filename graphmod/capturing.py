@@ -1,6 +1,6 @@
 """Where a call that fits no graph may be captured, and its capture.
 
-May import what `forward` may, `forward` and `tape`; knows `module` by its attributes only.
+May import what `forward` may, `forward`, `failures` and `tape`; knows `module` by its attributes only.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from graphmod.errors import CaptureRefused
+from graphmod.failures import capture_failed
 from graphmod.forward import ForwardGraph
 from graphmod.lifecycle import Entry
 from graphmod.tape import Tape
@@ -104,7 +105,7 @@ def capture(module: CUDAGraphModule, entry: Entry, tape: Tape, leaves: list[Tens
             torch.clear_autocast_cache()
         graph.launch()
     except Exception as error:  # whatever user code or CUDA raised: the eager call decides what the user sees
-        module._capture_failed(entry, error, "its forward")
+        capture_failed(module, entry, error, "its forward")
         return None
     graph.index = tape.append(graph)
     module._served = graph

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from graphmod.backend import make_backend
 from graphmod.capturing import capture, place
 from graphmod.config import CUDAGraphConfig
-from graphmod.errors import CaptureRefused
+from graphmod.failures import capture_failed
 from graphmod.forward import ForwardGraph
 from graphmod.lifecycle import Entry, GraphStats
 from graphmod.recorder import is_recording
@@ -36,7 +36,6 @@ from graphmod.signature import (
 )
 from graphmod.surroundings import Surroundings
 from graphmod.tape import EagerCall, Group, Tape
-from graphmod.trace import place_of
 from graphmod.warmup import track, warm_up
 from graphmod.watch import HOOKS
 
@@ -165,7 +164,7 @@ class CUDAGraphModule(nn.Module):
                 state, reason = launch(self, graph, leaves, careful, late)
             except RuntimeError as error:
                 self._drop(graph.tape)
-                self._capture_failed(entry, error, "a replay")
+                capture_failed(self, entry, error, "a replay")
                 return self._eager(args, kwargs)
             if reason is None:
                 return results(self, graph, leaves, state)
@@ -204,26 +203,6 @@ class CUDAGraphModule(nn.Module):
         if entry is not None and entry.needs_grad:
             return track(self, entry, self._call(*args, **kwargs))
         return self._call(*args, **kwargs)
-
-    def _capture_failed(self, entry: Entry, error: BaseException, what: str) -> None:
-        """Counts a failure of a capture or replay and says once why."""
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-        reason = " ".join(lines[: 2 if lines[0].endswith(":") else 1])
-        place = None if isinstance(error, CaptureRefused) else place_of(error)  # a refusal names its place itself
-        if place is not None:
-            reason = f"{place}: {reason}"
-        if "capturable is False" in reason:
-            reason += " Build the optimizer with fused=True, capturable=True."
-        self._counters.failures += 1
-        self.last_failure = reason
-        log.debug("%s: %s", self._name, reason, exc_info=error)
-        self._log_once(f"{self._name!r} runs eagerly, because {what} could not be captured: {reason}")
-        if entry.failed(reason, self._config.max_failures):
-            self._drop(*{graph.tape for graph in entry.graphs})
-            self._log_once(
-                f"{self._name!r} stays eager after {self._config.max_failures} failures in a row; the last: {reason}. "
-                "force_enable() tries again"
-            )
 
     def _drop(self, *tapes: Tape) -> None:
         """Takes the tapes' graphs away from every module; their memory is free once nothing in flight needs it."""
@@ -303,7 +282,7 @@ class CUDAGraphModule(nn.Module):
                 graph.launch()
             except RuntimeError as error:
                 self._drop(graph.tape)
-                self._capture_failed(graph.entry, error, "a replay")
+                capture_failed(self, graph.entry, error, "a replay")
                 return done
             self._counters.replays += 1
         return times

@@ -1,6 +1,6 @@
 """Warm-up calls (rule R1), and what is to be learnt from calls that run without a graph.
 
-May import what `forward` may and `forward`; knows `module` by its attributes only.
+May import what `forward` may, `forward` and `failures`; knows `module` by its attributes only.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from graphmod.errors import CaptureRefused
+from graphmod.failures import capture_failed
 from graphmod.lifecycle import Entry
 from graphmod.recorder import Recorder
 from graphmod.results import resolved
@@ -46,7 +47,7 @@ def warm_up(module: CUDAGraphModule, entry: Entry, args: tuple, kwargs: dict) ->
             # kind is watched, because a first call may create what later ones only use.
             entry.calls -= 1
             refusal = CaptureRefused(f"changes {changed} as it runs, which a replay would not do")
-            module._capture_failed(entry, refusal, "its forward")
+            capture_failed(module, entry, refusal, "its forward")
     return track(module, entry, result)
 
 
