@@ -22,12 +22,21 @@ if TYPE_CHECKING:
     from graphmod.reach import Reach
 
 
+def _runs_backward(graph: ForwardGraph) -> bool:
+    """Whether the callable runs a backward itself. Where there was no call to learn from, it may."""
+    if isinstance(graph.module._root, nn.Module):
+        return False
+    # Operations of a backward have no line of the user's code.
+    return graph.entry.trace is None or any(step.code is None for step in graph.entry.trace)
+
+
 @contextlib.contextmanager
 def stood_in(graph: ForwardGraph, found: Reach) -> Iterator[None]:
     """Gives the modules a view of each parameter whose node must stay as it is, and notes it in `graph.stand_ins`.
 
     Those are parameters that are used outside of this graph too, those with gradient hooks, which the node runs, and
-    all of them while an eager call of the module waits for its backward. The capture ends at the view.
+    all of them while an eager call of the module waits for its backward. The capture ends at the view. Code that runs
+    its backward inside gets views of shared ones only: its gradients must reach the parameters themselves.
 
     Args:
         graph: about to be captured.
@@ -35,7 +44,9 @@ def stood_in(graph: ForwardGraph, found: Reach) -> Iterator[None]:
     """
     module, entry = graph.module, graph.entry
     owned = found.parameters()
+    inside = _runs_backward(graph)
     kept = owned if module._eager_in_flight() else [parameter for parameter in owned if has_gradient_hooks(parameter)]
+    kept = [] if inside else kept
     held = {id(part._parameters) for part in found.modules}
     elsewhere = {id(tensor) for container, _, tensor in found.slots if id(container) not in held}
     wanted = {*module._group.shared, *map(id, kept)} - elsewhere if torch.is_grad_enabled() else set()
@@ -48,8 +59,7 @@ def stood_in(graph: ForwardGraph, found: Reach) -> Iterator[None]:
     places = [place for place in places if place[2].requires_grad]
     parameters = list({id(parameter): parameter for _, _, parameter in places}.values())
     backend = module._group.backend
-    # A callable may run a backward, which goes on behind the views: then the node there is the capture's, too.
-    within = not isinstance(module._root, nn.Module) and not module._group.busy
+    within = inside and not module._group.busy  # the backward goes on behind the views, to nodes of the capture too
     if within:
         backend.renew_accumulators(parameters)
     views = backend.views(parameters, within)
@@ -77,7 +87,7 @@ def own_accumulators(graph: ForwardGraph, owned: list[Tensor]) -> Iterator[None]
     module, backend = graph.module, graph.module._group.backend
     known = {id(parameter): parameter for parameter in (*owned, *module._around.parameters)}
     keep = module._group.shared.keys() | graph.stand_ins.keys()
-    if module._group.busy:
+    if module._group.busy or not _runs_backward(graph):  # whoever leads to the node of now runs the hooks, too
         keep |= {key for key, parameter in known.items() if has_gradient_hooks(parameter)}
     renewed = [parameter for key, parameter in known.items() if key not in keep] if torch.is_grad_enabled() else []
     backend.renew_accumulators(renewed)

@@ -101,6 +101,8 @@ class ForwardGraph:
                 previous, entry.trace = entry.trace, recorder.trace
                 reason = compare(previous, recorder.trace)
                 if reason is not None:
+                    if self.stand_ins:  # which may be the reason; the next attempt goes without
+                        entry.trace = previous
                     raise CaptureRefused(reason)
             changed = found.changed_since(before)
             if changed is not None:
@@ -152,6 +154,8 @@ class ForwardGraph:
             self.tape.arena.keep_to(self.tape)
         for output in self.results.handed_out:
             group.static[output.tensor.data_ptr()] = output.tensor
+        if not self.results.with_grad:
+            self.forget_autograd()
 
     def _static_inputs(self, leaves: list[Tensor]) -> list[StaticInput]:
         group, arena = self.module._group, self.tape.arena

@@ -275,3 +275,58 @@ def test_a_parameter_hook_fires_once_for_two_shapes_in_one_backward(kind, device
         side.optimizer.zero_grad()
 
     play(mlp, step, device, steps=18)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("kind", ["module", "callable"])
+def test_a_parameter_hook_fires_once_for_a_graph_and_code_around_it(kind, autocast, device):
+    """What eager code computed from the parameter before the call meets the capture in one backward."""
+
+    def graph(side):
+        side.call = CUDAGraphModule(side.model if kind == "module" else side.model.forward, config())
+        side.graphs = [side.call]
+
+    def step(side, i):
+        weight = side.model[0].weight
+        if not hasattr(side, "fired"):
+            weight.register_hook(counting(side, lambda g: g.clamp(-0.1, 0.1)))
+        penalty = weight.square().sum()
+        with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+            loss = penalty + loss_of(side.call(side.batch(i, 4, 8)).float())
+        loss.backward()
+        side.note(fired=side.fired)
+        side.note_gradients()
+        side.optimizer.step()
+        side.optimizer.zero_grad()
+
+    play(mlp, step, device, graph=graph, steps=10)
+
+
+@pytest.mark.parametrize("warmup_steps", [0, 2])
+def test_a_parameter_hook_and_a_backward_inside_one_graph(warmup_steps, device):
+    """Code inside that walks the parameters meets their gradients, not those of something in their place."""
+
+    def iteration_of(side):
+        def iteration(x):
+            side.model.zero_grad()
+            loss = loss_of(side.model(x))
+            loss.backward()
+            nn.utils.clip_grad_norm_(side.model.parameters(), 0.01)
+            return loss.detach()
+
+        return iteration
+
+    def graph(side):
+        side.run = CUDAGraphModule(iteration_of(side), config(warmup_steps=warmup_steps))
+        side.graphs = [side.run]
+
+    def step(side, i):
+        if i == 0:
+            side.model[0].weight.register_hook(lambda g: g.clamp(-0.1, 0.1))
+        loss = (side.run if side.graphed else iteration_of(side))(side.batch(i, 4, 8))
+        side.note(loss=loss)
+        side.note_gradients()
+        side.optimizer.step()
+
+    side, _ = play(mlp, step, device, graph=graph, steps=10)
+    assert side.run.stats.failures == 0 and side.run.stats.replays >= 5
