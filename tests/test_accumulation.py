@@ -140,8 +140,8 @@ def test_zero_grad_of_the_model_works_as_well(accumulation, device):
 
 
 @pytest.mark.gpu
-def test_autograd_on_another_stream_adds_to_the_gradients_a_graph_adds_to():
-    """A call without a graph and a replay add to the same gradients in one backward, while the capture stream works."""
+def test_a_call_without_a_graph_adds_to_the_gradients_that_a_replay_adds_to():
+    """In one backward, whatever the capture stream has been given to do."""
     torch.manual_seed(0)
     eager, model = (nn.Linear(4096, 4096, bias=False, device="cuda") for _ in range(2))
     model.load_state_dict(eager.state_dict())

@@ -1,8 +1,8 @@
 """What capture and replay mean on a device.
 
-A backend offers `new_pool()`, `capture(...)` and the random state of its device; a captured graph offers
-`replay()` and what the recorder saw. `capture` leaves the graph ready for its first `replay()`, which produces the
-results of the very call that was captured.
+A backend offers `new_pool()`, `capture(...)`, the gradient accumulators of captures and the random state of its device;
+a captured graph offers `replay()` and what the recorder saw. `capture` leaves the graph ready for its first `replay()`,
+which produces the results of the very call that was captured.
 """
 
 import logging

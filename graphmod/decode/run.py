@@ -1,6 +1,6 @@
 """One run of `generate.py`: loads the model, streams one prompt or writes the completions of many, and says how fast.
 
-Imports the parts of decode and, for the wording of checkpoints, `graphmod.train`.
+Imports the parts of decode and, for words, `graphmod.train`.
 """
 
 from __future__ import annotations
@@ -24,23 +24,20 @@ from graphmod.decode.sampling import FILTERED, GREEDY, PLAIN
 from graphmod.decode.schema import GenerateConfig
 from graphmod.decode.text import TextStream, codec_for
 from graphmod.train.provenance import trained
-
-
-def _count(number: int, one: str, many: str | None = None) -> str:
-    return f"{number} {one if number == 1 else many or one + 's'}"
+from graphmod.train.words import counted
 
 
 def speed_of(tokens: int, seconds: float, engine: DecodeEngine) -> str:
     stats = engine.stats
-    speed = f"{_count(tokens, 'token')} in {seconds:.2f} s, {tokens / max(seconds, 1e-9):.1f} tokens/s"
+    speed = f"{counted(tokens, 'token')} in {seconds:.2f} s, {tokens / max(seconds, 1e-9):.1f} tokens/s"
     if stats.attention_us:
         measured = ", ".join(f"{name} {us:.1f} us" for name, us in stats.attention_us.items())
         speed += f"; attention, a layer: {measured}"
-    eager = _count(stats.total("eager_steps"), "eager step")
+    eager = counted(stats.total("eager_steps"), "eager step")
     if not engine.config.graphs:
         return f"{speed}; without graphs: {eager}"
-    launches = _count(stats.total("launches"), "launch", "launches")
-    captures = f"{_count(stats.total('captures'), 'capture')} in {stats.capture_seconds:.2f} s"
+    launches = counted(stats.total("launches"), "launch")
+    captures = f"{counted(stats.total('captures'), 'capture')} in {stats.capture_seconds:.2f} s"
     return f"{speed}; graphs {stats.state}: {launches}, {eager}, {captures}"
 
 
@@ -102,11 +99,12 @@ def _many(engine: DecodeEngine, config: GenerateConfig, prompts: list[Prompt], o
         finally:
             bar.close()
             if not isinstance(sys.exception(), BrokenPipeError):
-                done = f"{finished} of {_count(total, 'sample')} finished" + (f", written to {out.path}" if out else "")
+                done = f"{finished:,} of {counted(total, 'sample')} finished"
+                done += f", written to {out.path}" if out else ""
                 print(done, file=sys.stderr)
                 print(speed_of(tokens, time.perf_counter() - began, engine), file=sys.stderr, flush=True)
     if failed:
-        complain(f'{_count(failed, "sample")} ended with an error; see "error" in the output')
+        complain(f'{counted(failed, "sample")} ended with an error; see "error" in the output')
     return int(failed > 0)
 
 
