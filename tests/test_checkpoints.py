@@ -1,6 +1,7 @@
 """Checkpoints are whole or noticed to be damaged, the last ones are kept, and a disk that fills up costs none."""
 
 import errno
+import os
 import shutil
 from pathlib import Path
 
@@ -131,7 +132,8 @@ def test_a_disk_that_is_full_is_one_error_that_says_where(text, tmp_path, limit,
     limited = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))"
     (tmp_path / "sitecustomize.py").write_text(limited)
     settings = [*TINY, "data=text", f"data.path={text}", "train.checkpoint=false", f"hydra.run.dir={tmp_path / 'run'}"]
-    process = shell(tmp_path, *settings, "train.steps=400", PYTHONPATH=str(tmp_path))
+    path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
+    process = shell(tmp_path, *settings, "train.steps=400", PYTHONPATH=path)
     _, complained = process.communicate(timeout=120)
     (error,) = [line for line in complained.splitlines() if line.startswith("error: ")]
     assert process.returncode == 1 and "Traceback" not in complained, complained
