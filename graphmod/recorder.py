@@ -29,7 +29,8 @@ class Recorder(TorchDispatchMode):
         read: every address it read.
         made_by: address -> index in the trace, operation, size and strides of what was made there last.
         generators: those passed to random operations.
-        wrote_unseen: whether code ran that it could not see, and that changed something from outside.
+        wrote_unseen: whether code ran that it could not see, and that changed something from outside before anything
+            that it saw did.
         random, backward: whether it drew random numbers, or ran a backward pass.
 
     Args:
@@ -81,11 +82,12 @@ class Recorder(TorchDispatchMode):
 
     def note_unseen(self, changed: Iterable[Tensor]) -> None:
         """Takes in that code out of its sight changed tensors, or may have."""
+        before_any = not self.written and not self.inputs_written
         for tensor in changed:
             where = address(tensor)
             if where not in self.outside and where not in self._inputs:
                 continue
-            self.wrote_unseen = True
+            self.wrote_unseen = self.wrote_unseen or before_any
             if tensor.is_inference():
                 continue  # such tensors count no versions: whether it was changed nobody can tell
             if where in self.outside:

@@ -9,6 +9,7 @@ from test_train_step import build, replays
 from torch._dynamo.backends.common import aot_autograd
 
 from graphmod import CUDAGraphModule
+from graphmod.compiled import shown
 from graphmod.errors import ConfigError
 from graphmod.recorder import Recorder, is_recording
 from graphmod.train import compile as compile_module
@@ -32,12 +33,12 @@ def fresh_dynamo():
 
 @pytest.fixture
 def ran(monkeypatch):
-    """What ran of compiled code, as (forward or backward, whether under a recorder); also how often it was compiled."""
+    """What ran of compiled code, as (forward, backward or update, whether under a recorder); also what was compiled."""
     seen = []
 
     def compiler(kind):
         def compile_graph(graph, inputs):
-            seen.append(("compiled", is_recording()))
+            seen.append((f"compiled {kind}", is_recording()))
 
             def run(*args):
                 seen.append((kind, is_recording()))
@@ -47,7 +48,8 @@ def ran(monkeypatch):
 
         return make_boxed_compiler(compile_graph)
 
-    backend = aot_autograd(fw_compiler=compiler("forward"), bw_compiler=compiler("backward"))
+    compilers = {"fw_compiler": "forward", "bw_compiler": "backward", "inference_compiler": "update"}
+    backend = aot_autograd(**{name: compiler(kind) for name, kind in compilers.items()})
     monkeypatch.setattr(compile_module, "_backend", lambda how, device: backend)
     return seen
 
@@ -59,16 +61,17 @@ def test_a_capture_holds_compiled_code_and_compiles_nothing(scope, ran):
     run = TrainStep(parts["model"], parts["optimizer"], compile="default", config=graph_config(scope=scope))
     batch = torch.randint(0, 30, (1, 2, 7))
     per_step = 2 if scope == "per_layer" else 1
-    for _ in range(2):
+    for _ in range(3):
         run(batch)
-    compiled_before = ran.count(("compiled", False))
-    assert compiled_before and ("compiled", True) not in ran
+    assert {("compiled forward", False), ("compiled backward", False), ("compiled update", False)} <= set(ran)
+    assert not any(kind.startswith("compiled") and recorded for kind, recorded in ran)
     ran.clear()
     run(batch)  # captures
     assert ran.count(("forward", True)) == per_step
+    assert ran.count(("update", True)) >= 1
     # A backward is captured twice: the first time shows where the gradients are made.
     assert ran.count(("backward", True)) >= per_step
-    assert not any(kind == "compiled" for kind, _ in ran)
+    assert not any(kind.startswith("compiled") for kind, _ in ran)
     ran.clear()
     run(batch)
     assert ran == [], "a replay ran Python"
@@ -85,11 +88,10 @@ def test_losses_and_weights_are_those_of_compiled_code_without_graphs(scope, dev
 
     def step(side, i):
         if side.run is None:
-            side.run = TrainStep(side.model, side.optimizer, config=graph_config(scope="none"), max_grad_norm=1.0)
+            side.run = TrainStep(side.model, side.optimizer, config=graph_config(scope="none"), **settings)
             if scope == "per_layer":
+                side.run._iteration.loss_fn = side.run._loss_fn
                 compile_module.compile_layers(side.model, side.run._layers(), "default", device)
-            else:
-                side.run._iteration.loss_fn = compiled(side.run._iteration.loss_fn, "default", [side.model], device)
         side.note(loss=side.run(side.tokens(i, 1, 2, 7)), norm=side.run.grad_norm)
 
     _, history = play(build, step, device, graph=graph)
@@ -121,8 +123,15 @@ def test_reset_takes_compiled_code_out_of_the_layers(device):
 
 
 def test_many_layers_compile_once_not_once_each(ran, tiny, tmp_path):
-    train(tiny("model.layers=12", "graph.compile=default", "train.steps=3", "data.max_bytes=20000"), tmp_path)
-    assert ran.count(("compiled", False)) <= 2 * 2
+    counts = []
+    for layers in (12, 24):
+        torch._dynamo.reset()
+        ran.clear()
+        settings = [f"model.layers={layers}", "graph.compile=default", "train.steps=3", "data.max_bytes=20000"]
+        train(tiny(*settings), tmp_path / str(layers))
+        assert ran.count(("compiled forward", False)) <= 2
+        counts.append(ran.count(("compiled update", False)))
+    assert all(0 < count <= 6 for count in counts), counts
 
 
 @scopes
@@ -157,14 +166,14 @@ def test_a_capture_holds_the_compiled_layers_twice(scope, ran):
     recompute_activations(parts["model"], compiled=True)
     run = TrainStep(parts["model"], parts["optimizer"], compile="default", config=graph_config(scope=scope))
     batch = torch.randint(0, 30, (1, 2, 7))
-    for _ in range(2):
+    for _ in range(3):
         run(batch)
     layers = len(run.model.model.layers)
-    assert ran.count(("forward", False)) + ran.count(("forward", True)) >= 2 * 2 * layers
+    assert ran.count(("forward", False)) + ran.count(("forward", True)) >= 3 * 2 * layers
     ran.clear()
     run(batch)  # captures
     assert ran.count(("forward", True)) >= 2 * layers and ran.count(("backward", True)) >= layers
-    assert not any(kind == "compiled" for kind, _ in ran)
+    assert not any(kind.startswith("compiled") for kind, _ in ran)
     ran.clear()
     run(batch)
     assert ran == [] and run.stats.failures == 0
@@ -214,6 +223,25 @@ def test_inductors_backward_runs_out_of_the_recorders_sight():
     assert torch.equal(x.grad, expected)
     names = {step.op.overloadpacket.__name__ for step in recorder.trace}
     assert "detach" in names and not names & {"mm", "gelu_backward", "native_layer_norm_backward", "out"}, names
+
+
+@pytest.mark.parametrize("seen_first", [True, False])
+def test_a_graph_may_start_early_if_what_is_out_of_sight_writes_after_something_in_sight(seen_first):
+    x, y = torch.zeros(2), torch.zeros(2)
+
+    def in_sight():
+        x.add_(1)
+
+    def out_of_sight():
+        with shown([y]):
+            y.add_(1)
+
+    with Recorder(refuse=False) as recorder:
+        for run in (in_sight, out_of_sight) if seen_first else (out_of_sight, in_sight):
+            run()
+    assert recorder.wrote_unseen is not seen_first
+    assert set(recorder.written) == {x.data_ptr(), y.data_ptr()}
+    assert [step.op.overloadpacket.__name__ for step in recorder.trace].count("add_") == 1
 
 
 @pytest.mark.gpu

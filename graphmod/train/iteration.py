@@ -1,4 +1,4 @@
-"""The arithmetic of one training iteration, the same in every scope. Imports torch only.
+"""The arithmetic of one training iteration, the same in every scope. Imports `train/update.py`.
 
 Nothing here asks the device for a value: the position in the schedule, the loss scale, whether the step was finite
 and what follows from that are tensors on the device, so that a graph can hold all of it.
@@ -9,6 +9,8 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+
+from graphmod.train.update import CompiledUpdate
 
 NONFINITE = ("stop", "skip", "ignore")
 # Those of torch.amp.GradScaler.
@@ -62,7 +64,9 @@ class Iteration:
         nonfinite: str,
         scale_loss: bool,
         ema_decay: float | None,
+        compiled_update: CompiledUpdate | None = None,
     ) -> None:
+        self.compiled_update = compiled_update
         self.model, self.optimizer, self.loss_fn = model, optimizer, loss_fn
         self.max_grad_norm, self.autocast_dtype = max_grad_norm, autocast_dtype
         self.nonfinite, self.ema_decay = nonfinite, ema_decay
@@ -115,14 +119,18 @@ class Iteration:
                 group["lr"].copy_(rate)
         overflow = self._unscale() if self.scale is not None else None
         norm = None
-        if self.max_grad_norm is not None:
+        fused = self.compiled_update is not None and self.compiled_update.ready()
+        if self.max_grad_norm is not None and not fused:
             norm = nn.utils.clip_grad_norm_(self.trained, self.max_grad_norm)
-        elif self.guarded and overflow is None:
+        elif self.max_grad_norm is not None or (self.guarded and overflow is None):
             norm = nn.utils.get_total_norm([p.grad for p in self.trained if p.grad is not None])
         if self.guarded:
             self._guard(loss, norm, overflow)
         self.position += 1
-        self.optimizer.step()
+        if fused:
+            self.compiled_update(norm, self.max_grad_norm)
+        else:
+            self.optimizer.step()
         if self.ema:
             with torch.no_grad():
                 torch._foreach_mul_(self.ema, self.ema_decay)

@@ -22,10 +22,11 @@ from graphmod.module import CUDAGraphModule
 from graphmod.train.compile import CHOICES, compile_layers, compiled
 from graphmod.train.iteration import NONFINITE, Iteration, next_token_loss
 from graphmod.train.recompute import recomputed_layers
+from graphmod.train.update import CompiledUpdate
 
 __all__ = ["TrainStep", "next_token_loss"]
 
-_COMPILED_WARMUP = 2
+_COMPILED_WARMUP = 3
 
 
 class TrainStep:
@@ -52,8 +53,8 @@ class TrainStep:
         ema_decay: keep an exponential moving average of the weights in float32, this much of it at each step; None
             keeps none.
         compile: `default` or `max` compiles the layers (scope `per_layer`, or layers that run again in the backward) or
-            forward and loss (else) with torch.compile before they are captured; `none` does not. See
-            `train/compile.py`.
+            forward and loss (else) with torch.compile before they are captured, and clipping with the step of Adam or
+            AdamW in every scope; `none` does not. See `train/compile.py` and `train/update.py`.
         config: what to capture (`scope`); None means `CUDAGraphConfig()`.
 
     Attributes:
@@ -112,6 +113,7 @@ class TrainStep:
             nonfinite=nonfinite,
             scale_loss=scale_loss,
             ema_decay=ema_decay,
+            compiled_update=None if compile == "none" else CompiledUpdate(optimizer, compile),
         )
         self._inputs: dict[torch.Size, Tensor] = {}
         self._settled: dict[int, Tensor] = {}
@@ -127,7 +129,7 @@ class TrainStep:
 
     def _compile(self, loss_fn: Callable, how: str) -> Callable:
         """Compiles what the scope captures; returns the loss function to use."""
-        # The first call compiles, and only a later one is what a capture will be compared with.
+        # The first call compiles, the second the update, and only a later one is what a capture will be compared with.
         self.config = replace(self.config, warmup_steps=max(self.config.warmup_steps, _COMPILED_WARMUP))
         device = next(self.model.parameters()).device
         again = recomputed_layers(self.model)
