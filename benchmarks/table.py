@@ -13,6 +13,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.readme import BadInput, run, run_of, table
+from benchmarks.training import SHAPES
 
 OPEN, CLOSE = "<!-- table: training -->", "<!-- end -->"
 BASELINE = "eager"
@@ -63,7 +64,7 @@ def render(content: dict[str, Any]) -> str:
     if not good:
         raise BadInput("the results hold no step that was measured")
     by = {(result["mode"], result["shape"]): result for result in results}
-    shapes = list(dict.fromkeys(result["shape"] for result in good))
+    shapes = sorted({result["shape"] for result in good}, key=lambda shape: ([*SHAPES, shape].index(shape), shape))
     modes = sorted({result["mode"] for result in results}, key=lambda mode: ([*NAMES, mode].index(mode), mode))
     heads = [_shape_name(next(result for result in good if result["shape"] == shape)) for shape in shapes]
     steps = [

@@ -23,8 +23,8 @@ def measured(mode, shape, step_ms):
 
 
 RESULTS = [
-    measured("eager", SMALL, 20.0),
     measured("eager", WIDE, 80.0),
+    measured("eager", SMALL, 20.0),
     measured("per_layer", SMALL, 8.0),
     {"mode": "per_layer", "shape": "wide", "error": "RuntimeError: something"},
     {"mode": "tensordict", "shape": "small", "error": "ModuleNotFoundError: No module named 'tensordict'"},
