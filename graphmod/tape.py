@@ -227,7 +227,12 @@ class Group:
 
     @property
     def busy(self) -> bool:
-        return self.eager_in_flight > 0 or any(arena.in_flight for arena in self.arenas)
+        if self.eager_in_flight > 0:
+            return True
+        for arena in self.arenas:  # noqa: SIM110 - half the time of any() with a generator, before each layer
+            if arena.in_flight:
+                return True
+        return False
 
     def begin_pass(self) -> None:
         """Notes, before the first forward of a pass, what is known about the gradients its backward will meet: are

@@ -5,7 +5,6 @@ May import `recorder` and `reach`.
 """
 
 import contextlib
-import math
 import operator
 import types
 from collections.abc import Iterator
@@ -49,16 +48,11 @@ class Watch:
         cells = [place[0] for place in places + found.numbers if isinstance(place[0], types.CellType)]
         self._cells = [(cell, None, get(cell, None)) for cell in cells]
         places = [place for place in places if not isinstance(place[0], types.CellType)]
-        self._containers = [container for container, _, _ in places]
-        self._keys = [key for _, key, _ in places]
-        self._items = [item for _, _, item in places]
         numbers = [place for place in found.numbers if not isinstance(place[0], types.CellType)]
-        self._number_in = [container for container, _, _ in numbers]
-        self._number_at = [key for _, key, _ in numbers]
-        self._numbers = list(map(operator.getitem, self._number_in, self._number_at))
-        self._types = list(map(type, self._numbers))
-        self._zeros = [i for i, number in enumerate(self._numbers) if type(number) is float and number == 0.0]
-        self._signs_before = self._signs(self._numbers)
+        self._first_number = len(places)
+        self._items = [item for _, _, item in places] + [get(container, key) for container, key, _ in numbers]
+        self._containers = [container for container, _, _ in places + numbers]
+        self._keys = [key for _, key, _ in places + numbers]
         self._parameters = [t for _, _, t in slots if isinstance(t, nn.Parameter) or t.requires_grad]
         self._flags = list(map(_requires_grad, self._parameters))
         # The state of an optimizer is many tensors, whose memory is held, and which nobody resizes.
@@ -95,15 +89,14 @@ class Watch:
     def changed(self) -> str | None:
         """What `gone` does not look at."""
         try:
-            if not all(map(operator.is_, map(operator.getitem, self._containers, self._keys), self._items)):
-                return self._exchanged()
-            now = list(map(operator.getitem, self._number_in, self._number_at))
-            # 2 is not 2.0, nor is 0.0 like -0.0.
-            if now != self._numbers or list(map(type, now)) != self._types or self._signs(now) != self._signs_before:
-                return self._changed_number()
+            same = all(map(operator.is_, map(operator.getitem, self._containers, self._keys), self._items))
         except (KeyError, IndexError):
             return "a tensor or setting it reads is no longer where it was"
-        if list(map(_data_ptr, self._state)) != self._state_addresses:
+        if not same:
+            reason = self._exchanged()
+            if reason is not None:
+                return reason
+        if self._state and list(map(_data_ptr, self._state)) != self._state_addresses:
             return "a tensor it reads has moved to another address"
         if list(map(_requires_grad, self._parameters)) != self._flags:
             return "requires_grad of a parameter changed"
@@ -113,21 +106,18 @@ class Watch:
                 return "a variable it closes over is another than when it was captured"
         return self._moved_grads() if self._with_grads else None
 
-    def _signs(self, numbers: list[Any]) -> list[float]:
-        return [math.copysign(1.0, numbers[index]) for index in self._zeros]
-
-    def _exchanged(self) -> str:
-        for container, key, item in zip(self._containers, self._keys, self._items, strict=True):
-            if get(container, key) is not item:
-                return f"{key!r} is another {type(item).__name__} than when it was captured"
-        return "something it reads was exchanged"
-
-    def _changed_number(self) -> str:
-        for container, key, value in zip(self._number_in, self._number_at, self._numbers, strict=True):
+    def _exchanged(self) -> str | None:
+        """What is another object than at the capture, in words, unless all of that are numbers of the same value."""
+        for index, (container, key, item) in enumerate(zip(self._containers, self._keys, self._items, strict=True)):
             now = get(container, key)
-            if now != value or type(now) is not type(value) or (self._zeros and repr(now) != repr(value)):
-                return f"{key!r} was {value!r} when it was captured and is {get(container, key)!r}"
-        return "a setting it reads changed"
+            if now is item:
+                continue
+            if index < self._first_number:
+                return f"{key!r} is another {type(item).__name__} than when it was captured"
+            if type(now) is not type(item) or now != item or repr(now) != repr(item):  # 0.0 is not -0.0
+                return f"{key!r} was {item!r} when it was captured and is {now!r}"
+            self._items[index] = now
+        return None
 
     def _moved_grads(self) -> str | None:
         now = list(map(_grad, self._with_grads))
