@@ -101,6 +101,23 @@ def test_what_is_blocked_on_the_device_changes_nothing(device):
     assert {float(optimizer.state[p]["step"]) for p in params} == {3.0}
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_it_takes_the_same_steps_where_nothing_may_be_compiled(device, dtype):
+    sides = [optimizer_of(parameters(device, dtype)) for _ in range(2)]
+    for step in range(4):
+        for stance, optimizer in zip(("default", "force_eager"), sides, strict=True):
+            params = [p for group in optimizer.param_groups for p in group["params"]]
+            gradients(params, step)
+            if step == 0:
+                optimizer.step()
+                continue
+            with torch.compiler.set_stance(stance):
+                CompiledUpdate(optimizer, "default")(torch.nn.utils.get_total_norm([p.grad for p in params]), 2.0)
+    close = {torch.float32: 1e-5, torch.bfloat16: 4e-2}[dtype]
+    for one, other in zip(*map(everything, sides), strict=True):
+        torch.testing.assert_close(one, other, rtol=close, atol=close)
+
+
 def test_parameters_without_gradient_stay_as_they_are(device):
     params = parameters(device)
     optimizer = optimizer_of(params)

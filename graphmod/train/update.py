@@ -152,6 +152,8 @@ def _adam(
     wide = [_wide(tensor) for tensor in targets]
     count = len(parameters)
     scaled = [_wide(gradient) for gradient in gradients]
+    # Where nothing is compiled (TORCH_COMPILE_DISABLE, a dispatch mode), torch refuses these two on the CPU.
+    on_device = torch.compiler.is_compiling() or parameters[0].is_cuda
     if scale is not None:
         scaled = torch._foreach_mul(scaled, scale)
     adam(
@@ -161,8 +163,8 @@ def _adam(
         wide[2 * count : 3 * count],
         [],
         wide[3 * count :],
-        foreach=True,
-        capturable=True,
+        foreach=on_device,
+        capturable=on_device,
         amsgrad=False,
         **settings,
     )
