@@ -167,6 +167,10 @@ def _holds_nothing(value: Any) -> bool:
     return any(base.__name__ in ("PreTrainedConfig", "PretrainedConfig") for base in type(value).__mro__)
 
 
+def _plain_sequence(value: Any) -> bool:
+    return isinstance(value, (tuple, list)) and all(isinstance(item, PLAIN) for item in value)
+
+
 def reach(*roots: Any) -> Reach:
     """Walks everything that `roots` hold: closures, the globals a function names, attributes, containers."""
     found = Reach()
@@ -208,8 +212,8 @@ def reach(*roots: Any) -> Reach:
             numbers += here
     for optimizer in found.optimizers:
         keep_all = {id(group) for group in optimizer.param_groups}
-        named_here = [place for place in numbers if id(place[0]) in keep_all]
-        found.numbers += named_here
+        settings = [place for place in found.links if _plain_sequence(place[2])]  # `betas`
+        found.numbers += [place for place in (*numbers, *settings) if id(place[0]) in keep_all]
     groups = {id(place[0]) for place in found.numbers}
     found.numbers += [p for p in numbers if id(p[0]) not in groups and (not isinstance(p[1], str) or p[1] in named)]
     found.links = [

@@ -78,6 +78,23 @@ def test_a_capture_holds_compiled_code_and_compiles_nothing(scope, ran):
     assert run.stats.failures == 0
 
 
+@pytest.mark.parametrize("warmup_steps", [1, 2, 3, 4])
+def test_the_step_that_captures_is_not_measured(warmup_steps, tiny, tmp_path, monkeypatch):
+    captures, original = [], TrainStep.__call__
+
+    def step(self, batch):
+        loss = original(self, batch)
+        captures.append(self.captures)
+        return loss
+
+    monkeypatch.setattr(TrainStep, "__call__", step)
+    settings = ["graph.compile=default", f"graph.warmup_steps={warmup_steps}", "data.max_bytes=20000"]
+    result = train(tiny(*settings), tmp_path)
+    captured_in = captures.index(1)
+    assert result.measured_from_step == captured_in + 2, "the step after it may still grow memory"
+    assert captures[-1] == 1
+
+
 @scopes
 def test_losses_and_weights_are_those_of_compiled_code_without_graphs(scope, device):
     settings = {"compile": "default", "max_grad_norm": 1.0}

@@ -8,7 +8,9 @@ import torch
 from harness import assert_same
 from harness import config as graph_config
 from test_train_step import build
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from graphmod.train import compile as compile_module
 from graphmod.train.loop import train
 from graphmod.train.step import TrainStep
 from graphmod.train.update import CompiledUpdate
@@ -99,6 +101,23 @@ def test_what_is_blocked_on_the_device_changes_nothing(device):
     assert {float(optimizer.state[p]["step"]) for p in params} == {3.0}
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_it_takes_the_same_steps_where_nothing_may_be_compiled(device, dtype):
+    sides = [optimizer_of(parameters(device, dtype)) for _ in range(2)]
+    for step in range(4):
+        for stance, optimizer in zip(("default", "force_eager"), sides, strict=True):
+            params = [p for group in optimizer.param_groups for p in group["params"]]
+            gradients(params, step)
+            if step == 0:
+                optimizer.step()
+                continue
+            with torch.compiler.set_stance(stance):
+                CompiledUpdate(optimizer, "default")(torch.nn.utils.get_total_norm([p.grad for p in params]), 2.0)
+    close = {torch.float32: 1e-5, torch.bfloat16: 4e-2}[dtype]
+    for one, other in zip(*map(everything, sides), strict=True):
+        torch.testing.assert_close(one, other, rtol=close, atol=close)
+
+
 def test_parameters_without_gradient_stay_as_they_are(device):
     params = parameters(device)
     optimizer = optimizer_of(params)
@@ -123,6 +142,14 @@ def replaced(optimizer):
     optimizer.step = lambda: original()
 
 
+def rate_elsewhere(optimizer):
+    optimizer.param_groups[0]["lr"] = torch.empty((), device="meta")
+
+
+def step_elsewhere(optimizer):
+    next(iter(optimizer.state.values()))["step"] = torch.empty((), device="meta")
+
+
 def many(optimizer):
     params = [torch.nn.Parameter(torch.zeros(size)) for size in range(1, 40)]
     for p in params:
@@ -140,9 +167,21 @@ def many(optimizer):
         (type("Mine", (torch.optim.AdamW,), {}), {}, None),
         (torch.optim.AdamW, {}, hooked),
         (torch.optim.AdamW, {}, replaced),
+        (torch.optim.AdamW, {}, rate_elsewhere),
+        (torch.optim.AdamW, {}, step_elsewhere),
         (torch.optim.AdamW, {}, many),
     ],
-    ids=["amsgrad", "rate is a number", "sgd", "subclass", "hook", "step replaced", "many kinds"],
+    ids=[
+        "amsgrad",
+        "rate is a number",
+        "sgd",
+        "subclass",
+        "hook",
+        "step replaced",
+        "rate elsewhere",
+        "step elsewhere",
+        "many kinds",
+    ],
 )
 def test_what_it_cannot_do_the_optimizer_does(kind, settings, change):
     params = parameters("cpu")
@@ -156,6 +195,68 @@ def test_what_it_cannot_do_the_optimizer_does(kind, settings, change):
     if change is not None:
         change(optimizer)
     assert not CompiledUpdate(optimizer, "default").ready()
+
+
+@pytest.mark.parametrize("register", [register_optimizer_step_pre_hook, register_optimizer_step_post_hook])
+def test_hooks_of_all_optimizers_run(register):
+    params = parameters("cpu")
+    optimizer = optimizer_of(params)
+    gradients(params, 0)
+    optimizer.step()
+    update = CompiledUpdate(optimizer, "default")
+    hook = register(lambda *_: None)
+    try:
+        assert not update.ready()
+    finally:
+        hook.remove()
+    assert update.ready()
+
+
+def test_a_group_may_be_empty():
+    params = parameters("cpu")
+    settings = {"lr": torch.tensor(0.01), "fused": True}
+    optimizer = torch.optim.AdamW([{"params": []}, {"params": params}], **settings)
+    gradients(params, 0)
+    optimizer.step()
+    update = CompiledUpdate(optimizer, "default")
+    assert update.ready()
+    before = params[0].detach().clone()
+    update(None, None)
+    assert not torch.equal(params[0], before)
+
+
+def test_a_setting_that_changes_in_python_is_not_compiled_again_and_again():
+    params = parameters("cpu")
+    optimizer = optimizer_of(params)
+    gradients(params, 0)
+    optimizer.step()
+    update, group = CompiledUpdate(optimizer, "default"), optimizer.param_groups[0]
+    first = group["weight_decay"]
+    for weight_decay, ready in ((first, True), (first / 2, False), (first, True)):
+        group["weight_decay"] = weight_decay
+        assert update.ready() is ready
+    group["betas"] = (0.8, 0.9)
+    assert not update.ready()
+
+
+def test_many_optimizers_in_one_process_do_not_reach_the_limit_of_compilations(monkeypatch):
+    monkeypatch.setattr(compile_module, "_RECOMPILES", 4)
+    for weight_decay in torch.linspace(0, 1, 6).tolist():
+        parameter = torch.nn.Parameter(torch.ones(3))
+        optimizer = torch.optim.AdamW([parameter], lr=torch.tensor(0.1), fused=True, weight_decay=weight_decay)
+        parameter.grad = torch.ones(3)
+        optimizer.step()
+        CompiledUpdate(optimizer, "default")(None, None)
+
+
+def test_steps_around_one_optimizer_compile_once():
+    params = parameters("cpu")
+    optimizer = optimizer_of(params)
+    gradients(params, 0)
+    optimizer.step()
+    CompiledUpdate(optimizer, "default")(None, None)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        CompiledUpdate(optimizer, "default")(None, None)
 
 
 @pytest.mark.parametrize("scope", ["none", "per_layer", "full_iteration"])
@@ -189,7 +290,9 @@ def test_the_compiled_update_in_a_graph_is_that_without_graphs(scope, device):
         optimizer = torch.optim.AdamW(
             model.parameters(), lr=torch.tensor(0.01, device=device), fused=True, capturable=device.type == "cuda"
         )
-        step = TrainStep(model, optimizer, max_grad_norm=0.5, nonfinite="skip", config=graph_config(scope=kind))
+        # The first step makes the state, the second compiles, and the third is what the capture is compared with.
+        config = graph_config(scope=kind, warmup_steps=3)
+        step = TrainStep(model, optimizer, max_grad_norm=0.5, nonfinite="skip", config=config)
         step._iteration.compiled_update = CompiledUpdate(optimizer, "default")
         for index in range(12):
             if index == 9:

@@ -69,6 +69,29 @@ def test_what_a_captured_iteration_closes_over_may_be_exchanged(change, device):
     twins(build, step, device, graph=lambda side: None, replays=1, steps=24)
 
 
+@pytest.mark.parametrize("kind", [tuple, list])
+def test_the_betas_of_an_optimizer_may_be_exchanged(kind, device):
+    """As a schedule of the momentum does."""
+
+    def build(device):
+        model, rate = mlp(device), torch.tensor(0.01, device=device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=rate, fused=True, capturable=device.type == "cuda")
+        optimizer.param_groups[0]["betas"] = kind((0.9, 0.99))
+        return {"model": model, "optimizer": optimizer, "factor": 1.0, "iteration": None}
+
+    def step(side, i):
+        if side.iteration is None:
+            side.iteration = iteration_with(side, lambda: side.optimizer)
+            if side.graphed:
+                side.iteration = CUDAGraphModule(side.iteration, config(), name="iteration")
+                side.graphs = [side.iteration]
+        if i in CHANGES_AT:
+            side.optimizer.param_groups[0]["betas"] = kind((0.5, 1 - 0.1 / i))
+        return side.iteration(side.batch(i, 4, 8))
+
+    twins(build, step, device, graph=lambda side: None, replays=1, steps=24)
+
+
 @pytest.mark.parametrize("what", ["tensor", "number", "function"])
 def test_a_rebound_closure_variable(what, device):
     values = {

@@ -32,7 +32,7 @@ from graphmod.train.resume import ResumePoint, decisive_settings, fingerprint, f
 from graphmod.train.samples import Samples
 from graphmod.train.sampling import make_batches
 from graphmod.train.schema import Compile, NonFinite, RunConfig
-from graphmod.train.step import TrainStep
+from graphmod.train.step import TrainStep, warmup_steps
 from graphmod.train.timing import StepClock, median
 
 
@@ -77,6 +77,7 @@ class _Run:
         self.captures_by_length: dict[int, int] = {}
         self.model = build_model(config.model, dims, train.precision, device, train.seed)
         compiled = config.graph.compile is not Compile.none
+        self.warmup_steps = warmup_steps(config.graph, config.graph.compile.value)
         if train.activation_checkpointing:
             recompute_activations(self.model, compiled)
         self.make_step = step_maker(config, self.model, device, self.batches.loss_fn)
@@ -84,7 +85,7 @@ class _Run:
         if config.graph.auto:
             left = train.steps - (point.manifest["steps_done"] if point.manifest else 0)
             scopes = candidates(compiled=compiled and not train.activation_checkpointing)
-            self.auto = AutoScope(self.make_step, scopes, config.graph.warmup_steps, left)
+            self.auto = AutoScope(self.make_step, scopes, self.warmup_steps, left)
         self.step = self.auto.step if self.auto else self.make_step(config.graph.scope)
         if train.checkpoint:
             check_room(self.folder / FOLDER, self.model, train.ema_decay is not None)
@@ -218,7 +219,7 @@ class _Run:
             step_ms=self.clock.step_ms,
             host_ms=self.clock.host_ms,
             # Step warmup_steps captures, and the one after it may still grow memory; the same for every scope.
-            measured_from_step=self.config.graph.warmup_steps + 2 + (self.auto.began if self.auto else 0),
+            measured_from_step=self.warmup_steps + 2 + (self.auto.began if self.auto else 0),
             lengths=self.batches.report(self.captures_by_length),
             auto=self.auto.report() if self.auto else {},
             allocated_gib=torch.cuda.max_memory_allocated(self.device) / GIB if on_gpu else None,

@@ -1,7 +1,7 @@
 """One training iteration as a callable, from graphs of the layers, from one graph, or eagerly.
 
-May import the core of graphmod, `train/iteration.py`, `train/compile.py` and `train/recompute.py`, not the other parts
-of the training run.
+May import the core of graphmod, `train/iteration.py`, `train/compile.py`, `train/update.py` and `train/recompute.py`,
+not the other parts of the training run.
 """
 
 import functools
@@ -27,6 +27,14 @@ from graphmod.train.update import CompiledUpdate
 __all__ = ["TrainStep", "next_token_loss"]
 
 _COMPILED_WARMUP = 3
+
+
+def warmup_steps(config: CUDAGraphConfig, compile: str) -> int:
+    """The steps of a `TrainStep` with these settings before it captures; in scope `none`, before it is settled.
+
+    The first step compiles, the second the update, and only a later one is what a capture can be compared with.
+    """
+    return config.warmup_steps if compile == "none" else max(config.warmup_steps, _COMPILED_WARMUP)
 
 
 class TrainStep:
@@ -129,8 +137,7 @@ class TrainStep:
 
     def _compile(self, loss_fn: Callable, how: str) -> Callable:
         """Compiles what the scope captures; returns the loss function to use."""
-        # The first call compiles, the second the update, and only a later one is what a capture will be compared with.
-        self.config = replace(self.config, warmup_steps=max(self.config.warmup_steps, _COMPILED_WARMUP))
+        self.config = replace(self.config, warmup_steps=warmup_steps(self.config, how))
         device = next(self.model.parameters()).device
         again = recomputed_layers(self.model)
         if self.config.scope is not Scope.per_layer and not again:

@@ -5,11 +5,14 @@ are updated some at a time, so that what has to be compiled depends on the kinds
 """
 
 import itertools
-from collections.abc import Iterator
+import types
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import optimizer as base
 from torch.optim.adam import adam
 
 from graphmod.train.compile import compiled
@@ -18,6 +21,9 @@ _MOST_TOGETHER = 8
 # Each kind takes a second or two to compile.
 _MOST_KINDS = 32
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_HOOKS_OF_ALL = (base._global_optimizer_pre_hooks, base._global_optimizer_post_hooks)
+# Compiled in as they are.
+_SETTINGS = ("betas", "eps", "weight_decay", "maximize", "decoupled_weight_decay")
 
 
 class CompiledUpdate:
@@ -30,35 +36,44 @@ class CompiledUpdate:
 
     def __init__(self, optimizer: torch.optim.Optimizer, how: str) -> None:
         self._optimizer = optimizer
-        self._device = optimizer.param_groups[0]["params"][0].device
-        self._run = compiled(_adam, how, [], self._device)
+        self._device = next(p for group in optimizer.param_groups for p in group["params"]).device
+        self._settings: dict[int, list[Any]] = {}
+        self._run = _compiled_for(optimizer, how, self._device)
 
     def ready(self) -> bool:
         """Whether the optimizer's next step can be made here: it is one of the two classes, nothing was hung into its
-        step, its state is there (its own first step makes it), the rate is a tensor, and all is on one device."""
+        step, its state is there (its own first step makes it), the rate is a tensor, the other settings are those of
+        the first time, and all is on one device."""
         optimizer = self._optimizer
         return (
             type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
             and "step" not in optimizer.__dict__
             and not any(getattr(optimizer, kind) for kind in _HOOKS)
-            and all(map(self._plain, optimizer.param_groups))
+            and not any(_HOOKS_OF_ALL)
+            and all(itertools.starmap(self._plain, enumerate(optimizer.param_groups)))
             and len({key for key, _ in self._kinds()}) <= _MOST_KINDS
         )
 
-    def _plain(self, group: dict[str, Any]) -> bool:
-        if not isinstance(group["lr"], Tensor) or group["amsgrad"] or group["differentiable"]:
+    def _plain(self, index: int, group: dict[str, Any]) -> bool:
+        if not self._here(group["lr"]) or group["amsgrad"] or group["differentiable"]:
             return False
         if any(isinstance(beta, Tensor) for beta in group["betas"]):
             return False
+        settings = [group[name] for name in _SETTINGS]
+        if self._settings.setdefault(index, settings) != settings:
+            return False  # one that changes all the time would be compiled all the time
         state = self._optimizer.state
         return all(
             p.device == self._device
             and p.is_floating_point()
             and p.grad.layout is torch.strided
-            and isinstance(state.get(p, {}).get("step"), Tensor)
+            and self._here(state.get(p, {}).get("step"))
             for p in group["params"]
             if p.grad is not None
         )
+
+    def _here(self, value: Any) -> bool:
+        return isinstance(value, Tensor) and value.device == self._device
 
     def _kinds(self) -> Iterator[tuple[Any, Tensor]]:
         for index, group in enumerate(self._optimizer.param_groups):
@@ -100,6 +115,19 @@ class CompiledUpdate:
                 )
 
 
+# The steps that are built around one optimizer (`graph=auto`) compile once.
+_of_optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[Any, Callable]] = weakref.WeakKeyDictionary()
+
+
+def _compiled_for(optimizer: torch.optim.Optimizer, how: str, device: torch.device) -> Callable:
+    """`_adam` compiled for one optimizer: what dynamo compiled of one code object counts towards its limit as long as
+    the process lives, so each optimizer gets a copy."""
+    known, key = _of_optimizers.setdefault(optimizer, {}), (how, device)
+    if key not in known:
+        known[key] = compiled(types.FunctionType(_adam.__code__.replace(), globals()), how, [], device)
+    return known[key]
+
+
 def _divided(parameters: list[Tensor]) -> list[list[Tensor]]:
     """Parts of at most `_MOST_TOGETHER`, all of one size if there is such a division: each size is compiled anew."""
     count = len(parameters)
@@ -124,6 +152,8 @@ def _adam(
     wide = [_wide(tensor) for tensor in targets]
     count = len(parameters)
     scaled = [_wide(gradient) for gradient in gradients]
+    # Where nothing is compiled (TORCH_COMPILE_DISABLE, a dispatch mode), torch refuses these two on the CPU.
+    on_device = torch.compiler.is_compiling() or parameters[0].is_cuda
     if scale is not None:
         scaled = torch._foreach_mul(scaled, scale)
     adam(
@@ -133,8 +163,8 @@ def _adam(
         wide[2 * count : 3 * count],
         [],
         wide[3 * count :],
-        foreach=True,
-        capturable=True,
+        foreach=on_device,
+        capturable=on_device,
         amsgrad=False,
         **settings,
     )
