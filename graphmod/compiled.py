@@ -10,13 +10,14 @@ code reads by a `detach` of each tensor, which launches nothing.
 import contextlib
 import threading
 from collections.abc import Iterable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _python_dispatch as dispatch
 
-from graphmod.recorder import current_recorder
+from graphmod.recorder import Recorder, current_recorder
 
 # What dynamo looks at to see whether a dispatch mode is active; which of them depends on the release.
 _MODE_FLAGS = (
@@ -61,6 +62,17 @@ def _version(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
+# The recorder out of whose sight code runs now.
+_out_of_sight_of: ContextVar[Recorder | None] = ContextVar("out_of_sight_of", default=None)
+
+
+def note_random() -> None:
+    """To be called by compiled code that draws random numbers, before it does."""
+    recorder = current_recorder() or _out_of_sight_of.get()
+    if recorder is not None:
+        recorder.random = True
+
+
 @contextlib.contextmanager
 def shown(tensors: Iterable[Any], hide: bool = True) -> Iterator[None]:
     """Runs compiled code in a call that is captured, or recorded before that. Does nothing elsewhere.
@@ -77,8 +89,12 @@ def shown(tensors: Iterable[Any], hide: bool = True) -> Iterator[None]:
     for tensor in given:
         tensor.detach()
     before = list(map(_version, given))
-    with dispatch._disable_current_modes() if hide else contextlib.nullcontext(), _dynamo_unaware_of_modes():
-        yield
+    token = _out_of_sight_of.set(recorder if hide else None)
+    try:
+        with dispatch._disable_current_modes() if hide else contextlib.nullcontext(), _dynamo_unaware_of_modes():
+            yield
+    finally:
+        _out_of_sight_of.reset(token)
     if hide:
         changed = (t for t, version in zip(given, before, strict=True) if version is None or _version(t) != version)
         recorder.note_unseen(changed)

@@ -6,6 +6,7 @@ May import `signature`, `recorder`, `buffers`, `watch`, `reach`, `tape`, `lifecy
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -89,13 +90,15 @@ class ForwardGraph:
                 return resolved(module._call(*args, **kwargs))
 
         python_random = python_random_state()
+        stepped: list[torch.optim.Optimizer] = []
 
         def check(recorder: Recorder, result: Any) -> None:
-            hook = foreign_hook(self.called)
+            stepped.extend(o for o in found.optimizers if any(address(p) in recorder.written for p in _of(o)))
+            hook = foreign_hook(self.called, stepped)
             if hook is not None:
                 raise CaptureRefused(
                     f"has {hook} inside, whose Python code would not run in a replay; remove it, or hook the wrapped "
-                    "module itself"
+                    "module itself, whose hooks run around every call"
                 )
             if entry.trace is not None:
                 previous, entry.trace = entry.trace, recorder.trace
@@ -129,7 +132,7 @@ class ForwardGraph:
         seen = self.graph.seen
         self.watch = Watch(found, seen.outside, owned, grads, seen.backward)
         self._grads_after = [(p, p.grad) for p, before in zip(owned, grads, strict=True) if p.grad is not before]
-        self._hooks = HookWatch(self.called, self.parameters)
+        self._hooks = HookWatch(self.called, self.parameters, stepped)
         self._written = [t for t in seen.written.values() if not t.is_inference()]
         self._arguments_written = [
             index
@@ -265,6 +268,10 @@ class ForwardGraph:
             torch.autograd.graph.increment_version(self._written)
         for index in self._arguments_written:
             torch.autograd.graph.increment_version(self.inputs[index].tensor if leaves is None else leaves[index])
+
+
+def _of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
 def _own_saved_tensors() -> contextlib.AbstractContextManager:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from graphmod.hazards import Hazards
 from graphmod.overloads import fits_into, run_into
-from graphmod.trace import Facts, Step, address, argument_of, facts, scalar_of, tensors_in, user_frame
+from graphmod.trace import Facts, Step, address, draws, facts, scalar_of, tensors_in, user_frame
 
 _STATISTICS = frozenset({3, 4})  # running_mean and running_var; argument 5 says whether it trains
 
@@ -126,8 +126,7 @@ class Recorder(TorchDispatchMode):
         self._hazards.note(about, given, results, fresh)
         for tensor in fresh:
             self.made_by[address(tensor)] = (len(self.trace), op, tensor.size(), tensor.stride())
-        if about.random and not self.random:
-            self.random = about.dropout < 0 or argument_of(args, kwargs, about.dropout, "dropout_p") != 0.0
+        self.random = self.random or draws(about, args, kwargs)
         self.backward = self.backward or torch._C._current_autograd_node() is not None
         generator = kwargs.get("generator")
         if generator is not None and not any(generator is known for known in self.generators):

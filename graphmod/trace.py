@@ -64,6 +64,11 @@ def facts(op: Any) -> Facts:
     return found
 
 
+def draws(about: Facts, args: tuple, kwargs: dict) -> bool:
+    """Whether this call of an operation draws random numbers: an attention without dropout does not."""
+    return about.random and (about.dropout < 0 or argument_of(args, kwargs, about.dropout, "dropout_p") != 0.0)
+
+
 def argument_of(args: tuple, kwargs: dict, position: int, name: str) -> Any:
     """The value passed for an argument whose default is 0."""
     return args[position] if position < len(args) else kwargs.get(name, 0.0)

@@ -10,7 +10,9 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.optim import optimizer as base_optimizer
 
 from graphmod.reach import PLAIN, Reach, get
 from graphmod.recorder import is_recording
@@ -139,10 +141,14 @@ class HookWatch:
     Args:
         modules: the modules that ran.
         parameters: the leaf tensors whose gradients the graph computes.
+        optimizers: those that stepped.
     """
 
-    def __init__(self, modules: list[nn.Module], parameters: list[Tensor]) -> None:
+    def __init__(
+        self, modules: list[nn.Module], parameters: list[Tensor], optimizers: list[torch.optim.Optimizer]
+    ) -> None:
         self._dicts = [getattr(module, kind) for module in modules for kind in HOOKS]
+        self._dicts += [hooks for optimizer in optimizers for hooks in step_hooks(optimizer)]
         self._counts = list(map(len, self._dicts))
         self._none = not any(self._counts)
         self._free = [p for p in parameters if not has_gradient_hooks(p)]
@@ -175,8 +181,18 @@ def without_gradient_hooks(parameters: list[Tensor]) -> Iterator[None]:
             parameter._backward_hooks = found
 
 
-def foreign_hook(modules: list[nn.Module]) -> str | None:
-    """A hook on one of these modules whose Python code would stop running in a replay, in words.
+def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[dict, ...]:
+    """The hooks that run around an optimizer's step: its own, and those of all optimizers."""
+    return (
+        optimizer._optimizer_step_pre_hooks,
+        optimizer._optimizer_step_post_hooks,
+        base_optimizer._global_optimizer_pre_hooks,
+        base_optimizer._global_optimizer_post_hooks,
+    )
+
+
+def foreign_hook(modules: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> str | None:
+    """A hook on one of these whose Python code would stop running in a replay, in words.
 
     Hooks that torch itself installs (weight norm, parametrizations) only compute tensors, which a capture takes in.
     """
@@ -185,6 +201,9 @@ def foreign_hook(modules: list[nn.Module]) -> str | None:
             for hook in getattr(module, kind).values():
                 if not (getattr(hook, "__module__", None) or type(hook).__module__).startswith(_HARMLESS):
                     return f"a {kind.strip('_').removesuffix('s').replace('_', ' ')} on a {type(module).__name__}"
+    for optimizer in optimizers:
+        if any(step_hooks(optimizer)):
+            return f"a step hook on its {type(optimizer).__name__}"
     return None
 
 

@@ -1,10 +1,12 @@
 """Compiled code is what a capture holds, and graphs of it compute what it computes without them."""
 
+import copy
+
 import pytest
 import torch
 from functorch.compile import make_boxed_compiler
+from harness import assert_same, play
 from harness import config as graph_config
-from harness import play
 from test_train_step import build, replays
 from torch._dynamo.backends.common import aot_autograd
 
@@ -221,6 +223,26 @@ def test_on_a_gpu_compiled_layers_that_run_again_have_the_losses_of_no_graphs(ti
     assert graphed.graph["failures"] == 0 and graphed.graph["replays"] > 0
 
 
+@pytest.mark.parametrize("scope", ["none", *SCOPES])
+def test_where_torch_compile_is_switched_off_nothing_is_compiled(scope, device, caplog):
+    compile_module._say_switched_off.cache_clear()
+    made = build(device)["model"]
+    weights = []
+    for how in ("none", "default"):
+        model = copy.deepcopy(made)
+        rate, capturable = torch.tensor(0.01, device=device), device.type == "cuda"
+        optimizer = torch.optim.AdamW(model.parameters(), lr=rate, fused=True, capturable=capturable)
+        torch.manual_seed(1)
+        with torch._dynamo.config.patch(disable=True):
+            step = TrainStep(model, optimizer, compile=how, max_grad_norm=1.0, config=graph_config(scope=scope))
+            for index in range(6):
+                step(torch.randint(0, 30, (1, 2, 7), generator=torch.Generator().manual_seed(index)))
+        assert step.stats.failures == 0 and (scope == "none" or step.stats.replays > 0)
+        weights.append(dict(model.named_parameters()))
+    assert_same(*weights, "")
+    assert [record.message for record in caplog.records if "TORCH_COMPILE_DISABLE" in record.message]
+
+
 def test_inductor_is_told_to_make_no_graphs_of_its_own():
     assert compile_module.options("default") == {"triton.cudagraphs": False}
     tuned = compile_module.options("max")
@@ -240,6 +262,24 @@ def test_inductors_backward_runs_out_of_the_recorders_sight():
     assert torch.equal(x.grad, expected)
     names = {step.op.overloadpacket.__name__ for step in recorder.trace}
     assert "detach" in names and not names & {"mm", "gelu_backward", "native_layer_norm_backward", "out"}, names
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+@pytest.mark.parametrize("attention", [False, True])
+def test_random_numbers_drawn_out_of_sight_are_known_of(rate, attention):
+    def call(x):
+        if attention:
+            return torch.nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=rate)
+        return torch.nn.functional.dropout(x * 2, rate)
+
+    made = torch.compile(call, dynamic=False, backend=compile_module.inductor("default"))
+    x = torch.randn(1, 2, 8, 16, requires_grad=True)
+    made(x).sum().backward()
+    with Recorder(refuse=False) as forward, shown([x]):
+        loss = made(x).sum()
+    with Recorder(refuse=False) as backward:
+        loss.backward()
+    assert forward.random is (rate > 0) and not backward.random
 
 
 @pytest.mark.parametrize("seen_first", [True, False])

@@ -67,6 +67,20 @@ def test_a_skipped_update_leaves_weights_moments_and_step_count_alone(device):
     assert all(map(torch.equal, before, after))
 
 
+def test_a_guard_that_tripped_does_not_block_the_steps_of_an_iteration_without_one(device):
+    parts = build(device)
+    batch = torch.randint(0, 30, (1, 2, 7), generator=torch.Generator().manual_seed(0))
+    settings = {"config": graph_config(scope="none")}
+    guarded = TrainStep(parts["model"], parts["optimizer"], nonfinite="stop", **settings)
+    guarded(batch)
+    guarded._iteration.first_bad.fill_(0)
+    before = [p.detach().clone() for p in parts["model"].parameters()]
+    guarded(batch)
+    assert all(torch.equal(a, b) for a, b in zip(before, parts["model"].parameters(), strict=True))
+    TrainStep(parts["model"], parts["optimizer"], **settings)(batch)
+    assert not any(torch.equal(a, b) for a, b in zip(before, parts["model"].parameters(), strict=True))
+
+
 def test_an_optimizer_that_cannot_leave_out_an_update_is_refused(device):
     parts = build(device)
     plain = torch.optim.AdamW(parts["model"].parameters(), lr=0.01, foreach=True)

@@ -4,8 +4,10 @@ import pytest
 import torch
 from harness import config, loss_of, mlp, play
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from graphmod import CUDAGraphModule
+from graphmod.recorder import is_recording
 
 
 def test_an_optimizer_that_counts_its_steps_in_python_is_refused_with_the_remedy(device):
@@ -71,3 +73,87 @@ def test_any_optimizer_inside_an_iteration_is_right_however_it_runs(make, device
         return (side.run if side.graphed else iteration_of(side))(side.batch(i, 4, 8))
 
     play(build, step, device, graph=graph)
+
+
+@pytest.mark.parametrize("when", [0, 6])
+def test_step_hooks_of_an_optimizer_run_in_every_step(when, device, steps_of):
+    """Those that come after a capture, too. While there is one, the iteration runs eagerly."""
+
+    def build(device):
+        model = mlp(device)
+        rate, capturable = torch.tensor(0.05, device=device), device.type == "cuda"
+        optimizer = torch.optim.AdamW(model.parameters(), lr=rate, fused=True, capturable=capturable)
+        return {"model": model, "optimizer": optimizer, "run": None}
+
+    def iteration_of(side):
+        def iteration(x):
+            loss = loss_of(side.model(x))
+            loss.backward()
+            side.optimizer.step()
+            side.optimizer.zero_grad()
+            return loss.detach()
+
+        return iteration
+
+    hearing, heard, ran = None, [], []
+
+    def step(side, i):
+        nonlocal hearing
+        if side.run is None:
+            side.run = iteration_of(side)
+            if side.graphed:
+                side.run = CUDAGraphModule(side.run, config())
+                side.graphs = [side.run]
+        if i == when and side.graphed:
+            hearing = side.optimizer
+            steps_of(lambda optimizer: heard.append(i) if optimizer is hearing else None)
+        loss = side.run(side.batch(i, 4, 8))
+        if side.graphed and i >= when:
+            ran.append(bool(heard))
+            heard.clear()
+        return loss
+
+    side, history = play(build, step, device, graph=lambda side: None, steps=14)
+    assert all(ran) and len(ran) == 14 - when
+    assert "a step hook on its AdamW" in side.run.last_failure
+    if when:
+        assert history[when - 1][0] > 0, "it never had a graph"
+
+
+@pytest.fixture
+def steps_of():
+    """Has a function called with each optimizer that has stepped."""
+    handles = []
+    yield lambda call: handles.append(register_optimizer_step_post_hook(lambda optimizer, *_: call(optimizer)))
+    for handle in handles:
+        handle.remove()
+
+
+def test_a_step_hook_of_one_optimizer_comes_after_a_capture(device):
+    model = mlp(device)
+    rate, capturable = torch.tensor(0.05, device=device), device.type == "cuda"
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, fused=True, capturable=capturable)
+
+    def iteration(x):
+        loss = loss_of(model(x))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    graphed = CUDAGraphModule(iteration, config())
+    x = torch.ones(4, 8, device=device)
+    for _ in range(5):
+        graphed(x)
+    assert graphed.stats.replays > 0
+    steps = torch.zeros((), device=device)
+    handle = optimizer.register_step_post_hook(lambda *_: steps.add_(1) if not is_recording() else None)
+    for _ in range(5):
+        graphed(x)
+    assert float(steps) == 5
+    handle.remove()
+    graphed.force_enable()
+    before = graphed.stats.replays
+    for _ in range(5):
+        graphed(x)
+    assert graphed.stats.replays > before

@@ -1,5 +1,5 @@
 """torch.compile inside graphs: fused kernels, captured by graphmod instead of by inductor. May import the core's
-`recorder` and `compiled`, and `train/recompute.py`.
+`recorder`, `compiled` and `trace`, and `train/recompute.py`.
 
 On the CPU the emulator repeats what the recorder saw. There the compiled graphs are run operation by operation
 (`aot_eager`), in sight: same path, no generated code, no speed.
@@ -7,6 +7,7 @@ On the CPU the emulator repeats what the recorder saw. There the compiled graphs
 
 import functools
 import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from graphmod.compiled import shown
+from graphmod.compiled import note_random, shown
 from graphmod.recorder import is_recording
+from graphmod.trace import draws, facts
 from graphmod.train.recompute import Recomputed
 
 log = logging.getLogger("graphmod")
@@ -31,16 +33,20 @@ def options(how: str) -> dict[str, Any]:
     return {**tuning, "triton.cudagraphs": False}
 
 
-def _hidden_backward(compile_inner: Callable) -> Callable:
+def _hidden(compile_inner: Callable) -> Callable:
     """Inductor's inner compiler, with a result that runs out of the recorder's sight: autograd calls a backward where
-    nothing of ours is around it."""
+    nothing of ours is around it. Whether it draws random numbers the recorder is told."""
 
-    def inner(*args: Any, **kwargs: Any) -> Any:
-        code = compile_inner(*args, **kwargs)
+    def inner(graph: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        operations = [node for node in graph.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+        random = any(draws(facts(node.target), node.args, node.kwargs) for node in operations)
+        code = compile_inner(graph, *args, **kwargs)
         run = code.current_callable
 
         def hidden(inputs: Any) -> Any:
             with shown(inputs, hide=True):
+                if random:
+                    note_random()
                 return run(inputs)
 
         code.current_callable = hidden
@@ -57,9 +63,7 @@ def inductor(how: str) -> Callable:
     def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
         # From the cache of whole autograd graphs a result would come back without the wrapper.
         with torch._functorch.config.patch(enable_autograd_cache=False):
-            return compile_fx(
-                graph, inputs, inner_compile=_hidden_backward(compile_fx_inner), config_patches=options(how)
-            )
+            return compile_fx(graph, inputs, inner_compile=_hidden(compile_fx_inner), config_patches=options(how))
 
     return backend
 
@@ -67,6 +71,16 @@ def inductor(how: str) -> Callable:
 @functools.cache  # of layers that are compiled one by one, the first says it for all
 def _say_not_fast() -> None:
     log.warning("graph.compile on the CPU runs the compiled graphs operation by operation: it checks, and is not fast")
+
+
+@functools.cache
+def _say_switched_off() -> None:
+    log.warning("graph.compile does nothing: torch.compile is switched off (TORCH_COMPILE_DISABLE)")
+
+
+def switched_off() -> bool:
+    """Whether torch.compile hands back what it is given."""
+    return torch._dynamo.config.disable or os.environ.get("TORCHDYNAMO_DISABLE") == "1"
 
 
 def _backend(how: str, device: torch.device) -> Any:
@@ -77,7 +91,8 @@ def _backend(how: str, device: torch.device) -> Any:
 
 
 def compiled(function: Callable, how: str, modules: list[nn.Module], device: torch.device) -> Callable:
-    """`function` compiled for fixed shapes; its first call for each shape and mode compiles, which takes a while.
+    """`function` compiled for fixed shapes; its first call for each shape and mode compiles, which takes a while. Where
+    torch.compile is switched off, `function` as it is.
 
     Args:
         function: a callable of tensors and modules.
@@ -88,6 +103,9 @@ def compiled(function: Callable, how: str, modules: list[nn.Module], device: tor
     Raises:
         torch._dynamo.exc.FailOnRecompileLimitHit: (on calling) it was compiled again and again for ever new arguments.
     """
+    if switched_off():
+        _say_switched_off()
+        return function
     made = torch.compile(function, dynamic=False, backend=_backend(how, device))
     hide = device.type == "cuda"
 

@@ -87,6 +87,10 @@ class Iteration:
             # Fused optimizers look at this 0-d flag on the device, and change nothing where it is 1.
             optimizer.found_inf = torch.zeros((), device=device)
             optimizer.grad_scale = None
+        else:
+            # A flag that a guarded iteration left behind would go on blocking updates.
+            for name in ("found_inf", "grad_scale"):
+                optimizer.__dict__.pop(name, None)
         self.ema = [p.detach().float().clone() for p in self.trained] if ema_decay is not None else []
 
     def loss(self, tokens: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-"""Clipping and Adam's update compiled into one pass over memory. Imports `train/compile.py`.
+"""Clipping and Adam's update compiled into one pass over memory. Imports `train/compile.py` and the
+core's `watch`.
 
 The arithmetic is torch's own (`torch.optim.adam.adam`), in float32 where the tensors are narrower. Tensors of one shape
 are updated some at a time, so that what has to be compiled depends on the kinds of tensors and not on their number.
@@ -12,16 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import optimizer as base
 from torch.optim.adam import adam
 
-from graphmod.train.compile import compiled
+from graphmod.train.compile import compiled, switched_off
+from graphmod.watch import step_hooks
 
 _MOST_TOGETHER = 8
 # Each kind takes a second or two to compile.
 _MOST_KINDS = 32
-_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-_HOOKS_OF_ALL = (base._global_optimizer_pre_hooks, base._global_optimizer_post_hooks)
 # Compiled in as they are.
 _SETTINGS = ("betas", "eps", "weight_decay", "maximize", "decoupled_weight_decay")
 
@@ -41,15 +40,15 @@ class CompiledUpdate:
         self._run = _compiled_for(optimizer, how, self._device)
 
     def ready(self) -> bool:
-        """Whether the optimizer's next step can be made here: it is one of the two classes, nothing was hung into its
-        step, its state is there (its own first step makes it), the rate is a tensor, the other settings are those of
-        the first time, and all is on one device."""
+        """Whether the optimizer's next step can be made here: torch.compile is not switched off, the optimizer is of one
+        of the two classes, nothing was hung into its step, its state is there (its own first step makes it), the rate
+        is a tensor, the other settings are those of the first time, and all is on one device."""
         optimizer = self._optimizer
         return (
-            type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
+            not switched_off()
+            and type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
             and "step" not in optimizer.__dict__
-            and not any(getattr(optimizer, kind) for kind in _HOOKS)
-            and not any(_HOOKS_OF_ALL)
+            and not any(step_hooks(optimizer))
             and all(itertools.starmap(self._plain, enumerate(optimizer.param_groups)))
             and len({key for key, _ in self._kinds()}) <= _MOST_KINDS
         )
