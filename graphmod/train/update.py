@@ -40,9 +40,12 @@ class CompiledUpdate:
         self._run = _compiled_for(optimizer, how, self._device)
 
     def ready(self) -> bool:
-        """Whether the optimizer's next step can be made here: torch.compile is not switched off, the optimizer is of one
-        of the two classes, nothing was hung into its step, its state is there (its own first step makes it), the rate
-        is a tensor, the other settings are those of the first time, and all is on one device."""
+        """Whether the optimizer's next step can be made here.
+
+        It can if torch.compile is not switched off, the optimizer is of one of the two classes, nothing was hung into
+        its step, its state is there (its own first step makes it), the rate is a tensor, the other settings are those
+        of the first time, and all is on one device.
+        """
         optimizer = self._optimizer
         return (
             not switched_off()
