@@ -128,8 +128,8 @@ def test_a_multirun_in_the_folder_of_another_loses_nothing_and_compares_what_it_
     assert shell(*sweep).returncode == 0
     folder = tmp_path / "sweep"
     kept = {path: path.read_bytes() for path in (*folder.glob("*.json"), *folder.glob("*/result.json"))}
-    refused = shell(*sweep)
-    assert refused.returncode == 2 and "hydra.sweep.dir=FOLDER" in refused.stderr
+    refused = shell(*sweep, "train.resume=auto", "train.seed=1")
+    assert refused.returncode == 2 and "train.seed was 0 and is now 1" in refused.stderr
     assert "none: failed: " in refused.stdout and "is that of before" in refused.stdout
     assert {path: path.read_bytes() for path in kept} == kept
 
@@ -141,6 +141,18 @@ def test_a_multirun_in_the_folder_of_another_loses_nothing_and_compares_what_it_
     runs = {run["name"]: run for run in json.loads((folder / "comparison.json").read_text())["runs"]}
     assert runs["full_iteration"]["losses_equal"] is True and runs["full_iteration"]["error"] is None
     assert set(runs) == {"none", "full_iteration"}
+
+
+def test_a_multirun_does_not_replace_the_comparison_of_another(shell, tmp_path):
+    sweep = ["--multirun", *TINY, "train=measure", "train.steps=8", "data.max_bytes=20000", "hydra.sweep.dir=sweep"]
+    assert shell(*sweep, "graph=none", "data.seq_len=4000").returncode == 2
+    assert (tmp_path / "sweep" / "comparison.json").exists()
+    assert shell(*sweep, "graph=none").returncode == 0, "all that was in the folder had failed"
+    kept = {path: path.read_bytes() for path in (tmp_path / "sweep").rglob("*") if path.is_file()}
+    refused = shell(*sweep, "graph=none,full_iteration")
+    assert refused.returncode == 2 and len(refused.stderr.splitlines()) == 1
+    assert "error: hydra.sweep.dir=sweep holds the comparison of an earlier multirun" in refused.stderr
+    assert {path: path.read_bytes() for path in (tmp_path / "sweep").rglob("*") if path.is_file()} == kept
 
 
 def test_profiling_within_a_multirun_is_a_clear_error(shell, tmp_path):

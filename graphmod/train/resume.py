@@ -142,6 +142,17 @@ def _in_own_folder(run_dir: Path) -> ResumePoint | None:
     return ResumePoint(folder)
 
 
+_ELSEWHERE = "write elsewhere (hydra.run.dir=FOLDER; in a multirun hydra.sweep.dir=FOLDER)"
+
+
+def _require_no_result(run_dir: Path) -> None:
+    if not _unfinished(run_dir):
+        raise ConfigError(
+            f"{run_dir} holds the result of an earlier run without checkpoints, and a new one would replace it; "
+            f"{_ELSEWHERE}, or delete that folder"
+        )
+
+
 def _automatic(run_dir: Path, settings: dict[str, Any], beside: bool) -> ResumePoint:
     own = _in_own_folder(run_dir)
     if own is not None:
@@ -196,11 +207,15 @@ def locate(resume: str, run_dir: Path, settings: dict[str, Any], beside: bool) -
         if checkpoints(run_dir / FOLDER):
             raise ConfigError(
                 f"{run_dir} holds the checkpoints of an earlier run, and a new one would mix with it; go on with it "
-                "(train.resume=auto), or write elsewhere (hydra.run.dir=FOLDER; in a multirun hydra.sweep.dir=FOLDER)"
+                f"(train.resume=auto), or {_ELSEWHERE}"
             )
+        _require_no_result(run_dir)
         return ResumePoint(run_dir)
     if resume == AUTO:
-        return _automatic(run_dir, settings, beside)
+        point = _automatic(run_dir, settings, beside)
+        if point.checkpoint is None:
+            _require_no_result(point.run_dir)
+        return point
     folder = Path(resume).absolute()
     if (folder / FOLDER).is_dir():
         point, damage = newest_whole(folder)
