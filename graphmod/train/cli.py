@@ -195,6 +195,13 @@ def _say_stopped(result: RunResult, folder: Path, given: list[str]) -> int:
     return 128 + signal.Signals[result.error]
 
 
+def _bug(error: Exception) -> tuple[int, str]:
+    # All of it is shown, but the other jobs of a multirun go on.
+    traceback.print_exception(error)
+    _complain("this is a bug in graphmod or in a library it uses; the lines above say where")
+    return 1, f"{type(error).__name__}: {error}"
+
+
 def _attempt(cfg: DictConfig, folder: Path, alone: bool, given: list[str]) -> tuple[int, str | Path]:
     """Runs one job; returns its exit status, and the folder it wrote to or, if it failed, why.
 
@@ -224,10 +231,14 @@ def _attempt(cfg: DictConfig, folder: Path, alone: bool, given: list[str]) -> tu
         reason = f"out of GPU memory; lower data.batch_size or data.seq_len. {str(error).splitlines()[0]}"
         _complain(reason)
         return 1, reason
-    except Exception as error:  # a bug: show all of it, but let the other jobs of a multirun go on
-        traceback.print_exc()
-        _complain("this is a bug in graphmod or in a library it uses; the lines above say where")
-        return 1, f"{type(error).__name__}: {error}"
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "DefaultCPUAllocator" not in str(error):
+            return _bug(error)
+        reason = f"out of memory; lower data.batch_size or data.seq_len. {error}".splitlines()[0]
+        _complain(reason)
+        return 1, reason
+    except Exception as error:
+        return _bug(error)
     if result.status == "interrupted":
         return _say_stopped(result, point.run_dir, given), point.run_dir
     print(result.report())
