@@ -150,15 +150,15 @@ def test_a_multirun_in_the_folder_of_another_loses_nothing_and_compares_what_it_
     assert set(runs) == {"none", "full_iteration"}
 
 
-def test_a_multirun_does_not_replace_the_comparison_of_another(shell, tmp_path):
+def test_a_multirun_does_not_mix_with_the_runs_of_another(shell, tmp_path):
     sweep = ["--multirun", *TINY, "train=measure", "train.steps=8", "data.max_bytes=20000", "hydra.sweep.dir=sweep"]
     assert shell(*sweep, "graph=none", "data.seq_len=4000").returncode == 2
     assert (tmp_path / "sweep" / "comparison.json").exists()
     assert shell(*sweep, "graph=none").returncode == 0, "all that was in the folder had failed"
     kept = {path: path.read_bytes() for path in (tmp_path / "sweep").rglob("*") if path.is_file()}
     refused = shell(*sweep, "graph=none,full_iteration")
-    assert refused.returncode == 2 and len(refused.stderr.splitlines()) == 1
-    assert "error: hydra.sweep.dir=sweep holds the comparison of an earlier multirun" in refused.stderr
+    assert refused.returncode == 2 and len(refused.stderr.splitlines()) == 1 and refused.stdout == ""
+    assert "error: hydra.sweep.dir=sweep holds runs of an earlier multirun" in refused.stderr
     assert {path: path.read_bytes() for path in (tmp_path / "sweep").rglob("*") if path.is_file()} == kept
 
 

@@ -28,17 +28,17 @@ from graphmod.errors import ConfigError, GraphmodError
 from graphmod.train.config import parse, register
 from graphmod.train.explain import explain, system_error, unknown_flag
 from graphmod.train.loop import resume_point, train
-from graphmod.train.report import holds_comparison
 from graphmod.train.result import RESULT_FILE, RunResult
+from graphmod.train.resume import holds_finished_runs
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"
 _NO_PROFILE = (
     "train.profile=true in a multirun would slow the graph launches of every later job, because a profiler stays "
     "attached to the process; drop it (the comparison tells how busy the GPU was), or run it alone"
 )
-_COMPARED = (
-    "hydra.sweep.dir={} holds the comparison of an earlier multirun, and a new one would replace it; give another "
-    "folder, or delete that one (train.resume=auto goes on with runs that have checkpoints)"
+_SWEPT_ALREADY = (
+    "hydra.sweep.dir={} holds runs of an earlier multirun, and new ones would mix with them; give another folder, or "
+    "delete that one (train.resume=auto goes on with runs that have checkpoints)"
 )
 _TEXTS = ("train.sample_prompt",)
 _FOLDERS = ("hydra.run.dir", "hydra.sweep.dir")
@@ -94,8 +94,8 @@ def for_hydra(arguments: list[str]) -> list[str]:
     """The arguments as Hydra wants them: flags first, and texts in quotes, as generate.py takes them without.
 
     Raises:
-        ConfigError: an unknown flag, a folder without a name, a profile of several jobs, or a comparison that a new one
-            would replace.
+        ConfigError: an unknown flag, a folder without a name, a profile of several jobs, or a folder with the runs
+            of another multirun.
     """
     found, several = [], bool({"--multirun", "-m"} & set(arguments))
     resumes = any(re.match(r"train\.resume=(?!none$)", argument) for argument in arguments)
@@ -104,8 +104,8 @@ def for_hydra(arguments: list[str]) -> list[str]:
         if key in _FOLDERS and value.strip("'\" ") == "" and equals:
             raise ConfigError(f"{key} is empty; give the folder to write to, such as {key}=runs/mine, or leave it out")
         # Said here, because the jobs, one by one, would compare what is new without what they may not touch.
-        if several and not resumes and key == "hydra.sweep.dir" and holds_comparison(Path(value.strip("'\" "))):
-            raise ConfigError(_COMPARED.format(value))
+        if several and not resumes and key == "hydra.sweep.dir" and holds_finished_runs(Path(value.strip("'\" "))):
+            raise ConfigError(_SWEPT_ALREADY.format(value))
         if several and key == "train.profile" and {"true", "yes", "on", "1"} & set(value.lower().split(",")):
             raise ConfigError(_NO_PROFILE)
         found.append(f"{key}={quoted(value)}" if key in _TEXTS and value else argument)

@@ -136,15 +136,6 @@ def _write_text(path: Path, text: str) -> Path:
     return path
 
 
-def holds_comparison(folder: Path) -> bool:
-    """Whether a comparison with at least one run that did not fail was written into `folder`."""
-    try:
-        runs = json.loads((folder / JSON_FILE).read_text(encoding="utf-8"))["runs"]
-        return any(run["error"] is None for run in runs)
-    except (OSError, ValueError, LookupError, TypeError):
-        return False
-
-
 def plot(path: Path, rows: list[Row], results: Mapping[str, RunResult], device: str) -> bool:
     """Draws step times as bars and over the steps; False, and no file, where matplotlib is not installed."""
     try:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from graphmod.errors import ConfigError
 from graphmod.train.checkpoint import FOLDER, MANIFEST_FILE, DamagedCheckpoint, checkpoints, read_manifest, verify
-from graphmod.train.result import RunResult
+from graphmod.train.result import RESULT_FILE, RunResult
 
 log = logging.getLogger("graphmod")
 
@@ -113,6 +113,11 @@ def _unfinished(run_dir: Path) -> bool:
         return RunResult.read(run_dir).status != "finished"
     except (OSError, ValueError, TypeError):
         return True  # killed before it could write one
+
+
+def holds_finished_runs(folder: Path) -> bool:
+    """Whether a folder of several runs, such as a multirun's, has one that is finished."""
+    return any(not _unfinished(path.parent) for path in folder.glob(f"*/{RESULT_FILE}"))
 
 
 def _settings_of(run_dir: Path) -> dict[str, Any] | None:
