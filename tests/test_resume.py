@@ -109,6 +109,20 @@ def test_a_run_that_may_not_go_on_does_not_say_that_it_does(on_text, text, tmp_p
     assert said == ""
 
 
+@pytest.mark.parametrize("seed", [0, 3])
+def test_a_job_with_a_folder_of_its_own_does_not_go_on_with_the_one_beside_it(
+    on_text, text, tmp_path, stop_after, seed
+):
+    stop_after(3)
+    train(on_text(), tmp_path / "jobs" / "one")
+    settings = [*TINY, "data=text", f"data.path={text}", f"train.seed={seed}", "train.resume=auto"]
+    process = shell(tmp_path, *settings, "hydra.run.dir=jobs/two")
+    said, complained = process.communicate(timeout=120)
+    assert process.returncode == 0 and "going on" not in said and "starts at the beginning" in complained
+    assert (tmp_path / "jobs" / "two" / "checkpoints").is_dir()
+    assert [path.name for path in checkpoints(tmp_path / "jobs" / "one" / "checkpoints")] == ["step_00000003"]
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

@@ -215,7 +215,9 @@ def _attempt(cfg: DictConfig, folder: Path, alone: bool, given: list[str]) -> tu
         config = parse(cfg)
         if config.train.profile and not alone:
             raise ConfigError(_NO_PROFILE)  # a file of configs/ says so; the command line was looked at before
-        point = resume_point(config, folder, beside=alone)
+        # What lies beside a folder that was named is other jobs, which may be running.
+        named = any(re.match(r"hydra\.run\.dir=[^$]+$", argument) for argument in given)
+        point = resume_point(config, folder, beside=alone and not named)
         result = train(config, point.run_dir, point, say=print)
     except ConfigError as error:
         _complain(error)

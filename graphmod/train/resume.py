@@ -202,7 +202,8 @@ def locate(resume: str, run_dir: Path, settings: dict[str, Any], beside: bool) -
             a run, or of one checkpoint.
         run_dir: the folder Hydra made for this run.
         settings: the decisive ones.
-        beside: whether `auto` may look at the neighbours of `run_dir`; not in a multirun, where they are other jobs.
+        beside: whether `auto` may look at the neighbours of `run_dir`; not in a multirun nor where `run_dir` was named,
+            because there they are other jobs.
 
     Raises:
         ConfigError: there is nothing whole to resume, what there is had other settings, or a new run would be written
