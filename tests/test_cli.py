@@ -6,6 +6,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -232,6 +233,33 @@ def test_the_command_that_goes_on_can_be_typed_again(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["train.py"])
     said = shlex.split(_way_on(tmp_path / "run", ["train.sample_prompt=def ", "train.resume=auto"]))
     assert said == [".venv/bin/python", "train.py", "train.sample_prompt=def ", "train.resume=run"]
+
+
+def test_the_command_that_goes_on_with_a_multirun_names_its_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    given = ["-m", "graph=none,per_layer", "hydra.sweep.dir=elsewhere"]
+    said = shlex.split(_way_on(tmp_path / "sweep" / "none", given))
+    assert said[2:] == ["-m", "graph=none,per_layer", "hydra.sweep.dir=sweep", "train.resume=auto"]
+
+
+def test_a_stopped_multirun_goes_on_with_the_command_that_it_says(shell, tmp_path):
+    graphs = ["--multirun", "graph=none,full_iteration", *TINY, "data.max_bytes=20000", "train.steps=900"]
+    graphs += ["train.checkpoint_every=300"]
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "train.py"), *graphs], cwd=tmp_path, stdout=subprocess.PIPE, text=True
+    )
+    while process.poll() is None and not list(tmp_path.glob("runs/compare/*/full_iteration/checkpoints/step*")):
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 143, said
+    (command,) = [line.partition(": ")[2] for line in said.splitlines() if "to go on" in line]
+    done = shell(*shlex.split(command)[2:])
+    assert done.returncode == 0, done.stderr
+    (sweep,) = (tmp_path / "runs" / "compare").iterdir()
+    runs = json.loads((sweep / "comparison.json").read_text())["runs"]
+    assert [run["name"] for run in runs] == ["none", "full_iteration"]
+    assert runs[1]["losses_equal"] is True and "going on after step" in done.stdout
 
 
 def test_the_command_that_goes_on_names_a_folder_elsewhere_in_full(tmp_path, monkeypatch):

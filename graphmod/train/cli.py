@@ -179,10 +179,12 @@ def _from_here(path: str | Path) -> str:
 
 def _way_on(folder: Path, given: list[str]) -> str:
     """The command that goes on with the run in `folder`, which was started with the arguments `given`."""
-    given = [argument for argument in given if not argument.startswith("train.resume=")]
-    return shlex.join(
-        [_from_here(sys.executable), _from_here(sys.argv[0]), *given, f"train.resume={_from_here(folder)}"]
-    )
+    again = [f"train.resume={_from_here(folder)}"]
+    if {"--multirun", "-m"} & set(given):  # whose jobs would all go on with that one
+        again = [f"hydra.sweep.dir={_from_here(folder.parent)}", "train.resume=auto"]
+    changed = tuple(argument.partition("=")[0] + "=" for argument in again)
+    given = [argument for argument in given if not argument.startswith(changed)]
+    return shlex.join([_from_here(sys.executable), _from_here(sys.argv[0]), *given, *again])
 
 
 def _say_stopped(result: RunResult, folder: Path, given: list[str]) -> int:
