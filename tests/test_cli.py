@@ -242,6 +242,13 @@ def test_the_command_that_goes_on_with_a_multirun_names_its_folder(tmp_path, mon
     assert said[2:] == ["-m", "graph=none,per_layer", "hydra.sweep.dir=sweep", "train.resume=auto"]
 
 
+def test_jobs_of_a_multirun_do_not_all_go_on_with_one_run():
+    with pytest.raises(ConfigError, match=r"all its jobs go on with one run; .* hydra\.sweep\.dir=FOLDER"):
+        for_hydra(["-m", "graph=none,per_layer", "train.resume=runs/train/one"])
+    for resume in ("none", "auto", "runs/train/one,runs/train/two"):
+        assert f"train.resume={resume}" in for_hydra(["-m", f"train.resume={resume}"])
+
+
 def test_a_stopped_multirun_goes_on_with_the_command_that_it_says(shell, tmp_path):
     graphs = ["--multirun", "graph=none,full_iteration", *TINY, "data.max_bytes=20000", "train.steps=900"]
     graphs += ["train.checkpoint_every=300"]

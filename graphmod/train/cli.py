@@ -36,6 +36,10 @@ _NO_PROFILE = (
     "train.profile=true in a multirun would slow the graph launches of every later job, because a profiler stays "
     "attached to the process; drop it (the comparison tells how busy the GPU was), or run it alone"
 )
+_ONE_FOR_ALL = (
+    "train.resume={} in a multirun would let all its jobs go on with one run; drop --multirun, or go on with each "
+    "job in its folder: hydra.sweep.dir=FOLDER train.resume=auto"
+)
 _SWEPT_ALREADY = (
     "hydra.sweep.dir={} holds runs of an earlier multirun, and new ones would mix with them; give another folder, or "
     "delete that one (train.resume=auto goes on with runs that have checkpoints)"
@@ -94,8 +98,8 @@ def for_hydra(arguments: list[str]) -> list[str]:
     """The arguments as Hydra wants them: flags first, and texts in quotes, as generate.py takes them without.
 
     Raises:
-        ConfigError: an unknown flag, a folder without a name, a profile of several jobs, or a folder with the runs
-            of another multirun.
+        ConfigError: an unknown flag, a folder without a name, a profile of several jobs, one run that all of them
+            would go on with, or a folder with the runs of another multirun.
     """
     found, several = [], bool({"--multirun", "-m"} & set(arguments))
     resumes = any(re.match(r"train\.resume=(?!none$)", argument) for argument in arguments)
@@ -106,6 +110,8 @@ def for_hydra(arguments: list[str]) -> list[str]:
         # Said here, because the jobs, one by one, would compare what is new without what they may not touch.
         if several and not resumes and key == "hydra.sweep.dir" and holds_finished_runs(Path(value.strip("'\" "))):
             raise ConfigError(_SWEPT_ALREADY.format(value))
+        if several and key == "train.resume" and value not in ("none", "auto") and "," not in value:
+            raise ConfigError(_ONE_FOR_ALL.format(value))
         if several and key == "train.profile" and {"true", "yes", "on", "1"} & set(value.lower().split(",")):
             raise ConfigError(_NO_PROFILE)
         found.append(f"{key}={quoted(value)}" if key in _TEXTS and value else argument)
