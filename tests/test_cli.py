@@ -14,7 +14,7 @@ from conftest import ROOT, TINY, composed
 from transformers import AutoModelForCausalLM
 
 from graphmod.errors import ConfigError
-from graphmod.train.cli import _way_on, flags_first, for_hydra
+from graphmod.train.cli import _way_on, flags_first, for_hydra, unused
 from graphmod.train.config import parse
 
 
@@ -225,6 +225,17 @@ def test_a_setting_with_dashes_says_what_to_write(typed, meant):
 def test_a_prompt_is_taken_as_it_is(text):
     (argument,) = for_hydra([f"train.sample_prompt={text}"])
     assert parse(composed(argument)).train.sample_prompt == text
+
+
+def test_runs_that_start_in_the_same_second_have_folders_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = []
+    for _ in range(3):  # as three processes
+        unused.cache_clear()
+        found.append(unused("runs/train/now"))
+    assert found == ["runs/train/now", "runs/train/now_2", "runs/train/now_3"] and unused("runs/train/now") == found[-1]
+    (tmp_path / "file").touch()
+    assert unused("file/now") == "file/now"
 
 
 def test_the_command_that_goes_on_can_be_typed_again(tmp_path, monkeypatch):

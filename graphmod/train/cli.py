@@ -4,6 +4,8 @@ Imports hydra and the loop. Exit status: 0 all went well, 1 a run failed, 2 the 
 cannot be used, 128 + N stopped by signal N (130 is Ctrl-C, 143 SIGTERM).
 """
 
+import functools
+import itertools
 import os
 import re
 import shlex
@@ -145,6 +147,20 @@ def swept_keys(arguments: list[str]) -> list[str]:
         if override.is_sweep_override():
             keys.append(override.get_key_element())
     return keys
+
+
+@functools.cache
+def unused(folder: str) -> str:
+    """`folder`, made for this process alone: where there is one already, as of a run that was started in the same
+    second, its name gets a number."""
+    for number in itertools.count(1):
+        name = folder if number == 1 else f"{folder}_{number}"
+        try:
+            Path(name).mkdir(parents=True)
+        except OSError:
+            if Path(name).is_dir():
+                continue
+        return name  # where it cannot be made, whoever writes to it says so
 
 
 def job_folder(keys: list[str], overrides: list[str], number: object) -> str:
@@ -301,6 +317,7 @@ def main(config_dir: Path) -> int:
         OmegaConf.register_new_resolver(
             "swept", lambda overrides, number: job_folder(keys, list(overrides), number), replace=True
         )
+        OmegaConf.register_new_resolver("unused", unused, replace=True)
         OmegaConf.register_new_resolver("groups", lambda: groups(config_dir), replace=True)
         with _hydra_raises():
             hydra.main(config_path=str(config_dir.resolve()), config_name="config", version_base="1.3")(job)()
