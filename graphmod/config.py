@@ -45,6 +45,19 @@ def integer(value: object, least: int, setting: str) -> None:
         raise ConfigError(f"{setting} must be an integer of at least {least}, got {value!r}")
 
 
+def settings(given: object) -> "CUDAGraphConfig":
+    """What was given as `config`, or the defaults for None.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if given is None:
+        return CUDAGraphConfig()
+    if isinstance(given, CUDAGraphConfig):
+        return given
+    raise TypeError(f"config must be a CUDAGraphConfig, such as CUDAGraphConfig(max_graphs=4), got {given!r:.80}")
+
+
 @dataclass
 class CUDAGraphConfig:
     """Settings of `CUDAGraphModule`, `graph_layers` and `TrainStep`.

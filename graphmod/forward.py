@@ -17,6 +17,7 @@ from graphmod.accumulators import own_accumulators, stood_in
 from graphmod.backend.random_state import python_random_state, restore_python_random_state
 from graphmod.buffers import OwnedBuffer, StaticInput, adopted
 from graphmod.errors import CaptureRefused
+from graphmod.reach import NOT_REPLAYED
 from graphmod.recorder import Recorder
 from graphmod.results import Results, resolved
 from graphmod.signature import Leaf, argument_paths, opaque_parts, parameter_names, rebuild
@@ -109,7 +110,7 @@ class ForwardGraph:
                     raise CaptureRefused(reason)
             changed = found.changed_since(before)
             if changed is not None:
-                raise CaptureRefused(f"changes {changed} as it runs, which a replay would not do")
+                raise CaptureRefused(f"changes {changed} as it runs, {NOT_REPLAYED}")
             for static in self.inputs:
                 if static.buffer is not None and address(static.tensor) in recorder.inputs_written:
                     raise CaptureRefused(f"changes its argument {static.name} in place; make it change a copy")

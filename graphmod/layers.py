@@ -16,7 +16,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
-from graphmod.config import CUDAGraphConfig
+from graphmod.config import CUDAGraphConfig, settings
 from graphmod.errors import ConfigError
 from graphmod.module import CUDAGraphModule
 from graphmod.tape import Group
@@ -44,11 +44,11 @@ def graph_layers(
 
     Raises:
         ConfigError: nothing matches, a match lies inside another, or a layer has graphs already.
-        TypeError: `model` is no module.
+        TypeError: `model` is no module, or `config` no CUDAGraphConfig.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"graph_layers takes an nn.Module, got {type(model).__name__}; a callable: CUDAGraphModule(it)")
-    config = config or CUDAGraphConfig()
+    config = settings(config)
     patterns = layers if layers is not None else config.layers
     names = find_layers(model) if patterns is None else match_layers(model, patterns)
     groups: dict[torch.device, Group] = {}
@@ -134,7 +134,12 @@ def find_layers(model: nn.Module) -> list[str]:
 
 def match_layers(model: nn.Module, patterns: str | list[str]) -> list[str]:
     """The names of the modules that match one of the patterns, in the order of `model.named_modules()`."""
-    patterns = [patterns] if isinstance(patterns, str) else list(patterns)
+    patterns = [patterns] if isinstance(patterns, str) else patterns
+    if not isinstance(patterns, (list, tuple)) or not patterns or not all(isinstance(name, str) for name in patterns):
+        raise ConfigError(
+            f"layers must be one or more name patterns, such as 'layers.*.mlp', got {patterns!r:.80}; modules one has "
+            "in hand are wrapped one by one: CUDAGraphModule(module)"
+        )
     names = [name for name, _ in model.named_modules() if name]
     found: list[str] = []
     for pattern in patterns:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from graphmod.backend import make_backend
 from graphmod.capturing import capture, place
-from graphmod.config import CUDAGraphConfig
+from graphmod.config import CUDAGraphConfig, settings
 from graphmod.failures import capture_failed
 from graphmod.forward import ForwardGraph
 from graphmod.lifecycle import Entry, GraphStats
@@ -99,7 +99,7 @@ class CUDAGraphModule(nn.Module):
             self.module = module
         else:
             self.__dict__["module"] = module
-        self._config = config or CUDAGraphConfig()
+        self._config = settings(config)
         self._name = name or getattr(module, "__name__", type(module).__name__)
         self.__dict__["_call"] = call or (module.forward if isinstance(module, nn.Module) else module)
         self._group = group or Group()

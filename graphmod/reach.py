@@ -19,6 +19,8 @@ _MOST = 200_000  # objects looked at; beyond it a callable holds a data set, not
 _MOST_NUMBERS = 64  # in one list or dict; more is data, not settings
 _MODULE_INTERNALS = {*nn.Module().__dict__, "forward", "_graphmod"}  # `forward` is where graph_layers wraps
 
+NOT_REPLAYED = "which a replay would not do; keep it in a tensor that is changed in place, or pass it as an argument"
+
 Place = tuple[Any, Any, Any]  # (container, key, what container[key] is)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from graphmod.errors import CaptureRefused
 from graphmod.failures import capture_failed
 from graphmod.lifecycle import Entry
+from graphmod.reach import NOT_REPLAYED
 from graphmod.recorder import Recorder
 from graphmod.results import resolved
 from graphmod.signature import flatten, opaque_parts
@@ -46,7 +47,7 @@ def warm_up(module: CUDAGraphModule, entry: Entry, args: tuple, kwargs: dict) ->
             # Known before any attempt, so that the user's Python never runs twice for one call. Once more of the same
             # kind is watched, because a first call may create what later ones only use.
             entry.calls -= 1
-            refusal = CaptureRefused(f"changes {changed} as it runs, which a replay would not do")
+            refusal = CaptureRefused(f"changes {changed} as it runs, {NOT_REPLAYED}")
             capture_failed(module, entry, refusal, "its forward")
     return track(module, entry, result)
 

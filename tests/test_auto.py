@@ -57,6 +57,12 @@ def test_a_run_too_short_to_measure_stays_eager_and_says_so(tiny, tmp_path, capl
     assert "too few" not in caplog.text, "said by the report, and once is enough"
 
 
+def test_a_run_that_is_there_to_measure_is_long_enough(settings):
+    config = settings("graph=auto", "train=measure", "graph.warmup_steps=6")
+    auto = AutoScope(Counting, candidates(False), config.graph.warmup_steps, config.train.steps)
+    assert auto.chosen is None
+
+
 def test_compiled_layers_are_no_candidate_because_they_round_differently():
     assert candidates(compiled=True) == [Scope.none, Scope.full_iteration]
 

@@ -6,6 +6,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from conftest import ROOT, TINY, composed
 from transformers import AutoModelForCausalLM
 
 from graphmod.errors import ConfigError
-from graphmod.train.cli import _way_on, flags_first, for_hydra
+from graphmod.train.cli import _way_on, flags_first, for_hydra, unused
 from graphmod.train.config import parse
 
 
@@ -65,6 +66,13 @@ def test_a_typo_in_a_choice_is_one_clear_error_in_a_multirun_too(shell):
 def test_a_missing_file_is_one_clear_error(shell, tmp_path):
     assert_one_clear_error(shell("data=text", "data.path=not_there.txt"), "'not_there.txt'")
     assert list((tmp_path / "runs" / "train").iterdir()) == [], "a run that never began left a folder"
+
+
+def test_a_batch_that_memory_cannot_hold_is_one_clear_error(shell):
+    done = shell(*TINY, "data.max_bytes=20000", "data.batch_size=10000000000", "train.checkpoint=false")
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert len(errors) == 1 and errors[0].startswith("error: out of memory; lower data.batch_size")
 
 
 def test_several_values_without_multirun_name_the_flag(shell):
@@ -128,8 +136,8 @@ def test_a_multirun_in_the_folder_of_another_loses_nothing_and_compares_what_it_
     assert shell(*sweep).returncode == 0
     folder = tmp_path / "sweep"
     kept = {path: path.read_bytes() for path in (*folder.glob("*.json"), *folder.glob("*/result.json"))}
-    refused = shell(*sweep)
-    assert refused.returncode == 2 and "hydra.sweep.dir=FOLDER" in refused.stderr
+    refused = shell(*sweep, "train.resume=auto", "train.seed=1")
+    assert refused.returncode == 2 and "train.seed was 0 and is now 1" in refused.stderr
     assert "none: failed: " in refused.stdout and "is that of before" in refused.stdout
     assert {path: path.read_bytes() for path in kept} == kept
 
@@ -141,6 +149,18 @@ def test_a_multirun_in_the_folder_of_another_loses_nothing_and_compares_what_it_
     runs = {run["name"]: run for run in json.loads((folder / "comparison.json").read_text())["runs"]}
     assert runs["full_iteration"]["losses_equal"] is True and runs["full_iteration"]["error"] is None
     assert set(runs) == {"none", "full_iteration"}
+
+
+def test_a_multirun_does_not_mix_with_the_runs_of_another(shell, tmp_path):
+    sweep = ["--multirun", *TINY, "train=measure", "train.steps=8", "data.max_bytes=20000", "hydra.sweep.dir=sweep"]
+    assert shell(*sweep, "graph=none", "data.seq_len=4000").returncode == 2
+    assert (tmp_path / "sweep" / "comparison.json").exists()
+    assert shell(*sweep, "graph=none").returncode == 0, "all that was in the folder had failed"
+    kept = {path: path.read_bytes() for path in (tmp_path / "sweep").rglob("*") if path.is_file()}
+    refused = shell(*sweep, "graph=none,full_iteration")
+    assert refused.returncode == 2 and len(refused.stderr.splitlines()) == 1 and refused.stdout == ""
+    assert "error: hydra.sweep.dir=sweep holds runs of an earlier multirun" in refused.stderr
+    assert {path: path.read_bytes() for path in (tmp_path / "sweep").rglob("*") if path.is_file()} == kept
 
 
 def test_profiling_within_a_multirun_is_a_clear_error(shell, tmp_path):
@@ -207,12 +227,57 @@ def test_a_prompt_is_taken_as_it_is(text):
     assert parse(composed(argument)).train.sample_prompt == text
 
 
+def test_runs_that_start_in_the_same_second_have_folders_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = []
+    for _ in range(3):  # as three processes
+        unused.cache_clear()
+        found.append(unused("runs/train/now"))
+    assert found == ["runs/train/now", "runs/train/now_2", "runs/train/now_3"] and unused("runs/train/now") == found[-1]
+    (tmp_path / "file").touch()
+    assert unused("file/now") == "file/now"
+
+
 def test_the_command_that_goes_on_can_be_typed_again(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.executable", str(tmp_path / ".venv" / "bin" / "python"))
     monkeypatch.setattr("sys.argv", ["train.py"])
     said = shlex.split(_way_on(tmp_path / "run", ["train.sample_prompt=def ", "train.resume=auto"]))
     assert said == [".venv/bin/python", "train.py", "train.sample_prompt=def ", "train.resume=run"]
+
+
+def test_the_command_that_goes_on_with_a_multirun_names_its_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    given = ["-m", "graph=none,per_layer", "hydra.sweep.dir=elsewhere"]
+    said = shlex.split(_way_on(tmp_path / "sweep" / "none", given))
+    assert said[2:] == ["-m", "graph=none,per_layer", "hydra.sweep.dir=sweep", "train.resume=auto"]
+
+
+def test_jobs_of_a_multirun_do_not_all_go_on_with_one_run():
+    with pytest.raises(ConfigError, match=r"all its jobs go on with one run; .* hydra\.sweep\.dir=FOLDER"):
+        for_hydra(["-m", "graph=none,per_layer", "train.resume=runs/train/one"])
+    for resume in ("none", "auto", "runs/train/one,runs/train/two"):
+        assert f"train.resume={resume}" in for_hydra(["-m", f"train.resume={resume}"])
+
+
+def test_a_stopped_multirun_goes_on_with_the_command_that_it_says(shell, tmp_path):
+    graphs = ["--multirun", "graph=none,full_iteration", *TINY, "data.max_bytes=20000", "train.steps=900"]
+    graphs += ["train.checkpoint_every=300"]
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "train.py"), *graphs], cwd=tmp_path, stdout=subprocess.PIPE, text=True
+    )
+    while process.poll() is None and not list(tmp_path.glob("runs/compare/*/full_iteration/checkpoints/step*")):
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 143, said
+    (command,) = [line.partition(": ")[2] for line in said.splitlines() if "to go on" in line]
+    done = shell(*shlex.split(command)[2:])
+    assert done.returncode == 0, done.stderr
+    (sweep,) = (tmp_path / "runs" / "compare").iterdir()
+    runs = json.loads((sweep / "comparison.json").read_text())["runs"]
+    assert [run["name"] for run in runs] == ["none", "full_iteration"]
+    assert runs[1]["losses_equal"] is True and "going on after step" in done.stdout
 
 
 def test_the_command_that_goes_on_names_a_folder_elsewhere_in_full(tmp_path, monkeypatch):

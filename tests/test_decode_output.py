@@ -73,6 +73,31 @@ def test_completions_of_an_earlier_run_are_kept_unless_told(generate, tmp_path, 
     assert len([json.loads(line) for line in (tmp_path / out).read_text().splitlines()]) == 2
 
 
+@pytest.mark.parametrize(
+    "setting", ["decode.stop=[9999]", "decode.max_seq_len=4", "decode.n=0", "decode.cache_tokens=64"]
+)
+def test_a_request_that_is_refused_costs_no_earlier_completions_and_says_nothing_else(generate, tmp_path, setting):
+    (tmp_path / "p.txt").write_text("a\n" + "b" * 80 + "\n")
+    (tmp_path / "p.out.jsonl").write_text("kept\n")
+    status, _, said = generate("prompts_file=p.txt", "overwrite=true", setting)
+    assert status == 2 and "finished" not in said and "tokens/s" not in said
+    assert (tmp_path / "p.out.jsonl").read_text() == "kept\n"
+    status, shown, said = generate("prompt=" + "b" * 80, setting)
+    assert status == 2 and shown == "" and "tokens/s" not in said
+
+
+def test_nothing_is_replaced_before_the_first_completion(generate, tmp_path, monkeypatch):
+    def interrupted(*args, **settings):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(DecodeEngine, "generate", interrupted)
+    (tmp_path / "p.txt").write_text("a\n")
+    (tmp_path / "p.out.jsonl").write_text("kept\n")
+    status, _, said = generate("prompts_file=p.txt", "overwrite=true")
+    assert status == 130 and "0 of 1 sample finished\n" in said
+    assert (tmp_path / "p.out.jsonl").read_text() == "kept\n"
+
+
 @pytest.mark.parametrize("out", [".", "/proc/x", "/proc/x/y", "p.txt/x"])
 def test_an_output_that_cannot_be_opened_is_told_before_the_model_is_loaded(generate, tmp_path, no_model, out):
     (tmp_path / "p.txt").write_text("a\n")

@@ -109,6 +109,20 @@ def test_a_run_that_may_not_go_on_does_not_say_that_it_does(on_text, text, tmp_p
     assert said == ""
 
 
+@pytest.mark.parametrize("seed", [0, 3])
+def test_a_job_with_a_folder_of_its_own_does_not_go_on_with_the_one_beside_it(
+    on_text, text, tmp_path, stop_after, seed
+):
+    stop_after(3)
+    train(on_text(), tmp_path / "jobs" / "one")
+    settings = [*TINY, "data=text", f"data.path={text}", f"train.seed={seed}", "train.resume=auto"]
+    process = shell(tmp_path, *settings, "hydra.run.dir=jobs/two")
+    said, complained = process.communicate(timeout=120)
+    assert process.returncode == 0 and "going on" not in said and "starts at the beginning" in complained
+    assert (tmp_path / "jobs" / "two" / "checkpoints").is_dir()
+    assert [path.name for path in checkpoints(tmp_path / "jobs" / "one" / "checkpoints")] == ["step_00000003"]
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -152,6 +166,22 @@ def test_a_new_run_in_the_folder_of_an_old_one_is_a_clear_error(on_text, tmp_pat
         train(on_text(), tmp_path)
 
 
+@pytest.mark.parametrize("resume", ["none", "auto"])
+def test_a_new_run_does_not_replace_a_result_that_has_no_checkpoints(on_text, tmp_path, resume):
+    train(on_text("train.checkpoint=false"), tmp_path)
+    kept = (tmp_path / "result.json").read_bytes()
+    with pytest.raises(ConfigError, match=r"holds the result of an earlier run .*hydra\.run\.dir=FOLDER"):
+        train(on_text("train.seed=1", f"train.resume={resume}"), tmp_path)
+    assert (tmp_path / "result.json").read_bytes() == kept
+
+
+def test_a_run_that_was_stopped_without_checkpoints_may_be_done_again(on_text, tmp_path, monkeypatch, stop_after):
+    stop_after(3)
+    assert train(on_text("train.checkpoint=false"), tmp_path).status == "interrupted"
+    monkeypatch.undo()
+    assert train(on_text("train.checkpoint=false"), tmp_path).status == "finished"
+
+
 def test_tensorboard_goes_on_in_the_same_folder_without_doubled_steps(on_text, tmp_path, stop_after):
     settings = ["train.log_every=1", "train.checkpoint_every=3"]
     stop_after(5)
@@ -168,6 +198,7 @@ def test_a_job_that_was_killed_before_its_first_checkpoint_starts_again_without_
     settings = ["train.log_every=1", "train.resume=auto"]
     whole = train(on_text(*settings), tmp_path)
     shutil.rmtree(tmp_path / "checkpoints")
+    (tmp_path / "result.json").unlink()
     time.sleep(1.1)  # the names of event files, by which TensorBoard orders them, have seconds
     assert train(on_text(*settings), tmp_path).losses == whole.losses
     events = EventAccumulator(str(tmp_path))

@@ -192,6 +192,31 @@ def test_wrappers_show_their_name_and_state(device):
     assert repr(graphed) == "CUDAGraphModule('body', warm-up)"
 
 
+@pytest.mark.parametrize("wrong", ["blocks.*", {"max_graphs": 4}])
+def test_what_is_no_config_is_named(wrong):
+    for wrap in (graph_layers, CUDAGraphModule):
+        with pytest.raises(TypeError, match=r"config must be a CUDAGraphConfig.* got ['{]"):
+            wrap(mlp(torch.device("cpu")), wrong)
+
+
+@pytest.mark.parametrize("wrong", [3, [], [nn.Linear(2, 2)]])
+def test_what_is_no_pattern_is_named(wrong):
+    with pytest.raises(ConfigError, match="layers must be one or more name patterns"):
+        graph_layers(nn.ModuleList([mlp(torch.device("cpu"))]), layers=wrong)
+
+
+def test_a_value_that_changes_in_python_is_refused_with_the_remedy(device):
+    seen = {"calls": 0}
+
+    def count(x):
+        seen["calls"] += 1
+        return x * seen["calls"]
+
+    wrapper = CUDAGraphModule(count, config())
+    assert [wrapper(torch.ones((), device=device)).item() for _ in range(6)] == [1, 2, 3, 4, 5, 6]
+    assert "changes 'calls' from" in wrapper.last_failure and "keep it in a tensor" in wrapper.last_failure
+
+
 def test_what_is_no_module_is_named():
     with pytest.raises(TypeError, match="int"):
         graph_layers(3)

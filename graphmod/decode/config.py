@@ -5,6 +5,7 @@
 
 from dataclasses import dataclass, field
 from enum import Enum
+from numbers import Integral, Real
 from typing import Any
 
 from graphmod.config import BackendName, choice, integer
@@ -103,6 +104,11 @@ class EngineConfig:
         return sorted({*sizes, self.max_batch_size})
 
 
+def _kind(name: str, value: object, kind: type, words: str) -> None:
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise RequestError(f"{name} must be {words}, got {value!r}")
+
+
 @dataclass
 class Sampling:
     """How the tokens of one request are chosen.
@@ -130,7 +136,11 @@ class Sampling:
     ignore_eos: bool = False
 
     def check(self) -> None:
-        """Raises RequestError for a setting out of range."""
+        """Raises RequestError for a setting of the wrong kind or out of range."""
+        for name in ("temperature", "top_p"):
+            _kind(name, getattr(self, name), Real, "a number")
+        for name in ("top_k", "max_new_tokens", *(("seed",) if self.seed is not None else ())):
+            _kind(name, getattr(self, name), Integral, "an integer")
         if not 0 <= self.temperature < float("inf"):
             raise RequestError(f"temperature must be 0 (greedy) or above and finite, got {self.temperature}")
         if self.top_k < 0:

@@ -186,9 +186,17 @@ class DecodeEngine:
             raise DecodeError(f"the model moved from {self.device} to {self.model.device}; make a new engine")
         if isinstance(prompts, str):
             raise RequestError("prompts must be a list of prompts, got one text; write [prompt]")
+        if not hasattr(prompts, "__len__"):
+            raise RequestError(f"prompts must be a list of prompts, got {type(prompts).__name__}")
         each = sampling if isinstance(sampling, list) else [sampling or Sampling()] * len(prompts)
         if len(each) != len(prompts):
             raise RequestError(f"{len(each)} sampling settings were given for {len(prompts)} prompts")
+        for one in each:
+            if not isinstance(one, Sampling):
+                raise RequestError(
+                    f"sampling must be a Sampling, or a list with one for each prompt, got {type(one).__name__}; "
+                    "single settings are keyword arguments"
+                )
         try:
             each = [dataclasses.replace(one, **settings) for one in each]
         except TypeError as error:

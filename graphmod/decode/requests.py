@@ -60,8 +60,16 @@ class RequestReader:
                 raise RequestError(f"prompt {number} is text and the engine has no codec; give token ids, or codec=")
             prompt = self.codec.encode(prompt)
         elif isinstance(prompt, torch.Tensor):
+            if prompt.dim() > 1 and len(prompt) != 1:
+                raise RequestError(
+                    f"prompt {number} is a tensor of shape {tuple(prompt.shape)}; give each row as a prompt of its own"
+                )
             prompt = prompt.flatten().tolist()
-        found = list(prompt)
+        try:
+            found = list(prompt)
+        except TypeError:
+            kind = type(prompt).__name__
+            raise RequestError(f"prompt {number} must be token ids or a text, got {kind}") from None
         if not found:
             raise RequestError(f"prompt {number} is empty; give at least one token, such as the start-of-text token")
         if len(found) >= self.max_seq_len:
@@ -108,8 +116,8 @@ class RequestReader:
 
     def sequences(self, number: int, prompt: Any, n: int, sampling: Sampling) -> list[Sequence]:
         """The n samples of one request. Raises RequestError."""
-        if n < 1:
-            raise RequestError(f"n must be at least 1, got {n}")
+        if not isinstance(n, int) or n < 1:
+            raise RequestError(f"n must be an integer of at least 1, got {n!r}")
         sampling.check()
         tokens = self.tokens(prompt, number)
         ids, sequences, texts = self.stops(sampling)

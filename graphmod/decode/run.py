@@ -14,7 +14,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from graphmod.decode.config import CompileMode
 from graphmod.decode.engine import DecodeEngine
-from graphmod.decode.errors import OutputError
+from graphmod.decode.errors import OutputError, RequestError
 from graphmod.decode.loading import load_model, model_folder
 from graphmod.decode.output import OutputFile, complain, open_output, show
 from graphmod.decode.prompts import Prompt, line_of, read_prompts
@@ -48,24 +48,26 @@ def _kind(config: GenerateConfig) -> int:
 
 def _stream(engine: DecodeEngine, config: GenerateConfig, codec: Codec) -> int:
     """Prints one prompt and what follows, as it comes."""
-    length = len(engine.requests.tokens(config.prompt, 0))
+    (asked,) = engine.requests.sequences(0, config.prompt, 1, config.sampling())
+    length = len(asked.completion.prompt)
     if engine.config.graphs:
         if engine.config.compile is not CompileMode.none and engine.device.type == "cuda":
             print("compiling decode steps; this takes a while", file=sys.stderr, flush=True)
         # First, so that the text does not stop for it, nor log lines come in between.
         engine.warm_up(max_context=length + config.decode.max_new_tokens, kinds=(_kind(config),), progress=False)
     text = TextStream(codec)
-    tokens, began, error = 0, time.perf_counter(), None
+    tokens, began, error, before = 0, time.perf_counter(), None, config.prompt
     try:
-        show(config.prompt, end="")
         for event in engine.stream([config.prompt], sampling=config.sampling()):
-            error = event.error
+            show(before, end="")  # not earlier: a request may still be refused
+            before, error = "", event.error
             if event.token is not None:
                 tokens += 1
                 shown = text.add(event.token)
                 show(f"{shown}[{event.logprob:.3f}]" if config.decode.logprobs else shown, end="")
     finally:
-        if not isinstance(sys.exception(), (BrokenPipeError, OutputError)):  # else there is nothing to write to
+        # Else there is nothing to write to, or of.
+        if not isinstance(sys.exception(), (BrokenPipeError, OutputError, RequestError)):
             show(text.rest())
             print(speed_of(tokens, time.perf_counter() - began, engine), file=sys.stderr, flush=True)
     if error is not None:
@@ -77,8 +79,6 @@ def _many(engine: DecodeEngine, config: GenerateConfig, prompts: list[Prompt], o
     """Writes the completions of all prompts, each as soon as it is there, so that an interruption keeps them."""
     total, finished, failed, tokens = len(prompts) * config.decode.n, 0, 0, 0
     began = time.perf_counter()
-    if out is not None:
-        out.begin()
     with logging_redirect_tqdm(), tqdm(total=total, unit="sample", disable=out is None) as bar:
 
         def finish(completion: Completion) -> None:
@@ -87,6 +87,8 @@ def _many(engine: DecodeEngine, config: GenerateConfig, prompts: list[Prompt], o
             if out is None:
                 show(f"--- sample {completion.sample}\n{prompt.text}{completion.text}")
             else:
+                if not finished:
+                    out.begin()
                 out.line(line_of(completion, prompt, config.decode.logprobs))
             finished += 1  # after the line is written: what an interruption reports is there
             failed += completion.error is not None
@@ -98,9 +100,9 @@ def _many(engine: DecodeEngine, config: GenerateConfig, prompts: list[Prompt], o
             engine.generate([prompt.text for prompt in prompts], config.decode.n, config.sampling(), on_finish=finish)
         finally:
             bar.close()
-            if not isinstance(sys.exception(), BrokenPipeError):
+            if not isinstance(sys.exception(), (BrokenPipeError, RequestError)):
                 done = f"{finished:,} of {counted(total, 'sample')} finished"
-                done += f", written to {out.path}" if out else ""
+                done += f", written to {out.path}" if out and finished else ""
                 print(done, file=sys.stderr)
                 print(speed_of(tokens, time.perf_counter() - began, engine), file=sys.stderr, flush=True)
     if failed:

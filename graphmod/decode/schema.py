@@ -168,5 +168,7 @@ class GenerateConfig:
             raise ConfigError("out=FILE goes with prompts_file=FILE; a single prompt is printed")
         if self.overwrite and self.prompts_file is None:
             raise ConfigError("overwrite=true goes with prompts_file=FILE; a single prompt is printed")
+        if self.decode.n < 1:
+            raise ConfigError(f"decode.n must be at least 1, got {self.decode.n}")
         self.sampling()
         self.engine(1)

@@ -5,6 +5,7 @@ Imports the schema, torch (only to ask whether there is a GPU), `train/varlen.py
 `data.seq_len`, which is the longest of `data.buckets`.
 """
 
+import math
 from pathlib import Path
 
 import torch
@@ -46,6 +47,12 @@ def _share(group: str, part: object, *names: str) -> None:
         _require(0 <= value <= 1, f"{group}.{name} is a share and must be from 0 to 1, got {value}")
 
 
+def _positive(group: str, part: object, *names: str) -> None:
+    for name in names:
+        value = getattr(part, name)
+        _require(value is None or 0 < value < math.inf, f"{group}.{name} must be above 0 and finite, got {value}")
+
+
 def check_model(model: ModelConfig) -> None:
     """Raises ConfigError for sizes that are missing, superfluous or do not divide."""
     kind = model.architecture.value
@@ -73,6 +80,7 @@ def check_model(model: ModelConfig) -> None:
             _require(getattr(model, name) is None, f"model.{name} does not exist in gpt2; leave it out")
     else:
         _require(not model.dropout, f"model.dropout={model.dropout}: {kind} has no dropout; use gpt2, or leave it out")
+    _positive("model", model, "rope_theta")
     if model.dropout is not None:
         _require(0 <= model.dropout < 1, f"model.dropout must be at least 0 and below 1, got {model.dropout}")
     _require(
@@ -137,13 +145,13 @@ def check_data(data: DataConfig, model: ModelConfig) -> None:
 
 def check_optim(optim: OptimConfig) -> None:
     """Raises ConfigError for rates and shares outside their range."""
-    _require(optim.learning_rate > 0, f"optim.learning_rate must be above 0, got {optim.learning_rate}")
+    _positive("optim", optim, "learning_rate", "eps")
     _require(
         len(optim.betas) == 2 and all(0 <= beta < 1 for beta in optim.betas),
         f"optim.betas must be two numbers of at least 0 and below 1, such as [0.9,0.95], got {list(optim.betas)}",
     )
-    _require(optim.eps > 0, f"optim.eps must be above 0, got {optim.eps}")
     _at_least("optim", optim, 0, "weight_decay")
+    _require(optim.weight_decay < math.inf, "optim.weight_decay must be finite, got inf")
     _share("optim", optim, "warmup_fraction", "min_lr_ratio")
     norm = optim.max_grad_norm
     _require(norm is None or norm > 0, f"optim.max_grad_norm must be above 0, or null to not clip, got {norm}")
@@ -175,6 +183,7 @@ def check(config: RunConfig) -> None:
         "sample_tokens",
     )
     _at_least("train", train, 0, "eval_every", "checkpoint_every", "sample_every", "sample_temperature", "seed")
+    _require(train.seed < 2**64, f"train.seed must fit into 64 bits, got {train.seed}")
     decay = train.ema_decay
     _require(decay is None or 0 <= decay < 1, f"train.ema_decay must be at least 0 and below 1, or null, got {decay}")
     _require(

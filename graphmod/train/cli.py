@@ -4,6 +4,8 @@ Imports hydra and the loop. Exit status: 0 all went well, 1 a run failed, 2 the 
 cannot be used, 128 + N stopped by signal N (130 is Ctrl-C, 143 SIGTERM).
 """
 
+import functools
+import itertools
 import os
 import re
 import shlex
@@ -29,11 +31,20 @@ from graphmod.train.config import parse, register
 from graphmod.train.explain import explain, system_error, unknown_flag
 from graphmod.train.loop import resume_point, train
 from graphmod.train.result import RESULT_FILE, RunResult
+from graphmod.train.resume import holds_finished_runs
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"
 _NO_PROFILE = (
     "train.profile=true in a multirun would slow the graph launches of every later job, because a profiler stays "
     "attached to the process; drop it (the comparison tells how busy the GPU was), or run it alone"
+)
+_ONE_FOR_ALL = (
+    "train.resume={} in a multirun would let all its jobs go on with one run; drop --multirun, or go on with each "
+    "job in its folder: hydra.sweep.dir=FOLDER train.resume=auto"
+)
+_SWEPT_ALREADY = (
+    "hydra.sweep.dir={} holds runs of an earlier multirun, and new ones would mix with them; give another folder, or "
+    "delete that one (train.resume=auto goes on with runs that have checkpoints)"
 )
 _TEXTS = ("train.sample_prompt",)
 _FOLDERS = ("hydra.run.dir", "hydra.sweep.dir")
@@ -89,13 +100,20 @@ def for_hydra(arguments: list[str]) -> list[str]:
     """The arguments as Hydra wants them: flags first, and texts in quotes, as generate.py takes them without.
 
     Raises:
-        ConfigError: an unknown flag, a folder without a name, or a profile of several jobs.
+        ConfigError: an unknown flag, a folder without a name, a profile of several jobs, one run that all of them
+            would go on with, or a folder with the runs of another multirun.
     """
     found, several = [], bool({"--multirun", "-m"} & set(arguments))
+    resumes = any(re.match(r"train\.resume=(?!none$)", argument) for argument in arguments)
     for argument in flags_first(arguments):
         key, equals, value = argument.partition("=")
         if key in _FOLDERS and value.strip("'\" ") == "" and equals:
             raise ConfigError(f"{key} is empty; give the folder to write to, such as {key}=runs/mine, or leave it out")
+        # Said here, because the jobs, one by one, would compare what is new without what they may not touch.
+        if several and not resumes and key == "hydra.sweep.dir" and holds_finished_runs(Path(value.strip("'\" "))):
+            raise ConfigError(_SWEPT_ALREADY.format(value))
+        if several and key == "train.resume" and value not in ("none", "auto") and "," not in value:
+            raise ConfigError(_ONE_FOR_ALL.format(value))
         if several and key == "train.profile" and {"true", "yes", "on", "1"} & set(value.lower().split(",")):
             raise ConfigError(_NO_PROFILE)
         found.append(f"{key}={quoted(value)}" if key in _TEXTS and value else argument)
@@ -129,6 +147,20 @@ def swept_keys(arguments: list[str]) -> list[str]:
         if override.is_sweep_override():
             keys.append(override.get_key_element())
     return keys
+
+
+@functools.cache
+def unused(folder: str) -> str:
+    """`folder`, made for this process alone: where there is one already, as of a run that was started in the same
+    second, its name gets a number."""
+    for number in itertools.count(1):
+        name = folder if number == 1 else f"{folder}_{number}"
+        try:
+            Path(name).mkdir(parents=True)
+        except OSError:
+            if Path(name).is_dir():
+                continue
+        return name  # where it cannot be made, whoever writes to it says so
 
 
 def job_folder(keys: list[str], overrides: list[str], number: object) -> str:
@@ -169,10 +201,12 @@ def _from_here(path: str | Path) -> str:
 
 def _way_on(folder: Path, given: list[str]) -> str:
     """The command that goes on with the run in `folder`, which was started with the arguments `given`."""
-    given = [argument for argument in given if not argument.startswith("train.resume=")]
-    return shlex.join(
-        [_from_here(sys.executable), _from_here(sys.argv[0]), *given, f"train.resume={_from_here(folder)}"]
-    )
+    again = [f"train.resume={_from_here(folder)}"]
+    if {"--multirun", "-m"} & set(given):  # whose jobs would all go on with that one
+        again = [f"hydra.sweep.dir={_from_here(folder.parent)}", "train.resume=auto"]
+    changed = tuple(argument.partition("=")[0] + "=" for argument in again)
+    given = [argument for argument in given if not argument.startswith(changed)]
+    return shlex.join([_from_here(sys.executable), _from_here(sys.argv[0]), *given, *again])
 
 
 def _say_stopped(result: RunResult, folder: Path, given: list[str]) -> int:
@@ -183,6 +217,13 @@ def _say_stopped(result: RunResult, folder: Path, given: list[str]) -> int:
     else:
         print("  nothing was saved, because train.checkpoint=false")
     return 128 + signal.Signals[result.error]
+
+
+def _bug(error: Exception) -> tuple[int, str]:
+    # All of it is shown, but the other jobs of a multirun go on.
+    traceback.print_exception(error)
+    _complain("this is a bug in graphmod or in a library it uses; the lines above say where")
+    return 1, f"{type(error).__name__}: {error}"
 
 
 def _attempt(cfg: DictConfig, folder: Path, alone: bool, given: list[str]) -> tuple[int, str | Path]:
@@ -198,7 +239,9 @@ def _attempt(cfg: DictConfig, folder: Path, alone: bool, given: list[str]) -> tu
         config = parse(cfg)
         if config.train.profile and not alone:
             raise ConfigError(_NO_PROFILE)  # a file of configs/ says so; the command line was looked at before
-        point = resume_point(config, folder, beside=alone)
+        # What lies beside a folder that was named is other jobs, which may be running.
+        named = any(re.match(r"hydra\.run\.dir=[^$]+$", argument) for argument in given)
+        point = resume_point(config, folder, beside=alone and not named)
         result = train(config, point.run_dir, point, say=print)
     except ConfigError as error:
         _complain(error)
@@ -214,10 +257,14 @@ def _attempt(cfg: DictConfig, folder: Path, alone: bool, given: list[str]) -> tu
         reason = f"out of GPU memory; lower data.batch_size or data.seq_len. {str(error).splitlines()[0]}"
         _complain(reason)
         return 1, reason
-    except Exception as error:  # a bug: show all of it, but let the other jobs of a multirun go on
-        traceback.print_exc()
-        _complain("this is a bug in graphmod or in a library it uses; the lines above say where")
-        return 1, f"{type(error).__name__}: {error}"
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "DefaultCPUAllocator" not in str(error):
+            return _bug(error)
+        reason = f"out of memory; lower data.batch_size or data.seq_len. {error}".splitlines()[0]
+        _complain(reason)
+        return 1, reason
+    except Exception as error:
+        return _bug(error)
     if result.status == "interrupted":
         return _say_stopped(result, point.run_dir, given), point.run_dir
     print(result.report())
@@ -270,6 +317,7 @@ def main(config_dir: Path) -> int:
         OmegaConf.register_new_resolver(
             "swept", lambda overrides, number: job_folder(keys, list(overrides), number), replace=True
         )
+        OmegaConf.register_new_resolver("unused", unused, replace=True)
         OmegaConf.register_new_resolver("groups", lambda: groups(config_dir), replace=True)
         with _hydra_raises():
             hydra.main(config_path=str(config_dir.resolve()), config_name="config", version_base="1.3")(job)()

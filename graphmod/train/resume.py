@@ -15,7 +15,7 @@ from torch import Tensor
 
 from graphmod.errors import ConfigError
 from graphmod.train.checkpoint import FOLDER, MANIFEST_FILE, DamagedCheckpoint, checkpoints, read_manifest, verify
-from graphmod.train.result import RunResult
+from graphmod.train.result import RESULT_FILE, RunResult
 
 log = logging.getLogger("graphmod")
 
@@ -115,6 +115,11 @@ def _unfinished(run_dir: Path) -> bool:
         return True  # killed before it could write one
 
 
+def holds_finished_runs(folder: Path) -> bool:
+    """Whether a folder of several runs, such as a multirun's, has one that is finished."""
+    return any(not _unfinished(path.parent) for path in folder.glob(f"*/{RESULT_FILE}"))
+
+
 def _settings_of(run_dir: Path) -> dict[str, Any] | None:
     for folder in checkpoints(run_dir / FOLDER):
         try:
@@ -140,6 +145,17 @@ def _in_own_folder(run_dir: Path) -> ResumePoint | None:
         return None
     log.warning(f"{'; '.join(damage)}; all of it is left as it is, and this run starts at the beginning in {folder}")
     return ResumePoint(folder)
+
+
+_ELSEWHERE = "write elsewhere (hydra.run.dir=FOLDER; in a multirun hydra.sweep.dir=FOLDER)"
+
+
+def _require_no_result(run_dir: Path) -> None:
+    if not _unfinished(run_dir):
+        raise ConfigError(
+            f"{run_dir} holds the result of an earlier run without checkpoints, and a new one would replace it; "
+            f"{_ELSEWHERE}, or delete that folder"
+        )
 
 
 def _automatic(run_dir: Path, settings: dict[str, Any], beside: bool) -> ResumePoint:
@@ -186,7 +202,8 @@ def locate(resume: str, run_dir: Path, settings: dict[str, Any], beside: bool) -
             a run, or of one checkpoint.
         run_dir: the folder Hydra made for this run.
         settings: the decisive ones.
-        beside: whether `auto` may look at the neighbours of `run_dir`; not in a multirun, where they are other jobs.
+        beside: whether `auto` may look at the neighbours of `run_dir`; not in a multirun nor where `run_dir` was named,
+            because there they are other jobs.
 
     Raises:
         ConfigError: there is nothing whole to resume, what there is had other settings, or a new run would be written
@@ -196,11 +213,15 @@ def locate(resume: str, run_dir: Path, settings: dict[str, Any], beside: bool) -
         if checkpoints(run_dir / FOLDER):
             raise ConfigError(
                 f"{run_dir} holds the checkpoints of an earlier run, and a new one would mix with it; go on with it "
-                "(train.resume=auto), or write elsewhere (hydra.run.dir=FOLDER; in a multirun hydra.sweep.dir=FOLDER)"
+                f"(train.resume=auto), or {_ELSEWHERE}"
             )
+        _require_no_result(run_dir)
         return ResumePoint(run_dir)
     if resume == AUTO:
-        return _automatic(run_dir, settings, beside)
+        point = _automatic(run_dir, settings, beside)
+        if point.checkpoint is None:
+            _require_no_result(point.run_dir)
+        return point
     folder = Path(resume).absolute()
     if (folder / FOLDER).is_dir():
         point, damage = newest_whole(folder)
