@@ -50,8 +50,8 @@ compare: $(STAMP) ## the same run without graphs, per layer and as one graph, si
 tensorboard: $(STAMP) ## show all runs in the browser
 	$(BIN)/tensorboard --logdir runs
 
-test: $(STAMP) ## run the tests; those for a GPU are skipped where there is none
-	$(BIN)/python -m pytest $(ARGS)
+test: $(STAMP) ## run the tests on all cores (at most 8); those for a GPU are skipped where there is none
+	$(BIN)/python -m pytest -n auto --maxprocesses=8 --dist loadfile $(ARGS)
 
 lint: $(STAMP) ## check style and formatting
 	$(BIN)/ruff check .
