@@ -74,7 +74,7 @@ def run_backward(ticket: Ticket, grads: tuple[Tensor | None, ...]) -> Sequence[T
 
 def _backward(ticket: Ticket, graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> Sequence[Tensor | None]:
     module, tape = graph.module, graph.tape
-    accumulates = torch._C._will_engine_execute_node(module._anchor_node)
+    accumulates = torch._C._will_engine_execute_node(module._group.anchor_node)
     if not accumulates and graph.witness is not None and _wanted(graph.witness):
         raise BackwardUnavailable(
             f"the gradients of the parameters inside {module._name!r} go straight to .grad and cannot be had through "

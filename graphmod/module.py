@@ -107,7 +107,6 @@ class CUDAGraphModule(nn.Module):
         self.last_failure = ""
         self._hooks_outside = isinstance(module, nn.Module) and call is None
         self._entries = Registry()
-        self._anchor: Tensor | None = None
         self._start()
 
     def _start(self) -> None:
@@ -222,10 +221,10 @@ class CUDAGraphModule(nn.Module):
             group.backend = make_backend(self._config.backend, device)
             if not group.backend.on_gpu:
                 _tell_of_emulation()
-        if self._anchor is None or self._anchor.device != device:
+        if group.anchor is None or group.anchor.device != device:
             with torch.inference_mode(False):
-                self._anchor = torch.empty(0, device=device, requires_grad=True)
-                self._anchor_node = torch.autograd.graph.get_gradient_edge(self._anchor).node
+                group.anchor = torch.empty(0, device=device, requires_grad=True)
+                group.anchor_node = torch.autograd.graph.get_gradient_edge(group.anchor).node
 
     def _eager_in_flight(self) -> bool:
         """Whether a call without a graph waits for its backward."""

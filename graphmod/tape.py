@@ -174,6 +174,10 @@ class Group:
 
     `shared` are the parameters (by identity) that more than one use feeds in one backward. Eager adds up all uses
     before it adds the sum to `.grad`; so must graphs, and therefore those gradients go through autograd.
+
+    `anchor` is a leaf on the device that every replayed forward with a backward has among its inputs, `anchor_node`
+    where its gradient would be accumulated. One for all: autograd visits that node once in a backward, not once for
+    each module.
     """
 
     def __init__(self) -> None:
@@ -191,6 +195,8 @@ class Group:
         self.static: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.context: tuple | None = None
         self.begun = 0  # passes
+        self.anchor: Tensor | None = None
+        self.anchor_node: Any = None
         self._learned: dict[tuple, bool] = {}
         self._version = -1
 
