@@ -22,7 +22,12 @@ def mark_static(tensor: Tensor) -> Tensor:
     """Tells graphs that `tensor` keeps its address for as long as they live, so that they read it where it is.
 
     Whoever marks a tensor writes new values into it in place. Returns the tensor.
+
+    Raises:
+        TypeError: it is no tensor.
     """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"mark_static takes a tensor, got {type(tensor).__name__}")
     tensor._graphmod_static = True
     return tensor
 

@@ -249,3 +249,8 @@ def test_a_sparse_argument_after_dense_ones_runs_eagerly(device):
         module(x)
     for sparse in (x.to_sparse(), x.to_sparse_csr()):
         assert torch.equal(module(sparse), x + 1)
+
+
+def test_only_tensors_can_be_marked_static():
+    with pytest.raises(TypeError, match="mark_static takes a tensor, got int"):
+        mark_static(3)

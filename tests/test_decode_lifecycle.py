@@ -2,6 +2,7 @@
 
 import logging
 
+import numpy
 import pytest
 import torch
 from decode_models import prompts_of, reference, tiny_model
@@ -200,6 +201,15 @@ def test_nan_in_the_middle_ends_its_request_with_the_tokens_before_it(device):
     assert [done.tokens for done in good] == free[1:]
     first = engine.memory.first_block
     assert all(torch.isfinite(tensor[first:]).all() for tensor in engine.memory.keys), "left for the next sequence"
+
+
+def test_prompts_may_be_arrays_and_tensors(device):
+    model = tiny_model("llama", device)
+    engine = DecodeEngine(model, max_batch_size=4, max_seq_len=64)
+    (prompt,) = prompts_of(9)
+    kinds = [prompt, tuple(prompt), numpy.array(prompt), torch.tensor(prompt), torch.tensor([prompt])]
+    first, *others = tokens_of(engine, kinds, max_new_tokens=6)
+    assert all(other == first for other in others)
 
 
 def test_requests_wait_for_memory_and_none_is_lost(device):

@@ -7,6 +7,7 @@ Imports transformers' types, `config`, `results`, `scheduler` and `state`.
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
+from numbers import Integral
 from typing import Any, Protocol
 
 import torch
@@ -77,10 +78,10 @@ class RequestReader:
                 f"prompt {number} has {len(found)} tokens and max_seq_len={self.max_seq_len} leaves no room for "
                 "another; shorten it, or make the engine with a larger max_seq_len"
             )
-        wrong = next((t for t in found if not isinstance(t, int) or not 0 <= t < self.vocabulary), None)
+        wrong = next((t for t in found if not isinstance(t, Integral) or not 0 <= t < self.vocabulary), None)
         if wrong is not None:
             raise RequestError(f"prompt {number} holds {wrong!r}, which is no token id below {self.vocabulary}")
-        return found
+        return list(map(int, found))
 
     def stops(self, sampling: Sampling) -> tuple[list[int], list[list[int]], list[str]]:
         """What ends a request: token ids, sequences of several ids, texts.

@@ -95,8 +95,9 @@ class AutoScope:
         if steps < 2 * needed:
             self._choose(
                 scopes[0],
-                f"{steps} steps are too few to measure anything: trying all scopes takes {needed}, and this is done "
-                f"only in runs of at least twice as many, {2 * needed}; raise train.steps or choose a scope",
+                f"the {steps} steps ahead are too few to measure anything: trying all scopes takes {needed}, and "
+                f"this is done only in runs of at least twice as many, {2 * needed}; raise train.steps or choose a "
+                "scope",
             )
 
     def before_step(self) -> TrainStep:

@@ -155,7 +155,9 @@ class RunResult:
             lines += [f"  note: {note}" for note in self.auto.get("notes", ())]
         if self.skipped_steps:
             where = f", the first not finite is step {self.first_nonfinite_step}" if self.first_nonfinite_step else ""
-            lines.append(f"  {counted(self.skipped_steps, 'update')} left out{where}")
+            scaled = self.config.get("train", {}).get("precision") == "fp16_mixed"
+            why = " (overflows of the loss scale among them)" if scaled else ""
+            lines.append(f"  {counted(self.skipped_steps, 'update')} left out{why}{where}")
         if first is not None:
             evaluated = f", evaluation {float.fromhex(self.eval_losses[-1][1]):.3f}" if self.eval_losses else ""
             lines.append(f"  loss {first:.3f} -> {last:.3f}{evaluated} nats a token")
