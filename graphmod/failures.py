@@ -5,6 +5,7 @@ signature stays eager. May import `errors`, `trace` and `lifecycle`; knows `modu
 from __future__ import annotations
 
 import logging
+import re
 from typing import TYPE_CHECKING
 
 from graphmod.errors import CaptureRefused
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from graphmod.module import CUDAGraphModule
 
 log = logging.getLogger("graphmod")
+
+_NUMBER = re.compile(r"-?\d[\d.e+-]*")
 
 
 def capture_failed(module: CUDAGraphModule, entry: Entry, error: BaseException, what: str) -> None:
@@ -27,7 +30,8 @@ def capture_failed(module: CUDAGraphModule, entry: Entry, error: BaseException, 
     module._counters.failures += 1
     module.last_failure = reason
     log.debug("%s: %s", module.graph_name, reason, exc_info=error)
-    module._log_once(f"{module.graph_name!r} runs eagerly, because {what} could not be captured: {reason}")
+    message = f"{module.graph_name!r} runs eagerly, because {what} could not be captured: {reason}"
+    module._log_once(message, key=_NUMBER.sub("", message))  # which may be another each time
     most = module._config.max_failures
     if entry.failed(reason, most):
         module._drop(*{graph.tape for graph in entry.graphs})

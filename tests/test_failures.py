@@ -277,3 +277,21 @@ def test_an_exception_in_a_warm_up_call_does_not_end_the_warm_up(device):
         except ValueError:
             found.append(None)
     assert found[1] is None and len(set(found)) == 6, f"a number was frozen: {found}"
+
+
+def test_a_value_that_changes_in_every_call_is_told_of_once(device, caplog):
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return x * self.calls
+
+    graphed = CUDAGraphModule(Counting().to(device), config())
+    for _ in range(8):
+        graphed(torch.ones(2, device=device))
+    told = [message for message in caplog.messages if "changes 'calls' from" in message]
+    assert graphed.stats.failures == 3
+    assert [("could not be captured" in message, "stays eager" in message) for message in told] == [(1, 0), (0, 1)]

@@ -212,6 +212,21 @@ def test_hooks_of_all_optimizers_run(register):
     assert update.ready()
 
 
+def test_many_groups_that_differ_in_their_rates_are_few_kinds():
+    params = [torch.nn.Parameter(torch.ones(3)) for _ in range(40)]
+    groups = [{"params": [p], "lr": torch.tensor(0.1 * (index + 1))} for index, p in enumerate(params)]
+    optimizer = torch.optim.AdamW(groups, fused=True)
+    gradients(params, 0)
+    optimizer.step()
+    before = [p.detach().clone() for p in params]
+    update = CompiledUpdate(optimizer, "default")
+    assert update.ready()
+    gradients(params, 0)
+    update(None, None)
+    steps = [float((a - p.detach()).abs().mean()) for a, p in zip(before, params, strict=True)]
+    assert steps == sorted(steps) and steps[0] > 0
+
+
 def test_a_group_may_be_empty():
     params = parameters("cpu")
     settings = {"lr": torch.tensor(0.01), "fused": True}

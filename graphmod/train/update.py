@@ -22,7 +22,7 @@ _MOST_TOGETHER = 8
 # Each kind takes a second or two to compile.
 _MOST_KINDS = 32
 # Compiled in as they are.
-_SETTINGS = ("betas", "eps", "weight_decay", "maximize", "decoupled_weight_decay")
+_SETTINGS = ("eps", "weight_decay", "maximize", "decoupled_weight_decay")
 
 
 class CompiledUpdate:
@@ -36,7 +36,7 @@ class CompiledUpdate:
     def __init__(self, optimizer: torch.optim.Optimizer, how: str) -> None:
         self._optimizer = optimizer
         self._device = next(p for group in optimizer.param_groups for p in group["params"]).device
-        self._settings: dict[int, list[Any]] = {}
+        self._settings: dict[int, tuple] = {}
         self._run = _compiled_for(optimizer, how, self._device)
 
     def ready(self) -> bool:
@@ -53,7 +53,7 @@ class CompiledUpdate:
             and "step" not in optimizer.__dict__
             and not any(step_hooks(optimizer))
             and all(itertools.starmap(self._plain, enumerate(optimizer.param_groups)))
-            and len({key for key, _ in self._kinds()}) <= _MOST_KINDS
+            and len({(self._settings[index], *kind) for (index, *kind), _ in self._kinds()}) <= _MOST_KINDS
         )
 
     def _plain(self, index: int, group: dict[str, Any]) -> bool:
@@ -61,7 +61,7 @@ class CompiledUpdate:
             return False
         if any(isinstance(beta, Tensor) for beta in group["betas"]):
             return False
-        settings = [group[name] for name in _SETTINGS]
+        settings = (*group["betas"], *(group[name] for name in _SETTINGS))
         if self._settings.setdefault(index, settings) != settings:
             return False  # one that changes all the time would be compiled all the time
         state = self._optimizer.state
