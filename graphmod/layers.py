@@ -18,8 +18,8 @@ from torch import nn
 
 from graphmod.config import CUDAGraphConfig, settings
 from graphmod.errors import ConfigError
+from graphmod.group import Group
 from graphmod.module import CUDAGraphModule
-from graphmod.tape import Group
 
 _MARK = "_graphmod"
 

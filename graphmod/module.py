@@ -23,6 +23,7 @@ from graphmod.capturing import capture, place
 from graphmod.config import CUDAGraphConfig, settings
 from graphmod.failures import capture_failed
 from graphmod.forward import ForwardGraph
+from graphmod.group import EagerCall, Group
 from graphmod.lifecycle import Entry, GraphStats
 from graphmod.recorder import is_recording
 from graphmod.registry import Registry
@@ -35,7 +36,7 @@ from graphmod.signature import (
     tensor_key,
 )
 from graphmod.surroundings import Surroundings
-from graphmod.tape import EagerCall, Group, Tape
+from graphmod.tape import Tape
 from graphmod.warmup import track, warm_up
 from graphmod.watch import HOOKS
 

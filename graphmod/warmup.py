@@ -13,12 +13,12 @@ from torch import Tensor
 
 from graphmod.errors import CaptureRefused
 from graphmod.failures import capture_failed
+from graphmod.group import EagerCall
 from graphmod.lifecycle import Entry
 from graphmod.reach import NOT_REPLAYED
 from graphmod.recorder import Recorder
 from graphmod.results import resolved
 from graphmod.signature import flatten, opaque_parts
-from graphmod.tape import EagerCall
 
 if TYPE_CHECKING:
     from graphmod.module import CUDAGraphModule

@@ -1,0 +1,183 @@
+"""What wrappers that are captured together share: backend, arenas, gradient buffers, and what is known of the gradients
+that the next backward will meet. Imports `tape`, `matcher` and `signature`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from graphmod.matcher import Matcher, matcher
+from graphmod.signature import Signature, opaque_parts
+from graphmod.tape import MOST_ARENAS, Arena, Tape
+
+if TYPE_CHECKING:
+    from graphmod.backend import Backend
+
+
+class EagerCall:
+    """A warm-up call whose backward is still to come. No tape starts while one is in flight, because the tape would
+    then begin in the middle of an iteration."""
+
+    __slots__ = ("__weakref__", "done", "group")
+
+    def __init__(self, group: Group) -> None:
+        self.group, self.done = group, False
+        group.eager_in_flight += 1
+
+    def backward_began(self, _: Any) -> None:
+        self.group.first_backward()
+        self.finish()
+
+    def finish(self) -> None:
+        if not self.done:
+            self.done = True
+            self.group.eager_in_flight -= 1
+
+    __del__ = finish
+
+
+class Group:
+    """The modules that are captured together: one backend, shared arenas, shared gradient buffers.
+
+    Nothing here is shared between groups (rule R9), so two models in one process do not meet.
+
+    `shared` are the parameters (by identity) that more than one use feeds in one backward. Eager adds up all uses
+    before it adds the sum to `.grad`; so must graphs, and therefore those gradients go through autograd.
+
+    `anchor` is a leaf on the device that every replayed forward with a backward has among its inputs, `anchor_node`
+    where its gradient would be accumulated. One for all: autograd visits that node once in a backward, not once for
+    each module.
+    """
+
+    def __init__(self) -> None:
+        self.backend: Backend | None = None
+        self.arenas: list[Arena] = []
+        self.eager_in_flight = 0
+        self.parameters: list[Tensor] = []
+        self.gradients: dict[int, tuple[weakref.ref, Tensor]] = {}
+        self.buffers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.shared: dict[int, Tensor] = {}
+        self.tied: dict[int, Tensor] = {}
+        self.stash: dict[int, Tensor] = {}
+        self.places: dict[tuple, list] = {}
+        self.matchers: dict[tuple, Matcher] = {}
+        self.static: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self.context: tuple | None = None
+        self.begun = 0  # passes
+        self.anchor: Tensor | None = None
+        self.anchor_node: Any = None
+        self._learned: dict[tuple, bool] = {}
+        self._version = -1
+
+    # -- where a forward may run ---------------------------------------------------------------------------------
+
+    def growing_tape(self) -> Tape | None:
+        """The tape of a pass under way whose end has been reached, so that a new graph may follow on it."""
+        for arena in self.arenas:
+            if arena.in_flight and arena.active.at_end and not arena.active.dropped:
+                return arena.active
+        return None
+
+    def place(self, grads_pass: bool) -> Tape | None:
+        """The tape on which a new pass may be captured now, or None where that is not safe at the moment."""
+        if grads_pass and self.eager_in_flight:
+            return None
+        for arena in self.arenas:
+            if arena.open_to_new():
+                return Tape(arena)
+        if any(arena.kept_to is None for arena in self.arenas):
+            return None
+        return Tape(self.add_arena())
+
+    def new_tape_elsewhere(self) -> Tape | None:
+        """A tape in a new pool, for calls that come in an order the existing ones do not allow."""
+        shared = [arena for arena in self.arenas if arena.kept_to is None]
+        return Tape(self.add_arena()) if len(shared) < MOST_ARENAS else None
+
+    def add_arena(self) -> Arena:
+        self.arenas.append(Arena(self.backend))
+        return self.arenas[-1]
+
+    # -- will the coming backward write gradients, or accumulate? ------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        if self.eager_in_flight > 0:
+            return True
+        for arena in self.arenas:  # noqa: SIM110 - half the time of any() with a generator, before each layer
+            if arena.in_flight:
+                return True
+        return False
+
+    def begin_pass(self) -> None:
+        """Notes, before the first forward of a pass, what is known about the gradients its backward will meet: are
+        they None now, and has the optimizer stepped since the last pass began?"""
+        self.begun += 1
+        probe = self._probe()
+        if probe is None:
+            self.context = None
+            return
+        self.stash.clear()
+        version = probe._version
+        self.context = (probe.grad is None, version != self._version)
+        self._version = version
+
+    def expects_fresh_grads(self) -> bool | None:
+        """Whether the backward of the pass that begins will find gradients to be None; None if nobody can tell."""
+        return None if self.context is None else self._learned.get(self.context, self.context[0])
+
+    def first_backward(self, _: Any = None) -> None:
+        """Called as each backward begins; the first of a pass tells what the gradients really were."""
+        probe = self._probe()
+        if self.context is not None and probe is not None:
+            self._learned[self.context] = probe.grad is None
+            self.context = None
+
+    def _probe(self) -> Tensor | None:
+        return next((p for p in self.parameters if p.requires_grad), None)
+
+    def matcher(self, signature: Signature) -> Matcher:
+        """What compares calls with this signature; layers of one kind share it."""
+        if any(True for _ in opaque_parts(signature.structure)):
+            return matcher(signature)  # not kept here, because it keeps an object alive
+        key = signature[:2]
+        if key not in self.matchers:
+            self.matchers[key] = matcher(signature)
+        return self.matchers[key]
+
+    # -- gradient buffers ----------------------------------------------------------------------------------------
+
+    def gradient_buffer(self, parameter: Tensor) -> Tensor | None:
+        """The buffer in which graphs leave this parameter's gradient; None before the first."""
+        known = self.gradients.get(id(parameter))
+        return known[1] if known is not None and known[0]() is parameter else None
+
+    def share(self, parameters: list[Tensor], lasting: bool = False) -> None:
+        """Notes parameters as shared, with `lasting` also beyond a `release`."""
+        self.shared.update((id(parameter), parameter) for parameter in parameters)
+        if lasting:
+            self.tied.update((id(parameter), parameter) for parameter in parameters)
+
+    def keep_gradient_buffer(self, parameter: Tensor, buffer: Tensor) -> None:
+        self.gradients[id(parameter)] = (weakref.ref(parameter), buffer)
+
+    def release(self) -> None:
+        """Forgets every tape and buffer; the memory is free once the last user of it lets go."""
+        for arena in self.arenas:
+            for tape in list(arena.tapes):
+                tape.drop()
+            arena.pool.release()
+        self.arenas.clear()
+        self.gradients.clear()
+        self.parameters.clear()
+        self.shared.clear()
+        self.shared.update(self.tied)
+        self.places.clear()
+        self.matchers.clear()
+        self.stash.clear()
+        self.static.clear()
+        self.buffers.clear()
+        self._learned.clear()
