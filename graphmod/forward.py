@@ -6,7 +6,6 @@ May import `signature`, `recorder`, `buffers`, `watch`, `reach`, `tape`, `lifecy
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +21,7 @@ from graphmod.recorder import Recorder
 from graphmod.results import Results, resolved
 from graphmod.signature import Leaf, argument_paths, opaque_parts, parameter_names, rebuild
 from graphmod.trace import address, compare
-from graphmod.watch import HookWatch, Watch, foreign_hook, has_gradient_hooks, modules_called
+from graphmod.watch import HookWatch, Watch, foreign_hook, has_gradient_hooks, modules_called, those_that_stepped
 
 if TYPE_CHECKING:
     from graphmod.backward import BackwardGraph
@@ -94,12 +93,12 @@ class ForwardGraph:
         stepped: list[torch.optim.Optimizer] = []
 
         def check(recorder: Recorder, result: Any) -> None:
-            stepped.extend(o for o in found.optimizers if any(address(p) in recorder.written for p in _of(o)))
+            stepped.extend(those_that_stepped(found.optimizers, recorder.written))
             hook = foreign_hook(self.called, stepped)
             if hook is not None:
                 raise CaptureRefused(
-                    f"has {hook} inside, whose Python code would not run in a replay; remove it, or hook the wrapped "
-                    "module itself, whose hooks run around every call"
+                    f"has {hook} inside, whose Python code would not run in a replay; remove it, or have its code "
+                    "run around the call, as the hooks of the wrapped module itself do"
                 )
             if entry.trace is not None:
                 previous, entry.trace = entry.trace, recorder.trace
@@ -269,10 +268,6 @@ class ForwardGraph:
             torch.autograd.graph.increment_version(self._written)
         for index in self._arguments_written:
             torch.autograd.graph.increment_version(self.inputs[index].tensor if leaves is None else leaves[index])
-
-
-def _of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
 def _own_saved_tensors() -> contextlib.AbstractContextManager:

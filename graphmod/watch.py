@@ -7,7 +7,7 @@ May import `recorder` and `reach`.
 import contextlib
 import operator
 import types
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -179,6 +179,15 @@ def without_gradient_hooks(parameters: list[Tensor]) -> Iterator[None]:
     finally:
         for parameter, found in hooks:
             parameter._backward_hooks = found
+
+
+def those_that_stepped(
+    optimizers: list[torch.optim.Optimizer], written: Collection[int]
+) -> list[torch.optim.Optimizer]:
+    """The optimizers of which a parameter lies at one of the addresses `written`."""
+    return [
+        one for one in optimizers if any(address(p) in written for group in one.param_groups for p in group["params"])
+    ]
 
 
 def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[dict, ...]:

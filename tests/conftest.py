@@ -81,6 +81,16 @@ def shell(folder: Path, *arguments: str, **variables: str) -> subprocess.Popen:
 
 
 @pytest.fixture
+def fresh_dynamo():
+    """Nothing is compiled yet, and nothing that is stays."""
+    torch._dynamo.reset()
+    donated = torch._functorch.config.donated_buffer
+    yield
+    torch._functorch.config.donated_buffer = donated
+    torch._dynamo.reset()
+
+
+@pytest.fixture
 def settings():
     """`settings("train.steps=5")` is the checked RunConfig for these overrides; `tiny` ones come first with `TINY`."""
     return lambda *overrides: parse(composed(*overrides))

@@ -264,6 +264,19 @@ def train(side: Side, step: int, *shape: int) -> Tensor:
     return loss.detach()
 
 
+def iteration_of(side: Side) -> Callable[[Tensor], Tensor]:
+    """A whole training iteration of the side's model, as one callable."""
+
+    def iteration(x: Tensor) -> Tensor:
+        loss = loss_of(side.model(x))
+        loss.backward()
+        side.optimizer.step()
+        side.optimizer.zero_grad()
+        return loss.detach()
+
+    return iteration
+
+
 def loss_of(output: Any) -> Tensor:
     """A loss whose gradient is different in every element."""
     tensors = [v for _, v in tensors_of(output) if isinstance(v, Tensor) and v.requires_grad]

@@ -14,8 +14,10 @@ from conftest import ROOT, TINY, composed
 from transformers import AutoModelForCausalLM
 
 from graphmod.errors import ConfigError
-from graphmod.train.cli import _way_on, flags_first, for_hydra, unused
+from graphmod.train.arguments import flags_first, for_hydra
+from graphmod.train.cli import _way_on
 from graphmod.train.config import parse
+from graphmod.train.folders import unused
 
 
 @pytest.fixture

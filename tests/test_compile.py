@@ -24,13 +24,7 @@ SCOPES = ["per_layer", "full_iteration"]
 scopes = pytest.mark.parametrize("scope", SCOPES)
 
 
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    donated = torch._functorch.config.donated_buffer
-    yield
-    torch._functorch.config.donated_buffer = donated
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 @pytest.fixture

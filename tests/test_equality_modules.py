@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from harness import config, layered, loss_of, mlp, train, twins, wrapped
+from harness import config, iteration_of, layered, loss_of, mlp, train, twins, wrapped
 from torch import nn
 
 from graphmod import CUDAGraphModule
@@ -60,16 +60,6 @@ def test_a_whole_iteration_in_one_graph_equals_eager(name, optimizer, device):
             return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)}
         capturable = device.type == "cuda"
         return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), fused=True, capturable=capturable)}
-
-    def iteration_of(side):
-        def iteration(x):
-            loss = loss_of(side.model(x))
-            loss.backward()
-            side.optimizer.step()
-            side.optimizer.zero_grad()
-            return loss.detach()
-
-        return iteration
 
     def graph(side):
         side.iteration = CUDAGraphModule(iteration_of(side), config(), name="iteration")

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from harness import config, loss_of, mlp, play
+from harness import config, iteration_of, loss_of, mlp, play
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -14,16 +14,6 @@ def test_an_optimizer_that_counts_its_steps_in_python_is_refused_with_the_remedy
     def build(device):
         model = mlp(device)
         return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), foreach=False)}
-
-    def iteration_of(side):
-        def iteration(x):
-            loss = loss_of(side.model(x))
-            loss.backward()
-            side.optimizer.step()
-            side.optimizer.zero_grad()
-            return loss.detach()
-
-        return iteration
 
     def graph(side):
         side.run = CUDAGraphModule(iteration_of(side), config())
@@ -84,16 +74,6 @@ def test_step_hooks_of_an_optimizer_run_in_every_step(when, device, steps_of):
         rate, capturable = torch.tensor(0.05, device=device), device.type == "cuda"
         optimizer = torch.optim.AdamW(model.parameters(), lr=rate, fused=True, capturable=capturable)
         return {"model": model, "optimizer": optimizer, "run": None}
-
-    def iteration_of(side):
-        def iteration(x):
-            loss = loss_of(side.model(x))
-            loss.backward()
-            side.optimizer.step()
-            side.optimizer.zero_grad()
-            return loss.detach()
-
-        return iteration
 
     hearing, heard, ran = None, [], []
 

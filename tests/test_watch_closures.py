@@ -48,13 +48,8 @@ def load_other_momentum(side, i):
     side.optimizer.load_state_dict(state)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [raise_rate, change_factor, other_optimizer, other_model, load_optimizer, load_other_momentum, clone_parameters],
-)
-def test_what_a_captured_iteration_closes_over_may_be_exchanged(change, device):
-    def build(device):
-        return {"model": mlp(device), "factor": 1.0, "iteration": None}
+def changing(change):
+    """A step that exchanges something at times."""
 
     def step(side, i):
         if side.iteration is None:
@@ -66,7 +61,18 @@ def test_what_a_captured_iteration_closes_over_may_be_exchanged(change, device):
             change(side, i)
         return side.iteration(side.batch(i, 4, 8))
 
-    twins(build, step, device, graph=lambda side: None, replays=1, steps=24)
+    return step
+
+
+@pytest.mark.parametrize(
+    "change",
+    [raise_rate, change_factor, other_optimizer, other_model, load_optimizer, load_other_momentum, clone_parameters],
+)
+def test_what_a_captured_iteration_closes_over_may_be_exchanged(change, device):
+    def build(device):
+        return {"model": mlp(device), "factor": 1.0, "iteration": None}
+
+    twins(build, changing(change), device, graph=lambda side: None, replays=1, steps=24)
 
 
 @pytest.mark.parametrize("kind", [tuple, list])
@@ -79,17 +85,10 @@ def test_the_betas_of_an_optimizer_may_be_exchanged(kind, device):
         optimizer.param_groups[0]["betas"] = kind((0.9, 0.99))
         return {"model": model, "optimizer": optimizer, "factor": 1.0, "iteration": None}
 
-    def step(side, i):
-        if side.iteration is None:
-            side.iteration = iteration_with(side, lambda: side.optimizer)
-            if side.graphed:
-                side.iteration = CUDAGraphModule(side.iteration, config(), name="iteration")
-                side.graphs = [side.iteration]
-        if i in CHANGES_AT:
-            side.optimizer.param_groups[0]["betas"] = kind((0.5, 1 - 0.1 / i))
-        return side.iteration(side.batch(i, 4, 8))
+    def other_betas(side, i):
+        side.optimizer.param_groups[0]["betas"] = kind((0.5, 1 - 0.1 / i))
 
-    twins(build, step, device, graph=lambda side: None, replays=1, steps=24)
+    twins(build, changing(other_betas), device, graph=lambda side: None, replays=1, steps=24)
 
 
 @pytest.mark.parametrize("what", ["tensor", "number", "function"])

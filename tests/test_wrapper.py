@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 import torch
-from harness import config, loss_of, mlp, train, twins
+from harness import config, iteration_of, mlp, train, twins
 from test_isolation import model
 from torch import nn
 
@@ -92,16 +92,6 @@ def test_a_wrapper_inside_a_wrapper(device):
 
 
 def test_a_whole_iteration_around_graphed_layers(device):
-    def iteration_of(side):
-        def iteration(x):
-            loss = loss_of(side.model(x))
-            loss.backward()
-            side.optimizer.step()
-            side.optimizer.zero_grad()
-            return loss.detach()
-
-        return iteration
-
     def graph(side):
         side.inner = graph_layers(side.model, config())
         side.run = CUDAGraphModule(iteration_of(side), config(), name="iteration")

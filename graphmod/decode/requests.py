@@ -117,7 +117,7 @@ class RequestReader:
 
     def sequences(self, number: int, prompt: Any, n: int, sampling: Sampling) -> list[Sequence]:
         """The n samples of one request. Raises RequestError."""
-        if not isinstance(n, int) or n < 1:
+        if not isinstance(n, Integral) or isinstance(n, bool) or n < 1:
             raise RequestError(f"n must be an integer of at least 1, got {n!r}")
         sampling.check()
         tokens = self.tokens(prompt, number)

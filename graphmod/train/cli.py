@@ -1,11 +1,9 @@
 """What `train.py` does: compose the config with Hydra, run the job or jobs, and word every error for its reader.
 
-Imports hydra and the loop. Exit status: 0 all went well, 1 a run failed, 2 the command line, a config or the data
-cannot be used, 128 + N stopped by signal N (130 is Ctrl-C, 143 SIGTERM).
+Imports hydra, `train/arguments.py`, `train/folders.py` and the loop. Exit status: 0 all went well, 1 a run failed, 2
+the command line, a config or the data cannot be used, 128 + N stopped by signal N (130 is Ctrl-C, 143 SIGTERM).
 """
 
-import functools
-import itertools
 import os
 import re
 import shlex
@@ -20,163 +18,24 @@ from pathlib import Path
 import hydra
 import torch
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from graphmod.errors import ConfigError, GraphmodError
+from graphmod.train.arguments import NO_PROFILE, for_hydra, groups, swept_keys
 from graphmod.train.config import parse, register
-from graphmod.train.explain import explain, system_error, unknown_flag
+from graphmod.train.explain import explain, system_error
+from graphmod.train.folders import from_here, job_folder, unused
 from graphmod.train.loop import resume_point, train
 from graphmod.train.result import RESULT_FILE, RunResult
-from graphmod.train.resume import holds_finished_runs
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"
-_NO_PROFILE = (
-    "train.profile=true in a multirun would slow the graph launches of every later job, because a profiler stays "
-    "attached to the process; drop it (the comparison tells how busy the GPU was), or run it alone"
-)
-_ONE_FOR_ALL = (
-    "train.resume={} in a multirun would let all its jobs go on with one run; drop --multirun, or go on with each "
-    "job in its folder: hydra.sweep.dir=FOLDER train.resume=auto"
-)
-_SWEPT_ALREADY = (
-    "hydra.sweep.dir={} holds runs of an earlier multirun, and new ones would mix with them; give another folder, or "
-    "delete that one (train.resume=auto goes on with runs that have checkpoints)"
-)
-_TEXTS = ("train.sample_prompt",)
-_FOLDERS = ("hydra.run.dir", "hydra.sweep.dir")
-_FLAGS = (
-    *("--help", "-h", "--hydra-help", "--version", "--resolve", "--run", "-r", "--multirun", "-m"),
-    *("--shell-completion", "-sc", "--info", "-i"),
-)
-_FLAGS_WITH_VALUE = (
-    *("--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd"),
-    "--experimental-rerun",
-)
 
 
 def _complain(message: object) -> None:
     print(f"error: {message}", file=sys.stderr, flush=True)
-
-
-def flags_first(arguments: list[str]) -> list[str]:
-    """The arguments, flags before settings: Hydra does not understand `graph=none --multirun train.steps=9`.
-
-    Raises:
-        ConfigError: a flag that Hydra does not have.
-    """
-    flags, settings, left = [], [], list(arguments)
-    while left:
-        argument = left.pop(0)
-        name = argument.partition("=")[0]
-        if not argument.startswith("-"):
-            settings.append(argument)
-        elif name in _FLAGS:
-            flags.append(argument)
-            if name in ("--info", "-i") and left and "=" not in left[0] and not left[0].startswith("-"):
-                flags[-1] = f"--info={left.pop(0)}"
-            elif argument in ("--info", "-i"):
-                flags[-1] = "--info=all"  # it would take the first setting for its value
-        elif name in _FLAGS_WITH_VALUE:
-            flags.append(argument)
-            if "=" not in argument and left:
-                flags.append(left.pop(0))
-        else:
-            raise ConfigError(unknown_flag(argument, left[0] if left else "", [*_FLAGS, *_FLAGS_WITH_VALUE]))
-    return [*flags, *settings]
-
-
-def quoted(text: str) -> str:
-    """`text` so that Hydra and omegaconf, which resolves twice, read it as it is."""
-    text = re.sub(r"(\\*)\$\{", lambda found: found[1] * 4 + r"\\\${", text)
-    text = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), text)
-    return f"'{text}'"
-
-
-def for_hydra(arguments: list[str]) -> list[str]:
-    """The arguments as Hydra wants them: flags first, and texts in quotes, as generate.py takes them without.
-
-    Raises:
-        ConfigError: an unknown flag, a folder without a name, a profile of several jobs, one run that all of them
-            would go on with, or a folder with the runs of another multirun.
-    """
-    found, several = [], bool({"--multirun", "-m"} & set(arguments))
-    resumes = any(re.match(r"train\.resume=(?!none$)", argument) for argument in arguments)
-    for argument in flags_first(arguments):
-        key, equals, value = argument.partition("=")
-        if key in _FOLDERS and value.strip("'\" ") == "" and equals:
-            raise ConfigError(f"{key} is empty; give the folder to write to, such as {key}=runs/mine, or leave it out")
-        # Said here, because the jobs, one by one, would compare what is new without what they may not touch.
-        if several and not resumes and key == "hydra.sweep.dir" and holds_finished_runs(Path(value.strip("'\" "))):
-            raise ConfigError(_SWEPT_ALREADY.format(value))
-        if several and key == "train.resume" and value not in ("none", "auto") and "," not in value:
-            raise ConfigError(_ONE_FOR_ALL.format(value))
-        if several and key == "train.profile" and {"true", "yes", "on", "1"} & set(value.lower().split(",")):
-            raise ConfigError(_NO_PROFILE)
-        found.append(f"{key}={quoted(value)}" if key in _TEXTS and value else argument)
-    return found
-
-
-def groups(config_dir: Path) -> str:
-    """The groups and their choices, a line each, with the default one marked; for --help."""
-    defaults: dict[str, str] = {}
-    for entry in OmegaConf.load(config_dir / "config.yaml").defaults:
-        if isinstance(entry, DictConfig):
-            defaults |= {str(group): str(choice) for group, choice in entry.items()}
-    lines = []
-    for folder in sorted(path for path in config_dir.iterdir() if path.is_dir() and path.name in defaults):
-        names = sorted(path.stem for path in folder.glob("*.yaml"))
-        marked = (f"{name} (default)" if name == defaults[folder.name] else name for name in names)
-        lines.append(f"  {folder.name}: {', '.join(marked)}")
-    return "\n".join(lines) + "\n"
-
-
-def swept_keys(arguments: list[str]) -> list[str]:
-    """The keys that a multirun gives several values to, such as `graph` in `graph=none,per_layer`."""
-    parser, keys = OverridesParser.create(), []
-    for argument in arguments:
-        if argument.startswith("-"):
-            continue
-        try:
-            override = parser.parse_override(argument)
-        except HydraException:
-            continue  # Hydra will say so itself, and better
-        if override.is_sweep_override():
-            keys.append(override.get_key_element())
-    return keys
-
-
-@functools.cache
-def unused(folder: str) -> str:
-    """`folder`, made for this process alone: where there is one already, as of a run that was started in the same
-    second, its name gets a number."""
-    for number in itertools.count(1):
-        name = folder if number == 1 else f"{folder}_{number}"
-        try:
-            Path(name).mkdir(parents=True)
-        except OSError:
-            if Path(name).is_dir():
-                continue
-        return name  # where it cannot be made, whoever writes to it says so
-
-
-def job_folder(keys: list[str], overrides: list[str], number: object) -> str:
-    """The name of a job's folder: `none` for graph=none; keys that are no group keep their name, as in `train.seed=1`.
-
-    Args:
-        keys: the swept ones.
-        overrides: all of the job's.
-        number: of the job; its name when nothing is swept.
-    """
-    parts = []
-    for override in overrides:
-        key, _, value = override.partition("=")
-        if key in keys:
-            parts.append(override if "." in key else value)
-    return "_".join(parts).replace(os.sep, "-")[:200] or str(number)
 
 
 @contextmanager
@@ -193,20 +52,14 @@ def _hydra_raises() -> Iterator[None]:
             os.environ[_FULL_ERROR] = before
 
 
-def _from_here(path: str | Path) -> str:
-    """`path` as one would type it here."""
-    full = Path(path).absolute()
-    return str(full.relative_to(Path.cwd())) if full.is_relative_to(Path.cwd()) else str(full)
-
-
 def _way_on(folder: Path, given: list[str]) -> str:
     """The command that goes on with the run in `folder`, which was started with the arguments `given`."""
-    again = [f"train.resume={_from_here(folder)}"]
+    again = [f"train.resume={from_here(folder)}"]
     if {"--multirun", "-m"} & set(given):  # whose jobs would all go on with that one
-        again = [f"hydra.sweep.dir={_from_here(folder.parent)}", "train.resume=auto"]
+        again = [f"hydra.sweep.dir={from_here(folder.parent)}", "train.resume=auto"]
     changed = tuple(argument.partition("=")[0] + "=" for argument in again)
     given = [argument for argument in given if not argument.startswith(changed)]
-    return shlex.join([_from_here(sys.executable), _from_here(sys.argv[0]), *given, *again])
+    return shlex.join([from_here(sys.executable), from_here(sys.argv[0]), *given, *again])
 
 
 def _say_stopped(result: RunResult, folder: Path, given: list[str]) -> int:
@@ -238,7 +91,7 @@ def _attempt(cfg: DictConfig, folder: Path, alone: bool, given: list[str]) -> tu
     try:
         config = parse(cfg)
         if config.train.profile and not alone:
-            raise ConfigError(_NO_PROFILE)  # a file of configs/ says so; the command line was looked at before
+            raise ConfigError(NO_PROFILE)  # a file of configs/ says so; the command line was looked at before
         # What lies beside a folder that was named is other jobs, which may be running.
         named = any(re.match(r"hydra\.run\.dir=[^$]+$", argument) for argument in given)
         point = resume_point(config, folder, beside=alone and not named)

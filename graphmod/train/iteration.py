@@ -123,15 +123,15 @@ class Iteration:
                 group["lr"].copy_(rate)
         overflow = self._unscale() if self.scale is not None else None
         norm = None
-        fused = self.compiled_update is not None and self.compiled_update.ready()
-        if self.max_grad_norm is not None and not fused:
+        compiled = self.compiled_update is not None and self.compiled_update.ready()
+        if self.max_grad_norm is not None and not compiled:
             norm = nn.utils.clip_grad_norm_(self.trained, self.max_grad_norm)
         elif self.max_grad_norm is not None or (self.guarded and overflow is None):
             norm = nn.utils.get_total_norm([p.grad for p in self.trained if p.grad is not None])
         if self.guarded:
             self._guard(loss, norm, overflow)
         self.position += 1
-        if fused:
+        if compiled:
             self.compiled_update(norm, self.max_grad_norm)
         else:
             self.optimizer.step()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from graphmod.buffers import mark_static
-from graphmod.config import CUDAGraphConfig, Scope
+from graphmod.config import CUDAGraphConfig, Scope, settings
 from graphmod.layers import edge_modules, find_layers, graph_layers, match_layers, ungraph
 from graphmod.lifecycle import GraphStats
 from graphmod.module import CUDAGraphModule
@@ -105,7 +105,7 @@ class TrainStep:
         if compile not in CHOICES:
             raise ValueError(f"compile={compile!r} is not known; choose one of: {', '.join(CHOICES)}")
         self.model, self.optimizer = model, optimizer
-        self.config, self.compile = config or CUDAGraphConfig(), compile
+        self.config, self.compile = settings(config), compile
         self._undo_compile: Callable[[], None] | None = None
         self._loss_fn = loss_fn
         if compile != "none":

@@ -1,5 +1,4 @@
-"""Clipping and Adam's update compiled into one pass over memory. Imports `train/compile.py` and the
-core's `watch`.
+"""Clipping and Adam's update compiled into one pass over memory. Imports `train/compile.py` and the core's `watch`.
 
 The arithmetic is torch's own (`torch.optim.adam.adam`), in float32 where the tensors are narrower. Tensors of one shape
 are updated some at a time, so that what has to be compiled depends on the kinds of tensors and not on their number.
@@ -21,7 +20,7 @@ from graphmod.watch import step_hooks
 _MOST_TOGETHER = 8
 # Each kind takes a second or two to compile.
 _MOST_KINDS = 32
-# Compiled in as they are.
+# Beside betas, compiled in as they are.
 _SETTINGS = ("eps", "weight_decay", "maximize", "decoupled_weight_decay")
 
 
@@ -110,10 +109,7 @@ class CompiledUpdate:
                     lr=group["lr"],
                     beta1=group["betas"][0],
                     beta2=group["betas"][1],
-                    weight_decay=group["weight_decay"],
-                    eps=group["eps"],
-                    maximize=group["maximize"],
-                    decoupled_weight_decay=group["decoupled_weight_decay"],
+                    **{name: group[name] for name in _SETTINGS},
                 )
 
 
@@ -154,7 +150,7 @@ def _adam(
     wide = [_wide(tensor) for tensor in targets]
     count = len(parameters)
     scaled = [_wide(gradient) for gradient in gradients]
-    # Where nothing is compiled (TORCH_COMPILE_DISABLE, a dispatch mode), torch refuses these two on the CPU.
+    # Where a dispatch mode of the user's keeps this from being compiled, torch refuses these two on the CPU.
     on_device = torch.compiler.is_compiling() or parameters[0].is_cuda
     if scale is not None:
         scaled = torch._foreach_mul(scaled, scale)

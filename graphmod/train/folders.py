@@ -1,0 +1,42 @@
+"""The names of folders that runs write to. Standard library only."""
+
+import functools
+import itertools
+import os
+from pathlib import Path
+
+
+@functools.cache
+def unused(folder: str) -> str:
+    """`folder`, made for this process alone: where there is one already, as of a run that was started in the same
+    second, its name gets a number."""
+    for number in itertools.count(1):
+        name = folder if number == 1 else f"{folder}_{number}"
+        try:
+            Path(name).mkdir(parents=True)
+        except OSError:
+            if Path(name).is_dir():
+                continue
+        return name  # where it cannot be made, whoever writes to it says so
+
+
+def job_folder(keys: list[str], overrides: list[str], number: object) -> str:
+    """The name of a job's folder: `none` for graph=none; keys that are no group keep their name, as in `train.seed=1`.
+
+    Args:
+        keys: the swept ones.
+        overrides: all of the job's.
+        number: of the job; its name when nothing is swept.
+    """
+    parts = []
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if key in keys:
+            parts.append(override if "." in key else value)
+    return "_".join(parts).replace(os.sep, "-")[:200] or str(number)
+
+
+def from_here(path: str | Path) -> str:
+    """`path` as one would type it here."""
+    full = Path(path).absolute()
+    return str(full.relative_to(Path.cwd())) if full.is_relative_to(Path.cwd()) else str(full)
