@@ -5,6 +5,7 @@ mode. Imports `trace`, `hazards` and `overloads`.
 """
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ class Recorder(TorchDispatchMode):
         targets: index of an operation in the trace -> memory of its result's shape and strides to compute it into.
         after: called with `(op, args, kwargs, result, fresh)` after each operation; `fresh` are the result tensors
             that share no storage with its arguments.
+        around: called with the arguments of each operation on lists of tensors, for a context to run it in.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Recorder(TorchDispatchMode):
         before_write: Callable[[Tensor], None] | None = None,
         targets: dict[int, Tensor] | None = None,
         after: Callable | None = None,
+        around: Callable[[Iterable[Any]], AbstractContextManager] | None = None,
     ) -> None:
         super().__init__()
         self.trace: list[Step] = []
@@ -67,7 +70,8 @@ class Recorder(TorchDispatchMode):
         self._inputs = {address(tensor) for tensor in inputs}
         self._hazards = Hazards(on_gpu)
         self._on_gpu, self._refuse = on_gpu, refuse
-        self._before_write, self._after, self._targets = before_write, after, targets or {}
+        self._before_write, self._after, self._around = before_write, after, around
+        self._targets = targets or {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -75,7 +79,7 @@ class Recorder(TorchDispatchMode):
 
     def finish(self) -> "Recorder":
         """Lets go of the callbacks, so that the record keeps nothing alive but the tensors from outside."""
-        self._before_write = self._after = None
+        self._before_write = self._after = self._around = None
         self._targets = {}
         self.made_by = {}
         return self
@@ -119,6 +123,9 @@ class Recorder(TorchDispatchMode):
         target = self._targets.get(len(self.trace))
         if target is not None and fits_into(op, args, kwargs, target):
             result = run_into(op, args, kwargs, target)
+        elif about.lists and self._around is not None:
+            with self._around((*args, *kwargs.values())):
+                result = op(*args, **kwargs)
         else:
             result = op(*args, **kwargs)
         results = list(tensors_in(result if isinstance(result, (tuple, list)) else (result,)))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 _INTERNAL = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+_ON_LISTS = ("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_")
 _BATCH_NORMS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}
 
 
@@ -35,6 +36,7 @@ class Facts(NamedTuple):
     random: bool
     dropout: int  # position of the argument `dropout_p`, without which it draws nothing; -1 if it has none
     dynamic: bool
+    lists: bool  # works on lists of tensors, maybe with several launches of one kernel
     name: str
 
 
@@ -58,6 +60,7 @@ def facts(op: Any) -> Facts:
             torch.Tag.nondeterministic_seeded in tags,
             next((i for i, a in enumerate(schema.arguments if schema else ()) if a.name == "dropout_p"), -1),
             torch.Tag.dynamic_output_shape in tags,
+            name.startswith(_ON_LISTS),
             name,
         )
         _facts_of[op] = found

@@ -7,7 +7,8 @@ import torch
 from harness import loss_of, twins, wrapped
 from torch import nn
 
-from graphmod.backend.nodes import node_types, use_kernels
+from graphmod.backend.driver import node_types
+from graphmod.backend.nodes import use_kernels
 
 pytestmark = pytest.mark.gpu
 

@@ -1,17 +1,17 @@
 """Capture and replay with `torch.cuda.CUDAGraph`.
 
 Everything is captured on one side stream per backend, so that autograd's nodes belong to it and a captured graph is one
-chain without forks to other streams (a fork costs gaps between kernels at every replay). Nothing is ever run there:
-once a process has launched a handful of kernels on a second stream, the kernels of every graph follow each other 0.3 us
-later. Warm-up calls and replays run on the caller's stream. May import `recorder`, `nodes`, `pool`, `streams` and
-`random_state`.
+chain; only then does `branches` part what does not depend on each other. Nothing is ever run on that stream: once a
+process has launched a handful of kernels on a second stream, the kernels of every graph follow each other 0.3 us later.
+Warm-up calls and replays run on the caller's stream. May import `recorder`, `branches`, `driver`, `nodes`, `pool`,
+`streams` and `random_state`.
 """
 
 import contextlib
 import gc
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from graphmod.backend.branches import independent, spread
+from graphmod.backend.driver import last_captured
 from graphmod.backend.nodes import use_kernels
 from graphmod.backend.pool import CudaPool
 from graphmod.backend.random_state import refuse_random_state
@@ -177,7 +179,18 @@ class CudaBackend:
                 graphs[0].capture_end()
                 self._begin(graphs, pool, generators, caller)
 
-        recorder = Recorder(inputs, on_gpu=True, targets=targets, before_write=before_write)
+        # Per graph, the nodes between which operations on lists of tensors lie.
+        spans: list[list[tuple[int, int]]] = [[], []]
+
+        @contextlib.contextmanager
+        def around(args: Iterable[Any]) -> Iterator[None]:
+            before = self._last_captured() if independent(args) else 0
+            yield
+            last = self._last_captured() if before else 0
+            if last:
+                spans[len(graphs) - 1].append((before, last))
+
+        recorder = Recorder(inputs, on_gpu=True, targets=targets, before_write=before_write, around=around)
         spare = [(g, g.clone_state()) for g in (self._generator, *generators) if g.device.type == "cuda"]
         caller = torch.cuda.current_stream(self.device)
         with _no_garbage_collection(), torch.cuda.stream(self.stream):
@@ -200,8 +213,8 @@ class CudaBackend:
             except BaseException:
                 self._clean_up(pool, spare)
                 raise
-            for graph in graphs:
-                self._instantiate(graph)
+            for graph, operations in zip(graphs, spans, strict=False):
+                self._instantiate(graph, operations)
         pool.grew(torch.cuda.memory_reserved(self.device) - reserved)
         return CudaCapture(graphs, recorder.finish()), result
 
@@ -223,11 +236,21 @@ class CudaBackend:
             graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
         del open_by
 
-    def _instantiate(self, graph: torch.cuda.CUDAGraph) -> None:
+    def _last_captured(self) -> int:
+        if torch.cuda.current_stream(self.device) != self.stream:
+            return 0
         try:
+            return last_captured(self.stream.cuda_stream)
+        except Exception as error:  # an older driver
+            log.debug("multi-tensor operations stay as they are: %s", error)
+            return 0
+
+    def _instantiate(self, graph: torch.cuda.CUDAGraph, operations: list[tuple[int, int]]) -> None:
+        try:
+            spread(graph.raw_cuda_graph(), operations)
             use_kernels(graph.raw_cuda_graph(), self.device, self.stream)
         except Exception as error:  # an older driver, a mode of the user's: slower, but the same
-            log.debug("memset and memcpy nodes stay as they are: %s", error)
+            log.debug("the nodes of a graph stay as they are: %s", error)
         graph.instantiate()
 
     def _abandon(self, graph: torch.cuda.CUDAGraph, pool: CudaPool, spare: list) -> None:

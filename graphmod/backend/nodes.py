@@ -2,14 +2,12 @@
 
 In a chain of kernels a memset or memcpy node costs about a microsecond more than a kernel does, and reductions bring
 memsets for their semaphores, `clone` brings copies. The kernels are PyTorch's own, captured for the same addresses on
-the side, so the bytes written are the same. What the driver does not let be changed stays as it was. Uses the driver's
-C interface (CUDA Driver API, "Graph Management"), because PyTorch has no way to edit a graph.
+the side, so the bytes written are the same. What the driver does not let be changed stays as it was. Imports `driver`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 from collections.abc import Callable
 from ctypes import Structure, byref, c_int, c_size_t, c_uint, c_void_p
@@ -18,7 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_KERNEL, _MEMCPY, _MEMSET = 0, 1, 2  # CUgraphNodeType
+from graphmod.backend.driver import Kernel, call, node_type, nodes
+
+_MEMCPY, _MEMSET = 1, 2  # CUgraphNodeType
 _DEVICE = 2  # CUmemorytype
 _THREAD_LOCAL = 1  # CUstreamCaptureMode
 _ORDINAL = 9  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
@@ -57,56 +57,11 @@ class _Memcpy(Structure):  # CUDA_MEMCPY3D
     _fields_ = [*_side("src"), *_side("dst"), ("width", c_size_t), ("height", c_size_t), ("depth", c_size_t)]
 
 
-class _Kernel(Structure):  # CUDA_KERNEL_NODE_PARAMS_v2
-    _fields_ = [
-        ("function", c_void_p),
-        ("dimensions", c_uint * 7),
-        ("parameters", c_void_p),
-        ("extra", c_void_p),
-        ("kernel", c_void_p),
-        ("context", c_void_p),
-    ]
-
-
-@functools.cache
-def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
-
-
-def _call(name: str, *arguments: Any) -> None:
-    status = getattr(_driver(), name)(*arguments)
-    if status:
-        raise RuntimeError(f"{name} returned CUDA error {status}")
-
-
-def _nodes(query: str, of: c_void_p) -> list[c_void_p]:
-    """The nodes of a graph, or the neighbours of a node."""
-    count = c_size_t()
-    _call(query, of, None, byref(count))
-    if not count.value:
-        return []
-    found = (c_void_p * count.value)()
-    _call(query, of, found, byref(count))
-    return [c_void_p(node) for node in found]
-
-
-def _type(node: c_void_p) -> int:
-    kind = c_int()
-    _call("cuGraphNodeGetType", node, byref(kind))
-    return kind.value
-
-
-def node_types(graph: int) -> dict[int, int]:
-    """How many nodes of each `CUgraphNodeType` the `cudaGraph_t` at address `graph` has."""
-    kinds = [_type(node) for node in _nodes("cuGraphGetNodes", c_void_p(graph))]
-    return {kind: kinds.count(kind) for kind in sorted(set(kinds))}
-
-
 def _is_on(device: torch.device, *addresses: int) -> bool:
     """Whether all of these lie in the memory of the device itself."""
     for address in addresses:
         ordinal = c_int(-1)
-        _call("cuPointerGetAttribute", byref(ordinal), c_int(_ORDINAL), c_size_t(address))
+        call("cuPointerGetAttribute", byref(ordinal), c_int(_ORDINAL), c_size_t(address))
         if ordinal.value != device.index:
             return False
     return True
@@ -120,7 +75,7 @@ def _memory(address: int, elements: int, dtype: torch.dtype, device: torch.devic
 def _fill(node: c_void_p, device: torch.device) -> Callable[[], Any] | None:
     """What a memset node does, as an operation that launches one kernel; None where that is not plain."""
     found = _Memset()
-    _call("cuGraphMemsetNodeGetParams", node, byref(found))
+    call("cuGraphMemsetNodeGetParams", node, byref(found))
     size, length = found.element, found.element * found.width
     if size not in _INTEGERS or found.height != 1 or not 0 < length <= _MOST or not _is_on(device, found.dst):
         return None
@@ -135,7 +90,7 @@ def _fill(node: c_void_p, device: torch.device) -> Callable[[], Any] | None:
 def _copy(node: c_void_p, device: torch.device) -> Callable[[], Any] | None:
     """What a copy node does, likewise; only copies of consecutive bytes from this device to it."""
     found = _Memcpy()
-    _call("cuGraphMemcpyNodeGetParams", node, byref(found))
+    call("cuGraphMemcpyNodeGetParams", node, byref(found))
     plain = found.height == found.depth == 1 and found.src_type == found.dst_type == _DEVICE
     offsets = (found.src_x, found.src_y, found.src_z, found.dst_x, found.dst_y, found.dst_z)
     if not plain or any(offsets) or not 0 < found.width <= _MOST:
@@ -152,47 +107,47 @@ def _copy(node: c_void_p, device: torch.device) -> Callable[[], Any] | None:
 _AS_OPERATION = {_MEMSET: _fill, _MEMCPY: _copy}
 
 
-def _captured_kernels(operations: list[Callable[[], Any]], stream: torch.cuda.Stream) -> tuple[c_void_p, list[_Kernel]]:
+def _captured_kernels(operations: list[Callable[[], Any]], stream: torch.cuda.Stream) -> tuple[c_void_p, list[Kernel]]:
     """A graph of these operations, and the kernel of each."""
     graph, handle = c_void_p(), c_void_p(stream.cuda_stream)
     try:
         with torch.cuda.stream(stream):
-            _call("cuStreamBeginCapture_v2", handle, c_int(_THREAD_LOCAL))
+            call("cuStreamBeginCapture_v2", handle, c_int(_THREAD_LOCAL))
             try:
                 for operation in operations:
                     operation()
             finally:
-                _call("cuStreamEndCapture", handle, byref(graph))
+                call("cuStreamEndCapture", handle, byref(graph))
         kernels = []
-        following = _nodes("cuGraphGetRootNodes", graph)
+        following = nodes("cuGraphGetRootNodes", graph)
         while following:  # a chain, in the order of the operations
-            found = _Kernel()
-            _call("cuGraphKernelNodeGetParams_v2", following[0], byref(found))
+            found = Kernel()
+            call("cuGraphKernelNodeGetParams_v2", following[0], byref(found))
             kernels.append(found)
-            following = _nodes("cuGraphNodeGetDependentNodes", following[0])
+            following = nodes("cuGraphNodeGetDependentNodes", following[0])
         if len(kernels) != len(operations):
             raise RuntimeError(f"{len(operations)} operations became {len(kernels)} kernels")
         return graph, kernels
     except BaseException:
         if graph:
-            _call("cuGraphDestroy", graph)
+            call("cuGraphDestroy", graph)
         raise
 
 
-def _replace(graph: c_void_p, node: c_void_p, kernel: _Kernel) -> None:
-    before = _nodes("cuGraphNodeGetDependencies", node)
-    after = _nodes("cuGraphNodeGetDependentNodes", node)
+def _replace(graph: c_void_p, node: c_void_p, kernel: Kernel) -> None:
+    before = nodes("cuGraphNodeGetDependencies", node)
+    after = nodes("cuGraphNodeGetDependentNodes", node)
     made = c_void_p()
     given = (c_void_p * len(before))(*before)
-    _call("cuGraphAddKernelNode_v2", byref(made), graph, given, c_size_t(len(before)), byref(kernel))
+    call("cuGraphAddKernelNode_v2", byref(made), graph, given, c_size_t(len(before)), byref(kernel))
     try:
         if after:
             sources, targets = (c_void_p * len(after))(*[made] * len(after)), (c_void_p * len(after))(*after)
-            _call("cuGraphAddDependencies", graph, sources, targets, c_size_t(len(after)))
+            call("cuGraphAddDependencies", graph, sources, targets, c_size_t(len(after)))
     except RuntimeError:
-        _call("cuGraphDestroyNode", made)
+        call("cuGraphDestroyNode", made)
         raise
-    _call("cuGraphDestroyNode", node)
+    call("cuGraphDestroyNode", node)
 
 
 def use_kernels(graph: int, device: torch.device, stream: torch.cuda.Stream) -> int:
@@ -207,8 +162,8 @@ def use_kernels(graph: int, device: torch.device, stream: torch.cuda.Stream) -> 
         How many nodes were replaced.
     """
     wanted = []
-    for node in _nodes("cuGraphGetNodes", c_void_p(graph)):
-        make = _AS_OPERATION.get(_type(node))
+    for node in nodes("cuGraphGetNodes", c_void_p(graph)):
+        make = _AS_OPERATION.get(node_type(node))
         operation = make(node, device) if make is not None else None
         if operation is not None:
             wanted.append((node, operation))
@@ -222,5 +177,5 @@ def use_kernels(graph: int, device: torch.device, stream: torch.cuda.Stream) -> 
                 _replace(c_void_p(graph), node, kernel)
                 replaced += 1
     finally:
-        _call("cuGraphDestroy", made)
+        call("cuGraphDestroy", made)
     return replaced
