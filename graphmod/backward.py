@@ -70,6 +70,7 @@ def run_backward(ticket: Ticket, grads: tuple[Tensor | None, ...]) -> Sequence[T
         return _backward(ticket, graph, grads)
     finally:
         ticket.finish()
+        ticket.arena.rest()
 
 
 def _backward(ticket: Ticket, graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> Sequence[Tensor | None]:
@@ -107,8 +108,9 @@ def _backward(ticket: Ticket, graph: ForwardGraph, grads: tuple[Tensor | None, .
                 return _hand_out(known, graph.entry)
             return recompute(ticket, graph, grads, True, pending)
         return recompute(ticket, graph, grads, accumulates, pending)
-    if any(output.changed() for output in known.saved):
-        raise changed_in_place(module)
+    for output in known.saved:
+        if output.changed():
+            raise changed_in_place(module)
     if on_tape and known.index >= tape.cursor and known.fits(grads, tape.arena.passes):
         # Where autograd may add to the same gradients in this backward, because the module also ran without a graph.
         both = module._eager_in >= module._group.begun - 1

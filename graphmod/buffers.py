@@ -154,6 +154,11 @@ class StaticOutput:
         """Whether somebody still holds the last handed-out result."""
         return self._twin is not None and _use_count(self._twin.untyped_storage()._cdata) > 2
 
+    def let_go(self) -> None:
+        """Forgets the last handed-out result if nobody else holds it: then there will be nothing to move."""
+        if not self.held():
+            self._twin = None
+
     def evacuate(self) -> bool:
         """Moves the last handed-out result to memory of its own if somebody holds it.
 

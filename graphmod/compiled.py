@@ -1,4 +1,4 @@
-"""Code compiled with torch.compile inside a capture. Imports `recorder`.
+"""Code compiled with torch.compile inside a capture. Imports `tracer`.
 
 Two things stand between compiled code and a capture. Dynamo steps aside for every dispatch mode, so that under the
 recorder the eager code would run, and be captured, without a word. And the kernels that inductor generates are
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _python_dispatch as dispatch
 
-from graphmod.recorder import Recorder, current_recorder
+from graphmod.tracer import Tracer, current_tracer
 
 # What dynamo looks at to see whether a dispatch mode is active; which of them depends on the release.
 _MODE_FLAGS = (
@@ -63,12 +63,12 @@ def _version(tensor: Tensor) -> int | None:
 
 
 # The recorder out of whose sight code runs now.
-_out_of_sight_of: ContextVar[Recorder | None] = ContextVar("out_of_sight_of", default=None)
+_out_of_sight_of: ContextVar[Tracer | None] = ContextVar("out_of_sight_of", default=None)
 
 
 def note_random() -> None:
     """To be called by compiled code that draws random numbers, before it does."""
-    recorder = current_recorder() or _out_of_sight_of.get()
+    recorder = current_tracer() or _out_of_sight_of.get()
     if recorder is not None:
         recorder.random = True
 
@@ -81,7 +81,7 @@ def shown(tensors: Iterable[Any], hide: bool = True) -> Iterator[None]:
         tensors: what it reads; others than tensors are left out. The recorder is shown these.
         hide: whether the recorder is kept from seeing the code itself.
     """
-    recorder = current_recorder()
+    recorder = current_tracer()
     if recorder is None:
         yield
         return

@@ -55,20 +55,23 @@ class Hazards:
     def on_device(self, tensor: Tensor) -> bool:
         return tensor.is_cuda if self.on_gpu else address(tensor) not in self._host
 
-    def note(self, about: Facts, given: list[Tensor], results: list[Tensor], fresh: list[Tensor]) -> None:
-        """Takes in an operation that has run; `fresh` are those results that share no memory with what it was given."""
-        host = bool(fresh) and not any(map(self.on_device, given))
-        listed = bool(given) and all(address(tensor) in self._listed for tensor in given)
+    def note(
+        self, about: Facts, given: list[Tensor], given_at: list[int], results_at: list[int], fresh_at: list[int]
+    ) -> None:
+        """Takes in an operation that has run: what it was given, and the addresses of that, of its results, and of
+        those results that share no memory with what it was given."""
+        listed = bool(given and self._listed) and self._listed.issuperset(given_at)
         if listed or about.name == "aten::lift_fresh":
-            self._listed.update(map(address, results))
+            self._listed.update(results_at)
         elif self._listed:
-            self._listed.difference_update(map(address, fresh))
-        places = set(map(address, fresh))
-        self.made |= places
-        if host:
-            self._host |= places
+            self._listed.difference_update(fresh_at)
+        self.made.update(fresh_at)
+        if self.on_gpu or not fresh_at:
+            return
+        if any(map(self.on_device, given)):
+            self._host.difference_update(fresh_at)
         else:
-            self._host -= places
+            self._host.update(fresh_at)
 
     def note_write(self, where: int) -> None:
         """Takes in that memory was written: what a host tensor received from the device is not host data any more."""
@@ -106,13 +109,17 @@ class Hazards:
             return "has a result whose size depends on the data; pad it, or use nonzero_static or output_size="
         if name in _UNREPEATABLE:
             return f"cannot be repeated from a recording: {_UNREPEATABLE[name]}"
-        if any(tensor.layout is not torch.strided for tensor in given):
-            return "works on a sparse tensor"
+        host = False
+        for tensor in given:
+            if tensor.layout is not torch.strided:
+                return "works on a sparse tensor"
+            host = host or not tensor.is_cuda
         if self.on_gpu:
-            return self._gpu_reason(about, args, kwargs, given)
-        listed = [tensor for tensor in given if tensor.dim() and tensor.numel() and address(tensor) in self._listed]
-        if listed and len(listed) < len(given):
-            return _FROM_LIST
+            return self._gpu_reason(about, args, kwargs, given) if host or name == "aten::_to_copy" else None
+        if self._listed:
+            listed = [tensor for tensor in given if tensor.dim() and tensor.numel() and address(tensor) in self._listed]
+            if listed and len(listed) < len(given):
+                return _FROM_LIST
         return None
 
     def _gpu_reason(self, about: Facts, args: tuple, kwargs: dict, given: list) -> str | None:

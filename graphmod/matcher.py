@@ -72,7 +72,8 @@ class _Writer:
         shape, stride, dtype, device, grad = map(self.constant, self.tensors[index])
         self.lines.append(f"t{index} = {value}")
         self.demand(f"{value}.__class__ in kinds and {value}.shape == {shape} and {value}.layout is strided")
-        self.demand(f"{value}.stride() == {stride} and not {value}.is_neg() and not {value}.is_conj()")
+        lazy = f"{value}.is_neg()" + (f" or {value}.is_conj()" if self.tensors[index][2].is_complex else "")
+        self.demand(f"{value}.stride() == {stride} and not ({lazy})")
         self.demand(f"{value}.dtype is {dtype} and {value}.device == {device} and {value}.requires_grad is {grad}")
 
     def plain(self, value: str, structure: tuple) -> None:

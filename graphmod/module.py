@@ -25,7 +25,6 @@ from graphmod.failures import capture_failed
 from graphmod.forward import ForwardGraph
 from graphmod.group import EagerCall, Group
 from graphmod.lifecycle import Entry, GraphStats
-from graphmod.recorder import is_recording
 from graphmod.registry import Registry
 from graphmod.replaying import OTHER_MODES, find, launch, results
 from graphmod.signature import (
@@ -37,6 +36,7 @@ from graphmod.signature import (
 )
 from graphmod.surroundings import Surroundings
 from graphmod.tape import Tape
+from graphmod.tracer import is_recording
 from graphmod.warmup import track, warm_up
 from graphmod.watch import HOOKS
 

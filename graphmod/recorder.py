@@ -1,7 +1,7 @@
-"""Sees every aten operation of a call: what it reads and writes, with which scalars, on which line of the user's code.
+"""Follows the memory of every aten operation of a call: what it reads, writes and makes.
 
 The emulated backend, the address watch and the check for what a graph cannot repeat all stand on this one dispatch
-mode. Imports `trace`, `hazards` and `overloads`.
+mode. Imports `tracer`, `trace`, `hazards` and `overloads`.
 """
 
 from collections.abc import Callable, Iterable
@@ -10,34 +10,30 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from graphmod.hazards import Hazards
 from graphmod.overloads import fits_into, run_into
-from graphmod.trace import Facts, Step, address, draws, facts, scalar_of, tensors_in, user_frame
+from graphmod.trace import Facts, address, tensors_in
+from graphmod.tracer import Tracer
 
 _STATISTICS = frozenset({3, 4})  # running_mean and running_var; argument 5 says whether it trains
 
 
-class Recorder(TorchDispatchMode):
-    """Watches a call. With `refuse`, raises `CaptureRefused` before an operation that a graph cannot repeat.
+class Recorder(Tracer):
+    """Also sees what a call reads and writes. Raises `CaptureRefused` before an operation that a graph cannot repeat.
 
     Attributes:
-        trace: the operations, in order.
         outside: address -> tensor, what the call read or wrote without having made it or been given it.
         written: the part of `outside` that it changed.
         inputs_written: the addresses of inputs that it changed.
         read: every address it read.
         made_by: address -> index in the trace, operation, size and strides of what was made there last.
-        generators: those passed to random operations.
         wrote_unseen: whether code ran that it could not see, and that changed something from outside before anything
             that it saw did.
-        random, backward: whether it drew random numbers, or ran a backward pass.
 
     Args:
         inputs: the static tensors the call was given; reading them is no surprise.
         on_gpu: True when captured by CUDA.
-        refuse: check for hazards.
         before_write: called with each tensor from outside that an operation is about to change.
         targets: index of an operation in the trace -> memory of its result's shape and strides to compute it into.
         after: called with `(op, args, kwargs, result, fresh)` after each operation; `fresh` are the result tensors
@@ -50,32 +46,23 @@ class Recorder(TorchDispatchMode):
         inputs: Iterable[Tensor] = (),
         *,
         on_gpu: bool = False,
-        refuse: bool = True,
         before_write: Callable[[Tensor], None] | None = None,
         targets: dict[int, Tensor] | None = None,
         after: Callable | None = None,
         around: Callable[[Iterable[Any]], AbstractContextManager] | None = None,
     ) -> None:
         super().__init__()
-        self.trace: list[Step] = []
         self.outside: dict[int, Tensor] = {}
         self.written: dict[int, Tensor] = {}
         self.read: set[int] = set()
         self.inputs_written: set[int] = set()
         self.made_by: dict[int, tuple[int, Any, torch.Size, tuple]] = {}
-        self.generators: list[torch.Generator] = []
-        self.random = False
-        self.backward = False
         self.wrote_unseen = False
         self._inputs = {address(tensor) for tensor in inputs}
         self._hazards = Hazards(on_gpu)
-        self._on_gpu, self._refuse = on_gpu, refuse
+        self._on_gpu = on_gpu
         self._before_write, self._after, self._around = before_write, after, around
         self._targets = targets or {}
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # the wrapper it stands for costs as much as the rest of the recording
 
     def finish(self) -> "Recorder":
         """Lets go of the callbacks, so that the record keeps nothing alive but the tensors from outside."""
@@ -103,24 +90,17 @@ class Recorder(TorchDispatchMode):
         """Whether a tensor lies on the host while the capture works on a GPU."""
         return self._on_gpu and not tensor.is_cuda
 
-    def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
-        about = facts(op)
-        if about.name.startswith("profiler::"):
-            return op(*args, **kwargs)
-        code, line = user_frame()
-        given = list(tensors_in((*args, *kwargs.values())))
-        if self._refuse:
-            self._hazards.check(op, about, args, kwargs, given, code, line)
-        given_at = set()
-        for tensor in given:
-            where = address(tensor)
-            given_at.add(where)
-            self.read.add(where)
+    def _run(self, op: Any, about: Facts, args: tuple, kwargs: dict, code: Any, line: int) -> Any:
+        given = list(tensors_in((*args, *kwargs.values()) if kwargs else args))
+        self._hazards.check(op, about, args, kwargs, given, code, line)
+        given_at = list(map(address, given))
+        self.read.update(given_at)
+        for where, tensor in zip(given_at, given, strict=True):
             if where and where not in self._hazards.made and where not in self._inputs and where not in self.outside:
                 self.outside[where] = tensor.detach()
-        self._note_writes(about, args, kwargs)
-        target = self._targets.get(len(self.trace))
+        if about.writes or about.statistics:
+            self._note_writes(about, args, kwargs)
+        target = self._targets.get(len(self.trace)) if self._targets else None
         if target is not None and fits_into(op, args, kwargs, target):
             result = run_into(op, args, kwargs, target)
         elif about.lists and self._around is not None:
@@ -129,26 +109,20 @@ class Recorder(TorchDispatchMode):
         else:
             result = op(*args, **kwargs)
         results = list(tensors_in(result if isinstance(result, (tuple, list)) else (result,)))
-        fresh = [tensor for tensor in results if address(tensor) not in given_at or not address(tensor)]
-        self._hazards.note(about, given, results, fresh)
-        for tensor in fresh:
-            self.made_by[address(tensor)] = (len(self.trace), op, tensor.size(), tensor.stride())
-        self.random = self.random or draws(about, args, kwargs)
-        self.backward = self.backward or torch._C._current_autograd_node() is not None
-        generator = kwargs.get("generator")
-        if generator is not None and not any(generator is known for known in self.generators):
-            self.generators.append(generator)
-        self.trace.append(
-            Step(op, (*map(scalar_of, args), *((k, scalar_of(v)) for k, v in kwargs.items())), code, line)
-        )
+        results_at = list(map(address, results))
+        fresh, fresh_at = results, results_at
+        if any(where in given_at for where in results_at):
+            new = [i for i, where in enumerate(results_at) if where not in given_at or not where]
+            fresh, fresh_at = [results[i] for i in new], [results_at[i] for i in new]
+        self._hazards.note(about, given, given_at, results_at, fresh_at)
+        for where, tensor in zip(fresh_at, fresh, strict=True):
+            self.made_by[where] = (len(self.trace), op, tensor.size(), tensor.stride())
         if self._after is not None:
             self._after(op, args, kwargs, result, fresh)
         return result
 
     def _note_writes(self, about: Facts, args: tuple, kwargs: dict) -> None:
         writes = _STATISTICS if about.statistics and args[5] else about.writes
-        if not writes:
-            return
         for key, value in (*enumerate(args), *kwargs.items()):
             if key not in writes:
                 continue
@@ -161,13 +135,3 @@ class Recorder(TorchDispatchMode):
                 elif where in self._inputs:
                     self.inputs_written.add(where)
                 self._hazards.note_write(where)
-
-
-def current_recorder() -> Recorder | None:
-    """The recorder that watches the present call."""
-    return next((mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Recorder)), None)
-
-
-def is_recording() -> bool:
-    """Whether a recorder watches the present call."""
-    return current_recorder() is not None

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from graphmod.reach import Reach, reach
 
-_training = operator.attrgetter("training")
+_training, _TRAINING = operator.attrgetter("training"), repeat("training")
 _grad = operator.attrgetter("grad")
 
 
@@ -30,6 +30,7 @@ class Surroundings:
         self._is_module = isinstance(root, nn.Module)
         self._found: Reach | None = None
         self._modules: list[nn.Module] = []
+        self._attributes: list[dict[str, Any]] = []  # theirs: to look there takes half the time
         self.parameters: list[Tensor] = []
         self._gradients_of: list[Tensor] = []
         self.device = torch.device("cpu")
@@ -41,7 +42,7 @@ class Surroundings:
     def discover(self, leaves: list[Tensor]) -> None:
         """Walks what the callable reaches; `leaves` are its tensor arguments."""
         found = self._found = reach(self._root)
-        self._modules = found.modules
+        self._found_modules(found)
         self.parameters = list(self._root.parameters()) if self._is_module else found.parameters()
         # A callable that is no module may run a backward: which gradients are absent is part of its state.
         self._gradients_of = [] if self._is_module else self.parameters
@@ -52,8 +53,12 @@ class Surroundings:
         """What the callable and `objects` reach now. A module whose tensors are all in place is not walked again."""
         if not self._is_module or objects or not self._found.in_place():
             self._found = reach(self._root, *objects)
-            self._modules = self._found.modules
+            self._found_modules(self._found)
         return self._found
+
+    def _found_modules(self, found: Reach) -> None:
+        self._modules = found.modules
+        self._attributes = list(map(vars, found.modules))
 
     def distributed(self) -> bool:
         """Whether the callable reaches DistributedDataParallel, or is called inside its forward."""
@@ -62,7 +67,10 @@ class Surroundings:
 
     def modes(self) -> bytes:
         """Train/eval mode of every module reached, and which gradients are absent where that matters."""
-        training = bytes(map(_training, self._modules))
+        try:
+            training = bytes(map(operator.getitem, self._attributes, _TRAINING))
+        except KeyError:  # a scripted module keeps it elsewhere
+            training = bytes(map(_training, self._modules))
         if self._gradients_of:
             training += bytes(map(operator.is_, map(_grad, self._gradients_of), repeat(None)))
         return training

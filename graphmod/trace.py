@@ -36,6 +36,7 @@ class Facts(NamedTuple):
     random: bool
     dropout: int  # position of the argument `dropout_p`, without which it draws nothing; -1 if it has none
     dynamic: bool
+    profiler: bool  # no operation but a mark
     lists: bool  # works on lists of tensors, maybe with several launches of one kernel
     name: str
 
@@ -60,6 +61,7 @@ def facts(op: Any) -> Facts:
             torch.Tag.nondeterministic_seeded in tags,
             next((i for i, a in enumerate(schema.arguments if schema else ()) if a.name == "dropout_p"), -1),
             torch.Tag.dynamic_output_shape in tags,
+            name.startswith("profiler::"),
             name.startswith(_ON_LISTS),
             name,
         )
@@ -107,8 +109,7 @@ def scalar_of(value: Any) -> Any:
 
 
 def user_frame() -> tuple[Any, int]:
-    if torch._C._current_autograd_node() is not None:
-        return None, 0
+    """The code and line outside of libraries that its caller was called from; not to be asked in a backward."""
     frame = sys._getframe(2)
     while frame is not None:
         if not _internal(frame.f_code.co_filename):

@@ -1,6 +1,6 @@
 """Warm-up calls (rule R1), and what is to be learnt from calls that run without a graph.
 
-May import what `forward` may, `forward` and `failures`; knows `module` by its attributes only.
+May import what `forward` may, `forward`, `garbage` and `failures`; knows `module` by its attributes only.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from torch import Tensor
 
 from graphmod.errors import CaptureRefused
 from graphmod.failures import capture_failed
+from graphmod.garbage import no_garbage_collection
 from graphmod.group import EagerCall
 from graphmod.lifecycle import Entry
 from graphmod.reach import NOT_REPLAYED
-from graphmod.recorder import Recorder
 from graphmod.results import resolved
 from graphmod.signature import flatten, opaque_parts
+from graphmod.tracer import Tracer
 
 if TYPE_CHECKING:
     from graphmod.module import CUDAGraphModule
@@ -28,20 +29,22 @@ def warm_up(module: CUDAGraphModule, entry: Entry, args: tuple, kwargs: dict) ->
     """An ordinary call; the last one before the capture is recorded."""
     module._counters.eager_calls += 1
     module._served, module._eager_in = None, module._group.begun
-    recorder = Recorder(refuse=False, on_gpu=module._group.backend.on_gpu)
+    tracer = Tracer()
     record = entry.calls + 1 == module._config.warmup_steps
     found = module._around.now(*opaque_parts(entry.signature.structure)) if record else None
     before = found.state() if record else None
     torch.clear_autocast_cache()  # what a graph casts, it casts itself; the recorded call must do so too
-    watching = recorder if record else contextlib.nullcontext()
-    with watching:
+    with contextlib.ExitStack() as watching:
+        if record:
+            watching.enter_context(no_garbage_collection())
+            watching.enter_context(tracer)
         result = module._call(*args, **kwargs)
         result = resolved(result) if record else result
     entry.calls += 1
     entry.called_forward = entry.called_forward or torch._C._current_autograd_node() is None
     if record:
-        entry.trace = recorder.trace
-        entry.generators = recorder.generators
+        entry.trace = tracer.trace
+        entry.generators = tracer.generators
         changed = found.changed_since(before)
         if changed is not None:
             # Known before any attempt, so that the user's Python never runs twice for one call. Once more of the same

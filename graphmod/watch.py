@@ -1,7 +1,7 @@
 """The address watch (rule R8): is everything a graph reads by address still where it was, and still the same?
 
 Owns holding the tensors that a graph reads without being given them, and a check that costs about 0.1 us a tensor.
-May import `recorder` and `reach`.
+May import `tracer`, `trace` and `reach`.
 """
 
 import contextlib
@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import optimizer as base_optimizer
+from torch.utils.hooks import RemovableHandle
 
 from graphmod.reach import PLAIN, Reach, get
-from graphmod.recorder import is_recording
 from graphmod.trace import address
+from graphmod.tracer import is_recording
 
 _data_ptr = Tensor.data_ptr
 _requires_grad = operator.attrgetter("requires_grad")
@@ -153,8 +154,21 @@ class HookWatch:
         self._none = not any(self._counts)
         self._free = [p for p in parameters if not has_gradient_hooks(p)]
         self._hooked = [p for p in parameters if has_gradient_hooks(p)]
+        self._bare = self._none and not self._hooked
+        self._handles = _handles_made()
 
     def changed(self) -> str | None:
+        # Whoever registers a hook, anywhere, gets a handle with the next number. To look at all the places where one
+        # may be takes as long as the rest of the watch.
+        handles = _handles_made()
+        if self._bare and handles == self._handles:
+            return None
+        reason = self._looked_at()
+        if reason is None:
+            self._handles = handles
+        return reason
+
+    def _looked_at(self) -> str | None:
         if any(self._dicts) if self._none else list(map(len, self._dicts)) != self._counts:
             return "hooks were added to or removed from a part of it"
         if any(map(_backward_hooks, self._free)) or any(map(_post_accumulate, self._free)):
@@ -162,6 +176,10 @@ class HookWatch:
         if self._hooked and not all(map(has_gradient_hooks, self._hooked)):
             return "a gradient hook was removed from a parameter"
         return None
+
+
+def _handles_made() -> int:
+    return RemovableHandle.next_id
 
 
 def has_gradient_hooks(parameter: Tensor) -> bool:

@@ -13,7 +13,8 @@ from torch._dynamo.backends.common import aot_autograd
 from graphmod import CUDAGraphModule
 from graphmod.compiled import shown
 from graphmod.errors import ConfigError
-from graphmod.recorder import Recorder, is_recording
+from graphmod.recorder import Recorder
+from graphmod.tracer import Tracer, is_recording
 from graphmod.train import compile as compile_module
 from graphmod.train.compile import compiled
 from graphmod.train.loop import train
@@ -251,7 +252,7 @@ def test_inductors_backward_runs_out_of_the_recorders_sight():
     made(x).sum().backward()
     expected, x.grad = x.grad, None
     loss = made(x).sum()
-    with Recorder(refuse=False) as recorder:
+    with Tracer() as recorder:
         loss.backward()
     assert torch.equal(x.grad, expected)
     names = {step.op.overloadpacket.__name__ for step in recorder.trace}
@@ -269,9 +270,9 @@ def test_random_numbers_drawn_out_of_sight_are_known_of(rate, attention):
     made = torch.compile(call, dynamic=False, backend=compile_module.inductor("default"))
     x = torch.randn(1, 2, 8, 16, requires_grad=True)
     made(x).sum().backward()
-    with Recorder(refuse=False) as forward, shown([x]):
+    with Tracer() as forward, shown([x]):
         loss = made(x).sum()
-    with Recorder(refuse=False) as backward:
+    with Tracer() as backward:
         loss.backward()
     assert forward.random is (rate > 0) and not backward.random
 
@@ -287,7 +288,7 @@ def test_a_graph_may_start_early_if_what_is_out_of_sight_writes_after_something_
         with shown([y]):
             y.add_(1)
 
-    with Recorder(refuse=False) as recorder:
+    with Recorder() as recorder:
         for run in (in_sight, out_of_sight) if seen_first else (out_of_sight, in_sight):
             run()
     assert recorder.wrote_unseen is not seen_first

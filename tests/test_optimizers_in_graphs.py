@@ -7,7 +7,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from graphmod import CUDAGraphModule
-from graphmod.recorder import is_recording
+from graphmod.tracer import is_recording
 
 
 def test_an_optimizer_that_counts_its_steps_in_python_is_refused_with_the_remedy(device):

@@ -59,7 +59,8 @@ def spread(graph: int, operations: Iterable[tuple[int, int]]) -> int:
 
     Args:
         graph: address of a `cudaGraph_t`.
-        operations: per operation whose lists are `independent`, the node captured before it and its own last node.
+        operations: per operation whose lists are `independent`, the node captured before it, 0 if there was none, and
+            its own last node.
 
     Returns:
         How many runs of launches were parted.
@@ -72,31 +73,36 @@ def spread(graph: int, operations: Iterable[tuple[int, int]]) -> int:
     return parted
 
 
-def _runs(before: int, last: int) -> Iterator[tuple[c_void_p, list[c_void_p], c_void_p | None]]:
+def _runs(before: int, last: int) -> Iterator[tuple[c_void_p | None, list[c_void_p], c_void_p | None]]:
     """The launches of one kernel that follow each other between two nodes of a chain: the node ahead of them, they, and
-    the node behind them, None at the end. Only where plain edges tie all that."""
-    chain, node = [], c_void_p(last)
-    while node.value != before:
-        chain.append(node)
-        ahead = neighbours("cuGraphNodeGetDependencies_v2", node)
-        if len(ahead) != 1:
-            return  # no chain, or the beginning of one
-        node = ahead[0][0]
-    chain = [node, *reversed(chain)]
-    start = 1
-    for name, same in itertools.groupby(map(kernel_name, chain[1:])):
-        end = start + len(list(same))
-        if end - start >= _LEAST and _SPLITS_ITS_TENSORS in name:
-            behind = [neighbours("cuGraphNodeGetDependentNodes_v2", node) for node in chain[start - 1 : end]]
+    the node behind them; None where there is no such node. Only where plain edges tie all that."""
+    chain, node = [], last
+    while node != before:
+        chain.append(c_void_p(node))
+        ahead = neighbours("cuGraphNodeGetDependencies_v2", chain[-1])
+        if len(ahead) > 1 or (before and not ahead):
+            return
+        node = ahead[0][0].value if ahead else 0
+    chain.reverse()
+    front = c_void_p(before) if before else None
+    for name, same in itertools.groupby(chain, kernel_name):
+        launches = list(same)
+        if len(launches) >= _LEAST and _SPLITS_ITS_TENSORS in name:
+            around = ([] if front is None else [front]) + launches
+            ahead = neighbours("cuGraphNodeGetDependencies_v2", launches[0])  # two, if what is there was parted
+            behind = [neighbours("cuGraphNodeGetDependentNodes_v2", node) for node in around]
             plain = all(kind == 0 for found in behind for _, kind in found)
-            if plain and all(len(found) == 1 for found in behind[:-1]) and len(behind[-1]) < 2:
-                yield chain[start - 1], chain[start:end], behind[-1][0][0] if behind[-1] else None
-        start = end
+            single = all(len(found) == 1 for found in behind[:-1]) and len(behind[-1]) < 2 and len(ahead) < 2
+            if plain and single:
+                yield front, launches, behind[-1][0][0] if behind[-1] else None
+        front = launches[-1]
 
 
-def _part(graph: c_void_p, ahead: c_void_p, launches: list[c_void_p], behind: c_void_p | None) -> None:
+def _part(graph: c_void_p, ahead: c_void_p | None, launches: list[c_void_p], behind: c_void_p | None) -> None:
     """Lets every second launch follow the last but one. New edges first: with them alone nothing has changed."""
-    new = [(ahead, launches[1]), *zip(launches, launches[2:], strict=False)]
+    new = list(zip(launches, launches[2:], strict=False))
+    if ahead is not None:
+        new.append((ahead, launches[1]))
     if behind is not None:
         new.append((launches[-2], behind))
     _edit("cuGraphAddDependencies_v2", graph, new)

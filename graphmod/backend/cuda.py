@@ -3,12 +3,11 @@
 Everything is captured on one side stream per backend, so that autograd's nodes belong to it and a captured graph is one
 chain; only then does `branches` part what does not depend on each other. Nothing is ever run on that stream: once a
 process has launched a handful of kernels on a second stream, the kernels of every graph follow each other 0.3 us later.
-Warm-up calls and replays run on the caller's stream. May import `recorder`, `branches`, `driver`, `nodes`, `pool`,
-`streams` and `random_state`.
+Warm-up calls and replays run on the caller's stream. May import `recorder`, `garbage`, `branches`, `driver`, `nodes`,
+`pool`, `streams` and `random_state`.
 """
 
 import contextlib
-import gc
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -25,6 +24,7 @@ from graphmod.backend.nodes import use_kernels
 from graphmod.backend.pool import CudaPool
 from graphmod.backend.random_state import refuse_random_state
 from graphmod.backend.streams import renew_gradient_accumulators, stream_for
+from graphmod.garbage import no_garbage_collection
 from graphmod.recorder import Recorder
 
 log = logging.getLogger("graphmod")
@@ -63,18 +63,6 @@ class CudaCapture:
 
 def _nothing() -> None:
     pass
-
-
-@contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """The collector may free a graph or an event in the middle of a capture, which would invalidate it."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 class _RunOn(TorchDispatchMode):
@@ -184,16 +172,16 @@ class CudaBackend:
 
         @contextlib.contextmanager
         def around(args: Iterable[Any]) -> Iterator[None]:
-            before = self._last_captured() if independent(args) else 0
+            before = self._last_captured() if independent(args) else None
             yield
-            last = self._last_captured() if before else 0
-            if last:
+            last = self._last_captured()
+            if before is not None and last:
                 spans[len(graphs) - 1].append((before, last))
 
         recorder = Recorder(inputs, on_gpu=True, targets=targets, before_write=before_write, around=around)
         spare = [(g, g.clone_state()) for g in (self._generator, *generators) if g.device.type == "cuda"]
         caller = torch.cuda.current_stream(self.device)
-        with _no_garbage_collection(), torch.cuda.stream(self.stream):
+        with no_garbage_collection(), torch.cuda.stream(self.stream):
             torch.cuda.current_blas_handle()  # makes the workspace of this stream, which outlives every pool
             try:
                 self._begin(graphs, pool, generators, caller)
@@ -236,14 +224,14 @@ class CudaBackend:
             graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
         del open_by
 
-    def _last_captured(self) -> int:
+    def _last_captured(self) -> int | None:
         if torch.cuda.current_stream(self.device) != self.stream:
-            return 0
+            return None
         try:
             return last_captured(self.stream.cuda_stream)
         except Exception as error:  # an older driver
             log.debug("multi-tensor operations stay as they are: %s", error)
-            return 0
+            return None
 
     def _instantiate(self, graph: torch.cuda.CUDAGraph, operations: list[tuple[int, int]]) -> None:
         try:

@@ -74,8 +74,8 @@ def kernel_name(node: c_void_p) -> str:
     return (name.value or b"").decode()
 
 
-def last_captured(stream: int) -> int:
-    """The node that whatever is captured next on a stream will follow; 0 if that is none, or more than one."""
+def last_captured(stream: int) -> int | None:
+    """The node that whatever is captured next on a stream will follow; 0 if there is none, None if there are more."""
     status, count, following, data = c_int(), c_size_t(), c_void_p(), c_void_p()
     identity, graph = c_uint64(), c_void_p()
     call(
@@ -88,7 +88,9 @@ def last_captured(stream: int) -> int:
         byref(data),
         byref(count),
     )
-    return c_void_p.from_address(following.value).value if count.value == 1 else 0
+    if count.value > 1:
+        return None
+    return c_void_p.from_address(following.value).value if count.value else 0
 
 
 def node_types(graph: int) -> dict[int, int]:

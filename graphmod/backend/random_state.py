@@ -1,5 +1,5 @@
 """What happens to random states in a capture: reads and writes of a generator's, and those of Python and numpy. May
-import `recorder` and `errors`."""
+import `recorder`, `tracer` and `errors`."""
 
 import contextlib
 import random
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from graphmod.errors import CaptureRefused
-from graphmod.recorder import Recorder, is_recording
+from graphmod.recorder import Recorder
+from graphmod.tracer import is_recording
 
 _NO_STATE = torch.empty(0, dtype=torch.uint8)
 

@@ -1,5 +1,5 @@
 """torch.compile inside graphs: fused kernels, captured by graphmod instead of by inductor. May import the core's
-`recorder`, `compiled` and `trace`, and `train/recompute.py`.
+`tracer`, `compiled` and `trace`, and `train/recompute.py`.
 
 On the CPU the emulator repeats what the recorder saw. There the compiled graphs are run operation by operation
 (`aot_eager`), in sight: same path, no generated code, no speed.
@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from graphmod.compiled import note_random, shown
-from graphmod.recorder import is_recording
 from graphmod.trace import draws, facts
+from graphmod.tracer import is_recording
 from graphmod.train.recompute import Recomputed
 
 log = logging.getLogger("graphmod")

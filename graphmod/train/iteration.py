@@ -94,7 +94,10 @@ class Iteration:
         self.ema = [p.detach().float().clone() for p in self.trained] if ema_decay is not None else []
 
     def loss(self, tokens: Tensor) -> Tensor:
-        with torch.autocast(self.device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None):
+        wanted = self.autocast_dtype is not None
+        if not wanted and not torch.is_autocast_enabled(self.device.type):
+            return self.loss_fn(self.model, tokens)
+        with torch.autocast(self.device.type, self.autocast_dtype, enabled=wanted):
             return self.loss_fn(self.model, tokens)
 
     def differentiate(self, batch: Tensor) -> Tensor:

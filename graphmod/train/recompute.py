@@ -1,4 +1,4 @@
-"""Activation checkpointing of a model's layers. May import the core's `layers` and `recorder`,
+"""Activation checkpointing of a model's layers. May import the core's `layers` and `tracer`,
 `train/draws.py`, and torch.
 
 A layer's forward is wrapped before graphs are put around it, so that a graph holds both: the forward that keeps
@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from graphmod.errors import ConfigError
 from graphmod.layers import find_layers
-from graphmod.recorder import is_recording
+from graphmod.tracer import is_recording
 from graphmod.train.draws import kept_draws
 
 DRAWS_IN_COMPILED_CODE = (
