@@ -49,9 +49,11 @@ def time_steps(step: Callable[[int], Any], steps: int) -> dict[str, float]:
 
 
 def gpu_busy_ms(step: Callable[[int], Any], steps: int = 5) -> dict[str, float]:
-    """The sum of kernel and copy times of a step, and their number. Attaches CUPTI, which slows every later graph
-    launch in the process: measure time before."""
+    """In how much of a step's time a kernel or copy runs, and their number. Attaches CUPTI, which slows every later
+    graph launch in the process: measure time before."""
     from torch.profiler import ProfilerActivity, profile
+
+    from graphmod.train.profile import busy_us
 
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
@@ -61,7 +63,7 @@ def gpu_busy_ms(step: Callable[[int], Any], steps: int = 5) -> dict[str, float]:
     device = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
     device = [e for e in device if not e.name.startswith(("ProfilerStep", "Optimizer."))]
     return {
-        "busy_ms": sum(e.time_range.elapsed_us() for e in device) / steps / 1e3,
+        "busy_ms": busy_us([(e.time_range.start, e.time_range.end) for e in device]) / steps / 1e3,
         "kernels": len(device) / steps,
     }
 

@@ -86,7 +86,7 @@ def render(content: dict[str, Any]) -> str:
             "Training step in ms with a synchronisation after each step (median), in brackets the speed-up against "
             "eager in the same run; without one, the number is from another run, on another machine:",
             table(["", *heads], steps),
-            "GPU memory reserved at the peak, the sum of kernel times in a step, and the time the host spends in it:",
+            "GPU memory reserved at the peak; time of a step in which a kernel runs, and in which the host works:",
             table(["", *heads], details),
             f"{gpu}, torch {version}. Numbers of one run compare; hosts differ from run to run. {commands}",
         ]

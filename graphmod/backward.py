@@ -70,7 +70,8 @@ def run_backward(ticket: Ticket, grads: tuple[Tensor | None, ...]) -> Sequence[T
         return _backward(ticket, graph, grads)
     finally:
         ticket.finish()
-        ticket.arena.rest()
+        if not ticket.arena.in_flight:
+            ticket.arena.rest()
 
 
 def _backward(ticket: Ticket, graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> Sequence[Tensor | None]:
@@ -113,11 +114,11 @@ def _backward(ticket: Ticket, graph: ForwardGraph, grads: tuple[Tensor | None, .
             raise changed_in_place(module)
     if on_tape and known.index >= tape.cursor and known.fits(grads, tape.arena.passes):
         # Where autograd may add to the same gradients in this backward, because the module also ran without a graph.
-        both = module._eager_in >= module._group.begun - 1
-        with module._group.backend.in_turn() if both else _NOTHING_BESIDE:
+        group = module._group
+        with group.backend.in_turn() if module._eager_in >= group.begun - 1 else _NOTHING_BESIDE:
             copied, as_captured = known.launch(grads, tape.arena.passes)
-            if module._group.stash:
-                deliver([(p, module._group.stash.pop(id(p), None)) for p in graph.direct])
+            if group.stash:
+                deliver([(p, group.stash.pop(id(p), None)) for p in graph.direct])
         module._counters.copied_bytes += copied
         tape.cursor = known.index + 1
         module._counters.replays += 1

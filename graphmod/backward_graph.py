@@ -31,13 +31,25 @@ class BackwardGraph:
     Attributes:
         index: its place on the tape of its forward.
         inputs: per output of the forward, where its gradient is read, or None if there was none at capture.
+        copied: of those, index and buffer of each that is copied.
         results: per differentiable input and hooked parameter of the forward, its gradient, or None.
         saved, weights: outputs and parameters of the forward that the backward reads again.
         written, accumulated: `(parameter, buffer)` pairs whose gradient the graph overwrites or adds to.
         parameters: those of `written`.
     """
 
-    __slots__ = ("accumulated", "graph", "index", "inputs", "parameters", "results", "saved", "weights", "written")
+    __slots__ = (
+        "accumulated",
+        "copied",
+        "graph",
+        "index",
+        "inputs",
+        "parameters",
+        "results",
+        "saved",
+        "weights",
+        "written",
+    )  # fmt: skip
 
     def fits(self, grads: Sequence[Tensor | None], passes: int) -> bool:
         for static, grad in zip(self.inputs, grads, strict=True):
@@ -58,9 +70,8 @@ class BackwardGraph:
         """Replays into the parameters' gradients, whatever state they are in; returns the bytes copied in, and whether
         the gradients were in the state they had at capture."""
         copied = 0
-        for static, grad in zip(self.inputs, grads, strict=True):
-            if static is not None and static.buffer is not None:
-                copied += static.buffer.load(grad, passes)
+        for index, buffer in self.copied:
+            copied += buffer.load(grads[index], passes)
         as_captured, add_after = self._make_room()
         self.graph.replay()
         for target, part in add_after:
@@ -185,6 +196,7 @@ def capture_backward(graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> B
     if any(output.changed() for output in known.saved):
         module._drop(graph.tape)
         raise changed_in_place(module)
+    known.copied = [(i, item.buffer) for i, item in enumerate(known.inputs) if item is not None and item.buffer]
     known.index = graph.tape.append(graph)
     known.parameters = [parameter for parameter, _ in known.written]
     known.results = [None if item is None else StaticOutput(item.detach(), entry) for item in known.results]

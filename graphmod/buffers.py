@@ -123,41 +123,51 @@ def adopted(source: Tensor, static: Any) -> Tensor | None:
 class StaticOutput:
     """One tensor result of a graph; `entry` is the signature it belongs to.
 
-    Every call hands out a tensor with a storage of its own over the same memory. If the caller still holds it (or a
-    view of it) when the graph is about to overwrite that memory, the storage is moved to a copy first, so that no
-    result ever changes in the caller's hands. Nothing is copied for results that were dropped.
+    Every call hands out a tensor over the same memory, with a storage that is not the graph's. If the caller still
+    holds it (or a view of it) when the graph is about to overwrite that memory, the storage is moved to a copy first,
+    so that no result ever changes in the caller's hands, and the next call gets another storage. Nothing is copied for
+    results that were dropped.
 
     `copied` says whether a result without gradient is better copied at once: on the CPU, where numpy may look at the
     same memory, and such a view cannot be moved; and where it is small, like a loss, which most loops still hold when
     the next step begins.
     """
 
-    __slots__ = ("_alias", "_twin", "copied", "entry", "tensor")
+    __slots__ = ("_alias", "_out", "_source", "_storage", "_version", "_versions", "copied", "entry", "tensor")
 
     def __init__(self, tensor: Tensor, entry: Any) -> None:
         self.tensor, self.entry = tensor, entry
         self.copied = not tensor.is_cuda or tensor.nbytes <= _SMALL
-        self._twin: Tensor | None = None
+        self._source: Tensor | None = None  # what results are made of: they share its storage and version counter
+        self._storage: Any = None
+        self._versions = True  # inference tensors have none
+        self._version = 0
+        self._out = False  # a result may be in somebody's hands
         self._alias: Any = None
 
     def hand_out(self) -> Tensor:
-        alias = _from_dlpack(_to_dlpack(self.tensor))
-        self._twin = alias.detach()  # shares storage and version counter with whatever the caller makes of the alias
+        source = self._source
+        if source is None:
+            source = self._source = _from_dlpack(_to_dlpack(self.tensor))
+            self._storage = source.untyped_storage()
+            self._versions = not source.is_inference()
+        self._out = True
+        self._version = source._version if self._versions else 0
+        alias = source.detach()
         self._alias = weakref.ref(alias)
         return alias
 
     def changed(self) -> bool:
         """Whether the caller changed the last handed-out result in place."""
-        return self._twin is not None and self._twin._version != 0
+        return self._out and self._versions and self._source._version != self._version
 
     def held(self) -> bool:
         """Whether somebody still holds the last handed-out result."""
-        return self._twin is not None and _use_count(self._twin.untyped_storage()._cdata) > 2
+        return self._out and _use_count(self._storage._cdata) > 2  # the source's, and this reference
 
     def let_go(self) -> None:
-        """Forgets the last handed-out result if nobody else holds it: then there will be nothing to move."""
-        if not self.held():
-            self._twin = None
+        """Forgets the last handed-out result if nobody holds it: then there will be nothing to move."""
+        self._out = self.held()
 
     def evacuate(self) -> bool:
         """Moves the last handed-out result to memory of its own if somebody holds it.
@@ -166,21 +176,18 @@ class StaticOutput:
             Whether the memory may be overwritten now. False only where this torch cannot move a storage (before 2.13)
             and views of the result are held.
         """
-        if self._twin is None:
-            return True
-        storage = self._twin.untyped_storage()
-        users = _use_count(storage._cdata) - 2  # the twin's and this reference
-        if users:
+        if self.held():
             with torch.no_grad():
                 if _can_swap:
-                    old = torch.empty(0, dtype=torch.uint8, device=self.tensor.device).set_(storage)
-                    storage._swap_data_ptr_(old.clone().untyped_storage())
+                    old = torch.empty(0, dtype=torch.uint8, device=self.tensor.device).set_(self._storage)
+                    self._storage._swap_data_ptr_(old.clone().untyped_storage())
                 else:
                     alias = self._alias()
-                    if users > 1 or alias is None:
+                    if _use_count(self._storage._cdata) > 3 or alias is None:
                         return False
                     alias.data = alias.detach().clone()
-        self._twin = None
+            self._source = self._storage = None
+        self._out = False
         return True
 
 

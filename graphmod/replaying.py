@@ -105,6 +105,5 @@ def results(module: CUDAGraphModule, graph: ForwardGraph, leaves: list[Tensor], 
         ticket = Ticket(graph.tape.arena, graph, random_state)
         graph.ticket = weakref.ref(ticket)
         inputs = [leaves[i] for i in graph.differentiable]
-        witness = () if graph.witness is None else (graph.witness,)
-        outputs = apply_replayed(ticket, module._group.anchor, *inputs, *graph.hooked, *witness)
+        outputs = apply_replayed(ticket, module._group.anchor, *inputs, *graph.behind)
     return graph.results.make(leaves, outputs)

@@ -160,7 +160,7 @@ def mode_key(device_type: str) -> tuple:
     return (
         _is_grad_enabled(),
         _is_inference_mode_enabled(),
-        torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None,
+        torch.get_autocast_dtype(device_type) if _any_autocast() and torch.is_autocast_enabled(device_type) else None,
         _deterministic(),
         _matmul_precision(),
         _default_dtype(),
@@ -168,6 +168,7 @@ def mode_key(device_type: str) -> tuple:
 
 
 _is_grad_enabled, _is_inference_mode_enabled = torch.is_grad_enabled, torch.is_inference_mode_enabled
+_any_autocast = torch._C._is_any_autocast_enabled
 _deterministic = torch._C._get_deterministic_algorithms
 _matmul_precision = torch._C._get_float32_matmul_precision
 _default_dtype = torch.get_default_dtype

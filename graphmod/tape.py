@@ -103,12 +103,11 @@ class Arena:
         return []
 
     def rest(self) -> None:
-        """Lets go of results that nobody holds, between passes: the next one begins sooner for it, and the GPU may wait
+        """Lets go of results that nobody holds, after a pass: the next one begins sooner for it, and the GPU may wait
         for that."""
-        if not self.in_flight:
-            for tape in self._recent:
-                for output in tape.outputs:
-                    output.let_go()
+        for tape in self._recent:
+            for output in tape.outputs:
+                output.let_go()
 
     def keep_to(self, tape: Tape) -> None:
         """Reserves the arena for a tape that leaves tensors behind (gradients) which other tapes would overwrite."""
