@@ -196,6 +196,8 @@ def capture_backward(graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> B
     if any(output.changed() for output in known.saved):
         module._drop(graph.tape)
         raise changed_in_place(module)
+    for output in graph.results.with_grad:
+        output.counted = output in known.saved
     known.copied = [(i, item.buffer) for i, item in enumerate(known.inputs) if item is not None and item.buffer]
     known.index = graph.tape.append(graph)
     known.parameters = [parameter for parameter, _ in known.written]

@@ -131,43 +131,50 @@ class StaticOutput:
     `copied` says whether a result without gradient is better copied at once: on the CPU, where numpy may look at the
     same memory, and such a view cannot be moved; and where it is small, like a loss, which most loops still hold when
     the next step begins.
+
+    `counted` says whether changes that the caller makes in place are to be noticed; only a result that a backward reads
+    again needs that.
     """
 
-    __slots__ = ("_alias", "_out", "_source", "_storage", "_version", "_versions", "copied", "entry", "tensor")
+    __slots__ = ("_alias", "_out", "_pointer", "_source", "_storage", "_twin", "copied", "counted", "entry", "tensor")
 
-    def __init__(self, tensor: Tensor, entry: Any) -> None:
-        self.tensor, self.entry = tensor, entry
+    def __init__(self, tensor: Tensor, entry: Any, counted: bool = False) -> None:
+        self.tensor, self.entry, self.counted = tensor, entry, counted
         self.copied = not tensor.is_cuda or tensor.nbytes <= _SMALL
-        self._source: Tensor | None = None  # what results are made of: they share its storage and version counter
+        self._pointer = tensor.data_ptr()
+        self._source: Tensor | None = None  # what results are made of: they share its storage
         self._storage: Any = None
-        self._versions = True  # inference tensors have none
-        self._version = 0
+        self._twin: Tensor | None = None  # shares the version counter of the last result
         self._out = False  # a result may be in somebody's hands
         self._alias: Any = None
 
     def hand_out(self) -> Tensor:
         source = self._source
-        if source is None:
+        if source is None or source.data_ptr() != self._pointer:  # others may move a storage too (share_memory_)
             source = self._source = _from_dlpack(_to_dlpack(self.tensor))
             self._storage = source.untyped_storage()
-            self._versions = not source.is_inference()
         self._out = True
-        self._version = source._version if self._versions else 0
-        alias = source.detach()
+        alias = source.data  # with a version counter of its own
+        self._twin = alias.detach() if self.counted else None
         self._alias = weakref.ref(alias)
         return alias
 
     def changed(self) -> bool:
-        """Whether the caller changed the last handed-out result in place."""
-        return self._out and self._versions and self._source._version != self._version
+        """Whether the caller changed the last handed-out result in place; always False if that is not counted."""
+        return self._twin is not None and self._twin._version != 0
+
+    def _holders(self) -> int:
+        """Who shares the storage of the last result, besides this object."""
+        return _use_count(self._storage._cdata) - (2 if self._twin is None else 3)
 
     def held(self) -> bool:
         """Whether somebody still holds the last handed-out result."""
-        return self._out and _use_count(self._storage._cdata) > 2  # the source's, and this reference
+        return self._out and self._holders() > 0
 
     def let_go(self) -> None:
         """Forgets the last handed-out result if nobody holds it: then there will be nothing to move."""
-        self._out = self.held()
+        if not self.held():
+            self._out, self._twin = False, None
 
     def evacuate(self) -> bool:
         """Moves the last handed-out result to memory of its own if somebody holds it.
@@ -183,11 +190,11 @@ class StaticOutput:
                     self._storage._swap_data_ptr_(old.clone().untyped_storage())
                 else:
                     alias = self._alias()
-                    if _use_count(self._storage._cdata) > 3 or alias is None:
+                    if self._holders() > 1 or alias is None:
                         return False
                     alias.data = alias.detach().clone()
             self._source = self._storage = None
-        self._out = False
+        self._out, self._twin = False, None
         return True
 
 

@@ -78,6 +78,7 @@ class ForwardGraph:
             Exception: whatever the captured code raised.
         """
         module, entry, group = self.module, self.entry, self.module._group
+        _refuse_hooks(entry.called, [])  # before the user's code runs, so that it does not run twice for one call
         self.inputs = self._static_inputs(leaves)
         given = [static.tensor for static in self.inputs]
         args, kwargs = rebuild(entry.signature.structure, given)
@@ -95,12 +96,8 @@ class ForwardGraph:
 
         def check(recorder: Recorder, result: Any) -> None:
             stepped.extend(those_that_stepped(found.optimizers, recorder.written))
-            hook = foreign_hook(self.called, stepped)
-            if hook is not None:
-                raise CaptureRefused(
-                    f"has {hook} inside, whose Python code would not run in a replay; remove it, or have its code "
-                    "run around the call, as the hooks of the wrapped module itself do"
-                )
+            entry.called = self.called
+            _refuse_hooks(self.called, stepped)
             if entry.trace is not None:
                 previous, entry.trace = entry.trace, recorder.trace
                 reason = compare(previous, recorder.trace)
@@ -270,6 +267,15 @@ class ForwardGraph:
             torch.autograd.graph.increment_version(self._written)
         for index in self._arguments_written:
             torch.autograd.graph.increment_version(self.inputs[index].tensor if leaves is None else leaves[index])
+
+
+def _refuse_hooks(modules: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> None:
+    hook = foreign_hook(modules, optimizers)
+    if hook is not None:
+        raise CaptureRefused(
+            f"has {hook} inside, whose Python code would not run in a replay; remove it, or have its code run around "
+            "the call, as the hooks of the wrapped module itself do"
+        )
 
 
 def _own_saved_tensors() -> contextlib.AbstractContextManager:

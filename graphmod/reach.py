@@ -136,7 +136,7 @@ def _places(value: Any) -> Iterator[tuple[Any, Any]]:
         yield from ((value.__dict__, name) for name in through)
     elif isinstance(value, nn.Module):
         for held in (value._parameters, value._buffers, value._modules):
-            yield from ((held, key) for key in held)
+            yield from ((held, key) for key in list(held.keys()))  # a scripted module's can do no more
         yield from ((value.__dict__, key) for key in list(value.__dict__) if key not in _MODULE_INTERNALS)
     elif isinstance(value, types.FunctionType):
         yield from ((cell, None) for cell in value.__closure__ or ())

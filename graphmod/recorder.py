@@ -111,8 +111,9 @@ class Recorder(Tracer):
         results = list(tensors_in(result if isinstance(result, (tuple, list)) else (result,)))
         results_at = list(map(address, results))
         fresh, fresh_at = results, results_at
-        if any(where in given_at for where in results_at):
-            new = [i for i, where in enumerate(results_at) if where not in given_at or not where]
+        known = set(given_at)
+        if not known.isdisjoint(results_at):
+            new = [i for i, where in enumerate(results_at) if where not in known or not where]
             fresh, fresh_at = [results[i] for i in new], [results_at[i] for i in new]
         self._hazards.note(about, given, given_at, results_at, fresh_at)
         for where, tensor in zip(fresh_at, fresh, strict=True):

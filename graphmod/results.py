@@ -72,7 +72,7 @@ class Results:
                 self.passed_on.append(tensor)
             elif tensor.requires_grad:
                 self._parts.append(None)
-                self.with_grad.append(StaticOutput(tensor.detach(), entry))
+                self.with_grad.append(StaticOutput(tensor.detach(), entry, counted=True))
                 self.retained.append(tensor)
             else:
                 self._parts.append(StaticOutput(tensor.detach(), entry))

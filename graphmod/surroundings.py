@@ -30,7 +30,7 @@ class Surroundings:
         self._is_module = isinstance(root, nn.Module)
         self._found: Reach | None = None
         self._modules: list[nn.Module] = []
-        self._attributes: list[dict[str, Any]] = []  # theirs: to look there takes half the time
+        self._attributes: list[dict[str, Any]] | None = []  # where their modes are; None where only they can tell
         self.parameters: list[Tensor] = []
         self._gradients_of: list[Tensor] = []
         self.device = torch.device("cpu")
@@ -59,6 +59,10 @@ class Surroundings:
     def _found_modules(self, found: Reach) -> None:
         self._modules = found.modules
         self._attributes = list(map(vars, found.modules))
+        if not all("training" in own for own in self._attributes) or any(
+            hasattr(type(m), "training") for m in found.modules
+        ):
+            self._attributes = None  # scripted modules, and properties of that name
 
     def distributed(self) -> bool:
         """Whether the callable reaches DistributedDataParallel, or is called inside its forward."""
@@ -67,10 +71,10 @@ class Surroundings:
 
     def modes(self) -> bytes:
         """Train/eval mode of every module reached, and which gradients are absent where that matters."""
-        try:
-            training = bytes(map(operator.getitem, self._attributes, _TRAINING))
-        except KeyError:  # a scripted module keeps it elsewhere
+        if self._attributes is None:
             training = bytes(map(_training, self._modules))
+        else:
+            training = bytes(map(operator.getitem, self._attributes, _TRAINING))
         if self._gradients_of:
             training += bytes(map(operator.is_, map(_grad, self._gradients_of), repeat(None)))
         return training

@@ -20,6 +20,7 @@ from graphmod.reach import NOT_REPLAYED
 from graphmod.results import resolved
 from graphmod.signature import flatten, opaque_parts
 from graphmod.tracer import Tracer
+from graphmod.watch import modules_called
 
 if TYPE_CHECKING:
     from graphmod.module import CUDAGraphModule
@@ -38,6 +39,7 @@ def warm_up(module: CUDAGraphModule, entry: Entry, args: tuple, kwargs: dict) ->
         if record:
             watching.enter_context(no_garbage_collection())
             watching.enter_context(tracer)
+            entry.called = watching.enter_context(modules_called())
         result = module._call(*args, **kwargs)
         result = resolved(result) if record else result
     entry.calls += 1

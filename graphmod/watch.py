@@ -154,23 +154,22 @@ class HookWatch:
         self._none = not any(self._counts)
         self._free = [p for p in parameters if not has_gradient_hooks(p)]
         self._hooked = [p for p in parameters if has_gradient_hooks(p)]
-        self._bare = self._none and not self._hooked
         self._handles = _handles_made()
 
     def changed(self) -> str | None:
-        # Whoever registers a hook, anywhere, gets a handle with the next number. To look at all the places where one
-        # may be takes as long as the rest of the watch.
+        if any(self._dicts) if self._none else list(map(len, self._dicts)) != self._counts:
+            return "hooks were added to or removed from a part of it"
+        # Whoever registers a hook, anywhere, gets a handle with the next number. To look at every parameter takes as
+        # long as the rest of the watch.
         handles = _handles_made()
-        if self._bare and handles == self._handles:
+        if handles == self._handles and not self._hooked:
             return None
-        reason = self._looked_at()
+        reason = self._changed_on_parameters()
         if reason is None:
             self._handles = handles
         return reason
 
-    def _looked_at(self) -> str | None:
-        if any(self._dicts) if self._none else list(map(len, self._dicts)) != self._counts:
-            return "hooks were added to or removed from a part of it"
+    def _changed_on_parameters(self) -> str | None:
         if any(map(_backward_hooks, self._free)) or any(map(_post_accumulate, self._free)):
             return "a gradient hook was added to a parameter"
         if self._hooked and not all(map(has_gradient_hooks, self._hooked)):

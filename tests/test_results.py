@@ -4,8 +4,10 @@ import gc
 
 import pytest
 import torch
-from harness import layered, loss_of, mlp, play, train, twins, wrapped
+from harness import config, layered, loss_of, mlp, play, train, twins, wrapped
 from torch import nn
+
+from graphmod import CUDAGraphModule
 
 
 class Two(nn.Module):
@@ -236,3 +238,33 @@ def test_copied_outputs_keep_their_values_too(graph, device):
 
     make, replays = GRAPHS[graph]
     twins(two, step, device, graph=make(clone_outputs=True), replays=replays)
+
+
+def test_a_result_whose_storage_the_caller_moves_has_no_part_in_later_ones(device):
+    """`share_memory_`, and whatever sends tensors to other processes, moves the storage itself."""
+    net = nn.Linear(4, 4).to(device)
+    module = CUDAGraphModule(net, config())
+    for i in range(8):
+        x = torch.full((3, 4), float(i), device=device)
+        y = module(x)
+        assert torch.equal(y, net(x))
+        y.sum().backward()
+        module.zero_grad()
+        y.detach().share_memory_()
+        del y
+
+
+def test_a_change_of_what_a_result_once_was_is_no_change_of_the_next(device):
+    net = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid()).to(device)  # whose backward reads its result
+    module = CUDAGraphModule(net, config())
+    for _ in range(8):
+        before = module(torch.ones(3, 4, device=device))
+        before.sum().backward()
+        kept = before.detach()
+        del before
+        kept.data = kept.data.clone()  # as offloading does
+        now = module(torch.ones(3, 4, device=device))
+        kept.add_(1)
+        now.sum().backward()
+        module.zero_grad()
+    assert module.stats.replays > 4

@@ -8,7 +8,7 @@ next one fills it (three are no faster). Every kernel computes what it did, so t
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from ctypes import c_size_t, c_void_p
 from typing import Any
 
@@ -18,11 +18,14 @@ from torch import Tensor
 from graphmod.backend.driver import call, kernel_name, neighbours
 
 _LEAST = 3  # launches: for fewer, to part and to join costs what it brings
+_LEAST_BYTES = 2**20  # of tensors; the step counters of an optimizer are many, and nothing
 _SPLITS_ITS_TENSORS = "multi_tensor_apply"
+_AHEAD, _BEHIND = "cuGraphNodeGetDependencies_v2", "cuGraphNodeGetDependentNodes_v2"
 
 
-def independent(args: Iterable[Any]) -> bool:
-    """Whether the tensors at one place of an operation's lists share no memory with those at another place.
+def divisible(args: Iterable[Any]) -> bool:
+    """Whether the tensors at one place of an operation's lists share no memory with those at another place, and are
+    enough for it to matter.
 
     Args:
         args: the arguments of an operation on lists of tensors.
@@ -38,6 +41,8 @@ def independent(args: Iterable[Any]) -> bool:
             if tensor.numel():
                 owner = place if listed else -1 - position
                 spans.append((tensor.data_ptr(), tensor.data_ptr() + _extent(tensor), owner))
+    if sum(end - start for start, end, _ in spans) < _LEAST_BYTES:
+        return False
     spans.sort()
     # A tensor may stand in several lists at the same place. Anything else that overlaps is taken for a dependency.
     reach, last = 0, None
@@ -55,58 +60,51 @@ def _extent(tensor: Tensor) -> int:
 
 
 def spread(graph: int, operations: Iterable[tuple[int, int]]) -> int:
-    """Rearranges a graph that is not instantiated yet, and a chain where it matters.
+    """Rearranges a graph that is not instantiated yet. Leaves alone what plain edges do not tie to one chain.
 
     Args:
         graph: address of a `cudaGraph_t`.
-        operations: per operation whose lists are `independent`, the node captured before it, 0 if there was none, and
-            its own last node.
+        operations: in their order, per operation whose lists are `divisible` the node captured before it, 0 if there
+            was none, and its own last node.
 
     Returns:
         How many runs of launches were parted.
     """
     parted = 0
     for before, last in operations:
-        for run in _runs(before, last):
-            _part(c_void_p(graph), *run)
-            parted += 1
+        for launches in _runs(before, last):
+            parted += _part(c_void_p(graph), launches)
     return parted
 
 
-def _runs(before: int, last: int) -> Iterator[tuple[c_void_p | None, list[c_void_p], c_void_p | None]]:
-    """The launches of one kernel that follow each other between two nodes of a chain: the node ahead of them, they, and
-    the node behind them; None where there is no such node. Only where plain edges tie all that."""
-    chain, node = [], last
-    while node != before:
-        chain.append(c_void_p(node))
-        ahead = neighbours("cuGraphNodeGetDependencies_v2", chain[-1])
-        if len(ahead) > 1 or (before and not ahead):
-            return
-        node = ahead[0][0].value if ahead else 0
-    chain.reverse()
-    front = c_void_p(before) if before else None
-    for name, same in itertools.groupby(chain, kernel_name):
-        launches = list(same)
-        if len(launches) >= _LEAST and _SPLITS_ITS_TENSORS in name:
-            around = ([] if front is None else [front]) + launches
-            ahead = neighbours("cuGraphNodeGetDependencies_v2", launches[0])  # two, if what is there was parted
-            behind = [neighbours("cuGraphNodeGetDependentNodes_v2", node) for node in around]
-            plain = all(kind == 0 for found in behind for _, kind in found)
-            single = all(len(found) == 1 for found in behind[:-1]) and len(behind[-1]) < 2 and len(ahead) < 2
-            if plain and single:
-                yield front, launches, behind[-1][0][0] if behind[-1] else None
-        front = launches[-1]
+def _runs(before: int, last: int) -> list[list[c_void_p]]:
+    """The launches of one kernel that follow each other between two nodes of a chain."""
+    chain = [c_void_p(last)]
+    while chain[-1].value != before:
+        ahead = [node for node, _ in neighbours(_AHEAD, chain[-1])]
+        if before in [node.value for node in ahead] or not (before or ahead):
+            break  # the operation before this one may have been parted, and end in two launches
+        if len(ahead) != 1:
+            return []
+        chain.append(ahead[0])
+    if chain[-1].value == before:
+        return []  # it launched nothing
+    runs = [(name, list(same)) for name, same in itertools.groupby(reversed(chain), kernel_name)]
+    return [launches for name, launches in runs if len(launches) >= _LEAST and _SPLITS_ITS_TENSORS in name]
 
 
-def _part(graph: c_void_p, ahead: c_void_p | None, launches: list[c_void_p], behind: c_void_p | None) -> None:
-    """Lets every second launch follow the last but one. New edges first: with them alone nothing has changed."""
-    new = list(zip(launches, launches[2:], strict=False))
-    if ahead is not None:
-        new.append((ahead, launches[1]))
-    if behind is not None:
-        new.append((launches[-2], behind))
+def _part(graph: c_void_p, launches: list[c_void_p]) -> bool:
+    """Lets every second launch follow the last but one; returns whether it did."""
+    ahead, behind = neighbours(_AHEAD, launches[0]), neighbours(_BEHIND, launches[-1])
+    inner = [neighbours(_BEHIND, node) for node in (*(node for node, _ in ahead), *launches[:-1])]
+    if any(len(found) != 1 for found in inner) or any(kind for found in (ahead, behind, *inner) for _, kind in found):
+        return False
+    new = [(node, launches[1]) for node, _ in ahead] + list(zip(launches, launches[2:], strict=False))
+    new += [(launches[-2], node) for node, _ in behind]
+    # New edges first: with them alone nothing has changed.
     _edit("cuGraphAddDependencies_v2", graph, new)
     _edit("cuGraphRemoveDependencies_v2", graph, list(itertools.pairwise(launches)))
+    return True
 
 
 def _edit(verb: str, graph: c_void_p, edges: list[tuple[c_void_p, c_void_p]]) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphmod.backend.branches import independent, spread
+from graphmod.backend.branches import divisible, spread
 from graphmod.backend.driver import last_captured
 from graphmod.backend.nodes import use_kernels
 from graphmod.backend.pool import CudaPool
@@ -172,7 +172,7 @@ class CudaBackend:
 
         @contextlib.contextmanager
         def around(args: Iterable[Any]) -> Iterator[None]:
-            before = self._last_captured() if independent(args) else None
+            before = self._last_captured() if divisible(args) else None
             yield
             last = self._last_captured()
             if before is not None and last:
@@ -234,11 +234,12 @@ class CudaBackend:
             return None
 
     def _instantiate(self, graph: torch.cuda.CUDAGraph, operations: list[tuple[int, int]]) -> None:
-        try:
-            spread(graph.raw_cuda_graph(), operations)
-            use_kernels(graph.raw_cuda_graph(), self.device, self.stream)
-        except Exception as error:  # an older driver, a mode of the user's: slower, but the same
-            log.debug("the nodes of a graph stay as they are: %s", error)
+        raw = graph.raw_cuda_graph()
+        for improve, arguments in ((spread, (operations,)), (use_kernels, (self.device, self.stream))):
+            try:
+                improve(raw, *arguments)
+            except Exception as error:  # an older driver, a mode of the user's: slower, but the same
+                log.debug("%s did not do all of its work on a graph: %s", improve.__name__, error)
         graph.instantiate()
 
     def _abandon(self, graph: torch.cuda.CUDAGraph, pool: CudaPool, spare: list) -> None:

@@ -1,0 +1,70 @@
+"""No garbage is collected in the middle of a recording, in whichever thread, and always again afterwards."""
+
+import contextlib
+import gc
+import sys
+import threading
+
+import pytest
+import torch
+from harness import config
+
+from graphmod import CUDAGraphModule
+from graphmod.garbage import no_garbage_collection
+from graphmod.tracer import is_recording
+
+
+@pytest.fixture(autouse=True)
+def collecting():
+    gc.enable()
+    yield
+    assert gc.isenabled()
+
+
+def test_the_last_of_several_threads_lets_it_go_on():
+    inside, leave, seen = threading.Event(), threading.Event(), []
+
+    def other():
+        with no_garbage_collection():
+            inside.set()
+            leave.wait(10)
+            seen.append(gc.isenabled())
+
+    thread = threading.Thread(target=other)
+    with no_garbage_collection():
+        thread.start()
+        assert inside.wait(10)
+    assert not gc.isenabled()
+    leave.set()
+    thread.join()
+    assert seen == [False] and gc.isenabled()
+
+
+def test_who_had_it_off_keeps_it_off():
+    gc.disable()
+    with no_garbage_collection(), no_garbage_collection():
+        pass
+    assert not gc.isenabled()
+    gc.enable()
+
+
+def test_it_is_off_in_recorded_calls_and_on_around_them(device, monkeypatch):
+    seen = []
+    monkeypatch.setattr(sys, "note_collector", seen.append, raising=False)  # where no watch looks
+
+    def call(x):
+        sys.note_collector(gc.isenabled())
+        if x.numel() == 5 and is_recording():
+            raise KeyError("the user's")
+        return x * 2
+
+    module = CUDAGraphModule(call, config(warmup_steps=2))
+    for _ in range(6):
+        module(torch.ones(3, device=device))
+        assert gc.isenabled()
+    assert seen == [True, False, False]
+    for _ in range(6):
+        with contextlib.suppress(KeyError):
+            module(torch.ones(5, device=device))
+        assert gc.isenabled()
+    assert seen[3:5] == [True, False]
