@@ -64,10 +64,26 @@ def test_a_key_without_its_group_names_the_whole_key():
 
 @pytest.mark.parametrize(
     ("typed", "meant"),
-    [("steps=3", "train.steps=3"), ("train.stepz=3", "train.steps=3"), ("modle=llama_tiny", "model=llama_tiny")],
+    [
+        ("steps=3", "train.steps=3"),
+        ("train.stepz=3", "train.steps=3"),
+        ("modle=llama_tiny", "model=llama_tiny"),
+        ("optim.lr=1", "optim.learning_rate=1"),
+        ("train.lr=1", "optim.learning_rate=1"),
+        ("lr=1", "optim.learning_rate=1"),
+        ("optim.wd=0", "optim.weight_decay=0"),
+        ("train.batch_size=4", "data.batch_size=4"),
+        ("train.prec=fp32", "train.precision=fp32"),
+    ],
 )
 def test_a_typo_in_a_key_says_what_to_write(typed, meant):
     assert complaint(typed).splitlines()[0].endswith(f"Write {meant}")
+
+
+@pytest.mark.parametrize("typed", ["train.qqq=1", "nonsense.foo=1", "optim.x=1"])
+def test_what_is_like_nothing_gets_no_advice(typed):
+    """A bad guess that is followed trains something else."""
+    assert "did you mean" not in complaint(typed)
 
 
 def test_a_setting_without_a_value_says_what_to_write():

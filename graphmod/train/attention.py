@@ -60,7 +60,10 @@ def _refuse_mask(module: PreTrainedModel, args: tuple, kwargs: dict) -> None:
     # With an unknown mask implementation transformers drops a given mask without a word; better to stop than to
     # train on padding.
     if kwargs.get("attention_mask") is not None and module.config._attn_implementation == NAME:
-        raise ConfigError(f"the model was given an attention_mask and uses {NAME} attention, without one; {_WAY_OUT}")
+        raise ConfigError(
+            f"the model was given an attention_mask and uses {NAME} attention, without one; leave out a mask of ones, "
+            f"sample with graphmod.decode.DecodeEngine instead of generate(); {_WAY_OUT}"
+        )
 
 
 def use_static_causal_attention(model: PreTrainedModel) -> PreTrainedModel:

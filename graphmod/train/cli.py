@@ -188,7 +188,11 @@ def main(config_dir: Path) -> int:
         _complain(explain(error))
         return 2
     except OSError as error:  # Hydra could not make the folder of the run
-        _complain(f"cannot write to {error.filename or 'the folder of the run'}: {error.strerror or error}")
+        where = error.filename or "the folder of the run"
+        _complain(
+            f"cannot write to {where}: {error.strerror or error}; choose another folder with hydra.run.dir=FOLDER "
+            "(of a multirun: hydra.sweep.dir=FOLDER)"
+        )
         return 1
     finally:
         sys.argv[1:] = given

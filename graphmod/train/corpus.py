@@ -64,10 +64,12 @@ def text_files(paths: list[str], pattern: str) -> list[Path]:
             found.append(path)
     if not found:
         shown = paths[0] if len(paths) == 1 else f"[{','.join(paths)}]"
-        raise ConfigError(
-            f"data.path={shown} holds no file that matches data.pattern={pattern!r}; give another pattern, "
-            "such as '*.txt'"
+        there = sorted(
+            {file.suffix or file.name for path in map(Path, paths) for file in path.rglob("*") if file.is_file()}
         )
+        kinds = ", ".join(f"*{kind}" if kind.startswith(".") else kind for kind in there[:6])
+        what = f"give another pattern: it holds {kinds}" if there else "it holds no file at all"
+        raise ConfigError(f"data.path={shown} holds no file that matches data.pattern={pattern!r}; {what}")
     return found
 
 

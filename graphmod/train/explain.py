@@ -61,12 +61,9 @@ def unknown_flag(argument: str, following: str, flags: list[str], kind: type = R
 def unknown_key(key: str, kind: type = RunConfig, value: str | None = None) -> str:
     """The error for a key no run understands; `value` is what was to be set, where that is known."""
     names = setting_names(kind)
-    group, _, last = key.rpartition(".")
+    group = key.rpartition(".")[0]
     siblings = [name for name in names if name.rpartition(".")[0] == group]
-    # Within a known group only the last part can be misspelt; otherwise anything may be, the group included.
-    best = nearest(key, siblings) or nearest(key, names)
-    if best is None:  # the right word in the wrong group, as in `steps=10`
-        best = meant_by(last, kind)
+    best = _setting_like(key, siblings, names)
     message = f"there is no setting {key!r}"
     if best:
         message += f"; did you mean {best!r}?" + (f" Write {best}={value}" if value is not None else "")
@@ -74,6 +71,32 @@ def unknown_key(key: str, kind: type = RunConfig, value: str | None = None) -> s
         known = ", ".join(name.rpartition(".")[2] for name in siblings)
         return f"{message}\n  settings of {group!r}: {known}"
     return f"{message}\n  groups: {', '.join(name for name in names if '.' not in name)}"
+
+
+def _setting_like(key: str, siblings: list[str], names: list[str]) -> str | None:
+    """The setting that was probably meant, or None: a bad guess that is followed trains something else.
+
+    Args:
+        siblings: those of the group that `key` names, if it names one.
+    """
+    group, _, last = key.rpartition(".")
+
+    def lasts(among: list[str]) -> dict[str, str]:
+        return {name.rpartition(".")[2]: name for name in reversed(among)}
+
+    def begun_or_initials(among: list[str]) -> str | None:
+        found = [name for word, name in lasts(among).items() if len(last) > 1 and _shortened(last, word)]
+        return found[0] if len(found) == 1 else None
+
+    close = nearest(last, list(lasts(siblings)), cutoff=0.65) if siblings else nearest(key, names, cutoff=0.65)
+    if close is not None and siblings:
+        close = lasts(siblings)[close]
+    elsewhere = lasts([name for name in names if "." in name or not group])
+    return begun_or_initials(siblings) or close or elsewhere.get(last) or begun_or_initials(names)
+
+
+def _shortened(short: str, word: str) -> bool:
+    return word.startswith(short) or "".join(part[0] for part in word.split("_") if part) == short
 
 
 def _most_like(word: str, options: list[str]) -> str | None:

@@ -126,7 +126,9 @@ class RunResult:
                 f"host {self.host_ms_median:.2f} ms, {self.tokens_per_s:,.0f} tokens/s"
             )
         else:
-            lines.append(f"  no step times: the run ended before step {self.measured_from_step}, where they count")
+            lines.append(
+                f"  no step times: the run ended before step {self.measured_from_step + 1}, from which on they count"
+            )
         if self.reserved_gib is not None:
             lines.append(f"  GPU memory: {self.allocated_gib:.2f} GiB allocated, {self.reserved_gib:.2f} GiB reserved")
         if self.lengths:
