@@ -130,9 +130,9 @@ class _Run:
 
     def _check_finite(self) -> None:
         if self.first_nonfinite is not None and self.config.train.nonfinite is NonFinite.stop:
-            kept = f"; the newest checkpoint is {self.saved}" if self.saved else ""
+            kept = f"the newest checkpoint is {self.saved}" if self.saved else "no checkpoint was saved before"
             raise NonFiniteError(
-                f"step {self.first_nonfinite}: the loss or a gradient is NaN or infinite{kept}. Lower "
+                f"step {self.first_nonfinite}: the loss or a gradient is NaN or infinite; {kept}. Lower "
                 "optim.learning_rate, look at the data of that step, or leave such updates out: train.nonfinite=skip"
             )
 
