@@ -1,6 +1,6 @@
 """Where a call that fits no graph may be captured, and its capture.
 
-May import what `forward` may, `forward`, `garbage`, `failures` and `tape`; knows `module` by its attributes only.
+May import what `forward` may, `forward`, `failures` and `tape`; knows `module` by its attributes only.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from torch import Tensor
 from graphmod.errors import CaptureRefused
 from graphmod.failures import capture_failed
 from graphmod.forward import ForwardGraph
-from graphmod.garbage import no_garbage_collection
 from graphmod.lifecycle import Entry
 from graphmod.tape import Tape
 
@@ -101,8 +100,7 @@ def capture(module: CUDAGraphModule, entry: Entry, tape: Tape, leaves: list[Tens
         state = backend.random_state()
         torch.clear_autocast_cache()
         try:
-            with no_garbage_collection():
-                graph.capture(leaves)
+            graph.capture(leaves)
         finally:
             torch.clear_autocast_cache()
         graph.launch()

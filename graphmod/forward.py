@@ -46,7 +46,7 @@ class ForwardGraph:
             from it.
         stand_ins: parameter (by identity) -> the view of it that the capture worked with, see `accumulators`.
         witness: one of `direct` that autograd sees, or None.
-        behind: `hooked` and the witness.
+        through_autograd: what autograd sees of the parameters: `hooked` and the witness.
         ticket: weak, that of the last forward with a backward to come.
         backward: the captured backward, once there is one.
         captured_in: the pass of its arena in which it was captured.
@@ -219,7 +219,7 @@ class ForwardGraph:
         first = next((p for p in self.module._around.parameters if any(p is d for d in self.direct)), None)
         self.witness = first if len(self.direct) > 1 else None
         self.differentiable = [i for i, tensor in enumerate(given) if tensor.requires_grad]
-        self.behind = (*self.hooked, *(() if self.witness is None else (self.witness,)))
+        self.through_autograd = (*self.hooked, *(() if self.witness is None else (self.witness,)))
 
     def forget_autograd(self) -> None:
         """Lets go of the autograd graph of the capture, which serves to capture the backward of its own pass only."""

@@ -105,5 +105,5 @@ def results(module: CUDAGraphModule, graph: ForwardGraph, leaves: list[Tensor], 
         ticket = Ticket(graph.tape.arena, graph, random_state)
         graph.ticket = weakref.ref(ticket)
         inputs = [leaves[i] for i in graph.differentiable]
-        outputs = apply_replayed(ticket, module._group.anchor, *inputs, *graph.behind)
+        outputs = apply_replayed(ticket, module._group.anchor, *inputs, *graph.through_autograd)
     return graph.results.make(leaves, outputs)

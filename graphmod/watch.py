@@ -154,14 +154,14 @@ class HookWatch:
         self._none = not any(self._counts)
         self._free = [p for p in parameters if not has_gradient_hooks(p)]
         self._hooked = [p for p in parameters if has_gradient_hooks(p)]
-        self._handles = _handles_made()
+        self._handles = RemovableHandle.next_id
 
     def changed(self) -> str | None:
         if any(self._dicts) if self._none else list(map(len, self._dicts)) != self._counts:
             return "hooks were added to or removed from a part of it"
         # Whoever registers a hook, anywhere, gets a handle with the next number. To look at every parameter takes as
         # long as the rest of the watch.
-        handles = _handles_made()
+        handles = RemovableHandle.next_id
         if handles == self._handles and not self._hooked:
             return None
         reason = self._changed_on_parameters()
@@ -175,10 +175,6 @@ class HookWatch:
         if self._hooked and not all(map(has_gradient_hooks, self._hooked)):
             return "a gradient hook was removed from a parameter"
         return None
-
-
-def _handles_made() -> int:
-    return RemovableHandle.next_id
 
 
 def has_gradient_hooks(parameter: Tensor) -> bool:

@@ -63,6 +63,13 @@ def test_a_folder_without_a_matching_file_says_which_pattern(tmp_path):
         load_corpus(text_data(tmp_path, pattern="*.txt"), ModelConfig(), 0)
 
 
+def test_the_error_for_a_pattern_names_what_would_match(tmp_path):
+    for name in ("a.md", "b.md", "LICENSE", ".hidden.txt"):
+        (tmp_path / name).write_text("text")
+    with pytest.raises(ConfigError, match=r"data.pattern='\*.rst'; give another pattern: it holds \*.md, LICENSE$"):
+        load_corpus(text_data(tmp_path, pattern="*.rst"), ModelConfig(), 0)
+
+
 def test_a_folder_without_a_tokenizer_is_named(tmp_path, text):
     with pytest.raises(ConfigError, match=r"save_pretrained writes it. transformers says: .*[^:]$"):
         load_corpus(text_data(text, tokenizer=str(tmp_path)), ModelConfig(), 0)

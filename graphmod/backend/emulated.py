@@ -2,7 +2,7 @@
 
 A capture records the aten operations of a call with the very tensors they worked on; a replay runs the same
 operations on the same addresses with the same scalars. Views are not run again: they are the same memory. It brings
-correctness checks everywhere, and no speed. May import `recorder`, `overloads`, `streams`,
+correctness checks everywhere, and no speed. May import `recorder`, `garbage`, `overloads`, `streams`,
 `random_state` and `errors`.
 """
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from graphmod.backend.random_state import refuse_random_state
 from graphmod.backend.streams import renew_gradient_accumulators
 from graphmod.errors import CaptureRefused
+from graphmod.garbage import no_garbage_collection
 from graphmod.overloads import calls_into, out_overload
 from graphmod.recorder import Recorder
 from graphmod.trace import address, facts, tensors_in
@@ -199,7 +200,7 @@ class EmulatedBackend:
         recorder = Recorder(inputs, before_write=graph.before_write, after=graph.add, targets=targets)
         before = [(generator, generator.get_state()) for generator in (torch.default_generator, *generators)]
         try:
-            with refuse_random_state(recorder, (torch, torch.random)), recorder:
+            with no_garbage_collection(), refuse_random_state(recorder, (torch, torch.random)), recorder:
                 result = run()
             if check is not None:
                 check(recorder, result)

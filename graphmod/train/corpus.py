@@ -52,23 +52,24 @@ def standard_library_files() -> list[Path]:
     return sorted(files)
 
 
+def _visible(folder: Path, pattern: str) -> list[Path]:
+    inside = [file for file in folder.rglob(pattern) if file.is_file()]
+    return sorted(f for f in inside if not any(part.startswith(".") for part in f.relative_to(folder).parts))
+
+
 def text_files(paths: list[str], pattern: str) -> list[Path]:
     """The files named by `paths`, and those of folders (recursively, sorted, none hidden) that match `pattern`."""
     found: list[Path] = []
     for path in map(Path, paths):
         if path.is_dir():
-            inside = [file for file in path.rglob(pattern) if file.is_file()]
-            visible = [f for f in inside if not any(part.startswith(".") for part in f.relative_to(path).parts)]
-            found += sorted(visible)
+            found += _visible(path, pattern)
         else:
             found.append(path)
     if not found:
         shown = paths[0] if len(paths) == 1 else f"[{','.join(paths)}]"
-        there = sorted(
-            {file.suffix or file.name for path in map(Path, paths) for file in path.rglob("*") if file.is_file()}
-        )
-        kinds = ", ".join(f"*{kind}" if kind.startswith(".") else kind for kind in there[:6])
-        what = f"give another pattern: it holds {kinds}" if there else "it holds no file at all"
+        there = [file for path in map(Path, paths) for file in _visible(path, "*")]
+        kinds = sorted({f"*{file.suffix}" if file.suffix else file.name for file in there})[:6]
+        what = f"give another pattern: it holds {', '.join(kinds)}" if there else "it holds no file that is not hidden"
         raise ConfigError(f"data.path={shown} holds no file that matches data.pattern={pattern!r}; {what}")
     return found
 
