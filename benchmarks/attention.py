@@ -1,7 +1,8 @@
-"""What each attention of decode steps takes on this GPU: microseconds a layer, in a CUDA graph, in bf16.
+"""What each attention of decode steps takes on this GPU: microseconds a layer, in a CUDA graph, in bf16; as it is, and
+with the code around its kernel compiled, as compiled decode steps have it.
 
     python benchmarks/attention.py --out benchmarks/results/attention.json
-    python benchmarks/attention.py --shapes b1_512 --compile
+    python benchmarks/attention.py --shapes b1_512_of_2048
 
 Several layers run one after the other, each over keys of its own, as in a decode step. Attentions that cannot be used
 are listed with the reason. `gb_s` is how many keys and values of the contexts were read in a second, each counted once.
@@ -18,17 +19,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.options import chosen, gpu_is_there
 
-LAYERS, HEAD, BLOCK = 4, 128, 64
+LAYERS, HEAD, BLOCK = 8, 128, 64
 SHAPES = {
     "b32_2048": {"rows": 32, "heads": 32, "kv_heads": 8, "context": 2048, "max_seq_len": 2048},
     "b128_2048": {"rows": 128, "heads": 32, "kv_heads": 8, "context": 2048, "max_seq_len": 2048},
-    "b1_512": {"rows": 1, "heads": 32, "kv_heads": 8, "context": 512, "max_seq_len": 512},
+    "b1_512_of_2048": {"rows": 1, "heads": 16, "kv_heads": 8, "context": 512, "max_seq_len": 2048},
+    "b1_512_of_32768": {"rows": 1, "heads": 16, "kv_heads": 8, "context": 512, "max_seq_len": 32768},
     "b32_512_of_2048": {"rows": 32, "heads": 16, "kv_heads": 8, "context": 512, "max_seq_len": 2048},
+    "b128_512_of_2048": {"rows": 128, "heads": 16, "kv_heads": 8, "context": 512, "max_seq_len": 2048},
 }
 
 
-def measure(shape: dict[str, int], compiled: bool) -> dict[str, Any]:
-    """For each attention `us` and `gb_s`, or `unavailable` or `failed`: why there is no time."""
+def measure(shape: dict[str, int]) -> dict[str, Any]:
+    """For each attention `us`, `compiled_us` and `gb_s` of the lesser, or `unavailable` or `failed`: why there is no
+    time."""
     import torch
 
     from graphmod.decode.attention import IMPLEMENTATIONS
@@ -54,11 +58,18 @@ def measure(shape: dict[str, int], compiled: bool) -> dict[str, Any]:
             found[name.value] = {"unavailable": reason}
             continue
         try:
-            us = time_graph(*layers_of(one, memory, rows, context, longest, compiled))
+            plain, compiled = (
+                time_graph(*layers_of(one, memory, rows, context, longest, compiled)) for compiled in (False, True)
+            )
         except RuntimeError as error:
             found[name.value] = {"failed": f"{type(error).__name__}: {error}"[:300]}
         else:
-            found[name.value] = {"us": round(us, 2), "gb_s": round(read / us / 1e3), "block_size": size}
+            found[name.value] = {
+                "us": round(plain, 2),
+                "compiled_us": round(compiled, 2),
+                "gb_s": round(read / min(plain, compiled) / 1e3),
+                "block_size": size,
+            }
         del memory
         torch.cuda.empty_cache()
     return found
@@ -67,9 +78,6 @@ def measure(shape: dict[str, int], compiled: bool) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default=",".join(SHAPES), help=f"of {', '.join(SHAPES)}")
-    parser.add_argument(
-        "--compile", action="store_true", help="compile what surrounds the kernels, as compiled steps do"
-    )
     parser.add_argument("--out", type=Path, help="write the results there as JSON")
     options = parser.parse_args()
     shapes = chosen(parser, options.shapes, SHAPES, "--shapes")
@@ -81,10 +89,12 @@ def main() -> int:
 
     results = []
     for name in shapes:
-        times = measure(SHAPES[name], options.compile)
+        times = measure(SHAPES[name])
         results.append({"shape": name, **SHAPES[name], "attention": times})
         for which, found in times.items():
-            said = f"{found['us']:9.1f} us  {found['gb_s']:5d} GB/s" if "us" in found else f"{found}"
+            said = f"{found}"
+            if "us" in found:
+                said = f"{found['us']:9.1f} us, compiled {found['compiled_us']:9.1f}  {found['gb_s']:5d} GB/s"
             print(f"{name:16} {which:11} {said}", flush=True)
     if options.out:
         try:
@@ -92,7 +102,7 @@ def main() -> int:
         except PackageNotFoundError:
             flashinfer = None
         written = {
-            "command": "python benchmarks/attention.py" + (" --compile" if options.compile else ""),
+            "command": "python benchmarks/attention.py",
             "head_dim": HEAD,
             "layers": LAYERS,
             "dtype": "bfloat16",

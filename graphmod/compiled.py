@@ -88,6 +88,7 @@ def shown(tensors: Iterable[Any], hide: bool = True) -> Iterator[None]:
     given = [tensor for tensor in tensors if isinstance(tensor, Tensor)]
     for tensor in given:
         tensor.detach()
+    recorder.note_compiled()
     before = list(map(_version, given))
     token = _out_of_sight_of.set(recorder if hide else None)
     try:

@@ -1,20 +1,29 @@
 """What wrappers that are captured together share: backend, arenas, gradient buffers, and what is known of the gradients
-that the next backward will meet. Imports `tape`, `matcher` and `signature`.
+that the next backward will meet. Imports `backend`, `tape`, `matcher` and `signature`.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from torch import Tensor
 
+from graphmod.backend import Backend, default_device, make_backend
+from graphmod.config import BackendName
 from graphmod.matcher import Matcher, matcher
 from graphmod.signature import Signature, opaque_parts
 from graphmod.tape import MOST_ARENAS, Arena, Tape
 
-if TYPE_CHECKING:
-    from graphmod.backend import Backend
+log = logging.getLogger("graphmod")
+
+
+@functools.cache  # once a process: it says nothing about one module
+def _tell_of_emulation() -> None:
+    log.warning("graphs are emulated on the CPU: that checks correctness and brings no speed")
 
 
 class EagerCall:
@@ -71,6 +80,28 @@ class Group:
         self.anchor_node: Any = None
         self._learned: dict[tuple, bool] = {}
         self._version = -1
+
+    def settle(self, name: BackendName, device: torch.device | None) -> None:
+        """Sees to a backend and an anchor for a new signature on `device`, which may be unknown. From the CPU to a GPU,
+        or from one GPU to another, the backend changes, and graphs captured before are dropped.
+
+        Raises:
+            ConfigError: the backend `name` cannot work there.
+        """
+        if self.backend is None:
+            self.backend = make_backend(name, device or default_device(name))
+            if not self.backend.on_gpu:
+                _tell_of_emulation()
+        elif device is not None and device.type == "cuda" and device != self.backend.device:
+            if any(arena.in_flight for arena in self.arenas):
+                return  # the capture says what is wrong with tensors elsewhere
+            self._free_graphs()
+            self.backend = make_backend(name, device)
+        device = self.backend.device
+        if self.anchor is None or self.anchor.device != device:
+            with torch.inference_mode(False):
+                self.anchor = torch.empty(0, device=device, requires_grad=True)
+                self.anchor_node = torch.autograd.graph.get_gradient_edge(self.anchor).node
 
     # -- where a forward may run ---------------------------------------------------------------------------------
 
@@ -166,11 +197,7 @@ class Group:
 
     def release(self) -> None:
         """Forgets every tape and buffer; the memory is free once the last user of it lets go."""
-        for arena in self.arenas:
-            for tape in list(arena.tapes):
-                tape.drop()
-            arena.pool.release()
-        self.arenas.clear()
+        self._free_graphs()
         self.gradients.clear()
         self.parameters.clear()
         self.shared.clear()
@@ -181,3 +208,10 @@ class Group:
         self.static.clear()
         self.buffers.clear()
         self._learned.clear()
+
+    def _free_graphs(self) -> None:
+        for arena in self.arenas:
+            for tape in list(arena.tapes):
+                tape.drop()
+            arena.pool.release()
+        self.arenas.clear()

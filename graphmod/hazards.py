@@ -39,15 +39,17 @@ class Hazards:
     """The check of one capture. It follows where tensors come from.
 
     Args:
-        on_gpu: True when captured by CUDA: then "device" tensors are the CUDA ones. Otherwise they are the inputs, the
-            tensors from outside and everything computed from them; what is made inside from nothing is host data.
+        gpu: index of the GPU on which CUDA captures: then "device" tensors are those there. None under emulation: then
+            they are the inputs, the tensors from outside and everything computed from them; what is made inside from
+            nothing is host data.
 
     Attributes:
         made: the storage addresses of what was made inside.
     """
 
-    def __init__(self, on_gpu: bool) -> None:
-        self.on_gpu = on_gpu
+    def __init__(self, gpu: int | None) -> None:
+        self.on_gpu = gpu is not None
+        self._index = -1 if gpu is None else gpu  # as of `Tensor.get_device`
         self.made: set[int] = set()
         self._host: set[int] = set()
         self._listed: set[int] = set()  # made from Python values, or from nothing else
@@ -113,7 +115,10 @@ class Hazards:
         for tensor in given:
             if tensor.layout is not torch.strided:
                 return "works on a sparse tensor"
-            host = host or not tensor.is_cuda
+            index = tensor.get_device()
+            if index != self._index and index >= 0:
+                return self._elsewhere(tensor.device)
+            host = host or index < 0
         if self.on_gpu:
             return self._gpu_reason(about, args, kwargs, given) if host or name == "aten::_to_copy" else None
         if self._listed:
@@ -121,6 +126,17 @@ class Hazards:
             if listed and len(listed) < len(given):
                 return _FROM_LIST
         return None
+
+    def _elsewhere(self, device: torch.device) -> str:
+        if self.on_gpu:
+            return (
+                f"works on {device} in a graph of cuda:{self._index}, which would leave that out; wrap the parts of "
+                "the model on each GPU apart, as graph_layers(model) does"
+            )
+        return (
+            f"works on {device}, but the callable's arguments and attributes showed tensors of the CPU only; pass it a "
+            "tensor of the GPU, or keep one in an attribute"
+        )
 
     def _gpu_reason(self, about: Facts, args: tuple, kwargs: dict, given: list) -> str | None:
         cuda = [tensor for tensor in given if tensor.is_cuda]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import logging
 import types
 import weakref
@@ -18,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphmod.backend import make_backend
 from graphmod.capturing import capture, place
 from graphmod.config import CUDAGraphConfig, settings
 from graphmod.failures import capture_failed
@@ -41,11 +39,6 @@ from graphmod.warmup import track, warm_up
 from graphmod.watch import HOOKS
 
 log = logging.getLogger("graphmod")
-
-
-@functools.cache  # once a process: it says nothing about one module
-def _tell_of_emulation() -> None:
-    log.warning("graphs are emulated on the CPU: that checks correctness and brings no speed")
 
 
 @contextlib.contextmanager
@@ -147,7 +140,7 @@ class CUDAGraphModule(nn.Module):
             leaves = []
             structure = flatten((args, kwargs), leaves, {})
             if not self._around.known:
-                self._discover(leaves)
+                self._discover()
             entry = self._entry(structure, leaves)
         if entry.disabled:
             return self._eager(args, kwargs)
@@ -182,10 +175,13 @@ class CUDAGraphModule(nn.Module):
         return self._eager(args, kwargs) if captured is None else results(self, captured[0], leaves, captured[1])
 
     def _entry(self, structure: Any, leaves: list[Tensor]) -> Entry:
-        modes = mode_key(self._group.backend.device_type)
-        signature = Signature(structure, tuple(map(tensor_key, leaves)), modes, self._training_modes())
-        entry = self._entries.get(signature)
+        key, group = tuple(map(tensor_key, leaves)), self._group
+        modes = None if group.backend is None else mode_key(group.backend.device_type)
+        signature = Signature(structure, key, modes, self._training_modes())
+        entry = None if modes is None else self._entries.get(signature)
         if entry is None:
+            group.settle(self._config.backend, self._around.device(leaves))
+            signature = signature._replace(modes=mode_key(group.backend.device_type))
             names = parameter_names(self._call)
             lines = self._entries.nearest(signature, names)
             if lines:
@@ -211,21 +207,13 @@ class CUDAGraphModule(nn.Module):
 
     # -- bookkeeping ---------------------------------------------------------------------------------------------
 
-    def _discover(self, leaves: list[Tensor]) -> None:
-        """Finds, before the first call, what the callable reaches, and its device."""
-        self._around.discover(leaves)
-        group, device = self._group, self._around.device
+    def _discover(self) -> None:
+        """Finds, before the first call, what the callable reaches."""
+        self._around.discover()
+        group = self._group
         known = {id(parameter) for parameter in group.parameters}
         group.share([parameter for parameter in self._around.parameters if id(parameter) in known])
         group.parameters += [parameter for parameter in self._around.parameters if id(parameter) not in known]
-        if group.backend is None:
-            group.backend = make_backend(self._config.backend, device)
-            if not group.backend.on_gpu:
-                _tell_of_emulation()
-        if group.anchor is None or group.anchor.device != device:
-            with torch.inference_mode(False):
-                group.anchor = torch.empty(0, device=device, requires_grad=True)
-                group.anchor_node = torch.autograd.graph.get_gradient_edge(group.anchor).node
 
     def _eager_in_flight(self) -> bool:
         """Whether a call without a graph waits for its backward."""

@@ -6,6 +6,7 @@ numbers the captured Python code may have looked at. Imports nothing of graphmod
 
 import functools
 import types
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 _STOP = (type, types.ModuleType, torch.dtype, torch.device, torch.Generator, bytes, complex)
 PLAIN = (int, float, bool, str, type(None))
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that was made by running code
 _MOST = 200_000  # objects looked at; beyond it a callable holds a data set, not a model
 _MOST_NUMBERS = 64  # in one list or dict; more is data, not settings
 _MODULE_INTERNALS = {*nn.Module().__dict__, "forward", "_graphmod"}  # `forward` is where graph_layers wraps
@@ -76,6 +78,35 @@ class Reach:
 
 def _short(value: Any) -> str:
     return repr(value) if isinstance(value, PLAIN) else f"one {type(value).__name__}"
+
+
+class _Slots:
+    """The attributes that an object keeps in `__slots__`, read as from a dict."""
+
+    __slots__ = ("_owner",)
+
+    def __init__(self, owner: Any) -> None:
+        self._owner = owner
+
+    def __getitem__(self, key: str) -> Any:
+        try:
+            return getattr(self._owner, key)
+        except AttributeError:
+            raise KeyError(key) from None
+
+
+@functools.lru_cache(maxsize=4096)
+def _slots_of(kind: type) -> tuple[str, ...]:
+    """The names of the slots that Python code gave a class and its bases."""
+    if not kind.__flags__ & _HEAP_TYPE:
+        return ()
+    return tuple(
+        name
+        for base in kind.__mro__
+        if "__slots__" in vars(base)
+        for name, member in vars(base).items()
+        if isinstance(member, types.MemberDescriptorType)
+    )
 
 
 def get(container: Any, key: Any) -> Any:
@@ -151,10 +182,14 @@ def _places(value: Any) -> Iterator[tuple[Any, Any]]:
         yield from _items((value.func,))
         yield from _items(value.args)
         yield from _items(value.keywords)
-    elif isinstance(value, (dict, list, tuple)):
+    elif isinstance(value, (dict, list, tuple, deque)):
         yield from _items(value)
     elif hasattr(value, "__dict__"):
         yield from _items(value.__dict__)
+    slots = _slots_of(type(value)) if through is None else ()
+    if slots:
+        view = _Slots(value)
+        yield from ((view, name) for name in slots)
 
 
 def _items(container: Any) -> Iterator[tuple[Any, Any]]:
@@ -210,7 +245,7 @@ def reach(*roots: Any) -> Reach:
                 queue.append(item)
                 if not isinstance(container, tuple):
                     found.links.append((container, key, item))
-        if len(here) <= _MOST_NUMBERS or not isinstance(value, (list, dict)):
+        if len(here) <= _MOST_NUMBERS or not isinstance(value, (list, dict, deque)):
             numbers += here
     for optimizer in found.optimizers:
         keep_all = {id(group) for group in optimizer.param_groups}

@@ -24,16 +24,19 @@ class Recorder(Tracer):
 
     Attributes:
         outside: address -> tensor, what the call read or wrote without having made it or been given it.
+        first_seen: address of a tensor of `outside` -> index in the trace.
         written: the part of `outside` that it changed.
         inputs_written: the addresses of inputs that it changed.
         read: every address it read.
         made_by: address -> index in the trace, operation, size and strides of what was made there last.
+        seen_until: index in the trace at which compiled code ran first, so that tensors which come up later may have
+            been made inside; None where none ran.
         wrote_unseen: whether code ran that it could not see, and that changed something from outside before anything
             that it saw did.
 
     Args:
         inputs: the static tensors the call was given; reading them is no surprise.
-        on_gpu: True when captured by CUDA.
+        gpu: index of the GPU on which CUDA captures; None under emulation.
         before_write: called with each tensor from outside that an operation is about to change.
         targets: index of an operation in the trace -> memory of its result's shape and strides to compute it into.
         after: called with `(op, args, kwargs, result, fresh)` after each operation; `fresh` are the result tensors
@@ -45,7 +48,7 @@ class Recorder(Tracer):
         self,
         inputs: Iterable[Tensor] = (),
         *,
-        on_gpu: bool = False,
+        gpu: int | None = None,
         before_write: Callable[[Tensor], None] | None = None,
         targets: dict[int, Tensor] | None = None,
         after: Callable | None = None,
@@ -53,14 +56,16 @@ class Recorder(Tracer):
     ) -> None:
         super().__init__()
         self.outside: dict[int, Tensor] = {}
+        self.first_seen: dict[int, int] = {}
         self.written: dict[int, Tensor] = {}
         self.read: set[int] = set()
         self.inputs_written: set[int] = set()
         self.made_by: dict[int, tuple[int, Any, torch.Size, tuple]] = {}
+        self.seen_until: int | None = None
         self.wrote_unseen = False
         self._inputs = {address(tensor) for tensor in inputs}
-        self._hazards = Hazards(on_gpu)
-        self._on_gpu = on_gpu
+        self._hazards = Hazards(gpu)
+        self._on_gpu = gpu is not None
         self._before_write, self._after, self._around = before_write, after, around
         self._targets = targets or {}
 
@@ -70,6 +75,11 @@ class Recorder(Tracer):
         self._targets = {}
         self.made_by = {}
         return self
+
+    def note_compiled(self) -> None:
+        """Takes in that compiled code runs now, which makes tensors out of its sight."""
+        if self.seen_until is None:
+            self.seen_until = len(self.trace)
 
     def note_unseen(self, changed: Iterable[Tensor]) -> None:
         """Takes in that code out of its sight changed tensors, or may have."""
@@ -98,6 +108,7 @@ class Recorder(Tracer):
         for where, tensor in zip(given_at, given, strict=True):
             if where and where not in self._hazards.made and where not in self._inputs and where not in self.outside:
                 self.outside[where] = tensor.detach()
+                self.first_seen[where] = len(self.trace)
         if about.writes or about.statistics:
             self._note_writes(about, args, kwargs)
         target = self._targets.get(len(self.trace)) if self._targets else None

@@ -22,7 +22,6 @@ class Surroundings:
     Attributes:
         known: whether it has been discovered.
         parameters: the parameters the callable may differentiate.
-        device: where its tensors are, or the CPU.
     """
 
     def __init__(self, root: nn.Module | Callable) -> None:
@@ -33,21 +32,24 @@ class Surroundings:
         self._attributes: list[dict[str, Any]] | None = []  # where their modes are; None where only they can tell
         self.parameters: list[Tensor] = []
         self._gradients_of: list[Tensor] = []
-        self.device = torch.device("cpu")
 
     @property
     def known(self) -> bool:
         return self._found is not None
 
-    def discover(self, leaves: list[Tensor]) -> None:
-        """Walks what the callable reaches; `leaves` are its tensor arguments."""
+    def discover(self) -> None:
+        """Walks what the callable reaches."""
         found = self._found = reach(self._root)
         self._found_modules(found)
         self.parameters = list(self._root.parameters()) if self._is_module else found.parameters()
         # A callable that is no module may run a backward: which gradients are absent is part of its state.
         self._gradients_of = [] if self._is_module else self.parameters
-        tensors = [*leaves, *self.parameters, *(tensor for _, _, tensor in found.slots)]
-        self.device = next((tensor.device for tensor in tensors if tensor.is_cuda), torch.device("cpu"))
+
+    def device(self, leaves: list[Tensor]) -> torch.device | None:
+        """A GPU that the callable or its arguments have tensors on, else the CPU; None where there is no tensor."""
+        tensors = [*leaves, *self.parameters, *(tensor for _, _, tensor in self._found.slots)]
+        cpu = torch.device("cpu") if tensors else None
+        return next((tensor.device for tensor in tensors if tensor.is_cuda), cpu)
 
     def now(self, *objects: Any) -> Reach:
         """What the callable and `objects` reach now. A module whose tensors are all in place is not walked again."""

@@ -30,6 +30,9 @@ class Tracer(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # the wrapper it stands for costs as much as the rest of the recording
 
+    def note_compiled(self) -> None:
+        """Takes in that compiled code runs now."""
+
     def note_unseen(self, changed: Iterable[Tensor]) -> None:
         """Takes in that code out of its sight changed tensors, or may have."""
 

@@ -33,6 +33,9 @@ class Watch:
         parameters: leaf tensors whose `.grad` the capture may have read or set.
         grads: their gradients before the capture.
         backward: whether a backward pass ran inside the capture.
+
+    Attributes:
+        unseen: the addresses of `outside` to which no place leads, so that what takes their place goes unnoticed.
     """
 
     def __init__(
@@ -44,6 +47,9 @@ class Watch:
         backward: bool,
     ) -> None:
         self.held = list(outside.values())
+        found_at = {address(tensor) for _, _, tensor in found.slots}
+        found_at.update(address(grad) for grad in grads if grad is not None)
+        self.unseen = [where for where in outside if where not in found_at]
         slots = [slot for slot in found.slots if address(slot[2]) in outside]
         named = {id(tensor) for container, _, tensor in slots if not isinstance(container, list)}
         slots = [s for s in slots if not (isinstance(s[0], list) and id(s[2]) in named)]

@@ -166,7 +166,7 @@ def test_compiled_code_is_used_in_a_capture_and_what_it_reads_is_known(device):
     x = torch.randn(2, 4, device=device)
     with compiled_code([weight]):
         expected = product(x)
-    recorder = Recorder([x], on_gpu=device.type == "cuda")
+    recorder = Recorder([x], gpu=device.index or 0 if device.type == "cuda" else None)
     with recorder:
         with compiled_code([weight]):
             got = product(x)

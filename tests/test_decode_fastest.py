@@ -138,3 +138,13 @@ def test_the_fastest_is_one_that_was_measured_and_generates(mode):
     for prompt, done in zip(prompts, engine.generate(prompts, max_new_tokens=30), strict=True):
         assert done.tokens == reference(model, prompt, 30)
     assert engine.stats.total("failures") == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_is_timed_runs_on_the_gpu_in_every_replay(compiled):
+    tensor = torch.zeros(3, device="cuda")
+    add = torch.compile(lambda t: t.add_(1)) if compiled else (lambda t: t.add_(1))
+    assert 0 < fastest.time_graph(lambda: add(tensor), 1) < 1e5
+    replays = int(tensor[0].item()) - fastest._WARMUP  # the call that is captured runs as the first of them
+    assert replays % fastest._REPLAYS == 1 and replays > fastest._ROUNDS * fastest._REPLAYS

@@ -19,6 +19,15 @@ log = logging.getLogger("graphmod")
 Backend = CudaBackend | EmulatedBackend
 
 
+def default_device(name: BackendName) -> torch.device:
+    """Where a callable that reaches no tensor is taken to work. A capture on a GPU refuses work on the host, so that a
+    mistake costs the graph; one on the CPU would see nothing of what kernels on a GPU do.
+    """
+    if name is BackendName.emulated or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 def make_backend(name: BackendName, device: torch.device) -> Backend:
     """The backend for tensors on `device`.
 

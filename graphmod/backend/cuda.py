@@ -178,7 +178,7 @@ class CudaBackend:
             if before is not None and last:
                 spans[len(graphs) - 1].append((before, last))
 
-        recorder = Recorder(inputs, on_gpu=True, targets=targets, before_write=before_write, around=around)
+        recorder = Recorder(inputs, gpu=self.device.index, targets=targets, before_write=before_write, around=around)
         spare = [(g, g.clone_state()) for g in (self._generator, *generators) if g.device.type == "cuda"]
         caller = torch.cuda.current_stream(self.device)
         with no_garbage_collection(), torch.cuda.stream(self.stream):

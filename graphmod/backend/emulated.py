@@ -158,6 +158,7 @@ class EmulatedBackend:
     name = "emulated"
     on_gpu = False
     device_type = "cpu"
+    device = torch.device("cpu")
 
     def new_pool(self) -> EmulatedPool:
         return EmulatedPool()

@@ -5,8 +5,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import statistics
+import time
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -29,6 +31,7 @@ _LAYERS = 8  # of the model, one after the other: no layer finds its keys in the
 _ROUNDS = 9
 _REPLAYS = 5
 _WARMUP = 3
+_WARM_SECONDS = 0.05  # of replays before any is timed: an idle GPU runs at low clocks
 
 
 def measure(
@@ -75,17 +78,18 @@ def layers_of(
     query = torch.ones((rows, memory.heads, 1, memory.head_dim), dtype=memory.dtype, device=memory.device)
     slots = torch.zeros_like(lengths)
 
-    def call(query: Tensor, table: Tensor, lengths: Tensor) -> list[Tensor]:
+    def call(query: Tensor, table: Tensor, lengths: Tensor, slots: Tensor) -> list[Tensor]:
         view = CacheView(memory, slots, table, lengths, visited)
         return [one.function(layer, query, None, None, None, None, cache_view=view)[0] for layer in layers]
 
     run = for_decode(call, tuned=False) if compiled else call
 
-    def calls() -> list[Tensor]:
+    def calls(memory: PagedCache, *given: Tensor) -> list[Tensor]:
         with compiled_code(memory.tensors()) if compiled else contextlib.nullcontext():
-            return run(query, table, lengths)
+            return run(*given)
 
-    return calls, len(layers)
+    # A partial, because the core looks for tensors there, and not in functions of this package.
+    return functools.partial(calls, memory, query, table, lengths, slots), len(layers)
 
 
 def time_graph(function: Callable[[], Any], parts: int) -> float:
@@ -103,6 +107,9 @@ def time_graph(function: Callable[[], Any], parts: int) -> float:
         with torch.inference_mode():
             for _ in range(_WARMUP + 1):  # compiles, and loads what a capture may not load
                 graphed()
+            begun = time.perf_counter()
+            while time.perf_counter() - begun < _WARM_SECONDS:
+                _event_ms(graphed)
             times = [_event_ms(graphed) for _ in range(_ROUNDS)]
     finally:
         graphed.reset()
