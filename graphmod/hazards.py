@@ -111,6 +111,10 @@ class Hazards:
             return "has a result whose size depends on the data; pad it, or use nonzero_static or output_size="
         if name in _UNREPEATABLE:
             return f"cannot be repeated from a recording: {_UNREPEATABLE[name]}"
+        if kwargs and kwargs.get("device") is not None:
+            device = torch.device(kwargs["device"])
+            if device.type == "cuda" and device.index not in ((None, self._index) if self.on_gpu else ()):
+                return self._elsewhere(device)
         host = False
         for tensor in given:
             if tensor.layout is not torch.strided:

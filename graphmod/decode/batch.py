@@ -18,7 +18,7 @@ from graphmod.decode.cache import PagedCache
 from graphmod.decode.graphs import BucketGraphs
 from graphmod.decode.prefill import Prefill
 from graphmod.decode.requests import RequestReader
-from graphmod.decode.results import TokenEvent
+from graphmod.decode.results import Run
 from graphmod.decode.sampling import sample
 from graphmod.decode.scheduler import Scheduler, Sequence
 from graphmod.decode.state import BAD, FULL, NOTHING, STOPPED, BatchState
@@ -89,15 +89,15 @@ class ContinuousBatch:
     def unfinished(self) -> bool:
         return self.scheduler.busy or bool(self._in_flight)
 
-    def advance(self) -> list[tuple[Sequence, TokenEvent]]:
+    def advance(self) -> list[Run]:
         """Lets in who fits, launches the next steps, and only then reads the results of the steps before them."""
-        events = self._admit()
+        runs = self._admit()
         launched = self._launch()
         if self._in_flight and (len(self._in_flight) > 1 or not launched):
-            events += self._read(self._in_flight.popleft())
-        return events
+            runs += self._read(self._in_flight.popleft())
+        return runs
 
-    def _admit(self) -> list[tuple[Sequence, TokenEvent]]:
+    def _admit(self) -> list[Run]:
         groups, copies = self.scheduler.admit()
         if not groups:
             return []
@@ -116,18 +116,18 @@ class ContinuousBatch:
                     self.scheduler.release(sequence)
             raise
         self.prompt_tokens += sum(len(first.prompt) for first in firsts)
-        events, joining = [], []
+        runs, joining = [], []
         for sequence, token, logprob, wrong in zip(sequences, tokens, logprobs, bad, strict=True):
             over = sequence.steps_left == 0
             status = BAD if wrong else STOPPED if token in sequence.stop_ids else FULL if over else 0
-            events.append((sequence, self._take(sequence, token, logprob, status)))
+            runs.append(self._take(sequence, [token], [logprob], [status]))
             if sequence.done:
                 self._release(sequence)
             else:
                 joining.append(sequence)
         if joining:
             self._state.set_rows(self.scheduler.join(joining), [sequence.row_values() for sequence in joining])
-        return events
+        return runs
 
     def _first_tokens(self, logits: torch.Tensor, sequences: list[Sequence]) -> tuple[list, list, list]:
         bring = self._state.to_device
@@ -161,44 +161,50 @@ class ContinuousBatch:
             self._vacate(sequence)
         return True
 
-    def _read(self, chunk: _Chunk) -> list[tuple[Sequence, TokenEvent]]:
+    def _read(self, chunk: _Chunk) -> list[Run]:
         if chunk.event is not None:
             began = time.perf_counter()
             chunk.event.synchronize()
             self.waited_seconds += time.perf_counter() - began
-        tokens, statuses, logprobs = self._state.results_at(chunk.kept)
-        events = []
-        for step in range(len(chunk.kept)):
-            for row, sequence in enumerate(chunk.sequences):
-                token = tokens[step][row]
-                if sequence.done or token == NOTHING:
-                    continue
-                event = self._take(sequence, token, logprobs[step][row], statuses[step][row])
-                events.append((sequence, event))
-        self._graphs.count(chunk.bucket, chunk.bucket * len(chunk.kept), len(events))
+        rows = zip(chunk.sequences, *self._state.results_at(chunk.kept, len(chunk.sequences)), strict=True)
+        runs = [self._take(sequence, *found) for sequence, *found in rows if not sequence.done]
+        self._graphs.count(chunk.bucket, chunk.bucket * len(chunk.kept), sum(len(run.logprobs) for run in runs))
         for sequence in chunk.sequences:
             if sequence.done and sequence.blocks:
                 if self.scheduler.runs(sequence):
                     self._vacate(sequence)
                 self._release(sequence)
-        return events
+        return runs
 
-    def _take(self, sequence: Sequence, token: int, logprob: float, status: int) -> TokenEvent:
+    def _take(self, sequence: Sequence, tokens: list[int], logprobs: list[float], statuses: list[int]) -> Run:
+        """Books what successive steps found for a sequence, up to its end."""
+        done, before = sequence.completion, len(sequence.completion.tokens)
+        if sequence.ends_on_host or any(statuses) or NOTHING in tokens:
+            for token, logprob, status in zip(tokens, logprobs, statuses, strict=True):
+                if token != NOTHING:
+                    self._take_one(sequence, token, logprob, status)
+                if sequence.done:
+                    break
+        else:  # as nearly always; rows times steps are many to look at one by one
+            done.tokens += tokens
+            done.logprobs += logprobs
+        run = Run(done, done.tokens[before:], done.logprobs[before:], sequence.done)
+        self.tokens += len(run.tokens)
+        return run
+
+    def _take_one(self, sequence: Sequence, token: int, logprob: float, status: int) -> None:
         """Books a token of a sequence and whether it was the last."""
         done = sequence.completion
         if status == BAD:
             done.finish_reason, done.error = "error", _NO_NUMBERS
-            sequence.done = True
-            return TokenEvent(done.request, done.sample, None, float("nan"), "error", _NO_NUMBERS)
-        done.tokens.append(token)
-        done.logprobs.append(logprob)
-        self.tokens += 1
-        if status == STOPPED or self._requests.ended_on_host(sequence):
-            done.finish_reason = "stop"
-        elif status == FULL:
-            done.finish_reason = "length"
+        else:
+            done.tokens.append(token)
+            done.logprobs.append(logprob)
+            if status == STOPPED or self._requests.ended_on_host(sequence):
+                done.finish_reason = "stop"
+            elif status == FULL:
+                done.finish_reason = "length"
         sequence.done = done.finish_reason is not None
-        return TokenEvent(done.request, done.sample, token, logprob, done.finish_reason)
 
     def _vacate(self, sequence: Sequence) -> None:
         """Frees the row of a sequence; the last row takes its place."""

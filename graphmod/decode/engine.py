@@ -24,7 +24,7 @@ from graphmod.decode.graphs import BucketGraphs, context_sizes
 from graphmod.decode.model_state import decoding
 from graphmod.decode.prefill import Prefill
 from graphmod.decode.requests import Codec, RequestReader, eos_ids
-from graphmod.decode.results import Completion, DecodeStats, TokenEvent
+from graphmod.decode.results import Completion, DecodeStats, TokenEvent, events
 from graphmod.decode.sampling import GREEDY
 from graphmod.decode.scheduler import Scheduler, Sequence, prompt_seed
 from graphmod.decode.state import BatchState
@@ -142,20 +142,20 @@ class DecodeEngine:
         """
         finished: list[Completion] = []
 
-        def take(sequence: Sequence) -> None:
-            finished.append(sequence.completion)
+        def take(completion: Completion) -> None:
+            finished.append(completion)
             if self.requests.codec is not None:
-                sequence.completion.text = self.requests.codec.decode(sequence.completion.tokens)
+                completion.text = self.requests.codec.decode(completion.tokens)
             if on_finish is not None:
-                on_finish(sequence.completion)
+                on_finish(completion)
 
         self._begin(prompts, n, sampling, settings)
         try:
             with decoding(self._modules):
                 while self._batch.unfinished:
-                    for sequence, event in self._batch.advance():
-                        if event.finish_reason is not None:
-                            take(sequence)
+                    for run in self._batch.advance():
+                        if run.ended:
+                            take(run.completion)
         finally:
             self._end()
         return sorted(finished, key=lambda c: (c.request, c.sample))
@@ -171,9 +171,8 @@ class DecodeEngine:
         try:
             while self._batch.unfinished:
                 with decoding(self._modules):
-                    events = self._batch.advance()
-                for _, event in events:
-                    yield event
+                    runs = self._batch.advance()
+                yield from events(runs)
         finally:
             self._end()
 

@@ -1,9 +1,11 @@
 """What decode gives back: tokens as they come, finished completions, counters. Imports the standard library only."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
-@dataclass
+@dataclass(slots=True)
 class TokenEvent:
     """One token of one sample.
 
@@ -45,6 +47,35 @@ class Completion:
     finish_reason: str | None = None
     error: str | None = None
     text: str | None = None
+
+
+class Run(NamedTuple):
+    """What one sequence got from steps whose results were read together.
+
+    Attributes:
+        completion: that it went into.
+        tokens, logprobs: what is new; of an error, what was good.
+        ended: whether it ended with that.
+    """
+
+    completion: Completion
+    tokens: list[int]
+    logprobs: list[float]
+    ended: bool
+
+
+def events(runs: list[Run]) -> Iterator[TokenEvent]:
+    """The tokens of runs one by one: the first of each, then the second of each, and so on; last the errors."""
+    for step in range(max((len(run.tokens) for run in runs), default=0)):
+        for done, tokens, logprobs, ended in runs:
+            if step < len(tokens):
+                last = ended and step == len(tokens) - 1 and done.error is None
+                yield TokenEvent(
+                    done.request, done.sample, tokens[step], logprobs[step], done.finish_reason if last else None
+                )
+    for done, _, _, ended in runs:
+        if ended and done.error is not None:
+            yield TokenEvent(done.request, done.sample, None, float("nan"), "error", done.error)
 
 
 @dataclass

@@ -75,6 +75,11 @@ class Sequence:
             return GREEDY
         return FILTERED if self.sampling.top_k > 0 or self.sampling.top_p < 1 else PLAIN
 
+    @property
+    def ends_on_host(self) -> bool:
+        """Whether the host has to look at each token for a stop."""
+        return bool(self.stop_sequences or self.stop_texts)
+
     def row_values(self) -> RowValues:
         """What its row holds when it joins, its first token being known."""
         token, position = self.completion.tokens[-1], len(self.prompt) + len(self.completion.tokens) - 1
