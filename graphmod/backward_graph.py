@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from graphmod.buffers import OwnedBuffer, StaticInput, StaticOutput, adopted
-from graphmod.failures import capture_failed
+from graphmod.failures import capture_failed, tell_of_unseen
 from graphmod.forward import ForwardGraph
 from graphmod.placement import Place, buffers_for, find_places, store
 from graphmod.recompute import differentiate
@@ -184,7 +184,7 @@ def capture_backward(graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> B
                 capture(found)
         known.saved = [output for output in graph.results.with_grad if address(output.tensor) in known.graph.seen.read]
         known.weights = [p for p in graph.parameters if address(p) in known.graph.seen.read]
-        known.graph.seen.outside.clear()  # the saved activations: their memory is the next layers' to use
+        _watch_others(graph, known, {address(tensor) for tensor in (*given, *buffers)})
         with group.backend.in_turn():  # the capture made gradient accumulators, and eager code may use them now
             known.graph.replay()
     except Exception as error:  # whatever user code or CUDA raised: the eager backward decides what the user sees
@@ -216,6 +216,28 @@ def capture_backward(graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> B
     module._counters.replays += 1
     module._counters.capture_seconds += time.perf_counter() - began
     return known
+
+
+def _watch_others(graph: ForwardGraph, known: BackwardGraph, given: set[int]) -> None:
+    """Lets go of the saved activations, whose memory is the next layers' to use; what else the backward reads, such as
+    a table of an `autograd.Function`, is held and watched with what the forward reads."""
+    seen, before = known.graph.seen, graph.graph.seen
+    given |= {address(static.tensor) for static in graph.inputs} | {address(p) for p in graph.parameters}
+    given |= {address(p.grad) for p in graph.parameters if p.grad is not None}
+    others = {
+        where: tensor
+        for where, tensor in seen.outside.items()
+        if where not in given and where not in before.outside and not before.made(where)
+    }
+    if others:
+        found = graph.module._around.now()
+        places = {address(tensor) for _, _, tensor in found.slots}
+        if before.seen_until is None:
+            tell_of_unseen(graph.module, seen, [where for where in others if where not in places])
+        else:  # compiled code may have made the others in the forward: activations too
+            others = {where: tensor for where, tensor in others.items() if where in places}
+        graph.watch.also(found, others)
+    seen.outside.clear()
 
 
 def _static_gradient(graph: ForwardGraph, grad: Tensor) -> StaticInput:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from graphmod.errors import CaptureRefused
-from graphmod.failures import capture_failed
+from graphmod.failures import capture_failed, tell_of_unseen
 from graphmod.forward import ForwardGraph
 from graphmod.lifecycle import Entry
 from graphmod.tape import Tape
@@ -80,21 +80,6 @@ def _make_space(module: CUDAGraphModule, entry: Entry) -> bool:
     return False
 
 
-def _tell_of_unseen(module: CUDAGraphModule, graph: ForwardGraph) -> None:
-    """Says which tensors a graph reads that nobody can tell from others in their place."""
-    seen = graph.graph.seen
-    for where in graph.watch.unseen:
-        if seen.seen_until is not None and seen.first_seen[where] >= seen.seen_until:
-            continue
-        tensor, step = seen.outside[where], seen.trace[seen.first_seen[where]]
-        kind = f"{str(tensor.dtype).removeprefix('torch.')} tensor of shape {tuple(tensor.shape)}"
-        module._log_once(
-            f"{module._name!r} reads a {kind} at {step.place} that nothing it holds leads to: replays go on reading "
-            "that one, also where the code would find another. Pass it as an argument, or keep it in an attribute",
-            key=f"unseen {step.place}",
-        )
-
-
 def capture(module: CUDAGraphModule, entry: Entry, tape: Tape, leaves: list[Tensor]) -> tuple[ForwardGraph, Any] | None:
     """Captures a call on its tensor arguments and launches it.
 
@@ -122,7 +107,7 @@ def capture(module: CUDAGraphModule, entry: Entry, tape: Tape, leaves: list[Tens
     except Exception as error:  # whatever user code or CUDA raised: the eager call decides what the user sees
         capture_failed(module, entry, error, "its forward")
         return None
-    _tell_of_unseen(module, graph)
+    tell_of_unseen(module, graph.graph.seen, graph.watch.unseen)
     graph.index = tape.append(graph)
     module._served = graph
     entry.graphs.append(graph)

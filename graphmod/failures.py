@@ -1,12 +1,15 @@
 """What a failed capture or replay leads to (rule R7): it is counted and explained once, and after some in a row the
-signature stays eager. May import `errors`, `trace` and `lifecycle`; knows `module` by its attributes only.
+signature stays eager. May import `errors`, `trace`, `recorder` and `lifecycle`; knows `module` by its attributes only.
 """
 
 from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
+
+import torch
 
 from graphmod.errors import CaptureRefused
 from graphmod.lifecycle import Entry
@@ -14,6 +17,7 @@ from graphmod.trace import place_of
 
 if TYPE_CHECKING:
     from graphmod.module import CUDAGraphModule
+    from graphmod.recorder import Recorder
 
 log = logging.getLogger("graphmod")
 
@@ -50,3 +54,26 @@ def _reason(error: BaseException) -> str:
     if "capturable is False" in reason:
         reason += " Build the optimizer with fused=True, capturable=True."
     return reason
+
+
+def tell_of_unseen(module: CUDAGraphModule, seen: Recorder, unseen: Iterable[int]) -> None:
+    """Says which tensors a graph reads that nobody can tell from others in their place: once for each line.
+
+    Args:
+        seen: the record of the capture.
+        unseen: their addresses.
+    """
+    for where in unseen:
+        tensor, index = seen.outside[where], seen.first_seen[where]
+        step = seen.trace[index]
+        if seen.seen_until is not None and index >= seen.seen_until:
+            continue  # compiled code may have made it
+        if step.op is torch.ops.aten.lift_fresh.default or step.place in module._group.told:
+            continue  # a number in the code; or told of another layer
+        module._group.told.add(step.place)
+        kind = f"{str(tensor.dtype).removeprefix('torch.')} tensor of shape {tuple(tensor.shape)}"
+        log.warning(
+            f"{module.graph_name!r} reads a {kind} at {step.place} that was found neither among its arguments nor in "
+            "an attribute of what it holds: replays go on reading that one, also where the code would find another. "
+            "Pass it as an argument"
+        )

@@ -78,30 +78,36 @@ class Group:
         self.begun = 0  # passes
         self.anchor: Tensor | None = None
         self.anchor_node: Any = None
+        self.told: set[str] = set()  # lines about which the log has said something
         self._learned: dict[tuple, bool] = {}
         self._version = -1
 
-    def settle(self, name: BackendName, device: torch.device | None) -> None:
-        """Sees to a backend and an anchor for a new signature on `device`, which may be unknown. From the CPU to a GPU,
-        or from one GPU to another, the backend changes, and graphs captured before are dropped.
+    def settle(self, name: BackendName, device: torch.device | None) -> bool:
+        """Sees to a backend and an anchor for calls on `device`, which may be unknown. From the CPU to a GPU, or from
+        one GPU to another, the backend changes, and graphs captured before are dropped.
+
+        Returns:
+            Whether there is another backend now.
 
         Raises:
             ConfigError: the backend `name` cannot work there.
         """
+        before = self.backend
         if self.backend is None:
             self.backend = make_backend(name, device or default_device(name))
             if not self.backend.on_gpu:
                 _tell_of_emulation()
         elif device is not None and device.type == "cuda" and device != self.backend.device:
             if any(arena.in_flight for arena in self.arenas):
-                return  # the capture says what is wrong with tensors elsewhere
-            self._free_graphs()
+                return False  # the capture says what is wrong with tensors elsewhere
             self.backend = make_backend(name, device)
+            self._free_graphs()
         device = self.backend.device
         if self.anchor is None or self.anchor.device != device:
             with torch.inference_mode(False):
                 self.anchor = torch.empty(0, device=device, requires_grad=True)
                 self.anchor_node = torch.autograd.graph.get_gradient_edge(self.anchor).node
+        return self.backend is not before
 
     # -- where a forward may run ---------------------------------------------------------------------------------
 

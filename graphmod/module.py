@@ -168,6 +168,8 @@ class CUDAGraphModule(nn.Module):
             return self._run(*args, **kwargs)
         if entry.calls < self._config.warmup_steps:
             return warm_up(self, entry, args, kwargs)
+        if self._group.settle(self._config.backend, self._around.device(leaves)):
+            return self._run(*args, **kwargs)  # of other modes, and so of another signature
         tape = place(self, entry, reason)
         if tape is None:
             return self._eager(args, kwargs, entry)

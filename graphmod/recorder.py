@@ -96,6 +96,10 @@ class Recorder(Tracer):
             else:
                 self.inputs_written.add(where)
 
+    def made(self, where: int) -> bool:
+        """Whether an operation made what lies at an address."""
+        return where in self._hazards.made
+
     def is_host(self, tensor: Tensor) -> bool:
         """Whether a tensor lies on the host while the capture works on a GPU."""
         return self._on_gpu and not tensor.is_cuda

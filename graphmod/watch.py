@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import optimizer as base_optimizer
 from torch.utils.hooks import RemovableHandle
 
-from graphmod.reach import PLAIN, Reach, get
+from graphmod.reach import PLAIN, SIZED, Reach, get
 from graphmod.trace import address
 from graphmod.tracer import is_recording
 
@@ -70,7 +70,24 @@ class Watch:
         self._first_addresses = list(map(_data_ptr, self._first))
         self._state = [tensor for container, _, tensor in slots if id(container) in states]
         self._state_addresses = list(map(_data_ptr, self._state))
+        lists = [link for link in found.links if isinstance(link[2], SIZED) and id(link[2]) not in states]
+        self._lists, self._lengths = [item for _, _, item in lists], [len(item) for _, _, item in lists]
+        self._list_keys = [key for _, key, _ in lists]
         self._watch_grads(parameters, grads, outside, backward)
+
+    def also(self, found: Reach, outside: dict[int, Tensor]) -> None:
+        """Holds and watches more tensors, which the backward of what it watches reads."""
+        self.held += outside.values()
+        known = set(zip(map(id, self._containers), self._keys, strict=True))
+        slots = [s for s in found.slots if address(s[2]) in outside and (id(s[0]), s[1]) not in known]
+        self._cells += [slot for slot in slots if isinstance(slot[0], types.CellType)]
+        self._first += [tensor for _, _, tensor in slots]
+        self._first_addresses = list(map(_data_ptr, self._first))
+        slots = [slot for slot in slots if not isinstance(slot[0], types.CellType)]
+        self._containers[:0] = [container for container, _, _ in slots]
+        self._keys[:0] = [key for _, key, _ in slots]
+        self._items[:0] = [tensor for _, _, tensor in slots]
+        self._first_number += len(slots)
 
     def _watch_grads(
         self, parameters: list[Tensor], grads: list[Tensor | None], outside: dict[int, Tensor], backward: bool
@@ -105,6 +122,10 @@ class Watch:
             reason = self._exchanged()
             if reason is not None:
                 return reason
+        if list(map(len, self._lists)) != self._lengths:
+            for key, item, length in zip(self._list_keys, self._lists, self._lengths, strict=True):
+                if len(item) != length:
+                    return f"{'a variable' if key is None else repr(key)} had {length} items when it was captured"
         if self._state and list(map(_data_ptr, self._state)) != self._state_addresses:
             return "a tensor it reads has moved to another address"
         if list(map(_requires_grad, self._parameters)) != self._flags:
@@ -121,7 +142,7 @@ class Watch:
             now = get(container, key)
             if now is item:
                 continue
-            if index < self._first_number:
+            if index < self._first_number or not isinstance(item, (*PLAIN, tuple, list)):
                 return f"{key!r} is another {type(item).__name__} than when it was captured"
             if type(now) is not type(item) or now != item or repr(now) != repr(item):  # 0.0 is not -0.0
                 return f"{key!r} was {item!r} when it was captured and is {now!r}"

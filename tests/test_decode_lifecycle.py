@@ -258,14 +258,15 @@ def test_a_wrong_request_is_one_clear_error_and_the_engine_goes_on(prompt, setti
     assert len(engine.generate([[3, 4]], max_new_tokens=5)[0].tokens) == 5
 
 
+class Letters:
+    def encode(self, text):
+        return [ord(letter) - 32 for letter in text]
+
+    def decode(self, tokens):
+        return "".join(chr(token + 32) for token in tokens)
+
+
 def test_stops_of_every_kind_end_a_sequence(device):
-    class Letters:
-        def encode(self, text):
-            return [ord(letter) - 32 for letter in text]
-
-        def decode(self, tokens):
-            return "".join(chr(token + 32) for token in tokens)
-
     model = tiny_model("llama", device)
     (prompt,) = prompts_of(7)
     free = reference(model, prompt, 30)
@@ -333,3 +334,24 @@ def test_an_attention_that_is_not_available_says_why():
     model = tiny_model("llama", torch.device("cpu"))
     with pytest.raises(ConfigError, match=r"GPU.*use auto, or: sdpa"):
         DecodeEngine(model, attention="flex")
+
+
+@pytest.mark.parametrize("after", [0, 1, 3, 9, 20])
+def test_a_codec_that_raises_loses_no_memory(after, device):
+    calls = []
+
+    class Breaks(Letters):
+        def decode(self, tokens):
+            calls.append(None)
+            if len(calls) > after:
+                raise ValueError("no such token")
+            return super().decode(tokens)
+
+    model = tiny_model("llama", device)
+    engine = DecodeEngine(model, max_batch_size=2, codec=Breaks())
+    prompts = prompts_of(5, 9, 20)
+    with pytest.raises(ValueError, match="no such token"):
+        engine.generate(prompts, max_new_tokens=20, stop=["qqq"])
+    assert engine.scheduler.allocator.free_blocks == engine.scheduler.allocator.count
+    engine.requests.codec = None
+    assert tokens_of(engine, prompts, max_new_tokens=9) == references(model, prompts, 9)

@@ -2,7 +2,7 @@
 
 import gc
 import threading
-from collections import deque
+from queue import SimpleQueue
 
 import pytest
 import torch
@@ -231,12 +231,12 @@ def test_memory_is_back_after_failed_captures_and_reset(reason):
 
 def test_a_capture_in_one_thread_does_not_disturb_another(device):
     """While a layer is captured, another thread reads the random state, calls a module with hooks and trains."""
-    found = deque(maxlen=2)  # graphs do not watch what lies in one
+    found = SimpleQueue()  # graphs do not watch what lies in one
     other = nn.Linear(4, 4).to(device)
-    other.register_forward_hook(lambda m, args, out: found.append("hooked"))
+    other.register_forward_hook(lambda m, args, out: found.put("hooked"))
 
     def elsewhere():
-        found.append(len(torch.get_rng_state()))
+        found.put(len(torch.get_rng_state()))
         other(torch.ones(2, 4, device=device)).sum().backward()
 
     class Meets(nn.Module):
@@ -253,10 +253,9 @@ def test_a_capture_in_one_thread_does_not_disturb_another(device):
     module = CUDAGraphModule(Meets().to(device), config())
     expected = len(torch.get_rng_state())
     for _ in range(4):
-        found.clear()
         module(torch.randn(4, 8, device=device)).sum().backward()
-        if found:
-            assert list(found) == [expected, "hooked"]
+        if not found.empty():
+            assert [found.get(), found.get()] == [expected, "hooked"] and found.empty()
     assert module.stats.failures == 0, module.last_failure
 
 

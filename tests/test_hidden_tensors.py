@@ -72,7 +72,7 @@ def test_what_lies_in_slots_is_watched(change, device, caplog):
         assert torch.equal(graphed(x), call(x)), step
         replays.append(graphed.stats.replays)
     assert replays[7] > 3 and replays[15] > replays[7] + 2 and replays[-1] > replays[15] + 2
-    assert "leads to" not in caplog.text
+    assert "found neither" not in caplog.text
 
 
 def test_a_queue_of_tensors_is_watched(device):
@@ -96,7 +96,7 @@ def test_a_tensor_that_nothing_leads_to_is_named_once(device, caplog):
     with caplog.at_level(logging.WARNING, logger="graphmod"):
         for _ in range(8):
             assert torch.equal(graphed(torch.ones(3, device=device)), torch.ones(3, device=device))
-    lines = [line for line in caplog.messages if "leads to" in line]
+    lines = [line for line in caplog.messages if "found neither" in line]
     assert len(lines) == 1 and "float32 tensor of shape (3,) at " in lines[0] and "Pass it as an argument" in lines[0]
     assert graphed.stats.replays == 6, "it is served by a graph all the same"
 
@@ -198,3 +198,35 @@ def test_a_module_moved_to_another_gpu_is_captured_there():
             with torch.no_grad():
                 assert torch.equal(graphed(x), graphed.module(x))
         assert graphed.stats.replays - before == 4
+
+
+@pytest.mark.gpu
+def test_a_callable_without_arguments_whose_tensors_moved_is_captured_on_the_gpu():
+    held = Settings(nn.Linear(4, 4), torch.randn(2, 4), 2.0)
+    graphed = CUDAGraphModule(lambda: held.model(held.scale).detach() * held.factor, config())
+    for device in ("cpu", "cuda"):
+        held.model.to(device)
+        held.scale = held.scale.to(device)
+        before = graphed.stats.replays
+        for _ in range(14):
+            assert torch.equal(graphed(), held.model(held.scale) * 2)
+        assert graphed.stats.replays - before > 3 and graphed._group.backend.on_gpu is (device == "cuda")
+
+
+@pytest.mark.gpu
+def test_a_result_held_across_the_move_does_not_keep_the_emulator():
+    module = nn.Linear(4, 4)
+    graphed = CUDAGraphModule(module, config())
+    for _ in range(4):
+        graphed(torch.randn(2, 4)).sum().backward()
+    held = graphed(torch.randn(2, 4))  # its backward may still come
+    module.cuda()
+    for step in range(12):
+        if step == 4:
+            del held
+        x = torch.randn(2, 4, device="cuda")
+        result = graphed(x)
+        assert torch.equal(result, module(x))
+        result.sum().backward()
+        del result
+    assert graphed._group.backend.on_gpu

@@ -94,7 +94,8 @@ class ContinuousBatch:
         runs = self._admit()
         launched = self._launch()
         if self._in_flight and (len(self._in_flight) > 1 or not launched):
-            runs += self._read(self._in_flight.popleft())
+            runs += self._read(self._in_flight[0])
+            self._in_flight.popleft()  # not before: a codec may raise, and `end` frees the blocks of what is in flight
         return runs
 
     def _admit(self) -> list[Run]:
@@ -110,21 +111,21 @@ class ContinuousBatch:
             of_prompt = [number for number, group in enumerate(groups) for _ in group]
             logits = logits.index_select(0, self._state.to_device(of_prompt, torch.int64))
             tokens, logprobs, bad = self._first_tokens(logits, sequences)
+            self.prompt_tokens += sum(len(first.prompt) for first in firsts)
+            runs, joining = [], []
+            for sequence, token, logprob, wrong in zip(sequences, tokens, logprobs, bad, strict=True):
+                over = sequence.steps_left == 0
+                status = BAD if wrong else STOPPED if token in sequence.stop_ids else FULL if over else 0
+                runs.append(self._take(sequence, [token], [logprob], [status]))
+                if sequence.done:
+                    self._release(sequence)
+                else:
+                    joining.append(sequence)
         except BaseException:
             for group in groups:
                 for sequence in group:
                     self.scheduler.release(sequence)
             raise
-        self.prompt_tokens += sum(len(first.prompt) for first in firsts)
-        runs, joining = [], []
-        for sequence, token, logprob, wrong in zip(sequences, tokens, logprobs, bad, strict=True):
-            over = sequence.steps_left == 0
-            status = BAD if wrong else STOPPED if token in sequence.stop_ids else FULL if over else 0
-            runs.append(self._take(sequence, [token], [logprob], [status]))
-            if sequence.done:
-                self._release(sequence)
-            else:
-                joining.append(sequence)
         if joining:
             self._state.set_rows(self.scheduler.join(joining), [sequence.row_values() for sequence in joining])
         return runs

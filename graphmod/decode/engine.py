@@ -153,9 +153,9 @@ class DecodeEngine:
         try:
             with decoding(self._modules):
                 while self._batch.unfinished:
-                    for run in self._batch.advance():
-                        if run.ended:
-                            take(run.completion)
+                    ended = [run for run in self._batch.advance() if run.ended]
+                    for run in sorted(ended, key=lambda run: len(run.tokens)):  # as they finished
+                        take(run.completion)
         finally:
             self._end()
         return sorted(finished, key=lambda c: (c.request, c.sample))

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 
-@dataclass(slots=True)
+@dataclass
 class TokenEvent:
     """One token of one sample.
 
@@ -65,17 +65,16 @@ class Run(NamedTuple):
 
 
 def events(runs: list[Run]) -> Iterator[TokenEvent]:
-    """The tokens of runs one by one: the first of each, then the second of each, and so on; last the errors."""
-    for step in range(max((len(run.tokens) for run in runs), default=0)):
+    """The tokens of runs one by one: the first of each, then the second of each, and so on."""
+    for step in range(max((len(run.tokens) for run in runs), default=-1) + 1):
         for done, tokens, logprobs, ended in runs:
             if step < len(tokens):
                 last = ended and step == len(tokens) - 1 and done.error is None
                 yield TokenEvent(
                     done.request, done.sample, tokens[step], logprobs[step], done.finish_reason if last else None
                 )
-    for done, _, _, ended in runs:
-        if ended and done.error is not None:
-            yield TokenEvent(done.request, done.sample, None, float("nan"), "error", done.error)
+            elif step == len(tokens) and ended and done.error is not None:
+                yield TokenEvent(done.request, done.sample, None, float("nan"), "error", done.error)
 
 
 @dataclass
