@@ -288,3 +288,29 @@ def test_the_command_that_goes_on_names_a_folder_elsewhere_in_full(tmp_path, mon
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     assert shlex.split(_way_on(tmp_path / "run", []))[-1] == f"train.resume={tmp_path / 'run'}"
+
+
+def test_a_comparison_that_cannot_be_written_is_one_clear_error(shell, tmp_path):
+    sweep = tmp_path / "sweep"
+    (sweep / "comparison.md").mkdir(parents=True)  # a folder in the place of a file
+    done = shell("--multirun", "graph=none,full_iteration", f"hydra.sweep.dir={sweep}", "train.steps=2")
+    assert done.returncode == 1 and "cannot write the comparison to" in done.stderr, done.stderr
+    assert "losses as none" in done.stdout and "Traceback" not in done.stderr and "Warning" not in done.stderr
+    assert (sweep / "none" / "result.json").exists() and (sweep / "full_iteration" / "result.json").exists()
+
+
+def test_a_job_without_a_folder_does_not_hide_the_others(shell, tmp_path):
+    sweep = tmp_path / "sweep"
+    sweep.mkdir()
+    (sweep / "per_layer").touch()  # where the folder of the second job should be
+    done = shell("--multirun", "graph=none,per_layer", f"hydra.sweep.dir={sweep}", "train.steps=2")
+    assert done.returncode == 1 and f"cannot write to {sweep / 'per_layer'}" in done.stderr, done.stderr
+    assert "per_layer: failed" in done.stdout and "losses as none" in done.stdout
+    assert (sweep / "comparison.json").exists() and "Traceback" not in done.stderr
+
+
+def test_the_home_folder_may_be_a_tilde(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path / "my home"))
+    (found,) = for_hydra(["data.path=~/texts"])
+    assert found == f"data.path='{tmp_path}/my home/texts'"
+    assert for_hydra(["~optim"]) == ["~optim"], "which is Hydra's own"

@@ -148,6 +148,7 @@ def test_an_error_of_the_graph_settings_names_the_group():
     [
         (["data=text"], "data.path=FILE_OR_FOLDER"),
         (["data=text", "data.path=not_there.txt"], "'not_there.txt'"),
+        (["data=text", "data.path=2024"], "write data.path=./2024"),
         (["data.path=a.txt"], "data=text only"),
         (["data.vocab_size=100"], "data=synthetic only"),
         (["data=synthetic", "data.tokenizer=bytes"], "random"),

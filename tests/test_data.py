@@ -178,3 +178,16 @@ def test_leaving_early_stops_the_thread():
 def test_batches_for_a_gpu_are_pinned():
     with Prefetcher(lambda step: torch.tensor(step), range(2), pin=True) as batches:
         assert all(batch.is_pinned() for batch in batches)
+
+
+def test_files_that_are_no_text_are_named(tmp_path, caplog):
+    (tmp_path / "a.txt").write_text("text " * 20)
+    (tmp_path / "b.png").write_bytes(bytes(range(256)))
+    (tmp_path / "c.txt").write_bytes("äöü".encode("latin-1"))
+    load_corpus(text_data(tmp_path), ModelConfig(), 0)
+    assert caplog.text.count("not UTF-8 text") == 1 and "2 of 3 files" in caplog.text and "b.png" in caplog.text
+    caplog.clear()
+    (tmp_path / "umlauts").write_text("ä" * 100, encoding="utf-8")
+    load_corpus(text_data(tmp_path, pattern="a.txt"), ModelConfig(), 0)
+    load_corpus(text_data(tmp_path, pattern="umlauts", max_bytes=101), ModelConfig(), 0)  # cut within a character
+    assert "UTF-8" not in caplog.text

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,8 +15,8 @@ from torch import nn
 from graphmod.decode import DecodeEngine
 from graphmod.decode import cli as decode_cli
 from graphmod.decode import run as decode_run
-from graphmod.decode.errors import reason
-from graphmod.decode.output import OutputFile
+from graphmod.decode.errors import OutputError, reason
+from graphmod.decode.output import OutputFile, open_output
 from graphmod.decode.text import ByteCodec
 from graphmod.errors import ConfigError
 
@@ -191,3 +192,38 @@ def test_a_completion_has_its_text_where_there_is_a_codec():
     (done,) = DecodeEngine(model, codec=ByteCodec()).generate([[5, 6]], **asked)
     assert done.text == ByteCodec().decode(done.tokens) and len(done.tokens) == 5
     assert DecodeEngine(model).generate([[5, 6]], **asked)[0].text is None
+
+
+def test_log_probabilities_of_several_samples_are_shown(generate):
+    status, shown, _ = generate("prompt=ab", "decode.n=2", "decode.logprobs=true")
+    assert status == 0 and shown.count("[-") == 8 and shown.count("--- sample") == 2
+
+
+def test_a_line_break_may_be_written_as_in_python(tmp_path):
+    given = [r"decode.stop=['\n','a\\n',10,'\t|']", "model.path=x", "prompt=y"]
+    config = decode_cli.parse(ROOT / "configs_generate", given)
+    assert config.sampling().stop == ["\n", "a\\n", 10, "\t|"]
+
+
+def test_half_a_line_is_taken_back_when_the_disk_is_full(tmp_path, monkeypatch):
+    path = tmp_path / "out.jsonl"
+    with pytest.raises(OutputError, match="No space left"), open_output(path, tmp_path / "p", False) as out:
+        out.line("a whole line")
+        file = out._file
+
+        def half(text):
+            file.write(text[: len(text) // 2])
+            file.flush()
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(out, "_file", SimpleNamespace(write=half, fileno=file.fileno, close=file.close))
+        out.line("another whole line")
+    assert path.read_text() == "a whole line\n"
+
+
+def test_a_prompt_of_a_file_that_is_too_long_is_named_by_its_line(generate, tmp_path):
+    (tmp_path / "p.txt").write_text("\nab\n" + "x" * 200 + "\n")
+    status, _, said = generate("prompts_file=p.txt")
+    assert status == 2 and "line 3 of p.txt has 200 tokens" in said and "no more positions" in said
+    status, _, said = generate("prompts_file=p.txt", "decode.max_seq_len=20")
+    assert status == 2 and "raise max_seq_len" in said

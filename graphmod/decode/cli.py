@@ -48,7 +48,7 @@ Keys one changes most, with a value for example:
   decode.top_k=50               draw from the 50 most likely tokens only
   decode.top_p=0.9              draw from the most likely tokens that make up 0.9 only
   decode.n=4 decode.seed=1      samples of each prompt; another seed gives others
-  decode.stop=['END']           texts or token ids that end a sequence
+  decode.stop=['END','\\n']      texts or token ids that end a sequence; \\n, \\t and \\\\ as in Python
   decode.logprobs=true          print or write the log-probability of each token
   decode.max_batch_size=16      sequences decoded at the same time
   decode.attention=auto         auto | fastest (measures them) | sdpa | flex | varlen | flashinfer
@@ -68,7 +68,8 @@ def _texts(arguments: list[str]) -> tuple[dict[str, str | None], list[str]]:
     for argument in arguments:
         key, equals, value = argument.partition("=")
         if key in _TEXTS and equals:
-            texts[key] = None if value == "null" else value
+            at_home = value.startswith("~/") and key != "prompt"
+            texts[key] = None if value == "null" else str(Path(value).expanduser()) if at_home else value
         else:
             others.append(argument)
     return texts, others

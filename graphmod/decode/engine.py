@@ -99,7 +99,7 @@ class DecodeEngine:
         contexts = context_sizes(block_size, table * block_size, self.attention.stops_at_context)
         step = DecodeStep(model, self.memory, self.config.compile)
         self.graphs = BucketGraphs(step, self.state, self.config, contexts)
-        self.requests = RequestReader(text.vocab_size, self.max_seq_len, eos_ids(model), codec)
+        self.requests = RequestReader(text.vocab_size, self.max_seq_len, eos_ids(model), codec, positions)
         self._batch = ContinuousBatch(
             model,
             self.memory,

@@ -36,9 +36,16 @@ class OutputFile:
 
     def line(self, text: str) -> None:
         """Writes a line, and passes it on at once. Raises OutputError."""
+        regular = self.path.is_file()
+        before = os.fstat(self._file.fileno()).st_size if regular else 0
         try:
             print(text, file=self._file, flush=True)
         except OSError as error:
+            with contextlib.suppress(OSError):
+                self._file.close()  # which tries to write the rest of it once more
+            if regular:
+                with contextlib.suppress(OSError):
+                    os.truncate(self.path, before)  # half a line is no JSON
             raise OutputError(_wrong(self.path, error)) from error
 
 

@@ -13,9 +13,10 @@ from graphmod.errors import ConfigError
 
 @dataclass
 class Prompt:
-    """A prompt, and what else its line of JSON says of it."""
+    """A prompt, its line in its file, and what else that says of it in JSON."""
 
     text: str
+    line: int = 0
     fields: dict[str, Any] = field(default_factory=dict)
 
 
@@ -31,7 +32,7 @@ def read_prompts(path: Path) -> list[Prompt]:
     if not numbered:
         raise ConfigError(f"prompts_file={path} holds no prompt")
     if path.suffix != ".jsonl":
-        return [Prompt(line) for _, line in numbered]
+        return [Prompt(line, number) for number, line in numbered]
     prompts = []
     for number, line in numbered:
         try:
@@ -39,9 +40,9 @@ def read_prompts(path: Path) -> list[Prompt]:
         except ValueError as error:
             raise ConfigError(f'line {number} of {path} is not JSON like {{"prompt": "..."}}: {error}') from None
         if not isinstance(read, dict) or not isinstance(read.get("prompt"), str):
-            got = read.get("prompt", "no prompt") if isinstance(read, dict) else read
+            got = read if not isinstance(read, dict) or "prompt" not in read else read["prompt"]
             raise ConfigError(f'line {number} of {path} must be like {{"prompt": "a text"}}, got {got!r:.80}')
-        prompts.append(Prompt(read.pop("prompt"), read))
+        prompts.append(Prompt(read.pop("prompt"), number, read))
     return prompts
 
 

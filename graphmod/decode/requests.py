@@ -45,9 +45,14 @@ class RequestReader:
         max_seq_len: of the engine.
         eos: tokens that end a sequence unless it ignores them.
         codec: for prompts and stops that are text; None takes token ids only.
+        positions: of the model; None where it tells no number.
     """
 
-    def __init__(self, vocabulary: int, max_seq_len: int, eos: list[int], codec: Codec | None) -> None:
+    def __init__(
+        self, vocabulary: int, max_seq_len: int, eos: list[int], codec: Codec | None, positions: int | None = None
+    ) -> None:
+        full = positions is not None and max_seq_len >= positions
+        self._way_out = ", since the model has no more positions" if full else ", or raise max_seq_len"
         self.vocabulary, self.max_seq_len, self.eos, self.codec = vocabulary, max_seq_len, eos, codec
 
     def tokens(self, prompt: Any, number: int) -> list[int]:
@@ -76,7 +81,7 @@ class RequestReader:
         if len(found) >= self.max_seq_len:
             raise RequestError(
                 f"prompt {number} has {len(found)} tokens and max_seq_len={self.max_seq_len} leaves no room for "
-                "another; shorten it, or make the engine with a larger max_seq_len"
+                f"another; shorten it{self._way_out}"
             )
         wrong = next((t for t in found if not isinstance(t, Integral) or not 0 <= t < self.vocabulary), None)
         if wrong is not None:

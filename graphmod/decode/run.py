@@ -5,6 +5,7 @@ Imports the parts of decode and, for words, `graphmod.train`.
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from pathlib import Path
@@ -75,6 +76,13 @@ def _stream(engine: DecodeEngine, config: GenerateConfig, codec: Codec) -> int:
     return int(error is not None)
 
 
+def _with_logprobs(completion: Completion, codec: Codec) -> str:
+    """Its text with the log-probability of each token behind it, as `_stream` shows them."""
+    text = TextStream(codec)
+    pairs = zip(completion.tokens, completion.logprobs, strict=True)
+    return "".join(f"{text.add(token)}[{logprob:.3f}]" for token, logprob in pairs) + text.rest()
+
+
 def _many(engine: DecodeEngine, config: GenerateConfig, prompts: list[Prompt], out: OutputFile | None) -> int:
     """Writes the completions of all prompts, each as soon as it is there, so that an interruption keeps them."""
     total, finished, failed, tokens = len(prompts) * config.decode.n, 0, 0, 0
@@ -85,7 +93,8 @@ def _many(engine: DecodeEngine, config: GenerateConfig, prompts: list[Prompt], o
             nonlocal finished, failed, tokens
             prompt = prompts[completion.request]
             if out is None:
-                show(f"--- sample {completion.sample}\n{prompt.text}{completion.text}")
+                shown = _with_logprobs(completion, engine.requests.codec) if config.decode.logprobs else completion.text
+                show(f"--- sample {completion.sample}\n{prompt.text}{shown}")
             else:
                 if not finished:
                     out.begin()
@@ -98,6 +107,8 @@ def _many(engine: DecodeEngine, config: GenerateConfig, prompts: list[Prompt], o
 
         try:
             engine.generate([prompt.text for prompt in prompts], config.decode.n, config.sampling(), on_finish=finish)
+        except RequestError as error:
+            raise RequestError(_in_words_of(prompts, config.prompts_file, str(error))) from error
         finally:
             bar.close()
             if not isinstance(sys.exception(), (BrokenPipeError, RequestError)):
@@ -108,6 +119,14 @@ def _many(engine: DecodeEngine, config: GenerateConfig, prompts: list[Prompt], o
     if failed:
         complain(f'{counted(failed, "sample")} ended with an error; see "error" in the output')
     return int(failed > 0)
+
+
+def _in_words_of(prompts: list[Prompt], source: str | None, message: str) -> str:
+    """A refusal of the engine, with the line of the file in place of the prompt's number."""
+    found = re.match(r"prompt (\d+)\b", message)
+    if found is None or source is None:
+        return message
+    return f"line {prompts[int(found[1])].line} of {source}{message[found.end() :]}"
 
 
 def _run(config: GenerateConfig, prompts: list[Prompt], out: OutputFile | None) -> int:

@@ -3,6 +3,7 @@
 The YAML files under `configs_generate/` fill these classes in.
 """
 
+import re
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -60,7 +61,8 @@ class DecodeSettings:
         logprobs: write the log-probability of each token.
         max_batch_size, max_seq_len, block_size, layout, cache_tokens, attention, steps_per_sync, prefill_tokens: of
             `EngineConfig`. `attention` is `auto`, `fastest`, `sdpa`, `flex`, `varlen` or `flashinfer`.
-        temperature, top_k, top_p, seed, max_new_tokens, stop, ignore_eos: of `Sampling`.
+        temperature, top_k, top_p, seed, max_new_tokens, stop, ignore_eos: of `Sampling`. In the texts of `stop`, \\n,
+            \\r, \\t and \\\\ are read as in Python.
     """
 
     temperature: float = 0.0
@@ -99,6 +101,11 @@ class GraphSettings:
     warmup_steps: int = 1
     max_failures: int = 3
     backend: BackendName = BackendName.auto
+
+
+def _unescaped(text: str) -> str:
+    """A shell passes a line break on as two characters."""
+    return re.sub(r"\\([nrt\\])", lambda found: {"n": "\n", "r": "\r", "t": "\t", "\\": "\\"}[found[1]], text)
 
 
 @dataclass
@@ -150,7 +157,7 @@ class GenerateConfig:
             top_p=decode.top_p,
             seed=decode.seed,
             max_new_tokens=decode.max_new_tokens,
-            stop=list(decode.stop),
+            stop=[_unescaped(stop) if isinstance(stop, str) else stop for stop in decode.stop],
             ignore_eos=decode.ignore_eos,
         )
         made.check()

@@ -92,7 +92,10 @@ def for_hydra(arguments: list[str]) -> list[str]:
             raise ConfigError(_ONE_FOR_ALL.format(value))
         if several and key == "train.profile" and {"true", "yes", "on", "1"} & set(value.lower().split(",")):
             raise ConfigError(NO_PROFILE)
-        found.append(f"{key}={quoted(value)}" if key in _TEXTS and value else argument)
+        at_home = value.startswith("~/") and "," not in value  # bash leaves it so, and Hydra takes it for a deletion
+        if at_home:
+            value = str(Path(value).expanduser())
+        found.append(f"{key}={quoted(value)}" if at_home or (key in _TEXTS and value) else argument)
     return found
 
 

@@ -4,6 +4,8 @@ How busy the GPU is takes a profiler, which slows later graph launches of the pr
 all times have been taken, in a few steps of each run anew.
 """
 
+from __future__ import annotations
+
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -43,11 +45,28 @@ def gpu_busy_ms(result: RunResult) -> float | None:
             return None
 
 
+_running: ComparisonCallback | None = None  # Hydra makes it, and shows it to nobody
+failure: str | None = None
+"""Why the last comparison could not be written, for who started Hydra; None where it was."""
+
+
+def end_early(folder: Path, reason: str) -> None:
+    """Compares what a multirun under way has done, with a job in `folder` as failed. Does nothing without one."""
+    if _running is not None:
+        _running.end_early(folder, reason)
+
+
 class ComparisonCallback(Callback):
     """Remembers where each job wrote; at the end prints the table and writes it beside them in several forms."""
 
     def __init__(self) -> None:
         self._jobs: dict[Path, tuple[str, Any]] = {}
+        self._config: DictConfig | None = None
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Lets `end_early` know what to compare."""
+        global _running, failure
+        self._config, _running, failure = config, self, None
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
         """Notes a job that ended: the folder that it wrote to, which is another than its own where it went on with an
@@ -58,7 +77,25 @@ class ComparisonCallback(Callback):
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         """Compares what the jobs left behind; one that left nothing is listed as failed."""
-        sweep = Path(config.hydra.sweep.dir)
+        global _running, failure
+        _running, sweep = None, Path(config.hydra.sweep.dir)
+        try:
+            self._compare(sweep)
+        except OSError as error:  # of which Hydra would make a warning
+            for path in sweep.glob("comparison*"):
+                if path.is_file() and not path.stat().st_size:
+                    path.unlink()
+            failure = (
+                f"cannot write the comparison to {sweep}: {error.strerror or error}; what the runs wrote stays. Make "
+                "room, or choose another folder with hydra.sweep.dir=FOLDER"
+            )
+
+    def end_early(self, folder: Path, reason: str) -> None:
+        """Compares what there is when Hydra could not go on, because it could not make the folder of a job."""
+        self._jobs[folder] = "", RunResult(scope="", status="failed", error=reason)
+        self.on_multirun_end(self._config)
+
+    def _compare(self, sweep: Path) -> None:
         results = {}
         for folder, (scope, outcome) in self._jobs.items():
             try:

@@ -103,6 +103,10 @@ def check_data(data: DataConfig, model: ModelConfig) -> None:
         0 <= data.eval_fraction < 1, f"data.eval_fraction must be at least 0 and below 1, got {data.eval_fraction}"
     )
     if data.source is Source.text:
+        _require(
+            isinstance(data.path, bool) or not isinstance(data.path, (int, float)),
+            f"data.path={data.path} was read as a number; write data.path=./{data.path}",
+        )
         paths = [data.path] if isinstance(data.path, (str, Path)) else data.path
         _require(
             bool(paths) and isinstance(paths, (list, tuple)), "data=text needs data.path=FILE_OR_FOLDER, or a list"

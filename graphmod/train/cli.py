@@ -24,6 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from graphmod.errors import ConfigError, GraphmodError
+from graphmod.train import callback
 from graphmod.train.arguments import NO_PROFILE, for_hydra, groups, swept_keys
 from graphmod.train.config import parse, register
 from graphmod.train.explain import explain, system_error
@@ -189,11 +190,18 @@ def main(config_dir: Path) -> int:
         return 2
     except OSError as error:  # Hydra could not make the folder of the run
         where = error.filename or "the folder of the run"
-        _complain(
+        reason = (
             f"cannot write to {where}: {error.strerror or error}; choose another folder with hydra.run.dir=FOLDER "
             "(of a multirun: hydra.sweep.dir=FOLDER)"
         )
+        callback.end_early(Path(error.filename or "the next job"), reason)
+        _complain(reason)
+        if callback.failure:
+            _complain(callback.failure)
         return 1
     finally:
         sys.argv[1:] = given
+    if callback.failure:
+        _complain(callback.failure)
+        statuses.append(1)
     return max(statuses, default=0)

@@ -3,6 +3,7 @@
 How batches are cut from that row is `train/data.py`'s business.
 """
 
+import logging
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ from torch import Tensor
 from graphmod.errors import ConfigError
 from graphmod.train.schema import Architecture, DataConfig, Documents, ModelConfig, Source
 from graphmod.train.words import counted
+
+log = logging.getLogger("graphmod")
 
 _BYTE_VOCABULARY = 256
 _SYNTHETIC_TOKENS = 1 << 20
@@ -75,11 +78,12 @@ def text_files(paths: list[str], pattern: str) -> list[Path]:
 
 
 def read_pieces(files: list[Path], max_bytes: int | None) -> Iterator[bytes]:
-    """The content of each file, in order, until `max_bytes` have been read in all; the last one is cut."""
-    left = max_bytes
+    """The content of each file, in order, until `max_bytes` have been read in all; the last one is cut. The log says at
+    the end which were no text."""
+    left, odd = max_bytes, []
     for path in files:
         if left is not None and left <= 0:
-            return
+            break
         try:
             with path.open("rb") as file:
                 piece = file.read() if left is None else file.read(left)
@@ -87,8 +91,23 @@ def read_pieces(files: list[Path], max_bytes: int | None) -> Iterator[bytes]:
             raise ConfigError(f"cannot read {path}: {error.strerror}") from error
         if left is not None:
             left -= len(piece)
+        if not _is_text(piece, cut=left == 0):
+            odd.append(path)
         if piece:
             yield piece
+    if odd:
+        log.warning(
+            f"not UTF-8 text: {len(odd):,} of {counted(len(files), 'file')} of the data, such as {odd[0]}; a tokenizer "
+            "does not see the bytes that are none. Leave such files out (data.pattern='*.txt'), or convert them"
+        )
+
+
+def _is_text(piece: bytes, cut: bool) -> bool:
+    try:
+        piece.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return cut and error.start >= len(piece) - 3  # in the middle of a character
+    return True
 
 
 def load_tokenizer(folder: str) -> Any:
