@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.optim import optimizer as base_optimizer
 from torch.utils.hooks import RemovableHandle
 
-from graphmod.reach import PLAIN, SIZED, Reach, get
+from graphmod.places import PLAIN, SIZED, get
+from graphmod.reach import Reach
 from graphmod.trace import address
 from graphmod.tracer import is_recording
 

@@ -368,3 +368,69 @@ def test_what_only_the_backward_reads_is_held_and_watched(function, device, capl
         assert torch.equal(*gradients), step
     assert graphed.stats.replays > 15
     assert ("found neither" in caplog.text) is (function is Peeked)
+
+
+class Meter:
+    def __init__(self):
+        self.total, self.values = 0.0, []
+
+    def update(self, value):
+        self.total += value
+        self.values.append(value)
+
+    def __getitem__(self, index):
+        return self.values[index]
+
+
+class Average:
+    def __init__(self, device):
+        self.tensor, self.decay = torch.zeros(3, device=device), 0.5
+
+    def update(self, x):
+        self.tensor.mul_(self.decay).add_(x)
+
+
+class Both:
+    """Its step uses a method that an object beside it has too."""
+
+    def __init__(self, device):
+        self.meter, self.average = Meter(), Average(device)
+
+    def step(self, x):
+        self.average.update(x)
+        return self.average.tensor * 2
+
+
+def test_objects_that_the_code_does_not_get_to_may_change(device):
+    graphed_side, eager = Both(device), Both(device)
+    graphed = CUDAGraphModule(graphed_side.step, config())
+    for step in range(30):
+        x = torch.randn(3, device=device)
+        assert torch.equal(graphed(x), eager.step(x)), step
+        graphed_side.meter.update(float(step))
+    assert graphed.stats.replays == 28 and graphed.stats.captures == 1
+    for side in (graphed_side, eager):
+        side.average.decay = 0.25
+    for step in range(12):
+        x = torch.randn(3, device=device)
+        assert torch.equal(graphed(x), eager.step(x)), step
+
+
+@pytest.mark.parametrize("loop", ["values", "items", "list"])
+def test_objects_in_containers_that_are_gone_through_are_watched(loop, device):
+    first, second = Schedule(), Schedule()
+    parts = [first, second] if loop == "list" else {"first": first, "second": second}
+
+    def total(x):
+        if loop == "list":
+            for part in parts:
+                x = x * part.k
+        elif loop == "values":
+            for part in parts.values():
+                x = x * part.value()
+        else:
+            for _, part in parts.items():
+                x = x * part.as_property
+        return x
+
+    play(CUDAGraphModule(total, config()), total, lambda n: setattr(second, "k", float(n)), device)
