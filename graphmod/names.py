@@ -22,6 +22,9 @@ _NOT_USED = frozenset(
 )
 
 
+_BY_OTHER_NAMES = frozenset({"getattr", "vars", "__dict__", "attrgetter", "asdict", "astuple"})
+
+
 def of_library(item: Any) -> bool:
     """Whether a class or function belongs to a library whose code is not looked into."""
     return (getattr(item, "__module__", None) or "").partition(".")[0] in _LIBRARIES
@@ -52,7 +55,8 @@ def _names_of_method(owner: type, name: str) -> frozenset[str]:
     while queue:
         method = queue.pop()
         function = getattr(owner, method, None)
-        function = getattr(function, "__wrapped__", function)
+        while hasattr(function, "__wrapped__"):
+            function = function.__wrapped__
         if method in seen or not isinstance(function, types.FunctionType):
             continue
         seen.add(method)
@@ -71,17 +75,18 @@ def names_of_method(owner: type, name: str) -> frozenset[str]:
 
 
 def methods(kind: type) -> Iterator[tuple[str, types.FunctionType]]:
-    """The methods and properties that a class has from code outside of the libraries."""
-    seen: set[str] = set()
+    """The methods and properties that a class has from code outside of the libraries, those among them that `super()`
+    leads to."""
     for base in kind.__mro__:
-        if of_library(base):
-            continue
-        for name, member in vars(base).items():
-            if name in seen:
-                continue
-            seen.add(name)
-            for part in _functions(member):
-                yield name, part
+        if not of_library(base):
+            for name, member in vars(base).items():
+                for part in _functions(member):
+                    yield name, part
+
+
+def looks_up(function: types.FunctionType) -> bool:
+    """Whether it may read attributes whose names stand nowhere in its code."""
+    return not _BY_OTHER_NAMES.isdisjoint(names(function))
 
 
 def used_by_syntax(name: str) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphmod.names import codes
+from graphmod.names import codes, of_library
 
 STOP = (type, types.ModuleType, torch.dtype, torch.device, torch.Generator, bytes, complex)
 """What is not looked into."""
@@ -90,8 +90,8 @@ def places(value: Any) -> Iterator[tuple[Any, Any, bool]]:
     else:
         if isinstance(value, (dict, list, tuple)) or (isinstance(value, deque) and len(value) <= _MOST_QUEUED):
             yield from _items(value)
-        attributes = dict_of(value)
-        yield from ((attributes, key, True) for key in list(attributes))
+        attributes, ours = dict_of(value), not of_library(type(value))  # a library's code names what it reads itself
+        yield from ((attributes, key, ours and key != "__wrapped__") for key in list(attributes))
     slots = _slots_of(type(value))
     if slots:
         view = _Slots(value, slots)

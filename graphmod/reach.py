@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphmod.names import methods, names, names_of_method, of_library, used_by_syntax
+from graphmod.names import looks_up, methods, names, names_of_method, of_library, used_by_syntax
 from graphmod.places import HEAP_TYPE, PLAIN, SIZED, STOP, Place, dict_of, get, holds_nothing, places
 
 _MOST = 200_000  # objects looked at; beyond it a callable holds a data set, not a model
@@ -104,7 +104,15 @@ class _Walk:
         self._methods: defaultdict[str, list[types.FunctionType]] = defaultdict(list)
         self._kinds: dict[int, type] = {}
         self._to_use: list[Any] = []
+        self._any_attribute = False  # code was met that may read attributes by names made at run time
         self._use(roots)
+
+    def counts(self, place: Place, owner: int) -> bool:
+        """Whether code may read a place: of something used, an item, or an attribute that is named."""
+        container, key, _ = place
+        if owner not in self.used:
+            return False
+        return not isinstance(key, str) or key in self.named or self._any_attribute or id(container) == owner
 
     def _look_through(self, root: Any) -> None:
         queue = [root]
@@ -148,7 +156,7 @@ class _Walk:
             self.used.add(id(value))
             self._note_code(value)
             for name, item in self._held.get(id(value), ()):
-                if name is None or name in self.named:
+                if name is None or name in self.named or self._any_attribute:
                     self._to_use.append(item)
                 else:
                     self._waiting[name].append(item)
@@ -167,6 +175,9 @@ class _Walk:
                 self._mention(names_of_method(kind, "forward"))
         elif isinstance(value, types.FunctionType):
             self._mention(names(value))
+            if not self._any_attribute and looks_up(value):
+                self._any_attribute = True
+                self._to_use += [item for held in self._waiting.values() for item in held]
         elif isinstance(value, types.MethodType):
             self._mention(names_of_method(type(value.__self__), value.__func__.__name__))
         elif callable(value) and not isinstance(value, torch.optim.Optimizer):
@@ -179,7 +190,8 @@ class _Walk:
                     self._to_use.append(function)
 
 
-def _plain_sequence(value: Any) -> bool:
+def plain_sequence(value: Any) -> bool:
+    """Whether it is a list or tuple of nothing but numbers, strings and None."""
     return isinstance(value, (tuple, list)) and all(isinstance(item, PLAIN) for item in value)
 
 
@@ -193,26 +205,19 @@ def reach(*roots: Any) -> Reach:
     """Walks everything that `roots` hold: closures, the globals a function names, attributes, slots, containers; and
     what the methods of the objects used read."""
     walk = _Walk(roots)
-    found, named = walk.found, walk.named
+    found = walk.found
     links, found.all_numbers = [place for place, _ in walk.links], [place for place, _ in walk.numbers]
     found.all_containers = _containers(links, found.modules)
     found.all_sizes = list(map(len, found.all_containers))
     for optimizer in found.optimizers:
         keep_all = {id(group) for group in optimizer.param_groups}
-        settings = [place for place in links if _plain_sequence(place[2])]  # `betas`
+        settings = [place for place in links if plain_sequence(place[2])]  # `betas`
         found.numbers += [place for place in (*found.all_numbers, *settings) if id(place[0]) in keep_all]
     groups = {id(place[0]) for place in found.numbers}
     found.numbers += [
-        place
-        for place, owner in walk.numbers
-        if owner in walk.used and id(place[0]) not in groups and (not isinstance(place[1], str) or place[1] in named)
+        place for place, owner in walk.numbers if id(place[0]) not in groups and walk.counts(place, owner)
     ]
-    found.links = [
-        place
-        for place, owner in walk.links
-        if isinstance(place[2], nn.Module)
-        or (owner in walk.used and (not isinstance(place[1], str) or place[1] in named))
-    ]
+    found.links = [place for place, owner in walk.links if isinstance(place[2], nn.Module) or walk.counts(place, owner)]
     found.containers = _containers(found.links, found.modules)
     found.sizes = list(map(len, found.containers))
     return found

@@ -16,7 +16,7 @@ from torch.optim import optimizer as base_optimizer
 from torch.utils.hooks import RemovableHandle
 
 from graphmod.places import PLAIN, SIZED, get
-from graphmod.reach import Reach
+from graphmod.reach import Reach, plain_sequence
 from graphmod.trace import address
 from graphmod.tracer import is_recording
 
@@ -74,6 +74,11 @@ class Watch:
         lists = [link for link in found.links if isinstance(link[2], SIZED) and id(link[2]) not in states]
         self._lists, self._lengths = [item for _, _, item in lists], [len(item) for _, _, item in lists]
         self._list_keys = [key for _, key, _ in lists]
+        for module in found.modules:
+            if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+                self._lists.append(module._modules)
+                self._lengths.append(len(module._modules))
+                self._list_keys.append(type(module).__name__)
         self._watch_grads(parameters, grads, outside, backward)
 
     def also(self, found: Reach, outside: dict[int, Tensor]) -> None:
@@ -117,7 +122,7 @@ class Watch:
         """What `gone` does not look at."""
         try:
             same = all(map(operator.is_, map(operator.getitem, self._containers, self._keys), self._items))
-        except (KeyError, IndexError):
+        except Exception:  # KeyError and IndexError, or whatever a container of the user's raises
             return "a tensor or setting it reads is no longer where it was"
         if not same:
             reason = self._exchanged()
@@ -143,9 +148,12 @@ class Watch:
             now = get(container, key)
             if now is item:
                 continue
+            if type(now) is type(item) and plain_sequence(item) and repr(now) == repr(item):
+                self._items[index] = now
+                continue
             if index < self._first_number or not isinstance(item, (*PLAIN, tuple, list)):
                 return f"{key!r} is another {type(item).__name__} than when it was captured"
-            if type(now) is not type(item) or now != item or repr(now) != repr(item):  # 0.0 is not -0.0
+            if type(now) is not type(item) or repr(now) != repr(item):  # 0.0 is not -0.0, and NaN is NaN
                 return f"{key!r} was {item!r} when it was captured and is {now!r}"
             self._items[index] = now
         return None

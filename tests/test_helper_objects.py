@@ -434,3 +434,65 @@ def test_objects_in_containers_that_are_gone_through_are_watched(loop, device):
         return x
 
     play(CUDAGraphModule(total, config()), total, lambda n: setattr(second, "k", float(n)), device)
+
+
+class Base:
+    def __init__(self):
+        self.scale, self.parts = 1.5, {"one": 1.0, "two": 2.0}
+
+    def value(self):
+        return self.scale
+
+
+class Derived(Base):
+    def value(self):
+        return super().value() + 1
+
+
+INDIRECT = {
+    "super": (lambda x, s: x * s.value(), lambda s, n: setattr(s, "scale", float(n))),
+    "computed": (lambda x, s: x * getattr(s, "sca" + "le"[:2]), lambda s, n: setattr(s, "scale", float(n))),
+    "vars": (lambda x, s: x * next(iter(vars(s).values())), lambda s, n: setattr(s, "scale", float(n))),
+    "items": (lambda x, s: x * sum(part for _, part in s.parts.items()), lambda s, n: s.parts.update(two=float(n))),
+}
+
+
+@pytest.mark.parametrize("way", INDIRECT)
+def test_what_is_read_by_another_name_is_watched(way, device):
+    held, (read, change) = Derived(), INDIRECT[way]
+    play(CUDAGraphModule(lambda x: read(x, held), config()), lambda x: read(x, held), lambda n: change(held, n), device)
+
+
+def test_a_container_of_modules_that_grows_is_noticed(device):
+    blocks = nn.ModuleList([nn.Linear(3, 3).to(device)])
+
+    def call(x):
+        for block in blocks:
+            x = block(x)
+        return x.detach()
+
+    play(CUDAGraphModule(call, config()), call, lambda n: blocks.append(nn.Linear(3, 3).to(device)), device)
+
+
+@pytest.mark.parametrize("value", [(4, 8), [1.0, 2.0], float("nan")])
+def test_an_equal_value_in_the_place_of_another_changes_nothing(value, device):
+    held = SimpleNamespace(value=value)
+    graphed = CUDAGraphModule(lambda x: x * 2 if held.value else x, config())
+    for _ in range(20):
+        held.value = type(value)(value)
+        assert torch.equal(graphed(torch.ones(3, device=device)), torch.full((3,), 2.0, device=device))
+    assert graphed.stats.replays == 18, graphed.last_failure
+
+
+def test_a_container_that_raises_is_an_eager_call(device):
+    class Strict(dict):
+        def __missing__(self, key):
+            raise AttributeError(key)
+
+    held = Strict(a=2.0)
+    graphed = CUDAGraphModule(lambda x: x * held["a"] if "a" in held else x * 5.0, config())
+    for step in range(12):
+        if step == 6:
+            held.pop("a")
+        found = graphed(torch.ones(3, device=device))
+        assert torch.equal(found, torch.full((3,), 2.0 if step < 6 else 5.0, device=device)), step
