@@ -8,8 +8,10 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
+LIBRARIES = frozenset({"torch", "transformers", "graphmod"})
+"""Their functions hold nothing of the user's."""
 # Their code is not looked into, but for the forward of their modules: they keep no settings of the user's elsewhere.
-_LIBRARIES = frozenset({"torch", "transformers", "graphmod"}) | sys.stdlib_module_names
+_NOT_LOOKED_INTO = LIBRARIES | sys.stdlib_module_names
 # What a step does not call on an object that it uses.
 _NOT_USED = frozenset(
     f"__{name}__"
@@ -20,14 +22,18 @@ _NOT_USED = frozenset(
         *("instancecheck", "subclasscheck", "subclasshook"),
     )
 )
-
-
+# With these, code reads attributes whose names stand nowhere in it.
 _BY_OTHER_NAMES = frozenset({"getattr", "vars", "__dict__", "attrgetter", "asdict", "astuple"})
+
+
+def package(item: Any) -> str:
+    """The package that a class or function is of; "" where it does not tell."""
+    return (getattr(item, "__module__", None) or "").partition(".")[0]
 
 
 def of_library(item: Any) -> bool:
     """Whether a class or function belongs to a library whose code is not looked into."""
-    return (getattr(item, "__module__", None) or "").partition(".")[0] in _LIBRARIES
+    return package(item) in _NOT_LOOKED_INTO
 
 
 def codes(function: types.FunctionType) -> Iterator[types.CodeType]:
@@ -84,9 +90,9 @@ def methods(kind: type) -> Iterator[tuple[str, types.FunctionType]]:
                     yield name, part
 
 
-def looks_up(function: types.FunctionType) -> bool:
-    """Whether it may read attributes whose names stand nowhere in its code."""
-    return not _BY_OTHER_NAMES.isdisjoint(names(function))
+def looks_up(mentioned: set[str]) -> bool:
+    """Whether code that mentions these may read attributes by names that it does not."""
+    return not _BY_OTHER_NAMES.isdisjoint(mentioned)
 
 
 def used_by_syntax(name: str) -> bool:

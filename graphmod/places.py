@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphmod.names import codes, of_library
+from graphmod.names import LIBRARIES, codes, of_library, package
 
 STOP = (type, types.ModuleType, torch.dtype, torch.device, torch.Generator, bytes, complex)
 """What is not looked into."""
@@ -119,5 +119,5 @@ def dict_of(value: Any) -> dict:
 def holds_nothing(value: Any) -> bool:
     """Library functions, and the configuration objects of transformers, which every layer points to."""
     if isinstance(value, types.FunctionType):
-        return (value.__module__ or "").partition(".")[0] in ("torch", "transformers", "graphmod")
+        return package(value) in LIBRARIES
     return any(base.__name__ in ("PreTrainedConfig", "PretrainedConfig") for base in type(value).__mro__)

@@ -174,8 +174,9 @@ class _Walk:
             if not hasattr(kind, "_reach_through"):
                 self._mention(names_of_method(kind, "forward"))
         elif isinstance(value, types.FunctionType):
-            self._mention(names(value))
-            if not self._any_attribute and looks_up(value):
+            mentioned = names(value)
+            self._mention(mentioned)
+            if not self._any_attribute and looks_up(mentioned):
                 self._any_attribute = True
                 self._to_use += [item for held in self._waiting.values() for item in held]
         elif isinstance(value, types.MethodType):

@@ -59,7 +59,6 @@ class Watch:
         self._cells = [(cell, None, get(cell, None)) for cell in cells]
         places = [place for place in places if not isinstance(place[0], types.CellType)]
         numbers = [place for place in found.numbers if not isinstance(place[0], types.CellType)]
-        self._first_number = len(places)
         self._items = [item for _, _, item in places] + [get(container, key) for container, key, _ in numbers]
         self._containers = [container for container, _, _ in places + numbers]
         self._keys = [key for _, key, _ in places + numbers]
@@ -90,10 +89,9 @@ class Watch:
         self._first += [tensor for _, _, tensor in slots]
         self._first_addresses = list(map(_data_ptr, self._first))
         slots = [slot for slot in slots if not isinstance(slot[0], types.CellType)]
-        self._containers[:0] = [container for container, _, _ in slots]
-        self._keys[:0] = [key for _, key, _ in slots]
-        self._items[:0] = [tensor for _, _, tensor in slots]
-        self._first_number += len(slots)
+        self._containers += [container for container, _, _ in slots]
+        self._keys += [key for _, key, _ in slots]
+        self._items += [tensor for _, _, tensor in slots]
 
     def _watch_grads(
         self, parameters: list[Tensor], grads: list[Tensor | None], outside: dict[int, Tensor], backward: bool
@@ -143,15 +141,12 @@ class Watch:
         return self._moved_grads() if self._with_grads else None
 
     def _exchanged(self) -> str | None:
-        """What is another object than at the capture, in words, unless all of that are numbers of the same value."""
+        """What is another object than at the capture, in words, unless all of that are plain values, and the same."""
         for index, (container, key, item) in enumerate(zip(self._containers, self._keys, self._items, strict=True)):
             now = get(container, key)
             if now is item:
                 continue
-            if type(now) is type(item) and plain_sequence(item) and repr(now) == repr(item):
-                self._items[index] = now
-                continue
-            if index < self._first_number or not isinstance(item, (*PLAIN, tuple, list)):
+            if not isinstance(item, PLAIN) and not plain_sequence(item):
                 return f"{key!r} is another {type(item).__name__} than when it was captured"
             if type(now) is not type(item) or repr(now) != repr(item):  # 0.0 is not -0.0, and NaN is NaN
                 return f"{key!r} was {item!r} when it was captured and is {now!r}"

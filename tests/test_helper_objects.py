@@ -1,6 +1,5 @@
-"""Objects that the captured code uses besides modules and tensors: what their methods read, and how they are built."""
+"""Objects that the captured code uses besides modules and tensors: what their methods read is watched, and no more."""
 
-import functools
 import sys
 from collections import deque
 from types import SimpleNamespace
@@ -110,146 +109,6 @@ def test_a_global_that_a_module_names_is_watched(device, monkeypatch):
     play(CUDAGraphModule(WithGlobal(), config()), lambda x: x * FACTOR, change, device)
 
 
-class Lazy:
-    """Makes its table when it is first asked."""
-
-    def __init__(self):
-        self.table, self.by_size, self.recent = None, {}, deque(maxlen=1)
-
-    def attribute(self, x):
-        if self.table is None:
-            self.table = torch.arange(3.0, device=x.device)
-        return self.table
-
-    def dictionary(self, x):
-        if 3 not in self.by_size:
-            self.by_size[3] = torch.arange(3.0, device=x.device)
-        return self.by_size[3]
-
-    def queue(self, x):
-        if not self.recent:
-            self.recent.append(torch.arange(3.0, device=x.device))
-        return self.recent[0]
-
-    @functools.cached_property
-    def cached(self):
-        return torch.arange(3.0, device=self.device)
-
-
-class LazySlot(Lazy):
-    __slots__ = ("made",)
-
-    def attribute(self, x):
-        try:
-            return self.made
-        except AttributeError:
-            self.made = torch.arange(3.0, device=x.device)
-            return self.made
-
-
-def exchange(lazy, what, value):
-    if what == "attribute":
-        setattr(lazy, "made" if isinstance(lazy, LazySlot) else "table", value)
-    elif what == "dictionary":
-        lazy.by_size[3] = value
-    elif what == "queue":
-        lazy.recent.append(value)
-    else:
-        lazy.cached = value
-
-
-@pytest.mark.parametrize("what", ["attribute", "dictionary", "queue", "cached"])
-@pytest.mark.parametrize("kind", [Lazy, LazySlot])
-@pytest.mark.parametrize("in_module", [False, True])
-def test_what_is_made_in_the_first_call_is_watched(what, kind, in_module, device, caplog):
-    lazy = kind()
-    lazy.device = device
-    read = (lambda x: lazy.cached) if what == "cached" else getattr(lazy, what)
-
-    class Module(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.lazy = lazy
-
-        def forward(self, x):
-            return x + (self.lazy.cached if what == "cached" else getattr(self.lazy, what)(x))
-
-    call = Module() if in_module else lambda x: x + read(x)
-    change = lambda n: exchange(lazy, what, torch.full((3,), float(n), device=device))  # noqa: E731
-    play(CUDAGraphModule(call, config()), lambda x: x + read(x), change, device)
-    assert "found neither" not in caplog.text
-
-
-def test_a_number_that_became_a_tensor_is_compared_as_one(device):
-    lazy = SimpleNamespace(scale=None)
-
-    class Module(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.lazy = lazy
-
-        def forward(self, x):
-            if self.lazy.scale is None:
-                self.lazy.scale = torch.tensor(2.0, device=x.device)
-            return x * self.lazy.scale
-
-    graphed = CUDAGraphModule(Module(), config())
-
-    def change(n):
-        if n == CHANGES[0]:
-            lazy.scale = torch.tensor(2.0, device=device)  # equal, and another
-        else:
-            lazy.scale.fill_(5)
-
-    play(graphed, lambda x: x * lazy.scale, change, device)
-
-
-class Odd:
-    """Slots whose reading runs code, or fails."""
-
-    __slots__ = ("scale", "unset")
-
-    def __init__(self, device):
-        Odd.scale.__set__(self, torch.full((3,), 2.0, device=device))
-
-
-class RaisingProperty(Odd):
-    __slots__ = ()
-
-    @property
-    def unset(self):
-        raise NotImplementedError("use scale")
-
-
-class RaisingLookup(Odd):
-    __slots__ = ()
-
-    def __getattr__(self, name):
-        raise RuntimeError(f"not connected: {name}")
-
-
-class OddEquality(type):
-    def __eq__(cls, other):
-        return NotImplemented
-
-
-class Unhashable(Odd, metaclass=OddEquality):
-    __slots__ = ()
-
-    def __call__(self):
-        return self.scale
-
-
-@pytest.mark.parametrize("kind", [Odd, RaisingProperty, RaisingLookup, Unhashable])
-def test_looking_for_tensors_runs_no_code_of_the_user(kind, device):
-    held = kind(device)
-    graphed = CUDAGraphModule(lambda x: x * held.scale, config())
-    for _ in range(12):
-        x = torch.randn(3, device=device)
-        assert torch.equal(graphed(x), x * 2)
-    assert graphed.stats.replays == 10 and graphed.stats.captures == 1
-
-
 class Trainer:
     """Keeps a window of losses that its step does not look at."""
 
@@ -315,59 +174,6 @@ def test_a_number_in_the_code_is_no_tensor_from_outside(caplog):
     for _ in range(8):
         assert torch.equal(graphed(torch.ones(3)), torch.full((3,), 5.0))
     assert "found neither" not in caplog.text
-
-
-class Table:
-    def __init__(self, tensor):
-        self.tensor, self.hidden = tensor, {tensor.clone()}
-
-
-class Looked(torch.autograd.Function):
-    """A backward that reads a tensor its forward does not."""
-
-    @staticmethod
-    def forward(ctx, x, table):
-        ctx.table = table
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * ctx.table.tensor, None
-
-
-class Peeked(Looked):
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * next(iter(ctx.table.hidden)), None
-
-
-@pytest.mark.parametrize("function", [Looked, Peeked])
-def test_what_only_the_backward_reads_is_held_and_watched(function, device, caplog):
-    table = Table(torch.full((3,), 2.0, device=device))
-
-    class Module(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear, self.table = nn.Linear(3, 3), table
-
-        def forward(self, x):
-            return function.apply(self.linear(x), self.table)
-
-    torch.manual_seed(0)
-    module = Module().to(device)
-    graphed = CUDAGraphModule(module, config())
-    for step in range(20):
-        if function is Looked and step == 8:
-            table.tensor = torch.full((3,), 7.0, device=device)
-        x = torch.randn(2, 3, device=device)
-        gradients = []
-        for call in (graphed, module):
-            module.zero_grad()
-            call(x).sum().backward()
-            gradients.append(module.linear.weight.grad.clone())
-        assert torch.equal(*gradients), step
-    assert graphed.stats.replays > 15
-    assert ("found neither" in caplog.text) is (function is Peeked)
 
 
 class Meter:
@@ -482,17 +288,3 @@ def test_an_equal_value_in_the_place_of_another_changes_nothing(value, device):
         held.value = type(value)(value)
         assert torch.equal(graphed(torch.ones(3, device=device)), torch.full((3,), 2.0, device=device))
     assert graphed.stats.replays == 18, graphed.last_failure
-
-
-def test_a_container_that_raises_is_an_eager_call(device):
-    class Strict(dict):
-        def __missing__(self, key):
-            raise AttributeError(key)
-
-    held = Strict(a=2.0)
-    graphed = CUDAGraphModule(lambda x: x * held["a"] if "a" in held else x * 5.0, config())
-    for step in range(12):
-        if step == 6:
-            held.pop("a")
-        found = graphed(torch.ones(3, device=device))
-        assert torch.equal(found, torch.full((3,), 2.0 if step < 6 else 5.0, device=device)), step

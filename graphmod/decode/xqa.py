@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 
 from graphmod.decode.cache import CacheView, PagedCache
 from graphmod.decode.xqa_limits import padded, padded_head, unavailable
@@ -40,7 +40,7 @@ def _parts(device: torch.device) -> int:
 
 # It takes query, table and lengths of any strides: for an operation that does not, inductor makes copies of the table
 # and the lengths of its own for each layer.
-@torch.library.custom_op("graphmod::xqa_decode", mutates_args=(), tags=(torch.Tag.flexible_layout,))
+@library.custom_op("graphmod::xqa_decode", mutates_args=(), tags=(torch.Tag.flexible_layout,))
 def xqa_decode(
     query: Tensor,
     keys: Tensor,

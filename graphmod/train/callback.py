@@ -45,9 +45,17 @@ def gpu_busy_ms(result: RunResult) -> float | None:
             return None
 
 
-_running: ComparisonCallback | None = None  # Hydra makes it, and shows it to nobody
-failure: str | None = None
-"""Why the last comparison could not be written, for who started Hydra; None where it was."""
+# Of the multirun under way or just done: Hydra makes the callback, shows it to nobody, and turns what it raises into a
+# warning.
+_running: ComparisonCallback | None = None
+_failure: str | None = None
+
+
+def take_failure() -> str | None:
+    """Why the last comparison could not be written; None where it was, and when asked again."""
+    global _failure
+    said, _failure = _failure, None
+    return said
 
 
 def end_early(folder: Path, reason: str) -> None:
@@ -65,8 +73,8 @@ class ComparisonCallback(Callback):
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Lets `end_early` know what to compare."""
-        global _running, failure
-        self._config, _running, failure = config, self, None
+        global _running
+        self._config, _running = config, self
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
         """Notes a job that ended: the folder that it wrote to, which is another than its own where it went on with an
@@ -77,15 +85,15 @@ class ComparisonCallback(Callback):
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         """Compares what the jobs left behind; one that left nothing is listed as failed."""
-        global _running, failure
+        global _running, _failure
         _running, sweep = None, Path(config.hydra.sweep.dir)
         try:
             self._compare(sweep)
-        except OSError as error:  # of which Hydra would make a warning
+        except OSError as error:
             for path in sweep.glob("comparison*"):
                 if path.is_file() and not path.stat().st_size:
                     path.unlink()
-            failure = (
+            _failure = (
                 f"cannot write the comparison to {sweep}: {error.strerror or error}; what the runs wrote stays. Make "
                 "room, or choose another folder with hydra.sweep.dir=FOLDER"
             )

@@ -196,12 +196,12 @@ def main(config_dir: Path) -> int:
         )
         callback.end_early(Path(error.filename or "the next job"), reason)
         _complain(reason)
-        if callback.failure:
-            _complain(callback.failure)
+        if (unwritten := callback.take_failure()) is not None:
+            _complain(unwritten)
         return 1
     finally:
         sys.argv[1:] = given
-    if callback.failure:
-        _complain(callback.failure)
+    if (unwritten := callback.take_failure()) is not None:
+        _complain(unwritten)
         statuses.append(1)
     return max(statuses, default=0)

@@ -1,0 +1,167 @@
+"""Objects that make what they hold when first asked, or whose reading runs code or fails."""
+
+import functools
+from collections import deque
+from types import SimpleNamespace
+
+import pytest
+import torch
+from harness import config
+from test_helper_objects import CHANGES, play
+from torch import nn
+
+from graphmod import CUDAGraphModule
+
+
+class Lazy:
+    """Makes its table when it is first asked."""
+
+    def __init__(self):
+        self.table, self.by_size, self.recent = None, {}, deque(maxlen=1)
+
+    def attribute(self, x):
+        if self.table is None:
+            self.table = torch.arange(3.0, device=x.device)
+        return self.table
+
+    def dictionary(self, x):
+        if 3 not in self.by_size:
+            self.by_size[3] = torch.arange(3.0, device=x.device)
+        return self.by_size[3]
+
+    def queue(self, x):
+        if not self.recent:
+            self.recent.append(torch.arange(3.0, device=x.device))
+        return self.recent[0]
+
+    @functools.cached_property
+    def cached(self):
+        return torch.arange(3.0, device=self.device)
+
+
+class LazySlot(Lazy):
+    __slots__ = ("made",)
+
+    def attribute(self, x):
+        try:
+            return self.made
+        except AttributeError:
+            self.made = torch.arange(3.0, device=x.device)
+            return self.made
+
+
+def exchange(lazy, what, value):
+    if what == "attribute":
+        setattr(lazy, "made" if isinstance(lazy, LazySlot) else "table", value)
+    elif what == "dictionary":
+        lazy.by_size[3] = value
+    elif what == "queue":
+        lazy.recent.append(value)
+    else:
+        lazy.cached = value
+
+
+@pytest.mark.parametrize("what", ["attribute", "dictionary", "queue", "cached"])
+@pytest.mark.parametrize("kind", [Lazy, LazySlot])
+@pytest.mark.parametrize("in_module", [False, True])
+def test_what_is_made_in_the_first_call_is_watched(what, kind, in_module, device, caplog):
+    lazy = kind()
+    lazy.device = device
+    read = (lambda x: lazy.cached) if what == "cached" else getattr(lazy, what)
+
+    class Module(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lazy = lazy
+
+        def forward(self, x):
+            return x + (self.lazy.cached if what == "cached" else getattr(self.lazy, what)(x))
+
+    call = Module() if in_module else lambda x: x + read(x)
+    change = lambda n: exchange(lazy, what, torch.full((3,), float(n), device=device))  # noqa: E731
+    play(CUDAGraphModule(call, config()), lambda x: x + read(x), change, device)
+    assert "found neither" not in caplog.text
+
+
+def test_a_number_that_became_a_tensor_is_compared_as_one(device):
+    lazy = SimpleNamespace(scale=None)
+
+    class Module(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lazy = lazy
+
+        def forward(self, x):
+            if self.lazy.scale is None:
+                self.lazy.scale = torch.tensor(2.0, device=x.device)
+            return x * self.lazy.scale
+
+    graphed = CUDAGraphModule(Module(), config())
+
+    def change(n):
+        if n == CHANGES[0]:
+            lazy.scale = torch.tensor(2.0, device=device)  # equal, and another
+        else:
+            lazy.scale.fill_(5)
+
+    play(graphed, lambda x: x * lazy.scale, change, device)
+
+
+class Odd:
+    """Slots whose reading runs code, or fails."""
+
+    __slots__ = ("scale", "unset")
+
+    def __init__(self, device):
+        Odd.scale.__set__(self, torch.full((3,), 2.0, device=device))
+
+
+class RaisingProperty(Odd):
+    __slots__ = ()
+
+    @property
+    def unset(self):
+        raise NotImplementedError("use scale")
+
+
+class RaisingLookup(Odd):
+    __slots__ = ()
+
+    def __getattr__(self, name):
+        raise RuntimeError(f"not connected: {name}")
+
+
+class OddEquality(type):
+    def __eq__(cls, other):
+        return NotImplemented
+
+
+class Unhashable(Odd, metaclass=OddEquality):
+    __slots__ = ()
+
+    def __call__(self):
+        return self.scale
+
+
+@pytest.mark.parametrize("kind", [Odd, RaisingProperty, RaisingLookup, Unhashable])
+def test_looking_for_tensors_runs_no_code_of_the_user(kind, device):
+    held = kind(device)
+    graphed = CUDAGraphModule(lambda x: x * held.scale, config())
+    for _ in range(12):
+        x = torch.randn(3, device=device)
+        assert torch.equal(graphed(x), x * 2)
+    assert graphed.stats.replays == 10 and graphed.stats.captures == 1
+
+
+def test_a_container_that_raises_is_an_eager_call(device):
+    class Strict(dict):
+        def __missing__(self, key):
+            raise AttributeError(key)
+
+    held = Strict(a=2.0)
+    graphed = CUDAGraphModule(lambda x: x * held["a"] if "a" in held else x * 5.0, config())
+    for step in range(12):
+        if step == 6:
+            held.pop("a")
+        found = graphed(torch.ones(3, device=device))
+        assert torch.equal(found, torch.full((3,), 2.0 if step < 6 else 5.0, device=device)), step
