@@ -120,7 +120,7 @@ def kernel_spans(run: Any) -> list[tuple[float, float]]:
     from torch.profiler import ProfilerActivity, profile
 
     synchronize()
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU], acc_events=True) as profiler:
         run()
         synchronize()
     return sorted(

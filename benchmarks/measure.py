@@ -56,7 +56,7 @@ def gpu_busy_ms(step: Callable[[int], Any], steps: int = 5) -> dict[str, float]:
     from graphmod.train.profile import busy_us
 
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU], acc_events=True) as profiler:
         for index in range(steps):
             step(index)
         torch.cuda.synchronize()
