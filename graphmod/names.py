@@ -2,6 +2,7 @@
 graphmod.
 """
 
+import dis
 import functools
 import sys
 import types
@@ -23,7 +24,7 @@ _NOT_USED = frozenset(
     )
 )
 # With these, code reads attributes whose names stand nowhere in it.
-_BY_OTHER_NAMES = frozenset({"getattr", "vars", "__dict__", "attrgetter", "asdict", "astuple"})
+_BY_OTHER_NAMES = frozenset({"vars", "__dict__", "attrgetter", "asdict", "astuple"})
 
 
 def package(item: Any) -> str:
@@ -36,9 +37,14 @@ def of_library(item: Any) -> bool:
     return package(item) in _NOT_LOOKED_INTO
 
 
-def codes(function: types.FunctionType) -> Iterator[types.CodeType]:
-    """Its code, and that of the functions inside."""
-    queue = [function.__code__]
+def code_of_library(function: types.FunctionType) -> bool:
+    """Whether a function's code is that of such a library: also a wrapper's that took over another function's name."""
+    return str(function.__globals__.get("__name__")).partition(".")[0] in _NOT_LOOKED_INTO
+
+
+def codes(whole: types.CodeType) -> Iterator[types.CodeType]:
+    """A function's code, and that of the functions inside."""
+    queue = [whole]
     while queue:
         code = queue.pop()
         yield code
@@ -48,7 +54,7 @@ def codes(function: types.FunctionType) -> Iterator[types.CodeType]:
 def names(function: types.FunctionType) -> set[str]:
     """The attributes, globals and constant keys that a function's code mentions."""
     found: set[str] = set()
-    for code in codes(function):
+    for code in codes(function.__code__):
         found |= set(code.co_names)
         found |= {constant for constant in code.co_consts if isinstance(constant, str)}
     return found
@@ -90,9 +96,46 @@ def methods(kind: type) -> Iterator[tuple[str, types.FunctionType]]:
                     yield name, part
 
 
-def looks_up(mentioned: set[str]) -> bool:
-    """Whether code that mentions these may read attributes by names that it does not."""
-    return not _BY_OTHER_NAMES.isdisjoint(mentioned)
+def looks_up(function: types.FunctionType) -> bool:
+    """Whether a function's code may read attributes by names that it does not mention."""
+    return _looks_up(function.__code__)
+
+
+@functools.lru_cache(maxsize=4096)  # the layers of a model share theirs
+def _looks_up(whole: types.CodeType) -> bool:
+    for code in codes(whole):
+        if not _BY_OTHER_NAMES.isdisjoint(code.co_names) or ("getattr" in code.co_names and _computes_a_name(code)):
+            return True
+    return False
+
+
+def _computes_a_name(code: types.CodeType) -> bool:
+    """Whether `getattr` gets another name than a constant. Where that cannot be told, it does."""
+    steps = [one for one in dis.get_instructions(code) if one.opname not in ("CACHE", "EXTENDED_ARG")]
+    return any(
+        one.argval == "getattr" and one.opname.startswith("LOAD_") and not _gets_constant(steps[at + 1 :])
+        for at, one in enumerate(steps)
+    )
+
+
+def _gets_constant(steps: list[dis.Instruction]) -> bool:
+    """Whether a call, the function of which lies on the stack, has a constant string as its second argument."""
+    depth, constant = 0, False
+    for one in steps:
+        if one.opcode in dis.hasjrel or one.opcode in dis.hasjabs:
+            return False
+        if constant and one.opname in ("PRECALL", "CALL") and one.argval == depth:
+            return True
+        depth += dis.stack_effect(one.opcode, one.arg)
+        if one.opname == "PUSH_NULL" and depth == 1:  # Python 3.13 puts it behind the function
+            depth = 0
+        elif not constant and depth >= 2:
+            constant = one.opname == "LOAD_CONST" and isinstance(one.argval, str)
+            if not constant:
+                return False
+        elif depth < (3 if constant else 0):  # something was made of the constant, or this is no call
+            return False
+    return False
 
 
 def used_by_syntax(name: str) -> bool:

@@ -3,6 +3,7 @@
 Imports `names`.
 """
 
+import enum
 import functools
 import types
 from collections import deque
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphmod.names import LIBRARIES, codes, of_library, package
+from graphmod.names import LIBRARIES, code_of_library, codes, of_library, package
 
 STOP = (type, types.ModuleType, torch.dtype, torch.device, torch.Generator, bytes, complex)
 """What is not looked into."""
@@ -21,6 +22,7 @@ SIZED = (list, dict, deque)
 HEAP_TYPE = 1 << 9
 """Py_TPFLAGS_HEAPTYPE: of a class that was made by running code."""
 _MOST_QUEUED = 4096  # items of a deque, which take time to get at
+_MACHINERY = frozenset({"concurrent", "importlib", "inspect", "logging", "subprocess", "typing"})
 _MODULE_INTERNALS = {*nn.Module().__dict__, "forward", "_graphmod"}  # `forward` is where graph_layers wraps
 
 Place = tuple[Any, Any, Any]
@@ -75,6 +77,8 @@ def places(value: Any) -> Iterator[tuple[Any, Any, bool]]:
         for held in (value._parameters, value._buffers, value._modules):
             yield from ((held, key, False) for key in list(held.keys()))  # a scripted module's can do no more
         yield from ((value.__dict__, key, True) for key in list(value.__dict__) if key not in _MODULE_INTERNALS)
+    elif isinstance(value, types.FunctionType) and code_of_library(value) and hasattr(value, "__wrapped__"):
+        yield value.__dict__, "__wrapped__", False  # `torch.compile` and its like, which hold machinery besides
     elif isinstance(value, types.FunctionType):
         yield from ((cell, None, False) for cell in value.__closure__ or ())
         yield from ((value.__globals__, name, True) for name in _globals_of(value))
@@ -87,7 +91,7 @@ def places(value: Any) -> Iterator[tuple[Any, Any, bool]]:
     elif isinstance(value, functools.partial):
         for part in ((value.func,), value.args, value.keywords):
             yield from _items(part)
-    else:
+    elif not isinstance(value, enum.Enum):  # a member is what it is
         if isinstance(value, (dict, list, tuple)) or (isinstance(value, deque) and len(value) <= _MOST_QUEUED):
             yield from _items(value)
         attributes, ours = dict_of(value), not of_library(type(value))  # a library's code names what it reads itself
@@ -99,7 +103,7 @@ def places(value: Any) -> Iterator[tuple[Any, Any, bool]]:
 
 
 def _globals_of(function: types.FunctionType) -> Iterator[str]:
-    return (name for code in codes(function) for name in code.co_names if name in function.__globals__)
+    return (name for code in codes(function.__code__) for name in code.co_names if name in function.__globals__)
 
 
 def _items(container: Any) -> Iterator[tuple[Any, Any, bool]]:
@@ -117,7 +121,23 @@ def dict_of(value: Any) -> dict:
 
 
 def holds_nothing(value: Any) -> bool:
-    """Library functions, and the configuration objects of transformers, which every layer points to."""
+    """Library functions; the configuration objects of transformers, which every layer points to; and what leads from
+    any function to all of a program, as loggers do, with nothing in it that a graph would read."""
     if isinstance(value, types.FunctionType):
         return package(value) in LIBRARIES
-    return any(base.__name__ in ("PreTrainedConfig", "PretrainedConfig") for base in type(value).__mro__)
+    if isinstance(value, nn.Module):
+        return False
+    try:
+        return _is_machinery(type(value))
+    except TypeError:  # a class that cannot be hashed
+        return _is_machinery.__wrapped__(type(value))
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_machinery(kind: type) -> bool:
+    return any(
+        base.__name__ in ("PreTrainedConfig", "PretrainedConfig")
+        or package(base) in _MACHINERY
+        or base.__module__.startswith(("torch._dynamo", "torch._inductor"))
+        for base in kind.__mro__
+    )

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphmod.names import looks_up, methods, names, names_of_method, of_library, used_by_syntax
+from graphmod.names import code_of_library, looks_up, methods, names, names_of_method, of_library, used_by_syntax
 from graphmod.places import HEAP_TYPE, PLAIN, SIZED, STOP, Place, dict_of, get, holds_nothing, places
 
 _MOST = 200_000  # objects looked at; beyond it a callable holds a data set, not a model
@@ -108,11 +108,15 @@ class _Walk:
         self._use(roots)
 
     def counts(self, place: Place, owner: int) -> bool:
-        """Whether code may read a place: of something used, an item, or an attribute that is named."""
-        container, key, _ = place
+        """Whether code may read a place: of something used, an item, a part of a module, or an attribute that is
+        named."""
+        container, key, item = place
         if owner not in self.used:
             return False
-        return not isinstance(key, str) or key in self.named or self._any_attribute or id(container) == owner
+        if not isinstance(key, str) or key in self.named or self._any_attribute or id(container) == owner:
+            return True
+        held_by = self._seen[owner]
+        return isinstance(item, nn.Module) and isinstance(held_by, nn.Module) and container is held_by._modules
 
     def _look_through(self, root: Any) -> None:
         queue = [root]
@@ -139,7 +143,7 @@ class _Walk:
                 if not isinstance(container, tuple):
                     plain.append((place, id(value)))
             elif not isinstance(item, STOP) and not holds_nothing(item):
-                held.append((key if by_name and not isinstance(item, nn.Module) else None, item))
+                held.append((key if by_name else None, item))
                 if not isinstance(container, tuple):
                     self.links.append((place, id(value)))
         if len(plain) <= _MOST_NUMBERS or not isinstance(value, SIZED):
@@ -174,9 +178,10 @@ class _Walk:
             if not hasattr(kind, "_reach_through"):
                 self._mention(names_of_method(kind, "forward"))
         elif isinstance(value, types.FunctionType):
-            mentioned = names(value)
-            self._mention(mentioned)
-            if not self._any_attribute and looks_up(mentioned):
+            if code_of_library(value):
+                return
+            self._mention(names(value))
+            if not self._any_attribute and looks_up(value):
                 self._any_attribute = True
                 self._to_use += [item for held in self._waiting.values() for item in held]
         elif isinstance(value, types.MethodType):
@@ -202,6 +207,11 @@ def _containers(links: list[Place], modules: list[nn.Module]) -> list[Any]:
     return [*sized, *(module.__dict__ for module in modules), *objects]
 
 
+def _distinct(found: list[Place]) -> list[Place]:
+    """Each place once: every function that names a global leads to it."""
+    return list({(id(container), key): (container, key, item) for container, key, item in found}.values())
+
+
 def reach(*roots: Any) -> Reach:
     """Walks everything that `roots` hold: closures, the globals a function names, attributes, slots, containers; and
     what the methods of the objects used read."""
@@ -218,7 +228,8 @@ def reach(*roots: Any) -> Reach:
     found.numbers += [
         place for place, owner in walk.numbers if id(place[0]) not in groups and walk.counts(place, owner)
     ]
-    found.links = [place for place, owner in walk.links if isinstance(place[2], nn.Module) or walk.counts(place, owner)]
+    found.links = [place for place, owner in walk.links if walk.counts(place, owner)]
+    found.numbers, found.links = _distinct(found.numbers), _distinct(found.links)
     found.containers = _containers(found.links, found.modules)
     found.sizes = list(map(len, found.containers))
     return found

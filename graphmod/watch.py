@@ -235,10 +235,11 @@ def those_that_stepped(
 
 
 def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[dict, ...]:
-    """The hooks that run around an optimizer's step: its own, and those of all optimizers."""
+    """The hooks that run around an optimizer's step: its own, and those of all optimizers. A class that only passes
+    everything on to an optimizer may have none."""
     return (
-        optimizer._optimizer_step_pre_hooks,
-        optimizer._optimizer_step_post_hooks,
+        getattr(optimizer, "_optimizer_step_pre_hooks", {}),
+        getattr(optimizer, "_optimizer_step_post_hooks", {}),
         base_optimizer._global_optimizer_pre_hooks,
         base_optimizer._global_optimizer_post_hooks,
     )

@@ -222,6 +222,36 @@ def test_objects_that_the_code_does_not_get_to_may_change(device):
         assert torch.equal(graphed(x), eager.step(x)), step
 
 
+class Mean(nn.Module):
+    """A metric as metric libraries make them: a module that counts."""
+
+    def __init__(self):
+        super().__init__()
+        self.count, self.total = 0, 0.0
+
+    def forward(self, value):
+        self.count, self.total = self.count + 1, self.total + value
+        return self.total / self.count
+
+
+class WithMetric:
+    def __init__(self, device):
+        self.model, self.metric = nn.Linear(3, 3).to(device), Mean()
+
+    def step(self, x):
+        return self.model(x).detach()
+
+
+def test_a_metric_beside_the_step_may_count(device):
+    trainer = WithMetric(device)
+    graphed = CUDAGraphModule(trainer.step, config())
+    for step in range(12):
+        x = torch.randn(3, device=device)
+        assert torch.equal(graphed(x), trainer.step(x))
+        trainer.metric(float(step))
+    assert (graphed.stats.captures, graphed.stats.replays) == (1, 10), graphed.last_failure
+
+
 @pytest.mark.parametrize("loop", ["values", "items", "list"])
 def test_objects_in_containers_that_are_gone_through_are_watched(loop, device):
     first, second = Schedule(), Schedule()
@@ -258,6 +288,11 @@ class Derived(Base):
 INDIRECT = {
     "super": (lambda x, s: x * s.value(), lambda s, n: setattr(s, "scale", float(n))),
     "computed": (lambda x, s: x * getattr(s, "sca" + "le"[:2]), lambda s, n: setattr(s, "scale", float(n))),
+    "f-string": (
+        lambda x, s: x * getattr(s, f"scal{x.dim():x}".replace("1", "e")),
+        lambda s, n: setattr(s, "scale", n),
+    ),
+    "default": (lambda x, s: x * getattr(s, "".join(("sca", "le")), s), lambda s, n: setattr(s, "scale", float(n))),
     "vars": (lambda x, s: x * next(iter(vars(s).values())), lambda s, n: setattr(s, "scale", float(n))),
     "items": (lambda x, s: x * sum(part for _, part in s.parts.items()), lambda s, n: s.parts.update(two=float(n))),
 }

@@ -1,0 +1,120 @@
+"""What any program carries along (loggers, compiled functions, decorators of libraries) is no state of what is
+captured, however much of the program it leads to; what lies behind it is."""
+
+import contextlib
+import enum
+import logging
+import sys
+
+import pytest
+import torch
+from harness import config
+from test_helper_objects import play
+from torch import nn
+
+from graphmod import CUDAGraphModule
+
+LOG = logging.getLogger("graphmod_test.machinery")
+FACTOR = 2.0
+
+
+@torch.compile(backend="eager")
+def compiled(x):
+    return x * 3
+
+
+@torch.no_grad()
+def without_grad(x):
+    return x * FACTOR
+
+
+@torch.autocast("cpu", enabled=False)
+def without_autocast(x):
+    return x * FACTOR
+
+
+@contextlib.contextmanager
+def factor():
+    yield FACTOR
+
+
+class Logs(nn.Module):
+    def forward(self, x):
+        if not LOG.isEnabledFor(logging.DEBUG):
+            LOG.debug("not said")
+        return x * 2
+
+
+class Compiles(nn.Module):
+    def forward(self, x):
+        return compiled(x) if x.dim() > 3 else x * 2
+
+
+def log_elsewhere(step):
+    other = logging.getLogger(f"graphmod_test.other{step}")
+    other.addHandler(logging.NullHandler())
+    other.setLevel(logging.DEBUG)
+    LOG.isEnabledFor(step)
+    LOG.addFilter(lambda record: True)
+
+
+def compile_elsewhere(step):
+    torch.compile(lambda x: x + step, backend="eager")(torch.ones(step % 5 + 1))
+    compiled(torch.ones(step % 5 + 1))
+
+
+@pytest.mark.parametrize("module, elsewhere", [(Logs, log_elsewhere), (Compiles, compile_elsewhere)])
+def test_machinery_at_work_elsewhere_changes_nothing(module, elsewhere, device):
+    graphed = CUDAGraphModule(module(), config())
+    for step in range(12):
+        x = torch.randn(3, device=device)
+        assert torch.equal(graphed(x), x * 2)
+        elsewhere(step)
+    assert (graphed.stats.captures, graphed.stats.replays) == (1, 10), graphed.last_failure
+
+
+DECORATED = {
+    "no_grad": lambda x: without_grad(x),
+    "autocast": lambda x: without_autocast(x),
+    "context": lambda x: _within(x),
+}
+
+
+def _within(x):
+    with factor() as scale:
+        return x * scale
+
+
+@pytest.mark.parametrize("way", DECORATED)
+def test_what_a_decorated_function_reads_is_watched(way, device, monkeypatch):
+    change = lambda n: monkeypatch.setattr(sys.modules[__name__], "FACTOR", float(n))  # noqa: E731
+    play(CUDAGraphModule(DECORATED[way], config()), DECORATED[way], change, device)
+
+
+class Mode(enum.Enum):
+    double, triple, quadruple = 2, 3, 4
+
+
+class Choice:
+    """What its step reads by a constant name, beside a counter that it does not read."""
+
+    def __init__(self):
+        self.mode, self.seen = Mode.double, 0
+
+    def step(self, x):
+        return x * getattr(self, "mode", Mode.triple).value
+
+
+def test_a_member_of_an_enumeration_is_watched(device):
+    choice = Choice()
+    change = lambda n: setattr(choice, "mode", Mode.triple if n == 8 else Mode.quadruple)  # noqa: E731
+    play(CUDAGraphModule(choice.step, config()), choice.step, change, device)
+
+
+def test_a_constant_name_given_to_getattr_is_the_only_one_it_reads(device):
+    choice = Choice()
+    graphed = CUDAGraphModule(choice.step, config())
+    for _ in range(12):
+        choice.seen += 1
+        assert torch.equal(graphed(torch.ones(3, device=device)), torch.full((3,), 2.0, device=device))
+    assert graphed.stats.replays == 10, graphed.last_failure
