@@ -7,7 +7,17 @@ import torch
 from decode_models import prompts_of, tiny_model
 
 from graphmod.decode import DecodeEngine, Sampling
-from graphmod.decode.sampling import FILTERED, GREEDY, PLAIN, gumbel, keep_likely, mix64, row_keys, sample
+from graphmod.decode.sampling import (
+    FILTERED,
+    GREEDY,
+    PLAIN,
+    first_largest,
+    gumbel,
+    keep_likely,
+    mix64,
+    row_keys,
+    sample,
+)
 
 
 def draw(logits, device, *, temperature=1.0, top_k=0, top_p=1.0, seeds=None, position=7, kind=FILTERED):
@@ -181,3 +191,18 @@ def test_calls_without_a_seed_draw_anew_and_follow_torchs_generator(device):
     engine.generate([[1, 2], [3, 4]], max_new_tokens=3)
     engine.generate([[1, 2], [3, 4]], seed=1, **asked)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("count", [5, 2048, 3000, 50257])
+def test_the_first_largest_is_found_in_parts_too(count, device):
+    torch.manual_seed(count)
+    values = torch.randint(50, (7, count), device=device).float()  # many ties
+    values[1], values[2, : count - 1], values[3, 4] = float("-inf"), float("-inf"), float("inf")
+    values[4] = torch.randn(count, device=device)
+    expected = (values == values.amax(1, keepdim=True)).int().argmax(1)
+    in_parts = torch.compile(first_largest, backend="eager", fullgraph=True, dynamic=False)
+    assert torch.equal(in_parts(values), expected)
+    if device.type == "cpu":  # which of equal numbers a GPU's argmax finds is not said
+        assert torch.equal(first_largest(values), expected)
+    values[5, 3] = float("nan")
+    assert int(in_parts(values)[5]) == 3

@@ -64,7 +64,8 @@ def accelerated(device, graphed, precision):
     accelerator = accelerate.Accelerator(cpu=device.type == "cpu", mixed_precision=precision)
     model = llama()
     use_static_causal_attention(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-3, device=device), fused=True)
+    rate = torch.tensor(1e-3, device=device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, fused=True, capturable=device.type == "cuda")
     model, optimizer = accelerator.prepare(model, optimizer)
 
     def step(tokens):

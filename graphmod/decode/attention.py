@@ -113,7 +113,7 @@ def prefill(
 
 IMPLEMENTATIONS = {
     AttentionName.flashinfer: Implementation("graphmod_xqa", xqa.paged_xqa, True, xqa.unavailable, xqa.prepare),
-    AttentionName.flex: Implementation("graphmod_flex", flex.paged_flex, True, flex.unavailable),
+    AttentionName.flex: Implementation("graphmod_flex", flex.paged_flex, True, flex.unavailable, flex.prepare),
     AttentionName.varlen: Implementation("graphmod_varlen", varlen.paged_varlen, True, varlen.unavailable),
     AttentionName.sdpa: Implementation("graphmod_sdpa", paged_sdpa, False, lambda _: None),
 }

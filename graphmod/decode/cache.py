@@ -35,6 +35,7 @@ class PagedCache:
     `keys[i]` and `values[i]` are (blocks, block_size, kv_heads, head_dim) tensors of layer i. The first blocks are not
     for sequences: `NULL_BLOCK`, and then those that padded rows write to, one slot for each row, which nobody reads.
     `scratch` is what an attention writes to beside its result, for as long as the cache lives; most need none.
+    `kernel_options` are what an attention found to fit this cache.
 
     Args:
         config: the text config of the model.
@@ -64,6 +65,7 @@ class PagedCache:
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         self.scratch: tuple[Tensor, ...] = ()
+        self.kernel_options: dict[str, int] = {}
         self.allocate()
 
     @property

@@ -1,4 +1,6 @@
-"""How a decode step is compiled, and how compiled code of it runs. Imports torch and the core's `compiled`."""
+"""How a decode step is compiled, and how compiled code of it runs. Imports torch, the core's `compiled`,
+and `products`.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor
 
 from graphmod.compiled import shown
+from graphmod.decode.products import join_products
 
 _MOST_COMPILED = 256  # batch sizes times kinds of sampling; dynamo's own limit is 8, and beyond it goes on uncompiled
 # Bytes of a weight whose product takes longer than the launch of one more kernel (4 us on an H200).
@@ -44,6 +47,7 @@ def _inductor(tuned: bool) -> Callable:
     product = torch.ops.aten.mm.default
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        join_products(graph, fewest_rows=2 if tuned else 1)
         decompositions = dict(select_decomp_table())
         if tuned:
             decompositions[product] = functools.partial(_product, decompositions[product])

@@ -1,0 +1,183 @@
+"""Linear layers of one input as one operation: which are joined, and what the kernel computes."""
+
+import pytest
+import torch
+from decode_models import VOCABULARY, prompts_of
+from torch import nn
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from graphmod.decode import DecodeEngine
+from graphmod.decode.products import join_products, products
+
+FEATURES = 128
+
+
+def linear(width, bias=False, features=FEATURES):
+    return nn.Linear(features, width, bias=bias, dtype=torch.bfloat16)
+
+
+class Parts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c, self.d = (linear(width) for width in (128, 64, 64, 192))
+        self.biased, self.narrow, self.wide = linear(64, bias=True), linear(48), linear(2112)
+
+
+def joined(module, x, device_type="cpu"):
+    """How many operations were made of a module's linear layers; what comes out must not change."""
+    made = []
+
+    def backend(graph, inputs):
+        made.append(join_products(graph, device=device_type))
+        return graph.forward
+
+    compiled = torch.compile(module, backend=backend, fullgraph=True, dynamic=False)
+    with torch.inference_mode():
+        for one, other in zip(compiled(x), module(x), strict=True):
+            assert torch.equal(one, other)
+    torch._dynamo.reset()
+    return sum(made)
+
+
+CASES = {
+    "two": (lambda m, x: (m.a(x), m.b(x)), 1),
+    "three": (lambda m, x: (m.a(x), m.b(x), m.c(x)), 1),
+    "four_are_three_and_one": (lambda m, x: (m.a(x), m.b(x), m.c(x), m.d(x)), 2),
+    "five_are_three_and_two": (lambda m, x: (m.a(x), m.b(x), m.c(x), m.d(x), m.a(x)), 2),
+    "two_inputs": (lambda m, x: (m.a(x), m.b(2 * x), m.c(x)), 2),
+    "a_narrow_one_alone": (lambda m, x: (m.a(x),), 1),
+    "a_wide_one_alone": (lambda m, x: (m.wide(x),), 0),
+    "wide_ones": (lambda m, x: (m.wide(x), m.wide(x)), 1),
+    "used_in_between": (lambda m, x: (m.a(x).sum() + m.b(x), m.c(x)), 1),
+    "bias": (lambda m, x: (m.biased(x), m.biased(x)), 0),
+    "width": (lambda m, x: (m.narrow(x), m.narrow(x)), 0),
+    "made_weight": (lambda m, x: (nn.functional.linear(x, m.b.weight * 2),), 0),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_joined(case):
+    torch.manual_seed(0)
+    call, expected = CASES[case]
+
+    class Module(Parts):
+        def forward(self, x):
+            return call(self, x)
+
+    assert joined(Module(), torch.randn(3, 1, FEATURES, dtype=torch.bfloat16)) == expected
+
+
+def grow(x):
+    x += 1
+    return x
+
+
+def put(x):
+    x[0] = 0
+    return x
+
+
+WRITES = {
+    "method": lambda x: x.add_(1),
+    "operator": grow,
+    "item": put,
+    "inplace": lambda x: nn.functional.relu(x, inplace=True),
+    "out": lambda x: torch.add(x, 1, out=x),
+    "view": lambda x: x[:, 0].zero_(),
+    "operation": lambda x: torch.ops.aten.add_.Tensor(x, x),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_an_input_that_is_written_in_between_is_two_inputs(write):
+    torch.manual_seed(0)
+
+    class Module(Parts):
+        def forward(self, x):
+            x = x * 1
+            first = self.a(x)
+            WRITES[write](x)
+            return first, self.b(x)
+
+    assert joined(Module(), torch.randn(3, 1, FEATURES, dtype=torch.bfloat16)) == 2
+
+
+@pytest.mark.parametrize(
+    "rows, dtype, expected", [(64, torch.bfloat16, 1), (65, torch.bfloat16, 0), (4, torch.float16, 1), (4, None, 0)]
+)
+def test_only_few_rows_of_half_precision(rows, dtype, expected):
+    class Module(Parts):
+        def forward(self, x):
+            return self.a(x), self.b(x)
+
+    dtype = dtype or torch.float32
+    assert joined(Module().to(dtype), torch.randn(rows, FEATURES, dtype=dtype)) == expected
+
+
+def test_a_cpu_has_no_kernel():
+    class Module(Parts):
+        def forward(self, x):
+            return self.a(x), self.b(x)
+
+    assert joined(Module(), torch.randn(3, FEATURES, dtype=torch.bfloat16), "cuda") == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "features, widths",
+    [(128, [64, 64]), (1024, [2048, 1024, 1024]), (1024, [3072, 3072]), (896, [896, 128]), (3072, [1024]), (640, [64])],
+)
+def test_products_are_those_of_linear_layers(features, widths, dtype, device):
+    torch.manual_seed(0)
+    weights = [torch.randn(width, features, device=device, dtype=dtype) for width in widths]
+    for rows in (1, 2, 7, 16, 17, 33, 64):
+        x = torch.randn(rows, 1, features, device=device, dtype=dtype)
+        for got, weight in zip(products(x, weights), weights, strict=True):
+            exact = x.double() @ weight.double().T
+            assert got.shape == (rows, 1, len(weight)) and got.dtype == dtype
+            # Half a unit of the last place, and what a sum of float32 loses.
+            allowed = exact.abs() * torch.finfo(dtype).eps / 2 + features * 2.0**-23
+            assert ((got.double() - exact).abs() <= allowed).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("widths", [[2048, 1024, 1024], [1024]])
+def test_a_row_does_not_depend_on_the_others(widths):
+    device = "cuda"
+    torch.manual_seed(0)
+    weights = [torch.randn(width, 1024, device=device, dtype=torch.bfloat16) for width in widths]
+    x = torch.randn(64, 1024, device=device, dtype=torch.bfloat16)
+    for fewer, more in ((3, 16), (17, 32), (33, 64)):
+        for some, all_of_it in zip(products(x[:fewer], weights), products(x[:more], weights), strict=True):
+            assert torch.equal(some, all_of_it[:fewer])
+    whole = products(x, weights)
+    x[1:] = float("nan")
+    for alone, all_of_it in zip(products(x, weights), whole, strict=True):
+        assert torch.equal(alone[0], all_of_it[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compile_mode", ["default", "max"])
+def test_compiled_decode_steps_use_them(compile_mode, monkeypatch):
+    from graphmod.decode import products_kernel
+
+    torch.manual_seed(0)
+    device = "cuda"
+    config = Qwen3Config(
+        hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=64, vocab_size=VOCABULARY, max_position_embeddings=256,
+    )  # fmt: skip
+    model = Qwen3ForCausalLM(config).to(device, torch.bfloat16).eval()
+    calls = []
+    kernel = products_kernel.products
+    monkeypatch.setattr(products_kernel, "products", lambda *given: calls.append(len(given[1])) or kernel(*given))
+    engine = DecodeEngine(model, max_batch_size=4, max_seq_len=128, compile=compile_mode)
+    prompts = prompts_of(12, 12, 5, 9)
+    found = engine.generate(prompts, max_new_tokens=24)
+    assert calls and set(calls) == {1, 2, 3} and calls.count(2) == calls.count(3) == calls.count(1) / 2
+    for prompt, done in zip(prompts, found, strict=True):
+        whole = torch.tensor([prompt + done.tokens], device=device)
+        with torch.no_grad():
+            logits = model(whole, use_cache=False).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
+        expected = logits.gather(1, whole[0, len(prompt) :].unsqueeze(1)).squeeze(1).cpu()
+        assert (torch.tensor(done.logprobs) - expected).abs().max() < 0.05
