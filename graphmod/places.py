@@ -6,6 +6,7 @@ Imports `names`.
 import enum
 import functools
 import types
+import typing
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -23,6 +24,7 @@ HEAP_TYPE = 1 << 9
 """Py_TPFLAGS_HEAPTYPE: of a class that was made by running code."""
 _MOST_QUEUED = 4096  # items of a deque, which take time to get at
 _MACHINERY = frozenset({"concurrent", "importlib", "inspect", "logging", "subprocess", "typing"})
+_MARKS = (typing.Generic, typing.Protocol)  # bases of classes of the user's
 _MODULE_INTERNALS = {*nn.Module().__dict__, "forward", "_graphmod"}  # `forward` is where graph_layers wraps
 
 Place = tuple[Any, Any, Any]
@@ -137,7 +139,7 @@ def holds_nothing(value: Any) -> bool:
 def _is_machinery(kind: type) -> bool:
     return any(
         base.__name__ in ("PreTrainedConfig", "PretrainedConfig")
-        or package(base) in _MACHINERY
+        or (package(base) in _MACHINERY and base not in _MARKS)
         or base.__module__.startswith(("torch._dynamo", "torch._inductor"))
         for base in kind.__mro__
     )

@@ -5,6 +5,7 @@ import contextlib
 import enum
 import logging
 import sys
+from typing import Generic, Protocol, TypeVar
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 
 from graphmod import CUDAGraphModule
 
+T = TypeVar("T")
 LOG = logging.getLogger("graphmod_test.machinery")
 FACTOR = 2.0
 
@@ -118,3 +120,31 @@ def test_a_constant_name_given_to_getattr_is_the_only_one_it_reads(device):
         choice.seen += 1
         assert torch.equal(graphed(torch.ones(3, device=device)), torch.full((3,), 2.0, device=device))
     assert graphed.stats.replays == 10, graphed.last_failure
+
+
+class Labelled(Protocol):
+    def label(self) -> str: ...
+
+
+class Box(Generic[T]):
+    def __init__(self, value: T):
+        self.value = value
+
+    def label(self) -> str:
+        return "box"
+
+
+class Declared(Box[T], Labelled):
+    """Says that it is what a protocol asks for."""
+
+
+@pytest.mark.parametrize("kind", [Box, Declared])
+@pytest.mark.parametrize("content", ["number", "tensor"])
+def test_a_class_with_type_parameters_is_looked_into(kind, content, device):
+    make = float if content == "number" else lambda n: torch.full((3,), float(n), device=device)
+    box = kind(make(2))
+
+    def call(x):
+        return x * box.value
+
+    play(CUDAGraphModule(call, config()), call, lambda n: setattr(box, "value", make(n)), device)

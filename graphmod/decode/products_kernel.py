@@ -28,11 +28,10 @@ class _Tile(NamedTuple):
     weight_left: bool
 
 
-# Of some 120 tiles for each on an H200 the fastest, or within 0.1 us of it, for Qwen3-0.6B's weights and 32 rows: query,
-# key and value 4.6 us (13.1 one after the other); gate and up 5.3 (10.3); down 6.5 (7.0).
-_WIDE = _Tile(
-    64, 128, 4, 4, True
-)  # the left factor has the 64 rows that newer tensor cores take; an input often has not
+# Of some 120 tiles for each on an H200 the fastest, or within 0.1 us of it, for Qwen3-0.6B's weights and 32 rows:
+# query, key and value 4.6 us (13.1 one after the other); gate and up 5.3 (10.3); down 6.5 (7.0). A wide tile is the
+# left factor because it has the 64 rows that newer tensor cores take there, which an input often has not.
+_WIDE = _Tile(64, 128, 4, 4, True)
 _NARROW = _Tile(16, 256, 4, 2, False)
 _FEWEST_PROGRAMS = 48  # of wide tiles; with fewer, most of the GPU would read nothing
 
