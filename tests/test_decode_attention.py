@@ -2,12 +2,13 @@
 
 import itertools
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from decode_models import ARCHITECTURES, prompts_of, reference, tiny_model
 
-from graphmod.decode import DecodeEngine
+from graphmod.decode import DecodeEngine, flex
 from graphmod.decode.attention import IMPLEMENTATIONS, paged_sdpa
 from graphmod.decode.blocks import BlockAllocator
 from graphmod.decode.cache import CacheView, PagedCache, slot_mapping
@@ -173,3 +174,21 @@ def test_compiled_code_is_used_in_a_capture_and_what_it_reads_is_known(device):
         assert is_recording(), "the recorder is back"
     assert len(compiled) == 1 and runs == [False, False]
     assert torch.equal(got, expected) and address(weight) in recorder.outside
+
+
+@pytest.mark.parametrize(
+    "heads, dtype, shared_memory, expected",
+    [
+        (16, torch.bfloat16, 227 * 1024, {"num_stages": 3, "num_warps": 4}),
+        (16, torch.bfloat16, 163 * 1024, {"num_stages": 2, "num_warps": 4}),
+        (16, torch.bfloat16, 99 * 1024, {}),
+        (16, torch.float32, 227 * 1024, {}),
+        (24, torch.bfloat16, 227 * 1024, {}),  # three query heads to a KV head: inductor takes another kernel
+    ],
+)
+def test_flex_attention_takes_what_fits_in_shared_memory(heads, dtype, shared_memory, expected, monkeypatch):
+    properties = SimpleNamespace(shared_memory_per_block_optin=shared_memory)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    sizes = SimpleNamespace(num_attention_heads=heads, num_key_value_heads=8, head_dim=128, num_hidden_layers=1)
+    memory = PagedCache(sizes, 2, 64, 2, dtype, torch.device("cpu"))
+    assert flex.prepare(memory) is None and memory.kernel_options == expected

@@ -7,7 +7,7 @@ from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from graphmod.decode import DecodeEngine
-from graphmod.decode.products import join_products, products
+from graphmod.decode.products import _has_kernel, join_products, products
 
 FEATURES = 128
 
@@ -21,22 +21,30 @@ class Parts(nn.Module):
         super().__init__()
         self.a, self.b, self.c, self.d = (linear(width) for width in (128, 64, 64, 192))
         self.biased, self.narrow, self.wide = linear(64, bias=True), linear(48), linear(2112)
+        self.deep, self.turned = linear(64, features=96), linear(128)
+        self.turned.weight = nn.Parameter(self.turned.weight.detach().T.contiguous().T)
 
 
-def joined(module, x, device_type="cpu"):
+def joined(module, x, **settings):
     """How many operations were made of a module's linear layers; what comes out must not change."""
     made = []
 
     def backend(graph, inputs):
-        made.append(join_products(graph, device=device_type))
+        made.append(join_products(graph, **{"device": "cpu", **settings}))
         return graph.forward
 
     compiled = torch.compile(module, backend=backend, fullgraph=True, dynamic=False)
     with torch.inference_mode():
         for one, other in zip(compiled(x), module(x), strict=True):
-            assert torch.equal(one, other)
+            assert one.dtype == other.dtype and torch.equal(one, other)
     torch._dynamo.reset()
     return sum(made)
+
+
+def autocast_inside(m, x):
+    with torch.autocast("cpu", dtype=torch.float16):
+        other = m.a(x)
+    return other, m.b(x)
 
 
 CASES = {
@@ -51,6 +59,10 @@ CASES = {
     "used_in_between": (lambda m, x: (m.a(x).sum() + m.b(x), m.c(x)), 1),
     "bias": (lambda m, x: (m.biased(x), m.biased(x)), 0),
     "width": (lambda m, x: (m.narrow(x), m.narrow(x)), 0),
+    "depth": (lambda m, x: (m.deep(x[..., :96]),), 0),
+    "strides": (lambda m, x: (m.turned(x),), 0),
+    "autocast": (autocast_inside, 1),
+    "keywords": (lambda m, x: (nn.functional.linear(x, weight=m.b.weight),), 0),
     "made_weight": (lambda m, x: (nn.functional.linear(x, m.b.weight * 2),), 0),
 }
 
@@ -77,6 +89,11 @@ def put(x):
     return x
 
 
+LIBRARY = torch.library.Library("graphmod_test", "FRAGMENT")
+LIBRARY.define("scale(Tensor(a!) x, Tensor y) -> Tensor")  # writes, and its name does not say so
+LIBRARY.impl("scale", lambda x, y: x.mul_(2).clone(), "CompositeExplicitAutograd")
+torch.library.register_fake("graphmod_test::scale", lambda x, y: torch.empty_like(x), lib=LIBRARY)
+
 WRITES = {
     "method": lambda x: x.add_(1),
     "operator": grow,
@@ -84,7 +101,11 @@ WRITES = {
     "inplace": lambda x: nn.functional.relu(x, inplace=True),
     "out": lambda x: torch.add(x, 1, out=x),
     "view": lambda x: x[:, 0].zero_(),
+    "dunder": lambda x: x.__iadd__(1),
+    "item_method": lambda x: x.__setitem__(0, 0),
     "operation": lambda x: torch.ops.aten.add_.Tensor(x, x),
+    "packet": lambda x: torch.ops.graphmod_test.scale(x, x),
+    "renormalize": lambda x: nn.functional.embedding(torch.tensor([0]), x.view(3, FEATURES), max_norm=0.1),
 }
 
 
@@ -114,18 +135,46 @@ def test_only_few_rows_of_half_precision(rows, dtype, expected):
     assert joined(Module().to(dtype), torch.randn(rows, FEATURES, dtype=dtype)) == expected
 
 
-def test_a_cpu_has_no_kernel():
-    class Module(Parts):
-        def forward(self, x):
-            return self.a(x), self.b(x)
+class Pair(Parts):
+    def forward(self, x):
+        return self.a(x), self.b(x)
 
-    assert joined(Module(), torch.randn(3, FEATURES, dtype=torch.bfloat16), "cuda") == 0
+
+@pytest.mark.parametrize("rows, fewest, expected", [(1, 1, 1), (1, 2, 0), (2, 2, 1)])
+def test_few_rows_may_be_left_to_the_compiler(rows, fewest, expected):
+    assert joined(Pair(), torch.randn(rows, FEATURES, dtype=torch.bfloat16), fewest_rows=fewest) == expected
+
+
+@pytest.mark.parametrize(
+    "there", [{"triton": None}, {"hip": "7.0"}, {"gpu": False}, {"capability": (7, 5)}], ids=lambda there: str(*there)
+)
+def test_other_devices_have_no_kernel(there, monkeypatch):
+    there = {"triton": object(), "hip": None, "gpu": True, "capability": (9, 0)} | there
+    monkeypatch.setattr("graphmod.decode.products.find_spec", lambda name: there[name])
+    monkeypatch.setattr(torch.version, "hip", there["hip"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: there["gpu"])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: there["capability"])
+    assert not _has_kernel()
+
+
+@pytest.mark.gpu
+def test_this_gpu_has_a_kernel():
+    assert _has_kernel() == (torch.cuda.get_device_capability() >= (8, 0))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     "features, widths",
-    [(128, [64, 64]), (1024, [2048, 1024, 1024]), (1024, [3072, 3072]), (896, [896, 128]), (3072, [1024]), (640, [64])],
+    [
+        (128, [64, 64]),
+        (1024, [2048, 1024, 1024]),
+        (1024, [3072, 3072]),
+        (896, [896, 128]),
+        (3072, [1024]),
+        (640, [64]),
+        (128, [1024, 2048]),
+        (896, [64, 3072, 128]),
+    ],
 )
 def test_products_are_those_of_linear_layers(features, widths, dtype, device):
     torch.manual_seed(0)

@@ -17,9 +17,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = ["join_products", "products"]
 
-MOST_ROWS = 64
-_NARROW = 2048  # out features up to which the kernel is faster than a library's for a single weight, too
-_OUT, _DEPTH, _MOST_WEIGHTS = 64, 128, 3  # what the kernel takes
+MOST_WEIGHTS = 3  # of one kernel
+_MOST_ROWS = 64
+_OUT, _DEPTH = 64, 128  # the kernel takes weights of multiples of these
+_NARROW_WEIGHT = 2048  # out features up to which the kernel is faster than a library's for a single weight, too
 
 
 @library.custom_op("graphmod::products", mutates_args=())
@@ -54,7 +55,7 @@ def join_products(graph: GraphModule, fewest_rows: int = 1, device: str = "cuda"
         fewest_rows: of the input; less is left to the compiler.
         device: where the products are; there are no kernels for others than GPUs.
     """
-    if device == "cuda" and find_spec("triton") is None:
+    if device == "cuda" and not _has_kernel():
         return 0
     groups: defaultdict[tuple[Node, int], list[Node]] = defaultdict(list)
     writes = 0  # so far: what is on the two sides of one may not see the same input
@@ -64,9 +65,9 @@ def join_products(graph: GraphModule, fewest_rows: int = 1, device: str = "cuda"
             groups[node.args[0], writes].append(node)
     joined = 0
     for (x, _), nodes in groups.items():
-        for start in range(0, len(nodes), _MOST_WEIGHTS):
-            some = nodes[start : start + _MOST_WEIGHTS]
-            if len(some) > 1 or len(some[0].args[1].meta["example_value"]) <= _NARROW:
+        for start in range(0, len(nodes), MOST_WEIGHTS):
+            some = nodes[start : start + MOST_WEIGHTS]
+            if len(some) > 1 or len(some[0].args[1].meta["example_value"]) <= _NARROW_WEIGHT:
                 _join(graph, x, some)
                 joined += 1
     if joined:
@@ -74,19 +75,10 @@ def join_products(graph: GraphModule, fewest_rows: int = 1, device: str = "cuda"
     return joined
 
 
-def _may_write(node: Node) -> bool:
-    """Whether a call may change one of its arguments, by its name or schema; the graph is not functional yet."""
-    if node.op == "call_method":
-        return node.target.endswith("_") and not node.target.endswith("__")
-    if node.op != "call_function":
-        return node.op == "call_module"
-    if isinstance(node.target, torch._ops.OpOverload):
-        return node.target._schema.is_mutable
-    flags = [value for value in (*node.args, *node.kwargs.values()) if value is True]  # one may say "in place"
-    if isinstance(node.target, torch._ops.HigherOrderOperator) or "out" in node.kwargs or flags:
-        return True
-    name = getattr(node.target, "__name__", "")
-    return name.endswith("_") or name == "setitem" or (node.target is getattr(operator, name, None) and name[0] == "i")
+def _has_kernel() -> bool:
+    if find_spec("triton") is None or torch.version.hip is not None or not torch.cuda.is_available():
+        return False
+    return torch.cuda.get_device_capability() >= (8, 0)  # before, Triton multiplies without tensor cores
 
 
 def _join(graph: GraphModule, x: Node, nodes: list[Node]) -> None:
@@ -100,20 +92,44 @@ def _join(graph: GraphModule, x: Node, nodes: list[Node]) -> None:
         graph.graph.erase_node(node)
 
 
+def _may_write(node: Node) -> bool:
+    """Whether a call may change one of its arguments. The graph is not functional yet, and functions say it by their
+    name, by a flag or in their schema; those from outside of torch say nothing."""
+    target = node.target
+    if node.op == "call_method":
+        return target.startswith("__i") or target == "__setitem__" or (target.endswith("_") and target[-2:] != "__")
+    if node.op != "call_function":
+        return node.op == "call_module"
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.is_mutable
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        return any(getattr(target, name)._schema.is_mutable for name in target.overloads())
+    flags = [value for value in (*node.args, *node.kwargs.values()) if value is True]  # one may say "in place"
+    if isinstance(target, torch._ops.HigherOrderOperator) or flags or not {"out", "max_norm"}.isdisjoint(node.kwargs):
+        return True
+    name, module = getattr(target, "__name__", ""), getattr(target, "__module__", None) or "torch"
+    if module.partition(".")[0] not in ("torch", "_operator", "builtins", "math"):
+        return True
+    return name.endswith("_") or name == "setitem" or (module == "_operator" and name.startswith("i"))
+
+
 def _fits(node: Node, fewest_rows: int, device: str) -> bool:
     """Whether it is a product that the kernel can do: `linear(x, weight)`, of a weight that the graph is given."""
     x, weight, bias = (*node.args, None)[:3] if 2 <= len(node.args) <= 3 and not node.kwargs else (None, None, None)
     if not isinstance(x, Node) or not isinstance(weight, Node) or bias is not None or weight.op != "placeholder":
         return False
-    left, right = x.meta.get("example_value"), weight.meta.get("example_value")
-    if not _plain(left) or not _plain(right) or right.dim() != 2 or not right.is_contiguous():
+    left, right, out = (one.meta.get("example_value") for one in (x, weight, node))
+    if not _plain(left) or not _plain(right) or not _plain(out) or right.dim() != 2 or not right.is_contiguous():
+        return False
+    if not all(isinstance(size, int) for size in (*left.shape, *right.shape)):
         return False
     rows = left.numel() // max(1, left.shape[-1])
     return (
         left.device.type == right.device.type == device
-        and left.dtype == right.dtype
+        and left.dtype == right.dtype == out.dtype  # not so under autocast
         and left.dtype in (torch.bfloat16, torch.float16)
-        and fewest_rows <= rows <= MOST_ROWS
+        and fewest_rows <= rows <= _MOST_ROWS
+        and 0 < right.numel() < 2**31
         and right.shape[0] % _OUT == 0
         and right.shape[1] % _DEPTH == 0
     )

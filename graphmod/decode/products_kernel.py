@@ -8,7 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MOST_WEIGHTS = 3
+from graphmod.decode.products import MOST_WEIGHTS
+
+_PREFETCHED = 16 * 2**20  # bytes of weights, of all programs: a part of the cache, so that they are there when wanted
 _LINE: tl.constexpr = tl.constexpr(64)  # numbers of two bytes in a line of the cache
 
 
@@ -36,7 +38,7 @@ _NARROW = _Tile(16, 256, 4, 2, False)
 _FEWEST_PROGRAMS = 48  # of wide tiles; with fewer, most of the GPU would read nothing
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _products(
     x,
     first_weight,
@@ -56,6 +58,7 @@ def _products(
     STAGES: tl.constexpr,
     WEIGHT_LEFT: tl.constexpr,
     EARLY: tl.constexpr,
+    PREFETCHED: tl.constexpr,
 ):
     """Each program makes OUT columns of one result, for all rows; the programs of the results follow one another."""
     program = tl.program_id(0)
@@ -74,13 +77,14 @@ def _products(
     if EARLY:
         # The kernel before may still run. It makes the input, but no weight: those come into the cache meanwhile.
         line = tl.arange(0, DEPTH // _LINE) * _LINE
-        for start in tl.range(0, FEATURES, DEPTH):
+        for start in tl.range(0, PREFETCHED, DEPTH):
             lines = weight + column[:, None] * FEATURES + start + line[None, :]
             tl.inline_asm_elementwise(
                 "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines.to(tl.int64)], tl.int32, False, 1
             )
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        # Not sooner: what starts now may rely on all that ran before this kernel.
+        tl.extra.cuda.gdc_launch_dependents()
     if WEIGHT_LEFT:
         weights = weight + column[:, None] * FEATURES + depth[None, :]
         inputs = x + row[None, :] * FEATURES + depth[:, None]
@@ -131,8 +135,9 @@ def products(x: Tensor, weights: list[Tensor], outs: list[Tensor]) -> None:
     widths = [len(weight) for weight in weights] + spare * [0]
     rows, features = max(16, triton.next_power_of_2(len(x))), x.shape[1]
     tile = _tile(rows, features, sum(widths), x.device)
-    early = _can_start_early(x.device)
-    _products[(sum(widths) // tile.out,)](
+    early, programs = _can_start_early(x.device), sum(widths) // tile.out
+    prefetched = _PREFETCHED // (programs * tile.out * x.itemsize) // tile.depth * tile.depth
+    _products[(programs,)](
         x,
         *weights,
         *spare * weights[:1],
@@ -147,6 +152,7 @@ def products(x: Tensor, weights: list[Tensor], outs: list[Tensor]) -> None:
         STAGES=tile.stages,
         WEIGHT_LEFT=tile.weight_left,
         EARLY=early,
+        PREFETCHED=min(features, prefetched),
         num_warps=tile.warps,
         **({"launch_pdl": True} if early else {}),
     )

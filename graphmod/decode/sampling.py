@@ -88,7 +88,7 @@ def keep_likely(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 
 def first_largest(values: Tensor) -> Tensor:
-    """(B,) int64: where each row of `values` (B, V) is largest; the first such place.
+    """(B,) int64: where each row of `values` (B, V) is largest, as `argmax`.
 
     In compiled code in two stages, since the compiler gives each row of one to a single multiprocessor.
     """
