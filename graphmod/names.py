@@ -11,6 +11,7 @@ from typing import Any
 
 LIBRARIES = frozenset({"torch", "transformers", "graphmod"})
 """Their functions hold nothing of the user's."""
+COMPILERS = ("torch._dynamo", "torch._inductor")
 # Their code is not looked into, but for the forward of their modules: they keep no settings of the user's elsewhere.
 _NOT_LOOKED_INTO = LIBRARIES | sys.stdlib_module_names
 # What a step does not call on an object that it uses.
@@ -29,7 +30,8 @@ _BY_OTHER_NAMES = frozenset({"vars", "__dict__", "attrgetter", "asdict", "astupl
 
 def package(item: Any) -> str:
     """The package that a class or function is of; "" where it does not tell."""
-    return (getattr(item, "__module__", None) or "").partition(".")[0]
+    name = getattr(item, "__module__", None)
+    return name.partition(".")[0] if isinstance(name, str) else ""
 
 
 def of_library(item: Any) -> bool:
@@ -37,9 +39,9 @@ def of_library(item: Any) -> bool:
     return package(item) in _NOT_LOOKED_INTO
 
 
-def code_of_library(function: types.FunctionType) -> bool:
-    """Whether a function's code is that of such a library: also a wrapper's that took over another function's name."""
-    return str(function.__globals__.get("__name__")).partition(".")[0] in _NOT_LOOKED_INTO
+def of_compiler(function: types.FunctionType) -> bool:
+    """Whether a function is a wrapper that torch.compile made, which takes over the name of what it compiles."""
+    return str(function.__globals__.get("__name__")).startswith(COMPILERS)
 
 
 def codes(whole: types.CodeType) -> Iterator[types.CodeType]:
@@ -55,9 +57,12 @@ def names(function: types.FunctionType) -> set[str]:
     """The attributes, globals and constant keys that a function's code mentions."""
     found: set[str] = set()
     for code in codes(function.__code__):
-        found |= set(code.co_names)
-        found |= {constant for constant in code.co_consts if isinstance(constant, str)}
+        found |= _mentioned(code)
     return found
+
+
+def _mentioned(code: types.CodeType) -> set[str]:
+    return {*code.co_names, *(constant for constant in code.co_consts if isinstance(constant, str))}
 
 
 @functools.lru_cache(maxsize=4096)
@@ -104,7 +109,8 @@ def looks_up(function: types.FunctionType) -> bool:
 @functools.lru_cache(maxsize=4096)  # the layers of a model share theirs
 def _looks_up(whole: types.CodeType) -> bool:
     for code in codes(whole):
-        if not _BY_OTHER_NAMES.isdisjoint(code.co_names) or ("getattr" in code.co_names and _computes_a_name(code)):
+        mentioned = _mentioned(code)
+        if not _BY_OTHER_NAMES.isdisjoint(mentioned) or ("getattr" in mentioned and _computes_a_name(code)):
             return True
     return False
 
@@ -113,7 +119,7 @@ def _computes_a_name(code: types.CodeType) -> bool:
     """Whether `getattr` gets another name than a constant. Where that cannot be told, it does."""
     steps = [one for one in dis.get_instructions(code) if one.opname not in ("CACHE", "EXTENDED_ARG")]
     return any(
-        one.argval == "getattr" and one.opname.startswith("LOAD_") and not _gets_constant(steps[at + 1 :])
+        one.argval == "getattr" and not (one.opname == "LOAD_GLOBAL" and _gets_constant(steps[at + 1 :]))
         for at, one in enumerate(steps)
     )
 

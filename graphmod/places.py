@@ -3,10 +3,8 @@
 Imports `names`.
 """
 
-import enum
 import functools
 import types
-import typing
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -14,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphmod.names import LIBRARIES, code_of_library, codes, of_library, package
+from graphmod.names import COMPILERS, LIBRARIES, codes, of_compiler, of_library, package
 
 STOP = (type, types.ModuleType, torch.dtype, torch.device, torch.Generator, bytes, complex)
 """What is not looked into."""
@@ -23,8 +21,7 @@ SIZED = (list, dict, deque)
 HEAP_TYPE = 1 << 9
 """Py_TPFLAGS_HEAPTYPE: of a class that was made by running code."""
 _MOST_QUEUED = 4096  # items of a deque, which take time to get at
-_MACHINERY = frozenset({"concurrent", "importlib", "inspect", "logging", "subprocess", "typing"})
-_MARKS = (typing.Generic, typing.Protocol)  # bases of classes of the user's
+_MACHINERY = frozenset({"importlib", "logging", "typing"})
 _MODULE_INTERNALS = {*nn.Module().__dict__, "forward", "_graphmod"}  # `forward` is where graph_layers wraps
 
 Place = tuple[Any, Any, Any]
@@ -79,8 +76,8 @@ def places(value: Any) -> Iterator[tuple[Any, Any, bool]]:
         for held in (value._parameters, value._buffers, value._modules):
             yield from ((held, key, False) for key in list(held.keys()))  # a scripted module's can do no more
         yield from ((value.__dict__, key, True) for key in list(value.__dict__) if key not in _MODULE_INTERNALS)
-    elif isinstance(value, types.FunctionType) and code_of_library(value) and hasattr(value, "__wrapped__"):
-        yield value.__dict__, "__wrapped__", False  # `torch.compile` and its like, which hold machinery besides
+    elif isinstance(value, types.FunctionType) and of_compiler(value) and hasattr(value, "__wrapped__"):
+        yield value.__dict__, "__wrapped__", False
     elif isinstance(value, types.FunctionType):
         yield from ((cell, None, False) for cell in value.__closure__ or ())
         yield from ((value.__globals__, name, True) for name in _globals_of(value))
@@ -93,7 +90,7 @@ def places(value: Any) -> Iterator[tuple[Any, Any, bool]]:
     elif isinstance(value, functools.partial):
         for part in ((value.func,), value.args, value.keywords):
             yield from _items(part)
-    elif not isinstance(value, enum.Enum):  # a member is what it is
+    else:
         if isinstance(value, (dict, list, tuple)) or (isinstance(value, deque) and len(value) <= _MOST_QUEUED):
             yield from _items(value)
         attributes, ours = dict_of(value), not of_library(type(value))  # a library's code names what it reads itself
@@ -127,19 +124,9 @@ def holds_nothing(value: Any) -> bool:
     any function to all of a program, as loggers do, with nothing in it that a graph would read."""
     if isinstance(value, types.FunctionType):
         return package(value) in LIBRARIES
+    kind = type(value)
     if isinstance(value, nn.Module):
         return False
-    try:
-        return _is_machinery(type(value))
-    except TypeError:  # a class that cannot be hashed
-        return _is_machinery.__wrapped__(type(value))
-
-
-@functools.lru_cache(maxsize=4096)
-def _is_machinery(kind: type) -> bool:
-    return any(
-        base.__name__ in ("PreTrainedConfig", "PretrainedConfig")
-        or (package(base) in _MACHINERY and base not in _MARKS)
-        or base.__module__.startswith(("torch._dynamo", "torch._inductor"))
-        for base in kind.__mro__
-    )
+    if package(kind) in _MACHINERY or str(kind.__module__).startswith(COMPILERS):
+        return True  # the class itself: what a user derives from it may hold anything
+    return any(base.__name__ in ("PreTrainedConfig", "PretrainedConfig") for base in kind.__mro__)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphmod.names import code_of_library, looks_up, methods, names, names_of_method, of_library, used_by_syntax
+from graphmod.names import looks_up, methods, names, names_of_method, of_compiler, of_library, used_by_syntax
 from graphmod.places import HEAP_TYPE, PLAIN, SIZED, STOP, Place, dict_of, get, holds_nothing, places
 
 _MOST = 200_000  # objects looked at; beyond it a callable holds a data set, not a model
@@ -108,15 +108,11 @@ class _Walk:
         self._use(roots)
 
     def counts(self, place: Place, owner: int) -> bool:
-        """Whether code may read a place: of something used, an item, a part of a module, or an attribute that is
-        named."""
-        container, key, item = place
+        """Whether code may read a place: of something used, an item, or an attribute that is named."""
+        container, key, _ = place
         if owner not in self.used:
             return False
-        if not isinstance(key, str) or key in self.named or self._any_attribute or id(container) == owner:
-            return True
-        held_by = self._seen[owner]
-        return isinstance(item, nn.Module) and isinstance(held_by, nn.Module) and container is held_by._modules
+        return not isinstance(key, str) or key in self.named or self._any_attribute or id(container) == owner
 
     def _look_through(self, root: Any) -> None:
         queue = [root]
@@ -143,7 +139,7 @@ class _Walk:
                 if not isinstance(container, tuple):
                     plain.append((place, id(value)))
             elif not isinstance(item, STOP) and not holds_nothing(item):
-                held.append((key if by_name else None, item))
+                held.append((key if by_name and not _is_part(item) else None, item))
                 if not isinstance(container, tuple):
                     self.links.append((place, id(value)))
         if len(plain) <= _MOST_NUMBERS or not isinstance(value, SIZED):
@@ -178,7 +174,7 @@ class _Walk:
             if not hasattr(kind, "_reach_through"):
                 self._mention(names_of_method(kind, "forward"))
         elif isinstance(value, types.FunctionType):
-            if code_of_library(value):
+            if of_compiler(value):
                 return
             self._mention(names(value))
             if not self._any_attribute and looks_up(value):
@@ -194,6 +190,12 @@ class _Walk:
                 self._methods[name].append(function)
                 if name in self.named or used_by_syntax(name) or (name == "forward" and isinstance(value, nn.Module)):
                     self._to_use.append(function)
+
+
+def _is_part(item: Any) -> bool:
+    """Whether an object is surely used by what holds it, also if no code says so that is looked into: a module with
+    parameters, or of PyTorch. Others are metrics and the like, which may count beside a step."""
+    return isinstance(item, nn.Module) and (of_library(type(item)) or any(True for _ in nn.Module.parameters(item)))
 
 
 def plain_sequence(value: Any) -> bool:
@@ -228,7 +230,7 @@ def reach(*roots: Any) -> Reach:
     found.numbers += [
         place for place, owner in walk.numbers if id(place[0]) not in groups and walk.counts(place, owner)
     ]
-    found.links = [place for place, owner in walk.links if walk.counts(place, owner)]
+    found.links = [place for place, owner in walk.links if isinstance(place[2], nn.Module) or walk.counts(place, owner)]
     found.numbers, found.links = _distinct(found.numbers), _distinct(found.links)
     found.containers = _containers(found.links, found.modules)
     found.sizes = list(map(len, found.containers))
