@@ -31,6 +31,7 @@ class Reach:
         slots: places of tensors.
         links: places of the objects that lead to tensors and settings.
         numbers: places of plain values (numbers, strings, None) that the reached code names.
+        objects: those that code gets to, whose attributes it may look for.
         containers, sizes: the lists, dicts and queues among the links and the attributes of objects, and their lengths.
         all_numbers, all_containers, all_sizes: the same, and those that the reached code does not name.
     """
@@ -40,6 +41,7 @@ class Reach:
     slots: list[Place] = field(default_factory=list)
     links: list[Place] = field(default_factory=list)
     numbers: list[Place] = field(default_factory=list)
+    objects: list[Any] = field(default_factory=list)
     containers: list[Any] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     all_numbers: list[Place] = field(default_factory=list)
@@ -113,6 +115,13 @@ class _Walk:
         if owner not in self.used:
             return False
         return not isinstance(key, str) or key in self.named or self._any_attribute or id(container) == owner
+
+    def objects(self) -> list[Any]:
+        """What is used and has attributes that code of the user's looks for. Not modules: what wraps and hooks them
+        gives them attributes of its own."""
+        others = (nn.Module, *SIZED, types.FunctionType, types.MethodType)
+        held = (self._seen[one] for one in self.used if one in self._seen)
+        return [one for one in held if not isinstance(one, others) and not of_library(type(one))]
 
     def _look_through(self, root: Any) -> None:
         queue = [root]
@@ -232,6 +241,7 @@ def reach(*roots: Any) -> Reach:
     ]
     found.links = [place for place, owner in walk.links if isinstance(place[2], nn.Module) or walk.counts(place, owner)]
     found.numbers, found.links = _distinct(found.numbers), _distinct(found.links)
+    found.objects = walk.objects()
     found.containers = _containers(found.links, found.modules)
     found.sizes = list(map(len, found.containers))
     return found

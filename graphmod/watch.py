@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import optimizer as base_optimizer
 from torch.utils.hooks import RemovableHandle
 
-from graphmod.places import PLAIN, SIZED, get
+from graphmod.places import PLAIN, SIZED, dict_of, get
 from graphmod.reach import Reach, plain_sequence
 from graphmod.trace import address
 from graphmod.tracer import is_recording
@@ -78,6 +78,10 @@ class Watch:
                 self._lists.append(module._modules)
                 self._lengths.append(len(module._modules))
                 self._list_keys.append(type(module).__name__)
+        attributes = [(dict_of(one), f"attributes of a {type(one).__name__}") for one in found.objects]
+        self._lists += [held for held, _ in attributes if held]
+        self._lengths += [len(held) for held, _ in attributes if held]
+        self._list_keys += [name for held, name in attributes if held]
         self._watch_grads(parameters, grads, outside, backward)
 
     def also(self, found: Reach, outside: dict[int, Tensor]) -> None:

@@ -1,10 +1,15 @@
 """What any program carries along (loggers, compiled functions, decorators of libraries) is no state of what is
 captured, however much of the program it leads to; what lies behind it is."""
 
+import concurrent.futures
 import contextlib
+import dataclasses
 import enum
+import functools
 import logging
 import sys
+import types
+from dataclasses import asdict as as_dict
 from typing import Generic, Protocol, TypeVar
 
 import pytest
@@ -148,3 +153,120 @@ def test_a_class_with_type_parameters_is_looked_into(kind, content, device):
         return x * box.value
 
     play(CUDAGraphModule(call, config()), call, lambda n: setattr(box, "value", make(n)), device)
+
+
+def elsewhere():
+    """Functions of an imported module, which is not looked into."""
+    module = types.ModuleType("graphmod_test_elsewhere")
+    exec("def through(held, x):\n    return held.inner(x).detach()", vars(module))
+    return module
+
+
+ELSEWHERE = elsewhere()
+
+
+@functools.singledispatch
+def dispatched(x):
+    raise TypeError(x)
+
+
+@dispatched.register
+def _(x: torch.Tensor):
+    return x * FACTOR
+
+
+class Doubled(contextlib.ContextDecorator):
+    scale = 1.0
+
+    def __init__(self):
+        self.inside = 2.0
+
+    def __enter__(self):
+        Doubled.scale = self.inside
+
+    def __exit__(self, *error):
+        Doubled.scale = 1.0
+
+
+DOUBLED = Doubled()
+
+
+@DOUBLED
+def within_state(x):
+    return x * Doubled.scale
+
+
+@contextlib.contextmanager
+def amplified():
+    yield FACTOR
+
+
+@amplified()
+def decorated_by_a_generator(x):
+    return x * FACTOR
+
+
+class Chatty(logging.Logger):
+    def __init__(self):
+        super().__init__("graphmod_test.chatty")
+        self.k = 2.0
+
+
+class Stateful(enum.Enum):
+    only = 1
+
+    def __init__(self, _):
+        self.k = 2.0
+
+
+@dataclasses.dataclass
+class Settings:
+    k: float = 2.0
+
+
+Nameless = type("Nameless", (), {"__module__": None})
+
+
+class Holder:
+    def __init__(self, device):
+        self.device, self.inner = device, nn.Linear(3, 3).to(device)
+        self.chatty, self.settings, self.nameless = Chatty(), Settings(), Nameless()
+        self.member = Stateful.only
+        self.nameless.k = 2.0
+        self.put_future(2)
+
+    def put_future(self, n):
+        self.future = concurrent.futures.Future()
+        self.future.set_result(torch.full((3,), float(n), device=self.device))
+
+    def put_inner(self, n):
+        torch.manual_seed(n)
+        self.inner = nn.Linear(3, 3).to(self.device)
+
+
+def set_factor(held, n):
+    global FACTOR
+    FACTOR = float(n)
+
+
+BEHIND = {
+    "module_read_elsewhere": (lambda h, x: ELSEWHERE.through(h, x), Holder.put_inner),
+    "dispatch": (lambda h, x: dispatched(x), set_factor),
+    "state_of_a_decorator": (lambda h, x: within_state(x), lambda h, n: setattr(DOUBLED, "inside", float(n))),
+    "generator_as_decorator": (lambda h, x: decorated_by_a_generator(x), set_factor),
+    "renamed_asdict": (lambda h, x: x * sum(as_dict(h.settings).values()), lambda h, n: setattr(h.settings, "k", n)),
+    "dict_by_getattr": (
+        lambda h, x: x * sum(getattr(h.settings, "__dict__", {}).values()),
+        lambda h, n: setattr(h.settings, "k", float(n)),
+    ),
+    "future": (lambda h, x: x * h.future.result(), Holder.put_future),
+    "kind_of_logger": (lambda h, x: x * h.chatty.k, lambda h, n: setattr(h.chatty, "k", float(n))),
+    "member_with_state": (lambda h, x: x * h.member.k, lambda h, n: setattr(Stateful.only, "k", float(n))),
+    "nameless_class": (lambda h, x: x * h.nameless.k, lambda h, n: setattr(h.nameless, "k", float(n))),
+}
+
+
+@pytest.mark.parametrize("way", BEHIND)
+def test_what_lies_behind_machinery_is_watched(way, device):
+    held, (read, change) = Holder(device), BEHIND[way]
+    play(CUDAGraphModule(lambda x: read(held, x), config()), lambda x: read(held, x), lambda n: change(held, n), device)

@@ -165,3 +165,35 @@ def test_a_container_that_raises_is_an_eager_call(device):
             held.pop("a")
         found = graphed(torch.ones(3, device=device))
         assert torch.equal(found, torch.full((3,), 2.0 if step < 6 else 5.0, device=device)), step
+
+
+class Late:
+    """What its step reads may not be there yet."""
+
+    factor = 2.0
+
+    def by_default(self, x):
+        return x * getattr(self, "k", 2.0)
+
+    def by_asking(self, x):
+        return x * self.table if hasattr(self, "table") else x
+
+    def over_the_class(self, x):
+        return x * self.factor
+
+
+LATER = {
+    "by_default": lambda late, n: setattr(late, "k", float(n)),
+    "by_asking": lambda late, n: setattr(late, "table", torch.full((3,), float(n), device=late.device)),
+    "over_the_class": lambda late, n: setattr(late, "factor", float(n)),
+}
+
+
+@pytest.mark.parametrize("way", LATER)
+@pytest.mark.parametrize("root", ["method", "closure"])
+def test_an_attribute_that_comes_later_is_noticed(way, root, device):
+    late = Late()
+    late.device = device
+    step = getattr(late, way)
+    graphed = CUDAGraphModule(step if root == "method" else lambda x: step(x), config())
+    play(graphed, step, lambda n: LATER[way](late, n), device)
