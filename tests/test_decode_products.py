@@ -21,6 +21,7 @@ class Parts(nn.Module):
         super().__init__()
         self.a, self.b, self.c, self.d = (linear(width) for width in (128, 64, 64, 192))
         self.biased, self.narrow, self.wide = linear(64, bias=True), linear(48), linear(2112)
+        self.large = linear(2**16)
         self.deep, self.turned = linear(64, features=96), linear(128)
         self.turned.weight = nn.Parameter(self.turned.weight.detach().T.contiguous().T)
 
@@ -41,6 +42,10 @@ def joined(module, x, **settings):
     return sum(made)
 
 
+def apart(x, *layers):
+    return tuple(layer(x) for layer in layers)
+
+
 def autocast_inside(m, x):
     with torch.autocast("cpu", dtype=torch.float16):
         other = m.a(x)
@@ -50,20 +55,20 @@ def autocast_inside(m, x):
 CASES = {
     "two": (lambda m, x: (m.a(x), m.b(x)), 1),
     "three": (lambda m, x: (m.a(x), m.b(x), m.c(x)), 1),
-    "four_are_three_and_one": (lambda m, x: (m.a(x), m.b(x), m.c(x), m.d(x)), 2),
+    "four_are_three_and_one": (lambda m, x: (m.a(x), m.b(x), m.c(x), m.d(x)), 1),
     "five_are_three_and_two": (lambda m, x: (m.a(x), m.b(x), m.c(x), m.d(x), m.a(x)), 2),
-    "two_inputs": (lambda m, x: (m.a(x), m.b(2 * x), m.c(x)), 2),
-    "a_narrow_one_alone": (lambda m, x: (m.a(x),), 1),
-    "a_wide_one_alone": (lambda m, x: (m.wide(x),), 0),
+    "two_inputs": (lambda m, x: (m.a(x), m.b(2 * x), m.c(x)), 1),
+    "one_alone": (lambda m, x: (m.a(x),), 0),
     "wide_ones": (lambda m, x: (m.wide(x), m.wide(x)), 1),
+    "large_ones": (lambda m, x: (m.large(x), m.large(x)), 0),
     "used_in_between": (lambda m, x: (m.a(x).sum() + m.b(x), m.c(x)), 1),
     "bias": (lambda m, x: (m.biased(x), m.biased(x)), 0),
     "width": (lambda m, x: (m.narrow(x), m.narrow(x)), 0),
-    "depth": (lambda m, x: (m.deep(x[..., :96]),), 0),
-    "strides": (lambda m, x: (m.turned(x),), 0),
-    "autocast": (autocast_inside, 1),
-    "keywords": (lambda m, x: (nn.functional.linear(x, weight=m.b.weight),), 0),
-    "made_weight": (lambda m, x: (nn.functional.linear(x, m.b.weight * 2),), 0),
+    "depth": (lambda m, x: apart(x[..., :96], m.deep, m.deep), 0),
+    "strides": (lambda m, x: (m.turned(x), m.turned(x)), 0),
+    "autocast": (autocast_inside, 0),
+    "keywords": (lambda m, x: (m.a(x), nn.functional.linear(x, weight=m.b.weight)), 0),
+    "made_weight": (lambda m, x: (m.a(x), nn.functional.linear(x, m.b.weight * 2)), 0),
 }
 
 
@@ -120,7 +125,7 @@ def test_an_input_that_is_written_in_between_is_two_inputs(write):
             WRITES[write](x)
             return first, self.b(x)
 
-    assert joined(Module(), torch.randn(3, 1, FEATURES, dtype=torch.bfloat16)) == 2
+    assert joined(Module(), torch.randn(3, 1, FEATURES, dtype=torch.bfloat16)) == 0
 
 
 @pytest.mark.parametrize(
@@ -223,7 +228,7 @@ def test_compiled_decode_steps_use_them(compile_mode, monkeypatch):
     engine = DecodeEngine(model, max_batch_size=4, max_seq_len=128, compile=compile_mode)
     prompts = prompts_of(12, 12, 5, 9)
     found = engine.generate(prompts, max_new_tokens=24)
-    assert calls and set(calls) == {1, 2, 3} and calls.count(2) == calls.count(3) == calls.count(1) / 2
+    assert calls and set(calls) == {2, 3} and calls.count(2) == calls.count(3)
     for prompt, done in zip(prompts, found, strict=True):
         whole = torch.tensor([prompt + done.tokens], device=device)
         with torch.no_grad():

@@ -119,8 +119,7 @@ IMPLEMENTATIONS = {
 }
 # What `auto` tries, in this order: a rule and no measurement, so that one model decodes with the same last bits in
 # every run. Without compilation it leaves out flex attention, which takes seconds to compile for each batch size.
-# `benchmarks/attention.py` measured them: SDPA takes two to four times as long as FlashInfer; flex takes less than
-# FlashInfer for one row, up to 1.4 times as long for 32, and about as long for 128.
+# `benchmarks/attention.py` measured them: SDPA takes three to five times as long as FlashInfer, flex about 0.9 times.
 AUTO = (AttentionName.flashinfer, AttentionName.sdpa)
 AUTO_COMPILED = (AttentionName.flex, AttentionName.sdpa)
 

@@ -19,8 +19,8 @@ __all__ = ["join_products", "products"]
 
 MOST_WEIGHTS = 3  # of one kernel
 _MOST_ROWS = 64
+_LARGEST_WEIGHT = 16 * 2**20  # bytes; for more, reading takes longer than a launch, and the kernel was not measured
 _OUT, _DEPTH = 64, 128  # the kernel takes weights of multiples of these
-_NARROW_WEIGHT = 2048  # out features up to which the kernel is faster than a library's for a single weight, too
 
 
 @library.custom_op("graphmod::products", mutates_args=())
@@ -65,9 +65,9 @@ def join_products(graph: GraphModule, fewest_rows: int = 1, device: str = "cuda"
             groups[node.args[0], writes].append(node)
     joined = 0
     for (x, _), nodes in groups.items():
-        for start in range(0, len(nodes), MOST_WEIGHTS):
+        for start in range(0, len(nodes) - 1, MOST_WEIGHTS):
             some = nodes[start : start + MOST_WEIGHTS]
-            if len(some) > 1 or len(some[0].args[1].meta["example_value"]) <= _NARROW_WEIGHT:
+            if len(some) > 1:
                 _join(graph, x, some)
                 joined += 1
     if joined:
@@ -129,7 +129,7 @@ def _fits(node: Node, fewest_rows: int, device: str) -> bool:
         and left.dtype == right.dtype == out.dtype  # not so under autocast
         and left.dtype in (torch.bfloat16, torch.float16)
         and fewest_rows <= rows <= _MOST_ROWS
-        and 0 < right.numel() < 2**31
+        and 0 < right.nbytes < _LARGEST_WEIGHT
         and right.shape[0] % _OUT == 0
         and right.shape[1] % _DEPTH == 0
     )
