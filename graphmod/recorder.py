@@ -1,7 +1,7 @@
 """Follows the memory of every aten operation of a call: what it reads, writes and makes.
 
 The emulated backend, the address watch and the check for what a graph cannot repeat all stand on this one dispatch
-mode. Imports `tracer`, `trace`, `hazards` and `overloads`.
+mode. Imports `tracer`, `trace`, `hazards`, `errors` and `overloads`.
 """
 
 from collections.abc import Callable, Iterable
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphmod.errors import CaptureRefused
 from graphmod.hazards import Hazards
 from graphmod.overloads import fits_into, run_into
 from graphmod.trace import Facts, address, tensors_in
@@ -65,6 +66,7 @@ class Recorder(Tracer):
         self.wrote_unseen = False
         self._inputs = {address(tensor) for tensor in inputs}
         self._hazards = Hazards(gpu)
+        self._refused: str | None = None
         self._on_gpu = gpu is not None
         self._before_write, self._after, self._around = before_write, after, around
         self._targets = targets or {}
@@ -104,7 +106,23 @@ class Recorder(Tracer):
         """Whether a tensor lies on the host while the capture works on a GPU."""
         return self._on_gpu and not tensor.is_cuda
 
+    def check(self) -> None:
+        """Refuses the capture, if code that catches every exception kept a refusal to itself.
+
+        Raises:
+            CaptureRefused: as the first time.
+        """
+        if self._refused is not None:
+            raise CaptureRefused(self._refused)
+
     def _run(self, op: Any, about: Facts, args: tuple, kwargs: dict, code: Any, line: int) -> Any:
+        try:
+            return self._record(op, about, args, kwargs, code, line)
+        except CaptureRefused as refusal:
+            self._refused = self._refused or str(refusal)  # and not the error, whose frames hold this
+            raise
+
+    def _record(self, op: Any, about: Facts, args: tuple, kwargs: dict, code: Any, line: int) -> Any:
         given = list(tensors_in((*args, *kwargs.values()) if kwargs else args))
         self._hazards.check(op, about, args, kwargs, given, code, line)
         given_at = list(map(address, given))

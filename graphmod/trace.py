@@ -2,6 +2,7 @@
 two records of a call. Imports nothing of graphmod.
 """
 
+import logging
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-_INTERNAL = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+# Logging formats what it is given: the line that matters is the one that logs.
+_INTERNAL = tuple(str(Path(module).parent) for module in (torch.__file__, __file__, logging.__file__))
 _ON_LISTS = ("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_")
 _BATCH_NORMS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}
 

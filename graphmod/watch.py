@@ -8,7 +8,7 @@ import contextlib
 import operator
 import types
 from collections.abc import Collection, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,20 @@ from graphmod.tracer import is_recording
 _data_ptr = Tensor.data_ptr
 _requires_grad = operator.attrgetter("requires_grad")
 _grad = operator.attrgetter("grad")
+
+
+class _Attributes(NamedTuple):
+    """Which attributes an object had."""
+
+    kind: str
+    names: frozenset[str]
+
+    def difference(self, now: Collection[str]) -> str:
+        come, gone = set(now) - self.names, self.names - set(now)
+        said = [
+            f"{did} {', '.join(sorted(map(repr, which)))}" for did, which in (("got", come), ("lost", gone)) if which
+        ]
+        return f"a {self.kind} {' and '.join(said)} since it was captured"
 
 
 class Watch:
@@ -78,10 +92,11 @@ class Watch:
                 self._lists.append(module._modules)
                 self._lengths.append(len(module._modules))
                 self._list_keys.append(type(module).__name__)
-        attributes = [(dict_of(one), f"attributes of a {type(one).__name__}") for one in found.objects]
-        self._lists += [held for held, _ in attributes if held]
-        self._lengths += [len(held) for held, _ in attributes if held]
-        self._list_keys += [name for held, name in attributes if held]
+        for one in found.objects:
+            held = dict_of(one)
+            self._lists.append(held)
+            self._lengths.append(len(held))
+            self._list_keys.append(_Attributes(type(one).__name__, frozenset(held)))
         self._watch_grads(parameters, grads, outside, backward)
 
     def also(self, found: Reach, outside: dict[int, Tensor]) -> None:
@@ -132,6 +147,8 @@ class Watch:
                 return reason
         if list(map(len, self._lists)) != self._lengths:
             for key, item, length in zip(self._list_keys, self._lists, self._lengths, strict=True):
+                if len(item) != length and isinstance(key, _Attributes):
+                    return key.difference(item)
                 if len(item) != length:
                     return f"{'a variable' if key is None else repr(key)} had {length} items when it was captured"
         if self._state and list(map(_data_ptr, self._state)) != self._state_addresses:

@@ -1,5 +1,8 @@
 """What a graph cannot repeat is refused, naming the user's line, and the numbers stay eager's: never silently wrong."""
 
+import contextlib
+import io
+import logging
 import random
 
 import pytest
@@ -74,10 +77,36 @@ def picks_by_a_list(self, x):
     return x[:, [7, 6, 5, 4, 3, 2, 1, 0]]
 
 
+def keeps_the_refusal(self, x):
+    try:
+        scale = 2.0 if x.sum().item() > 0 else 1.0
+    except Exception:
+        scale = 3.0
+    return x * scale
+
+
+def keeps_it_by_its_kind(self, x):
+    with contextlib.suppress(RuntimeError):
+        return x * (2.0 if x.sum() > 0 else 1.0)
+    return x
+
+
+def logs_a_value(self, x):
+    LOG.info("mean %.3f", x.detach().mean())
+    return x * 2
+
+
+LOG = logging.getLogger("graphmod_test.hazards")
+LOG.setLevel(logging.INFO)
+LOG.addHandler(logging.StreamHandler(io.StringIO()))
+LOG.propagate = False
+
+
 REFUSED = [
-    takes_a_branch, uses_a_maximum, slices_by_a_tensor, one_hot_without_classes, picks_by_a_mask, asks_for_nonzero,
-    asks_for_unique, selects_by_a_mask, counts_bins, repeats_by_a_tensor, reads_a_list, reads_a_float, writes_by_a_mask,
-    checks_for_equality, makes_a_table_of_python_numbers, picks_by_a_list,
+    keeps_the_refusal, keeps_it_by_its_kind, takes_a_branch, uses_a_maximum, slices_by_a_tensor,
+    one_hot_without_classes, picks_by_a_mask, asks_for_nonzero, asks_for_unique, selects_by_a_mask, counts_bins,
+    repeats_by_a_tensor, reads_a_list, reads_a_float, writes_by_a_mask, checks_for_equality,
+    makes_a_table_of_python_numbers, picks_by_a_list,
 ]  # fmt: skip
 
 
@@ -198,6 +227,12 @@ def test_a_hazard_is_refused_and_its_line_is_named(use, device):
     line = use.__code__.co_firstlineno
     named = [f"{__file__}:{number} in {use.__name__}" for number in range(line, line + 4)]
     assert any(place in side.call.last_failure for place in named), side.call.last_failure
+
+
+def test_a_value_that_logging_reads_is_refused(device):
+    side, history = play_hazard(logs_a_value, device)
+    assert history[-1][0] == 0, "a graph ran"
+    assert "reads a value on the host" in side.call.last_failure
 
 
 @pytest.mark.parametrize("use", PYTHON_STATE)

@@ -191,6 +191,7 @@ class CudaBackend:
             try:
                 with refuse_random_state(recorder, (torch.cuda, torch.cuda.random)), recorder:
                     result = run()
+                recorder.check()
                 if check is not None:
                     check(recorder, result)
             except BaseException:

@@ -203,6 +203,7 @@ class EmulatedBackend:
         try:
             with no_garbage_collection(), refuse_random_state(recorder, (torch, torch.random)), recorder:
                 result = run()
+            recorder.check()
             if check is not None:
                 check(recorder, result)
         except BaseException:
