@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from graphmod.hook_watch import has_gradient_hooks
 from graphmod.signature import AUTOCAST
-from graphmod.watch import has_gradient_hooks
 
 if TYPE_CHECKING:
     from graphmod.forward import ForwardGraph

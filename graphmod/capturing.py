@@ -36,8 +36,10 @@ def place(module: CUDAGraphModule, entry: Entry, reason: str) -> Tape | None:
     if growing is None and entry.graphs and reason != CAPTURE_ANOTHER:
         # The graphs there are do not fit. Once is an exception, several times in a row is how it is from now on.
         entry.misses += 1
-        module._log_once(f"{module._name!r} runs eagerly: {reason}. After {patience} such calls it is captured again")
         if entry.misses <= patience:
+            module._log_once(
+                f"{module._name!r} runs eagerly: {reason}. After {patience} such calls it is captured again"
+            )
             return None
         _drop_moved(module, entry)
         if entry.disabled:

@@ -16,12 +16,13 @@ from graphmod.accumulators import own_accumulators, stood_in
 from graphmod.backend.random_state import python_random_state, restore_python_random_state
 from graphmod.buffers import OwnedBuffer, StaticInput, adopted
 from graphmod.errors import CaptureRefused
+from graphmod.hook_watch import HookWatch, foreign_hook, has_gradient_hooks, modules_called, those_that_stepped
 from graphmod.reach import NOT_REPLAYED
 from graphmod.recorder import Recorder
 from graphmod.results import Results, resolved
 from graphmod.signature import Leaf, argument_paths, opaque_parts, parameter_names, rebuild
 from graphmod.trace import address, compare
-from graphmod.watch import HookWatch, Watch, foreign_hook, has_gradient_hooks, modules_called, those_that_stepped
+from graphmod.watch import Watch
 
 if TYPE_CHECKING:
     from graphmod.backward import BackwardGraph

@@ -22,6 +22,7 @@ from graphmod.config import CUDAGraphConfig, settings
 from graphmod.failures import capture_failed
 from graphmod.forward import ForwardGraph
 from graphmod.group import EagerCall, Group
+from graphmod.hook_watch import HOOKS
 from graphmod.lifecycle import Entry, GraphStats
 from graphmod.registry import Registry
 from graphmod.replaying import OTHER_MODES, find, launch, results
@@ -36,7 +37,6 @@ from graphmod.surroundings import Surroundings
 from graphmod.tape import Tape
 from graphmod.tracer import is_recording
 from graphmod.warmup import track, warm_up
-from graphmod.watch import HOOKS
 
 log = logging.getLogger("graphmod")
 

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from graphmod.forward import ForwardGraph
+from graphmod.hook_watch import without_gradient_hooks
 from graphmod.placement import Gradients
 from graphmod.signature import AUTOCAST, rebuild
 from graphmod.tape import Ticket
 from graphmod.warmup import differentiable
-from graphmod.watch import without_gradient_hooks
 
 
 def differentiate(

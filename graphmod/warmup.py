@@ -15,12 +15,12 @@ from graphmod.errors import CaptureRefused
 from graphmod.failures import capture_failed
 from graphmod.garbage import no_garbage_collection
 from graphmod.group import EagerCall
+from graphmod.hook_watch import modules_called
 from graphmod.lifecycle import Entry
 from graphmod.reach import NOT_REPLAYED
 from graphmod.results import resolved
 from graphmod.signature import flatten, opaque_parts
 from graphmod.tracer import Tracer
-from graphmod.watch import modules_called
 
 if TYPE_CHECKING:
     from graphmod.module import CUDAGraphModule

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from decode_models import VOCABULARY, prompts_of
-from torch import nn
+from torch import library, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from graphmod.decode import DecodeEngine
@@ -19,10 +19,10 @@ def linear(width, bias=False, features=FEATURES):
 class Parts(nn.Module):
     def __init__(self):
         super().__init__()
-        self.a, self.b, self.c, self.d = (linear(width) for width in (128, 64, 64, 192))
-        self.biased, self.narrow, self.wide = linear(64, bias=True), linear(48), linear(2112)
+        self.a, self.b, self.c, self.d = (linear(width) for width in (2048, 1024, 1024, 3072))
+        self.biased, self.narrow, self.wide = linear(3072, bias=True), linear(3080), linear(2112)
         self.large = linear(2**16)
-        self.deep, self.turned = linear(64, features=96), linear(128)
+        self.deep, self.turned = linear(3072, features=96), linear(3072)
         self.turned.weight = nn.Parameter(self.turned.weight.detach().T.contiguous().T)
 
 
@@ -58,6 +58,7 @@ CASES = {
     "four_are_three_and_one": (lambda m, x: (m.a(x), m.b(x), m.c(x), m.d(x)), 1),
     "five_are_three_and_two": (lambda m, x: (m.a(x), m.b(x), m.c(x), m.d(x), m.a(x)), 2),
     "two_inputs": (lambda m, x: (m.a(x), m.b(2 * x), m.c(x)), 1),
+    "narrow_ones": (lambda m, x: (m.b(x), m.c(x)), 0),
     "one_alone": (lambda m, x: (m.a(x),), 0),
     "wide_ones": (lambda m, x: (m.wide(x), m.wide(x)), 1),
     "large_ones": (lambda m, x: (m.large(x), m.large(x)), 0),
@@ -94,10 +95,10 @@ def put(x):
     return x
 
 
-LIBRARY = torch.library.Library("graphmod_test", "FRAGMENT")
+LIBRARY = library.Library("graphmod_test", "FRAGMENT")
 LIBRARY.define("scale(Tensor(a!) x, Tensor y) -> Tensor")  # writes, and its name does not say so
 LIBRARY.impl("scale", lambda x, y: x.mul_(2).clone(), "CompositeExplicitAutograd")
-torch.library.register_fake("graphmod_test::scale", lambda x, y: torch.empty_like(x), lib=LIBRARY)
+library.register_fake("graphmod_test::scale", lambda x, y: torch.empty_like(x), lib=LIBRARY)
 
 WRITES = {
     "method": lambda x: x.add_(1),
@@ -218,7 +219,7 @@ def test_compiled_decode_steps_use_them(compile_mode, monkeypatch):
     torch.manual_seed(0)
     device = "cuda"
     config = Qwen3Config(
-        hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        hidden_size=256, intermediate_size=1536, num_hidden_layers=2, num_attention_heads=32, num_key_value_heads=8,
         head_dim=64, vocab_size=VOCABULARY, max_position_embeddings=256,
     )  # fmt: skip
     model = Qwen3ForCausalLM(config).to(device, torch.bfloat16).eval()

@@ -20,6 +20,7 @@ __all__ = ["join_products", "products"]
 MOST_WEIGHTS = 3  # of one kernel
 _MOST_ROWS = 64
 _LARGEST_WEIGHT = 16 * 2**20  # bytes; for more, reading takes longer than a launch, and the kernel was not measured
+_FEWEST_COLUMNS = 48 * 64  # of all weights of an operation; with fewer, most of a large GPU would read nothing
 _OUT, _DEPTH = 64, 128  # the kernel takes weights of multiples of these
 
 
@@ -67,7 +68,7 @@ def join_products(graph: GraphModule, fewest_rows: int = 1, device: str = "cuda"
     for (x, _), nodes in groups.items():
         for start in range(0, len(nodes) - 1, MOST_WEIGHTS):
             some = nodes[start : start + MOST_WEIGHTS]
-            if len(some) > 1:
+            if sum(len(node.args[1].meta["example_value"]) for node in some) >= _FEWEST_COLUMNS and len(some) > 1:
                 _join(graph, x, some)
                 joined += 1
     if joined:

@@ -1,7 +1,6 @@
 """The kernel of `products`. Importing this module needs Triton."""
 
 import functools
-from typing import NamedTuple
 
 import torch
 import triton
@@ -14,28 +13,11 @@ _PREFETCHED = 16 * 2**20  # bytes of weights, of all programs: a part of the cac
 _LINE: tl.constexpr = tl.constexpr(64)  # numbers of two bytes in a line of the cache
 
 
-class _Tile(NamedTuple):
-    """What a program works on, and how.
-
-    Attributes:
-        out, depth: numbers of a weight's rows and columns.
-        stages: tiles on their way at a time.
-        weight_left: whether the weight is the left factor.
-    """
-
-    out: int
-    depth: int
-    stages: int
-    warps: int
-    weight_left: bool
-
-
-# Of some 120 tiles for each on an H200 the fastest, or within 0.1 us of it, for Qwen3-0.6B's weights and 32 rows:
-# query, key and value 4.6 us (13.1 one after the other); gate and up 5.3 (10.3); down 6.5 (7.0). A wide tile is the
-# left factor because it has the 64 rows that newer tensor cores take there, which an input often has not.
-_WIDE = _Tile(64, 128, 4, 4, True)
-_NARROW = _Tile(16, 256, 4, 2, False)
-_FEWEST_PROGRAMS = 48  # of wide tiles; with fewer, most of the GPU would read nothing
+# What a program works on: rows and columns of a weight, tiles on their way at a time, and warps. Of some 120 settings
+# on an H200 the fastest, or within 0.1 us of it, for Qwen3-0.6B's weights and 32 rows: query, key and value 4.6 us
+# (13.1 one after the other); gate and up 5.3 (10.3). The weight is the left factor because it has the 64 rows that
+# newer tensor cores take there, which an input often has not.
+_OUT, _DEPTH, _STAGES, _WARPS = 64, 128, 4, 4
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -56,7 +38,6 @@ def _products(
     OUT: tl.constexpr,
     DEPTH: tl.constexpr,
     STAGES: tl.constexpr,
-    WEIGHT_LEFT: tl.constexpr,
     EARLY: tl.constexpr,
     PREFETCHED: tl.constexpr,
 ):
@@ -85,24 +66,14 @@ def _products(
         tl.extra.cuda.gdc_wait()
         # Not sooner: what starts now may rely on all that ran before this kernel.
         tl.extra.cuda.gdc_launch_dependents()
-    if WEIGHT_LEFT:
-        weights = weight + column[:, None] * FEATURES + depth[None, :]
-        inputs = x + row[None, :] * FEATURES + depth[:, None]
-        total = tl.zeros((OUT, ROWS), tl.float32)
-        for start in tl.range(0, FEATURES, DEPTH, num_stages=STAGES):
-            taken = tl.load(inputs + start, mask=there[None, :], other=0.0)
-            total = tl.dot(tl.load(weights + start), taken, total)
-        result = total.to(out.dtype.element_ty)
-        tl.store(out + row[None, :] * width + column[:, None], result, mask=there[None, :])
-    else:
-        weights = weight + column[None, :] * FEATURES + depth[:, None]
-        inputs = x + row[:, None] * FEATURES + depth[None, :]
-        total = tl.zeros((ROWS, OUT), tl.float32)
-        for start in tl.range(0, FEATURES, DEPTH, num_stages=STAGES):
-            taken = tl.load(inputs + start, mask=there[:, None], other=0.0)
-            total = tl.dot(taken, tl.load(weights + start), total)
-        result = total.to(out.dtype.element_ty)
-        tl.store(out + row[:, None] * width + column[None, :], result, mask=there[:, None])
+    weights = weight + column[:, None] * FEATURES + depth[None, :]
+    inputs = x + row[None, :] * FEATURES + depth[:, None]
+    total = tl.zeros((OUT, ROWS), tl.float32)
+    for start in tl.range(0, FEATURES, DEPTH, num_stages=STAGES):
+        taken = tl.load(inputs + start, mask=there[None, :], other=0.0)
+        total = tl.dot(tl.load(weights + start), taken, total)
+    result = total.to(out.dtype.element_ty)
+    tl.store(out + row[None, :] * width + column[:, None], result, mask=there[None, :])
 
 
 @functools.cache
@@ -113,14 +84,11 @@ def _can_start_early(device: torch.device) -> bool:
 
 
 @functools.cache
-def _tile(rows: int, features: int, columns: int, device: torch.device) -> _Tile:
-    """How products of `rows` (a power of two) with `columns` rows of weights, all of them together, are cut."""
-    tile = _WIDE if columns // _WIDE.out >= _FEWEST_PROGRAMS else _NARROW
-    tile = tile._replace(depth=min(tile.depth, features & -features))
+def _stages(rows: int, device: torch.device) -> int:
+    """As many as fit in a multiprocessor's shared memory."""
     properties = torch.cuda.get_device_properties(device)
     room = getattr(properties, "shared_memory_per_block_optin", 48 * 1024)
-    stages = room // (2 * tile.depth * (tile.out + rows))
-    return tile._replace(stages=max(1, min(tile.stages, stages)))
+    return max(1, min(_STAGES, room // (2 * _DEPTH * (_OUT + rows))))
 
 
 def products(x: Tensor, weights: list[Tensor], outs: list[Tensor]) -> None:
@@ -134,10 +102,9 @@ def products(x: Tensor, weights: list[Tensor], outs: list[Tensor]) -> None:
     spare = MOST_WEIGHTS - len(weights)
     widths = [len(weight) for weight in weights] + spare * [0]
     rows, features = max(16, triton.next_power_of_2(len(x))), x.shape[1]
-    tile = _tile(rows, features, sum(widths), x.device)
-    early, programs = _can_start_early(x.device), sum(widths) // tile.out
-    prefetched = _PREFETCHED // (programs * tile.out * x.itemsize) // tile.depth * tile.depth
-    _products[(programs,)](
+    early = _can_start_early(x.device)
+    prefetched = _PREFETCHED // (sum(widths) * x.itemsize) // _DEPTH * _DEPTH
+    _products[(sum(widths) // _OUT,)](
         x,
         *weights,
         *spare * weights[:1],
@@ -147,12 +114,11 @@ def products(x: Tensor, weights: list[Tensor], outs: list[Tensor]) -> None:
         features,
         *widths,
         ROWS=rows,
-        OUT=tile.out,
-        DEPTH=tile.depth,
-        STAGES=tile.stages,
-        WEIGHT_LEFT=tile.weight_left,
+        OUT=_OUT,
+        DEPTH=_DEPTH,
+        STAGES=_stages(rows, x.device),
         EARLY=early,
         PREFETCHED=min(features, prefetched),
-        num_warps=tile.warps,
+        num_warps=_WARPS,
         **({"launch_pdl": True} if early else {}),
     )

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam
 
+from graphmod.hook_watch import step_hooks
 from graphmod.train.compile import compiled, switched_off
-from graphmod.watch import step_hooks
 
 _MOST_TOGETHER = 8
 # Each kind takes a second or two to compile.
