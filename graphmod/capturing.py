@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from graphmod.errors import CaptureRefused, Diverged
-from graphmod.failures import capture_failed, refuse_unseen
+from graphmod.failures import capture_failed
 from graphmod.forward import ForwardGraph
 from graphmod.lifecycle import Entry
 from graphmod.recording import Recording
@@ -94,7 +94,6 @@ def capture(
             graph.capture(leaves)
         finally:
             torch.clear_autocast_cache()
-        refuse_unseen(graph.graph.seen, graph.watch.unseen)
         graph.launch()
     except Exception as error:  # whatever user code or CUDA raised: the eager call decides what the user sees
         if isinstance(error, Diverged):

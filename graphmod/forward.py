@@ -16,6 +16,7 @@ from graphmod.accumulators import own_accumulators, stood_in
 from graphmod.backend.random_state import python_random_state, restore_python_random_state
 from graphmod.buffers import OwnedBuffer, StaticInput, adopted
 from graphmod.errors import CaptureRefused, Diverged
+from graphmod.failures import refuse_unseen
 from graphmod.guards.guards import NOT_REPLAYED
 from graphmod.hook_watch import has_gradient_hooks
 from graphmod.recorder import Recorder
@@ -105,24 +106,33 @@ class ForwardGraph:
             self._find_parameters(given, recorder, oldest)
 
         python_random = python_random_state()
+        states = [(generator, generator.get_state()) for generator in recording.generators]
+        random_state, captured = group.backend.random_state(), None
         try:
             with stood_in(self, guards), own_accumulators(self, owned):
                 pool, split = self.tape.arena.pool, not recording.generators and not entry.failures_in_a_row
-                self.graph, _ = group.backend.capture(run, pool, given, recording.generators, check, split=split)
+                captured, _ = group.backend.capture(run, pool, given, recording.generators, check, split=split)
             changed = guards.moved() or guards.changed(gradients=False)
             if changed is not None:
                 raise CaptureRefused(f"changes its own state as it runs ({changed}), {NOT_REPLAYED}")
+            differentiated = owned if recording.backward else self.parameters
+            self.watch = Watch(guards, captured.seen.outside, owned, grads, captured.seen.backward, differentiated)
+            refuse_unseen(captured.seen, self.watch.unseen)
         except BaseException:
+            if captured is not None:
+                captured.discard()
+                group.backend.set_random_state(random_state)
+                for generator, state in states:
+                    generator.set_state(state)
             guards.restore()
             restore_python_random_state(python_random)
             for parameter, grad in zip(owned, grads, strict=True):
                 if parameter.grad is not grad:
                     parameter.grad = grad
             raise
+        self.graph = captured
         seen = self.graph.seen
         self._grads_after = [(p, p.grad) for p, before in zip(owned, grads, strict=True) if p.grad is not before]
-        differentiated = owned if recording.backward else self.parameters
-        self.watch = Watch(guards, seen.outside, owned, grads, seen.backward, differentiated)
         self._written = [t for t in seen.written.values() if not t.is_inference()]
         self._arguments_written = [
             index
