@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from graphmod.hook_watch import has_gradient_hooks
+from graphmod.guards.hooks import has_gradient_hooks
 from graphmod.signature import AUTOCAST
 
 if TYPE_CHECKING:

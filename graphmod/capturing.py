@@ -24,17 +24,19 @@ if TYPE_CHECKING:
 CAPTURE_ANOTHER = "its graphs expect other gradients (None, or to be added to) than the coming backward will find"
 
 
-def place(module: CUDAGraphModule, entry: Entry, reason: str) -> Tape | None:
+def place(module: CUDAGraphModule, entry: Entry, reason: str, recording: Recording) -> Tape | None:
     """The tape on which this call may be captured now, or None to run it eagerly.
 
     Args:
         reason: why the graphs that there are do not fit; `CAPTURE_ANOTHER` if another one would.
+        recording: of the present state.
     """
     group, patience = module._group, module._config.warmup_steps
     if entry.called_forward and not entry.graphs and torch._C._current_autograd_node() is not None:
         return None  # a checkpoint runs an eager forward again, and counts what it saves
     growing = group.growing_tape()
-    if growing is None and entry.graphs and reason != CAPTURE_ANOTHER:
+    known = any(graph.recording is recording for graph in entry.graphs)
+    if growing is None and known and reason != CAPTURE_ANOTHER:
         # The graphs there are do not fit. Once is an exception, several times in a row is how it is from now on.
         entry.misses += 1
         if entry.misses <= patience:

@@ -18,7 +18,7 @@ from graphmod.buffers import OwnedBuffer, StaticInput, adopted
 from graphmod.errors import CaptureRefused, Diverged
 from graphmod.failures import refuse_unseen
 from graphmod.guards.guards import NOT_REPLAYED
-from graphmod.hook_watch import has_gradient_hooks
+from graphmod.guards.hooks import has_gradient_hooks
 from graphmod.recorder import Recorder
 from graphmod.recording import Recording
 from graphmod.results import Results, resolved

@@ -169,7 +169,7 @@ class CUDAGraphModule(nn.Module):
             return warm_up(self, entry, args, kwargs)
         if self._group.settle(self._config.backend, self._around.device(leaves)):
             return self._run(*args, **kwargs)  # of other modes, and so of another signature
-        tape = place(self, entry, reason)
+        tape = place(self, entry, reason, recording)
         if tape is None:
             return self._eager(args, kwargs, entry)
         captured = capture(self, entry, tape, leaves, recording)

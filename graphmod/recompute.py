@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from graphmod.forward import ForwardGraph
-from graphmod.hook_watch import without_gradient_hooks
+from graphmod.guards.hooks import without_gradient_hooks
 from graphmod.placement import Gradients
 from graphmod.signature import AUTOCAST, rebuild
 from graphmod.tape import Ticket

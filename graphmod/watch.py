@@ -1,7 +1,7 @@
 """Whether a graph may still stand for its call (rule R8): the guards of the recorded call, the gradients it met, and
 the tensors it reads by address, which are held.
 
-May import `trace`, `guards` and `hook_watch`.
+May import `trace` and `guards`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from graphmod.guards.guards import Guards
-from graphmod.hook_watch import HookWatch
+from graphmod.guards.hooks import HookWatch
 from graphmod.trace import address
 
 _grad = operator.attrgetter("grad")

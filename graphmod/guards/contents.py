@@ -9,6 +9,7 @@ import datetime
 import decimal
 import fractions
 import functools
+import io
 import pathlib
 import queue
 import random
@@ -49,7 +50,7 @@ def _is_numpy(value: Any, kind: str) -> bool:
 
 def is_iterator(value: Any) -> bool:
     """Whether reading from a value uses it up."""
-    if isinstance(value, (Tensor, torch.nn.Module)) or not hasattr(type(value), "__next__"):
+    if isinstance(value, (Tensor, torch.nn.Module, io.IOBase)) or not hasattr(type(value), "__next__"):
         return False
     return not isinstance(value, type)
 
@@ -90,10 +91,13 @@ def content(value: Any) -> tuple | None:
 
 def state(value: Any) -> tuple | None:
     """The state of a generator of random numbers on the host; None for other values."""
-    if isinstance(value, random.Random):
-        return (value.getstate(),)
-    if is_random(value):
-        return (repr(value.get_state() if hasattr(value, "get_state") else value.bit_generator.state),)
+    try:
+        if isinstance(value, random.Random):
+            return (value.getstate(),)
+        if is_random(value):
+            return (repr(value.get_state() if hasattr(value, "get_state") else value.bit_generator.state),)
+    except Exception:  # one whose class keeps no state, or none yet
+        return None
     return None
 
 

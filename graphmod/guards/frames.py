@@ -29,7 +29,16 @@ _OF_TORCH = tuple(
         *("distributions/", "autograd/function.py", "autograd/grad_mode.py", "testing/"),
     )
 )
-_OF_STDLIB = ("os.py", "queue.py", "collections" + os.sep, "random.py", "types.py")
+# Of the standard library, what leads to no setting of a program's.
+_NOT_OF_STDLIB = tuple(
+    part.replace("/", os.sep)
+    for part in (
+        *("abc.py", "ast.py", "codecs.py", "contextlib.py", "dis.py", "encodings/", "enum.py", "functools.py"),
+        *("importlib/", "inspect.py", "linecache.py", "locale.py", "logging/", "re/", "string.py", "sysconfig.py"),
+        *("textwrap.py", "threading.py", "tokenize.py", "traceback.py", "typing.py", "unittest/", "warnings.py"),
+        *("weakref.py", "_weakrefset.py", "multiprocessing/", "asyncio/", "gettext.py"),
+    )
+)
 _OF_CORE = (_CORE + "train" + os.sep, _CORE + "decode" + os.sep)
 _NOT_OF_CORE = (_CORE + "train" + os.sep + "draws.py",)  # what a forward keeps for its own backward
 _FROZEN = ("<frozen os>", "<frozen _collections_abc>")
@@ -59,7 +68,7 @@ def _watched(filename: str) -> bool:
     if filename.startswith("<frozen"):
         return filename in _FROZEN
     if filename.startswith(_STDLIB) and "-packages" not in filename:
-        return filename[len(_STDLIB) :].startswith(_OF_STDLIB)
+        return not filename[len(_STDLIB) :].startswith(_NOT_OF_STDLIB)
     return True
 
 
@@ -84,6 +93,7 @@ class Frames:
         self._see, self._called = see, called
         self._returned: dict[int, list[Any]] = {}  # identity of a frame -> what calls gave it on the present line
         self._last: dict[int, list] = {}  # likewise -> what it read there
+        self._importing = 0  # modules whose code runs now, which runs once in a process
         self._before: Any = None
 
     def __enter__(self) -> "Frames":
@@ -102,12 +112,21 @@ class Frames:
         code = frame.f_code
         if code is _CALL:
             self._called(frame.f_locals["self"])
-        found = _reads_of(code)
+        if code.co_name == "<module>":
+            self._importing += 1
+            frame.f_trace_lines = False
+            return self._leave_module
+        found = None if self._importing else _reads_of(code)
         if found is None:
             frame.f_trace_lines = False
         elif found.exact:
             frame.f_trace_lines, frame.f_trace_opcodes = False, True
         return self._step
+
+    def _leave_module(self, frame: FrameType, event: str, _: Any) -> Callable:
+        if event == "return":
+            self._importing -= 1
+        return self._leave_module
 
     def _step(self, frame: FrameType, event: str, value: Any) -> Callable:
         found = _reads_of(frame.f_code)

@@ -1,11 +1,12 @@
 """Guards: whether what a recorded call read is still as it was.
 
-Imports `notes`, `contents` and `lookup`.
+Imports `notes`, `hooks`, `contents` and `lookup`.
 """
 
 from __future__ import annotations
 
 import operator
+from collections import deque
 from itertools import compress, count
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from graphmod.guards.contents import CONTAINERS, content, describe, is_plain, same, same_content
+from graphmod.guards.hooks import HookWatch
 from graphmod.guards.lookup import MISSING, Cell, dict_of, get
 from graphmod.guards.notes import Note, Notes, geometry
 
@@ -151,6 +153,7 @@ class Guards:
         leaves = [one for one in notes.gradients.values() if one[0].requires_grad] if backward else []
         self._leaves = [leaf for leaf, _ in leaves]
         self._without = [absent for _, absent in leaves]
+        self._hooks = HookWatch(self._leaves)
 
     def _watch_content(self, value: Any, where: tuple) -> None:
         items = content(value)
@@ -206,7 +209,7 @@ class Guards:
             return "requires_grad of a tensor changed"
         if gradients and self._leaves and list(map(_has_none, self._leaves)) != self._without:
             return "other gradients are there, or absent, than when it was captured"
-        return None
+        return self._hooks.changed() if self._leaves else None
 
     def hold(self) -> bool:
         """Whether all is as it was."""
@@ -273,6 +276,13 @@ class Guards:
             for note in notes:
                 if isinstance(container, dict):
                     container.pop(note.key, None)
+        for value, items, _ in self._contents:
+            now = content(value)
+            if len(now) != len(items) or any(map(operator.is_not, now, items)):
+                _refill(value, items)
+        for value in self._empty:
+            if value:
+                value.clear()
 
     # -- what was met --------------------------------------------------------------------------------------------
 
@@ -283,6 +293,17 @@ class Guards:
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
         return [one for one in self.owners.values() if isinstance(one, torch.optim.Optimizer)]
+
+
+def _refill(value: Any, items: tuple) -> None:
+    """Gives a container the items that it had."""
+    if isinstance(value, dict):
+        half = len(items) // 2
+        value.clear()
+        value.update(zip(items[:half], items[half:], strict=True))
+    elif isinstance(value, (list, deque, set)):
+        value.clear()
+        (value.update if isinstance(value, set) else value.extend)(items)
 
 
 __all__ = ["HOOKS", "NOT_REPLAYED", "Guards", "dict_of", "geometry", "what_changed"]

@@ -90,7 +90,7 @@ def find(owner: Any, name: Any) -> Place | None:
     """The place of an attribute.
 
     Returns:
-        None where only code could tell: a property, an object with a lookup of its own.
+        None where only code could tell: a property.
     """
     if not isinstance(name, str):
         return None
@@ -100,8 +100,6 @@ def find(owner: Any, name: Any) -> Place | None:
     if isinstance(owner, type):
         return _of_class(owner, name)
     kind = type(owner)
-    if _runs_code(kind.__getattribute__) and not isinstance(owner, nn.Module):
-        return None
     shared = _of_class(kind, name)
     own = dict_of(owner)
     if shared is not None:

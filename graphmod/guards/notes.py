@@ -150,13 +150,16 @@ class Notes:
                 value = self._value(read.of, frame, variables, result)
                 self.chance.meet(value, self._where)
                 if read.content and value is not _UNKNOWN and value is not MISSING:
-                    self._look_inside(read.of, value)
+                    self._look_inside(value)
+                    if isinstance(value, dict) and "_parameters" in value and read.of[0] == "attr":
+                        for held in ("_parameters", "_buffers", "_modules"):  # the attributes of a module, whole
+                            self._look_inside(value.get(held))
 
     def called(self, module: nn.Module) -> None:
         """Takes in that a module is called."""
         if not self.modules:
             for hooks in _GLOBAL_HOOKS:
-                self._look_inside(None, getattr(nn.modules.module, hooks, {}))
+                self._look_inside(getattr(nn.modules.module, hooks, {}))
         self.modules.setdefault(id(module), module)
         self._attribute(module, "forward")
 
@@ -221,7 +224,7 @@ class Notes:
     def _item(self, owner: Any, key: Any) -> Any:
         place = find_item(owner, key)
         if place is None:
-            self._look_inside(None, owner)
+            self._look_inside(owner)
             return _UNKNOWN
         if not isinstance(owner, tuple):
             self._note(owner, place)
@@ -262,7 +265,7 @@ class Notes:
         if isinstance(place.value, types.FunctionType):
             self._closure(place.value)
 
-    def _look_inside(self, of: Expression | None, value: Any) -> None:
+    def _look_inside(self, value: Any) -> None:
         """Notes the items of a container that code goes through, or passes to code that may."""
         if isinstance(value, (Tensor, nn.Module, str, type)) or is_plain(value):
             return

@@ -66,7 +66,7 @@ class _Walk:
         self.found = Reads()
         self._stack: list[Expression | None] = []
         self._offset = self._line = 0
-        self._constants = code.co_consts
+        self._constants, self._first = code.co_consts, (code.co_varnames or ("",))[0]
         self._assigned: dict[str, int] = {}
         self._keywords = 0
         for step in dis.get_instructions(code):
@@ -198,7 +198,8 @@ class _Walk:
     def _load_super_attr(self, step: dis.Instruction) -> None:
         for _ in range(3):
             self._pop()
-        self._push(*[None] * (2 if step.arg & 1 else 1))
+        found = ("attr", RESULT, ("const", step.argval))
+        self._push(*([found, None] if step.arg & 1 else [found]))
 
     def _store_attr(self, step: dis.Instruction) -> None:
         target, value = self._pop(), self._pop()
@@ -263,6 +264,9 @@ class _Walk:
 
     def _result(self, function: Expression | None, given: list[Expression | None]) -> Expression:
         """What a call returns, where that is an attribute or a class that can be found without it."""
+        if function is not None and function[0] == "attr" and function[2] == ("const", "__getattribute__"):
+            given = given if len(given) > 1 else [("local", self._first), *given]
+            function = ("global", "getattr")
         if function is None or function[0] != "global" or not given or given[0] is None or given[0][0] == "const":
             return RESULT
         if function[1] in _BY_NAME and len(given) > 1:

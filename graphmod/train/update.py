@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam
 
-from graphmod.hook_watch import step_hooks
+from graphmod.guards.hooks import step_hooks
 from graphmod.train.compile import compiled, switched_off
 
 _MOST_TOGETHER = 8
