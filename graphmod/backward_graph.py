@@ -18,7 +18,8 @@ from graphmod.buffers import OwnedBuffer, StaticInput, StaticOutput, adopted
 from graphmod.errors import CaptureRefused
 from graphmod.failures import capture_failed, refuse_unseen
 from graphmod.forward import ForwardGraph
-from graphmod.guards.guards import Guards, what_changed
+from graphmod.guards.changes import what_changed
+from graphmod.guards.guards import Guards
 from graphmod.guards.notes import Notes, noting
 from graphmod.placement import Place, buffers_for, find_places, store
 from graphmod.recompute import differentiate

@@ -17,7 +17,7 @@ from graphmod.backend.random_state import python_random_state, restore_python_ra
 from graphmod.buffers import OwnedBuffer, StaticInput, adopted
 from graphmod.errors import CaptureRefused, Diverged
 from graphmod.failures import refuse_unseen
-from graphmod.guards.guards import NOT_REPLAYED
+from graphmod.guards.changes import NOT_REPLAYED
 from graphmod.guards.hooks import has_gradient_hooks
 from graphmod.recorder import Recorder
 from graphmod.recording import Recording

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from graphmod.garbage import no_garbage_collection
-from graphmod.guards.guards import Guards, what_changed
+from graphmod.guards.changes import what_changed
+from graphmod.guards.guards import Guards
 from graphmod.guards.notes import noting
 from graphmod.results import resolved
 from graphmod.trace import Step

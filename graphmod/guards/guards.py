@@ -1,85 +1,100 @@
 """Guards: whether what a recorded call read is still as it was.
 
-Imports `notes`, `hooks`, `contents` and `lookup`.
+Checked before each replay, so everything lies in flat lists that `map` goes through. Imports `changes`, `notes`,
+`hooks`, `contents` and `lookup`.
 """
 
 from __future__ import annotations
 
 import operator
 from collections import deque
-from itertools import compress, count
+from itertools import chain, compress, count
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from graphmod.guards.changes import line_of, name_of, replacements
 from graphmod.guards.contents import CONTAINERS, content, describe, is_plain, same, same_content
 from graphmod.guards.hooks import HookWatch
-from graphmod.guards.lookup import MISSING, Cell, dict_of, get
-from graphmod.guards.notes import Note, Notes, geometry
+from graphmod.guards.lookup import MISSING, Cell, get
+from graphmod.guards.notes import Note, Notes
 
-NOT_REPLAYED = "which a replay would not do; keep it in a tensor that is changed in place, or pass it as an argument"
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _data_ptr, _size, _stride = Tensor.data_ptr, Tensor.size, Tensor.stride
 _requires_grad = operator.attrgetter("requires_grad")
+_is, _is_not, _getitem = operator.is_, operator.is_not, operator.getitem
+_flat = chain.from_iterable
 
 
 def _has_none(leaf: Tensor) -> bool:
     return leaf.grad is None
 
 
-def _line(where: tuple) -> str:
-    code, line = where
-    return f"{code.co_filename}:{line} in {code.co_name}"
+class Contents:
+    """Compares what is inside containers.
 
+    Args:
+        found: `(container, line that read it)`.
+    """
 
-def _name(note: Note) -> str:
-    if isinstance(note.container, Cell):
-        return "a variable it closes over"
-    if isinstance(note.owner, list):
-        return f"item {note.key}"
-    if isinstance(note.key, Tensor):
-        return f"the item of one {type(note.key).__name__}"
-    return repr(note.key)
+    def __init__(self, found: list[tuple[Any, tuple]]) -> None:
+        self.found = found
+        self.refresh()
 
+    def refresh(self) -> None:
+        """Takes what is there now for right."""
+        values = [value for value, _ in self.found]
+        self._items = list(map(content, values))
+        self._empty = [value for value in values if isinstance(value, CONTAINERS) and not value]
+        self._dicts = [value for value in values if type(value) is dict and value]
+        self._sequences = [value for value in values if type(value) in (list, deque) and value]
+        known = {id(value) for value in (*self._empty, *self._dicts, *self._sequences)}
+        self._others = [value for value in values if id(value) not in known]
+        self._lengths, self._flat, self._inside = self._now()
 
-def what_changed(notes: Notes) -> str | None:
-    """What the call itself changed of what it read, so that a replay, in which no Python runs, would go wrong: the
-    first of it in words, None if that is nothing."""
-    for _, kind, where in notes.iterators:
-        return f"{_line(where)} takes items from a {kind}, {NOT_REPLAYED}"
-    drawn = notes.chance.drawn()
-    if drawn is not None:
-        library, where = drawn
-        return (
-            f"{_line(where) if where else 'code inside'} draws random numbers on the host ({library}), which a replay "
-            "would not; draw them outside and pass them as an argument, or draw on the device with torch"
-        )
-    replaced = replacements(notes)
-    for note in notes.notes.values():
-        if id(note.owner) not in replaced and note.changed():
-            was, now = note.before(), note.now()
-            if isinstance(now, Tensor) and was is now:
-                return f"moves or reshapes {_name(note)} as it runs ({_line(note.where)}), {NOT_REPLAYED}"
-            return (
-                f"changes {_name(note)} from {describe(was)} to {describe(now)} as it runs ({_line(note.where)}), "
-                f"{NOT_REPLAYED}"
-            )
-    for value, items, where in notes.contents.values():
-        if id(value) not in replaced and not same_content(items, content(value)):
-            return f"changes the items of a {type(value).__name__} as it runs ({_line(where)}), {NOT_REPLAYED}"
-    return None
+    def _now(self) -> tuple[list[int], list[Any], list[tuple]]:
+        dicts, sequences = self._dicts, self._sequences
+        flat = [*_flat(dicts), *_flat(map(dict.values, dicts)), *_flat(sequences)]
+        return [*map(len, dicts), *map(len, sequences)], flat, list(map(content, self._others))
 
+    def changed(self) -> str | None:
+        """The container in which something is no longer as it was, in words."""
+        if any(self._empty):
+            return self._compare()
+        lengths, flat, inside = self._now()
+        if lengths == self._lengths and all(map(_is, flat, self._flat)):
+            for now, before in zip(inside, self._inside, strict=True):
+                if len(now) != len(before) or not all(map(_is, now, before)):
+                    return self._compare()
+            return None
+        return self._compare()
 
-def replacements(notes: Notes) -> dict[int, Any]:
-    """Containers (by identity) in whose place the call put another with the same content -> that other."""
-    found = {}
-    for note in notes.notes.values():
-        if note.items is not None:
-            before, now = note.before(), note.now()
-            if before is not now and type(before) is type(now) and not note.changed():
-                found[id(before)] = now
-    return found
+    def _compare(self) -> str | None:
+        for (value, where), items in zip(self.found, self._items, strict=True):
+            if not same_content(items, content(value)):
+                return f"the items of a {type(value).__name__} that {line_of(where)} reads are others"
+        self.refresh()  # equal values in the place of others
+        return None
+
+    def restore(self) -> None:
+        """Gives the containers the items that they had."""
+        for (value, _), items in zip(self.found, self._items, strict=True):
+            now = content(value)
+            if len(now) == len(items) and all(map(_is, now, items)):
+                continue
+            if isinstance(value, dict):
+                half = len(items) // 2
+                value.clear()
+                value.update(zip(items[:half], items[half:], strict=True))
+            elif isinstance(value, (list, deque, set)):
+                value.clear()
+                (value.update if isinstance(value, set) else value.extend)(items)
+
+    def tensors(self) -> list[tuple[Any, Tensor]]:
+        """The tensors inside, each with its container."""
+        pairs = zip(self.found, self._items, strict=True)
+        return [(value, item) for (value, _), items in pairs for item in items if isinstance(item, Tensor)]
 
 
 class Guards:
@@ -93,76 +108,66 @@ class Guards:
         exchanged: whether the last change found was of an object or a tensor, which the guards keep alive.
         slots: `(container, key, tensor)` of each place of a tensor.
         attributes: those of `slots` that are parameters of modules.
+        tensors: those at these places and in the containers.
         modules: those that were called.
+        optimizers: those it worked with.
     """
 
     def __init__(self, notes: Notes, backward: bool = False) -> None:
         self.exchanged = False
         self.modules = list(notes.modules.values())
-        self._notes: list[Note] = []
-        self._containers: list[Any] = []
-        self._keys: list[Any] = []
-        self._values: list[Any] = []
-        self._absent: dict[int, tuple[Any, list[Note]]] = {}
-        replaced = replacements(notes)
-        self.owners: dict[int, Any] = {}
-        for note in notes.notes.values():
-            if id(note.owner) in replaced:
-                continue
-            self.owners[id(note.owner)] = note.owner
-            value = note.now()
-            if value is MISSING:
-                self._absent.setdefault(id(note.container), (note.container, []))[1].append(note)
-                continue
-            self._notes.append(note)
-            self._containers.append(note.container)
-            self._keys.append(note.key)
-            self._values.append(value)
-        self._sizes = [len(container) for container, _ in self._absent.values()]
-        self._absent_in = [container for container, _ in self._absent.values()]
-        self._contents: list[tuple[Any, tuple, tuple]] = []
-        self._empty: list[Any] = []
-        for value, _, where in notes.contents.values():
-            self._watch_content(replaced.get(id(value), value), where)
-        for module in self.modules:
-            self._empty += [hooks for kind in HOOKS if not (hooks := getattr(module, kind))]
         self._kinds = list(map(type, self.modules))
-        tensors: dict[int, Tensor] = {}
-        self.slots = [
-            (container, key, value)
-            for container, key, value in zip(self._containers, self._keys, self._values, strict=True)
-            if isinstance(value, Tensor)
+        self._hooks_of = [hooks for module in self.modules for kind in HOOKS if not (hooks := getattr(module, kind))]
+        replaced = replacements(notes)
+        self.contents = Contents(
+            [(replaced.get(id(value), value), where) for value, _, where in notes.contents.values()]
+        )
+        kept = [note for note in notes.notes.values() if id(note.owner) not in replaced]
+        owners = {id(note.owner): note.owner for note in kept}
+        self.optimizers = [one for one in owners.values() if isinstance(one, torch.optim.Optimizer)]
+        self._take_places(kept)
+        self._take_tensors(notes, backward)
+
+    def _take_places(self, notes: list[Note]) -> None:
+        whole = {id(value) for value, _ in self.contents.found if type(value) in (dict, list)}
+        there = [(note, note.container, note.now()) for note in notes]
+        places = [
+            (note, container, value)
+            for note, container, value in there
+            if value is not MISSING and not (id(container) in whole and note.owner is container)
         ]
+        self._notes = [note for note, _, _ in places]
+        self._containers = [container for _, container, _ in places]
+        self._keys = [note.key for note in self._notes]
+        self._values = [value for _, _, value in places]
+        self._absent: dict[int, tuple[Any, list[Note]]] = {}
+        for note, container, value in there:
+            if value is MISSING:
+                self._absent.setdefault(id(container), (container, []))[1].append(note)
+        self._without = [container for container, _ in self._absent.values()]
+        self._lengths = list(map(len, self._without))
+        self.slots = [(c, note.key, value) for note, c, value in there if isinstance(value, Tensor)]
         self.attributes = [
             (container, note.key, value)
-            for note, container, value in zip(self._notes, self._containers, self._values, strict=True)
+            for note, container, value in there
             if isinstance(value, Tensor) and isinstance(note.owner, nn.Module) and container is note.owner._parameters
         ]
-        inside = [(value, item) for value, items, _ in self._contents for item in items if isinstance(item, Tensor)]
+
+    def _take_tensors(self, notes: Notes, backward: bool) -> None:
         held = {id(container) for container, _, _ in self.attributes}
-        self.slots += [(value, None, item) for value, item in inside if id(value) not in held]
-        for tensor in (*(tensor for _, _, tensor in self.slots), *(item for _, item in inside)):
-            tensors[id(tensor)] = tensor
-        self.tensors = [tensor for tensor in tensors.values() if tensor.layout is torch.strided]
-        known = {id(tensor) for tensor in self.tensors}
-        self.tensors += [leaf for key, (leaf, _) in notes.gradients.items() if key not in known]
+        inside = self.contents.tensors()
+        self.slots += [(value, None, tensor) for value, tensor in inside if id(value) not in held]
+        met = (*(one for _, _, one in self.slots), *(one for _, one in inside))
+        leaves = list(notes.gradients.values())
+        found = {id(tensor): tensor for tensor in (*met, *(leaf for leaf, _ in leaves))}
+        self.tensors = [tensor for tensor in found.values() if tensor.layout is torch.strided]
         self._addresses = list(map(_data_ptr, self.tensors))
-        self._tensor_sizes = list(map(_size, self.tensors))
+        self._sizes = list(map(_size, self.tensors))
         self._strides = list(map(_stride, self.tensors))
         self._flags = list(map(_requires_grad, self.tensors))
-        leaves = [one for one in notes.gradients.values() if one[0].requires_grad] if backward else []
-        self._leaves = [leaf for leaf, _ in leaves]
-        self._without = [absent for _, absent in leaves]
-        self._hooks = HookWatch(self._leaves)
-
-    def _watch_content(self, value: Any, where: tuple) -> None:
-        items = content(value)
-        if items is None:
-            return
-        if not items and isinstance(value, CONTAINERS):
-            self._empty.append(value)
-        else:
-            self._contents.append((value, items, where))
+        leaves = [one for one in leaves if one[0].requires_grad] if backward else []
+        self._leaves, self._absent_gradients = [leaf for leaf, _ in leaves], [absent for _, absent in leaves]
+        self._gradient_hooks = HookWatch(self._leaves)
 
     # -- the check -----------------------------------------------------------------------------------------------
 
@@ -172,7 +177,7 @@ class Guards:
         self.exchanged = True
         if list(map(_data_ptr, tensors)) != self._addresses:
             return "a tensor it reads has moved to another address"
-        if list(map(_stride, tensors)) != self._strides or list(map(_size, tensors)) != self._tensor_sizes:
+        if list(map(_stride, tensors)) != self._strides or list(map(_size, tensors)) != self._sizes:
             return "a tensor it reads has another shape or other strides than when it was captured"
         return None
 
@@ -184,53 +189,49 @@ class Guards:
         """
         self.exchanged = False
         try:
-            same_objects = all(map(operator.is_, map(operator.getitem, self._containers, self._keys), self._values))
+            same_objects = all(map(_is, map(_getitem, self._containers, self._keys), self._values))
         except Exception:  # KeyError and IndexError, or whatever a container of the user's raises
             return self._gone()
         if not same_objects:
             reason = self._other()
             if reason is not None:
                 return reason
-        if list(map(len, self._absent_in)) != self._sizes:
+        if list(map(len, self._without)) != self._lengths:
             reason = self._come()
             if reason is not None:
                 return reason
-        if any(self._empty):
-            return self._filled()
-        for index, (value, items, where) in enumerate(self._contents):
-            now = content(value)
-            if len(now) != len(items) or not all(map(operator.is_, now, items)):
-                if not same_content(items, now):
-                    return f"the items of a {type(value).__name__} that {_line(where)} reads are others"
-                self._contents[index] = (value, now, where)
+        if any(self._hooks_of):
+            return "hooks were added to a module in it"
+        reason = self.contents.changed()
+        if reason is not None:
+            return reason
         if list(map(type, self.modules)) != self._kinds:
             return "a module has another class than when it was captured"
         if list(map(_requires_grad, self.tensors)) != self._flags:
             return "requires_grad of a tensor changed"
-        if gradients and self._leaves and list(map(_has_none, self._leaves)) != self._without:
+        if gradients and self._leaves and list(map(_has_none, self._leaves)) != self._absent_gradients:
             return "other gradients are there, or absent, than when it was captured"
-        return self._hooks.changed() if self._leaves else None
+        return self._gradient_hooks.changed() if self._leaves else None
 
     def hold(self) -> bool:
         """Whether all is as it was."""
         return self.moved() is None and self.changed() is None
 
-    def _gone(self) -> str | None:
-        for note, container, key, value in zip(self._notes, self._containers, self._keys, self._values, strict=True):
-            if get(container, key) is MISSING:
-                return f"{_name(note)} was {describe(value)} when it was captured and is gone"
+    def _gone(self) -> str:
+        for note, container, value in zip(self._notes, self._containers, self._values, strict=True):
+            if get(container, note.key) is MISSING:
+                return f"{name_of(note)} was {describe(value)} when it was captured and is gone"
         return "an object it reads cannot be looked into any more"
 
     def _other(self) -> str | None:
         now = list(map(get, self._containers, self._keys))
-        for index in compress(count(), map(operator.is_not, now, self._values)):
-            was, there = self._values[index], now[index]
-            note = self._notes[index]
+        for index in compress(count(), map(_is_not, now, self._values)):
+            was, there, note = self._values[index], now[index], self._notes[index]
             if not same(was, there):
                 if is_plain(was) or is_plain(there):
-                    return f"{_name(note)} was {describe(was)} when it was captured and is {describe(there)}"
+                    return f"{name_of(note)} was {describe(was)} when it was captured and is {describe(there)}"
                 self.exchanged = True
-                return f"{_name(note)} is another {type(was).__name__} than when it was captured"
+                return f"{name_of(note)} is another {type(was).__name__} than when it was captured"
             if isinstance(was, CONTAINERS):
                 self._put_in_place(was, there)
             self._values[index] = there
@@ -239,29 +240,17 @@ class Guards:
     def _put_in_place(self, was: Any, there: Any) -> None:
         """Goes on with an equal container that has taken the place of another."""
         self._containers = [there if one is was else one for one in self._containers]
-        self._absent_in = [there if one is was else one for one in self._absent_in]
-        self._empty = [there if one is was else one for one in self._empty]
-        self._contents = [
-            (there, content(there), where) if value is was else (value, items, where)
-            for value, items, where in self._contents
-        ]
+        self._without = [there if one is was else one for one in self._without]
+        self.contents = Contents([(there if one is was else one, where) for one, where in self.contents.found])
 
     def _come(self) -> str | None:
-        for index, (container, (_, notes)) in enumerate(zip(self._absent_in, self._absent.values(), strict=True)):
+        for index, (container, (_, notes)) in enumerate(zip(self._without, self._absent.values(), strict=True)):
             for note in notes:
-                if get(container, note.key) is not MISSING:
-                    return f"{_name(note)} was nothing when it was captured and is {describe(get(container, note.key))}"
-            self._sizes[index] = len(container)
+                now = get(container, note.key)
+                if now is not MISSING:
+                    return f"{name_of(note)} was nothing when it was captured and is {describe(now)}"
+            self._lengths[index] = len(container)
         return None
-
-    def _filled(self) -> str | None:
-        for module in self.modules:
-            for kind in HOOKS:
-                hooks = getattr(module, kind)
-                if hooks and any(hooks is one for one in self._empty):
-                    return f"hooks were added to a {type(module).__name__}"
-        value = next(one for one in self._empty if one)
-        return f"a {type(value).__name__} it reads was empty when it was captured"
 
     # -- after a call that failed --------------------------------------------------------------------------------
 
@@ -276,34 +265,10 @@ class Guards:
             for note in notes:
                 if isinstance(container, dict):
                     container.pop(note.key, None)
-        for value, items, _ in self._contents:
-            now = content(value)
-            if len(now) != len(items) or any(map(operator.is_not, now, items)):
-                _refill(value, items)
-        for value in self._empty:
-            if value:
-                value.clear()
+        self.contents.restore()
 
     # -- what was met --------------------------------------------------------------------------------------------
 
     def parameters(self) -> list[Tensor]:
         """The distinct leaf tensors that may collect a gradient."""
         return [t for t in self.tensors if t.is_leaf and (t.requires_grad or isinstance(t, nn.Parameter))]
-
-    @property
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        return [one for one in self.owners.values() if isinstance(one, torch.optim.Optimizer)]
-
-
-def _refill(value: Any, items: tuple) -> None:
-    """Gives a container the items that it had."""
-    if isinstance(value, dict):
-        half = len(items) // 2
-        value.clear()
-        value.update(zip(items[:half], items[half:], strict=True))
-    elif isinstance(value, (list, deque, set)):
-        value.clear()
-        (value.update if isinstance(value, set) else value.extend)(items)
-
-
-__all__ = ["HOOKS", "NOT_REPLAYED", "Guards", "dict_of", "geometry", "what_changed"]

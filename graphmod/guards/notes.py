@@ -121,6 +121,7 @@ class Notes:
         self.gradients: dict[int, tuple[Tensor, bool]] = {}
         self.chance = Chance()
         self.roots: set[int] = set()
+        self._holders: dict[int, Any] = {}
         self._where: tuple = ("", 0)
 
     # -- while the call runs -------------------------------------------------------------------------------------
@@ -196,7 +197,11 @@ class Notes:
                 return held[name]
             return _UNKNOWN
         if name == "__dict__":
-            return dict_of(owner) or _UNKNOWN
+            held = dict_of(owner)
+            if held is None:
+                return _UNKNOWN
+            self._holders[id(held)] = owner  # Python may have made this dict only now
+            return held
         if name == "__class__":
             return type(owner)
         place = find(owner, name)
@@ -360,7 +365,9 @@ def _forget_new(notes: Notes) -> None:
         old.update(id(note.before()) for note in kept.values())
         waiting = {key: note for key, note in waiting.items() if key not in kept}
     notes.notes = found
-    notes.contents = {key: one for key, one in notes.contents.items() if was_there(one[0])}
+    notes.contents = {
+        key: one for key, one in notes.contents.items() if was_there(notes._holders.get(id(one[0]), one[0]))
+    }
     notes.iterators = [one for one in notes.iterators if was_there(one[0])]
     notes.gradients = {key: one for key, one in notes.gradients.items() if was_there(one[0])}
     notes.modules = {key: module for key, module in notes.modules.items() if was_there(module)}
