@@ -64,7 +64,9 @@ def tell_of_unseen(module: CUDAGraphModule, seen: Recorder, unseen: Iterable[int
         unseen: their addresses.
     """
     for where in unseen:
-        tensor, index = seen.outside[where], seen.first_seen[where]
+        tensor, index = seen.outside[where], seen.first_seen.get(where)
+        if index is None:
+            continue  # returned as it is, and never read
         step = seen.trace[index]
         if seen.seen_until is not None and index >= seen.seen_until:
             continue  # compiled code may have made it

@@ -64,6 +64,7 @@ class Entry:
         "needs_grad",
         "reason",
         "recaptures",
+        "returned",
         "signature",
         "trace",
     )  # fmt: skip
@@ -77,6 +78,7 @@ class Entry:
         self.misses = 0
         self.needs_grad = False
         self.trace: list | None = None
+        self.returned: Any = None  # the outline of the result when it was last recorded
         self.generators: list = []
         self.reason = ""
         self.last_used = 0

@@ -24,21 +24,20 @@ from graphmod.forward import ForwardGraph
 from graphmod.group import EagerCall, Group
 from graphmod.hook_watch import HOOKS
 from graphmod.lifecycle import Entry, GraphStats
+from graphmod.modes import FOREIGN
 from graphmod.registry import Registry
 from graphmod.replaying import OTHER_MODES, find, launch, results
-from graphmod.signature import (
-    Signature,
-    flatten,
-    mode_key,
-    parameter_names,
-    tensor_key,
-)
+from graphmod.signature import Signature, parameter_names, tensor_key
+from graphmod.structure import flatten, unrepeatable
 from graphmod.surroundings import Surroundings
 from graphmod.tape import Tape
+from graphmod.torch_private import dispatch_modes as _dispatch_modes
+from graphmod.torch_private import is_fx_tracing
 from graphmod.tracer import is_recording
 from graphmod.warmup import track, warm_up
 
 log = logging.getLogger("graphmod")
+_dynamo_compiles = torch.compiler.is_dynamo_compiling
 
 
 @contextlib.contextmanager
@@ -124,24 +123,30 @@ class CUDAGraphModule(nn.Module):
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the wrapped callable without the module's own hooks."""
-        if torch._C._len_torch_dispatch_stack() and is_recording():
+        if _dynamo_compiles():
+            return self._call(*args, **kwargs)
+        if _dispatch_modes() and is_recording():
             self._served = None
             return self._call(*args, **kwargs)  # part of what another wrapper captures
-        usual = self._entries.usual
-        leaves = usual.match(args, kwargs) if usual is not None and not usual.disabled else None
-        if leaves is not None and usual.signature.modes != mode_key(self._group.backend.device_type):
-            leaves = None
+        usual, modes = self._entries.usual, self._group.modes()
+        leaves = None
+        if usual is not None and usual.signature.modes == modes and not usual.disabled:
+            leaves = usual.match(args, kwargs)
         # Train/eval modes are many to look at: where nothing depends on the answer before the launch, after it.
         late = leaves is not None and not usual.needs_grad
         if leaves is not None and (late or usual.signature.training == self._training_modes()):
             entry = usual
             self._entries.touch(entry)
         else:
+            if modes[FOREIGN] is not None or is_fx_tracing():
+                return self._beside(modes[FOREIGN] or "it is being traced", args, kwargs)
             leaves = []
             structure = flatten((args, kwargs), leaves, {})
             if not self._around.known:
                 self._discover()
             entry = self._entry(structure, leaves)
+            if entry is None:
+                return self._eager(args, kwargs)
         if entry.disabled:
             return self._eager(args, kwargs)
         if entry.needs_grad and not self._group.busy:
@@ -176,15 +181,20 @@ class CUDAGraphModule(nn.Module):
         captured = capture(self, entry, tape, leaves)
         return self._eager(args, kwargs) if captured is None else results(self, captured[0], leaves, captured[1])
 
-    def _entry(self, structure: Any, leaves: list[Tensor]) -> Entry:
+    def _entry(self, structure: Any, leaves: list[Tensor]) -> Entry | None:
+        """What is known of calls with this signature; None where no other call can have it."""
         key, group = tuple(map(tensor_key, leaves)), self._group
-        modes = None if group.backend is None else mode_key(group.backend.device_type)
-        signature = Signature(structure, key, modes, self._training_modes())
-        entry = None if modes is None else self._entries.get(signature)
+        signature = Signature(structure, key, group.modes(), self._training_modes())
+        entry = None if group.backend is None else self._entries.get(signature)
         if entry is None:
-            group.settle(self._config.backend, self._around.device(leaves))
-            signature = signature._replace(modes=mode_key(group.backend.device_type))
             names = parameter_names(self._call)
+            unknown = unrepeatable(structure[1], named=names) or unrepeatable(structure[2])
+            if unknown is not None:
+                path, why = unknown
+                self._log_once(f"{self._name!r} runs eagerly, because its argument {path!r} is {why}")
+                return None
+            group.settle(self._config.backend, self._around.device(leaves))
+            signature = signature._replace(modes=group.modes())
             lines = self._entries.nearest(signature, names)
             if lines:
                 self._log_once(
@@ -201,6 +211,11 @@ class CUDAGraphModule(nn.Module):
         if entry is not None and entry.needs_grad:
             return track(self, entry, self._call(*args, **kwargs))
         return self._call(*args, **kwargs)
+
+    def _beside(self, reason: str, args: tuple, kwargs: dict) -> Any:
+        """An eager call for somebody who looks on."""
+        self._log_once(f"{self._name!r} runs eagerly, because {reason}")
+        return self._eager(args, kwargs)
 
     def _drop(self, *tapes: Tape) -> None:
         """Takes the tapes' graphs away from every module; their memory is free once nothing in flight needs it."""

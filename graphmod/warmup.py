@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from graphmod.arguments import Given
 from graphmod.errors import CaptureRefused
 from graphmod.failures import capture_failed
 from graphmod.garbage import no_garbage_collection
@@ -18,8 +19,9 @@ from graphmod.group import EagerCall
 from graphmod.hook_watch import modules_called
 from graphmod.lifecycle import Entry
 from graphmod.reach import NOT_REPLAYED
-from graphmod.results import resolved
-from graphmod.signature import flatten, opaque_parts
+from graphmod.results import not_to_be_made_again, outline, resolved
+from graphmod.signature import parameter_names
+from graphmod.structure import flatten, opaque_parts
 from graphmod.tracer import Tracer
 
 if TYPE_CHECKING:
@@ -34,10 +36,12 @@ def warm_up(module: CUDAGraphModule, entry: Entry, args: tuple, kwargs: dict) ->
     record = entry.calls + 1 == module._config.warmup_steps
     found = module._around.now(*opaque_parts(entry.signature.structure)) if record else None
     before = found.state() if record else None
+    given = Given(args, kwargs, parameter_names(module._call)) if record else None
     torch.clear_autocast_cache()  # what a graph casts, it casts itself; the recorded call must do so too
     with contextlib.ExitStack() as watching:
         if record:
             watching.enter_context(no_garbage_collection())
+            watching.enter_context(given)  # before the tracer, which must not see what that does
             watching.enter_context(tracer)
             entry.called = watching.enter_context(modules_called())
         result = module._call(*args, **kwargs)
@@ -47,13 +51,15 @@ def warm_up(module: CUDAGraphModule, entry: Entry, args: tuple, kwargs: dict) ->
     if record:
         entry.trace = tracer.trace
         entry.generators = tracer.generators
+        entry.returned = outline(result)
         changed = found.changed_since(before)
-        if changed is not None:
+        reason = given.changed() or given.returned(result) or not_to_be_made_again(entry.returned[0])
+        reason = reason or (changed and f"changes {changed} as it runs, {NOT_REPLAYED}")
+        if reason is not None:
             # Known before any attempt, so that the user's Python never runs twice for one call. Once more of the same
             # kind is watched, because a first call may create what later ones only use.
             entry.calls -= 1
-            refusal = CaptureRefused(f"changes {changed} as it runs, {NOT_REPLAYED}")
-            capture_failed(module, entry, refusal, "its forward")
+            capture_failed(module, entry, CaptureRefused(reason), "its forward")
     return track(module, entry, result)
 
 
