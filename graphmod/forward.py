@@ -23,6 +23,7 @@ from graphmod.recorder import Recorder
 from graphmod.results import Results, resolved
 from graphmod.signature import argument_paths, attributes_of, has_own_gradient, parameter_names, unusual
 from graphmod.structure import Leaf, opaque_parts, rebuild
+from graphmod.surroundings import SWITCHES_MODE
 from graphmod.trace import address, compare
 from graphmod.watch import Watch
 
@@ -88,6 +89,7 @@ class ForwardGraph:
         found = module._around.now(*opaque_parts(entry.signature.structure))
         owned = found.parameters()
         grads = [parameter.grad for parameter in owned]
+        training = module._around.training()
         oldest = _next_sequence_number()
 
         def run() -> Any:
@@ -108,7 +110,8 @@ class ForwardGraph:
                     if self.stand_ins:  # which may be the reason; the next attempt goes without
                         entry.trace = previous
                     raise CaptureRefused(reason)
-            reason = passed.changed() or passed.returned(result) or self._unlike_eager(recorder)
+            reason = None if training == module._around.training() else SWITCHES_MODE
+            reason = reason or passed.changed() or passed.returned(result) or self._unlike_eager(recorder)
             if reason is not None:
                 raise CaptureRefused(reason)
             changed = found.changed_since(before)

@@ -15,6 +15,8 @@ from graphmod.reach import Reach, reach
 _training, _TRAINING = operator.attrgetter("training"), repeat("training")
 _grad = operator.attrgetter("grad")
 
+SWITCHES_MODE = "switches a module between train and eval mode, which no replay does; do it around the call"
+
 
 class Surroundings:
     """Empty until `discover`.
@@ -71,12 +73,15 @@ class Surroundings:
         kind = nn.parallel.DistributedDataParallel
         return kind._get_active_ddp_module() is not None or any(isinstance(module, kind) for module in self._modules)
 
+    def training(self) -> bytes:
+        """Train/eval mode of every module reached."""
+        if self._attributes is None:
+            return bytes(map(_training, self._modules))
+        return bytes(map(operator.getitem, self._attributes, _TRAINING))
+
     def modes(self) -> bytes:
         """Train/eval mode of every module reached, and which gradients are absent where that matters."""
-        if self._attributes is None:
-            training = bytes(map(_training, self._modules))
-        else:
-            training = bytes(map(operator.getitem, self._attributes, _TRAINING))
+        training = self.training()
         if self._gradients_of:
             training += bytes(map(operator.is_, map(_grad, self._gradients_of), repeat(None)))
         return training

@@ -22,6 +22,7 @@ from graphmod.reach import NOT_REPLAYED
 from graphmod.results import not_to_be_made_again, outline, resolved
 from graphmod.signature import parameter_names
 from graphmod.structure import flatten, opaque_parts
+from graphmod.surroundings import SWITCHES_MODE
 from graphmod.tracer import Tracer
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ def warm_up(module: CUDAGraphModule, entry: Entry, args: tuple, kwargs: dict) ->
     record = entry.calls + 1 == module._config.warmup_steps
     found = module._around.now(*opaque_parts(entry.signature.structure)) if record else None
     before = found.state() if record else None
+    training = module._around.training() if record else None
     given = Given(args, kwargs, parameter_names(module._call)) if record else None
     torch.clear_autocast_cache()  # what a graph casts, it casts itself; the recorded call must do so too
     with contextlib.ExitStack() as watching:
@@ -54,6 +56,8 @@ def warm_up(module: CUDAGraphModule, entry: Entry, args: tuple, kwargs: dict) ->
         entry.returned = outline(result)
         changed = found.changed_since(before)
         reason = given.changed() or given.returned(result) or not_to_be_made_again(entry.returned[0])
+        if training != module._around.training():
+            reason = reason or SWITCHES_MODE
         reason = reason or (changed and f"changes {changed} as it runs, {NOT_REPLAYED}")
         if reason is not None:
             # Known before any attempt, so that the user's Python never runs twice for one call. Once more of the same
