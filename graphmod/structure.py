@@ -181,7 +181,11 @@ def flatten(value: Any, leaves: list[Tensor], seen: dict[int, Any]) -> Any:
             leaves.append(value)
         return leaf
     if kind in PLAIN_KINDS:
-        return (kind, value) if kind not in _EQUAL_BUT_NOT_ALIKE or (kind is float and value) else _number(kind, value)
+        return (
+            (kind, value)
+            if kind not in _EQUAL_BUT_NOT_ALIKE or (kind is float and value == value != 0)
+            else _number(kind, value)
+        )
     if kind is tuple:
         return (kind, *[flatten(item, leaves, seen) for item in value])
     known = seen.get(id(value))
