@@ -26,7 +26,12 @@ def outline(result: Any) -> tuple:
     tensors look like."""
     leaves: list[Tensor] = []
     structure = flatten(result, leaves, {})
-    return structure, tuple([(tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in leaves])
+    return structure, tuple(map(_kind, leaves))
+
+
+def _kind(tensor: Tensor) -> tuple:
+    shape = None if tensor.is_nested else tensor.shape
+    return (shape, tensor.dtype, tensor.requires_grad, tensor.layout, tensor.__class__)
 
 
 def not_to_be_made_again(structure: Any) -> str | None:
@@ -90,8 +95,9 @@ class Results:
         places = {id(static): index for index, static in enumerate(given)}
         of_argument = {address(static): index for index, static in enumerate(given) if address(static)}
         tensors = [stood_in.get(id(leaf), leaf) for leaf in leaves]
-        outside = [id(tensor) in places or self._is_outside(tensor, recorder) for tensor in tensors]
-        free = [not out and address(tensor) not in of_argument for tensor, out in zip(tensors, outside, strict=True)]
+        of_none = [address(tensor) not in of_argument for tensor in tensors]
+        outside = [none and self._is_outside(tensor, recorder) for none, tensor in zip(of_none, tensors, strict=True)]
+        free = [none and not out for none, out in zip(of_none, outside, strict=True)]
         shared = shared_parts([tensor if is_free else None for tensor, is_free in zip(tensors, free, strict=True)])
         for place, tensor in enumerate(tensors):
             where = address(tensor)

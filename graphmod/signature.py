@@ -49,6 +49,8 @@ def unusual(tensor: Tensor) -> str | None:
         return f"a tensor of layout {str(tensor.layout).removeprefix('torch.')}"
     if tensor._is_zerotensor():
         return "a tensor without memory"
+    if tensor.is_conj() or tensor.is_neg():
+        return "a lazy conjugate or negation, which its copy would not be (.resolve_conj(), .resolve_neg())"
     if HAS_NAMES and tensor.has_names():
         return "a tensor with named dimensions"
     own = attributes_of(tensor)
