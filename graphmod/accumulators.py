@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from graphmod.guards.hooks import has_gradient_hooks
-from graphmod.signature import AUTOCAST
+from graphmod.modes import AUTOCAST
 
 if TYPE_CHECKING:
     from graphmod.forward import ForwardGraph

@@ -68,7 +68,9 @@ def refuse_unseen(seen: Recorder, unseen: Iterable[int]) -> None:
         CaptureRefused: naming the first of them.
     """
     for where in unseen:
-        tensor, index = seen.outside[where], seen.first_seen[where]
+        tensor, index = seen.outside[where], seen.first_seen.get(where)
+        if index is None:
+            continue  # returned as it is, and never read
         step = seen.trace[index]
         if seen.seen_until is not None and index >= seen.seen_until:
             continue  # compiled code may have made it

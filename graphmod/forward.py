@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from graphmod.accumulators import own_accumulators, stood_in
+from graphmod.arguments import Given
 from graphmod.backend.random_state import python_random_state, restore_python_random_state
 from graphmod.buffers import OwnedBuffer, StaticInput, adopted
 from graphmod.errors import CaptureRefused, Diverged
@@ -22,7 +23,8 @@ from graphmod.guards.hooks import has_gradient_hooks
 from graphmod.recorder import Recorder
 from graphmod.recording import Recording
 from graphmod.results import Results, resolved
-from graphmod.signature import Leaf, argument_paths, parameter_names, rebuild
+from graphmod.signature import argument_paths, attributes_of, has_own_gradient, parameter_names, unusual
+from graphmod.structure import Leaf, rebuild
 from graphmod.trace import address, compare
 from graphmod.watch import Watch
 
@@ -31,8 +33,6 @@ if TYPE_CHECKING:
     from graphmod.lifecycle import Entry
     from graphmod.module import CUDAGraphModule
     from graphmod.tape import Tape
-
-_PLAIN_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
 
 
 class ForwardGraph:
@@ -62,6 +62,7 @@ class ForwardGraph:
         self.index = -1
         self.captured_in = tape.arena.passes
         self.inputs: list[StaticInput] = []
+        self._sources: list[int] = []  # the storages of the arguments that it was captured with
         self.parameters: list[Tensor] = []
         self.hooked: list[Tensor] = []
         self.direct: list[Tensor] = []
@@ -84,6 +85,7 @@ class ForwardGraph:
         self.inputs = self._static_inputs(leaves)
         given = [static.tensor for static in self.inputs]
         args, kwargs = rebuild(entry.signature.structure, given)
+        passed = Given(args, kwargs, parameter_names(module._call))
         guards = recording.guards
         owned = guards.parameters()
         grads = [parameter.grad for parameter in owned]
@@ -97,12 +99,13 @@ class ForwardGraph:
             reason = compare(recording.trace, recorder.trace)
             if reason is not None:
                 raise Diverged(reason)
-            for static in self.inputs:
-                if static.buffer is not None and address(static.tensor) in recorder.inputs_written:
-                    raise CaptureRefused(f"changes its argument {static.name} in place; make it change a copy")
+            reason = passed.changed() or passed.returned(result) or self._unlike_eager(recorder)
+            if reason is not None:
+                raise CaptureRefused(reason)
             stood_in = {id(view): view._base for view in self.stand_ins.values()}
-            owned_memory = {address(static.tensor) for static in self.inputs if static.buffer is not None}
-            self.results = Results(result, given, recorder, entry, stood_in, owned_memory, module._config.clone_outputs)
+            held = {*map(id, owned), *(id(tensor) for _, _, tensor in guards.slots)}
+            clone, returned = module._config.clone_outputs, recording.returned
+            self.results = Results(result, given, recorder, entry, returned, stood_in, held, clone)
             self._find_parameters(given, recorder, oldest)
 
         python_random = python_random_state()
@@ -149,6 +152,9 @@ class ForwardGraph:
                 static.buffer.users += 1
                 if static.buffer not in group.buffers:
                     group.buffers.add(static.buffer)
+        # Memory from outside that it changes: an argument that shares it may be no copy made before.
+        if not any(static.buffer is not None and not static.unused for static in self.inputs):
+            self._changed = frozenset()
         self._copied = [(i, s.buffer) for i, s in enumerate(self.inputs) if s.buffer is not None and not s.unused]
         self._adopted = [(i, s.pointer) for i, s in enumerate(self.inputs) if s.buffer is None and not s.unused]
         self.stands_alone = not self.results.handed_out and not self._copied
@@ -167,8 +173,9 @@ class ForwardGraph:
         made = []
         for index, source in enumerate(leaves):
             name = names.get(index, f"tensor {index}")
-            if type(source) not in _PLAIN_TENSORS or source.layout is not torch.strided:
-                raise CaptureRefused(f"argument {name} is a {type(source).__name__} of layout {source.layout}")
+            why = unusual(source)
+            if why is not None:
+                raise CaptureRefused(f"argument {name} is {why}, of which no graph can be given a copy")
             if group.backend.on_gpu and not source.is_cuda:
                 raise CaptureRefused(
                     f"argument {name} is on the host, and a graph would copy it from one fixed address; move it to the "
@@ -180,8 +187,26 @@ class ForwardGraph:
                 buffer = next((b for b in group.buffers if b.holds(source)), None) or OwnedBuffer(source)
                 self.module._counters.copied_bytes += buffer.load(source, arena.passes)
                 memory = buffer.tensor.detach()
-            made.append(StaticInput(memory.requires_grad_(source.requires_grad), buffer, name))
+            made.append(StaticInput(_like(source, memory), buffer, name))
+            self._sources.append(address(source))
         return made
+
+    def _unlike_eager(self, recorder: Recorder) -> str | None:
+        """Why what was recorded is not what the code does with the caller's own tensors; None if it is."""
+        self._changed = frozenset(recorder.written) | recorder.inputs_written
+        for static, source in zip(self.inputs, self._sources, strict=True):
+            where = address(static.tensor)
+            if where in recorder.inputs_written and (static.buffer is not None or static.tensor.requires_grad):
+                return f"changes its argument {static.name} in place; make it change a copy"
+            if static.buffer is not None and source and source in self._changed and where in recorder.read:
+                return f"changes memory that its argument {static.name} shares; pass a copy of it"
+            if (
+                static.tensor.is_leaf
+                and static.tensor.grad is not None
+                and address(static.tensor.grad) in recorder.read
+            ):
+                return f"reads the gradient of its argument {static.name}; read it from the module, or pass it"
+        return None
 
     def _find_parameters(self, given: list[Tensor], recorder: Recorder, oldest: int) -> None:
         """The leaves that the outputs depend on, found by walking the autograd graph that the capture built."""
@@ -235,6 +260,10 @@ class ForwardGraph:
         for index, pointer in self._adopted:
             if leaves[index].data_ptr() != pointer:
                 return f"{self.inputs[index].name} is at another address than when it was captured"
+        if self._changed:
+            for index, _ in self._copied:
+                if address(leaves[index]) in self._changed:
+                    return f"it changes memory that {self.inputs[index].name} shares"
         arena = self.tape.arena
         if arena.in_flight:
             for index, buffer in self._copied:
@@ -269,6 +298,19 @@ class ForwardGraph:
             torch.autograd.graph.increment_version(self._written)
         for index in self._arguments_written:
             torch.autograd.graph.increment_version(self.inputs[index].tensor if leaves is None else leaves[index])
+
+
+def _like(source: Tensor, memory: Tensor) -> Tensor:
+    """A leaf over `memory` that looks to code like the argument `source`."""
+    if type(source) is nn.Parameter:
+        made: Tensor = nn.Parameter(memory, source.requires_grad)
+    else:
+        made = memory.requires_grad_(source.requires_grad)
+    for name, value in attributes_of(source).items():
+        setattr(made, name, value)
+    if has_own_gradient(source):
+        made.grad = source.grad.detach().clone()
+    return made
 
 
 def _own_saved_tensors() -> contextlib.AbstractContextManager:

@@ -15,7 +15,9 @@ from torch import Tensor
 from graphmod.backend import Backend, default_device, make_backend
 from graphmod.config import BackendName
 from graphmod.matcher import Matcher, matcher
-from graphmod.signature import Signature, opaque_parts
+from graphmod.modes import key_reader
+from graphmod.signature import Signature
+from graphmod.structure import opaque_parts
 from graphmod.tape import MOST_ARENAS, Arena, Tape
 
 log = logging.getLogger("graphmod")
@@ -63,6 +65,7 @@ class Group:
 
     def __init__(self) -> None:
         self.backend: Backend | None = None
+        self.modes = key_reader("cpu")  # of the present call, as they matter to the backend
         self.arenas: list[Arena] = []
         self.eager_in_flight = 0
         self.parameters: list[Tensor] = []
@@ -101,6 +104,7 @@ class Group:
                 return False  # the capture says what is wrong with tensors elsewhere
             self.backend = make_backend(name, device)
             self._free_graphs()
+        self.modes = key_reader(self.backend.device_type)
         device = self.backend.device
         if self.anchor is None or self.anchor.device != device:
             with torch.inference_mode(False):

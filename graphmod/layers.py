@@ -20,8 +20,7 @@ from graphmod.config import CUDAGraphConfig, settings
 from graphmod.errors import ConfigError
 from graphmod.group import Group
 from graphmod.module import CUDAGraphModule
-
-_MARK = "_graphmod"
+from graphmod.target import MARK, Mark, Target
 
 
 def graph_layers(
@@ -55,15 +54,15 @@ def graph_layers(
     wrapped = []
     for name in names:
         layer = model.get_submodule(name)
-        if _MARK in layer.__dict__:
+        if MARK in layer.__dict__:
             raise ConfigError(f"{name!r} has graphs already; call ungraph(model) first")
     for name in names:
         layer = model.get_submodule(name)
         tensors = itertools.chain(layer.parameters(), layer.buffers())
         device = next((tensor.device for tensor in tensors), torch.device("cpu"))
         group = groups.setdefault(device, Group())
-        graphed = CUDAGraphModule(layer, config, name=name, group=group, call=layer.forward)
-        layer.__dict__[_MARK] = (graphed, layer.__dict__.get("forward"))
+        graphed = CUDAGraphModule(layer, config, name=name, group=group, call=Target(layer))
+        layer.__dict__[MARK] = Mark(graphed, layer.__dict__.get("forward"))
         layer.__dict__["forward"] = graphed._run
         wrapped.append(graphed)
     for graphed in wrapped:
@@ -82,14 +81,16 @@ def _tied_outside(model: nn.Module, layers: list[str], layer: nn.Module) -> list
 def ungraph(model: nn.Module) -> nn.Module:
     """Undoes `graph_layers` on `model`, frees the graphs, and returns the model. Does nothing where there are none."""
     for module in model.modules():
-        graphed, forward = module.__dict__.pop(_MARK, (None, None))
-        if graphed is None:
+        mark = module.__dict__.get(MARK)
+        if mark is None:
             continue
-        graphed.reset()
-        del module.__dict__["forward"]
-        if forward is not None:
-            module.__dict__["forward"] = forward
-    handle = model.__dict__.pop(f"{_MARK}_hook", None)
+        mark.graphed.retire()
+        if module.__dict__.get("forward") == mark.graphed._run:  # else somebody assigned another since
+            del module.__dict__["forward"]
+            if mark.forward is not None:
+                module.__dict__["forward"] = mark.forward
+        del module.__dict__[MARK]
+    handle = model.__dict__.pop(f"{MARK}_hook", None)
     if handle is not None:
         handle.remove()
     return model
@@ -98,17 +99,18 @@ def ungraph(model: nn.Module) -> nn.Module:
 @contextlib.contextmanager
 def without_graphs(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Lets the wrapped layers among `modules` run as if they had never been wrapped, for as long as it is active."""
-    wrapped = [(module, *module.__dict__[_MARK]) for module in modules if _MARK in module.__dict__]
-    for module, _, forward in wrapped:
-        if forward is None:
+    wrapped = [(module, module.__dict__[MARK]) for module in modules if MARK in module.__dict__]
+    wrapped = [(module, mark) for module, mark in wrapped if module.__dict__.get("forward") == mark.graphed._run]
+    for module, mark in wrapped:
+        if mark.forward is None:
             del module.__dict__["forward"]
         else:
-            module.__dict__["forward"] = forward
+            module.__dict__["forward"] = mark.forward
     try:
         yield
     finally:
-        for module, graphed, _ in wrapped:
-            module.__dict__["forward"] = graphed._run
+        for module, mark in wrapped:
+            module.__dict__["forward"] = mark.graphed._run
 
 
 def find_layers(model: nn.Module) -> list[str]:
@@ -123,7 +125,10 @@ def find_layers(model: nn.Module) -> list[str]:
         if inside or not isinstance(module, nn.ModuleList) or not len(module):
             continue
         if len({type(item) for item in module}) == 1 and any(True for _ in module.parameters()):
-            found += [f"{name}.{index}" if name else str(index) for index in range(len(module))]
+            distinct = {
+                id(item): index for index, item in reversed(list(enumerate(module)))
+            }  # one may stand there twice
+            found += [f"{name}.{index}" if name else str(index) for index in sorted(distinct.values())]
     if not found:
         raise ConfigError(
             f"{type(model).__name__} has no nn.ModuleList of like layers to wrap; name the modules, for example "
@@ -181,7 +186,7 @@ def edge_modules(model: nn.Module, layers: list[str]) -> list[str]:
 
 
 def _train_without_cache(model: nn.Module) -> None:
-    if "use_cache" not in inspect.signature(model.forward).parameters or f"{_MARK}_hook" in model.__dict__:
+    if "use_cache" not in inspect.signature(model.forward).parameters or f"{MARK}_hook" in model.__dict__:
         return
 
     def no_cache(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -189,4 +194,4 @@ def _train_without_cache(model: nn.Module) -> None:
             kwargs.setdefault("use_cache", False)
         return args, kwargs
 
-    model.__dict__[f"{_MARK}_hook"] = model.register_forward_pre_hook(no_cache, with_kwargs=True)
+    model.__dict__[f"{MARK}_hook"] = model.register_forward_pre_hook(no_cache, with_kwargs=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-import types
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,22 +24,24 @@ from graphmod.forward import ForwardGraph
 from graphmod.group import EagerCall, Group
 from graphmod.guards.guards import HOOKS
 from graphmod.lifecycle import Entry, GraphStats
+from graphmod.modes import FOREIGN
 from graphmod.recording import Recording
 from graphmod.registry import Registry
 from graphmod.replaying import find, launch, results
-from graphmod.signature import (
-    Signature,
-    flatten,
-    mode_key,
-    parameter_names,
-    tensor_key,
-)
+from graphmod.signature import Signature, parameter_names, tensor_key
+from graphmod.structure import flatten, unrepeatable
+from graphmod.surface import Surface
 from graphmod.surroundings import Surroundings
 from graphmod.tape import Tape
+from graphmod.target import HOLDERS, Target, caller_with
+from graphmod.torch_private import dispatch_modes as _dispatch_modes
+from graphmod.torch_private import is_fx_tracing
 from graphmod.tracer import is_recording
 from graphmod.warmup import track, warm_up
 
 log = logging.getLogger("graphmod")
+_reference_count = sys.getrefcount
+_dynamo_compiles = torch.compiler.is_dynamo_compiling
 
 
 def _training(root: Any) -> Any:
@@ -60,7 +62,7 @@ def _in_place_of_forward(module: nn.Module, run: Callable) -> Iterator[None]:
             module.__dict__["forward"] = before
 
 
-class CUDAGraphModule(nn.Module):
+class CUDAGraphModule(Surface):
     """Runs a module or callable from CUDA graphs, with the results of the eager call.
 
     The first `config.warmup_steps` calls of a signature (structure, shapes, dtypes, constants, modes) are ordinary
@@ -77,7 +79,8 @@ class CUDAGraphModule(nn.Module):
         config: settings; None means the defaults.
         name: how log lines name it; the class or function name by default.
 
-    Attributes of the wrapped module are reachable through the wrapper.
+    Attributes of the wrapped module are read, set and deleted through the wrapper. torch.compile, torch.export and the
+    like see the wrapped module in its place, and no graph.
     """
 
     _reach_through = ("_root",)
@@ -101,13 +104,18 @@ class CUDAGraphModule(nn.Module):
             self.__dict__["module"] = module
         self._config = settings(config)
         self._name = name or getattr(module, "__name__", type(module).__name__)
-        self.__dict__["_call"] = call or (module.forward if isinstance(module, nn.Module) else module)
+        self.__dict__["_call"] = call or (Target(module) if isinstance(module, nn.Module) else module)
         self._group = group or Group()
         self._counters = GraphStats()
         self.last_failure = ""
         self._hooks_outside = isinstance(module, nn.Module) and call is None
         self._entries = Registry()
+        self._mark: Any = object()  # the `Mark` of a layer whose forward leads here
+        self._retired = False
+        self._class = type(module) if isinstance(module, nn.Module) else nn.Module
+        self._class_forward = self._class.forward
         self._start()
+        self._made = True
 
     def _start(self) -> None:
         self._around = Surroundings(self._root)
@@ -121,30 +129,59 @@ class CUDAGraphModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Same result as `module(*args, **kwargs)`."""
         root = self._root
-        if self._hooks_outside and any(getattr(root, kind) for kind in HOOKS):
-            # The module's own hooks run on every call, around the graph instead of inside it.
+        if _dynamo_compiles():
+            return root(*args, **kwargs)
+        if not self._hooks_outside:
+            return self._run(*args, **kwargs)
+        own = root.__dict__.get("forward")
+        if own is not self._call.own and getattr(own, "__self__", None) is not self:
+            self._call.own = own
+            self.reset()
+        if self._calls_itself() or any(getattr(root, kind) for kind in HOOKS):
+            # The module's own hooks and `__call__` run on every call, around the graph instead of inside it.
             with _in_place_of_forward(root, self._run):
                 return root(*args, **kwargs)
         return self._run(*args, **kwargs)
 
+    def _calls_itself(self) -> bool:
+        """Whether the module's class has a `__call__` of its own that leads to `forward`."""
+        kind = type(self._root)
+        return kind.__call__ is not nn.Module.__call__ and kind.forward is not nn.Module.forward
+
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the wrapped callable without the module's own hooks."""
-        if torch._C._len_torch_dispatch_stack() and is_recording():
+        if _dynamo_compiles():
+            return self._call(*args, **kwargs)
+        if _dispatch_modes() and is_recording():
             self._served = None
             return self._call(*args, **kwargs)  # part of what another wrapper captures
-        usual = self._entries.usual
-        leaves = usual.match(args, kwargs) if usual is not None and not usual.disabled else None
-        if leaves is not None and usual.signature.modes != mode_key(self._group.backend.device_type):
-            leaves = None
+        if _reference_count(self._mark) > HOLDERS:
+            other = caller_with(self._mark)
+            if other is not None and other is not self._root:
+                return self._for_copy(other, args, kwargs)
+        if self._class.forward is not self._class_forward:
+            self._class_forward = self._class.forward
+            self.reset()
+        usual, modes = self._entries.usual, self._group.modes()
+        leaves = None
+        if usual is not None and usual.signature.modes == modes and not usual.disabled:
+            leaves = usual.match(args, kwargs)
         if leaves is not None and usual.signature.training is _training(self._root):
             entry = usual
             self._entries.touch(entry)
         else:
+            if self._retired:
+                other = caller_with(self._mark)
+                return self._call(*args, **kwargs) if other is None else self._for_copy(other, args, kwargs)
+            if modes[FOREIGN] is not None or is_fx_tracing():
+                return self._beside(modes[FOREIGN] or "it is being traced", args, kwargs)
             leaves = []
             structure = flatten((args, kwargs), leaves, {})
             if not self._around.known:
                 self._discover()
             entry = self._entry(structure, leaves)
+            if entry is None:
+                return self._eager(args, kwargs)
         if entry.disabled:
             return self._eager(args, kwargs)
         if entry.needs_grad and not self._group.busy:
@@ -175,15 +212,20 @@ class CUDAGraphModule(nn.Module):
         captured = capture(self, entry, tape, leaves, recording)
         return self._eager(args, kwargs) if captured is None else results(self, captured[0], leaves, captured[1])
 
-    def _entry(self, structure: Any, leaves: list[Tensor]) -> Entry:
+    def _entry(self, structure: Any, leaves: list[Tensor]) -> Entry | None:
+        """What is known of calls with this signature; None where no other call can have it."""
         key, group = tuple(map(tensor_key, leaves)), self._group
-        modes = None if group.backend is None else mode_key(group.backend.device_type)
-        signature = Signature(structure, key, modes, _training(self._root))
-        entry = None if modes is None else self._entries.get(signature)
+        signature = Signature(structure, key, group.modes(), _training(self._root))
+        entry = None if group.backend is None else self._entries.get(signature)
         if entry is None:
-            group.settle(self._config.backend, self._around.device(leaves))
-            signature = signature._replace(modes=mode_key(group.backend.device_type))
             names = parameter_names(self._call)
+            unknown = unrepeatable(structure[1], named=names) or unrepeatable(structure[2])
+            if unknown is not None:
+                path, why = unknown
+                self._log_once(f"{self._name!r} runs eagerly, because its argument {path!r} is {why}")
+                return None
+            group.settle(self._config.backend, self._around.device(leaves))
+            signature = signature._replace(modes=group.modes())
             lines = self._entries.nearest(signature, names)
             if lines:
                 self._log_once(
@@ -200,6 +242,16 @@ class CUDAGraphModule(nn.Module):
         if entry is not None and entry.needs_grad:
             return track(self, entry, self._call(*args, **kwargs))
         return self._call(*args, **kwargs)
+
+    def _beside(self, reason: str, args: tuple, kwargs: dict) -> Any:
+        """An eager call for somebody who looks on."""
+        self._log_once(f"{self._name!r} runs eagerly, because {reason}")
+        return self._eager(args, kwargs)
+
+    def _for_copy(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+        """An eager call of a shallow copy of the wrapped layer, whose `forward` leads here, too."""
+        own = self._mark.forward
+        return type(module).forward(module, *args, **kwargs) if own is None else own(*args, **kwargs)
 
     def _drop(self, *tapes: Tape) -> None:
         """Takes the tapes' graphs away from every module; their memory is free once nothing in flight needs it."""
@@ -253,6 +305,11 @@ class CUDAGraphModule(nn.Module):
         self._start()
         self._group.release()
 
+    def retire(self) -> None:
+        """Frees the graphs; every call is eager from now on."""
+        self.reset()
+        self._retired = True
+
     def replay(self, times: int) -> int:
         """Runs the graph behind the last call again, as so many calls like it would, and checks nothing.
 
@@ -288,31 +345,18 @@ class CUDAGraphModule(nn.Module):
     def extra_repr(self) -> str:
         return f"{self._name!r}, {self.stats.state}"
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name in ("_root", "module"):
-                raise
-            return getattr(self._root, name)
+    def _got_or_lost(self) -> None:
+        self.reset()
 
-    def __deepcopy__(self, memo: dict) -> CUDAGraphModule:
-        """A wrapper around a copy of the module, with graphs of its own still to be captured."""
-        root = copy.deepcopy(self._root, memo)
-        call = self._call
-        if isinstance(call, types.MethodType) and call.__self__ is self._root:
-            call = types.MethodType(call.__func__, root)
-        group = memo.get(id(self._group))
+    def _around_copy(self, root: Any, call: Any, memo: dict | None) -> CUDAGraphModule:
+        group = None if memo is None else memo.get(id(self._group))
         if group is None:
-            group = memo[id(self._group)] = Group()
-            group.share([copy.deepcopy(tied, memo) for tied in self._group.tied.values()], lasting=True)
-        made = CUDAGraphModule(
-            root, self._config, name=self._name, group=group, call=None if self._hooks_outside else call
-        )
-        memo[id(self)] = made
+            group = Group()
+            if memo is not None:
+                memo[id(self._group)] = group
+                group.share([copy.deepcopy(tied, memo) for tied in self._group.tied.values()], lasting=True)
+        in_place = isinstance(self._root, nn.Module) and not self._hooks_outside
+        made = CUDAGraphModule(root, self._config, name=self._name, group=group, call=call if in_place else None)
+        if self._hooks_outside:
+            made._call.own = call.own
         return made
-
-    def __getstate__(self) -> dict:
-        raise TypeError(
-            f"{self._name!r} holds CUDA graphs, which cannot be pickled; save state_dict(), or ungraph(model) first"
-        )

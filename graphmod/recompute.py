@@ -12,10 +12,10 @@ from torch.autograd.graph import GradientEdge
 
 from graphmod.forward import ForwardGraph
 from graphmod.guards.hooks import without_gradient_hooks
+from graphmod.modes import autocast_as
 from graphmod.placement import Gradients
-from graphmod.signature import AUTOCAST, rebuild
+from graphmod.structure import rebuild
 from graphmod.tape import Ticket
-from graphmod.warmup import differentiable
 
 
 def differentiate(
@@ -81,9 +81,8 @@ def recompute(
     try:
         leaves = [s.tensor.detach().requires_grad_(s.tensor.requires_grad) for s in graph.inputs]
         args, kwargs = rebuild(graph.entry.signature.structure, leaves)
-        dtype = graph.entry.signature.modes[AUTOCAST]
-        with torch.enable_grad(), torch.autocast(backend.device_type, dtype, enabled=dtype is not None):
-            outputs = differentiable(module._call(*args, **kwargs))
+        with torch.enable_grad(), autocast_as(graph.entry.signature.modes, backend.device_type):
+            outputs = graph.results.of_node(module._call(*args, **kwargs))
     finally:
         if graph.random:
             backend.set_random_state(now)

@@ -1,6 +1,6 @@
 """A recorded call: an eager call that is watched, so that its capture can be decided on before any is tried.
 
-Imports `guards`, `tracer`, `garbage` and `results`.
+Imports `guards`, `tracer`, `garbage`, `arguments` and `results`.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
+from graphmod.arguments import Given
 from graphmod.garbage import no_garbage_collection
 from graphmod.guards.changes import what_changed
 from graphmod.guards.guards import Guards
 from graphmod.guards.notes import noting
-from graphmod.results import resolved
+from graphmod.results import not_to_be_made_again, outline, resolved
 from graphmod.trace import Step
 from graphmod.tracer import Tracer
 
@@ -28,21 +29,24 @@ class Recording:
         generators: those it passed to random operations.
         backward: whether a backward ran inside.
         guards: what its code read.
+        returned: the outline of its result.
         refused: why it is not to be captured; None where it may be.
     """
 
-    def __init__(self, tracer: Tracer, guards: Guards, refused: str | None) -> None:
+    def __init__(self, tracer: Tracer, guards: Guards, returned: tuple, refused: str | None) -> None:
         self.trace: list[Step] = tracer.trace
         self.generators = tracer.generators
         self.backward = tracer.backward
         self.guards = guards
+        self.returned = returned
         self.refused = refused
 
 
-def record(call: Callable, args: tuple, kwargs: dict, *roots: Any) -> tuple[Any, Recording]:
+def record(call: Callable, args: tuple, kwargs: dict, names: list[str], *roots: Any) -> tuple[Any, Recording]:
     """Makes a call and watches it.
 
     Args:
+        names: of its positional parameters.
         roots: what it works on besides its arguments.
 
     Returns:
@@ -50,12 +54,15 @@ def record(call: Callable, args: tuple, kwargs: dict, *roots: Any) -> tuple[Any,
     """
     tracer = Tracer()
     torch.clear_autocast_cache()  # what a graph casts, it casts itself; the recorded call must do so too
+    given = Given(args, kwargs, names)
     with contextlib.ExitStack() as watching:
         watching.enter_context(no_garbage_collection())
         # What a backward runs in Python has to be seen as well.
         watching.enter_context(torch.autograd.set_multithreading_enabled(False))
         notes = watching.enter_context(noting(call, args, kwargs, *roots))
+        watching.enter_context(given)  # before the tracer, which must not see what that does
         watching.enter_context(tracer)
         result = resolved(call(*args, **kwargs))
-    refused = what_changed(notes)
-    return result, Recording(tracer, Guards(notes, tracer.backward), refused)
+    returned = outline(result)
+    refused = given.changed() or given.returned(result) or not_to_be_made_again(returned[0]) or what_changed(notes)
+    return result, Recording(tracer, Guards(notes, tracer.backward), returned, refused)

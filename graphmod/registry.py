@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from itertools import count
 
 from graphmod.lifecycle import Entry
-from graphmod.signature import Signature, difference, opaque_parts
+from graphmod.signature import Signature, difference
+from graphmod.structure import opaque_parts
 
 _MOST_OPAQUE = 4
 _MOST_UNCAPTURED = 64  # signatures without a graph that are remembered; more means that one of them changes each call

@@ -1,186 +1,83 @@
 """What identifies a call: the structure of its arguments, their tensors and the modes it runs in (rule R3).
 
-Owns taking values apart into tensors and a hashable structure, putting them together again, and telling two
-signatures apart in words. Imports only `errors`.
+Owns the key of one tensor, and telling two signatures apart in words. Imports `structure` and `modes`.
 """
 
-import dataclasses
 import inspect
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-PLAIN_KINDS = frozenset(
-    {
-        int,
-        float,
-        bool,
-        str,
-        bytes,
-        complex,
-        torch.dtype,
-        torch.device,
-        torch.Size,
-        torch.layout,
-        torch.memory_format,
-        type(...),
-    }
-)
+from graphmod import modes as modes_of
+from graphmod.structure import Leaf, Opaque, children, flatten, opaque_parts, unrepeatable
+
+PLAIN_TENSORS = (Tensor, nn.Parameter)
+STATIC = "_graphmod_static"
+"""The attribute of tensors that `mark_static` was told of."""
+HAS_NAMES = hasattr(Tensor, "has_names")  # later releases have no named dimensions any more
+PLAIN_KEY = 6
+"""How many parts the key of a tensor has about which nothing is unusual."""
 
 
-class Leaf:
-    """Stands for the i-th tensor in a structure. One object per index, so that comparing is an identity test."""
-
-    __slots__ = ("index",)
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-
-    def __repr__(self) -> str:
-        return f"tensor {self.index}"
+def attributes_of(tensor: Tensor) -> dict[str, Any]:
+    """The attributes that Python code has set on a tensor."""
+    return {name: value for name, value in tensor.__dict__.items() if name != STATIC}
 
 
-_LEAVES = [Leaf(index) for index in range(64)]
+def _attributes_key(tensor: Tensor) -> Any:
+    """Attributes with tensors or objects in them count as themselves; such a tensor is never captured."""
+    leaves: list[Tensor] = []
+    structure = flatten(attributes_of(tensor), leaves, {})
+    return (structure, tuple(map(id, leaves)))
 
 
-def _leaf(index: int) -> Leaf:
-    while len(_LEAVES) <= index:
-        _LEAVES.append(Leaf(len(_LEAVES)))
-    return _LEAVES[index]
+def has_own_gradient(tensor: Tensor) -> bool:
+    """Whether a tensor is a leaf with a `.grad`, which code may read."""
+    return tensor.requires_grad and tensor.is_leaf and tensor.grad is not None
 
 
-class Opaque:
-    """An object graphmod cannot look into: equal to itself only, and kept alive so that its identity stays its own."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Opaque) and other.value is self.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-
-def flatten(value: Any, leaves: list[Tensor], seen: dict[int, Leaf]) -> Any:
-    """Appends the tensors inside `value` to `leaves` and returns its structure, hashable and comparable.
-
-    A tensor that occurs twice is one leaf, because code may ask whether two arguments are the same object.
-    Containers: tuple, named tuple, list, dict, OrderedDict, dataclass. Other values count by type and value where they
-    are numbers, strings and the like, else by identity.
-    """
-    kind = value.__class__
-    if value is None:
-        return None
-    if kind is Tensor or isinstance(value, Tensor):
-        leaf = seen.get(id(value))
-        if leaf is None:
-            index = len(leaves)
-            leaf = seen[id(value)] = _LEAVES[index] if index < 64 else _leaf(index)
-            leaves.append(value)
-        return leaf
-    if kind in PLAIN_KINDS:
-        return (kind, value) if value or kind is not float else (kind, value, repr(value))  # 0.0 is not -0.0
-    if kind is slice:
-        return (kind, (value.start, value.stop, value.step))
-    if kind is tuple or kind is list or isinstance(value, (tuple, list)):
-        return (kind, *[flatten(item, leaves, seen) for item in value])
-    if kind is dict or kind is OrderedDict or (isinstance(value, dict) and dataclasses.is_dataclass(value)):
-        return (kind, tuple(value), *[flatten(item, leaves, seen) for item in value.values()])
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = tuple(field.name for field in dataclasses.fields(value))
-        return (kind, names, *[flatten(getattr(value, name), leaves, seen) for name in names])
-    return Opaque(value)
-
-
-def rebuild(structure: Any, leaves: list) -> Any:
-    """The inverse of `flatten`: a new value of this structure around `leaves`."""
-    if structure is None:
-        return None
-    if structure.__class__ is Leaf:
-        return leaves[structure.index]
-    if structure.__class__ is Opaque:
-        return structure.value
-    kind = structure[0]
-    if kind in PLAIN_KINDS:
-        return structure[1]
-    if kind is slice:
-        return slice(*structure[1])
-    if kind is tuple or kind is list:
-        return kind([rebuild(item, leaves) for item in structure[1:]])
-    if issubclass(kind, tuple):
-        return kind(*[rebuild(item, leaves) for item in structure[1:]])
-    if issubclass(kind, list):
-        return kind([rebuild(item, leaves) for item in structure[1:]])
-    items = {name: rebuild(item, leaves) for name, item in zip(structure[1], structure[2:], strict=True)}
-    if kind is dict:
-        return items
-    if issubclass(kind, dict):
-        return kind(**items) if dataclasses.is_dataclass(kind) else kind(items)
-    made = object.__new__(kind)
-    for name, item in items.items():
-        object.__setattr__(made, name, item)
-    return made
-
-
-def _children(structure: Any) -> list[tuple[str, Any]] | None:
-    """The `(how to get there, structure)` of the parts of a container, None for anything else."""
-    if structure.__class__ is not tuple or structure[0] in PLAIN_KINDS or structure[0] is slice:
-        return None
-    if issubclass(structure[0], (tuple, list)):
-        return [(f"[{index}]", item) for index, item in enumerate(structure[1:])]
-    return [(f".{name}", item) for name, item in zip(structure[1], structure[2:], strict=True)]
-
-
-def opaque_parts(structure: Any) -> Iterator[Any]:
-    """The objects inside a structure that `flatten` could not look into."""
-    if structure.__class__ is Opaque:
-        yield structure.value
-    for _, item in _children(structure) or ():
-        yield from opaque_parts(item)
+def unusual(tensor: Tensor) -> str | None:
+    """Why no graph can be given a copy of this tensor in its place, in words to follow "is"; None if one can."""
+    if type(tensor) not in PLAIN_TENSORS:
+        return f"a {type(tensor).__name__}"
+    for name, kind in (("is_nested", "nested"), ("is_quantized", "quantized"), ("is_meta", "without memory")):
+        if getattr(tensor, name):
+            return f"a {kind} tensor"
+    if tensor.layout is not torch.strided:
+        return f"a tensor of layout {str(tensor.layout).removeprefix('torch.')}"
+    if tensor._is_zerotensor():
+        return "a tensor without memory"
+    if tensor.is_conj() or tensor.is_neg():
+        return "a lazy conjugate or negation, which its copy would not be (.resolve_conj(), .resolve_neg())"
+    if HAS_NAMES and tensor.has_names():
+        return "a tensor with named dimensions"
+    own = attributes_of(tensor)
+    if own:
+        leaves: list[Tensor] = []
+        structure = flatten(own, leaves, {})
+        if leaves or unrepeatable(structure) or any(True for _ in opaque_parts(structure)):
+            return f"a tensor with the attribute {next(iter(own))!r}, which holds more than a plain value"
+    return None
 
 
 def tensor_key(tensor: Tensor) -> tuple:
     """Everything about a tensor argument that a capture freezes, its address and values apart."""
-    if tensor.layout is not torch.strided:
-        return (tensor.shape, tensor.layout, tensor.dtype, tensor.device, tensor.requires_grad)
-    if tensor.is_neg() or tensor.is_conj():
-        lazy = (tensor.is_neg(), tensor.is_conj())
-        return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad, lazy)
-    return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
-
-
-def mode_key(device_type: str) -> tuple:
-    """The modes of PyTorch that change what the same code does: gradients, inference, autocast, determinism, TF32."""
-    return (
-        _is_grad_enabled(),
-        _is_inference_mode_enabled(),
-        torch.get_autocast_dtype(device_type) if _any_autocast() and torch.is_autocast_enabled(device_type) else None,
-        _deterministic(),
-        _matmul_precision(),
-        _default_dtype(),
-    )
-
-
-_is_grad_enabled, _is_inference_mode_enabled = torch.is_grad_enabled, torch.is_inference_mode_enabled
-_any_autocast = torch._C._is_any_autocast_enabled
-_deterministic = torch._C._get_deterministic_algorithms
-_matmul_precision = torch._C._get_float32_matmul_precision
-_default_dtype = torch.get_default_dtype
-AUTOCAST = 2  # its index in `mode_key`
-_MODE_NAMES = (
-    "gradients enabled",
-    "inference mode",
-    "autocast",
-    "deterministic algorithms",
-    "float32 matmul precision",
-    "default dtype",
-)
+    kind = tensor.__class__
+    if kind not in PLAIN_TENSORS or tensor.is_nested or tensor.layout is not torch.strided:
+        shape = None if tensor.is_nested else tensor.shape
+        return (shape, tensor.layout, tensor.dtype, tensor.device, tensor.requires_grad, kind, "no plain tensor")
+    key = (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad, kind)
+    if tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor():
+        key += (("lazy", tensor.is_neg(), tensor.is_conj(), tensor._is_zerotensor()),)
+    if HAS_NAMES and tensor.has_names():
+        key += (tensor.names,)
+    if tensor.__dict__ and attributes_of(tensor):
+        key += (_attributes_key(tensor),)
+    if has_own_gradient(tensor):
+        key += ("has a gradient",)
+    return key
 
 
 class Signature(NamedTuple):
@@ -189,7 +86,7 @@ class Signature(NamedTuple):
     Attributes:
         structure: that of `(args, kwargs)`.
         tensors: per tensor argument, `tensor_key`.
-        modes: `mode_key`.
+        modes: `modes.mode_key`.
         training: train/eval mode of a wrapped module as a whole; None for other callables.
     """
 
@@ -200,10 +97,10 @@ class Signature(NamedTuple):
 
 
 def _paths(structure: Any, path: str) -> Iterator[tuple[str, Any]]:
-    children = _children(structure)
-    if children is None:
+    inside = children(structure)
+    if inside is None:
         yield path.removeprefix("."), structure
-    for step, item in children or ():
+    for step, item in inside or ():
         yield from _paths(item, path + step)
 
 
@@ -221,19 +118,28 @@ def argument_paths(structure: Any, names: list[str]) -> dict[str, Any]:
     args, kwargs = structure[1], structure[2]
     found = {}
     for index, item in enumerate(args[1:]):
-        name = names[index] if index < len(names) else f"argument {index}"
-        found.update(_paths(item, name))
+        found.update(_paths(item, argument_names(args[1:], names)[index]))
     found.update(_paths(kwargs, ""))
     return found
+
+
+def argument_names(args: tuple, names: list[str]) -> list[str]:
+    """How messages name positional arguments."""
+    return [names[index] if index < len(names) else f"argument {index}" for index in range(len(args))]
 
 
 def _text(part: Any, tensors: tuple) -> str:
     if part.__class__ is Leaf:
         shape, _, dtype, device, grad = tensors[part.index][:5]
-        return f"{tuple(shape)} {str(dtype).removeprefix('torch.')} on {device}" + (", requires grad" if grad else "")
-    if part.__class__ is Opaque:
+        text = f"{tuple(shape or ())} {str(dtype).removeprefix('torch.')} on {device}"
+        return text + (", requires grad" if grad else "")
+    if isinstance(part, Opaque):
         return f"a {type(part.value).__name__} (by identity)"
     return repr(part[1]) if part.__class__ is tuple else repr(part)
+
+
+def _more(key: tuple) -> str:
+    return " ".join([f"a {key[PLAIN_KEY - 1].__name__}", *map(str, key[PLAIN_KEY:])])
 
 
 def difference(known: Signature, got: Signature, names: list[str]) -> list[str]:
@@ -247,15 +153,15 @@ def difference(known: Signature, got: Signature, names: list[str]) -> list[str]:
             old_leaf, new_leaf = before[path], after[path]
             if old_leaf.__class__ is Leaf and new_leaf.__class__ is Leaf and old == new:
                 old_key, new_key = known.tensors[old_leaf.index], got.tensors[new_leaf.index]
-                if old_key != new_key:
+                if old_key[1] != new_key[1]:
                     old, new = f"strides {old_key[1]}", f"strides {new_key[1]}"
+                elif old_key != new_key:
+                    old, new = (_more(key) for key in (old_key, new_key))
             elif old_leaf != new_leaf and old == new:
                 new = f"another {type(getattr(new_leaf, 'value', new_leaf)).__name__}"
         if old != new:
             lines.append(f"{path}: captured {old}, got {new}")
-    for name, old, new in zip(_MODE_NAMES, known.modes, got.modes, strict=True):
-        if old != new:
-            lines.append(f"{name}: captured {old}, got {new}")
+    lines += modes_of.difference(known.modes, got.modes)
     if known.training != got.training:
         lines.append("train/eval mode of the module")
     return lines

@@ -15,7 +15,8 @@ from graphmod.failures import capture_failed
 from graphmod.group import EagerCall
 from graphmod.lifecycle import Entry
 from graphmod.recording import record
-from graphmod.signature import flatten
+from graphmod.signature import parameter_names
+from graphmod.structure import flatten
 
 if TYPE_CHECKING:
     from graphmod.module import CUDAGraphModule
@@ -33,7 +34,7 @@ def warm_up(module: CUDAGraphModule, entry: Entry, args: tuple, kwargs: dict) ->
         torch.clear_autocast_cache()
         result = module._call(*args, **kwargs)
     else:
-        result, recording = record(module._call, args, kwargs, module._root)
+        result, recording = record(module._call, args, kwargs, parameter_names(module._call), module._root)
         module._learn(recording)
         entry.add(recording)
         entry.calls = 0

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from graphmod.matcher import matcher
-from graphmod.signature import Signature, flatten, tensor_key
+from graphmod.signature import Signature, tensor_key
+from graphmod.structure import flatten
 
 Pair = namedtuple("Pair", "left right")
 

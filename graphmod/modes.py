@@ -1,0 +1,209 @@
+"""The modes of PyTorch that change what the same code computes, as one key, and how to be in them again (rule R3).
+
+Owns also the answer to whether somebody else looks on (a transform, a tracer, a mode of the user's), for whom a replay
+would not exist. `mode_key` runs in every call, so it asks PyTorch's C functions one after the other and nothing else.
+Imports `torch_private` only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._device import DeviceContext
+
+from graphmod import torch_private as private
+from graphmod.torch_private import getter
+
+FOREIGN, GRAD, INFERENCE, AUTOCAST, DTYPE, DEVICE, SETTINGS = range(7)
+"""Where each part of a `mode_key` stands."""
+
+_NAMES = (
+    "what looks on",
+    "gradients enabled",
+    "inference mode",
+    "autocast",
+    "default dtype",
+    "default device",
+)
+_OF_ANY_DEVICE = {
+    "deterministic algorithms": getter("_get_deterministic_algorithms"),
+    "deterministic algorithms, warn_only": getter("_get_deterministic_algorithms_warn_only"),
+    "fill_uninitialized_memory": getter("_get_deterministic_fill_uninitialized_memory"),
+    "flash attention enabled": getter("_get_flash_sdp_enabled"),
+    "memory-efficient attention enabled": getter("_get_mem_efficient_sdp_enabled"),
+    "math attention enabled": getter("_get_math_sdp_enabled"),
+    "reduced precision in math attention": getter("_get_math_sdp_allow_fp16_bf16_reduction"),
+}
+_OF_CUDA = {
+    "cudnn attention enabled": getter("_get_cudnn_sdp_enabled"),
+    "overrideable attention enabled": getter("_get_overrideable_sdp_enabled"),
+    "cudnn enabled": getter("_get_cudnn_enabled"),
+    "cudnn.benchmark": getter("_get_cudnn_benchmark"),
+    "cudnn.deterministic": getter("_get_cudnn_deterministic"),
+    "reduced precision sums of float16": getter("_get_cublas_allow_fp16_reduced_precision_reduction"),
+    "reduced precision sums of bfloat16": getter("_get_cublas_allow_bf16_reduced_precision_reduction"),
+    "float16 accumulation": getter("_get_cublas_allow_fp16_accumulation"),
+}
+_OF_CPU = {
+    "mkldnn enabled": getter("_get_mkldnn_enabled"),
+    "mkldnn.deterministic": getter("_get_mkldnn_deterministic"),
+    "reduced precision sums of float16 on the CPU": getter("_get_cpu_allow_fp16_reduced_precision_reduction"),
+    "number of threads": torch.get_num_threads,
+}
+_PRECISIONS = ("float32 matmul precision", "float32 convolution precision", "float32 RNN precision")
+_LAST = ("order of attention backends", "torch.compiler stance", "denormal numbers or current GPU")
+
+_priority = getter("_get_sdp_priority_order")
+_EVAL_FRAME = "torch._dynamo.eval_frame"
+_DENORMAL = 5e-324  # times one it is zero where denormal numbers are flushed, for which there is no getter
+
+
+def _readers(device_type: str) -> tuple[Callable[[], tuple], Callable[[], tuple]]:
+    """What makes the key on a device, and what reads its settings alone. Both are written out as one expression,
+    because loops and calls of Python functions cost more than all the C functions together."""
+    on_gpu = device_type == "cuda"
+    read = [*_OF_ANY_DEVICE.values(), *(_OF_CUDA if on_gpu else _OF_CPU).values()]
+    names: dict[str, Any] = {f"read{index}": function for index, function in enumerate(read)}
+    backend = "cuda" if on_gpu else "mkldnn"
+    parts = [f"{name}()" for name in names]
+    parts += [f"precision({backend!r}, {operation!r})" for operation in ("matmul", "conv", "rnn")]
+    parts += ["tuple(priority() or ())", f"stance() if {_EVAL_FRAME!r} in modules else None"]
+    several = on_gpu and torch.cuda.device_count() > 1
+    parts.append("current()" if several else "None" if on_gpu else "denormal * 1.0 != 0.0")
+    settings = f"({', '.join(parts)})"
+    names |= {
+        "precision": private.fp32_precision,
+        "priority": _priority,
+        "modules": sys.modules,
+        "stance": private.dynamo_stance,
+        "denormal": _DENORMAL,
+        "current": torch.cuda.current_device,
+        "function_modes": private.function_modes,
+        "dispatch_modes": private.dispatch_modes,
+        "interpreter": private.functorch_interpreter,
+        "jit_tracing": private.jit_tracing,
+        "forward_ad": private.forward_ad,
+        "anomaly": private.is_anomaly_enabled,
+        "saved_hooks": private.top_saved_tensors_hooks,
+        "grad": private.is_grad_enabled,
+        "inference": private.is_inference_mode_enabled,
+        "any_autocast": private.any_autocast,
+        "default_dtype": torch.get_default_dtype,
+        "who_looks_on": _who_looks_on,
+        "autocast": lambda: _autocast(device_type),
+        "default_device": _default_device,
+    }
+    alone = (
+        "function_modes() or dispatch_modes() or interpreter() is not None or forward_ad._current_level >= 0 "
+        "or jit_tracing() is not None or anomaly() or saved_hooks(True) is not None"
+    )
+    key = (
+        f"(who_looks_on() if {alone} else None, grad(), inference(), autocast() if any_autocast() else None, "
+        f"default_dtype(), default_device() if function_modes() else None, {settings})"
+    )
+    return eval(f"lambda: {key}", names), eval(f"lambda: {settings}", names)  # of the names above
+
+
+_readers_of: dict[str, tuple[Callable[[], tuple], Callable[[], tuple]]] = {}
+
+
+def _of(device_type: str) -> tuple[Callable[[], tuple], Callable[[], tuple]]:
+    if device_type not in _readers_of:
+        _readers_of[device_type] = _readers(device_type)
+    return _readers_of[device_type]
+
+
+def key_reader(device_type: str) -> Callable[[], tuple]:
+    """What tells the modes that the present call runs in, for code that works on `cuda` or on `cpu`: a hashable key.
+
+    Where its part `FOREIGN` is no None, the call must be eager: it says why.
+    """
+    return _of(device_type)[0]
+
+
+def mode_key(device_type: str) -> tuple:
+    """The key of the present call, see `key_reader`."""
+    return key_reader(device_type)()
+
+
+def _who_looks_on() -> str | None:
+    if private.functorch_interpreter() is not None:
+        return "it runs inside a transform of torch.func"
+    if private.forward_ad._current_level >= 0:
+        return "it runs inside a level of forward-mode differentiation"
+    if private.jit_tracing() is not None:
+        return "it is being traced"
+    active = private.dispatch_modes()
+    if active:
+        return f"it runs inside the mode {type(private.dispatch_mode_at(active - 1)).__name__}"
+    for index in range(private.function_modes()):
+        mode = private.function_mode_at(index)
+        if type(mode) is not DeviceContext:
+            return f"it runs inside the mode {type(mode).__name__}"
+    if private.is_anomaly_enabled():
+        return "anomaly detection is on, which looks at every operation"
+    hooks = private.top_saved_tensors_hooks(True)
+    if hooks is not None and torch.is_grad_enabled() and not _keep_values(hooks[0]):
+        return "hooks for saved tensors are active, which may change what its backward reads"
+    return None
+
+
+def _keep_values(pack: Callable) -> bool:
+    """Whether a hook for saved tensors is one of PyTorch's own (checkpoints, save_on_cpu), which give back the same
+    values, or one that gives back what it was given."""
+    module = getattr(pack, "__module__", None) or ""
+    return module.startswith(("torch.utils.checkpoint", "torch.autograd.graph", "graphmod"))
+
+
+def _default_device() -> torch.device | None:
+    for index in reversed(range(private.function_modes())):
+        mode = private.function_mode_at(index)
+        if type(mode) is DeviceContext:
+            return mode.device
+    return None
+
+
+def _autocast(device_type: str) -> tuple | None:
+    """dtype, or None, of autocast on the device and on the CPU, and whether it keeps its casts."""
+    enabled = tuple(
+        torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in (device_type, "cpu")
+    )
+    return None if enabled == (None, None) else (*enabled, torch.is_autocast_cache_enabled())
+
+
+@contextlib.contextmanager
+def autocast_as(modes: tuple, device_type: str) -> Iterator[None]:
+    """Autocast as in the call that had these modes, for code that runs later in its place."""
+    on_device, on_cpu, cached = modes[AUTOCAST] or (None, None, None)
+    with contextlib.ExitStack() as entered:
+        for kind, dtype in {"cpu": on_cpu, device_type: on_device}.items():
+            entered.enter_context(torch.autocast(kind, dtype, enabled=dtype is not None, cache_enabled=cached))
+        yield
+
+
+def other_settings(modes: tuple, device_type: str) -> str | None:
+    """In which setting of the process the present differs from these modes, in words; None where in none."""
+    now = _of(device_type)[1]()
+    if now == modes[SETTINGS]:
+        return None
+    names = _setting_names(device_type)
+    return next(name for name, old, new in zip(names, modes[SETTINGS], now, strict=True) if old != new)
+
+
+def _setting_names(device_type: str) -> list[str]:
+    of_device = _OF_CUDA if device_type == "cuda" else _OF_CPU
+    return [*_OF_ANY_DEVICE, *of_device, *_PRECISIONS, *_LAST]
+
+
+def difference(known: tuple, got: tuple) -> list[str]:
+    """One line for each mode in which two keys differ: `name: captured X, got Y`."""
+    pairs = list(zip(_NAMES, known[:SETTINGS], got[:SETTINGS], strict=True))
+    if len(known[SETTINGS]) == len(got[SETTINGS]):  # else of different kinds of device
+        kind = "cuda" if len(known[SETTINGS]) == len(_OF_ANY_DEVICE) + len(_OF_CUDA) + 6 else "cpu"
+        names = _setting_names(kind)
+        pairs += list(zip(names, known[SETTINGS], got[SETTINGS], strict=True))
+    return [f"{name}: captured {old}, got {new}" for name, old, new in pairs if old != new]

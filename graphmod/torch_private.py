@@ -1,0 +1,104 @@
+"""Every private name of PyTorch that the rest may use, looked up once. Imports nothing of graphmod.
+
+A name that this PyTorch has not (an older release, a build for the CPU) is replaced by what stands for "never set".
+What cannot be replaced, `self_test` names when the package is imported.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_C = torch._C
+
+
+def _nothing() -> None:
+    return None
+
+
+def getter(name: str, *arguments: Any) -> Callable[[], Any]:
+    """A function of PyTorch's C module without arguments, or one that always says None where there is none, or where
+    it raises on this build.
+
+    Args:
+        arguments: what to pass to it in each call.
+    """
+    found = getattr(_C, name, None)
+    if found is None:
+        return _nothing
+    try:
+        found(*arguments)
+    except Exception:  # whatever a build without this backend raises
+        return _nothing
+    return (lambda: found(*arguments)) if arguments else found
+
+
+# -- modes of the thread --------------------------------------------------------------------------------------------
+is_grad_enabled = torch.is_grad_enabled
+is_inference_mode_enabled = torch.is_inference_mode_enabled
+any_autocast = _C._is_any_autocast_enabled
+dispatch_modes = _C._len_torch_dispatch_stack
+function_modes = _C._len_torch_function_stack
+function_mode_at = _C._get_function_stack_at
+jit_tracing = _C._get_tracing_state
+is_anomaly_enabled = torch.is_anomaly_enabled
+functorch_interpreter = _C._functorch.peek_interpreter_stack
+forward_ad = torch.autograd.forward_ad
+"""Its `_current_level` is -1 outside of every dual level."""
+top_saved_tensors_hooks = _C._autograd._top_saved_tensors_default_hooks
+"""With True: the innermost hooks for saved tensors that are active, `(pack, unpack)`, or None."""
+
+
+# -- settings of the process ----------------------------------------------------------------------------------------
+def _older_precision(backend: str, operation: str) -> Any:
+    return _C._get_float32_matmul_precision() if operation == "matmul" else _C._get_cudnn_allow_tf32()
+
+
+fp32_precision: Callable[[str, str], Any] = getattr(_C, "_get_fp32_precision_getter", _older_precision)
+"""`(backend, operation)` -> precision, as inherited. The getters that PyTorch had before 2.9 raise once the newer ones
+were used, and are not called where there are newer ones."""
+
+
+def dispatch_mode_at(index: int) -> Any:
+    """The dispatch mode at a place of the stack."""
+    return _C._get_dispatch_stack_at(index)
+
+
+def dynamo_stance() -> str | None:
+    """The stance that torch.compiler.set_stance has set, None where nothing was ever compiled."""
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    stance = getattr(frames, "_stance", None)
+    return None if stance is None else stance.stance
+
+
+def is_fx_tracing() -> bool:
+    """Whether torch.fx runs code on proxies now."""
+    tracer = sys.modules.get("torch.fx._symbolic_trace")
+    return tracer is not None and bool(getattr(tracer, "_is_fx_tracing_flag", False))
+
+
+def self_test() -> None:
+    """Calls what has no replacement.
+
+    Raises:
+        ImportError: this PyTorch lacks it, or it works in another way; the message names it.
+    """
+    for name, works in (
+        ("_is_any_autocast_enabled", lambda: any_autocast() in (True, False)),
+        ("_len_torch_dispatch_stack", lambda: dispatch_modes() >= 0),
+        ("_len_torch_function_stack", lambda: function_modes() >= 0),
+        ("_get_tracing_state", lambda: jit_tracing() is None or True),
+        ("_functorch.peek_interpreter_stack", lambda: functorch_interpreter() is None or True),
+        ("forward_ad._current_level", lambda: isinstance(forward_ad._current_level, int)),
+        ("_autograd._top_saved_tensors_default_hooks", lambda: top_saved_tensors_hooks(True) is None or True),
+    ):
+        try:
+            fine = works()
+        except Exception as error:
+            raise ImportError(f"graphmod needs torch._C.{name}, which torch {torch.__version__} lacks") from error
+        if not fine:
+            raise ImportError(f"torch._C.{name} of torch {torch.__version__} answers in a way graphmod does not know")
+
+
+self_test()

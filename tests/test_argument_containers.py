@@ -1,0 +1,373 @@
+"""Containers among the arguments: their kind and everything in them is the code's to see, and what the code does to
+them is done by eager calls."""
+
+import collections
+import copy
+import dataclasses
+import enum
+import types
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from harness import assert_same, config, mlp
+from torch import Tensor
+from transformers.modeling_outputs import BaseModelOutput
+
+from graphmod import CUDAGraphModule
+from graphmod.structure import Opaque, flatten, opaque_parts, rebuild, unrepeatable
+
+CALLS = 10
+
+
+@dataclasses.dataclass
+class Plain:
+    x: Tensor
+    scale: float = 1.0
+    note = "of the class"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slots:
+    x: Tensor
+    scale: float = 1.0
+
+
+@dataclasses.dataclass(kw_only=True)
+class Derived(Plain):
+    more: list = dataclasses.field(default_factory=list)
+    factor: dataclasses.InitVar[float] = 2.0
+    never: int = dataclasses.field(init=False, repr=False, compare=False)
+
+    def __post_init__(self, factor):
+        self.doubled = self.x * factor
+
+
+class Point(NamedTuple):
+    x: Tensor
+    scale: float
+
+    @property
+    def scaled(self):
+        return self.x * self.scale
+
+
+class Attributes(dict):
+    def __getattr__(self, name):
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+class Named(list):
+    name = "of the class"
+
+
+class Named2(tuple):
+    """A tuple with attributes."""
+
+
+class Color(enum.Enum):
+    red = 1
+
+
+def with_attribute(value, **attributes):
+    for name, item in attributes.items():
+        object.__setattr__(value, name, item)
+    return value
+
+
+def each_kind(x: Tensor) -> dict[str, Any]:
+    shared = [x]
+    cyclic: list = [x]
+    cyclic.append(cyclic)
+    return {
+        "dataclass": Plain(x),
+        "dataclass with more": with_attribute(Plain(x), size=4, other=x * 2),
+        "slots": Slots(x, 0.5),
+        "derived dataclass": Derived(x=x, more=[x + 1], scale=3.0),
+        "named tuple": Point(x, 2.0),
+        "tuple with attributes": with_attribute(Named2([x, 1]), size=3),
+        "list with attributes": with_attribute(Named([x]), name="own"),
+        "dict with attribute access": Attributes(x=x, scale=2.0),
+        "default dict": collections.defaultdict(list, x=[x]),
+        "counter": collections.Counter(a=3),
+        "ordered dict": collections.OrderedDict(b=x, a=1),
+        "queue": collections.deque([x, 2], maxlen=3),
+        "model output": BaseModelOutput(last_hidden_state=x),
+        "namespace": types.SimpleNamespace(x=x, scale=2),
+        "result of torch": torch.return_types.max((x, x + 1)),
+        "keys that are no strings": {1: x, (2, 3): x + 1, 1.5: 2},
+        "set": {3, 1, 2},
+        "range": range(0, 5, 2),
+        "slice": slice(None, 3, 2),
+        "enumeration": Color.red,
+        "numpy array": np.arange(3.0),
+        "numpy number": np.float32(0.1),
+        "numbers": [0.0, -0.0, float("nan"), complex(0.0, -0.0), True, 1],
+        "one list twice": [shared, shared],
+        "a list that holds itself": cyclic,
+    }
+
+
+KINDS = list(each_kind(torch.zeros(1)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_taken_apart_and_put_together_a_value_is_as_before(kind):
+    value = each_kind(torch.arange(6.0))[kind]
+    leaves = []
+    structure = flatten(value, leaves, {})
+    again = []
+    assert flatten(each_kind(torch.arange(6.0))[kind], again, {}) == structure and hash(structure) is not None
+    made = rebuild(structure, leaves)
+    assert type(made) is type(value)
+    second: list = []
+    assert flatten(made, second, {}) == structure
+    assert all(a is b for a, b in zip(leaves, second, strict=True))
+    if kind != "a list that holds itself":
+        assert repr(made) == repr(value)
+    assert getattr(made, "__dict__", None) == getattr(value, "__dict__", None) or kind == "namespace"
+
+
+def test_put_together_containers_are_one_where_they_were():
+    x = torch.ones(2)
+    kinds = each_kind(x)
+    for kind in ("one list twice", "a list that holds itself"):
+        structure = flatten(kinds[kind], [], {})
+        made = rebuild(structure, [x])
+        assert made[0] is made[1] if kind == "one list twice" else made[1] is made
+    assert flatten([[x], [x]], [], {}) != flatten(kinds["one list twice"], [], {})
+
+
+def test_values_that_compare_equal_but_are_not_alike_differ():
+    for one, other in (
+        (0.0, -0.0),
+        (complex(0.0, 0.0), complex(0.0, -0.0)),
+        (range(0, 3, 2), range(0, 4, 2)),
+        ({1: 0}, {True: 0}),
+        (slice(1), slice(True)),
+        (1, True),
+        (np.float32(1), np.float64(1)),
+        (np.arange(3), np.arange(3.0)),
+        ([1], Named([1])),
+    ):
+        assert flatten(one, [], {}) != flatten(other, [], {})
+    assert flatten(float("nan"), [], {}) == flatten(float("nan"), [], {})
+
+
+def test_objects_that_may_change_are_told():
+    class Thing:
+        pass
+
+    thing = Thing()
+    structure = flatten({"a": [thing, Color.red, 1], "b": thing.__class__}, [], {})
+    assert list(opaque_parts(structure)) == [thing, Thing]
+    assert Opaque(thing) == Opaque(thing) != Opaque(Thing())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: (i for i in range(3)),
+        lambda: iter([1]),
+        lambda: np.zeros(100_000),
+        lambda: np.array([object()]),
+        lambda: {torch.ones(1)},
+        lambda: zip([1], [2], strict=True),
+    ],
+)
+def test_what_no_second_call_can_have_runs_eagerly(make, device, caplog):
+    module = mlp(device)
+    wrapper, x = CUDAGraphModule(lambda batch: module(batch["x"]), config()), torch.ones(4, 8, device=device)
+    with torch.no_grad():
+        for _ in range(CALLS):
+            value = make()
+            assert unrepeatable(flatten(value, [], {}))
+            assert torch.equal(wrapper({"x": x, "other": [value]}), module(x))
+    assert wrapper.stats.captures == wrapper.stats.failures == 0
+    assert caplog.text.count("runs eagerly, because its argument 'batch.other[0]' is") == 1
+
+
+def appends(batch, module):
+    batch["list"].append(module(batch["x"]))
+    return batch["x"].sum()
+
+
+def fills(batch, module):
+    batch["new"] = module(batch["x"])
+    return batch["new"].sum()
+
+
+def pops(batch, module):
+    return module(batch.pop("x")).sum()
+
+
+def renames(batch, module):
+    batch["x"] = batch.pop("x")
+    return module(batch["x"]).sum()
+
+
+def exchanges(batch, module):
+    batch["x"] = batch["x"] * 2
+    return module(batch["x"]).sum()
+
+
+def exchanges_a_list(batch, module):
+    batch["list"] = list(batch["list"])
+    return module(batch["x"]).sum()
+
+
+def assigns_a_field(batch, module):
+    batch["data"].scale = batch["data"].scale + 1
+    return module(batch["data"].x).sum()
+
+
+def assigns_an_attribute(batch, module):
+    batch["data"].result = module(batch["data"].x)
+    return batch["data"].result.sum()
+
+
+def sorts(batch, module):
+    batch["numbers"].sort()
+    return module(batch["x"]).sum()
+
+
+def rotates(batch, module):
+    batch["queue"].rotate(1)
+    return module(batch["x"]).sum()
+
+
+def counts(batch, module):
+    batch["counter"]["calls"] += 1
+    return module(batch["x"]).sum()
+
+
+def touches_a_default(batch, module):
+    batch["default"]["missing"]
+    return module(batch["x"]).sum()
+
+
+def adds_to_a_set(batch, module):
+    batch["set"].add(17)
+    return module(batch["x"]).sum()
+
+
+def writes_into_an_array(batch, module):
+    batch["array"] += 1
+    return module(batch["x"]).sum()
+
+
+def returns_its_batch(batch, module):
+    module(batch["x"])
+    return batch
+
+
+CHANGES = [
+    *(appends, fills, pops, renames, exchanges, exchanges_a_list, assigns_a_field, assigns_an_attribute, sorts),
+    *(rotates, counts, touches_a_default, adds_to_a_set, writes_into_an_array, returns_its_batch),
+]
+
+
+def batch_for(x):
+    return {
+        "x": x,
+        "list": [x + 1],
+        "data": Plain(x),
+        "numbers": [3, 1, 2],
+        "queue": collections.deque([1, 2, 3]),
+        "counter": collections.Counter(),
+        "default": collections.defaultdict(list),
+        "set": {1, 2},
+        "array": np.zeros(3),
+    }
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("warmup", [0, 2])
+def test_what_a_call_does_to_its_containers_is_done(change, warmup, device, caplog):
+    module = mlp(device)
+    wrapper = CUDAGraphModule(lambda batch: change(batch, module), config(warmup_steps=warmup))
+    calls = 0
+    with torch.no_grad():
+        for step in range(CALLS):
+            x = torch.full((4, 8), float(step), device=device)
+            eager, graphed = batch_for(x), batch_for(x.clone())
+            expected, got = change(eager, module), wrapper(graphed)
+            assert list(eager) == list(graphed)
+            for key in eager:
+                values = [side[key].tolist() if key == "array" else side[key] for side in (eager, graphed)]
+                assert_same(*values, key)
+            assert eager["data"].__dict__.keys() == graphed["data"].__dict__.keys()
+            assert (got is graphed) == (expected is eager)
+            if expected is not eager:
+                assert torch.equal(expected, got)
+            calls += 1
+    assert wrapper.stats.captures == 0
+    assert "argument 'batch'" in caplog.text
+
+
+def test_a_list_that_grows_outside_is_another_signature(device):
+    module = mlp(device)
+    wrapper, xs = CUDAGraphModule(lambda xs: sum(module(x) for x in xs), config()), []
+    with torch.no_grad():
+        for step in range(CALLS):
+            if step % 5 == 0:
+                xs.append(torch.ones(4, 8, device=device))
+            assert torch.equal(wrapper(xs), sum(module(x) for x in xs))
+    assert wrapper.stats.captures == 2
+
+
+SEEN = {
+    "attributes beside the fields": (lambda x: Plain(x), lambda b, step: setattr(b, "scale", 1.0 if step < 6 else 0.5)),
+    "an attribute that was the class's": (lambda x: Plain(x), lambda b, step: step >= 6 and setattr(b, "note", "own")),
+    "an attribute of a list": (lambda x: Named([x]), lambda b, step: step >= 6 and setattr(b, "name", "own")),
+    "the order of a dict": (
+        lambda x: {"a": x, "b": 1},
+        lambda b, step: step >= 6 and b.update(a=b.pop("a")),
+    ),
+}
+
+
+def look(batch, module):
+    """Reads what may differ in its argument."""
+    x = batch.x if hasattr(batch, "x") else batch[0] if isinstance(batch, list) else batch["a"]
+    words = (getattr(batch, "note", ""), getattr(batch, "name", ""), *(batch if isinstance(batch, dict) else ()))
+    return module(x) * getattr(batch, "scale", 1.0) + sum(map(ord, "".join(words)))
+
+
+@pytest.mark.parametrize("what", SEEN)
+def test_everything_in_an_argument_counts(what, device):
+    module = mlp(device)
+    make, change = SEEN[what]
+    wrapper = CUDAGraphModule(lambda batch: look(batch, module), config())
+    with torch.no_grad():
+        for step in range(14):
+            batch = make(torch.full((4, 8), float(step), device=device))
+            change(batch, step)
+            assert torch.equal(wrapper(batch), look(copy.copy(batch), module))
+    assert wrapper.stats.captures == 2
+
+
+def test_the_same_list_twice_is_another_call_than_two_equal_lists(device):
+    module, x = mlp(device), torch.ones(4, 8, device=device)
+    call = lambda a, b: module(a[0]) * (2 if a is b else 1)  # noqa: E731
+    wrapper, one = CUDAGraphModule(call, config()), [x]
+    with torch.no_grad():
+        for step in range(12):
+            other = one if step % 6 >= 3 else [x]
+            assert torch.equal(wrapper(one, other), call(one, other))
+
+
+def test_numpy_values_count_by_their_content(device):
+    module, x = mlp(device), torch.ones(4, 8, device=device)
+    weights = np.ones(2)
+    call = lambda x, w, s: module(x) * float(w[1]) * float(s)  # noqa: E731
+    wrapper = CUDAGraphModule(call, config())
+    with torch.no_grad():
+        for step in range(CALLS):
+            weights[1] = step // 5
+            assert torch.equal(wrapper(x, weights, np.float32(2)), call(x, weights, np.float32(2)))
+    assert wrapper.stats.captures == 2

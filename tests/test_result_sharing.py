@@ -1,0 +1,179 @@
+"""Results that share memory with an argument, with a buffer or with each other: what is written into one is seen in the
+other, as in eager; and results that are no plain tensors made by the call."""
+
+import copy
+import time
+
+import pytest
+import torch
+from harness import config, mlp, twins
+from torch import nn
+
+from graphmod import CUDAGraphModule
+
+CALLS = 12
+
+
+class Holds(nn.Module):
+    """Returns one of the things that `RESULTS` names."""
+
+    def __init__(self, what):
+        super().__init__()
+        self.layer, self.what = nn.Linear(8, 8), what
+        self.register_buffer("buffer", torch.zeros(8, 8))
+
+    def forward(self, x):
+        return self.what(self, x)
+
+
+def of(*results):
+    return results
+
+
+RESULTS = {
+    "the argument": lambda m, x: x,
+    "a view of the argument": lambda m, x: x.view(-1)[3:],
+    "the argument twice": lambda m, x: of(x, x),
+    "the argument and a row": lambda m, x: of(x, x[1]),
+    "a transposed argument": lambda m, x: of(m.layer(x), x.t()),
+    "the buffer": lambda m, x: m.buffer,
+    "the buffer, read": lambda m, x: of(m.buffer, m.layer(x) + m.buffer[:4]),
+    "a view of the buffer": lambda m, x: of(m.layer(x), m.buffer[2:4]),
+    "a changed buffer": lambda m, x: m.buffer.add_(1),
+    "a view and its base": lambda m, x: (lambda y: of(y, y[1]))(m.layer(x)),
+    "a view before its base": lambda m, x: (lambda y: of(y.view(-1), y))(m.layer(x)),
+    "views that do not overlap": lambda m, x: m.layer(x).chunk(2, -1),
+    "a detached result": lambda m, x: (lambda y: of(y, y.detach()))(m.layer(x)),
+    "views of one view": lambda m, x: (lambda y: of(y[:3], y[1], y))(m.layer(x)[:, 1:].contiguous()),
+    "views that overlap in part": lambda m, x: (lambda y: of(y[:3], y[1:]))(m.layer(x)),
+    "the bits of a result": lambda m, x: (lambda y: of(y, y.view(torch.int32)))(m.layer(x).detach()),
+    "a parameter": lambda m, x: of(m.layer.weight, m.layer(x)),
+    "a row of a parameter": lambda m, x: m.layer.weight.detach()[1],
+}
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("what", RESULTS)
+def test_what_is_written_into_a_result_is_seen_as_in_eager(what, grad, device):
+    torch.manual_seed(0)
+    eager = Holds(RESULTS[what]).to(device)
+    graphed = copy.deepcopy(eager)
+    wrapper = CUDAGraphModule(graphed, config())
+    for step in range(CALLS):
+        seen = []
+        for module, call in ((eager, eager), (graphed, wrapper)):
+            x = torch.full((4, 8), float(step), device=device)
+            with torch.set_grad_enabled(grad):
+                results = call(x)
+            results = results if isinstance(results, tuple) else (results,)
+            values = [r.detach().clone() for r in results]
+            for index, result in enumerate(results):
+                with torch.no_grad():
+                    result.detach().add_(index + 1)
+                values += [r.detach().clone() for r in (*results, x, module.buffer, module.layer.weight)]
+            values += [
+                torch.tensor([r is s for s in (*results, x, module.buffer, module.layer.weight)]) for r in results
+            ]
+            values += [torch.tensor(r.requires_grad) for r in results]
+            seen.append(values)
+        for one, other in zip(*seen, strict=True):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    "what", ["the argument and a row", "a view and its base", "a view before its base", "a detached result"]
+)
+def test_gradients_through_results_that_share_memory(what, device):
+    def step(side, i):
+        x = side.batch(i, 4, 8).requires_grad_()
+        results = side.call(x * 2)
+        loss = sum((r * w).pow(2).sum() for w, r in enumerate(results, 2) if r.requires_grad)
+        loss.backward()
+        side.note(x=x.grad, results=results)
+        side.note_gradients()
+        side.optimizer.zero_grad()
+        return loss.detach()
+
+    def build(device):
+        return Holds(RESULTS[what]).to(device)
+
+    def graph(side):
+        side.call = CUDAGraphModule(side.model, config())
+        side.graphs = [side.call]
+
+    twins(build, step, device, graph=graph, replays=None, settled=0)
+
+
+def test_a_returned_buffer_that_is_exchanged_or_updated(device):
+    module = Holds(lambda m, x: (x * 2, m.buffer)).to(device)
+    wrapper = CUDAGraphModule(module, config())
+    with torch.no_grad():
+        for step in range(CALLS):
+            x = torch.ones(4, 8, device=device)
+            if step == 6:
+                module.buffer = torch.full((8, 8), 3.0, device=device)
+            if step == 9:
+                module.buffer.fill_(4.0)
+            assert wrapper(x)[1] is module.buffer
+            assert torch.equal(wrapper(x)[1], module(x)[1])
+
+
+def test_a_view_that_is_kept_stays_a_view_of_its_base(device):
+    module = Holds(lambda m, x: (lambda y: of(y, y[1]))(m.layer(x))).to(device)
+    wrapper, kept = CUDAGraphModule(module, config()), []
+    with torch.no_grad():
+        for step in range(CALLS):
+            kept.append(wrapper(torch.full((4, 8), float(step), device=device)))
+        for step, (whole, row) in enumerate(kept):
+            assert torch.equal(whole, module.layer(torch.full((4, 8), float(step), device=device)))
+            row.add_(1)
+            assert torch.equal(whole[1], row)
+    assert wrapper.stats.replays
+
+
+def test_an_object_made_over_a_buffer_is_another_in_each_call(device):
+    module = Holds(lambda m, x: m.buffer[1:]).to(device)
+    wrapper, x = CUDAGraphModule(module, config()), torch.ones(4, 8, device=device)
+    with torch.no_grad():
+        for _ in range(CALLS):
+            result = wrapper(x)
+            assert result.shape == (7, 8)
+            result.resize_(2, 2)
+            result.name_of_mine = 1
+
+
+def with_attribute(y, value):
+    y.scale = value
+    return y
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        lambda m, x: with_attribute(m.layer(x), 3.0),
+        lambda m, x: with_attribute(m.layer(x), torch.ones(1)),
+        lambda m, x: m.layer(x).relu().to_sparse(),
+        lambda m, x: torch.zeros(3, device=x.device, requires_grad=True),
+        lambda m, x: (m.layer(x), object),
+        lambda m, x: iter([m.layer(x)]),
+    ],
+)
+def test_a_result_that_no_replay_could_make_comes_from_eager_calls(what, device):
+    module = Holds(what).to(device)
+    wrapper, x = CUDAGraphModule(module, config()), torch.ones(4, 8, device=device)
+    for _ in range(CALLS):
+        eager, graphed = module(x), wrapper(x)
+        assert type(eager) is type(graphed)
+        if isinstance(eager, torch.Tensor):
+            assert eager.layout is graphed.layout and eager.is_leaf == graphed.is_leaf
+            assert getattr(eager, "scale", None) == getattr(graphed, "scale", None)
+            assert torch.equal(eager.to_dense(), graphed.to_dense())
+    assert wrapper.stats.captures == 0
+
+
+def test_a_value_that_is_another_in_each_call_is_not_frozen(device):
+    module = mlp(device)
+    wrapper = CUDAGraphModule(lambda x: (module(x), time.perf_counter()), config())
+    with torch.no_grad():
+        times = [wrapper(torch.ones(4, 8, device=device))[1] for _ in range(CALLS)]
+    assert len(set(times)) == CALLS
