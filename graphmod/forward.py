@@ -16,6 +16,7 @@ from graphmod.accumulators import own_accumulators, stood_in
 from graphmod.backend.random_state import python_random_state, restore_python_random_state
 from graphmod.buffers import OwnedBuffer, StaticInput, adopted
 from graphmod.errors import CaptureRefused
+from graphmod.gradients import GradientBuffer, as_memory, lend, memory_of
 from graphmod.hook_watch import HookWatch, foreign_hook, has_gradient_hooks, modules_called, those_that_stepped
 from graphmod.reach import NOT_REPLAYED
 from graphmod.recorder import Recorder
@@ -85,7 +86,8 @@ class ForwardGraph:
         args, kwargs = rebuild(entry.signature.structure, given)
         found = module._around.now(*opaque_parts(entry.signature.structure))
         owned = found.parameters()
-        grads = [parameter.grad for parameter in owned]
+        grads_then = [parameter.grad for parameter in owned]
+        grads = list(map(memory_of, grads_then))
         oldest = _next_sequence_number()
 
         def run() -> Any:
@@ -118,19 +120,20 @@ class ForwardGraph:
             self._find_parameters(given, recorder, oldest)
 
         try:
-            with stood_in(self, found), own_accumulators(self, owned):
+            with as_memory(owned), stood_in(self, found), own_accumulators(self, owned):
                 before = found.state()
                 pool, split = self.tape.arena.pool, not entry.generators and not entry.failures_in_a_row
                 self.graph, _ = group.backend.capture(run, pool, given, entry.generators, check, split=split)
         except BaseException:
             restore_python_random_state(python_random)
-            for parameter, grad in zip(owned, grads, strict=True):
+            for parameter, grad in zip(owned, grads_then, strict=True):
                 if parameter.grad is not grad:
                     parameter.grad = grad
             raise
         seen = self.graph.seen
         self.watch = Watch(found, seen.outside, owned, grads, seen.backward)
-        self._grads_after = [(p, p.grad) for p, before in zip(owned, grads, strict=True) if p.grad is not before]
+        left = [(p, p.grad) for p, before in zip(owned, grads_then, strict=True) if p.grad is not before]
+        self._grads_after = [(p, lend(p, grad, seen.made) if grad is not None else None) for p, grad in left]
         self._hooks = HookWatch(self.called, self.parameters, stepped)
         self._written = [t for t in seen.written.values() if not t.is_inference()]
         self._arguments_written = [
@@ -152,6 +155,7 @@ class ForwardGraph:
         self._adopted = [(i, s.pointer) for i, s in enumerate(self.inputs) if s.buffer is None and not s.unused]
         self.stands_alone = not self.results.handed_out and not self._copied
         self.tape.outputs += self.results.handed_out
+        self.tape.outputs += [left for _, left in self._grads_after if left.__class__ is GradientBuffer]
         if self._grads_after:
             self.tape.arena.keep_to(self.tape)
         for output in self.results.handed_out:
@@ -261,7 +265,8 @@ class ForwardGraph:
     def after(self, leaves: list[Tensor] | None = None) -> None:
         """Does what the captured Python code did to gradients and version counters; `leaves` are the call's tensor
         arguments, if it had others than the call before."""
-        for parameter, grad in self._grads_after:
+        for parameter, left in self._grads_after:
+            grad = left if left.__class__ is not GradientBuffer else left.tensor
             if parameter.grad is not grad:
                 parameter.grad = grad
         if self._written:

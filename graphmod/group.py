@@ -14,6 +14,7 @@ from torch import Tensor
 
 from graphmod.backend import Backend, default_device, make_backend
 from graphmod.config import BackendName
+from graphmod.gradients import GradientBuffer
 from graphmod.matcher import Matcher, matcher
 from graphmod.signature import Signature, opaque_parts
 from graphmod.tape import MOST_ARENAS, Arena, Tape
@@ -66,7 +67,8 @@ class Group:
         self.arenas: list[Arena] = []
         self.eager_in_flight = 0
         self.parameters: list[Tensor] = []
-        self.gradients: dict[int, tuple[weakref.ref, Tensor]] = {}
+        # By parameter, which its buffer holds; the buffers are held by the graphs that write them.
+        self.gradients: weakref.WeakValueDictionary[int, GradientBuffer] = weakref.WeakValueDictionary()
         self.buffers: weakref.WeakSet[Any] = weakref.WeakSet()
         self.shared: dict[int, Tensor] = {}
         self.tied: dict[int, Tensor] = {}
@@ -185,21 +187,11 @@ class Group:
             self.matchers[key] = matcher(signature)
         return self.matchers[key]
 
-    # -- gradient buffers ----------------------------------------------------------------------------------------
-
-    def gradient_buffer(self, parameter: Tensor) -> Tensor | None:
-        """The buffer in which graphs leave this parameter's gradient; None before the first."""
-        known = self.gradients.get(id(parameter))
-        return known[1] if known is not None and known[0]() is parameter else None
-
     def share(self, parameters: list[Tensor], lasting: bool = False) -> None:
         """Notes parameters as shared, with `lasting` also beyond a `release`."""
         self.shared.update((id(parameter), parameter) for parameter in parameters)
         if lasting:
             self.tied.update((id(parameter), parameter) for parameter in parameters)
-
-    def keep_gradient_buffer(self, parameter: Tensor, buffer: Tensor) -> None:
-        self.gradients[id(parameter)] = (weakref.ref(parameter), buffer)
 
     def release(self) -> None:
         """Forgets every tape and buffer; the memory is free once the last user of it lets go."""

@@ -49,6 +49,7 @@ class Entry:
     """
 
     __slots__ = (
+        "adds_apart",
         "called",
         "called_forward",
         "calls",
@@ -83,6 +84,7 @@ class Entry:
         self.match: Matcher | None = None  # made for the first replay
         self.moves = 0  # recaptures because something moved, without a replay in between
         self.recaptures = 0  # because its backward did not fit, without a fitting one in between
+        self.adds_apart = False  # gradients that the user puts in place are others each time: add to them outside
         self.called: list[Any] = []  # the modules that ran inside when it was last recorded
         self.called_forward = False  # outside of any backward
         self.copies_out = False  # results are held in a way that does not let them be moved: hand out copies

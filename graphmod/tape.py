@@ -7,6 +7,7 @@ was alive while everything between was captured. One integer comparison decides.
 
 from __future__ import annotations
 
+import operator
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from graphmod.backend import Backend
 
 MOST_ARENAS = 4
+
+_version = operator.attrgetter("_version")
 
 
 class Tape:
@@ -126,10 +129,8 @@ class Ticket:
         self.arena, self.graph, self.random_state = arena, graph, random_state
         self.passed = arena.passes
         self.done = False
-        known = graph.backward
-        # Before the backward is captured nobody knows which parameters it reads again, so all of them count.
-        self.weights = graph.parameters if known is None else known.weights
-        self.versions = [parameter._version for parameter in self.weights]
+        self.weights = graph.parameters
+        self.versions = list(map(_version, graph.parameters))
         self.node: Any = None  # weak: the autograd node that holds this ticket
         arena.in_flight += 1
 
@@ -139,6 +140,12 @@ class Ticket:
             self.arena.in_flight -= 1
 
     __del__ = finish
+
+    def changed(self) -> list[Any]:
+        """The parameters that were changed in place since the forward."""
+        if list(map(_version, self.weights)) == self.versions:
+            return []
+        return [p for p, version in zip(self.weights, self.versions, strict=True) if p._version != version]
 
     @property
     def current(self) -> bool:
