@@ -93,6 +93,7 @@ def _backward(ticket: Ticket, graph: ForwardGraph, grads: tuple[Tensor | None, .
             raise changed_in_place(module)
     if module._group.context is not None:
         module._group.first_backward()
+    graph.entry.backward_began(module._group.begun)
     on_tape = tape.arena.active is tape
     if known is None:
         if graph.captured_in != tape.arena.passes:

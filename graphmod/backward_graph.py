@@ -248,10 +248,10 @@ def capture_backward(graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> B
     known.index = graph.tape.append(graph)
     known.parameters = [buffer.parameter for buffer in known.written]
     known.results = [None if item is None else StaticOutput(item.detach(), entry) for item in known.results]
-    for result in known.results:
-        if result is not None:
-            group.static[result.tensor.data_ptr()] = result.tensor
-            graph.tape.outputs.append(result)
+    results = [result for result in known.results if result is not None]
+    graph.tape.hand_out(results)
+    for result in results:
+        group.static[result.tensor.data_ptr()] = result.tensor
     if graph.tape.fresh_grads is None and graph.parameters:
         graph.tape.fresh_grads = fresh
     graph.backward = known

@@ -154,8 +154,8 @@ class ForwardGraph:
         self._copied = [(i, s.buffer) for i, s in enumerate(self.inputs) if s.buffer is not None and not s.unused]
         self._adopted = [(i, s.pointer) for i, s in enumerate(self.inputs) if s.buffer is None and not s.unused]
         self.stands_alone = not self.results.handed_out and not self._copied
-        self.tape.outputs += self.results.handed_out
-        self.tape.outputs += [left for _, left in self._grads_after if left.__class__ is GradientBuffer]
+        lent = [left for _, left in self._grads_after if left.__class__ is GradientBuffer]
+        self.tape.hand_out(self.results.handed_out + lent)
         if self._grads_after:
             self.tape.arena.keep_to(self.tape)
         for output in self.results.handed_out:

@@ -31,13 +31,15 @@ class EagerCall:
     """A warm-up call whose backward is still to come. No tape starts while one is in flight, because the tape would
     then begin in the middle of an iteration."""
 
-    __slots__ = ("__weakref__", "done", "group")
+    __slots__ = ("__weakref__", "done", "entry", "group")
 
-    def __init__(self, group: Group) -> None:
-        self.group, self.done = group, False
+    def __init__(self, group: Group, entry: Any) -> None:
+        self.group, self.entry, self.done = group, entry, False
         group.eager_in_flight += 1
 
     def backward_began(self, _: Any) -> None:
+        if not self.done:
+            self.entry.backward_began(self.group.begun)
         self.group.first_backward()
         self.finish()
 
@@ -113,12 +115,20 @@ class Group:
 
     # -- where a forward may run ---------------------------------------------------------------------------------
 
-    def growing_tape(self) -> Tape | None:
-        """The tape of a pass under way whose end has been reached, so that a new graph may follow on it."""
+    def growing_tape(self, entry: Any) -> Tape | None:
+        """The tape of a pass under way whose end has been reached, so that a new graph of this signature may follow on
+        it. It may as often as calls of it had a backward in one pass before: a result that is only held, and will
+        never have one, makes no tape grow."""
+        entry.pass_began(self.begun)
+        found = None
         for arena in self.arenas:
-            if arena.in_flight and arena.active.at_end and not arena.active.dropped:
-                return arena.active
-        return None
+            tape = arena.active
+            if not arena.in_flight or not tape.at_end or tape.dropped:
+                continue
+            there = sum(graph.tape is tape for graph in entry.graphs)
+            if there < max(entry.per_pass, 1) and (found is None or arena.began > found.arena.began):
+                found = tape
+        return found
 
     def place(self, grads_pass: bool) -> Tape | None:
         """The tape on which a new pass may be captured now, or None where that is not safe at the moment."""

@@ -1,11 +1,12 @@
-"""The life of a signature (warm-up, captured, disabled) and the counters users see. Imports `signature` and
-`matcher`."""
+"""The life of a signature (warm-up, captured, disabled) and the counters users see. Imports `signature`,
+`matcher` and `budget`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from typing import Any
 
+from graphmod.budget import Budget
 from graphmod.matcher import Matcher
 from graphmod.signature import Signature
 
@@ -41,6 +42,9 @@ class GraphStats:
         return GraphStats(state=max(self.state, other.state, key=order.index), **summed)
 
 
+_CAPTURES = 12  # of one signature, without enough replays in between
+
+
 class Entry:
     """What one module knows about one signature.
 
@@ -50,6 +54,8 @@ class Entry:
 
     __slots__ = (
         "adds_apart",
+        "backwards",
+        "budget",
         "called",
         "called_forward",
         "calls",
@@ -59,14 +65,19 @@ class Entry:
         "generators",
         "graphs",
         "last_used",
+        "lost",
         "match",
         "misses",
         "moves",
         "needs_grad",
+        "per_pass",
+        "period",
         "reason",
         "recaptures",
+        "replays",
         "signature",
         "trace",
+        "waits",
     )  # fmt: skip
 
     def __init__(self, signature: Signature) -> None:
@@ -87,6 +98,13 @@ class Entry:
         self.adds_apart = False  # gradients that the user puts in place are others each time: add to them outside
         self.called: list[Any] = []  # the modules that ran inside when it was last recorded
         self.called_forward = False  # outside of any backward
+        self.budget = Budget(_CAPTURES)
+        self.replays = 0
+        self.lost = ""  # why its graphs were dropped last
+        self.waits = 0  # calls that were eager because its graphs were in use
+        self.per_pass = 0  # how many of its calls had a backward in one pass; of those that came to an end, the most
+        self.period = -1  # the pass in which `backwards` were counted
+        self.backwards = 0
         self.copies_out = False  # results are held in a way that does not let them be moved: hand out copies
 
     def failed(self, reason: str, most: int) -> bool:
@@ -98,6 +116,18 @@ class Entry:
             return True
         return False
 
+    def backward_began(self, period: int) -> None:
+        """Takes in that a call of this pass has its backward."""
+        if self.period != period:
+            self.pass_began(period)
+        self.backwards += 1
+
+    def pass_began(self, period: int) -> None:
+        """Takes in which pass is under way, so that those before have come to their end."""
+        if self.period != period:
+            self.per_pass = max(self.per_pass, self.backwards)
+            self.period, self.backwards = period, 0
+
     def succeeded(self) -> None:
         self.failures_in_a_row = 0
         self.misses = 0
@@ -105,3 +135,4 @@ class Entry:
     def rearm(self) -> None:
         self.disabled = False
         self.failures_in_a_row = self.moves = 0
+        self.budget = Budget(_CAPTURES)
