@@ -1,4 +1,4 @@
-"""At which AccumulateGrad nodes the autograd graph of a capture ends. May import `signature`, `watch` and `reach`.
+"""At which AccumulateGrad nodes the autograd graph of a capture ends. May import `signature` and `guards`.
 
 Such a node keeps the stream on which it was made, and lives as long as anything that leads to it. A capture that ended
 at one of the caller's stream would fork to that stream; gradients that eager code accumulated at one of the capture
@@ -19,19 +19,18 @@ from graphmod.signature import AUTOCAST
 
 if TYPE_CHECKING:
     from graphmod.forward import ForwardGraph
-    from graphmod.reach import Reach
+    from graphmod.guards.guards import Guards
 
 
 def _runs_backward(graph: ForwardGraph) -> bool:
-    """Whether the callable runs a backward itself. Where there was no call to learn from, it may."""
+    """Whether the callable runs a backward itself."""
     if isinstance(graph.module._root, nn.Module):
         return False
-    # Operations of a backward have no line of the user's code.
-    return graph.entry.trace is None or any(step.code is None for step in graph.entry.trace)
+    return graph.recording.backward
 
 
 @contextlib.contextmanager
-def stood_in(graph: ForwardGraph, found: Reach) -> Iterator[None]:
+def stood_in(graph: ForwardGraph, found: Guards) -> Iterator[None]:
     """Gives the modules a view of each parameter whose node must stay as it is, and notes it in `graph.stand_ins`.
 
     Those are parameters that are used outside of this graph too, those with gradient hooks, which the node runs, and
@@ -40,23 +39,20 @@ def stood_in(graph: ForwardGraph, found: Reach) -> Iterator[None]:
 
     Args:
         graph: about to be captured.
-        found: what its callable reaches.
+        found: what the recorded call read.
     """
     module, entry = graph.module, graph.entry
     owned = found.parameters()
     inside = _runs_backward(graph)
     kept = owned if module._eager_in_flight() else [parameter for parameter in owned if has_gradient_hooks(parameter)]
     kept = [] if inside else kept
-    held = {id(part._parameters) for part in found.modules}
+    held = {id(names) for names, _, _ in found.attributes}
     elsewhere = {id(tensor) for container, _, tensor in found.slots if id(container) not in held}
     wanted = {*module._group.shared, *map(id, kept)} - elsewhere if torch.is_grad_enabled() else set()
     # Autocast keeps its casts of parameters, not of views. What a first attempt trips over, a second goes without.
     if entry.signature.modes[AUTOCAST] is not None or entry.failures_in_a_row:
         wanted = set()
-    places = [
-        (part._parameters, k, p) for part in found.modules for k, p in part._parameters.items() if id(p) in wanted
-    ]
-    places = [place for place in places if place[2].requires_grad]
+    places = [place for place in found.attributes if id(place[2]) in wanted and place[2].requires_grad]
     parameters = list({id(parameter): parameter for _, _, parameter in places}.values())
     backend = module._group.backend
     within = inside and not module._group.busy  # the backward goes on behind the views, to nodes of the capture too

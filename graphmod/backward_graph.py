@@ -15,9 +15,12 @@ import torch
 from torch import Tensor
 
 from graphmod.buffers import OwnedBuffer, StaticInput, StaticOutput, adopted
-from graphmod.failures import capture_failed, tell_of_unseen
+from graphmod.errors import CaptureRefused
+from graphmod.failures import capture_failed, refuse_unseen
 from graphmod.forward import ForwardGraph
 from graphmod.gradients import any_held
+from graphmod.guards.guards import Guards, what_changed
+from graphmod.guards.notes import Notes, noting
 from graphmod.placement import Place, buffers_for, find_places, real, store, targets_for
 from graphmod.recompute import changed_in_place, differentiate
 from graphmod.recorder import Recorder
@@ -171,6 +174,7 @@ def capture_backward(graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> B
         buffers = buffers_for(group, direct)
         into = targets_for(buffers, entry.adds_apart)
         given = [tensor for tensor in static if tensor is not None]
+        noted: list[Notes] = []
 
         def capture(places: list[Place | None] | None) -> tuple[list[Place | None], bool]:
             """Captures with the gradients at `places` computed straight into their buffers; returns where the
@@ -190,7 +194,11 @@ def capture_backward(graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> B
             def run() -> Any:
                 nonlocal missed
                 inputs = [item.tensor for item in graph.inputs]
-                through, gradients = differentiate(graph, graph.results.retained, inputs, static, direct, graph.edges)
+                with noting() as notes:
+                    through, gradients = differentiate(
+                        graph, graph.results.retained, inputs, static, direct, graph.edges
+                    )
+                noted[:] = [notes]
                 taken = {address(tensor) for tensor in (*given, *(buffer.memory for buffer in buffers))}
                 known.results = [_own(item, taken) for item in through]
                 before = list(gradients)
@@ -198,9 +206,12 @@ def capture_backward(graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> B
                 return before
 
             def check(recorder: Recorder, gradients: Any) -> None:
+                refused = what_changed(noted[0])
+                if refused is not None:
+                    raise CaptureRefused(refused)
                 found.extend(find_places(gradients, recorder))
 
-            known.graph, _ = group.backend.capture(run, arena.pool, given, entry.generators, check, targets)
+            known.graph, _ = group.backend.capture(run, arena.pool, given, graph.recording.generators, check, targets)
             return found, missed
 
         sizes = tuple((tensor.size(), tensor.dtype) for tensor in (*direct, *given, *(s.tensor for s in graph.inputs)))
@@ -222,7 +233,8 @@ def capture_backward(graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> B
                 capture(found)
         known.saved = [output for output in graph.results.with_grad if address(output.tensor) in known.graph.seen.read]
         known.weights = [p for p in graph.parameters if address(p) in known.graph.seen.read]
-        _watch_others(graph, known, {address(tensor) for tensor in (*given, *(buffer.memory for buffer in buffers))})
+        known_places = {address(tensor) for tensor in (*given, *(buffer.memory for buffer in buffers))}
+        _watch_others(graph, known, Guards(noted[0]), known_places)
         if any(output.changed() for output in known.saved):
             raise changed_in_place(module)
         with group.backend.in_turn():  # the capture made gradient accumulators, and eager code may use them now
@@ -262,7 +274,7 @@ def capture_backward(graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> B
     return known
 
 
-def _watch_others(graph: ForwardGraph, known: BackwardGraph, given: set[int]) -> None:
+def _watch_others(graph: ForwardGraph, known: BackwardGraph, guards: Guards, given: set[int]) -> None:
     """Lets go of the saved activations, whose memory is the next layers' to use; what else the backward reads, such as
     a table of an `autograd.Function`, is held and watched with what the forward reads."""
     seen, before = known.graph.seen, graph.graph.seen
@@ -274,13 +286,12 @@ def _watch_others(graph: ForwardGraph, known: BackwardGraph, given: set[int]) ->
         if where not in given and where not in before.outside and not before.made(where)
     }
     if others:
-        found = graph.module._around.now()
-        places = {address(tensor) for _, _, tensor in found.slots}
+        places = {address(tensor) for tensor in guards.tensors}
         if before.seen_until is None:
-            tell_of_unseen(graph.module, seen, [where for where in others if where not in places])
+            refuse_unseen(seen, [where for where in others if where not in places])
         else:  # compiled code may have made the others in the forward: activations too
             others = {where: tensor for where, tensor in others.items() if where in places}
-        graph.watch.also(found, others)
+    graph.watch.also(guards, others)
     seen.outside.clear()
 
 

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from graphmod.errors import CaptureRefused
-from graphmod.failures import capture_failed, tell_of_unseen
+from graphmod.errors import CaptureRefused, Diverged
+from graphmod.failures import capture_failed
 from graphmod.forward import ForwardGraph
 from graphmod.lifecycle import Entry
+from graphmod.recording import Recording
 from graphmod.tape import Tape
 
 if TYPE_CHECKING:
@@ -52,9 +53,6 @@ def place(module: CUDAGraphModule, entry: Entry, reason: str) -> Tape | None:
                 f"{module._name!r} runs eagerly: {reason}. After {patience} such calls it is captured again"
             )
             return None
-        _drop_moved(module, entry)
-        if entry.disabled:
-            return None
     if not again and not _affordable(module, entry, reason):
         return None
     if not _make_space(module, entry):
@@ -89,22 +87,6 @@ def _affordable(module: CUDAGraphModule, entry: Entry, reason: str) -> bool:
     return False
 
 
-def _drop_moved(module: CUDAGraphModule, entry: Entry) -> None:
-    """Drops graphs whose addresses are gone. What moves each time before a graph was ever replayed counts as a failure,
-    so that recapturing comes to an end."""
-    reasons = ((graph, graph.watch.moved()) for graph in entry.graphs if not graph.tape.arena.in_flight)
-    moved = [(graph, reason) for graph, reason in reasons if reason is not None]
-    if not moved:
-        return
-    reason = moved[0][1]
-    module._drop(*{graph.tape for graph, _ in moved}, why=reason)
-    entry.trace = None  # of the code as it was before the change
-    entry.moves += 1
-    if entry.moves >= module._config.max_failures:
-        entry.disabled, entry.reason = True, f"captured again and again, because {reason}"
-        module._log_once(f"{module._name!r} stays eager: {entry.reason}. force_enable() tries again")
-
-
 def _make_space(module: CUDAGraphModule, entry: Entry) -> bool:
     """Keeps to `max_graphs`, evicting the least recently used signature that is not in flight, if it was not used for a
     while: where more of them take turns, some are captured and stay so."""
@@ -125,8 +107,13 @@ def _make_space(module: CUDAGraphModule, entry: Entry) -> bool:
     return False
 
 
-def capture(module: CUDAGraphModule, entry: Entry, tape: Tape, leaves: list[Tensor]) -> tuple[ForwardGraph, Any] | None:
+def capture(
+    module: CUDAGraphModule, entry: Entry, tape: Tape, leaves: list[Tensor], recording: Recording
+) -> tuple[ForwardGraph, Any] | None:
     """Captures a call on its tensor arguments and launches it.
+
+    Args:
+        recording: of an eager call in the present state.
 
     Returns:
         The graph and the random state before it; None where that failed, which has been counted and logged.
@@ -141,7 +128,7 @@ def capture(module: CUDAGraphModule, entry: Entry, tape: Tape, leaves: list[Tens
         if not arena.in_flight:
             backend.prepare_capture()
             arena.begin(tape)
-        graph = ForwardGraph(module, entry, tape)
+        graph = ForwardGraph(module, entry, tape, recording)
         state = backend.random_state()
         torch.clear_autocast_cache()
         try:
@@ -150,9 +137,10 @@ def capture(module: CUDAGraphModule, entry: Entry, tape: Tape, leaves: list[Tens
             torch.clear_autocast_cache()
         graph.launch()
     except Exception as error:  # whatever user code or CUDA raised: the eager call decides what the user sees
+        if isinstance(error, Diverged):
+            entry.forget(recording)  # another eager call is recorded, and never what was refused is the measure
         capture_failed(module, entry, error, "its forward")
         return None
-    tell_of_unseen(module, graph.graph.seen, graph.watch.unseen)
     graph.index = tape.append(graph)
     module._served = graph
     entry.graphs.append(graph)

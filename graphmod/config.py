@@ -64,8 +64,8 @@ class CUDAGraphConfig:
 
     Attributes:
         scope: what `TrainStep` captures: each layer, the whole iteration (optimizer included), or nothing.
-        warmup_steps: ordinary eager calls of a new signature before it is captured; at least 0. The last of them is
-            recorded and compared with the capture, so with 0 a value that changes from call to call goes unnoticed.
+        warmup_steps: ordinary eager calls of a new signature before it is captured; at least 1. The last of them is
+            recorded: what its code reads is guarded from then on.
         backend: `auto`, `cuda` or `emulated`.
         layers: name patterns (`layers.*.mlp`; matched against the end of a name, `*` within one part) of the modules
             that `graph_layers` wraps; None finds the decoder layers.
@@ -91,5 +91,5 @@ class CUDAGraphConfig:
         self.backend = choice(BackendName, self.backend, "backend")
         if isinstance(self.layers, str):
             self.layers = [self.layers]
-        for setting, least in (("warmup_steps", 0), ("max_graphs", 1), ("max_failures", 1)):
+        for setting, least in (("warmup_steps", 1), ("max_graphs", 1), ("max_failures", 1)):
             integer(getattr(self, setting), least, setting)

@@ -17,5 +17,9 @@ class CaptureRefused(GraphmodError, RuntimeError):
     """
 
 
+class Diverged(CaptureRefused):
+    """The captured code did other operations than the recorded call before it."""
+
+
 class BackwardUnavailable(GraphmodError, RuntimeError):
     """A backward pass was asked for whose saved values are gone or that a replayed graph cannot provide."""

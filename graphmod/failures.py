@@ -56,24 +56,27 @@ def _reason(error: BaseException) -> str:
     return reason
 
 
-def tell_of_unseen(module: CUDAGraphModule, seen: Recorder, unseen: Iterable[int]) -> None:
-    """Says which tensors a graph reads that nobody can tell from others in their place: once for each line.
+def refuse_unseen(seen: Recorder, unseen: Iterable[int]) -> None:
+    """Refuses tensors that a graph would read by address although no guard leads to them: nobody would notice if the
+    code found another in their place.
 
     Args:
         seen: the record of the capture.
         unseen: their addresses.
+
+    Raises:
+        CaptureRefused: naming the first of them.
     """
     for where in unseen:
         tensor, index = seen.outside[where], seen.first_seen[where]
         step = seen.trace[index]
         if seen.seen_until is not None and index >= seen.seen_until:
             continue  # compiled code may have made it
-        if step.op is torch.ops.aten.lift_fresh.default or step.place in module._group.told:
-            continue  # a number in the code; or told of another layer
-        module._group.told.add(step.place)
+        if step.op is torch.ops.aten.lift_fresh.default or where in seen.static:
+            continue  # a number in the code; or promised to stay
         kind = f"{str(tensor.dtype).removeprefix('torch.')} tensor of shape {tuple(tensor.shape)}"
-        log.warning(
-            f"{module.graph_name!r} reads a {kind} at {step.place} that was found neither among its arguments nor in "
-            "an attribute of what it holds: replays go on reading that one, also where the code would find another. "
-            "Pass it as an argument"
+        raise CaptureRefused(
+            f"reads a {kind} at {step.place} that was found neither among its arguments nor in an attribute, variable or "
+            "item that its code reads, so that another in its place would go unnoticed. Pass it as an argument, or "
+            "mark_static(tensor) if it stays for good"
         )

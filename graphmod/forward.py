@@ -15,13 +15,15 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from graphmod.accumulators import own_accumulators, stood_in
 from graphmod.backend.random_state import python_random_state, restore_python_random_state
 from graphmod.buffers import OwnedBuffer, StaticInput, adopted
-from graphmod.errors import CaptureRefused
+from graphmod.errors import CaptureRefused, Diverged
+from graphmod.failures import refuse_unseen
 from graphmod.gradients import GradientBuffer, as_memory, lend, memory_of
-from graphmod.hook_watch import HookWatch, foreign_hook, has_gradient_hooks, modules_called, those_that_stepped
-from graphmod.reach import NOT_REPLAYED
+from graphmod.guards.guards import NOT_REPLAYED
+from graphmod.hook_watch import has_gradient_hooks
 from graphmod.recorder import Recorder
+from graphmod.recording import Recording
 from graphmod.results import Results, resolved
-from graphmod.signature import Leaf, argument_paths, opaque_parts, parameter_names, rebuild
+from graphmod.signature import Leaf, argument_paths, parameter_names, rebuild
 from graphmod.trace import address, compare
 from graphmod.watch import Watch
 
@@ -52,13 +54,14 @@ class ForwardGraph:
         ticket: weak, that of the last forward with a backward to come.
         backward: the captured backward, once there is one.
         captured_in: the pass of its arena in which it was captured.
-        called: the modules that ran inside.
+        recording: of the eager call it stands on.
         mismatches: backwards in a row that the captured backward did not fit.
     """
 
-    def __init__(self, module: CUDAGraphModule, entry: Entry, tape: Tape) -> None:
-        self.module, self.entry, self.tape = module, entry, tape
+    def __init__(self, module: CUDAGraphModule, entry: Entry, tape: Tape, recording: Recording) -> None:
+        self.module, self.entry, self.tape, self.recording = module, entry, tape, recording
         self.index = -1
+        self.graph: Any = None
         self.captured_in = tape.arena.passes
         self.inputs: list[StaticInput] = []
         self.parameters: list[Tensor] = []
@@ -79,38 +82,24 @@ class ForwardGraph:
             CaptureRefused: with a reason for the user.
             Exception: whatever the captured code raised.
         """
-        module, entry, group = self.module, self.entry, self.module._group
-        _refuse_hooks(entry.called, [])  # before the user's code runs, so that it does not run twice for one call
+        module, entry, group, recording = self.module, self.entry, self.module._group, self.recording
         self.inputs = self._static_inputs(leaves)
         given = [static.tensor for static in self.inputs]
         args, kwargs = rebuild(entry.signature.structure, given)
-        found = module._around.now(*opaque_parts(entry.signature.structure))
-        owned = found.parameters()
+        guards = recording.guards
+        owned = guards.parameters()
         grads_then = [parameter.grad for parameter in owned]
         grads = list(map(memory_of, grads_then))
         oldest = _next_sequence_number()
 
         def run() -> Any:
-            with modules_called() as self.called, _own_saved_tensors():
+            with _own_saved_tensors():
                 return resolved(module._call(*args, **kwargs))
 
-        python_random = python_random_state()
-        stepped: list[torch.optim.Optimizer] = []
-
         def check(recorder: Recorder, result: Any) -> None:
-            stepped.extend(those_that_stepped(found.optimizers, recorder.written))
-            entry.called = self.called
-            _refuse_hooks(self.called, stepped)
-            if entry.trace is not None:
-                previous, entry.trace = entry.trace, recorder.trace
-                reason = compare(previous, recorder.trace)
-                if reason is not None:
-                    if self.stand_ins:  # which may be the reason; the next attempt goes without
-                        entry.trace = previous
-                    raise CaptureRefused(reason)
-            changed = found.changed_since(before)
-            if changed is not None:
-                raise CaptureRefused(f"changes {changed} as it runs, {NOT_REPLAYED}")
+            reason = compare(recording.trace, recorder.trace)
+            if reason is not None:
+                raise Diverged(reason)
             for static in self.inputs:
                 if static.buffer is not None and address(static.tensor) in recorder.inputs_written:
                     raise CaptureRefused(f"changes its argument {static.name} in place; make it change a copy")
@@ -119,22 +108,29 @@ class ForwardGraph:
             self.results = Results(result, given, recorder, entry, stood_in, owned_memory, module._config.clone_outputs)
             self._find_parameters(given, recorder, oldest)
 
+        python_random = python_random_state()
         try:
-            with as_memory(owned), stood_in(self, found), own_accumulators(self, owned):
-                before = found.state()
-                pool, split = self.tape.arena.pool, not entry.generators and not entry.failures_in_a_row
-                self.graph, _ = group.backend.capture(run, pool, given, entry.generators, check, split=split)
+            with as_memory(owned), stood_in(self, guards), own_accumulators(self, owned):
+                pool, split = self.tape.arena.pool, not recording.generators and not entry.failures_in_a_row
+                self.graph, _ = group.backend.capture(run, pool, given, recording.generators, check, split=split)
+            changed = guards.moved() or guards.changed(gradients=False)
+            if changed is not None:
+                raise CaptureRefused(f"changes its own state as it runs ({changed}), {NOT_REPLAYED}")
+            seen = self.graph.seen
+            differentiated = owned if recording.backward else self.parameters
+            self.watch = Watch(guards, seen.outside, owned, grads, seen.backward, differentiated)
+            refuse_unseen(seen, self.watch.unseen)
         except BaseException:
+            if self.graph is not None:
+                self.graph.discard()
+            guards.restore()
             restore_python_random_state(python_random)
             for parameter, grad in zip(owned, grads_then, strict=True):
                 if parameter.grad is not grad:
                     parameter.grad = grad
             raise
-        seen = self.graph.seen
-        self.watch = Watch(found, seen.outside, owned, grads, seen.backward)
         left = [(p, p.grad) for p, before in zip(owned, grads_then, strict=True) if p.grad is not before]
         self._grads_after = [(p, lend(p, grad, seen.made) if grad is not None else None) for p, grad in left]
-        self._hooks = HookWatch(self.called, self.parameters, stepped)
         self._written = [t for t in seen.written.values() if not t.is_inference()]
         self._arguments_written = [
             index
@@ -143,7 +139,7 @@ class ForwardGraph:
         ]
         self.random = seen.random
         # Gradients that it leaves behind lie in the pool and may be accumulated into by whoever runs instead.
-        self.starts_early = self.graph.start is not None and not entry.generators and not self._grads_after
+        self.starts_early = self.graph.start is not None and not recording.generators and not self._grads_after
         for static in self.inputs:
             static.unused = address(static.tensor) not in seen.read and static.buffer is not None
         for static in self.inputs:
@@ -247,7 +243,7 @@ class ForwardGraph:
 
     def changed(self) -> str | None:
         """What is no longer as it was at the capture, but for what `unfit` has looked at; or None."""
-        return self.watch.changed() or self._hooks.changed()
+        return self.watch.changed()
 
     def load(self, leaves: list[Tensor]) -> None:
         """Brings the arguments to where the graph reads them."""
@@ -273,15 +269,6 @@ class ForwardGraph:
             torch.autograd.graph.increment_version(self._written)
         for index in self._arguments_written:
             torch.autograd.graph.increment_version(self.inputs[index].tensor if leaves is None else leaves[index])
-
-
-def _refuse_hooks(modules: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> None:
-    hook = foreign_hook(modules, optimizers)
-    if hook is not None:
-        raise CaptureRefused(
-            f"has {hook} inside, whose Python code would not run in a replay; remove it, or have its code run around "
-            "the call, as the hooks of the wrapped module itself do"
-        )
 
 
 def _own_saved_tensors() -> contextlib.AbstractContextManager:

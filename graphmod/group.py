@@ -82,7 +82,6 @@ class Group:
         self.begun = 0  # passes
         self.anchor: Tensor | None = None
         self.anchor_node: Any = None
-        self.told: set[str] = set()  # lines about which the log has said something
         self._learned: dict[tuple, bool] = {}
         self._version = -1
 
@@ -112,6 +111,12 @@ class Group:
                 self.anchor = torch.empty(0, device=device, requires_grad=True)
                 self.anchor_node = torch.autograd.graph.get_gradient_edge(self.anchor).node
         return self.backend is not before
+
+    def learn(self, parameters: list[Tensor]) -> None:
+        """Takes in the parameters of one of its modules; those that others have too are shared."""
+        known = {id(parameter) for parameter in self.parameters}
+        self.share([parameter for parameter in parameters if id(parameter) in known])
+        self.parameters += [parameter for parameter in parameters if id(parameter) not in known]
 
     # -- where a forward may run ---------------------------------------------------------------------------------
 

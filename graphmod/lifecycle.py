@@ -43,6 +43,7 @@ class GraphStats:
 
 
 _CAPTURES = 12  # of one signature, without enough replays in between
+_MOST_RECORDINGS = 4
 
 
 class Entry:
@@ -56,47 +57,45 @@ class Entry:
         "adds_apart",
         "backwards",
         "budget",
-        "called",
         "called_forward",
         "calls",
         "copies_out",
+        "difference",
         "disabled",
         "failures_in_a_row",
-        "generators",
+        "fruitless",
         "graphs",
         "last_used",
         "lost",
         "match",
         "misses",
-        "moves",
         "needs_grad",
         "per_pass",
         "period",
         "reason",
         "recaptures",
+        "recordings",
         "replays",
         "signature",
-        "trace",
         "waits",
     )  # fmt: skip
 
     def __init__(self, signature: Signature) -> None:
         self.signature = signature
-        self.calls = 0
+        self.calls = 0  # eager ones in a state that is new, since the last recording
         self.graphs: list[Any] = []
         self.failures_in_a_row = 0
         self.disabled = False
         self.misses = 0
         self.needs_grad = False
-        self.trace: list | None = None
-        self.generators: list = []
+        self.recordings: list[Any] = []  # of calls in different states, the newest first
+        self.fruitless = 0  # recordings since the last replay
+        self.difference = ""  # between the last recording and the state after it
         self.reason = ""
         self.last_used = 0
         self.match: Matcher | None = None  # made for the first replay
-        self.moves = 0  # recaptures because something moved, without a replay in between
         self.recaptures = 0  # because its backward did not fit, without a fitting one in between
         self.adds_apart = False  # gradients that the user puts in place are others each time: add to them outside
-        self.called: list[Any] = []  # the modules that ran inside when it was last recorded
         self.called_forward = False  # outside of any backward
         self.budget = Budget(_CAPTURES)
         self.replays = 0
@@ -106,6 +105,34 @@ class Entry:
         self.period = -1  # the pass in which `backwards` were counted
         self.backwards = 0
         self.copies_out = False  # results are held in a way that does not let them be moved: hand out copies
+
+    def recording_of_now(self) -> Any:
+        """The recording of a call in the present state; None where there is none."""
+        for recording in self.recordings:
+            reason = recording.guards.moved() or recording.guards.changed()
+            if reason is None:
+                return recording
+            self.difference = reason
+        return None
+
+    def add(self, recording: Any) -> None:
+        """Takes in the recording of a call in a state that none of the others was of, and forgets those whose objects
+        have been exchanged, and the oldest beyond a number."""
+        self.fruitless += 1
+        for known in list(self.recordings):
+            changed = known.guards.moved() or known.guards.changed()
+            if changed is None or known.guards.exchanged:
+                self.forget(known)
+        for known in self.recordings[_MOST_RECORDINGS - 1 :]:
+            self.forget(known)
+        self.recordings.insert(0, recording)
+
+    def forget(self, recording: Any) -> None:
+        """Forgets a recording, and drops the graphs that stand on it."""
+        self.recordings = [known for known in self.recordings if known is not recording]
+        for graph in list(self.graphs):
+            if graph.recording is recording:
+                graph.tape.drop(self.difference or "its code reads other objects in each call")
 
     def failed(self, reason: str, most: int) -> bool:
         """Counts a failure; True when it was the one that disables."""
@@ -129,10 +156,9 @@ class Entry:
             self.period, self.backwards = period, 0
 
     def succeeded(self) -> None:
-        self.failures_in_a_row = 0
-        self.misses = 0
+        self.failures_in_a_row = self.misses = self.fruitless = 0
 
     def rearm(self) -> None:
         self.disabled = False
-        self.failures_in_a_row = self.moves = 0
+        self.failures_in_a_row = self.fruitless = 0
         self.budget = Budget(_CAPTURES)

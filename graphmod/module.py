@@ -23,10 +23,11 @@ from graphmod.config import CUDAGraphConfig, settings
 from graphmod.failures import capture_failed
 from graphmod.forward import ForwardGraph
 from graphmod.group import EagerCall, Group
-from graphmod.hook_watch import HOOKS
+from graphmod.guards.guards import HOOKS
 from graphmod.lifecycle import Entry, GraphStats
+from graphmod.recording import Recording
 from graphmod.registry import Registry
-from graphmod.replaying import OTHER_MODES, find, launch, results
+from graphmod.replaying import find, launch, results
 from graphmod.signature import (
     Signature,
     flatten,
@@ -40,6 +41,11 @@ from graphmod.tracer import is_recording
 from graphmod.warmup import track, warm_up
 
 log = logging.getLogger("graphmod")
+
+
+def _training(root: Any) -> Any:
+    """The mode of a wrapped module as a whole; what its parts are in is for the guards."""
+    return root.training if isinstance(root, nn.Module) else None
 
 
 @contextlib.contextmanager
@@ -106,7 +112,6 @@ class CUDAGraphModule(nn.Module):
 
     def _start(self) -> None:
         self._around = Surroundings(self._root)
-        self._training_modes = self._around.modes
         self._eager_calls: weakref.WeakSet[EagerCall] = weakref.WeakSet()
         self._logged: set[str] = set()
         self._served: ForwardGraph | None = None  # the graph behind the last call
@@ -133,9 +138,7 @@ class CUDAGraphModule(nn.Module):
         leaves = usual.match(args, kwargs) if usual is not None and not usual.disabled else None
         if leaves is not None and usual.signature.modes != mode_key(self._group.backend.device_type):
             leaves = None
-        # Train/eval modes are many to look at: where nothing depends on the answer before the launch, after it.
-        late = leaves is not None and not usual.needs_grad
-        if leaves is not None and (late or usual.signature.training == self._training_modes()):
+        if leaves is not None and usual.signature.training is _training(self._root):
             entry = usual
             self._entries.touch(entry)
         else:
@@ -156,32 +159,28 @@ class CUDAGraphModule(nn.Module):
             if graph is None:
                 break
             try:
-                state, reason = launch(self, graph, leaves, careful, late)
+                state, reason = launch(self, graph, leaves, careful)
             except RuntimeError as error:
                 self._drop(graph.tape)
                 capture_failed(self, entry, error, "a replay")
                 return self._eager(args, kwargs)
             if reason is None:
                 return results(self, graph, leaves, state)
-            if reason is OTHER_MODES:
-                break
-        if late and entry.signature.training != self._training_modes():
-            self._entries.usual = None
-            return self._run(*args, **kwargs)
-        if entry.calls < self._config.warmup_steps:
+        recording = entry.recording_of_now()
+        if recording is None or recording.refused is not None:
             return warm_up(self, entry, args, kwargs)
         if self._group.settle(self._config.backend, self._around.device(leaves)):
             return self._run(*args, **kwargs)  # of other modes, and so of another signature
         tape = place(self, entry, reason)
         if tape is None:
             return self._eager(args, kwargs, entry)
-        captured = capture(self, entry, tape, leaves)
+        captured = capture(self, entry, tape, leaves, recording)
         return self._eager(args, kwargs) if captured is None else results(self, captured[0], leaves, captured[1])
 
     def _entry(self, structure: Any, leaves: list[Tensor]) -> Entry:
         key, group = tuple(map(tensor_key, leaves)), self._group
         modes = None if group.backend is None else mode_key(group.backend.device_type)
-        signature = Signature(structure, key, modes, self._training_modes())
+        signature = Signature(structure, key, modes, _training(self._root))
         entry = None if modes is None else self._entries.get(signature)
         if entry is None:
             group.settle(self._config.backend, self._around.device(leaves))
@@ -216,10 +215,13 @@ class CUDAGraphModule(nn.Module):
     def _discover(self) -> None:
         """Finds, before the first call, what the callable reaches."""
         self._around.discover()
-        group = self._group
-        known = {id(parameter) for parameter in group.parameters}
-        group.share([parameter for parameter in self._around.parameters if id(parameter) in known])
-        group.parameters += [parameter for parameter in self._around.parameters if id(parameter) not in known]
+        self._group.learn(self._around.parameters)
+
+    def _learn(self, recording: Recording) -> None:
+        """Takes in what a recorded call has read."""
+        known = len(self._around.parameters)
+        self._around.learn(recording.guards)
+        self._group.learn(self._around.parameters[known:])
 
     def _eager_in_flight(self) -> bool:
         """Whether a call without a graph waits for its backward."""

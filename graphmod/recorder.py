@@ -25,6 +25,7 @@ class Recorder(Tracer):
 
     Attributes:
         outside: address -> tensor, what the call read or wrote without having made it or been given it.
+        static: the addresses of those of `outside` that were marked static.
         first_seen: address of a tensor of `outside` -> index in the trace.
         written: the part of `outside` that it changed.
         inputs_written: the addresses of inputs that it changed.
@@ -58,6 +59,7 @@ class Recorder(Tracer):
         super().__init__()
         self.outside: dict[int, Tensor] = {}
         self.first_seen: dict[int, int] = {}
+        self.static: set[int] = set()
         self.written: dict[int, Tensor] = {}
         self.read: set[int] = set()
         self.inputs_written: set[int] = set()
@@ -130,6 +132,8 @@ class Recorder(Tracer):
         for where, tensor in zip(given_at, given, strict=True):
             if where and where not in self._hazards.made and where not in self._inputs and where not in self.outside:
                 self.outside[where] = tensor.detach()
+                if getattr(tensor, "_graphmod_static", False):
+                    self.static.add(where)
                 self.first_seen[where] = len(self.trace)
         if about.writes or about.statistics:
             self._note_writes(about, args, kwargs)

@@ -18,8 +18,6 @@ from graphmod.tape import Ticket
 if TYPE_CHECKING:
     from graphmod.module import CUDAGraphModule
 
-OTHER_MODES = "it was called in other modes"
-
 
 def find(module: CUDAGraphModule, entry: Entry, leaves: list[Tensor], careful: bool) -> tuple[ForwardGraph | None, str]:
     """A graph of this signature that may replay now, or the reason why none may."""
@@ -54,14 +52,11 @@ def find(module: CUDAGraphModule, entry: Entry, leaves: list[Tensor], careful: b
     return best, reason
 
 
-def launch(
-    module: CUDAGraphModule, graph: ForwardGraph, leaves: list[Tensor], careful: bool, late: bool
-) -> tuple[Any, str | None]:
+def launch(module: CUDAGraphModule, graph: ForwardGraph, leaves: list[Tensor], careful: bool) -> tuple[Any, str | None]:
     """Replays.
 
     Args:
         careful: everything about the graph has been checked.
-        late: train/eval modes have not.
 
     Returns:
         The random state before, where it is needed later; and why the replay was stopped before it had changed
@@ -76,9 +71,7 @@ def launch(
     try:
         if early:
             graph.graph.start()  # the GPU works while the host looks
-        reason = OTHER_MODES if late and entry.signature.training != module._training_modes() else None
-        if early and reason is None:
-            reason = graph.changed()
+        reason = graph.changed() if early else None
         if reason is not None:
             return None, reason
         if early:
@@ -96,7 +89,7 @@ def launch(
         if entry.match is None:
             entry.match = module._group.matcher(entry.signature)
         module._entries.usual = entry
-    entry.misses = entry.moves = 0
+    entry.misses = entry.fruitless = 0
     entry.replays += 1
     if graph.backward is not None or not graph.results.with_grad:
         entry.succeeded()

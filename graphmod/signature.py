@@ -190,13 +190,13 @@ class Signature(NamedTuple):
         structure: that of `(args, kwargs)`.
         tensors: per tensor argument, `tensor_key`.
         modes: `mode_key`.
-        training: train/eval mode of each module reached, and which gradients are absent where that matters.
+        training: train/eval mode of a wrapped module as a whole; None for other callables.
     """
 
     structure: Any
     tensors: tuple
     modes: tuple
-    training: bytes
+    training: bool | None
 
 
 def _paths(structure: Any, path: str) -> Iterator[tuple[str, Any]]:
@@ -257,5 +257,5 @@ def difference(known: Signature, got: Signature, names: list[str]) -> list[str]:
         if old != new:
             lines.append(f"{name}: captured {old}, got {new}")
     if known.training != got.training:
-        lines.append("train/eval mode of the module or a part of it")
+        lines.append("train/eval mode of the module")
     return lines

@@ -1,19 +1,16 @@
-"""What a wrapped callable reaches, and the modes all of that is in now. Imports `reach`."""
+"""What a wrapped callable is known to work on: at first what it plainly holds, later what recorded calls have shown."""
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable
-from itertools import repeat
+import types
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from graphmod.reach import Reach, reach
-
-_training, _TRAINING = operator.attrgetter("training"), repeat("training")
-_grad = operator.attrgetter("grad")
+_MOST = 4096  # objects looked at
+_DEPTH = 4
 
 
 class Surroundings:
@@ -21,62 +18,83 @@ class Surroundings:
 
     Attributes:
         known: whether it has been discovered.
-        parameters: the parameters the callable may differentiate.
+        parameters: the leaf tensors it may differentiate.
     """
 
     def __init__(self, root: nn.Module | Callable) -> None:
         self._root = root
-        self._is_module = isinstance(root, nn.Module)
-        self._found: Reach | None = None
-        self._modules: list[nn.Module] = []
-        self._attributes: list[dict[str, Any]] | None = []  # where their modes are; None where only they can tell
+        self.known = False
         self.parameters: list[Tensor] = []
-        self._gradients_of: list[Tensor] = []
-
-    @property
-    def known(self) -> bool:
-        return self._found is not None
+        self._tensors: list[Tensor] = []
+        self._ddp = False
 
     def discover(self) -> None:
-        """Walks what the callable reaches."""
-        found = self._found = reach(self._root)
-        self._found_modules(found)
-        self.parameters = list(self._root.parameters()) if self._is_module else found.parameters()
-        # A callable that is no module may run a backward: which gradients are absent is part of its state.
-        self._gradients_of = [] if self._is_module else self.parameters
+        """Looks at the module, or at what a function closes over and names."""
+        self.known = True
+        modules = [self._root] if isinstance(self._root, nn.Module) else list(_modules_of(self._root))
+        for module in modules:
+            self._take_in(module.parameters())
+            self._tensors += module.buffers()
+            self._note_ddp(module.modules())
+
+    def learn(self, guards: Any) -> None:
+        """Takes in what a recorded call has read."""
+        self._take_in(guards.parameters())
+        self._tensors += [tensor for tensor in guards.tensors if tensor.is_cuda][:1] or guards.tensors[:1]
+        self._note_ddp(guards.modules)
+
+    def _take_in(self, parameters: Any) -> None:
+        known = {id(parameter) for parameter in self.parameters}
+        self.parameters += [parameter for parameter in parameters if id(parameter) not in known]
+
+    def _note_ddp(self, modules: Any) -> None:
+        self._ddp = self._ddp or any(isinstance(one, nn.parallel.DistributedDataParallel) for one in modules)
 
     def device(self, leaves: list[Tensor]) -> torch.device | None:
         """A GPU that the callable or its arguments have tensors on, else the CPU; None where there is no tensor."""
-        tensors = [*leaves, *self.parameters, *(tensor for _, _, tensor in self._found.slots)]
+        tensors = [*leaves, *self.parameters, *self._tensors]
         cpu = torch.device("cpu") if tensors else None
         return next((tensor.device for tensor in tensors if tensor.is_cuda), cpu)
 
-    def now(self, *objects: Any) -> Reach:
-        """What the callable and `objects` reach now. A module whose tensors are all in place is not walked again."""
-        if not self._is_module or objects or not self._found.in_place():
-            self._found = reach(self._root, *objects)
-            self._found_modules(self._found)
-        return self._found
-
-    def _found_modules(self, found: Reach) -> None:
-        self._modules = found.modules
-        self._attributes = list(map(vars, found.modules))
-        if not all("training" in own for own in self._attributes) or any(
-            hasattr(type(m), "training") for m in found.modules
-        ):
-            self._attributes = None  # scripted modules, and properties of that name
-
     def distributed(self) -> bool:
-        """Whether the callable reaches DistributedDataParallel, or is called inside its forward."""
-        kind = nn.parallel.DistributedDataParallel
-        return kind._get_active_ddp_module() is not None or any(isinstance(module, kind) for module in self._modules)
+        """Whether the callable works on DistributedDataParallel, or is called inside its forward."""
+        return self._ddp or nn.parallel.DistributedDataParallel._get_active_ddp_module() is not None
 
-    def modes(self) -> bytes:
-        """Train/eval mode of every module reached, and which gradients are absent where that matters."""
-        if self._attributes is None:
-            training = bytes(map(_training, self._modules))
+
+def _modules_of(root: Callable) -> Iterator[nn.Module]:
+    """The modules that a callable closes over, names or holds in attributes."""
+    queue, seen = [(root, 0)], set()
+    while queue and len(seen) < _MOST:
+        value, depth = queue.pop(0)
+        if id(value) in seen or depth > _DEPTH:
+            continue
+        seen.add(id(value))
+        if isinstance(value, nn.Module) and not hasattr(type(value), "_reach_through"):
+            yield value
         else:
-            training = bytes(map(operator.getitem, self._attributes, _TRAINING))
-        if self._gradients_of:
-            training += bytes(map(operator.is_, map(_grad, self._gradients_of), repeat(None)))
-        return training
+            queue += [(item, depth + 1) for item in _held(value)]
+
+
+def _held(value: Any) -> Iterator[Any]:
+    if isinstance(value, (type, types.ModuleType, str, bytes, Tensor)):
+        return
+    if isinstance(value, types.MethodType):
+        yield from (value.__self__, value.__func__)
+    elif isinstance(value, types.FunctionType):
+        yield from (value.__globals__[name] for name in value.__code__.co_names if name in value.__globals__)
+        for cell in value.__closure__ or ():
+            try:
+                yield cell.cell_contents
+            except ValueError:  # still empty
+                continue
+        if hasattr(value, "__wrapped__"):
+            yield value.__wrapped__
+    elif isinstance(value, dict):
+        yield from list(value.values())[:_MOST]
+    elif isinstance(value, (list, tuple)):
+        yield from value[:_MOST]
+    else:
+        try:
+            yield from list(object.__getattribute__(value, "__dict__").values())
+        except (AttributeError, TypeError):
+            return

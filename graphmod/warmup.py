@@ -1,11 +1,10 @@
 """Warm-up calls (rule R1), and what is to be learnt from calls that run without a graph.
 
-May import what `forward` may, `forward`, `garbage` and `failures`; knows `module` by its attributes only.
+May import what `forward` may, `recording` and `failures`; knows `module` by its attributes only.
 """
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,48 +12,43 @@ from torch import Tensor
 
 from graphmod.errors import CaptureRefused
 from graphmod.failures import capture_failed
-from graphmod.garbage import no_garbage_collection
 from graphmod.group import EagerCall
-from graphmod.hook_watch import modules_called
 from graphmod.lifecycle import Entry
-from graphmod.reach import NOT_REPLAYED
-from graphmod.results import resolved
-from graphmod.signature import flatten, opaque_parts
-from graphmod.tracer import Tracer
+from graphmod.recording import record
+from graphmod.signature import flatten
 
 if TYPE_CHECKING:
     from graphmod.module import CUDAGraphModule
 
 
 def warm_up(module: CUDAGraphModule, entry: Entry, args: tuple, kwargs: dict) -> Any:
-    """An ordinary call; the last one before the capture is recorded."""
+    """An ordinary call; the last of some in a state that is new is recorded, because the first may create what later
+    ones only use."""
     module._counters.eager_calls += 1
     module._served, module._eager_in = None, module._group.begun
-    tracer = Tracer()
-    record = entry.calls + 1 == module._config.warmup_steps
-    found = module._around.now(*opaque_parts(entry.signature.structure)) if record else None
-    before = found.state() if record else None
-    torch.clear_autocast_cache()  # what a graph casts, it casts itself; the recorded call must do so too
-    with contextlib.ExitStack() as watching:
-        if record:
-            watching.enter_context(no_garbage_collection())
-            watching.enter_context(tracer)
-            entry.called = watching.enter_context(modules_called())
-        result = module._call(*args, **kwargs)
-        result = resolved(result) if record else result
     entry.calls += 1
+    if entry.calls < module._config.warmup_steps:
+        if entry.graphs:
+            module._log_once(f"{module._name!r} runs eagerly: {entry.difference}. It is recorded and captured again")
+        torch.clear_autocast_cache()
+        result = module._call(*args, **kwargs)
+    else:
+        result, recording = record(module._call, args, kwargs, module._root)
+        module._learn(recording)
+        entry.add(recording)
+        entry.calls = 0
+        if recording.refused is not None:
+            # Before any attempt, so that the user's Python never runs twice for one call. The next one is recorded.
+            entry.calls = module._config.warmup_steps
+            capture_failed(module, entry, CaptureRefused(recording.refused), "its forward")
+        elif entry.fruitless > MOST_FRUITLESS:
+            entry.disabled, entry.reason = True, f"it is in another state in each call: {entry.difference}"
+            module._log_once(f"{module._name!r} stays eager: {entry.reason}. force_enable() tries again")
     entry.called_forward = entry.called_forward or torch._C._current_autograd_node() is None
-    if record:
-        entry.trace = tracer.trace
-        entry.generators = tracer.generators
-        changed = found.changed_since(before)
-        if changed is not None:
-            # Known before any attempt, so that the user's Python never runs twice for one call. Once more of the same
-            # kind is watched, because a first call may create what later ones only use.
-            entry.calls -= 1
-            refusal = CaptureRefused(f"changes {changed} as it runs, {NOT_REPLAYED}")
-            capture_failed(module, entry, refusal, "its forward")
     return track(module, entry, result)
+
+
+MOST_FRUITLESS = 8  # recordings in a row that led to no replay
 
 
 def track(module: CUDAGraphModule, entry: Entry, result: Any) -> Any:

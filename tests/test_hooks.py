@@ -142,8 +142,8 @@ def test_hooks_on_a_part_of_the_graph_never_stop_firing(first, last, kind, devic
             side.handle.remove()
         run(side, i, count=False)
 
-    side, _ = play(two, step, device, graph=layered(), steps=16)
-    assert side.fired >= min(last, 16) - first  # a capture that was tried and refused may fire it once more
+    side, _ = play(two, step, device, graph=layered(), steps=24)
+    assert side.fired >= min(last, 24) - first  # a capture that was tried and refused may fire it once more
     assert side.graphs[1].stats.replays > 16, "the other layer has no hook and should run from its graphs"
 
 
@@ -302,7 +302,7 @@ def test_a_parameter_hook_fires_once_for_a_graph_and_code_around_it(kind, autoca
     play(mlp, step, device, graph=graph, steps=10)
 
 
-@pytest.mark.parametrize("warmup_steps", [0, 2])
+@pytest.mark.parametrize("warmup_steps", [1, 2])
 def test_a_parameter_hook_and_a_backward_inside_one_graph(warmup_steps, device):
     """Code inside that walks the parameters meets their gradients, not those of something in their place."""
 

@@ -1,5 +1,7 @@
 """Layers whose capture fails on demand, in the forward or in the backward."""
 
+import ctypes
+
 import torch
 from harness import loss_of, mlp
 from torch import nn
@@ -10,13 +12,27 @@ FAILING = {"an exception": ValueError, "no memory": torch.OutOfMemoryError, "a h
 class Trap:
     """Springs while it is armed and the code around it is being captured, where alone a host read is refused.
 
-    It has slots, so that arming it is no change of a setting that graphs watch.
+    What arms it lies in memory of C, so that arming it is no change of anything that graphs guard.
     """
 
-    __slots__ = ("armed", "error")
-
     def __init__(self):
-        self.error = self.armed = None
+        self._state = (ctypes.py_object * 2)(None, None)
+
+    @property
+    def armed(self):
+        return self._state[0]
+
+    @armed.setter
+    def armed(self, value):
+        self._state[0] = value
+
+    @property
+    def error(self):
+        return self._state[1]
+
+    @error.setter
+    def error(self, value):
+        self._state[1] = value
 
     def __call__(self, x):
         if self.armed:

@@ -1,0 +1,53 @@
+"""Random numbers that Python draws on the host, which a replay would not draw.
+
+Imports `contents`.
+"""
+
+import random
+import sys
+import types
+from typing import Any
+
+from graphmod.guards.contents import is_random, state
+
+
+class Chance:
+    """Compares the states of the host's random generators before and after a call.
+
+    Those of `random` and `numpy.random`, and each generator that the call's code was seen to use.
+    """
+
+    def __init__(self) -> None:
+        self._states: list[tuple[Any, tuple, tuple | None]] = []
+        self._known: set[int] = set()
+        self.meet(random._inst, None)
+        numpy = sys.modules.get("numpy.random")
+        if numpy is not None:
+            self.meet(numpy.mtrand._rand, None)
+
+    def meet(self, value: Any, where: tuple | None) -> None:
+        """Takes in a value that code at `where` uses: a generator, or a function that draws from one."""
+        if isinstance(value, types.BuiltinMethodType):
+            value = value.__self__
+        if not is_random(value):
+            return
+        if id(value) not in self._known:
+            self._known.add(id(value))
+            self._states.append((value, state(value), where))
+        elif where is not None:
+            for index, (known, before, line) in enumerate(self._states):
+                if known is value and line is None:
+                    self._states[index] = (known, before, where)
+
+    def drawn(self) -> tuple[str, tuple | None] | None:
+        """The library whose generator was drawn from, and the code and line that used it first; None where none was."""
+        for value, before, where in self._states:
+            if state(value) != before:
+                return type(value).__module__.partition(".")[0], where
+        return None
+
+    def restore(self) -> None:
+        """Puts the generators of `random` and `numpy.random` back to where they were."""
+        for value, before, _ in self._states:
+            if isinstance(value, random.Random) and state(value) != before:
+                value.setstate(before[0])

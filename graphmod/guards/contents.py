@@ -1,0 +1,141 @@
+"""Values: when two are the same to code that reads them, and what is inside those that can change.
+
+Imports `lookup`.
+"""
+
+import array
+import contextvars
+import datetime
+import decimal
+import fractions
+import functools
+import pathlib
+import queue
+import random
+import sys
+import types
+import weakref
+from collections import deque
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphmod.guards.lookup import MISSING
+
+PLAIN = (
+    *(int, float, complex, str, bytes, bool, type(None), range, slice, type(...)),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
+    *(datetime.date, datetime.timedelta, decimal.Decimal, fractions.Fraction, pathlib.PurePath),
+)
+"""Kinds of values that never change and count by what they are."""
+_SEQUENCES = (list, tuple, deque)
+_SETS = (set, frozenset)
+_MAPPINGS = (dict, types.MappingProxyType)
+CONTAINERS = (*_SEQUENCES, *_SETS, *_MAPPINGS)
+_MOST_BYTES = 2**20  # of an array, compared at each call
+_DEPTH = 6
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value counts by what it is."""
+    return isinstance(value, PLAIN) or _is_numpy(value, "generic")
+
+
+def _is_numpy(value: Any, kind: str) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, getattr(numpy, kind))
+
+
+def is_iterator(value: Any) -> bool:
+    """Whether reading from a value uses it up."""
+    if isinstance(value, (Tensor, torch.nn.Module)) or not hasattr(type(value), "__next__"):
+        return False
+    return not isinstance(value, type)
+
+
+def is_random(value: Any) -> bool:
+    """Whether a value draws random numbers on the host."""
+    if isinstance(value, random.Random):
+        return True
+    numpy = sys.modules.get("numpy.random")
+    return numpy is not None and isinstance(value, (numpy.RandomState, numpy.Generator))
+
+
+def content(value: Any) -> tuple | None:
+    """What is inside a value that may change: a tuple of values, or of bytes. None where it holds nothing of that kind.
+
+    What only counts while the call runs, the state of a random generator, is in `state`.
+    """
+    if isinstance(value, _MAPPINGS):
+        return (*value.keys(), *value.values()) if type(value) is not dict else (*value, *value.values())
+    if isinstance(value, _SEQUENCES):
+        return tuple(value)
+    if isinstance(value, _SETS):
+        return tuple(sorted(value, key=hash))
+    if isinstance(value, contextvars.ContextVar):
+        return (value.get(MISSING),)
+    if isinstance(value, weakref.ref):
+        return (value(),)
+    if isinstance(value, (array.array, bytearray)):
+        return (bytes(value),)
+    if isinstance(value, queue.SimpleQueue):
+        return (value.qsize(),)
+    if _is_numpy(value, "ndarray"):
+        if value.dtype.hasobject:
+            return tuple(value.ravel().tolist())
+        return (value.shape, value.dtype.str, value.tobytes() if value.nbytes <= _MOST_BYTES else id(value))
+    return None
+
+
+def state(value: Any) -> tuple | None:
+    """The state of a generator of random numbers on the host; None for other values."""
+    if isinstance(value, random.Random):
+        return (value.getstate(),)
+    if is_random(value):
+        return (repr(value.get_state() if hasattr(value, "get_state") else value.bit_generator.state),)
+    return None
+
+
+def same(one: Any, other: Any, depth: int = _DEPTH) -> bool:
+    """Whether code that reads the one would do the same with the other: it is the same object, or an equal value."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if is_plain(one):
+        return _same_plain(one, other)
+    if isinstance(one, types.MethodType):
+        return one.__func__ is other.__func__ and one.__self__ is other.__self__
+    if isinstance(one, types.BuiltinMethodType):
+        return one.__self__ is other.__self__ and one.__name__ == other.__name__
+    if isinstance(one, functools.partial):
+        parts = ((part.func, part.args, part.keywords) for part in (one, other))
+        return depth > 0 and all(same(a, b, depth - 1) for a, b in zip(*parts, strict=True))
+    if depth and isinstance(one, CONTAINERS):
+        return same_content(content(one), content(other), depth - 1)
+    return False
+
+
+def _same_plain(one: Any, other: Any) -> bool:
+    try:
+        if one != other:
+            return bool(one != one and other != other)  # NaN is NaN
+    except Exception:  # comparing is code of the value's
+        return False
+    return not isinstance(one, (float, complex)) or repr(one) == repr(other)  # 0.0 is not -0.0
+
+
+def same_content(one: tuple, other: tuple, depth: int = _DEPTH) -> bool:
+    """Whether two results of `content` are the same, item by item."""
+    return len(one) == len(other) and all(same(a, b, depth) for a, b in zip(one, other, strict=True))
+
+
+def describe(value: Any) -> str:
+    """A value in a message: itself where that is short, else its kind."""
+    if value is MISSING:
+        return "nothing"
+    if isinstance(value, PLAIN):
+        text = repr(value)
+        return text if len(text) <= 60 else f"{text[:57]}..."
+    return f"one {type(value).__name__}"

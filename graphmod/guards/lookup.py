@@ -1,0 +1,142 @@
+"""Where attributes live, found by the rules of ordinary lookup but without running any code of the object.
+
+Imports nothing of graphmod.
+"""
+
+import threading
+import types
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import nn
+
+MISSING: Any = type("Missing", (), {"__repr__": lambda self: "nothing", "__slots__": ()})()
+"""What is at a place where nothing is."""
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: of a class that was made by running code
+
+
+class Place(NamedTuple):
+    """Where a value was found.
+
+    Attributes:
+        container: `container[key]` is the value, if there is one.
+        key: an attribute name, key or index.
+        value: what was there, or MISSING.
+        shared: the class it is an attribute of, where it is: one of the object's own would hide it.
+    """
+
+    container: Any
+    key: Any
+    value: Any
+    shared: type | None = None
+
+
+class Slots:
+    """What an object keeps in `__slots__`, read as from a dict."""
+
+    __slots__ = ("_owner",)
+
+    def __init__(self, owner: Any) -> None:
+        self._owner = owner
+
+    def __getitem__(self, name: str) -> Any:
+        for kind in type(self._owner).__mro__:
+            member = vars(kind).get(name)
+            if isinstance(member, types.MemberDescriptorType):
+                try:
+                    return member.__get__(self._owner)
+                except AttributeError:
+                    break
+        raise KeyError(name)
+
+
+class Cell:
+    """The variable of a closure, read as from a dict under the key None."""
+
+    __slots__ = ("cell",)
+
+    def __init__(self, cell: types.CellType) -> None:
+        self.cell = cell
+
+    def __getitem__(self, _: None) -> Any:
+        try:
+            return self.cell.cell_contents
+        except ValueError:
+            raise KeyError from None
+
+
+def get(container: Any, key: Any) -> Any:
+    """`container[key]`, or MISSING."""
+    try:
+        return container[key]
+    except (KeyError, IndexError):
+        return MISSING
+
+
+def dict_of(owner: Any) -> dict | None:
+    """The attributes of an object; None where it keeps none in a dict."""
+    try:
+        found = owner.__dict__ if isinstance(owner, threading.local) else object.__getattribute__(owner, "__dict__")
+    except (AttributeError, TypeError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _runs_code(lookup: Callable) -> bool:
+    return isinstance(lookup, types.FunctionType)
+
+
+def find(owner: Any, name: Any) -> Place | None:
+    """The place of an attribute.
+
+    Returns:
+        None where only code could tell: a property, an object with a lookup of its own.
+    """
+    if not isinstance(name, str):
+        return None
+    if isinstance(owner, types.ModuleType):
+        held = owner.__dict__
+        return Place(held, name, held[name]) if name in held else None
+    if isinstance(owner, type):
+        return _of_class(owner, name)
+    kind = type(owner)
+    if _runs_code(kind.__getattribute__) and not isinstance(owner, nn.Module):
+        return None
+    shared = _of_class(kind, name)
+    own = dict_of(owner)
+    if shared is not None:
+        described = type(shared.value)
+        if isinstance(shared.value, types.MemberDescriptorType):
+            return Place(Slots(owner), name, get(Slots(owner), name)) if kind.__flags__ & _HEAP_TYPE else None
+        if hasattr(described, "__set__") or hasattr(described, "__delete__"):
+            return None
+    if own is not None and name in own:
+        return Place(own, name, own[name])
+    if shared is not None:
+        return shared
+    if isinstance(owner, nn.Module) and own is not None:
+        for held in (own.get("_parameters"), own.get("_buffers"), own.get("_modules")):
+            if held is not None and name in held:
+                return Place(held, name, held[name])
+    return Place(own, name, MISSING) if own is not None else None
+
+
+def _of_class(kind: type, name: str) -> Place | None:
+    for base in kind.__mro__:
+        held = vars(base)
+        if name in held:
+            return Place(held, name, held[name], shared=base)
+    return None
+
+
+def find_item(owner: Any, key: Any) -> Place | None:
+    """The place of an item of a list, tuple or dict; None for other objects, and keys that say nothing."""
+    kind = type(owner)
+    if isinstance(owner, dict) and kind.__getitem__ is dict.__getitem__:
+        try:
+            return Place(owner, key, dict.get(owner, key, MISSING))
+        except TypeError:
+            return None
+    if isinstance(owner, (list, tuple)) and type(key) is int and not _runs_code(kind.__getitem__):
+        return Place(owner, key, owner[key]) if -len(owner) <= key < len(owner) else None
+    return None
