@@ -84,6 +84,7 @@ class Group:
         self.anchor_node: Any = None
         self._learned: dict[tuple, bool] = {}
         self._version = -1
+        self._last: bool | None = None  # whether the last pass found gradients to be None
 
     def settle(self, name: BackendName, device: torch.device | None) -> bool:
         """Sees to a backend and an anchor for calls on `device`, which may be unknown. From the CPU to a GPU, or from
@@ -168,7 +169,7 @@ class Group:
 
     def begin_pass(self) -> None:
         """Notes, before the first forward of a pass, what is known about the gradients its backward will meet: are
-        they None now, and has the optimizer stepped since the last pass began?"""
+        they None now, has the optimizer stepped since the last pass began, and were they None in that?"""
         self.begun += 1
         probe = self._probe()
         if probe is None:
@@ -176,7 +177,8 @@ class Group:
             return
         self.stash.clear()
         version = probe._version
-        self.context = (probe.grad is None, version != self._version)
+        # Fused optimizers leave the version alone; then what the last pass met tells one kind of pass from another.
+        self.context = (probe.grad is None, version != self._version, self._last)
         self._version = version
 
     def expects_fresh_grads(self) -> bool | None:
@@ -187,7 +189,7 @@ class Group:
         """Called as each backward begins; the first of a pass tells what the gradients really were."""
         probe = self._probe()
         if self.context is not None and probe is not None:
-            self._learned[self.context] = probe.grad is None
+            self._learned[self.context] = self._last = probe.grad is None
             self.context = None
 
     def _probe(self) -> Tensor | None:
