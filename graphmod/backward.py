@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphmod.backward_graph import BackwardGraph, capture_backward, changed_in_place
+from graphmod.backward_graph import BackwardGraph, GradientsExchanged, capture_backward
 from graphmod.errors import BackwardUnavailable
+from graphmod.failures import capture_failed
 from graphmod.forward import ForwardGraph
-from graphmod.recompute import deliver, recompute
+from graphmod.recompute import changed_in_place, deliver, recompute
 from graphmod.tape import Ticket
 
 _NOTHING_BESIDE = contextlib.nullcontext()
@@ -85,12 +86,15 @@ def _backward(ticket: Ticket, graph: ForwardGraph, grads: tuple[Tensor | None, .
         )
     if ticket.done or not accumulates:
         return recompute(ticket, graph, grads, accumulates)
-    if ticket.versions != [parameter._version for parameter in ticket.weights]:
-        raise changed_in_place(module)
+    known = graph.backward
+    if known is not None:  # else autograd compares the versions of what it saved
+        changed = ticket.changed()
+        if changed and any(parameter is weight for parameter in changed for weight in known.weights):
+            raise changed_in_place(module)
     if module._group.context is not None:
         module._group.first_backward()
+    graph.entry.backward_began(module._group.begun)
     on_tape = tape.arena.active is tape
-    known = graph.backward
     if known is None:
         if graph.captured_in != tape.arena.passes:
             # The optimizer has changed what the retained autograd graph saved: it is good for its own pass only.
@@ -115,10 +119,19 @@ def _backward(ticket: Ticket, graph: ForwardGraph, grads: tuple[Tensor | None, .
     if on_tape and known.index >= tape.cursor and known.fits(grads, tape.arena.passes):
         # Where autograd may add to the same gradients in this backward, because the module also ran without a graph.
         group = module._group
-        with group.backend.in_turn() if module._eager_in >= group.begun - 1 else _NOTHING_BESIDE:
-            copied, as_captured = known.launch(grads, tape.arena.passes)
-            if group.stash:
-                deliver([(p, group.stash.pop(id(p), None)) for p in graph.direct])
+        try:
+            with group.backend.in_turn() if module._eager_in >= group.begun - 1 else _NOTHING_BESIDE:
+                copied, as_captured = known.launch(grads, tape.arena.passes)
+                if group.stash:
+                    deliver([(p, group.stash.pop(id(p), None)) for p in graph.direct])
+        except GradientsExchanged:
+            graph.entry.adds_apart = True
+            module._drop(tape)
+            return recompute(ticket, graph, grads, accumulates)
+        except Exception as error:
+            capture_failed(module, graph.entry, error, "a replay of its backward")
+            module._drop(tape)
+            return recompute(ticket, graph, grads, accumulates)
         module._counters.copied_bytes += copied
         tape.cursor = known.index + 1
         module._counters.replays += 1

@@ -1,6 +1,6 @@
 """One captured backward: its capture inside the real backward, and its replay into the parameters' gradients (R6).
 
-May import what `forward` may, `forward`, `failures`, `placement` and `recompute`.
+May import what `forward` may, `forward`, `failures`, `gradients`, `placement` and `recompute`.
 """
 
 from __future__ import annotations
@@ -18,15 +18,21 @@ from graphmod.buffers import OwnedBuffer, StaticInput, StaticOutput, adopted
 from graphmod.errors import CaptureRefused
 from graphmod.failures import capture_failed, refuse_unseen
 from graphmod.forward import ForwardGraph
+from graphmod.gradients import any_held
 from graphmod.guards.changes import what_changed
 from graphmod.guards.guards import Guards
 from graphmod.guards.notes import Notes, noting
-from graphmod.placement import Place, buffers_for, find_places, store
-from graphmod.recompute import differentiate
+from graphmod.placement import Place, buffers_for, find_places, real, store, targets_for
+from graphmod.recompute import changed_in_place, differentiate
 from graphmod.recorder import Recorder
 from graphmod.trace import address
 
-_is_not, _grad, _NOTHING = operator.is_not, operator.attrgetter("grad"), repeat(None)
+_is_not, _NOTHING = operator.is_not, repeat(None)
+_grad, _tensor = operator.attrgetter("grad"), operator.attrgetter("tensor")
+
+
+class GradientsExchanged(Exception):
+    """The user has put other tensors in the place of the gradients that a graph adds to."""
 
 
 class BackwardGraph:
@@ -38,12 +44,17 @@ class BackwardGraph:
         copied: of those, index and buffer of each that is copied.
         results: per differentiable input and hooked parameter of the forward, its gradient, or None.
         saved, weights: outputs and parameters of the forward that the backward reads again.
-        written, accumulated: `(parameter, buffer)` pairs whose gradient the graph overwrites or adds to.
+        written: the buffers of the gradients that the graph overwrites.
+        accumulated: those of gradients that it adds to, each with what it adds to: the buffer's memory, or a tensor
+            that the user had put in place.
         parameters: those of `written`.
+        apart: whether it was captured with gradients there that the user had put in place, to which the buffers were
+            added afterwards.
     """
 
     __slots__ = (
         "accumulated",
+        "apart",
         "copied",
         "graph",
         "index",
@@ -72,56 +83,75 @@ class BackwardGraph:
 
     def launch(self, grads: Sequence[Tensor | None], passes: int) -> tuple[int, bool]:
         """Replays into the parameters' gradients, whatever state they are in; returns the bytes copied in, and whether
-        the gradients were in the state they had at capture."""
+        the gradients were in the state they had at capture.
+
+        Raises:
+            GradientsExchanged: that is not possible; nothing has changed.
+            Exception: whatever the launch raised; the gradients are in their places.
+        """
         copied = 0
         for index, buffer in self.copied:
             copied += buffer.load(grads[index], passes)
-        as_captured, add_after = self._make_room()
-        self.graph.replay()
-        for target, part in add_after:
-            target.add_(part)
-        return copied, as_captured
-
-    def _make_room(self) -> tuple[bool, list[tuple[Tensor, Tensor]]]:
-        """Makes gradients that are not as they were at capture fit; returns whether they were, and the additions to do
-        after the replay.
-
-        Normally every gradient is as it was and this only assigns `p.grad`. Addition of two terms does not depend on
-        their order, so the results stay those of eager accumulation.
-        """
-        later: list[tuple[Tensor, Tensor]] = []
-        as_captured = True
         if not self.accumulated and not any(map(_is_not, map(_grad, self.parameters), _NOTHING)):
-            for parameter, buffer in self.written:
-                parameter.grad = buffer
-            return True, later
-        for parameter, buffer in self.written:
-            grad = parameter.grad
-            if grad is None:
-                parameter.grad = buffer
-            elif grad is buffer or grad.data_ptr() == buffer.data_ptr():
-                later.append((grad, grad.clone()))
-            else:
-                later.append((grad, buffer))
-        for parameter, buffer in self.accumulated:
-            grad = parameter.grad
-            if grad is buffer:
-                continue
-            as_captured = as_captured and grad is not None and grad.data_ptr() == buffer.data_ptr()
-            if grad is None:
-                buffer.zero_()
-                parameter.grad = buffer
-            elif grad.data_ptr() != buffer.data_ptr():
-                buffer.zero_()
-                later.append((grad, buffer))
-        return as_captured and not later, later
+            tensors = list(map(_tensor, self.written))
+            if any_held(self.written, tensors):
+                del tensors  # holds them, too
+                tensors = self._free()
+            try:
+                self.graph.replay()
+                for parameter, tensor in zip(self.parameters, tensors, strict=True):
+                    parameter.grad = tensor
+            except BaseException:
+                for parameter in self.parameters:
+                    parameter.grad = None
+                raise
+            return copied, True
+        return copied, self._launch_among_others()
 
+    def _free(self) -> list[Tensor]:
+        """The tensors for gradients, none of which is there now; what the user holds of those before is moved away."""
+        if not all(buffer.evacuate() for buffer in self.written):
+            raise GradientsExchanged("views of a gradient are held, which this version of torch cannot move")
+        return list(map(_tensor, self.written))
 
-def changed_in_place(module: Any) -> RuntimeError:
-    return RuntimeError(
-        "one of the variables needed for gradient computation has been modified by an inplace operation: a result or "
-        f"a parameter of {module._name!r}, which its backward reads again; use the out-of-place operation"
-    )
+    def _launch_among_others(self) -> bool:
+        """Replays where gradients may not be as they were at capture; returns whether they were.
+
+        The sum of two terms does not depend on their order, so the results are those of eager accumulation.
+        """
+        fill, before = [], []  # parameters without a gradient; copies of gradients that the graph is going to overwrite
+        add: list[tuple[Tensor, Tensor]] = []
+        clear: list[Tensor] = []
+        for buffer, target in (*zip(self.written, _NOTHING, strict=False), *self.accumulated):
+            grad, memory = buffer.parameter.grad, buffer.memory
+            if target is None or target is memory:
+                if grad is not None and grad.data_ptr() == memory.data_ptr():
+                    if target is None:
+                        before.append((grad, grad.clone()))
+                    continue
+                if not buffer.evacuate():
+                    raise GradientsExchanged("views of a gradient are held, which this version of torch cannot move")
+                if target is not None:
+                    clear.append(memory)
+                if grad is None:
+                    fill.append(buffer)
+                else:
+                    add.append((grad, memory))
+            elif grad is None or (grad is not target and grad.data_ptr() != target.data_ptr()):
+                raise GradientsExchanged("gradients that the graph adds to were exchanged")
+        for memory in clear:
+            memory.zero_().neg_()  # -0, to which anything may be added
+        try:
+            self.graph.replay()
+        except BaseException:
+            for grad, kept in before:
+                grad.copy_(kept)
+            raise
+        for buffer in fill:
+            buffer.parameter.grad = buffer.tensor
+        for grad, part in (*before, *add):
+            grad.add_(part)
+        return not clear and not before and (self.apart or not add)
 
 
 def capture_backward(graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> BackwardGraph | None:
@@ -137,37 +167,43 @@ def capture_backward(graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> B
     fresh = not any(p.grad is not None for p in graph.parameters)
     began = time.perf_counter()
     known = BackwardGraph()
+    known.graph = None
     try:
         known.inputs = [None if grad is None else _static_gradient(graph, grad) for grad in grads]
         static = [None if item is None else item.tensor for item in known.inputs]
         direct = graph.direct
         buffers = buffers_for(group, direct)
+        into = targets_for(buffers, entry.adds_apart)
         given = [tensor for tensor in static if tensor is not None]
         noted: list[Notes] = []
 
-        def capture(places: list[Place | None] | None) -> tuple[list[Place | None], int]:
+        def capture(places: list[Place | None] | None) -> tuple[list[Place | None], bool]:
             """Captures with the gradients at `places` computed straight into their buffers; returns where the
-            gradients were made, and how many had to be copied although they had a place."""
+            gradients were made, and whether those were not the places for any of them."""
+            aimed = {
+                position: place
+                for position, (place, target) in enumerate(zip(places or (), into, strict=bool(places)))
+                if place is not None and target is None
+            }
             targets = {
-                place.index: buffer.as_strided(place.size, place.stride)
-                for place, parameter, buffer in zip(places or [None] * len(direct), direct, buffers, strict=True)
-                if place is not None and parameter.grad is None
+                place.index: buffers[position].memory.as_strided(place.size, place.stride)
+                for position, place in aimed.items()
             }
             found: list[Place | None] = []
-            copies = 0
+            missed = False
 
             def run() -> Any:
-                nonlocal copies
+                nonlocal missed
                 inputs = [item.tensor for item in graph.inputs]
                 with noting() as notes:
                     through, gradients = differentiate(
                         graph, graph.results.retained, inputs, static, direct, graph.edges
                     )
                 noted[:] = [notes]
-                taken = {address(tensor) for tensor in (*given, *buffers)}
+                taken = {address(tensor) for tensor in (*given, *(buffer.memory for buffer in buffers))}
                 known.results = [_own(item, taken) for item in through]
                 before = list(gradients)
-                known.written, known.accumulated, copies = store(gradients, buffers)
+                known.written, known.accumulated, missed = store(gradients, buffers, into, aimed)
                 return before
 
             def check(recorder: Recorder, gradients: Any) -> None:
@@ -177,49 +213,58 @@ def capture_backward(graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> B
                 found.extend(find_places(gradients, recorder))
 
             known.graph, _ = group.backend.capture(run, arena.pool, given, graph.recording.generators, check, targets)
-            return found, copies - sum(place is None for place in places or ())
+            return found, missed
 
         sizes = tuple((tensor.size(), tensor.dtype) for tensor in (*direct, *given, *(s.tensor for s in graph.inputs)))
         shape = (type(module._root), *sizes)
         state = group.backend.random_state()
         places = group.places.get(shape)
         found, missed = capture(places)
-        if places is None or missed > 0:  # the first of its kind, or not the operations that the first of its kind had
+        if places is None or missed:  # the first of its kind, or not the operations that the first of its kind had
             if places is not None:
                 known.graph.discard()
+                known.graph = None
                 group.backend.set_random_state(state)
                 found, _ = capture(None)
             group.places[shape] = found
             if any(place is not None for place in found):
                 known.graph.discard()
+                known.graph = None
                 group.backend.set_random_state(state)
                 capture(found)
         known.saved = [output for output in graph.results.with_grad if address(output.tensor) in known.graph.seen.read]
         known.weights = [p for p in graph.parameters if address(p) in known.graph.seen.read]
-        _watch_others(graph, known, Guards(noted[0]), {address(tensor) for tensor in (*given, *buffers)})
+        known_places = {address(tensor) for tensor in (*given, *(buffer.memory for buffer in buffers))}
+        _watch_others(graph, known, Guards(noted[0]), known_places)
+        if any(output.changed() for output in known.saved):
+            raise changed_in_place(module)
         with group.backend.in_turn():  # the capture made gradient accumulators, and eager code may use them now
             known.graph.replay()
-    except Exception as error:  # whatever user code or CUDA raised: the eager backward decides what the user sees
-        if "modified by an inplace operation" in str(error):
+            known.apart = False
+            for buffer in known.written:
+                if buffer.parameter.grad is None:
+                    buffer.parameter.grad = buffer.tensor
+                else:
+                    known.apart = True
+                    buffer.parameter.grad.add_(buffer.memory)
+    except BaseException as error:  # whatever user code or CUDA raised: the eager backward decides what the user sees
+        if known.graph is not None:
+            known.graph.discard()
+        module._drop(graph.tape)
+        if not isinstance(error, Exception) or "modified by an inplace operation" in str(error):
             raise  # as eager does: something saved for the backward was changed since
         capture_failed(module, entry, error, "its backward")
-        module._drop(graph.tape)
         return None
-    if any(output.changed() for output in known.saved):
-        module._drop(graph.tape)
-        raise changed_in_place(module)
     for output in graph.results.with_grad:
         output.counted = output in known.saved
     known.copied = [(i, item.buffer) for i, item in enumerate(known.inputs) if item is not None and item.buffer]
     known.index = graph.tape.append(graph)
-    known.parameters = [parameter for parameter, _ in known.written]
+    known.parameters = [buffer.parameter for buffer in known.written]
     known.results = [None if item is None else StaticOutput(item.detach(), entry) for item in known.results]
-    for parameter, buffer in known.written:
-        parameter.grad = buffer
-    for result in known.results:
-        if result is not None:
-            group.static[result.tensor.data_ptr()] = result.tensor
-            graph.tape.outputs.append(result)
+    results = [result for result in known.results if result is not None]
+    graph.tape.hand_out(results)
+    for result in results:
+        group.static[result.tensor.data_ptr()] = result.tensor
     if graph.tape.fresh_grads is None and graph.parameters:
         graph.tape.fresh_grads = fresh
     graph.backward = known
@@ -265,6 +310,8 @@ def _own(grad: Tensor | None, taken: set[int]) -> Tensor | None:
     """`grad` in memory that nothing else uses; copied only where it is a view, or another gradient too."""
     if grad is None:
         return None
+    if grad._is_zerotensor():
+        return real(grad)
     if address(grad) in taken or 0 in grad.stride():
         return torch.empty_like(grad).copy_(grad)
     taken.add(address(grad))

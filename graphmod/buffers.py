@@ -10,7 +10,7 @@ import weakref
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from graphmod.trace import address
 
@@ -82,9 +82,11 @@ class OwnedBuffer:
         if memory.size() != source.size():
             source_part = source_part.as_strided(memory.size(), source.stride(), source.storage_offset())
         memory.copy_(source_part)
-        inference = source.is_inference()  # such tensors do not count versions
-        self._source = None if inference else weakref.ref(source)
-        self._version = -1 if inference else source._version
+        # Tensors made in inference mode do not count versions, and parameters with weak references to them cannot be
+        # swapped (`torch.utils.swap_tensors`): both are copied in each call.
+        nameless = source.is_inference() or isinstance(source, nn.Parameter)
+        self._source = None if nameless else weakref.ref(source)
+        self._version = -1 if nameless else source._version
         self._pointer = source.data_ptr()
         return memory.nbytes
 
@@ -151,7 +153,7 @@ class StaticOutput:
     def hand_out(self) -> Tensor:
         source = self._source
         if source is None or source.data_ptr() != self._pointer:  # others may move a storage too (share_memory_)
-            source = self._source = _from_dlpack(_to_dlpack(self.tensor))
+            source = self._source = storage_over(self.tensor)
             self._storage = source.untyped_storage()
         self._out = True
         alias = source.data  # with a version counter of its own
@@ -185,9 +187,8 @@ class StaticOutput:
         """
         if self.held():
             with torch.no_grad():
-                if _can_swap:
-                    old = torch.empty(0, dtype=torch.uint8, device=self.tensor.device).set_(self._storage)
-                    self._storage._swap_data_ptr_(old.clone().untyped_storage())
+                if can_swap():
+                    swap_for_copy(self._storage, self.tensor.device)
                 else:
                     alias = self._alias()
                     if self._holders() > 1 or alias is None:
@@ -199,3 +200,19 @@ class StaticOutput:
 
 
 _can_swap = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+
+
+def can_swap() -> bool:
+    """Whether this torch can exchange the memory of a storage (from 2.13 on)."""
+    return _can_swap
+
+
+def storage_over(tensor: Tensor) -> Tensor:
+    """A tensor over the same memory, which it keeps alive, with a storage of its own."""
+    return _from_dlpack(_to_dlpack(tensor)) if tensor.numel() else torch.empty_like(tensor)
+
+
+def swap_for_copy(storage: torch.UntypedStorage, device: torch.device) -> None:
+    """Gives a storage, and so all who hold it, a copy of what it holds."""
+    old = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+    storage._swap_data_ptr_(old.clone().untyped_storage())

@@ -18,6 +18,7 @@ from graphmod.backend.random_state import python_random_state, restore_python_ra
 from graphmod.buffers import OwnedBuffer, StaticInput, adopted
 from graphmod.errors import CaptureRefused, Diverged
 from graphmod.failures import refuse_unseen
+from graphmod.gradients import GradientBuffer, as_memory, lend, memory_of
 from graphmod.guards.changes import NOT_REPLAYED
 from graphmod.guards.hooks import has_gradient_hooks
 from graphmod.recorder import Recorder
@@ -60,6 +61,7 @@ class ForwardGraph:
     def __init__(self, module: CUDAGraphModule, entry: Entry, tape: Tape, recording: Recording) -> None:
         self.module, self.entry, self.tape, self.recording = module, entry, tape, recording
         self.index = -1
+        self.graph: Any = None
         self.captured_in = tape.arena.passes
         self.inputs: list[StaticInput] = []
         self._sources: list[int] = []  # the storages of the arguments that it was captured with
@@ -88,7 +90,8 @@ class ForwardGraph:
         passed = Given(args, kwargs, parameter_names(module._call))
         guards = recording.guards
         owned = guards.parameters()
-        grads = [parameter.grad for parameter in owned]
+        grads_then = [parameter.grad for parameter in owned]
+        grads = list(map(memory_of, grads_then))
         oldest = _next_sequence_number()
 
         def run() -> Any:
@@ -112,7 +115,7 @@ class ForwardGraph:
         states = [(generator, generator.get_state()) for generator in recording.generators]
         random_state, captured = group.backend.random_state(), None
         try:
-            with stood_in(self, guards), own_accumulators(self, owned):
+            with as_memory(owned), stood_in(self, guards), own_accumulators(self, owned):
                 pool, split = self.tape.arena.pool, not recording.generators and not entry.failures_in_a_row
                 captured, _ = group.backend.capture(run, pool, given, recording.generators, check, split=split)
             changed = guards.moved() or guards.changed(gradients=False)
@@ -129,13 +132,14 @@ class ForwardGraph:
                     generator.set_state(state)
             guards.restore()
             restore_python_random_state(python_random)
-            for parameter, grad in zip(owned, grads, strict=True):
+            for parameter, grad in zip(owned, grads_then, strict=True):
                 if parameter.grad is not grad:
                     parameter.grad = grad
             raise
         self.graph = captured
-        seen = self.graph.seen
-        self._grads_after = [(p, p.grad) for p, before in zip(owned, grads, strict=True) if p.grad is not before]
+        seen = captured.seen
+        left = [(p, p.grad) for p, before in zip(owned, grads_then, strict=True) if p.grad is not before]
+        self._grads_after = [(p, lend(p, grad, seen.made) if grad is not None else None) for p, grad in left]
         self._written = [t for t in seen.written.values() if not t.is_inference()]
         self._arguments_written = [
             index
@@ -158,7 +162,8 @@ class ForwardGraph:
         self._copied = [(i, s.buffer) for i, s in enumerate(self.inputs) if s.buffer is not None and not s.unused]
         self._adopted = [(i, s.pointer) for i, s in enumerate(self.inputs) if s.buffer is None and not s.unused]
         self.stands_alone = not self.results.handed_out and not self._copied
-        self.tape.outputs += self.results.handed_out
+        lent = [left for _, left in self._grads_after if left.__class__ is GradientBuffer]
+        self.tape.hand_out(self.results.handed_out + lent)
         if self._grads_after:
             self.tape.arena.keep_to(self.tape)
         for output in self.results.handed_out:
@@ -291,7 +296,8 @@ class ForwardGraph:
     def after(self, leaves: list[Tensor] | None = None) -> None:
         """Does what the captured Python code did to gradients and version counters; `leaves` are the call's tensor
         arguments, if it had others than the call before."""
-        for parameter, grad in self._grads_after:
+        for parameter, left in self._grads_after:
+            grad = left if left.__class__ is not GradientBuffer else left.tensor
             if parameter.grad is not grad:
                 parameter.grad = grad
         if self._written:

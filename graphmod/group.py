@@ -14,6 +14,7 @@ from torch import Tensor
 
 from graphmod.backend import Backend, default_device, make_backend
 from graphmod.config import BackendName
+from graphmod.gradients import GradientBuffer
 from graphmod.matcher import Matcher, matcher
 from graphmod.modes import key_reader
 from graphmod.signature import Signature
@@ -32,13 +33,15 @@ class EagerCall:
     """A warm-up call whose backward is still to come. No tape starts while one is in flight, because the tape would
     then begin in the middle of an iteration."""
 
-    __slots__ = ("__weakref__", "done", "group")
+    __slots__ = ("__weakref__", "done", "entry", "group")
 
-    def __init__(self, group: Group) -> None:
-        self.group, self.done = group, False
+    def __init__(self, group: Group, entry: Any) -> None:
+        self.group, self.entry, self.done = group, entry, False
         group.eager_in_flight += 1
 
     def backward_began(self, _: Any) -> None:
+        if not self.done:
+            self.entry.backward_began(self.group.begun)
         self.group.first_backward()
         self.finish()
 
@@ -69,7 +72,8 @@ class Group:
         self.arenas: list[Arena] = []
         self.eager_in_flight = 0
         self.parameters: list[Tensor] = []
-        self.gradients: dict[int, tuple[weakref.ref, Tensor]] = {}
+        # By parameter, which its buffer holds; the buffers are held by the graphs that write them.
+        self.gradients: weakref.WeakValueDictionary[int, GradientBuffer] = weakref.WeakValueDictionary()
         self.buffers: weakref.WeakSet[Any] = weakref.WeakSet()
         self.shared: dict[int, Tensor] = {}
         self.tied: dict[int, Tensor] = {}
@@ -83,6 +87,7 @@ class Group:
         self.anchor_node: Any = None
         self._learned: dict[tuple, bool] = {}
         self._version = -1
+        self._last: bool | None = None  # whether the last pass found gradients to be None
 
     def settle(self, name: BackendName, device: torch.device | None) -> bool:
         """Sees to a backend and an anchor for calls on `device`, which may be unknown. From the CPU to a GPU, or from
@@ -120,12 +125,20 @@ class Group:
 
     # -- where a forward may run ---------------------------------------------------------------------------------
 
-    def growing_tape(self) -> Tape | None:
-        """The tape of a pass under way whose end has been reached, so that a new graph may follow on it."""
+    def growing_tape(self, entry: Any) -> Tape | None:
+        """The tape of a pass under way whose end has been reached, so that a new graph of this signature may follow on
+        it. It may as often as calls of it had a backward in one pass before: a result that is only held, and will
+        never have one, makes no tape grow."""
+        entry.pass_began(self.begun)
+        found = None
         for arena in self.arenas:
-            if arena.in_flight and arena.active.at_end and not arena.active.dropped:
-                return arena.active
-        return None
+            tape = arena.active
+            if not arena.in_flight or not tape.at_end or tape.dropped:
+                continue
+            there = sum(graph.tape is tape for graph in entry.graphs)
+            if there < max(entry.per_pass, 1) and (found is None or arena.began > found.arena.began):
+                found = tape
+        return found
 
     def place(self, grads_pass: bool) -> Tape | None:
         """The tape on which a new pass may be captured now, or None where that is not safe at the moment."""
@@ -160,7 +173,7 @@ class Group:
 
     def begin_pass(self) -> None:
         """Notes, before the first forward of a pass, what is known about the gradients its backward will meet: are
-        they None now, and has the optimizer stepped since the last pass began?"""
+        they None now, has the optimizer stepped since the last pass began, and were they None in that?"""
         self.begun += 1
         probe = self._probe()
         if probe is None:
@@ -168,7 +181,8 @@ class Group:
             return
         self.stash.clear()
         version = probe._version
-        self.context = (probe.grad is None, version != self._version)
+        # Fused optimizers leave the version alone; then what the last pass met tells one kind of pass from another.
+        self.context = (probe.grad is None, version != self._version, self._last)
         self._version = version
 
     def expects_fresh_grads(self) -> bool | None:
@@ -179,7 +193,7 @@ class Group:
         """Called as each backward begins; the first of a pass tells what the gradients really were."""
         probe = self._probe()
         if self.context is not None and probe is not None:
-            self._learned[self.context] = probe.grad is None
+            self._learned[self.context] = self._last = probe.grad is None
             self.context = None
 
     def _probe(self) -> Tensor | None:
@@ -194,21 +208,11 @@ class Group:
             self.matchers[key] = matcher(signature)
         return self.matchers[key]
 
-    # -- gradient buffers ----------------------------------------------------------------------------------------
-
-    def gradient_buffer(self, parameter: Tensor) -> Tensor | None:
-        """The buffer in which graphs leave this parameter's gradient; None before the first."""
-        known = self.gradients.get(id(parameter))
-        return known[1] if known is not None and known[0]() is parameter else None
-
     def share(self, parameters: list[Tensor], lasting: bool = False) -> None:
         """Notes parameters as shared, with `lasting` also beyond a `release`."""
         self.shared.update((id(parameter), parameter) for parameter in parameters)
         if lasting:
             self.tied.update((id(parameter), parameter) for parameter in parameters)
-
-    def keep_gradient_buffer(self, parameter: Tensor, buffer: Tensor) -> None:
-        self.gradients[id(parameter)] = (weakref.ref(parameter), buffer)
 
     def release(self) -> None:
         """Forgets every tape and buffer; the memory is free once the last user of it lets go."""

@@ -1,11 +1,12 @@
-"""The life of a signature (warm-up, captured, disabled) and the counters users see. Imports `signature` and
-`matcher`."""
+"""The life of a signature (warm-up, captured, disabled) and the counters users see. Imports `signature`,
+`matcher` and `budget`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from typing import Any
 
+from graphmod.budget import Budget
 from graphmod.matcher import Matcher
 from graphmod.signature import Signature
 
@@ -41,6 +42,7 @@ class GraphStats:
         return GraphStats(state=max(self.state, other.state, key=order.index), **summed)
 
 
+_CAPTURES = 12  # of one signature, without enough replays in between
 _MOST_RECORDINGS = 4
 
 
@@ -52,6 +54,9 @@ class Entry:
     """
 
     __slots__ = (
+        "adds_apart",
+        "backwards",
+        "budget",
         "called_forward",
         "calls",
         "copies_out",
@@ -61,13 +66,18 @@ class Entry:
         "fruitless",
         "graphs",
         "last_used",
+        "lost",
         "match",
         "misses",
         "needs_grad",
+        "per_pass",
+        "period",
         "reason",
         "recaptures",
         "recordings",
+        "replays",
         "signature",
+        "waits",
     )  # fmt: skip
 
     def __init__(self, signature: Signature) -> None:
@@ -85,7 +95,15 @@ class Entry:
         self.last_used = 0
         self.match: Matcher | None = None  # made for the first replay
         self.recaptures = 0  # because its backward did not fit, without a fitting one in between
+        self.adds_apart = False  # gradients that the user puts in place are others each time: add to them outside
         self.called_forward = False  # outside of any backward
+        self.budget = Budget(_CAPTURES)
+        self.replays = 0
+        self.lost = ""  # why its graphs were dropped last
+        self.waits = 0  # calls that were eager because its graphs were in use
+        self.per_pass = 0  # how many of its calls had a backward in one pass; of those that came to an end, the most
+        self.period = -1  # the pass in which `backwards` were counted
+        self.backwards = 0
         self.copies_out = False  # results are held in a way that does not let them be moved: hand out copies
 
     def recording_of_now(self) -> Any:
@@ -114,7 +132,7 @@ class Entry:
         self.recordings = [known for known in self.recordings if known is not recording]
         for graph in list(self.graphs):
             if graph.recording is recording:
-                graph.tape.drop()
+                graph.tape.drop(self.difference or "its code reads other objects in each call")
 
     def failed(self, reason: str, most: int) -> bool:
         """Counts a failure; True when it was the one that disables."""
@@ -125,9 +143,22 @@ class Entry:
             return True
         return False
 
+    def backward_began(self, period: int) -> None:
+        """Takes in that a call of this pass has its backward."""
+        if self.period != period:
+            self.pass_began(period)
+        self.backwards += 1
+
+    def pass_began(self, period: int) -> None:
+        """Takes in which pass is under way, so that those before have come to their end."""
+        if self.period != period:
+            self.per_pass = max(self.per_pass, self.backwards)
+            self.period, self.backwards = period, 0
+
     def succeeded(self) -> None:
         self.failures_in_a_row = self.misses = self.fruitless = 0
 
     def rearm(self) -> None:
         self.disabled = False
         self.failures_in_a_row = self.fruitless = 0
+        self.budget = Budget(_CAPTURES)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from graphmod.budget import Budget
 from graphmod.capturing import capture, place
 from graphmod.config import CUDAGraphConfig, settings
 from graphmod.failures import capture_failed
@@ -122,6 +123,7 @@ class CUDAGraphModule(Surface):
         self._eager_calls: weakref.WeakSet[EagerCall] = weakref.WeakSet()
         self._logged: set[str] = set()
         self._served: ForwardGraph | None = None  # the graph behind the last call
+        self._budget = Budget(max(64, 8 * self._config.max_graphs))  # over all signatures
         self._eager_in = -1  # the pass of the group in which it last ran without a graph
 
     # -- calling -------------------------------------------------------------------------------------------------
@@ -253,10 +255,12 @@ class CUDAGraphModule(Surface):
         own = self._mark.forward
         return type(module).forward(module, *args, **kwargs) if own is None else own(*args, **kwargs)
 
-    def _drop(self, *tapes: Tape) -> None:
+    def _drop(self, *tapes: Tape, why: str = "") -> None:
         """Takes the tapes' graphs away from every module; their memory is free once nothing in flight needs it."""
         for tape in tapes:
-            tape.drop()
+            tape.drop(why)
+        if self._served is not None and self._served.tape.dropped:
+            self._served = None
 
     # -- bookkeeping ---------------------------------------------------------------------------------------------
 

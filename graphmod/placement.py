@@ -8,11 +8,14 @@ microbatches) share one buffer. May import `recorder`, `trace`, `overloads` and 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+from graphmod.errors import CaptureRefused
+from graphmod.gradients import GradientBuffer
 from graphmod.overloads import writes_directly
 from graphmod.recorder import Recorder
 from graphmod.trace import address
@@ -54,41 +57,78 @@ def find_places(gradients: Gradients, recorder: Recorder) -> list[Place | None]:
     return places
 
 
-def buffers_for(group: Group, parameters: list[Tensor]) -> list[Tensor]:
-    """The gradient buffer of each parameter, made where it has none."""
+def buffers_for(group: Group, parameters: list[Tensor]) -> list[GradientBuffer]:
+    """The gradient buffer of each parameter, made where it has none; the memory may be written where the gradient is
+    not there now."""
     buffers = []
     for parameter in parameters:
-        buffer = group.gradient_buffer(parameter)
-        if buffer is None or (buffer.size(), buffer.dtype, buffer.device) != (
-            parameter.size(),
-            parameter.dtype,
-            parameter.device,
-        ):
-            buffer = torch.empty_like(parameter, requires_grad=False)
-            group.keep_gradient_buffer(parameter, buffer)
+        buffer = group.gradients.get(id(parameter))
+        kind = parameter.size(), parameter.dtype, parameter.device
+        fits = buffer is not None and (buffer.memory.size(), buffer.memory.dtype, buffer.memory.device) == kind
+        if not fits or (parameter.grad is not buffer.tensor and not buffer.evacuate()):
+            buffer = GradientBuffer(parameter, torch.empty_like(parameter, requires_grad=False))
+            group.gradients[id(parameter)] = buffer
         buffers.append(buffer)
     return buffers
 
 
-def store(gradients: Gradients, buffers: list[Tensor]) -> tuple[Gradients, Gradients, int]:
+def targets_for(buffers: list[GradientBuffer], apart: bool) -> list[Tensor | None]:
+    """What a captured backward adds each gradient to; None where it overwrites the buffer.
+
+    Args:
+        apart: gradients that the user put in place are added to outside of the graph.
+    """
+    found: list[Tensor | None] = []
+    for buffer in buffers:
+        grad = buffer.parameter.grad
+        own = grad is not None and grad.data_ptr() == buffer.memory.data_ptr()
+        found.append(buffer.memory if own else None if apart else grad)
+    return found
+
+
+def store(
+    gradients: Gradients, buffers: list[GradientBuffer], into: list[Tensor | None], aimed: Collection[int]
+) -> tuple[list[GradientBuffer], list[tuple[GradientBuffer, Tensor]], bool]:
     """Inside a capture: brings the gradients to where they stay.
 
+    Args:
+        into: what each is added to, None where it is written to its buffer.
+        aimed: positions of the parameters for whose gradient an operation was given the buffer.
+
     Returns:
-        `(parameter, buffer)` pairs that are written, pairs that are added to, and how many buffers needed a copy.
+        The buffers that are written, those that are added to with the tensor that is, and whether something else than
+        the gradient was computed into any of the buffers.
+
+    Raises:
+        CaptureRefused: a gradient is sparse.
     """
     written, accumulated, parts = [], [], []
-    copies = 0
-    for (parameter, grad), buffer in zip(gradients, buffers, strict=True):
+    missed = False
+    for position, ((parameter, grad), buffer, target) in enumerate(zip(gradients, buffers, into, strict=True)):
         if grad is None:
+            missed = missed or position in aimed
             continue
-        if parameter.grad is not None:
-            accumulated.append((parameter, parameter.grad))
-            parts.append(grad)
+        if grad.layout is not torch.strided:
+            raise CaptureRefused(
+                f"has a sparse gradient for a parameter of shape {tuple(parameter.shape)}, whose size may be another "
+                "in each step; use sparse=False, or keep that module out of the graph"
+            )
+        if target is not None:
+            accumulated.append((buffer, target))
+            parts.append(real(grad))
             continue
-        if grad.data_ptr() != buffer.data_ptr() or grad.stride() != buffer.stride():
-            buffer.copy_(grad)
-            copies += 1
-        written.append((parameter, buffer))
+        memory = buffer.memory
+        if grad._is_zerotensor() or grad.data_ptr() != memory.data_ptr() or grad.stride() != memory.stride():
+            memory.copy_(real(grad))
+            missed = missed or position in aimed
+        written.append(buffer)
     if accumulated:
         torch._foreach_add_([target for _, target in accumulated], parts)
-    return written, accumulated, copies
+    return written, accumulated, missed
+
+
+def real(tensor: Tensor) -> Tensor:
+    """The tensor itself, or zeros in memory of their own for what autograd only says is zero."""
+    if not tensor._is_zerotensor():
+        return tensor
+    return torch.zeros(tensor.size(), dtype=tensor.dtype, device=tensor.device)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import count
 
 from graphmod.lifecycle import Entry
 from graphmod.signature import Signature, difference
@@ -22,7 +21,7 @@ class Registry:
 
     def __init__(self) -> None:
         self._known: dict[Signature, Entry] = {}
-        self._clock = count()
+        self.clock = 0  # calls so far
         self.usual: Entry | None = None
 
     def __iter__(self) -> Iterator[Entry]:
@@ -30,7 +29,8 @@ class Registry:
 
     def touch(self, entry: Entry) -> None:
         """Notes that an entry was used now."""
-        entry.last_used = next(self._clock)
+        self.clock += 1
+        entry.last_used = self.clock
 
     def get(self, signature: Signature) -> Entry | None:
         entry = self._known.get(signature)

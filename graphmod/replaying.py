@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from graphmod.backward import apply_replayed
-from graphmod.capturing import CAPTURE_ANOTHER
+from graphmod.capturing import CANNOT_MOVE, CAPTURE_ANOTHER, IN_USE
 from graphmod.forward import ForwardGraph
 from graphmod.lifecycle import Entry
 from graphmod.tape import Ticket
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def find(module: CUDAGraphModule, entry: Entry, leaves: list[Tensor], careful: bool) -> tuple[ForwardGraph | None, str]:
     """A graph of this signature that may replay now, or the reason why none may."""
-    reason = "its graphs are in use, or earlier in their order than what was called last"
+    reason = IN_USE
     best = None
     for graph in entry.graphs:
         tape, arena = graph.tape, graph.tape.arena
@@ -37,6 +37,9 @@ def find(module: CUDAGraphModule, entry: Entry, leaves: list[Tensor], careful: b
         if unfit is not None:
             reason = unfit
             continue
+        if arena.in_flight or not graph.index:
+            best = graph
+            break  # those that follow were captured later
         if best is None or graph.index < best.index:
             best = graph
     if best is not None and not best.tape.arena.in_flight:
@@ -44,7 +47,7 @@ def find(module: CUDAGraphModule, entry: Entry, leaves: list[Tensor], careful: b
         for other in stuck:
             other.copies_out = True  # from now on: its results are held in a way that does not let them be moved
         if stuck:
-            module._drop(*{graph.tape for other in (entry, *stuck) for graph in other.graphs})
+            module._drop(*{graph.tape for other in (entry, *stuck) for graph in other.graphs}, why=CANNOT_MOVE)
             return None, CAPTURE_ANOTHER
     return best, reason
 
@@ -87,6 +90,7 @@ def launch(module: CUDAGraphModule, graph: ForwardGraph, leaves: list[Tensor], c
             entry.match = module._group.matcher(entry.signature)
         module._entries.usual = entry
     entry.misses = entry.fruitless = 0
+    entry.replays += 1
     if graph.backward is not None or not graph.results.with_grad:
         entry.succeeded()
     return state, None

@@ -188,9 +188,12 @@ class Results:
 
 
 def resolved(result: Any) -> Any:
-    """The result with lazy conjugates and negations carried out, which a plain view of memory cannot stand for."""
+    """The result with lazy conjugates, negations and zeros carried out, which a plain view of memory cannot stand
+    for."""
     leaves: list[Tensor] = []
     structure = flatten(result, leaves, {})
-    if not any(tensor.is_conj() or tensor.is_neg() for tensor in leaves if tensor.layout is torch.strided):
+    strided = [tensor for tensor in leaves if tensor.layout is torch.strided]
+    if not any(tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor() for tensor in strided):
         return result
-    return rebuild(structure, [tensor.resolve_conj().resolve_neg() for tensor in leaves])
+    made = [tensor.clone() if tensor._is_zerotensor() else tensor.resolve_conj().resolve_neg() for tensor in leaves]
+    return rebuild(structure, made)

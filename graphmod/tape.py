@@ -7,7 +7,10 @@ was alive while everything between was captured. One integer comparison decides.
 
 from __future__ import annotations
 
+import operator
 import weakref
+from bisect import bisect_right
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -15,35 +18,57 @@ if TYPE_CHECKING:
 
 MOST_ARENAS = 4
 
+_clock = count(1)
+_version = operator.attrgetter("_version")
+
 
 class Tape:
     """Graphs captured one after the other in one arena. `cursor` is the least index that may be replayed next.
 
-    `fresh_grads` says whether the first backward of the tape found gradients to be None (it writes) or present (it
-    accumulates); None before there was a backward. `serial` counts the tapes of an arena; `outputs` are the results its
-    graphs hand out.
+    `serial` is how many graphs its arena had captured before its first; `outputs` are the results that its graphs hand
+    out, and `stamps` says which capture of the arena each came from. `fresh_grads` says whether the first backward of
+    the tape found gradients to be None (it writes) or present (it accumulates); None before there was a backward.
     """
 
-    __slots__ = ("__weakref__", "arena", "cursor", "dropped", "fresh_grads", "length", "outputs", "owners", "serial")
+    __slots__ = (
+        "__weakref__",
+        "arena",
+        "cursor",
+        "dropped",
+        "fresh_grads",
+        "length",
+        "outputs",
+        "owners",
+        "serial",
+        "stamps",
+    )  # fmt: skip
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
-        self.serial = arena.tapes_made
-        arena.tapes_made += 1
+        self.serial = arena.captures
         arena.tapes.add(self)
         self.outputs: list[Any] = []
+        self.stamps: list[int] = []
         self.cursor = 0
         self.length = 0
         self.fresh_grads: bool | None = None
         self.owners: list[Any] = []
         self.dropped = False
 
-    def drop(self) -> None:
+    def drop(self, why: str = "") -> None:
         """Takes its graphs away from their modules; their memory is free once nothing in flight needs it."""
         for graph in self.owners:
             if graph in graph.entry.graphs:
                 graph.entry.graphs.remove(graph)
+                graph.entry.lost = why
         self.dropped = True
+        self.arena.let_go_of_dropped()
+
+    def hand_out(self, outputs: list[Any]) -> None:
+        """Takes in the results of a graph that was just captured."""
+        self.arena.captures += 1
+        self.outputs += outputs
+        self.stamps += [self.arena.captures] * len(outputs)
 
     @property
     def at_end(self) -> bool:
@@ -69,7 +94,8 @@ class Arena:
         self.active: Tape | None = None
         self.in_flight = 0
         self.passes = 0
-        self.tapes_made = 0
+        self.captures = 0
+        self.began = 0  # when its last pass did, among those of all arenas
         self.tapes: weakref.WeakSet[Tape] = weakref.WeakSet()
         self.kept_to: Tape | None = None
         self.awaiting: weakref.WeakSet[Any] = weakref.WeakSet()  # graphs captured in this pass, backward still to come
@@ -78,27 +104,31 @@ class Arena:
     def begin(self, tape: Tape) -> list[Any]:
         """Starts a pass.
 
-        What the tape's graphs use in passing may lie where results of the same tape, or of tapes captured later, lie:
-        results that the caller still holds are moved out of the way.
+        What the tape's graphs use in passing may lie where results lie that were captured later than they were: those
+        that the caller still holds are moved out of the way.
 
         Returns:
             The signatures of results that could not be moved; if there are any, nothing has begun.
         """
         stuck, recent = [], []
         for other in self._recent:
-            if other.serial < tape.serial:
-                if not other.dropped or any(output.held() for output in other.outputs):
-                    recent.append(other)
-            else:
+            if other is tape or other.serial > tape.serial:
                 stuck += [output.entry for output in other.outputs if not output.evacuate()]
+                continue
+            if other.stamps and other.stamps[-1] > tape.serial:  # it grew since
+                later = bisect_right(other.stamps, tape.serial)
+                stuck += [output.entry for output in other.outputs[later:] if not output.evacuate()]
+            if not other.dropped or any(output.held() for output in other.outputs):
+                recent.append(other)
         if stuck:
-            return stuck
+            return [entry for entry in stuck if entry is not None]
         self._recent = [*recent, tape]
         self.active = tape
         for graph in self.awaiting:
             graph.forget_autograd()
         self.awaiting.clear()
         self.passes += 1
+        self.began = next(_clock)
         tape.cursor = 0
         return []
 
@@ -108,6 +138,21 @@ class Arena:
         for tape in self._recent:
             for output in tape.outputs:
                 output.let_go()
+        self.let_go_of_dropped()
+
+    def let_go_of_dropped(self) -> None:
+        """Frees what dropped tapes hold, but for results that somebody still has, unless a backward may need it."""
+        if self.in_flight or not any(tape.dropped for tape in self._recent):
+            return
+        if self.active is not None and self.active.dropped:
+            self.active = None
+        for graph in self.awaiting:
+            graph.forget_autograd()
+        self.awaiting.clear()
+        for tape in self._recent:
+            if tape.dropped:
+                tape.owners = []
+        self._recent = [t for t in self._recent if not t.dropped or any(output.held() for output in t.outputs)]
 
     def keep_to(self, tape: Tape) -> None:
         """Reserves the arena for a tape that leaves tensors behind (gradients) which other tapes would overwrite."""
@@ -126,10 +171,8 @@ class Ticket:
         self.arena, self.graph, self.random_state = arena, graph, random_state
         self.passed = arena.passes
         self.done = False
-        known = graph.backward
-        # Before the backward is captured nobody knows which parameters it reads again, so all of them count.
-        self.weights = graph.parameters if known is None else known.weights
-        self.versions = [parameter._version for parameter in self.weights]
+        self.weights = graph.parameters
+        self.versions = list(map(_version, graph.parameters))
         self.node: Any = None  # weak: the autograd node that holds this ticket
         arena.in_flight += 1
 
@@ -137,8 +180,16 @@ class Ticket:
         if not self.done:
             self.done = True
             self.arena.in_flight -= 1
+            if not self.arena.in_flight and self.graph.tape.dropped:
+                self.arena.let_go_of_dropped()
 
     __del__ = finish
+
+    def changed(self) -> list[Any]:
+        """The parameters that were changed in place since the forward."""
+        if list(map(_version, self.weights)) == self.versions:
+            return []
+        return [p for p, version in zip(self.weights, self.versions, strict=True) if p._version != version]
 
     @property
     def current(self) -> bool:

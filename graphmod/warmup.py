@@ -59,7 +59,7 @@ def track(module: CUDAGraphModule, entry: Entry, result: Any) -> Any:
             entry.needs_grad = True
             if not module._group.busy:
                 module._group.begin_pass()
-        call = EagerCall(module._group)
+        call = EagerCall(module._group, entry)
         module._eager_calls.add(call)
         tensor.register_hook(call.backward_began)
     return result

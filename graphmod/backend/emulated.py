@@ -94,6 +94,8 @@ class EmulatedGraph:
             return
         if about.name.removeprefix("aten::") in _NO_FILL:
             return
+        if not about.writes and all(tensor._is_zerotensor() for tensor in fresh):
+            return  # zeros without memory
         if not isinstance(op, torch._ops.OpOverload):
             raise CaptureRefused(f"{op} is no plain operator; the emulated backend cannot record it")
         args, kwargs = _frozen(args), {key: _frozen(value) for key, value in kwargs.items()}

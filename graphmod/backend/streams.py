@@ -1,7 +1,7 @@
 """Capture streams, and what belongs to a stream: gradient accumulators. Imports torch only."""
 
 import weakref
-from collections import defaultdict
+from collections import defaultdict, deque
 from typing import Any
 
 import torch
@@ -13,14 +13,20 @@ def renew_gradient_accumulators(parameters: list[Tensor]) -> None:
 
     Such a node keeps the stream it was made on, and lives as long as any loss that leads to it. A loop that always
     holds the last loss hands the node from step to step, so that without this a capture would for ever fork to the
-    stream of the first eager step. Autograd drops its reference when a parameter's data changes dtype.
+    stream of the first eager step. Autograd drops its reference when a parameter's data changes dtype. It does so there
+    and back within one call of C code, because an interrupt between the two would leave a weight empty.
     """
+    targets, contents = [], []
     for parameter in parameters:
         if parameter.is_leaf and parameter.requires_grad:
             data = parameter.data
             other = torch.float32 if data.dtype is not torch.float32 else torch.float64
-            parameter.data = torch.empty(0, dtype=other, device=data.device)
-            parameter.data = data
+            targets += [parameter, parameter]
+            contents += [torch.empty(0, dtype=other, device=data.device), data]
+    deque(map(_set_data, targets, contents), maxlen=0)
+
+
+_set_data = Tensor.data.__set__
 
 
 # A stream keeps its cuBLAS workspace (32 MiB) for as long as the process lives. So a stream whose backend is gone

@@ -1,0 +1,298 @@
+"""Gradients are the user's as soon as they are in `.grad`: they do not change in his hands, and his own are not touched
+but where eager would."""
+
+import sys
+
+import pytest
+import torch
+from harness import config, layered, loss_of, mlp, play, train, twins, wrapped
+from test_results import two
+from torch import nn
+
+from graphmod import CUDAGraphModule, gradients, graph_layers, ungraph
+
+HELD = {
+    "the tensor": lambda grad: grad,
+    "a view": lambda grad: grad.view(-1)[1:],
+    "detached": lambda grad: grad.detach(),
+}
+
+
+@pytest.mark.parametrize("can_swap", [True, False], ids=["storages can be moved", "before torch 2.13"])
+@pytest.mark.parametrize("held", HELD)
+@pytest.mark.parametrize("graph", [wrapped, layered])
+def test_gradients_that_are_kept_keep_their_values(graph, held, can_swap, device, monkeypatch):
+    """Of two tasks, say, whose gradients are compared."""
+    if not can_swap:
+        monkeypatch.setattr(gradients, "can_swap", lambda: False)
+
+    def step(side, i):
+        side.kept = getattr(side, "kept", [])
+        for key in range(2):
+            side.model.zero_grad()
+            loss_of(side.call(side.batch(i, 4, 8, key=key))).backward()
+            side.kept.append([HELD[held](p.grad) for p in side.model.parameters()])
+        side.note(kept=side.kept[-6:])
+        side.optimizer.step()
+
+    _, history = play(two, step, device, graph=graph())
+    if can_swap:
+        assert history[-1][1] == history[-4][1] and history[-1][2] == history[-4][2], "not replayed"
+
+
+def test_gradients_that_a_captured_step_leaves_behind_keep_their_values(device):
+    """The backward lies inside, the optimizer outside."""
+
+    def graph(side):
+        model = side.model
+
+        def run(x):
+            loss = loss_of(model(x))
+            loss.backward()
+            return loss.detach()
+
+        side.run = CUDAGraphModule(run, config())
+        side.graphs = [side.run]
+
+    def step(side, i):
+        side.kept = getattr(side, "kept", [])
+        x = side.batch(i, 4, 8)
+        if side.graphed:
+            side.run(x)
+        else:
+            loss_of(side.model(x)).backward()
+        side.kept.append([p.grad.t() for p in side.model.parameters()])
+        side.note(kept=side.kept)
+        side.optimizer.step()
+        side.optimizer.zero_grad()
+
+    twins(mlp, step, device, graph=graph, replays=1)
+
+
+def test_nothing_is_moved_in_the_usual_loop(device, monkeypatch):
+    moved = []
+    monkeypatch.setattr(gradients, "swap_for_copy", lambda *arguments: moved.append(arguments))
+    twins(mlp, train, device, replays=2)
+    assert not moved
+
+
+def test_a_gradient_of_the_users_is_not_touched_once_he_has_taken_it_away(device):
+    def step(side, i):
+        if i % 8 == 0:
+            side.mine = [torch.zeros_like(p) for p in side.model.parameters()]
+        if i % 8 == 6:
+            side.former, side.mine = side.mine, [torch.ones_like(p) for p in side.model.parameters()]
+            for former in side.former:
+                former.fill_(7.0)
+        for parameter, grad in zip(side.model.parameters(), side.mine, strict=True):
+            parameter.grad = grad
+        loss_of(side.call(side.batch(i, 4, 8))).backward()
+        side.note(mine=side.mine, former=getattr(side, "former", None))
+
+    play(mlp, step, device, steps=24)
+
+
+class Ordered(nn.Module):
+    """Two matrices, in the one order or the other, and two scalars."""
+
+    def __init__(self, swap):
+        super().__init__()
+        self.swap = swap
+        self.a, self.c = (nn.Parameter(torch.randn(4, 4)) for _ in range(2))
+        self.b, self.d = (nn.Parameter(torch.zeros(())) for _ in range(2))
+
+    def forward(self, x):
+        x = x + self.b + self.d
+        first, second = (self.c, self.a) if self.swap else (self.a, self.c)
+        first, second = x @ first, x @ second
+        return second.tanh() + first if self.swap else first.tanh() + second
+
+
+@pytest.mark.parametrize("there", ["ab", "bd", "b", "c", ""])
+def test_gradients_that_are_there_already_hide_no_wrong_place(there, device):
+    """Layers of one class and size, whose operations come in another order."""
+
+    def step(side, i):
+        side.optimizer.zero_grad()
+        for name in there:
+            parameter = getattr(side.model[0], name)
+            parameter.grad = torch.zeros_like(parameter)
+        loss_of(side.call(side.batch(i, 4, 4))).backward()
+        side.note_gradients()
+
+    build = lambda d: nn.Sequential(Ordered(True), Ordered(False)).to(d)  # noqa: E731
+    play(build, step, device, graph=layered(["0", "1"]))
+
+
+def test_a_parameter_that_the_backward_does_not_read_may_change_before_it(device):
+    """A bias is not saved; eager does not mind."""
+
+    def step(side, i):
+        loss = loss_of(side.call(side.batch(i, 4, 8)))
+        with torch.no_grad():
+            side.model[2].bias.add_(0.1)
+        loss.backward()
+        side.note_gradients()
+        side.optimizer.zero_grad()
+
+    twins(mlp, step, device, replays=2)
+
+
+def test_a_backward_that_cannot_be_launched_is_made_eagerly(device):
+    model = mlp(device)
+    graphed = CUDAGraphModule(model, config())
+    x = torch.randn(4, 8, device=device)
+    for i in range(16):
+        if i in (6, 9):
+            (graph,) = next(iter(graphed._entries)).graphs
+
+            def fails():
+                raise RuntimeError("CUDA error")
+
+            graph.backward.graph.replay = fails
+        model.zero_grad()
+        loss_of(graphed(x)).backward()
+        gradient = [p.grad.clone() for p in model.parameters()]
+        model.zero_grad()
+        loss_of(model(x)).backward()
+        assert all(map(torch.equal, gradient, [p.grad for p in model.parameters()])), i
+    assert graphed.stats.failures == 2 and "CUDA error" in graphed.last_failure
+    assert graphed.stats.state == "captured"
+
+
+def test_an_interrupt_while_a_backward_is_launched_leaves_gradients_as_they_were(device):
+    model = mlp(device)
+    graphed = CUDAGraphModule(model, config())
+    x = torch.randn(4, 8, device=device)
+    for _ in range(5):
+        model.zero_grad()
+        loss_of(graphed(x)).backward()
+    (graph,) = next(iter(graphed._entries)).graphs
+    replay = graph.backward.graph.replay
+
+    def fails():
+        raise KeyboardInterrupt
+
+    graph.backward.graph.replay = fails
+    model.zero_grad()
+    with pytest.raises(KeyboardInterrupt):
+        loss_of(graphed(x)).backward()
+    assert all(p.grad is None for p in model.parameters())
+    graph.backward.graph.replay = replay
+    loss_of(graphed(x)).backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+class Bag(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(10, 8, sparse=True)
+
+    def forward(self, tokens):
+        return self.table(tokens).tanh()
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("scope", ["module", "step"])
+def test_sparse_gradients_are_eagers(scope, accumulation, device, caplog):
+    def run(side, tokens):
+        loss = loss_of(side.model(tokens) if scope == "step" else side.call(tokens))
+        loss.backward()
+        return loss.detach()
+
+    def build(d):
+        model = Bag().to(d)
+        return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+
+    def graph(side):
+        make = wrapped()
+        if scope == "module":
+            return make(side)
+        side.run = CUDAGraphModule(lambda tokens: run(side, tokens), config())
+        side.graphs = [side.run]
+
+    def step(side, i):
+        for key in range(accumulation):
+            tokens = side.tokens(i, 2, 3, vocabulary=10, key=key)
+            side.note(loss=side.run(tokens) if hasattr(side, "run") else run(side, tokens))
+        side.note(gradient=side.model.table.weight.grad.to_dense())
+        side.optimizer.step()
+        side.optimizer.zero_grad()
+
+    play(build, step, device, graph=graph)
+    assert "sparse" in caplog.text
+
+
+class Sign(nn.Module):
+    def __init__(self, where):
+        super().__init__()
+        self.where, self.weight = where, nn.Parameter(torch.randn(8))
+
+    def forward(self, x):
+        if self.where == "parameter":
+            return x + torch.sgn(self.weight)
+        y = torch.sgn(x) if self.where == "argument" else x
+        return y * self.weight
+
+
+@pytest.mark.parametrize("where", ["argument", "parameter", "outside"])
+def test_gradients_that_are_zero_without_memory(where, device):
+    """That of `sgn` is never computed."""
+
+    def step(side, i):
+        x = side.batch(i, 4, 8).requires_grad_()
+        y = side.call(x)
+        loss_of(torch.sgn(y) if where == "outside" else y).backward()
+        side.note(x=x.grad + 0)
+        side.note(gradient=None if side.model.weight.grad is None else side.model.weight.grad + 0)
+        side.optimizer.zero_grad()
+
+    twins(lambda d: Sign(where).to(d), step, device, replays=2)
+
+
+def test_parameters_may_be_swapped_with_others(device):
+    """As `module.to()` does under `set_swap_module_params_on_conversion`."""
+
+    def step(side, i):
+        if i == 6:
+            other = nn.Parameter(torch.ones(16, 8, device=device))
+            side.optimizer.zero_grad()
+            torch.utils.swap_tensors(side.model[0].weight, other)
+        loss_of(side.call(side.batch(i, 4, 8))).backward()
+        side.note_gradients()
+        side.optimizer.zero_grad()
+
+    twins(mlp, step, device, replays=2, steps=16)
+
+
+def test_an_interrupt_never_leaves_a_weight_empty(device):
+    """Not even one that comes in the middle of a line."""
+    model = two(device)
+    weights = [p.detach().clone() for p in model.parameters()]
+    events = 0
+
+    def interrupt(frame, event, argument):
+        nonlocal events
+        if "streams" not in frame.f_code.co_filename:
+            return None
+        events += 1
+        if events == wanted:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return interrupt
+
+    for wanted in range(1, 120, 3):
+        graphs = graph_layers(model, config(warmup_steps=1))
+        events = 0
+        sys.settrace(interrupt)
+        try:
+            for _ in range(3):
+                loss_of(model(torch.randn(4, 8, device=device))).backward()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+        assert all(map(torch.equal, weights, model.parameters())), wanted
+        for graph in graphs:
+            graph.reset()
+        ungraph(model)
