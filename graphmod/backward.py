@@ -98,7 +98,7 @@ def _backward(ticket: Ticket, graph: ForwardGraph, grads: tuple[Tensor | None, .
     if known is None:
         if graph.captured_in != tape.arena.passes:
             # The optimizer has changed what the retained autograd graph saved: it is good for its own pass only.
-            module._drop(tape)
+            graph.entry.left_unfinished()
             return recompute(ticket, graph, grads, accumulates)
         pending = _used_later(ticket, graph)
         stash = module._group.stash
@@ -106,7 +106,7 @@ def _backward(ticket: Ticket, graph: ForwardGraph, grads: tuple[Tensor | None, .
         if shared:
             # Captured anew with these gradients going through autograd; this once, summed up here.
             module._group.share(shared)
-            module._drop(tape)
+            module._drop(tape, why="code outside uses its parameters too")
         elif on_tape and tape.at_end and not tape.dropped:
             known = capture_backward(graph, grads)
             if known is not None:
@@ -126,7 +126,7 @@ def _backward(ticket: Ticket, graph: ForwardGraph, grads: tuple[Tensor | None, .
                     deliver([(p, group.stash.pop(id(p), None)) for p in graph.direct])
         except GradientsExchanged:
             graph.entry.adds_apart = True
-            module._drop(tape)
+            module._drop(tape, why="gradients that it adds to, or that are held, are others each time")
             return recompute(ticket, graph, grads, accumulates)
         except Exception as error:
             capture_failed(module, graph.entry, error, "a replay of its backward")
@@ -191,4 +191,4 @@ def _count_mismatch(graph: ForwardGraph, matched: bool) -> None:
         entry.recaptures = 0
     elif graph.mismatches > config.warmup_steps and not entry.recaptures:
         entry.recaptures += 1  # once: where that does not help, the slower replay is as good as it gets
-        graph.module._drop(graph.tape)
+        graph.module._drop(graph.tape, why="its backward finds other gradients than when it was captured")

@@ -268,6 +268,7 @@ def capture_backward(graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> B
     if graph.tape.fresh_grads is None and graph.parameters:
         graph.tape.fresh_grads = fresh
     graph.backward = known
+    entry.finished(graph)
     graph.forget_autograd()
     module._counters.captures += 1
     module._counters.replays += 1

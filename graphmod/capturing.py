@@ -22,12 +22,14 @@ if TYPE_CHECKING:
     from graphmod.module import CUDAGraphModule
 
 CAPTURE_ANOTHER = "its graphs expect other gradients (None, or to be added to) than the coming backward will find"
+UNFINISHED = "no backward followed when it was captured"
 IN_USE = "its graphs are in use, or earlier in their order than what was called last"
 CANNOT_MOVE = "views of its results are held, which this version of torch cannot move"
 TAKE_TURNS = "more signatures than may have graphs (max_graphs) take turns"
 _REMEDIES = {
     CAPTURE_ANOTHER: "Call zero_grad() at one place of the loop",
     IN_USE: "Keep results of earlier calls with detach(), or call under torch.no_grad() where no backward follows",
+    UNFINISHED: "Call the part under torch.no_grad() where no backward follows",
     TAKE_TURNS: "Raise max_graphs",
 }
 _IDLE = 4  # times max_graphs: calls for which a signature was not used before its graphs make room for another's
@@ -46,7 +48,7 @@ def place(module: CUDAGraphModule, entry: Entry, reason: str, recording: Recordi
     tape = group.growing_tape(entry)
     again = tape is not None and any(graph.tape is tape for graph in entry.graphs)
     known = any(graph.recording is recording for graph in entry.graphs)
-    if tape is None and known and reason != CAPTURE_ANOTHER:
+    if tape is None and known and reason not in (CAPTURE_ANOTHER, UNFINISHED):
         # The graphs there are do not fit. Once is an exception, several times in a row is how it is from now on.
         entry.misses += 1
         entry.waits += reason == IN_USE

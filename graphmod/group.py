@@ -123,6 +123,15 @@ class Group:
         self.share([parameter for parameter in parameters if id(parameter) in known])
         self.parameters += [parameter for parameter in parameters if id(parameter) not in known]
 
+    def forget(self, parameters: list[Tensor]) -> None:
+        """Lets go of parameters that others have taken the place of."""
+        gone = {id(parameter) for parameter in parameters}
+        if gone:
+            self.parameters = [parameter for parameter in self.parameters if id(parameter) not in gone]
+            for key in gone - self.tied.keys():
+                self.shared.pop(key, None)
+            self.context = None
+
     # -- where a forward may run ---------------------------------------------------------------------------------
 
     def growing_tape(self, entry: Any) -> Tape | None:

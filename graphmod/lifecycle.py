@@ -59,6 +59,7 @@ class Entry:
         "budget",
         "called_forward",
         "calls",
+        "capture_in",
         "copies_out",
         "difference",
         "disabled",
@@ -77,6 +78,7 @@ class Entry:
         "recordings",
         "replays",
         "signature",
+        "unfinished",
         "waits",
     )  # fmt: skip
 
@@ -104,6 +106,8 @@ class Entry:
         self.per_pass = 0  # how many of its calls had a backward in one pass; of those that came to an end, the most
         self.period = -1  # the pass in which `backwards` were counted
         self.backwards = 0
+        self.unfinished = 0  # backwards in a row of forwards that were captured in a pass without one
+        self.capture_in = 0  # calls after which one is captured that may have a backward; 0 where none is to be
         self.copies_out = False  # results are held in a way that does not let them be moved: hand out copies
 
     def recording_of_now(self) -> Any:
@@ -154,6 +158,21 @@ class Entry:
         if self.period != period:
             self.per_pass = max(self.per_pass, self.backwards)
             self.period, self.backwards = period, 0
+
+    def left_unfinished(self) -> None:
+        """Takes in that a backward met a forward whose capture saw no backward. Another call is to be captured: the
+        next one, or, if that is one without a backward again, the one after it, and so on."""
+        self.unfinished += 1
+        self.capture_in = self.unfinished
+
+    def finished(self, graph: Any) -> None:
+        """Takes in that a graph has its backward now. Those that have none, and never will, make room."""
+        self.unfinished = self.capture_in = 0
+        for tape in {other.tape for other in self.graphs if other.backward is None and other.tape is not graph.tape}:
+            if not (tape.arena.in_flight and tape.arena.active is tape) and all(
+                owner.backward is None for owner in tape.owners
+            ):
+                tape.drop()
 
     def succeeded(self) -> None:
         self.failures_in_a_row = self.misses = self.fruitless = 0

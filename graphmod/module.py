@@ -271,9 +271,10 @@ class CUDAGraphModule(Surface):
 
     def _learn(self, recording: Recording) -> None:
         """Takes in what a recorded call has read."""
-        known = len(self._around.parameters)
-        self._around.learn(recording.guards)
-        self._group.learn(self._around.parameters[known:])
+        known = {id(parameter) for parameter in self._around.parameters}
+        lasting = [one.guards for entry in self._entries for one in entry.recordings]
+        self._group.forget(self._around.learn(recording.guards, lasting))
+        self._group.learn([parameter for parameter in self._around.parameters if id(parameter) not in known])
 
     def _eager_in_flight(self) -> bool:
         """Whether a call without a graph waits for its backward."""

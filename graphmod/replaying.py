@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from graphmod.backward import apply_replayed
-from graphmod.capturing import CANNOT_MOVE, CAPTURE_ANOTHER, IN_USE
+from graphmod.capturing import CANNOT_MOVE, CAPTURE_ANOTHER, IN_USE, UNFINISHED
 from graphmod.forward import ForwardGraph
 from graphmod.lifecycle import Entry
 from graphmod.tape import Ticket
@@ -23,6 +23,10 @@ def find(module: CUDAGraphModule, entry: Entry, leaves: list[Tensor], careful: b
     """A graph of this signature that may replay now, or the reason why none may."""
     reason = IN_USE
     best = None
+    unfinished = False
+    if entry.capture_in and not careful:
+        entry.capture_in -= 1
+        unfinished = not entry.capture_in
     for graph in entry.graphs:
         tape, arena = graph.tape, graph.tape.arena
         if arena.in_flight:
@@ -33,6 +37,9 @@ def find(module: CUDAGraphModule, entry: Entry, leaves: list[Tensor], careful: b
             if expected is not None and expected is not tape.fresh_grads:
                 reason = CAPTURE_ANOTHER
                 continue
+        if unfinished and graph.backward is None:
+            reason = UNFINISHED
+            continue
         unfit = graph.unfit(leaves, careful)
         if unfit is not None:
             reason = unfit

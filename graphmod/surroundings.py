@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -31,17 +31,33 @@ class Surroundings:
     def discover(self) -> None:
         """Looks at the module, or at what a function closes over and names."""
         self.known = True
-        modules = [self._root] if isinstance(self._root, nn.Module) else list(_modules_of(self._root))
-        for module in modules:
+        self._tensors = []
+        for module in self._modules():
             self._take_in(module.parameters())
             self._tensors += module.buffers()
             self._note_ddp(module.modules())
 
-    def learn(self, guards: Any) -> None:
-        """Takes in what a recorded call has read."""
+    def _modules(self) -> list[nn.Module]:
+        return [self._root] if isinstance(self._root, nn.Module) else list(_modules_of(self._root))
+
+    def learn(self, guards: Any, lasting: Iterable[Any] = ()) -> list[Tensor]:
+        """Takes in what a recorded call has read.
+
+        Args:
+            lasting: the guards of the recordings that still count.
+
+        Returns:
+            Parameters that were exchanged since: neither of these leads to them any more.
+        """
+        self.discover()
         self._take_in(guards.parameters())
         self._tensors += [tensor for tensor in guards.tensors if tensor.is_cuda][:1] or guards.tensors[:1]
         self._note_ddp(guards.modules)
+        current = {id(parameter) for module in self._modules() for parameter in module.parameters()}
+        current.update(id(parameter) for one in (guards, *lasting) for parameter in one.parameters())
+        gone = [parameter for parameter in self.parameters if id(parameter) not in current]
+        self.parameters = [parameter for parameter in self.parameters if id(parameter) in current]
+        return gone
 
     def _take_in(self, parameters: Any) -> None:
         known = {id(parameter) for parameter in self.parameters}

@@ -35,8 +35,8 @@ def warm_up(module: CUDAGraphModule, entry: Entry, args: tuple, kwargs: dict) ->
         result = module._call(*args, **kwargs)
     else:
         result, recording = record(module._call, args, kwargs, parameter_names(module._call), module._root)
-        module._learn(recording)
         entry.add(recording)
+        module._learn(recording)
         entry.calls = 0
         if recording.refused is not None:
             # Before any attempt, so that the user's Python never runs twice for one call. The next one is recorded.

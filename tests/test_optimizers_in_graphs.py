@@ -7,7 +7,6 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from graphmod import CUDAGraphModule
-from graphmod.tracer import is_recording
 
 
 def test_an_optimizer_that_counts_its_steps_in_python_is_refused_with_the_remedy(device):
@@ -95,7 +94,7 @@ def test_step_hooks_of_an_optimizer_run_in_every_step(when, device, steps_of):
 
     side, history = play(build, step, device, graph=lambda side: None, steps=14)
     assert all(ran) and len(ran) == 14 - when
-    assert "a step hook on its AdamW" in side.run.last_failure
+    assert "changes the items of a list" in side.run.last_failure
     if when:
         assert history[when - 1][0] > 0, "it never had a graph"
 
@@ -127,7 +126,7 @@ def test_a_step_hook_of_one_optimizer_comes_after_a_capture(device):
         graphed(x)
     assert graphed.stats.replays > 0
     steps = torch.zeros((), device=device)
-    handle = optimizer.register_step_post_hook(lambda *_: steps.add_(1) if not is_recording() else None)
+    handle = optimizer.register_step_post_hook(lambda *_: steps.add_(1))
     for _ in range(5):
         graphed(x)
     assert float(steps) == 5

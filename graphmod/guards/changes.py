@@ -33,6 +33,9 @@ def name_of(note: Note) -> str:
 
 def what_changed(notes: Notes) -> str | None:
     """The first of what a call changed, in words; None if that is nothing."""
+    if notes.unreadable is not None:
+        error, where = notes.unreadable
+        return f"reads an object at {line_of(where)} that nobody can look into without harm ({error})"
     for _, kind, where in notes.iterators:
         return f"{line_of(where)} takes items from a {kind}, {NOT_REPLAYED}"
     drawn = notes.chance.drawn()

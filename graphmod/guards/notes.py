@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from graphmod.guards.chance import Chance
-from graphmod.guards.contents import CONTAINERS, content, is_iterator, is_plain, same, same_content
+from graphmod.guards.contents import CONTAINERS, Whole, content, is_iterator, is_plain, same, same_content
 from graphmod.guards.frames import Frames, is_library
 from graphmod.guards.lookup import MISSING, Cell, Place, dict_of, find, find_item, get
 from graphmod.guards.reads import RESULT, Expression, Read
@@ -111,6 +111,7 @@ class Notes:
         iterators: what code used that is used up by it.
         gradients: the leaf tensors met -> whether they had no gradient then.
         chance: the random generators of the host.
+        unreadable: an error from looking at what code reads, and where.
     """
 
     def __init__(self) -> None:
@@ -120,8 +121,10 @@ class Notes:
         self.iterators: list[tuple[Any, str, tuple]] = []
         self.gradients: dict[int, tuple[Tensor, bool]] = {}
         self.chance = Chance()
+        self.unreadable: tuple[str, tuple] | None = None
         self.roots: set[int] = set()
         self._holders: dict[int, Any] = {}
+        self._wholes: dict[int, Whole] = {}
         self._where: tuple = ("", 0)
 
     # -- while the call runs -------------------------------------------------------------------------------------
@@ -143,6 +146,12 @@ class Notes:
     def see(self, frame: types.FrameType, reads: Iterable[Read], results: Iterable[Any]) -> None:
         """Takes in that code is about to read something."""
         self._where = (frame.f_code, frame.f_lineno)
+        try:
+            self._see(frame, reads, results)
+        except Exception as error:  # what is looked at may be of any kind; the user's call goes on
+            self.unreadable = self.unreadable or (f"{type(error).__name__}: {error}", self._where)
+
+    def _see(self, frame: types.FrameType, reads: Iterable[Read], results: Iterable[Any]) -> None:
         variables = frame.f_locals
         for read in reads:
             for result in results or (_UNKNOWN,):
@@ -162,7 +171,18 @@ class Notes:
             for hooks in _GLOBAL_HOOKS:
                 self._look_inside(getattr(nn.modules.module, hooks, {}))
         self.modules.setdefault(id(module), module)
-        self._attribute(module, "forward")
+        if isinstance(module, torch.jit.ScriptModule) or module.__dict__.get("_compiled_call_impl") is not None:
+            self._whole(module)
+        elif isinstance(module, _compiled_kind()):
+            self._whole(module._orig_mod)
+        else:
+            self._attribute(module, "forward")
+
+    def _whole(self, module: nn.Module) -> None:
+        if id(module) not in self._wholes:
+            whole = self._wholes[id(module)] = Whole(module)
+            self.roots.add(id(whole))
+            self._look_inside(whole)
 
     def _value(self, of: Expression, frame: types.FrameType, variables: dict, result: Any) -> Any:
         kind = of[0]
@@ -286,6 +306,12 @@ class Notes:
             for item in items:
                 if isinstance(item, Tensor):
                     self._leaf(item)
+
+
+def _compiled_kind() -> Any:
+    """The class of compiled modules; nothing where torch.compile was never used."""
+    compiler = sys.modules.get("torch._dynamo.eval_frame")
+    return getattr(compiler, "OptimizedModule", ())
 
 
 def _follows(of: Expression) -> bool:
