@@ -7,7 +7,6 @@ import array
 import contextvars
 import datetime
 import decimal
-import fractions
 import functools
 import io
 import pathlib
@@ -27,7 +26,7 @@ from graphmod.guards.lookup import MISSING
 PLAIN = (
     *(int, float, complex, str, bytes, bool, type(None), range, slice, type(...)),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
-    *(datetime.date, datetime.timedelta, decimal.Decimal, fractions.Fraction, pathlib.PurePath),
+    *(datetime.date, datetime.timedelta, decimal.Decimal, pathlib.PurePath),
 )
 """Kinds of values that never change and count by what they are."""
 _SEQUENCES = (list, tuple, deque)

@@ -69,7 +69,7 @@ def get(container: Any, key: Any) -> Any:
     """`container[key]`, or MISSING."""
     try:
         return container[key]
-    except (KeyError, IndexError):
+    except Exception:  # KeyError and IndexError, or whatever a container of the user's raises
         return MISSING
 
 
