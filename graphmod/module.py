@@ -33,7 +33,6 @@ from graphmod.surface import Surface
 from graphmod.surroundings import Surroundings
 from graphmod.tape import Tape
 from graphmod.target import HOLDERS, Target, caller_with
-from graphmod.torch_private import dispatch_modes as _dispatch_modes
 from graphmod.torch_private import is_fx_tracing
 from graphmod.tracer import is_recording
 from graphmod.warmup import track, warm_up
@@ -147,9 +146,6 @@ class CUDAGraphModule(Surface):
         """Calls the wrapped callable without the module's own hooks."""
         if _dynamo_compiles():
             return self._call(*args, **kwargs)
-        if _dispatch_modes() and is_recording():
-            self._served = None
-            return self._call(*args, **kwargs)  # part of what another wrapper captures
         if _reference_count(self._mark) > HOLDERS:
             other = caller_with(self._mark)
             if other is not None and other is not self._root:
@@ -170,6 +166,9 @@ class CUDAGraphModule(Surface):
             if self._retired:
                 other = caller_with(self._mark)
                 return self._call(*args, **kwargs) if other is None else self._for_copy(other, args, kwargs)
+            if modes[FOREIGN] is not None and is_recording():
+                self._served = None
+                return self._call(*args, **kwargs)  # part of what another wrapper captures
             if modes[FOREIGN] is not None or is_fx_tracing():
                 return self._beside(modes[FOREIGN] or "it is being traced", args, kwargs)
             leaves = []
