@@ -61,6 +61,7 @@ class ForwardGraph:
         self.index = -1
         self.captured_in = tape.arena.passes
         self.inputs: list[StaticInput] = []
+        self._given: set[int] = set()  # the identities of the arguments that it was captured with
         self._sources: list[int] = []  # the storages of the arguments that it was captured with
         self.parameters: list[Tensor] = []
         self.hooked: list[Tensor] = []
@@ -190,6 +191,7 @@ class ForwardGraph:
                 memory = buffer.tensor.detach()
             made.append(StaticInput(_like(source, memory), buffer, name))
             self._sources.append(address(source))
+            self._given.add(id(source))
         return made
 
     def _unlike_eager(self, recorder: Recorder) -> str | None:
@@ -241,6 +243,7 @@ class ForwardGraph:
                     queue.append(following)
         shared = self.module._group.shared
         returned = set(map(id, self.results.passed_on))
+        returned |= self._given
         self.module._group.share([p for p in self.parameters if id(p) in returned])  # the caller may use it, too
         self.hooked = [p for p in self.parameters if has_gradient_hooks(p) or id(p) in shared]
         self.direct = [p for p in self.parameters if not has_gradient_hooks(p) and id(p) not in shared]

@@ -139,6 +139,11 @@ class Results:
     def _pass_on(self, tensor: Tensor, recorder: Recorder, held: bool) -> None:
         where = address(tensor)
         if where not in recorder.outside and not recorder.is_host(tensor):
+            if not held:
+                raise CaptureRefused(
+                    "returns a tensor that was found neither among its arguments nor in an attribute of what it holds, "
+                    "so that nobody would notice another in its place; pass it as an argument"
+                )
             recorder.outside[where] = tensor.detach()  # so that it is watched, although no operation reads it
         self.passed_on.append(tensor)
         self._parts.append(tensor if held or tensor.requires_grad else fresh_view(tensor))

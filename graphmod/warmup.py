@@ -53,9 +53,11 @@ def warm_up(module: CUDAGraphModule, entry: Entry, args: tuple, kwargs: dict) ->
     if record:
         entry.trace = tracer.trace
         entry.generators = tracer.generators
-        entry.returned = outline(result)
+        returned = outline(result)
+        refused = not_to_be_made_again(returned[0])
+        entry.returned = returned if refused is None else None  # which may hold objects
         changed = found.changed_since(before)
-        reason = given.changed() or given.returned(result) or not_to_be_made_again(entry.returned[0])
+        reason = given.changed() or given.returned(result) or refused
         if training != module._around.training():
             reason = reason or SWITCHES_MODE
         reason = reason or (changed and f"changes {changed} as it runs, {NOT_REPLAYED}")

@@ -192,6 +192,27 @@ def test_the_gradient_of_an_argument_is_there_for_code_that_reads_it(reads, devi
     assert wrapper.stats.captures == (1 if reads else 2)
 
 
+def test_a_parameter_that_is_an_argument_of_its_own_module(device):
+    """Both uses are summed up before the sum is added to a gradient that is there already."""
+
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x, weight):
+            return self.layer(x) + x @ weight.tanh()
+
+    def step(side, i):
+        for part in range(2):
+            side.call(side.batch(i, 4, 8, key=part), side.model.layer.weight).pow(2).sum().backward()
+        side.note_gradients()
+        side.optimizer.step()
+        side.optimizer.zero_grad()
+
+    twins(lambda device: Tied().to(device), step, device, graph=wrapped(), replays=None, settled=0)
+
+
 class Subclass(Tensor):
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):

@@ -16,8 +16,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from graphmod import CUDAGraphModule, torch_private
-from graphmod.modes import FOREIGN, autocast_as, difference, key_reader, mode_key
+from graphmod import BackwardUnavailable, CUDAGraphModule, torch_private
+from graphmod.modes import FOREIGN, difference, entered_again, key_reader, mode_key
 
 CALLS = 5
 
@@ -221,12 +221,38 @@ def test_a_second_backward_runs_under_the_autocast_of_its_forward(device):
         assert torch.equal(gradients(wrapper), gradients(module))
 
 
+def test_a_forward_that_runs_again_for_its_backward_takes_the_attention_that_it_took(device):
+    """`torch.autograd.grad` for an argument runs the forward again, after the context has been left."""
+    torch.manual_seed(0)
+    module = Attends().to(device)
+    wrapper = CUDAGraphModule(module, config())
+    x = torch.linspace(-1, 1, 2 * 2 * 33 * 8, device=device).view(2, 2, 33, 8).requires_grad_()
+
+    def gradients(call):
+        with sdpa_kernel(SDPBackend.MATH):
+            result = call(x).pow(2).sum()
+        return torch.autograd.grad(result, x)[0]
+
+    for _ in range(CALLS):
+        assert torch.equal(gradients(wrapper), gradients(module))
+    before = mode_key(device.type)
+    with setting(torch.backends, "fp32_precision", "tf32")():
+        result = wrapper(x).sum()
+    with pytest.raises(BackwardUnavailable, match="precision is not as it was"):
+        for _ in range(CALLS):
+            with setting(torch.backends, "fp32_precision", "tf32")():
+                result = wrapper(x).sum()
+            torch.autograd.grad(result, x)
+    assert mode_key(device.type) == before
+
+
 def test_autocast_can_be_entered_again():
+    plain = mode_key("cpu")
     with torch.autocast("cpu", torch.float16):
         modes = mode_key("cpu")
-    with autocast_as(modes, "cpu"):
+    with entered_again(modes, "cpu"):
         assert torch.get_autocast_dtype("cpu") is torch.float16 and torch.is_autocast_enabled("cpu")
-    with torch.autocast("cpu", torch.bfloat16), autocast_as((*mode_key("cuda")[:3], None), "cpu"):
+    with torch.autocast("cpu", torch.bfloat16), entered_again(plain, "cpu"):
         assert not torch.is_autocast_enabled("cpu")
 
 
