@@ -6,12 +6,11 @@ every part of the core.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from graphmod.capturing import capture, place
 from graphmod.config import CUDAGraphConfig, settings
 from graphmod.failures import capture_failed
+from graphmod.flattening import flatten
 from graphmod.forward import ForwardGraph
 from graphmod.group import EagerCall, Group
 from graphmod.hook_watch import HOOKS
@@ -28,11 +28,11 @@ from graphmod.modes import FOREIGN
 from graphmod.registry import Registry
 from graphmod.replaying import OTHER_MODES, find, launch, results
 from graphmod.signature import Signature, parameter_names, tensor_key
-from graphmod.structure import flatten, unrepeatable
+from graphmod.structure import unrepeatable
 from graphmod.surface import Surface
 from graphmod.surroundings import Surroundings
 from graphmod.tape import Tape
-from graphmod.target import HOLDERS, Target, caller_with
+from graphmod.target import HOLDERS, Target, caller_with, in_place_of_forward
 from graphmod.torch_private import is_fx_tracing
 from graphmod.tracer import is_recording
 from graphmod.warmup import track, warm_up
@@ -40,19 +40,6 @@ from graphmod.warmup import track, warm_up
 log = logging.getLogger("graphmod")
 _reference_count = sys.getrefcount
 _dynamo_compiles = torch.compiler.is_dynamo_compiling
-
-
-@contextlib.contextmanager
-def _in_place_of_forward(module: nn.Module, run: Callable) -> Iterator[None]:
-    before = module.__dict__.get("forward")
-    module.__dict__["forward"] = run
-    try:
-        yield
-    finally:
-        if before is None:
-            del module.__dict__["forward"]
-        else:
-            module.__dict__["forward"] = before
 
 
 class CUDAGraphModule(Surface):
@@ -133,7 +120,7 @@ class CUDAGraphModule(Surface):
             self.reset()
         if self._calls_itself() or any(getattr(root, kind) for kind in HOOKS):
             # The module's own hooks and `__call__` run on every call, around the graph instead of inside it.
-            with _in_place_of_forward(root, self._run):
+            with in_place_of_forward(root, self._run):
                 return root(*args, **kwargs)
         return self._run(*args, **kwargs)
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from graphmod.flattening import rebuild
 from graphmod.forward import ForwardGraph
 from graphmod.hook_watch import without_gradient_hooks
 from graphmod.modes import entered_again
 from graphmod.placement import Gradients
-from graphmod.structure import rebuild
 from graphmod.tape import Ticket
 
 

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from graphmod.buffers import StaticOutput
 from graphmod.errors import CaptureRefused
+from graphmod.flattening import flatten, rebuild
 from graphmod.lifecycle import Entry
 from graphmod.recorder import Recorder
 from graphmod.sharing import PartOf, fresh_view, shared_parts
 from graphmod.signature import attributes_of, unusual
-from graphmod.structure import Content, Leaf, Opaque, Unrepeatable, flatten, parts, rebuild
+from graphmod.structure import Content, Leaf, Opaque, Unrepeatable, parts
 from graphmod.trace import address
 
 

@@ -88,10 +88,10 @@ def self_test() -> None:
         ("_is_any_autocast_enabled", lambda: any_autocast() in (True, False)),
         ("_len_torch_dispatch_stack", lambda: dispatch_modes() >= 0),
         ("_len_torch_function_stack", lambda: function_modes() >= 0),
-        ("_get_tracing_state", lambda: jit_tracing() is None or True),
-        ("_functorch.peek_interpreter_stack", lambda: functorch_interpreter() is None or True),
+        ("_get_tracing_state", lambda: (jit_tracing(), True)[1]),
+        ("_functorch.peek_interpreter_stack", lambda: (functorch_interpreter(), True)[1]),
         ("forward_ad._current_level", lambda: isinstance(forward_ad._current_level, int)),
-        ("_autograd._top_saved_tensors_default_hooks", lambda: top_saved_tensors_hooks(True) is None or True),
+        ("_autograd._top_saved_tensors_default_hooks", lambda: (top_saved_tensors_hooks(True), True)[1]),
     ):
         try:
             fine = works()

@@ -14,6 +14,7 @@ from torch import Tensor
 from graphmod.arguments import Given
 from graphmod.errors import CaptureRefused
 from graphmod.failures import capture_failed
+from graphmod.flattening import flatten
 from graphmod.garbage import no_garbage_collection
 from graphmod.group import EagerCall
 from graphmod.hook_watch import modules_called
@@ -21,7 +22,7 @@ from graphmod.lifecycle import Entry
 from graphmod.reach import NOT_REPLAYED
 from graphmod.results import not_to_be_made_again, outline, resolved
 from graphmod.signature import parameter_names
-from graphmod.structure import flatten, opaque_parts
+from graphmod.structure import opaque_parts
 from graphmod.surroundings import SWITCHES_MODE
 from graphmod.tracer import Tracer
 

@@ -16,7 +16,8 @@ from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
 from graphmod import CUDAGraphModule
-from graphmod.structure import Opaque, flatten, opaque_parts, rebuild, unrepeatable
+from graphmod.flattening import flatten, rebuild
+from graphmod.structure import Opaque, opaque_parts, unrepeatable
 
 CALLS = 10
 
