@@ -54,6 +54,7 @@ class ForwardGraph:
         through_autograd: what autograd sees of the parameters: `hooked` and the witness.
         ticket: weak, that of the last forward with a backward to come.
         backward: the captured backward, once there is one.
+        backward_settings: the settings of the process in which it was captured.
         captured_in: the pass of its arena in which it was captured.
         called: the modules that ran inside.
         mismatches: backwards in a row that the captured backward did not fit.
@@ -68,6 +69,7 @@ class ForwardGraph:
         self.hooked: list[Tensor] = []
         self.direct: list[Tensor] = []
         self.backward: BackwardGraph | None = None
+        self.backward_settings: tuple = ()
         self.edges: dict[int, GradientEdge] = {}
         self.stand_ins: dict[int, Tensor] = {}
         self.mismatches = 0

@@ -56,11 +56,17 @@ _OF_CPU = {
     "number of threads": torch.get_num_threads,
 }
 _PRECISIONS = ("float32 matmul precision", "float32 convolution precision", "float32 RNN precision")
+_OPERATIONS = ("matmul", "conv", "rnn")
 _LAST = ("order of attention backends", "torch.compiler stance", "denormal numbers or current GPU")
 
 _priority = getter("_get_sdp_priority_order")
 _EVAL_FRAME = "torch._dynamo.eval_frame"
 _DENORMAL = 5e-324  # times one it is zero where denormal numbers are flushed, for which there is no getter
+
+
+def _backend(device_type: str) -> str:
+    """Whose float32 precision matters on a device."""
+    return "cuda" if device_type == "cuda" else "mkldnn"
 
 
 def _readers(device_type: str) -> tuple[Callable[[], tuple], Callable[[], tuple]]:
@@ -69,9 +75,9 @@ def _readers(device_type: str) -> tuple[Callable[[], tuple], Callable[[], tuple]
     on_gpu = device_type == "cuda"
     read = [*_OF_ANY_DEVICE.values(), *(_OF_CUDA if on_gpu else _OF_CPU).values()]
     names: dict[str, Any] = {f"read{index}": function for index, function in enumerate(read)}
-    backend = "cuda" if on_gpu else "mkldnn"
+    backend = _backend(device_type)
     parts = [f"{name}()" for name in names]
-    parts += [f"precision({backend!r}, {operation!r})" for operation in ("matmul", "conv", "rnn")]
+    parts += [f"precision({backend!r}, {operation!r})" for operation in _OPERATIONS]
     parts += ["tuple(priority() or ())", f"stance() if {_EVAL_FRAME!r} in modules else None"]
     several = on_gpu and torch.cuda.device_count() > 1
     parts.append("current()" if several else "None" if on_gpu else "denormal * 1.0 != 0.0")
@@ -82,7 +88,7 @@ def _readers(device_type: str) -> tuple[Callable[[], tuple], Callable[[], tuple]
         "modules": sys.modules,
         "stance": private.dynamo_stance,
         "denormal": _DENORMAL,
-        "current": torch.cuda.current_device,
+        "current": getattr(torch._C, "_cuda_getDevice", None),
         "function_modes": private.function_modes,
         "dispatch_modes": private.dispatch_modes,
         "interpreter": private.functorch_interpreter,
@@ -188,6 +194,7 @@ _SETTERS = {
     "cudnn enabled": "_set_cudnn_enabled",
     "cudnn.benchmark": "_set_cudnn_benchmark",
     "cudnn.deterministic": "_set_cudnn_deterministic",
+    **dict.fromkeys(_PRECISIONS, "_set_fp32_precision_setter"),
     "order of attention backends": "_set_sdp_priority_order",
     "mkldnn enabled": "_set_mkldnn_enabled",
     "mkldnn.deterministic": "_set_mkldnn_deterministic",
@@ -205,7 +212,7 @@ def entered_again(modes: tuple, device_type: str) -> Iterator[None]:
     names, now = _setting_names(device_type), _of(device_type)[1]()
     differing = [(name, old, new) for name, old, new in zip(names, modes[SETTINGS], now, strict=True) if old != new]
     for name, _, _ in differing:
-        if name not in _SETTERS or not hasattr(torch._C, _SETTERS[name]):
+        if not hasattr(torch._C, _SETTERS.get(name, "")):
             raise BackwardUnavailable(
                 f"{name} is not as it was in the forward that has to run again for this backward; change it between "
                 "steps"
@@ -214,8 +221,8 @@ def entered_again(modes: tuple, device_type: str) -> Iterator[None]:
     default = torch.get_default_dtype()
     with contextlib.ExitStack() as entered:
         for name, old, new in differing:
-            _set(name, old)
-            entered.callback(_set, name, new)
+            _set(name, old, device_type)
+            entered.callback(_set, name, new, device_type)
         if default is not modes[DTYPE]:
             torch.set_default_dtype(modes[DTYPE])
             entered.callback(torch.set_default_dtype, default)
@@ -226,8 +233,13 @@ def entered_again(modes: tuple, device_type: str) -> Iterator[None]:
         yield
 
 
-def _set(name: str, value: Any) -> None:
+def _set(name: str, value: Any, device_type: str) -> None:
     """Sets what a getter of this name reads."""
+    if name in _PRECISIONS:
+        backend, operation = _backend(device_type), _OPERATIONS[_PRECISIONS.index(name)]
+        inherited = value == private.fp32_precision(backend, "all")
+        torch._C._set_fp32_precision_setter(backend, operation, "none" if inherited else value)
+        return
     setter = getattr(torch._C, _SETTERS[name])
     setter(list(value) if isinstance(value, tuple) else value)
 

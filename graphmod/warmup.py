@@ -19,6 +19,7 @@ from graphmod.garbage import no_garbage_collection
 from graphmod.group import EagerCall
 from graphmod.hook_watch import modules_called
 from graphmod.lifecycle import Entry
+from graphmod.modes import difference
 from graphmod.reach import NOT_REPLAYED
 from graphmod.results import not_to_be_made_again, outline, resolved
 from graphmod.signature import parameter_names
@@ -59,6 +60,9 @@ def warm_up(module: CUDAGraphModule, entry: Entry, args: tuple, kwargs: dict) ->
         entry.returned = returned if refused is None else None  # which may hold objects
         changed = found.changed_since(before)
         reason = given.changed() or given.returned(result) or refused
+        modes = difference(entry.signature.modes, module._group.modes())
+        if modes:
+            reason = reason or f"changes a mode of PyTorch ({modes[0]}), which no replay does; do it around the call"
         if training != module._around.training():
             reason = reason or SWITCHES_MODE
         reason = reason or (changed and f"changes {changed} as it runs, {NOT_REPLAYED}")
