@@ -74,13 +74,13 @@ def make_step(mode: str, shape: dict[str, int]) -> tuple[Any, Any]:
     """`(step(batch) -> loss, its GraphStats or None)` for a mode."""
     import torch
 
-    from graphmod import CUDAGraphConfig
+    from graphmod.train.settings import TrainGraphConfig
     from graphmod.train.step import TrainStep, next_token_loss
 
     model, optimizer = build(shape)
     if mode in OURS:
         scope, how = OURS[mode]
-        step = TrainStep(model, optimizer, max_grad_norm=1.0, compile=how, config=CUDAGraphConfig(scope=scope))
+        step = TrainStep(model, optimizer, max_grad_norm=1.0, compile=how, config=TrainGraphConfig(scope=scope))
         return step, lambda: step.stats
 
     if mode in AUTO:
@@ -119,14 +119,14 @@ def make_step(mode: str, shape: dict[str, int]) -> tuple[Any, Any]:
 
 def _choosing(model: Any, optimizer: Any, how: str) -> tuple[Any, Any]:
     """What `graph=auto` does in a run: measures the scopes on the first steps and keeps one."""
-    from graphmod import CUDAGraphConfig
     from graphmod.train.auto import AutoScope, candidates
+    from graphmod.train.settings import TrainGraphConfig
     from graphmod.train.step import TrainStep
 
     def make(scope: Any) -> Any:
-        return TrainStep(model, optimizer, max_grad_norm=1.0, compile=how, config=CUDAGraphConfig(scope=scope))
+        return TrainStep(model, optimizer, max_grad_norm=1.0, compile=how, config=TrainGraphConfig(scope=scope))
 
-    auto = AutoScope(make, candidates(how != "none"), CUDAGraphConfig().warmup_steps, 10_000)
+    auto = AutoScope(make, candidates(how != "none"), TrainGraphConfig().warmup_steps, 10_000)
 
     def step(batch: Any) -> Any:
         loss = auto.before_step()(batch)

@@ -1,7 +1,7 @@
 """CUDA graphs for PyTorch training and decode."""
 
 from graphmod.buffers import mark_static
-from graphmod.config import BackendName, CUDAGraphConfig, Scope
+from graphmod.config import BackendName, CUDAGraphConfig
 from graphmod.errors import BackwardUnavailable, CaptureRefused, ConfigError, GraphmodError
 from graphmod.layers import graph_layers, ungraph
 from graphmod.lifecycle import GraphStats
@@ -18,8 +18,15 @@ __all__ = [
     "ConfigError",
     "GraphStats",
     "GraphmodError",
-    "Scope",
     "graph_layers",
     "mark_static",
     "ungraph",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name == "Scope":  # where it was before it moved to the settings of training
+        from graphmod.train.settings import Scope
+
+        return Scope
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from graphmod.flattening import flatten
 from graphmod.signature import PLAIN_TENSORS, argument_names
-from graphmod.structure import flatten
 
 
 def _state(tensor: Tensor) -> dict[str, Any]:

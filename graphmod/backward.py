@@ -110,13 +110,16 @@ def _backward(ticket: Ticket, graph: ForwardGraph, grads: tuple[Tensor | None, .
         elif on_tape and tape.at_end and not tape.dropped:
             known = capture_backward(graph, grads)
             if known is not None:
+                graph.backward_settings = module._group.settings_in_backward()
                 return _hand_out(known, graph.entry)
             return recompute(ticket, graph, grads, True, pending)
         return recompute(ticket, graph, grads, accumulates, pending)
     for output in known.saved:
         if output.changed():
             raise changed_in_place(module)
-    if on_tape and known.index >= tape.cursor and known.fits(grads, tape.arena.passes):
+    settings = module._group.settings_in_backward()
+    as_then = settings is graph.backward_settings or settings == graph.backward_settings
+    if on_tape and known.index >= tape.cursor and as_then and known.fits(grads, tape.arena.passes):
         # Where autograd may add to the same gradients in this backward, because the module also ran without a graph.
         group = module._group
         try:

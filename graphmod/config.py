@@ -6,14 +6,6 @@ from enum import Enum
 from graphmod.errors import ConfigError
 
 
-class Scope(str, Enum):
-    """How much of a training run one graph holds."""
-
-    none = "none"
-    per_layer = "per_layer"
-    full_iteration = "full_iteration"
-
-
 class BackendName(str, Enum):
     """Which backend captures: `auto` takes `cuda` for modules on a GPU and `emulated` for modules on the CPU."""
 
@@ -60,10 +52,9 @@ def settings(given: object) -> "CUDAGraphConfig":
 
 @dataclass
 class CUDAGraphConfig:
-    """Settings of `CUDAGraphModule`, `graph_layers` and `TrainStep`.
+    """Settings of `CUDAGraphModule` and `graph_layers`; `graphmod.train.settings` has those of `TrainStep`.
 
     Attributes:
-        scope: what `TrainStep` captures: each layer, the whole iteration (optimizer included), or nothing.
         warmup_steps: ordinary eager calls of a new signature before it is captured; at least 1. The last of them is
             recorded: what its code reads is guarded from then on.
         backend: `auto`, `cuda` or `emulated`.
@@ -74,20 +65,16 @@ class CUDAGraphConfig:
         max_graphs: distinct signatures of one module that may have graphs at a time; the least recently used goes
             first. At least 1.
         max_failures: failures in a row after which a module stays eager until `force_enable()`. At least 1.
-        optimizer: in `per_layer` scope, let `TrainStep` capture clipping and the optimizer step too.
     """
 
-    scope: Scope = Scope.per_layer
     warmup_steps: int = 3
     backend: BackendName = BackendName.auto
     layers: list[str] | None = None
     clone_outputs: bool = False
     max_graphs: int = 8
     max_failures: int = 3
-    optimizer: bool = True
 
     def __post_init__(self) -> None:
-        self.scope = choice(Scope, self.scope, "scope")
         self.backend = choice(BackendName, self.backend, "backend")
         if isinstance(self.layers, str):
             self.layers = [self.layers]

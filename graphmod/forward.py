@@ -1,6 +1,7 @@
 """A captured forward: how it is captured, and what one replay does.
 
-May import `signature`, `recorder`, `buffers`, `watch`, `reach`, `tape`, `lifecycle`, `accumulators` and `errors`.
+May import `arguments`, `static_inputs`, `results`, `recorder`, `watch`, `reach`, `tape`, `lifecycle`, `accumulators`
+and `errors`.
 """
 
 from __future__ import annotations
@@ -9,23 +10,24 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from graphmod.accumulators import own_accumulators, stood_in
 from graphmod.arguments import Given
 from graphmod.backend.random_state import python_random_state, restore_python_random_state
-from graphmod.buffers import OwnedBuffer, StaticInput, adopted
+from graphmod.buffers import StaticInput
 from graphmod.errors import CaptureRefused, Diverged
 from graphmod.failures import refuse_unseen
+from graphmod.flattening import rebuild
 from graphmod.gradients import GradientBuffer, as_memory, lend, memory_of
 from graphmod.guards.changes import NOT_REPLAYED
 from graphmod.guards.hooks import has_gradient_hooks
 from graphmod.recorder import Recorder
 from graphmod.recording import Recording
 from graphmod.results import Results, resolved
-from graphmod.signature import argument_paths, attributes_of, has_own_gradient, parameter_names, unusual
-from graphmod.structure import Leaf, rebuild
+from graphmod.signature import parameter_names
+from graphmod.static_inputs import Sources, static_inputs
 from graphmod.trace import address, compare
 from graphmod.watch import Watch
 
@@ -53,6 +55,7 @@ class ForwardGraph:
         through_autograd: what autograd sees of the parameters: `hooked` and the witness.
         ticket: weak, that of the last forward with a backward to come.
         backward: the captured backward, once there is one.
+        backward_settings: the settings of the process in which it was captured.
         captured_in: the pass of its arena in which it was captured.
         recording: of the eager call it stands on.
         mismatches: backwards in a row that the captured backward did not fit.
@@ -64,11 +67,11 @@ class ForwardGraph:
         self.graph: Any = None
         self.captured_in = tape.arena.passes
         self.inputs: list[StaticInput] = []
-        self._sources: list[int] = []  # the storages of the arguments that it was captured with
         self.parameters: list[Tensor] = []
         self.hooked: list[Tensor] = []
         self.direct: list[Tensor] = []
         self.backward: BackwardGraph | None = None
+        self.backward_settings: tuple = ()
         self.edges: dict[int, GradientEdge] = {}
         self.stand_ins: dict[int, Tensor] = {}
         self.mismatches = 0
@@ -84,7 +87,7 @@ class ForwardGraph:
             Exception: whatever the captured code raised.
         """
         module, entry, group, recording = self.module, self.entry, self.module._group, self.recording
-        self.inputs = self._static_inputs(leaves)
+        self.inputs, self._sources = static_inputs(self, leaves), Sources(leaves)
         given = [static.tensor for static in self.inputs]
         args, kwargs = rebuild(entry.signature.structure, given)
         passed = Given(args, kwargs, parameter_names(module._call))
@@ -102,7 +105,7 @@ class ForwardGraph:
             reason = compare(recording.trace, recorder.trace)
             if reason is not None:
                 raise Diverged(reason)
-            reason = passed.changed() or passed.returned(result) or self._unlike_eager(recorder)
+            reason = passed.changed() or passed.returned(result) or self._sources.unlike_eager(self.inputs, recorder)
             if reason is not None:
                 raise CaptureRefused(reason)
             stood_in = {id(view): view._base for view in self.stand_ins.values()}
@@ -156,9 +159,6 @@ class ForwardGraph:
                 static.buffer.users += 1
                 if static.buffer not in group.buffers:
                     group.buffers.add(static.buffer)
-        # Memory from outside that it changes: an argument that shares it may be no copy made before.
-        if not any(static.buffer is not None and not static.unused for static in self.inputs):
-            self._changed = frozenset()
         self._copied = [(i, s.buffer) for i, s in enumerate(self.inputs) if s.buffer is not None and not s.unused]
         self._adopted = [(i, s.pointer) for i, s in enumerate(self.inputs) if s.buffer is None and not s.unused]
         self.stands_alone = not self.results.handed_out and not self._copied
@@ -170,48 +170,6 @@ class ForwardGraph:
             group.static[output.tensor.data_ptr()] = output.tensor
         if not self.results.with_grad:
             self.forget_autograd()
-
-    def _static_inputs(self, leaves: list[Tensor]) -> list[StaticInput]:
-        group, arena = self.module._group, self.tape.arena
-        paths = argument_paths(self.entry.signature.structure, parameter_names(self.module._call))
-        names = {part.index: path for path, part in paths.items() if part.__class__ is Leaf}
-        made = []
-        for index, source in enumerate(leaves):
-            name = names.get(index, f"tensor {index}")
-            why = unusual(source)
-            if why is not None:
-                raise CaptureRefused(f"argument {name} is {why}, of which no graph can be given a copy")
-            if group.backend.on_gpu and not source.is_cuda:
-                raise CaptureRefused(
-                    f"argument {name} is on the host, and a graph would copy it from one fixed address; move it to the "
-                    "GPU before the call (.to(device, non_blocking=True) from pinned memory)"
-                )
-            memory = adopted(source, group.static)
-            buffer = None
-            if memory is None:
-                buffer = next((b for b in group.buffers if b.holds(source)), None) or OwnedBuffer(source)
-                self.module._counters.copied_bytes += buffer.load(source, arena.passes)
-                memory = buffer.tensor.detach()
-            made.append(StaticInput(_like(source, memory), buffer, name))
-            self._sources.append(address(source))
-        return made
-
-    def _unlike_eager(self, recorder: Recorder) -> str | None:
-        """Why what was recorded is not what the code does with the caller's own tensors; None if it is."""
-        self._changed = frozenset(recorder.written) | recorder.inputs_written
-        for static, source in zip(self.inputs, self._sources, strict=True):
-            where = address(static.tensor)
-            if where in recorder.inputs_written and (static.buffer is not None or static.tensor.requires_grad):
-                return f"changes its argument {static.name} in place; make it change a copy"
-            if static.buffer is not None and source and source in self._changed and where in recorder.read:
-                return f"changes memory that its argument {static.name} shares; pass a copy of it"
-            if (
-                static.tensor.is_leaf
-                and static.tensor.grad is not None
-                and address(static.tensor.grad) in recorder.read
-            ):
-                return f"reads the gradient of its argument {static.name}; read it from the module, or pass it"
-        return None
 
     def _find_parameters(self, given: list[Tensor], recorder: Recorder, oldest: int) -> None:
         """The leaves that the outputs depend on, found by walking the autograd graph that the capture built."""
@@ -245,6 +203,7 @@ class ForwardGraph:
                     queue.append(following)
         shared = self.module._group.shared
         returned = set(map(id, self.results.passed_on))
+        returned |= self._sources.identities
         self.module._group.share([p for p in self.parameters if id(p) in returned])  # the caller may use it, too
         self.hooked = [p for p in self.parameters if has_gradient_hooks(p) or id(p) in shared]
         self.direct = [p for p in self.parameters if not has_gradient_hooks(p) and id(p) not in shared]
@@ -265,9 +224,9 @@ class ForwardGraph:
         for index, pointer in self._adopted:
             if leaves[index].data_ptr() != pointer:
                 return f"{self.inputs[index].name} is at another address than when it was captured"
-        if self._changed:
+        if self._sources.changed:
             for index, _ in self._copied:
-                if address(leaves[index]) in self._changed:
+                if address(leaves[index]) in self._sources.changed:
                     return f"it changes memory that {self.inputs[index].name} shares"
         arena = self.tape.arena
         if arena.in_flight:
@@ -304,19 +263,6 @@ class ForwardGraph:
             torch.autograd.graph.increment_version(self._written)
         for index in self._arguments_written:
             torch.autograd.graph.increment_version(self.inputs[index].tensor if leaves is None else leaves[index])
-
-
-def _like(source: Tensor, memory: Tensor) -> Tensor:
-    """A leaf over `memory` that looks to code like the argument `source`."""
-    if type(source) is nn.Parameter:
-        made: Tensor = nn.Parameter(memory, source.requires_grad)
-    else:
-        made = memory.requires_grad_(source.requires_grad)
-    for name, value in attributes_of(source).items():
-        setattr(made, name, value)
-    if has_own_gradient(source):
-        made.grad = source.grad.detach().clone()
-    return made
 
 
 def _own_saved_tensors() -> contextlib.AbstractContextManager:

@@ -16,10 +16,11 @@ from graphmod.backend import Backend, default_device, make_backend
 from graphmod.config import BackendName
 from graphmod.gradients import GradientBuffer
 from graphmod.matcher import Matcher, matcher
-from graphmod.modes import key_reader
+from graphmod.modes import key_reader, settings_reader
 from graphmod.signature import Signature
 from graphmod.structure import opaque_parts
 from graphmod.tape import MOST_ARENAS, Arena, Tape
+from graphmod.torch_private import current_backward
 
 log = logging.getLogger("graphmod")
 
@@ -69,6 +70,8 @@ class Group:
     def __init__(self) -> None:
         self.backend: Backend | None = None
         self.modes = key_reader("cpu")  # of the present call, as they matter to the backend
+        self._settings: tuple = ()
+        self._settings_of = -1  # the backward in which they were read
         self.arenas: list[Arena] = []
         self.eager_in_flight = 0
         self.parameters: list[Tensor] = []
@@ -197,6 +200,16 @@ class Group:
     def expects_fresh_grads(self) -> bool | None:
         """Whether the backward of the pass that begins will find gradients to be None; None if nobody can tell."""
         return None if self.context is None else self._learned.get(self.context, self.context[0])
+
+    def settings_in_backward(self) -> tuple:
+        """The settings of the process in the backward that runs now, the same object while they are the same."""
+        task = current_backward()
+        if task != self._settings_of or task < 0:
+            self._settings_of = task  # no code of the user's runs between the nodes of one backward, hooks apart
+            now = settings_reader(self.backend.device_type)()
+            if now != self._settings:
+                self._settings = now
+        return self._settings
 
     def first_backward(self, _: Any = None) -> None:
         """Called as each backward begins; the first of a pass tells what the gradients really were."""

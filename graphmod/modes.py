@@ -2,7 +2,7 @@
 
 Owns also the answer to whether somebody else looks on (a transform, a tracer, a mode of the user's), for whom a replay
 would not exist. `mode_key` runs in every call, so it asks PyTorch's C functions one after the other and nothing else.
-Imports `torch_private` only.
+Imports `torch_private` and `errors`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch.utils._device import DeviceContext
 
 from graphmod import torch_private as private
+from graphmod.errors import BackwardUnavailable
 from graphmod.torch_private import getter
 
 FOREIGN, GRAD, INFERENCE, AUTOCAST, DTYPE, DEVICE, SETTINGS = range(7)
@@ -55,11 +56,17 @@ _OF_CPU = {
     "number of threads": torch.get_num_threads,
 }
 _PRECISIONS = ("float32 matmul precision", "float32 convolution precision", "float32 RNN precision")
+_OPERATIONS = ("matmul", "conv", "rnn")
 _LAST = ("order of attention backends", "torch.compiler stance", "denormal numbers or current GPU")
 
 _priority = getter("_get_sdp_priority_order")
 _EVAL_FRAME = "torch._dynamo.eval_frame"
 _DENORMAL = 5e-324  # times one it is zero where denormal numbers are flushed, for which there is no getter
+
+
+def _backend(device_type: str) -> str:
+    """Whose float32 precision matters on a device."""
+    return "cuda" if device_type == "cuda" else "mkldnn"
 
 
 def _readers(device_type: str) -> tuple[Callable[[], tuple], Callable[[], tuple]]:
@@ -68,9 +75,9 @@ def _readers(device_type: str) -> tuple[Callable[[], tuple], Callable[[], tuple]
     on_gpu = device_type == "cuda"
     read = [*_OF_ANY_DEVICE.values(), *(_OF_CUDA if on_gpu else _OF_CPU).values()]
     names: dict[str, Any] = {f"read{index}": function for index, function in enumerate(read)}
-    backend = "cuda" if on_gpu else "mkldnn"
+    backend = _backend(device_type)
     parts = [f"{name}()" for name in names]
-    parts += [f"precision({backend!r}, {operation!r})" for operation in ("matmul", "conv", "rnn")]
+    parts += [f"precision({backend!r}, {operation!r})" for operation in _OPERATIONS]
     parts += ["tuple(priority() or ())", f"stance() if {_EVAL_FRAME!r} in modules else None"]
     several = on_gpu and torch.cuda.device_count() > 1
     parts.append("current()" if several else "None" if on_gpu else "denormal * 1.0 != 0.0")
@@ -81,7 +88,7 @@ def _readers(device_type: str) -> tuple[Callable[[], tuple], Callable[[], tuple]
         "modules": sys.modules,
         "stance": private.dynamo_stance,
         "denormal": _DENORMAL,
-        "current": torch.cuda.current_device,
+        "current": getattr(torch._C, "_cuda_getDevice", None),
         "function_modes": private.function_modes,
         "dispatch_modes": private.dispatch_modes,
         "interpreter": private.functorch_interpreter,
@@ -175,23 +182,71 @@ def _autocast(device_type: str) -> tuple | None:
     return None if enabled == (None, None) else (*enabled, torch.is_autocast_cache_enabled())
 
 
+_SETTERS = {
+    "deterministic algorithms": "_set_deterministic_algorithms",
+    "fill_uninitialized_memory": "_set_deterministic_fill_uninitialized_memory",
+    "flash attention enabled": "_set_sdp_use_flash",
+    "memory-efficient attention enabled": "_set_sdp_use_mem_efficient",
+    "math attention enabled": "_set_sdp_use_math",
+    "reduced precision in math attention": "_set_math_sdp_allow_fp16_bf16_reduction",
+    "cudnn attention enabled": "_set_sdp_use_cudnn",
+    "overrideable attention enabled": "_set_sdp_use_overrideable",
+    "cudnn enabled": "_set_cudnn_enabled",
+    "cudnn.benchmark": "_set_cudnn_benchmark",
+    "cudnn.deterministic": "_set_cudnn_deterministic",
+    **dict.fromkeys(_PRECISIONS, "_set_fp32_precision_setter"),
+    "order of attention backends": "_set_sdp_priority_order",
+    "mkldnn enabled": "_set_mkldnn_enabled",
+    "mkldnn.deterministic": "_set_mkldnn_deterministic",
+}
+
+
 @contextlib.contextmanager
-def autocast_as(modes: tuple, device_type: str) -> Iterator[None]:
-    """Autocast as in the call that had these modes, for code that runs later in its place."""
+def entered_again(modes: tuple, device_type: str) -> Iterator[None]:
+    """The modes of an earlier call, for code that runs in its place: autocast, defaults, and the settings that can be
+    put back.
+
+    Raises:
+        BackwardUnavailable: another setting is not as it was.
+    """
+    names, now = _setting_names(device_type), _of(device_type)[1]()
+    differing = [(name, old, new) for name, old, new in zip(names, modes[SETTINGS], now, strict=True) if old != new]
+    for name, _, _ in differing:
+        if not hasattr(torch._C, _SETTERS.get(name, "")):
+            raise BackwardUnavailable(
+                f"{name} is not as it was in the forward that has to run again for this backward; change it between "
+                "steps"
+            )
     on_device, on_cpu, cached = modes[AUTOCAST] or (None, None, None)
+    default = torch.get_default_dtype()
     with contextlib.ExitStack() as entered:
+        for name, old, new in differing:
+            _set(name, old, device_type)
+            entered.callback(_set, name, new, device_type)
+        if default is not modes[DTYPE]:
+            torch.set_default_dtype(modes[DTYPE])
+            entered.callback(torch.set_default_dtype, default)
+        if modes[DEVICE] is not None:
+            entered.enter_context(modes[DEVICE])
         for kind, dtype in {"cpu": on_cpu, device_type: on_device}.items():
             entered.enter_context(torch.autocast(kind, dtype, enabled=dtype is not None, cache_enabled=cached))
         yield
 
 
-def other_settings(modes: tuple, device_type: str) -> str | None:
-    """In which setting of the process the present differs from these modes, in words; None where in none."""
-    now = _of(device_type)[1]()
-    if now == modes[SETTINGS]:
-        return None
-    names = _setting_names(device_type)
-    return next(name for name, old, new in zip(names, modes[SETTINGS], now, strict=True) if old != new)
+def _set(name: str, value: Any, device_type: str) -> None:
+    """Sets what a getter of this name reads."""
+    if name in _PRECISIONS:
+        backend, operation = _backend(device_type), _OPERATIONS[_PRECISIONS.index(name)]
+        inherited = value == private.fp32_precision(backend, "all")
+        torch._C._set_fp32_precision_setter(backend, operation, "none" if inherited else value)
+        return
+    setter = getattr(torch._C, _SETTERS[name])
+    setter(list(value) if isinstance(value, tuple) else value)
+
+
+def settings_reader(device_type: str) -> Callable[[], tuple]:
+    """What reads the settings of the process that matter on a device: the part `SETTINGS` of the key."""
+    return _of(device_type)[1]
 
 
 def _setting_names(device_type: str) -> list[str]:

@@ -6,12 +6,11 @@ every part of the core.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from graphmod.budget import Budget
 from graphmod.capturing import capture, place
 from graphmod.config import CUDAGraphConfig, settings
 from graphmod.failures import capture_failed
+from graphmod.flattening import flatten
 from graphmod.forward import ForwardGraph
 from graphmod.group import EagerCall, Group
 from graphmod.guards.guards import HOOKS
@@ -30,12 +30,11 @@ from graphmod.recording import Recording
 from graphmod.registry import Registry
 from graphmod.replaying import find, launch, results
 from graphmod.signature import Signature, parameter_names, tensor_key
-from graphmod.structure import flatten, unrepeatable
+from graphmod.structure import unrepeatable
 from graphmod.surface import Surface
 from graphmod.surroundings import Surroundings
 from graphmod.tape import Tape
-from graphmod.target import HOLDERS, Target, caller_with
-from graphmod.torch_private import dispatch_modes as _dispatch_modes
+from graphmod.target import HOLDERS, Target, caller_with, in_place_of_forward
 from graphmod.torch_private import is_fx_tracing
 from graphmod.tracer import is_recording
 from graphmod.warmup import track, warm_up
@@ -48,19 +47,6 @@ _dynamo_compiles = torch.compiler.is_dynamo_compiling
 def _training(root: Any) -> Any:
     """The mode of a wrapped module as a whole; what its parts are in is for the guards."""
     return root.training if isinstance(root, nn.Module) else None
-
-
-@contextlib.contextmanager
-def _in_place_of_forward(module: nn.Module, run: Callable) -> Iterator[None]:
-    before = module.__dict__.get("forward")
-    module.__dict__["forward"] = run
-    try:
-        yield
-    finally:
-        if before is None:
-            del module.__dict__["forward"]
-        else:
-            module.__dict__["forward"] = before
 
 
 class CUDAGraphModule(Surface):
@@ -141,7 +127,7 @@ class CUDAGraphModule(Surface):
             self.reset()
         if self._calls_itself() or any(getattr(root, kind) for kind in HOOKS):
             # The module's own hooks and `__call__` run on every call, around the graph instead of inside it.
-            with _in_place_of_forward(root, self._run):
+            with in_place_of_forward(root, self._run):
                 return root(*args, **kwargs)
         return self._run(*args, **kwargs)
 
@@ -154,9 +140,6 @@ class CUDAGraphModule(Surface):
         """Calls the wrapped callable without the module's own hooks."""
         if _dynamo_compiles():
             return self._call(*args, **kwargs)
-        if _dispatch_modes() and is_recording():
-            self._served = None
-            return self._call(*args, **kwargs)  # part of what another wrapper captures
         if _reference_count(self._mark) > HOLDERS:
             other = caller_with(self._mark)
             if other is not None and other is not self._root:
@@ -175,6 +158,9 @@ class CUDAGraphModule(Surface):
             if self._retired:
                 other = caller_with(self._mark)
                 return self._call(*args, **kwargs) if other is None else self._for_copy(other, args, kwargs)
+            if modes[FOREIGN] is not None and is_recording():
+                self._served = None
+                return self._call(*args, **kwargs)  # part of what another wrapper captures
             if modes[FOREIGN] is not None or is_fx_tracing():
                 return self._beside(modes[FOREIGN] or "it is being traced", args, kwargs)
             leaves = []

@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from graphmod.errors import BackwardUnavailable
+from graphmod.flattening import rebuild
 from graphmod.forward import ForwardGraph
 from graphmod.guards.hooks import without_gradient_hooks
-from graphmod.modes import autocast_as
+from graphmod.modes import entered_again
 from graphmod.placement import Gradients
-from graphmod.structure import rebuild
 from graphmod.tape import Ticket
 
 
@@ -133,7 +133,7 @@ def _run_again(ticket: Ticket, graph: ForwardGraph) -> tuple[Sequence[Tensor], l
     try:
         leaves = [s.tensor.detach().requires_grad_(s.tensor.requires_grad) for s in graph.inputs]
         args, kwargs = rebuild(graph.entry.signature.structure, leaves)
-        with torch.enable_grad(), autocast_as(graph.entry.signature.modes, backend.device_type):
+        with torch.enable_grad(), entered_again(graph.entry.signature.modes, backend.device_type):
             outputs = graph.results.of_node(module._call(*args, **kwargs))
     finally:
         if graph.random:

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from graphmod.buffers import StaticOutput
 from graphmod.errors import CaptureRefused
+from graphmod.flattening import flatten, rebuild
 from graphmod.lifecycle import Entry
 from graphmod.recorder import Recorder
 from graphmod.sharing import PartOf, fresh_view, shared_parts
 from graphmod.signature import attributes_of, unusual
-from graphmod.structure import Content, Leaf, Opaque, Unrepeatable, flatten, parts, rebuild
+from graphmod.structure import Content, Leaf, Opaque, Unrepeatable, parts
 from graphmod.trace import address
 
 
@@ -141,6 +142,11 @@ class Results:
     def _pass_on(self, tensor: Tensor, recorder: Recorder, held: bool) -> None:
         where = address(tensor)
         if where not in recorder.outside and not recorder.is_host(tensor):
+            if not held:
+                raise CaptureRefused(
+                    "returns a tensor that was found neither among its arguments nor in an attribute of what it holds, "
+                    "so that nobody would notice another in its place; pass it as an argument"
+                )
             recorder.outside[where] = tensor.detach()  # so that it is watched, although no operation reads it
         self.passed_on.append(tensor)
         self._parts.append(tensor if held or tensor.requires_grad else fresh_view(tensor))

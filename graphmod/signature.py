@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from graphmod import modes as modes_of
-from graphmod.structure import Leaf, Opaque, children, flatten, opaque_parts, unrepeatable
+from graphmod.flattening import flatten
+from graphmod.structure import Leaf, Opaque, children, opaque_parts, unrepeatable
 
 PLAIN_TENSORS = (Tensor, nn.Parameter)
 STATIC = "_graphmod_static"

@@ -44,6 +44,8 @@ function_mode_at = _C._get_function_stack_at
 jit_tracing = _C._get_tracing_state
 is_anomaly_enabled = torch.is_anomaly_enabled
 functorch_interpreter = _C._functorch.peek_interpreter_stack
+current_backward = _C._current_graph_task_id
+"""A number for each backward pass that autograd runs; -1 outside of one."""
 forward_ad = torch.autograd.forward_ad
 """Its `_current_level` is -1 outside of every dual level."""
 top_saved_tensors_hooks = _C._autograd._top_saved_tensors_default_hooks
@@ -88,10 +90,11 @@ def self_test() -> None:
         ("_is_any_autocast_enabled", lambda: any_autocast() in (True, False)),
         ("_len_torch_dispatch_stack", lambda: dispatch_modes() >= 0),
         ("_len_torch_function_stack", lambda: function_modes() >= 0),
-        ("_get_tracing_state", lambda: jit_tracing() is None or True),
-        ("_functorch.peek_interpreter_stack", lambda: functorch_interpreter() is None or True),
+        ("_get_tracing_state", lambda: (jit_tracing(), True)[1]),
+        ("_functorch.peek_interpreter_stack", lambda: (functorch_interpreter(), True)[1]),
+        ("_current_graph_task_id", lambda: current_backward() == -1 or current_backward() >= 0),
         ("forward_ad._current_level", lambda: isinstance(forward_ad._current_level, int)),
-        ("_autograd._top_saved_tensors_default_hooks", lambda: top_saved_tensors_hooks(True) is None or True),
+        ("_autograd._top_saved_tensors_default_hooks", lambda: (top_saved_tensors_hooks(True), True)[1]),
     ):
         try:
             fine = works()

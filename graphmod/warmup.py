@@ -12,11 +12,12 @@ from torch import Tensor
 
 from graphmod.errors import CaptureRefused
 from graphmod.failures import capture_failed
+from graphmod.flattening import flatten
 from graphmod.group import EagerCall
 from graphmod.lifecycle import Entry
+from graphmod.modes import difference
 from graphmod.recording import record
 from graphmod.signature import parameter_names
-from graphmod.structure import flatten
 
 if TYPE_CHECKING:
     from graphmod.module import CUDAGraphModule
@@ -35,6 +36,9 @@ def warm_up(module: CUDAGraphModule, entry: Entry, args: tuple, kwargs: dict) ->
         result = module._call(*args, **kwargs)
     else:
         result, recording = record(module._call, args, kwargs, parameter_names(module._call), module._root)
+        modes = difference(entry.signature.modes, module._group.modes())
+        if modes and recording.refused is None:
+            recording.refused = f"changes a mode of PyTorch ({modes[0]}), which no replay does; do it around the call"
         entry.add(recording)
         module._learn(recording)
         entry.calls = 0

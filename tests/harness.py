@@ -15,16 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphmod import CUDAGraphConfig, CUDAGraphModule, graph_layers
+from graphmod import CUDAGraphModule, graph_layers
+from graphmod.train.settings import TrainGraphConfig
 
 WARMUP = 2
 STEPS = 12
 SETTLED = 5
 
 
-def config(**settings: Any) -> CUDAGraphConfig:
+def config(**settings: Any) -> TrainGraphConfig:
     """Settings of the tests: a short warm-up."""
-    return CUDAGraphConfig(**{"warmup_steps": WARMUP, **settings})
+    return TrainGraphConfig(**{"warmup_steps": WARMUP, **settings})
 
 
 def tensors_of(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from graphmod.config import Scope
 from graphmod.errors import ConfigError
 from graphmod.train.auto import MEASURED, AutoScope, candidates, trial_steps
 from graphmod.train.loop import train
+from graphmod.train.settings import Scope
 
 LONG = ["train.steps=80", "model=gpt2_tiny", "model.dropout=0.2", "data.max_bytes=20000"]
 

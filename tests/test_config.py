@@ -6,13 +6,13 @@ import pytest
 from conftest import ROOT, composed
 from hydra.errors import HydraException
 
-from graphmod.config import Scope
 from graphmod.errors import ConfigError
 from graphmod.train.arguments import swept_keys
 from graphmod.train.config import parse
 from graphmod.train.explain import explain, setting_names
 from graphmod.train.folders import job_folder
 from graphmod.train.schema import Precision, RunConfig
+from graphmod.train.settings import Scope
 
 
 def complaint(*overrides: str) -> str:

@@ -6,8 +6,9 @@ from harness import config, play, twins
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from graphmod import CUDAGraphModule, Scope, graph_layers
+from graphmod import CUDAGraphModule, graph_layers
 from graphmod.train.attention import use_static_causal_attention
+from graphmod.train.settings import Scope
 from graphmod.train.step import TrainStep, next_token_loss
 
 SMALL = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}

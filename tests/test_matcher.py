@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from graphmod.flattening import flatten
 from graphmod.matcher import matcher
 from graphmod.signature import Signature, tensor_key
-from graphmod.structure import flatten
 
 Pair = namedtuple("Pair", "left right")
 

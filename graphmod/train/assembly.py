@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphmod.config import Scope
 from graphmod.train.model import autocast_dtype
 from graphmod.train.optim import build_optimizer, learning_rates
 from graphmod.train.schema import Precision, RunConfig
+from graphmod.train.settings import Scope
 from graphmod.train.step import TrainStep
 from graphmod.train.words import counted
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from graphmod.config import Scope
 from graphmod.train.isolation import release_memory
+from graphmod.train.settings import Scope
 from graphmod.train.step import TrainStep
 from graphmod.train.timing import percentile, unsteady
 from graphmod.train.words import counted

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from graphmod.config import BackendName, Scope
+from graphmod.config import BackendName
 from graphmod.errors import ConfigError
 from graphmod.train.recompute import DRAWS_IN_COMPILED_CODE
 from graphmod.train.schema import (
@@ -24,6 +24,7 @@ from graphmod.train.schema import (
     RunConfig,
     Source,
 )
+from graphmod.train.settings import Scope
 from graphmod.train.varlen import unavailable
 
 _SIZES = ("layers", "hidden_size", "heads", "intermediate_size", "max_positions")

@@ -33,7 +33,7 @@ def parse(cfg: DictConfig | dict) -> RunConfig:
         config = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         raise ConfigError(explain(error)) from error
-    except ConfigError as error:  # CUDAGraphConfig checks itself and does not know under which name it stands here
+    except ConfigError as error:  # GraphConfig checks itself and does not know under which name it stands here
         raise ConfigError(f"graph.{error}") from error
     check(config)
     return config

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from graphmod.config import Scope
 from graphmod.layers import find_layers
 from graphmod.train.layer_names import DIFFERENTIATE, UPDATE, name_replays
+from graphmod.train.settings import Scope
 from graphmod.train.step import TrainStep
 
 TRACE_FILE = "trace.json"

@@ -7,12 +7,12 @@ same with and without it.
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from graphmod.config import Scope
 from graphmod.decode import DecodeEngine
 from graphmod.decode.text import ByteCodec, TokenizerCodec
 from graphmod.train.corpus import Corpus
 from graphmod.train.metrics import Metrics
 from graphmod.train.schema import RunConfig
+from graphmod.train.settings import Scope
 
 _SHARE_OF_PROMPT = 4  # of the positions a model has, so that a long prompt leaves room to write
 

@@ -1,4 +1,4 @@
-"""The settings of a training run: their names, types, defaults and meaning. Imports `graphmod.config` only.
+"""The settings of a training run: their names, types, defaults and meaning. Imports `settings` only.
 
 The YAML files under `configs/` fill these classes in, and `train/config.py` turns a composed config into them.
 """
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from graphmod.config import CUDAGraphConfig
+from graphmod.train.settings import TrainGraphConfig
 
 
 class Architecture(str, Enum):
@@ -166,8 +166,8 @@ class Compile(str, Enum):
 
 
 @dataclass
-class GraphConfig(CUDAGraphConfig):
-    """The settings of `CUDAGraphConfig`, and what only a training run has.
+class GraphConfig(TrainGraphConfig):
+    """The settings of `TrainGraphConfig`, and what only a training run has.
 
     Attributes:
         compile: `default` fuses kernels with torch.compile before they are captured; `max` also lets it try out which

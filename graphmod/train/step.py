@@ -15,13 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from graphmod.buffers import mark_static
-from graphmod.config import CUDAGraphConfig, Scope, settings
+from graphmod.config import CUDAGraphConfig
 from graphmod.layers import edge_modules, find_layers, graph_layers, match_layers, ungraph
 from graphmod.lifecycle import GraphStats
 from graphmod.module import CUDAGraphModule
 from graphmod.train.compile import CHOICES, compile_layers, compiled
 from graphmod.train.iteration import NONFINITE, Iteration, next_token_loss
 from graphmod.train.recompute import recomputed_layers
+from graphmod.train.settings import Scope, train_settings
 from graphmod.train.update import CompiledUpdate
 
 __all__ = ["TrainStep", "next_token_loss"]
@@ -63,7 +64,7 @@ class TrainStep:
         compile: `default` or `max` compiles the layers (scope `per_layer`, or layers that run again in the backward) or
             forward and loss (else) with torch.compile before they are captured, and clipping with the step of Adam or
             AdamW in every scope; `none` does not. See `train/compile.py` and `train/update.py`.
-        config: what to capture (`scope`); None means `CUDAGraphConfig()`.
+        config: what to capture (`scope`); None means `TrainGraphConfig()`.
 
     Attributes:
         grad_norm: 0-d, the gradients' 2-norm of the last step before clipping; None without clipping or `nonfinite`.
@@ -105,7 +106,7 @@ class TrainStep:
         if compile not in CHOICES:
             raise ValueError(f"compile={compile!r} is not known; choose one of: {', '.join(CHOICES)}")
         self.model, self.optimizer = model, optimizer
-        self.config, self.compile = settings(config), compile
+        self.config, self.compile = train_settings(config), compile
         self._undo_compile: Callable[[], None] | None = None
         self._loss_fn = loss_fn
         if compile != "none":
