@@ -18,7 +18,7 @@ from graphmod.buffers import OwnedBuffer, StaticInput, StaticOutput, adopted
 from graphmod.errors import CaptureRefused
 from graphmod.failures import capture_failed, refuse_unseen
 from graphmod.forward import ForwardGraph
-from graphmod.gradients import any_held
+from graphmod.gradients import Loans
 from graphmod.guards.guards import Guards, what_changed
 from graphmod.guards.notes import Notes, noting
 from graphmod.placement import Place, buffers_for, find_places, real, store, targets_for
@@ -46,7 +46,7 @@ class BackwardGraph:
         written: the buffers of the gradients that the graph overwrites.
         accumulated: those of gradients that it adds to, each with what it adds to: the buffer's memory, or a tensor
             that the user had put in place.
-        parameters: those of `written`.
+        parameters, loans: those of `written`.
         apart: whether it was captured with gradients there that the user had put in place, to which the buffers were
             added afterwards.
     """
@@ -58,6 +58,7 @@ class BackwardGraph:
         "graph",
         "index",
         "inputs",
+        "loans",
         "parameters",
         "results",
         "saved",
@@ -92,10 +93,7 @@ class BackwardGraph:
         for index, buffer in self.copied:
             copied += buffer.load(grads[index], passes)
         if not self.accumulated and not any(map(_is_not, map(_grad, self.parameters), _NOTHING)):
-            tensors = list(map(_tensor, self.written))
-            if any_held(self.written, tensors):
-                del tensors  # holds them, too
-                tensors = self._free()
+            tensors = self.loans.free() or self._free()
             try:
                 self.graph.replay()
                 for parameter, tensor in zip(self.parameters, tensors, strict=True):
@@ -259,6 +257,7 @@ def capture_backward(graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> B
     known.copied = [(i, item.buffer) for i, item in enumerate(known.inputs) if item is not None and item.buffer]
     known.index = graph.tape.append(graph)
     known.parameters = [buffer.parameter for buffer in known.written]
+    known.loans = Loans(known.written)
     known.results = [None if item is None else StaticOutput(item.detach(), entry) for item in known.results]
     results = [result for result in known.results if result is not None]
     graph.tape.hand_out(results)
