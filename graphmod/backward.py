@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphmod.backward_graph import BackwardGraph, GradientsExchanged, capture_backward
+from graphmod.backward_graph import capture_backward
+from graphmod.backward_replay import BackwardGraph, GradientsExchanged
 from graphmod.errors import BackwardUnavailable
 from graphmod.failures import capture_failed
 from graphmod.forward import ForwardGraph
