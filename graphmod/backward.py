@@ -13,13 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphmod.backward_graph import BackwardGraph, GradientsExchanged, capture_backward
+from graphmod.backward_graph import capture_backward
+from graphmod.backward_replay import BackwardGraph, GradientsExchanged
 from graphmod.errors import BackwardUnavailable
 from graphmod.failures import capture_failed
 from graphmod.forward import ForwardGraph
 from graphmod.recompute import changed_in_place, deliver, recompute
 from graphmod.tape import Ticket
 
+_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 _NOTHING_BESIDE = contextlib.nullcontext()
 
 
@@ -63,14 +65,16 @@ def run_backward(ticket: Ticket, grads: tuple[Tensor | None, ...]) -> Sequence[T
         )
     if not ticket.current:
         raise BackwardUnavailable(
-            f"the values that {module._name!r} saved for this backward were overwritten by a later call. Run each "
-            "backward before the forward after next, or keep the parts whose backward comes late out of the graphs "
-            "(ungraph, or call .module)"
+            f"the values that {module._name!r} saved for this backward were overwritten by a later call, after a first "
+            "backward that did not say retain_graph=True"
         )
     try:
         return _backward(ticket, graph, grads)
     finally:
-        ticket.finish()
+        if _keeps_graph():
+            ticket.done = True  # another may follow: what it needs is in use for as long as somebody holds the node
+        else:
+            ticket.finish()
         if not ticket.arena.in_flight:
             ticket.arena.rest()
 

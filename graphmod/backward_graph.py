@@ -1,24 +1,22 @@
-"""One captured backward: its capture inside the real backward, and its replay into the parameters' gradients (R6).
+"""The capture of a backward inside the real one (R2, R6).
 
-May import what `forward` may, `forward`, `failures`, `gradients`, `placement` and `recompute`.
+May import what `forward` may, `forward`, `failures`, `gradients`, `placement`, `recompute` and `backward_replay`.
 """
 
 from __future__ import annotations
 
-import operator
 import time
-from collections.abc import Sequence
-from itertools import repeat
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from graphmod.backward_replay import BackwardGraph
 from graphmod.buffers import OwnedBuffer, StaticInput, StaticOutput, adopted
 from graphmod.errors import CaptureRefused
 from graphmod.failures import capture_failed, refuse_unseen
 from graphmod.forward import ForwardGraph
-from graphmod.gradients import any_held
+from graphmod.gradients import Loans
 from graphmod.guards.changes import what_changed
 from graphmod.guards.guards import Guards
 from graphmod.guards.notes import Notes, noting
@@ -26,132 +24,6 @@ from graphmod.placement import Place, buffers_for, find_places, real, store, tar
 from graphmod.recompute import changed_in_place, differentiate
 from graphmod.recorder import Recorder
 from graphmod.trace import address
-
-_is_not, _NOTHING = operator.is_not, repeat(None)
-_grad, _tensor = operator.attrgetter("grad"), operator.attrgetter("tensor")
-
-
-class GradientsExchanged(Exception):
-    """The user has put other tensors in the place of the gradients that a graph adds to."""
-
-
-class BackwardGraph:
-    """One captured backward.
-
-    Attributes:
-        index: its place on the tape of its forward.
-        inputs: per output of the forward, where its gradient is read, or None if there was none at capture.
-        copied: of those, index and buffer of each that is copied.
-        results: per differentiable input and hooked parameter of the forward, its gradient, or None.
-        saved, weights: outputs and parameters of the forward that the backward reads again.
-        written: the buffers of the gradients that the graph overwrites.
-        accumulated: those of gradients that it adds to, each with what it adds to: the buffer's memory, or a tensor
-            that the user had put in place.
-        parameters: those of `written`.
-        apart: whether it was captured with gradients there that the user had put in place, to which the buffers were
-            added afterwards.
-    """
-
-    __slots__ = (
-        "accumulated",
-        "apart",
-        "copied",
-        "graph",
-        "index",
-        "inputs",
-        "parameters",
-        "results",
-        "saved",
-        "weights",
-        "written",
-    )  # fmt: skip
-
-    def fits(self, grads: Sequence[Tensor | None], passes: int) -> bool:
-        for static, grad in zip(self.inputs, grads, strict=True):
-            if (static is None) is not (grad is None):
-                return False
-            if static is None:
-                continue
-            if static.tensor.stride() != grad.stride():
-                return False  # kernels for another layout may round otherwise
-            if static.buffer is None:
-                if static.pointer != grad.data_ptr():
-                    return False
-            elif not static.buffer.free_for(grad, passes):
-                return False
-        return True
-
-    def launch(self, grads: Sequence[Tensor | None], passes: int) -> tuple[int, bool]:
-        """Replays into the parameters' gradients, whatever state they are in; returns the bytes copied in, and whether
-        the gradients were in the state they had at capture.
-
-        Raises:
-            GradientsExchanged: that is not possible; nothing has changed.
-            Exception: whatever the launch raised; the gradients are in their places.
-        """
-        copied = 0
-        for index, buffer in self.copied:
-            copied += buffer.load(grads[index], passes)
-        if not self.accumulated and not any(map(_is_not, map(_grad, self.parameters), _NOTHING)):
-            tensors = list(map(_tensor, self.written))
-            if any_held(self.written, tensors):
-                del tensors  # holds them, too
-                tensors = self._free()
-            try:
-                self.graph.replay()
-                for parameter, tensor in zip(self.parameters, tensors, strict=True):
-                    parameter.grad = tensor
-            except BaseException:
-                for parameter in self.parameters:
-                    parameter.grad = None
-                raise
-            return copied, True
-        return copied, self._launch_among_others()
-
-    def _free(self) -> list[Tensor]:
-        """The tensors for gradients, none of which is there now; what the user holds of those before is moved away."""
-        if not all(buffer.evacuate() for buffer in self.written):
-            raise GradientsExchanged("views of a gradient are held, which this version of torch cannot move")
-        return list(map(_tensor, self.written))
-
-    def _launch_among_others(self) -> bool:
-        """Replays where gradients may not be as they were at capture; returns whether they were.
-
-        The sum of two terms does not depend on their order, so the results are those of eager accumulation.
-        """
-        fill, before = [], []  # parameters without a gradient; copies of gradients that the graph is going to overwrite
-        add: list[tuple[Tensor, Tensor]] = []
-        clear: list[Tensor] = []
-        for buffer, target in (*zip(self.written, _NOTHING, strict=False), *self.accumulated):
-            grad, memory = buffer.parameter.grad, buffer.memory
-            if target is None or target is memory:
-                if grad is not None and grad.data_ptr() == memory.data_ptr():
-                    if target is None:
-                        before.append((grad, grad.clone()))
-                    continue
-                if not buffer.evacuate():
-                    raise GradientsExchanged("views of a gradient are held, which this version of torch cannot move")
-                if target is not None:
-                    clear.append(memory)
-                if grad is None:
-                    fill.append(buffer)
-                else:
-                    add.append((grad, memory))
-            elif grad is None or (grad is not target and grad.data_ptr() != target.data_ptr()):
-                raise GradientsExchanged("gradients that the graph adds to were exchanged")
-        for memory in clear:
-            memory.zero_().neg_()  # -0, to which anything may be added
-        try:
-            self.graph.replay()
-        except BaseException:
-            for grad, kept in before:
-                grad.copy_(kept)
-            raise
-        for buffer in fill:
-            buffer.parameter.grad = buffer.tensor
-        for grad, part in (*before, *add):
-            grad.add_(part)
-        return not clear and not before and (self.apart or not add)
 
 
 def capture_backward(graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> BackwardGraph | None:
@@ -260,6 +132,7 @@ def capture_backward(graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> B
     known.copied = [(i, item.buffer) for i, item in enumerate(known.inputs) if item is not None and item.buffer]
     known.index = graph.tape.append(graph)
     known.parameters = [buffer.parameter for buffer in known.written]
+    known.loans = Loans(known.written)
     known.results = [None if item is None else StaticOutput(item.detach(), entry) for item in known.results]
     results = [result for result in known.results if result is not None]
     graph.tape.hand_out(results)

@@ -32,10 +32,12 @@ class GradientBuffer:
         memory: what captures read and write.
         tensor: what is `.grad`.
         where: the storage of `tensor`, as a number.
+        moves: how often any of them was lent out anew.
     """
 
     __slots__ = ("__weakref__", "_storage", "memory", "parameter", "tensor", "where")
 
+    moves = 0
     entry = None  # unlike a result, it belongs to no signature
 
     def __init__(self, parameter: Tensor, memory: Tensor) -> None:
@@ -46,6 +48,7 @@ class GradientBuffer:
         self.tensor = storage_over(self.memory)
         self._storage = self.tensor.untyped_storage()
         self.where = self._storage._cdata
+        GradientBuffer.moves += 1
         if self.memory.numel():
             _lent[self.memory.data_ptr()] = self
 
@@ -91,7 +94,7 @@ class _Counts(NamedTuple):
 
 
 def _references(buffer: GradientBuffer) -> int:
-    """To its tensor, counted as `any_held` counts them."""
+    """To its tensor, counted as `Loans` counts them."""
     tensors = list(map(_tensor, (buffer,)))
     return max(map(getrefcount, tensors))
 
@@ -110,14 +113,27 @@ def _counts() -> _Counts:
     return _counted[0]
 
 
-def any_held(buffers: Iterable[GradientBuffer], tensors: list[Tensor]) -> bool:
-    """Whether anybody holds one of the gradients `tensors` of these buffers, none of which is `.grad` now; the caller
-    has made that list for this question."""
-    alone = _counted[0] if _counted else _counts()
-    return (
-        max(map(getrefcount, tensors), default=0) > alone.references
-        or max(map(_use_count, map(_where, buffers)), default=0) > alone.uses
-    )
+class Loans:
+    """The gradients that one graph writes, looked at together: hundreds of them, before each backward."""
+
+    __slots__ = ("_buffers", "_moves", "_where")
+
+    def __init__(self, buffers: list[GradientBuffer]) -> None:
+        self._buffers = buffers
+        self._moves = -1
+        self._where: list[int] = []
+
+    def free(self) -> list[Tensor] | None:
+        """What is to be `.grad`, where nothing is now; None where somebody holds one of the gradients before."""
+        if self._moves != GradientBuffer.moves:
+            self._where = list(map(_where, self._buffers))
+            self._moves = GradientBuffer.moves
+        alone = _counted[0] if _counted else _counts()
+        tensors = list(map(_tensor, self._buffers))
+        most = len(tensors)
+        if list(map(getrefcount, tensors)).count(alone.references) != most:
+            return None
+        return tensors if list(map(_use_count, self._where)).count(alone.uses) == most else None
 
 
 def memory_of(grad: Tensor | None) -> Tensor | None:

@@ -163,22 +163,34 @@ class Arena:
 
 
 class Ticket:
-    """One forward with a backward still to come; dies with the autograd node that holds it."""
+    """One forward with a backward still to come; dies with the autograd node that holds it. `done` says whether it has
+    had one, after which another may follow if the graph was retained."""
 
-    __slots__ = ("__weakref__", "arena", "done", "graph", "node", "passed", "random_state", "versions", "weights")
+    __slots__ = (
+        "__weakref__",
+        "arena",
+        "done",
+        "finished",
+        "graph",
+        "node",
+        "passed",
+        "random_state",
+        "versions",
+        "weights",
+    )  # fmt: skip
 
     def __init__(self, arena: Arena, graph: Any, random_state: Any) -> None:
         self.arena, self.graph, self.random_state = arena, graph, random_state
         self.passed = arena.passes
-        self.done = False
+        self.done = self.finished = False
         self.weights = graph.parameters
         self.versions = list(map(_version, graph.parameters))
         self.node: Any = None  # weak: the autograd node that holds this ticket
         arena.in_flight += 1
 
     def finish(self) -> None:
-        if not self.done:
-            self.done = True
+        if not self.finished:
+            self.done = self.finished = True
             self.arena.in_flight -= 1
             if not self.arena.in_flight and self.graph.tape.dropped:
                 self.arena.let_go_of_dropped()

@@ -247,3 +247,43 @@ def test_a_result_that_a_grown_tape_holds_is_not_overwritten_by_an_older_one(dev
         side.optimizer.zero_grad()
 
     play(lambda d: Kinds().to(d), step, device, steps=16)
+
+
+@pytest.mark.parametrize("graph", [wrapped, layered])
+def test_a_retained_graph_is_good_for_a_backward_after_later_calls(graph, device):
+    def step(side, i):
+        first = loss_of(side.call(side.batch(i, 4, 8)))
+        first.backward(retain_graph=True)
+        for key in range(1, 3):
+            loss_of(side.call(side.batch(i, 4, 8, key=key))).backward()
+        first.backward()
+        side.note_gradients()
+        side.optimizer.step()
+        side.optimizer.zero_grad()
+
+    play(two, step, device, graph=graph(), steps=20)
+
+
+def test_a_loop_that_always_retains_comes_from_graphs(device):
+    def step(side, i):
+        side.loss = loss_of(side.call(side.batch(i, 4, 8)))
+        side.loss.backward(retain_graph=True)
+        side.note_gradients()
+        side.optimizer.step()
+        side.optimizer.zero_grad()
+
+    twins(mlp, step, device, replays=2, steps=30)
+
+
+def test_a_list_of_losses_is_differentiated_in_the_end(device):
+    """More calls in flight than were ever seen before."""
+
+    def step(side, i):
+        losses = [loss_of(side.call(side.batch(i, 4, 8, key=key))) for key in range(12 if i % 5 == 4 else 1)]
+        for loss in losses:
+            loss.backward()
+        side.note_gradients()
+        side.optimizer.step()
+        side.optimizer.zero_grad()
+
+    play(mlp, step, device, steps=30)

@@ -49,7 +49,7 @@ def geometry(tensor: Tensor) -> tuple:
 
 def _held(value: Any) -> tuple[Any, bool]:
     """The value, or a weak reference to it and True: a note keeps nothing alive that the call made."""
-    if not is_plain(value) and not isinstance(value, (*CONTAINERS, type, nn.Module, types.ModuleType)):
+    if not is_plain(value) and not isinstance(value, (*CONTAINERS, type, nn.Module, nn.Parameter, types.ModuleType)):
         with contextlib.suppress(TypeError):
             return weakref.ref(value), True
     return value, False
