@@ -27,7 +27,7 @@ def _runs_backward(graph: ForwardGraph) -> bool:
     if isinstance(graph.module._root, nn.Module):
         return False
     # Operations of a backward have no line of the user's code.
-    return graph.entry.trace is None or any(step.code is None for step in graph.entry.trace)
+    return graph.entry.script is None or any(step.code is None for step in graph.entry.script.trace)
 
 
 @contextlib.contextmanager

@@ -62,7 +62,7 @@ def _drop_moved(module: CUDAGraphModule, entry: Entry) -> None:
     for graph in moved:
         reason = graph.watch.moved()
         module._drop(graph.tape)
-        entry.trace = None  # of the code as it was before the change
+        entry.script = None  # of the code as it was before the change
         entry.moves += 1
         if entry.moves >= module._config.max_failures:
             entry.disabled, entry.reason = True, f"captured again and again, because {reason}"

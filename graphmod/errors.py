@@ -17,5 +17,9 @@ class CaptureRefused(GraphmodError, RuntimeError):
     """
 
 
+class Diverged(CaptureRefused):
+    """The captured code did something else than in the eager call that was recorded before."""
+
+
 class BackwardUnavailable(GraphmodError, RuntimeError):
     """A backward pass was asked for whose saved values are gone or that a replayed graph cannot provide."""

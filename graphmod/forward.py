@@ -15,13 +15,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from graphmod.accumulators import own_accumulators, stood_in
 from graphmod.backend.random_state import python_random_state, restore_python_random_state
 from graphmod.buffers import OwnedBuffer, StaticInput, adopted
-from graphmod.errors import CaptureRefused
+from graphmod.errors import CaptureRefused, Diverged
 from graphmod.hook_watch import HookWatch, foreign_hook, has_gradient_hooks, modules_called, those_that_stepped
 from graphmod.reach import NOT_REPLAYED
 from graphmod.recorder import Recorder
 from graphmod.results import Results, resolved
 from graphmod.signature import Leaf, argument_paths, opaque_parts, parameter_names, rebuild
-from graphmod.trace import address, compare
+from graphmod.trace import address
 from graphmod.watch import Watch
 
 if TYPE_CHECKING:
@@ -99,13 +99,6 @@ class ForwardGraph:
             stepped.extend(those_that_stepped(found.optimizers, recorder.written))
             entry.called = self.called
             _refuse_hooks(self.called, stepped)
-            if entry.trace is not None:
-                previous, entry.trace = entry.trace, recorder.trace
-                reason = compare(previous, recorder.trace)
-                if reason is not None:
-                    if self.stand_ins:  # which may be the reason; the next attempt goes without
-                        entry.trace = previous
-                    raise CaptureRefused(reason)
             changed = found.changed_since(before)
             if changed is not None:
                 raise CaptureRefused(f"changes {changed} as it runs, {NOT_REPLAYED}")
@@ -114,6 +107,7 @@ class ForwardGraph:
                     raise CaptureRefused(f"changes its argument {static.name} in place; make it change a copy")
             stood_in = {id(view): view._base for view in self.stand_ins.values()}
             owned_memory = {address(static.tensor) for static in self.inputs if static.buffer is not None}
+            owned_memory |= recorder.kept_at
             self.results = Results(result, given, recorder, entry, stood_in, owned_memory, module._config.clone_outputs)
             self._find_parameters(given, recorder, oldest)
 
@@ -121,8 +115,12 @@ class ForwardGraph:
             with stood_in(self, found), own_accumulators(self, owned):
                 before = found.state()
                 pool, split = self.tape.arena.pool, not entry.generators and not entry.failures_in_a_row
-                self.graph, _ = group.backend.capture(run, pool, given, entry.generators, check, split=split)
-        except BaseException:
+                self.graph, _ = group.backend.capture(
+                    run, pool, given, entry.generators, check, split=split, script=entry.script
+                )
+        except BaseException as error:
+            if isinstance(error, Diverged) and not self.stand_ins:  # which may be the reason; the next goes without
+                entry.script, entry.calls = None, module._config.warmup_steps - 1  # to be recorded anew
             restore_python_random_state(python_random)
             for parameter, grad in zip(owned, grads, strict=True):
                 if parameter.grad is not grad:

@@ -64,8 +64,8 @@ class Entry:
         "needs_grad",
         "reason",
         "recaptures",
+        "script",
         "signature",
-        "trace",
     )  # fmt: skip
 
     def __init__(self, signature: Signature) -> None:
@@ -76,7 +76,7 @@ class Entry:
         self.disabled = False
         self.misses = 0
         self.needs_grad = False
-        self.trace: list | None = None
+        self.script: Any = None  # of the recorded warm-up call
         self.generators: list = []
         self.reason = ""
         self.last_used = 0

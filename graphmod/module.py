@@ -14,7 +14,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from graphmod.capturing import capture, place
@@ -124,7 +123,7 @@ class CUDAGraphModule(nn.Module):
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the wrapped callable without the module's own hooks."""
-        if torch._C._len_torch_dispatch_stack() and is_recording():
+        if is_recording():
             self._served = None
             return self._call(*args, **kwargs)  # part of what another wrapper captures
         usual = self._entries.usual

@@ -18,9 +18,9 @@ from graphmod.group import EagerCall
 from graphmod.hook_watch import modules_called
 from graphmod.lifecycle import Entry
 from graphmod.reach import NOT_REPLAYED
+from graphmod.recorder import Recorder
 from graphmod.results import resolved
 from graphmod.signature import flatten, opaque_parts
-from graphmod.tracer import Tracer
 
 if TYPE_CHECKING:
     from graphmod.module import CUDAGraphModule
@@ -30,7 +30,6 @@ def warm_up(module: CUDAGraphModule, entry: Entry, args: tuple, kwargs: dict) ->
     """An ordinary call; the last one before the capture is recorded."""
     module._counters.eager_calls += 1
     module._served, module._eager_in = None, module._group.begun
-    tracer = Tracer()
     record = entry.calls + 1 == module._config.warmup_steps
     found = module._around.now(*opaque_parts(entry.signature.structure)) if record else None
     before = found.state() if record else None
@@ -38,16 +37,20 @@ def warm_up(module: CUDAGraphModule, entry: Entry, args: tuple, kwargs: dict) ->
     with contextlib.ExitStack() as watching:
         if record:
             watching.enter_context(no_garbage_collection())
-            watching.enter_context(tracer)
+            recorder = watching.enter_context(_recorder(module, args, kwargs))
             entry.called = watching.enter_context(modules_called())
         result = module._call(*args, **kwargs)
         result = resolved(result) if record else result
     entry.calls += 1
     entry.called_forward = entry.called_forward or torch._C._current_autograd_node() is None
     if record:
-        entry.trace = tracer.trace
-        entry.generators = tracer.generators
+        entry.script = recorder.script()
+        entry.generators = recorder.generators
         changed = found.changed_since(before)
+        if recorder.hazards:
+            entry.calls -= 1
+            capture_failed(module, entry, CaptureRefused(str(recorder.hazards[0])), "its forward")
+            changed = None
         if changed is not None:
             # Known before any attempt, so that the user's Python never runs twice for one call. Once more of the same
             # kind is watched, because a first call may create what later ones only use.
@@ -55,6 +58,13 @@ def warm_up(module: CUDAGraphModule, entry: Entry, args: tuple, kwargs: dict) ->
             refusal = CaptureRefused(f"changes {changed} as it runs, {NOT_REPLAYED}")
             capture_failed(module, entry, refusal, "its forward")
     return track(module, entry, result)
+
+
+def _recorder(module: CUDAGraphModule, args: tuple, kwargs: dict) -> Recorder:
+    leaves: list[Tensor] = []
+    flatten((args, kwargs), leaves, {})
+    backend = module._group.backend
+    return Recorder(leaves, gpu=backend.device.index if backend.on_gpu else None, watching=True)
 
 
 def track(module: CUDAGraphModule, entry: Entry, result: Any) -> Any:
