@@ -254,6 +254,8 @@ def _own(grad: Tensor | None, taken: set[int]) -> Tensor | None:
     """`grad` in memory that nothing else uses; copied only where it is a view, or another gradient too."""
     if grad is None:
         return None
+    if grad._is_zerotensor():  # has no memory
+        return torch.zeros(grad.size(), dtype=grad.dtype, device=grad.device)
     if address(grad) in taken or 0 in grad.stride():
         return torch.empty_like(grad).copy_(grad)
     taken.add(address(grad))

@@ -110,9 +110,14 @@ class Results:
 
 
 def resolved(result: Any) -> Any:
-    """The result with lazy conjugates and negations carried out, which a plain view of memory cannot stand for."""
+    """The result with lazy conjugates, negations and zeros carried out, which a plain view of memory cannot stand for."""
     leaves: list[Tensor] = []
     structure = flatten(result, leaves, {})
-    if not any(tensor.is_conj() or tensor.is_neg() for tensor in leaves if tensor.layout is torch.strided):
+    if not any(t.is_conj() or t.is_neg() or t._is_zerotensor() for t in leaves if t.layout is torch.strided):
         return result
-    return rebuild(structure, [tensor.resolve_conj().resolve_neg() for tensor in leaves])
+    return rebuild(structure, [_in_memory(tensor) for tensor in leaves])
+
+
+def _in_memory(tensor: Tensor) -> Tensor:
+    tensor = tensor.resolve_conj().resolve_neg()
+    return tensor.clone() if tensor._is_zerotensor() else tensor

@@ -88,6 +88,7 @@ class EmulatedGraph:
     def add(self, op: Any, args: tuple, kwargs: dict, result: Any, fresh: list[Tensor]) -> None:
         """Takes one executed operation into the recording."""
         about = facts(op)
+        fresh = [tensor for tensor in fresh if not tensor._is_zerotensor()]  # such have no memory, and never change
         if about.lifts:  # what it makes is there before any replay; the code may go on to change it
             values = fresh[0].detach()
             self._calls.append((values.copy_, (values.clone(),), {}))
