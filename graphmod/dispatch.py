@@ -1,10 +1,10 @@
 """How a recorder gets to see each operation of a thread, and of the backwards that the thread starts.
 
 Composite formulas of torch ask whether a dispatch mode is active and then take another way, whose numbers differ in
-the last bits. So operations are not seen through a mode, but through a dispatch key right above that of modes, which
-torch keeps for extensions and for which it has no kernels of its own: one fallback, registered once, is included for
-as long as a recorder watches. Where that key is not to be had, or does not behave as the self-test demands, a mode
-serves. Imports nothing of graphmod.
+the last bits. So operations are not seen through a mode, but through a dispatch key next to that of modes, which torch
+keeps for extensions and for which it has no kernels of its own: one fallback, registered once, is included for as long
+as a recorder watches. Where that key is not to be had, or does not behave as the self-test demands, a mode serves.
+Imports nothing of graphmod.
 """
 
 import contextlib
@@ -16,7 +16,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils import _python_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 log = logging.getLogger("graphmod")
 
@@ -25,6 +26,7 @@ _RECORDER = "graphmod.recorder"  # what autograd hands on to the threads of a ba
 _make_subclass, _as_subclass = Tensor._make_subclass, Tensor.as_subclass
 _lock = threading.Lock()
 _library: Any = None  # the registration, which lives as long as this does
+_at_work: list[Any] = []
 _watching = 0  # recorders at work in this process: a number to look at, where there is none, before anything dearer
 
 
@@ -34,12 +36,18 @@ class Sees(Protocol):
     def see(self, op: Any, args: tuple, kwargs: dict) -> Any:
         """Runs the operation, or does something else in its place, and returns its result."""
 
+    def note_mode(self, mode: TorchDispatchMode) -> None:
+        """Takes in that from here to the end of the call nothing can be seen, because of a mode."""
+
 
 def current() -> Any:
     """The recorder that watches the present call; None where there is none, or where it looks away."""
-    if not _watching or not torch._C._is_key_in_tls(_RECORDER):
+    if not _watching:
         return None
-    return torch._C._get_obj_in_tls(_RECORDER)
+    if torch._C._is_key_in_tls(_RECORDER):
+        return torch._C._get_obj_in_tls(_RECORDER)
+    # A thread of autograd's that was handed the key, and not what came with it.
+    return _at_work[0] if len(_at_work) == 1 and by_key() else None
 
 
 def _set_current(recorder: Any) -> None:
@@ -113,7 +121,7 @@ def _self_test() -> None:
             seen.append((op, any(arg is leaf for arg in args)))
             return op(*args, **kwargs)
 
-    with torch.inference_mode(False), torch.enable_grad():
+    with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
         leaf = torch.ones(1, requires_grad=True)
         token = _include(Probe())
         try:
@@ -144,12 +152,13 @@ def _exclude(token: tuple) -> None:
 def shown_to(recorder: Sees) -> Iterator[None]:
     """Shows `recorder` each operation of this thread, and of its backwards."""
     global _watching
-    keyed = has_key()
+    keyed = has_key() and (_below_modes() or not torch._C._len_torch_dispatch_stack())
     if keyed:
         _pass_over_higher_order_operators()
+    before = current()
     with _lock:
         _watching += 1
-    before = current()
+        _at_work.append(recorder)
     try:
         if keyed:
             token = _include(recorder)
@@ -165,13 +174,12 @@ def shown_to(recorder: Sees) -> Iterator[None]:
         _set_current(before)
         with _lock:
             _watching -= 1
+            _at_work.remove(recorder)
 
 
 @contextlib.contextmanager
 def hidden() -> Iterator[None]:
     """Lets the recorder look away."""
-    from torch.utils._python_dispatch import _disable_current_modes
-
     before = current()
     with contextlib.ExitStack() as stack:
         if has_key():
@@ -221,9 +229,27 @@ def _pass_over_higher_order_operators() -> None:
             _passed_over.add(id(operator))
 
 
-def subclass_makers() -> list[tuple[Any, str, Any]]:
-    """Replacements for what makes an object of a class out of a tensor (a parameter among them), which torch does by an
-    operation whose result nobody may have looked at before."""
+def _below_modes() -> bool:
+    """Whether what a dispatch mode runs is still to be seen, and not the other way round."""
+    return int(_key()) < int(torch._C.DispatchKey.Python)
+
+
+def replacements() -> list[tuple[Any, str, Any]]:
+    """Replacements for what does not go together with the key, while it is in use.
+
+    What makes an object of a class out of a tensor (a parameter among them), which torch does by an operation whose
+    result nobody may have looked at before. And modes that are entered meanwhile: those that compute with tensors
+    without memory, and any, where the key is above them.
+    """
+    push = _python_dispatch._push_mode
+
+    def push_mode(mode: Any, *args: Any, **kwargs: Any) -> Any:
+        recorder = current()
+        blinds = not _below_modes() or type(mode).__name__ == "FakeTensorMode"
+        if recorder is not None and by_key() and blinds and not isinstance(mode, Mode):
+            recorder.note_mode(mode)
+            stop_showing()
+        return push(mode, *args, **kwargs)
 
     def unseen(make: Any) -> Any:
         @functools.wraps(make)
@@ -236,4 +262,5 @@ def subclass_makers() -> list[tuple[Any, str, Any]]:
     return [
         (Tensor, "_make_subclass", staticmethod(unseen(_make_subclass))),
         (Tensor, "as_subclass", unseen(_as_subclass)),
+        (_python_dispatch, "_push_mode", push_mode),
     ]

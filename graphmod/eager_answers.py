@@ -27,7 +27,7 @@ _NEED_THE_TRUTH = (
 _COMPILED = Reason(
     "runs code through torch.compile, or an operator on functions that does (torch.cond, while_loop, scan, "
     "flex_attention), which is not seen here and which a capture would leave to chance",
-    "compile outside (graph.compile), or keep it outside the captured module",
+    "use graph.compile, or torch.where in place of torch.cond, or keep it outside the captured module",
 )
 _SCRIPTED = Reason(
     "runs code of torch.jit, whose fused kernels are not seen here",

@@ -29,7 +29,7 @@ _UNREPEATABLE = {
 }
 _SPARSE_GRADIENT = {"aten::embedding": (4, "sparse"), "aten::_embedding_bag": (5, "sparse")}
 _PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
-_OUTSIDE = "keep it outside the captured module"
+OUTSIDE = "keep it outside the captured module"
 
 
 class Reason(NamedTuple):
@@ -74,6 +74,7 @@ def hazard(operation: str, lines: Lines, reason: Reason, on_gpu: bool = False) -
     return Hazard(operation, lines, effect + "no replay would do", remedy_for(lines.optimizer, on_gpu))
 
 
+UNDER_A_MODE = Reason("computes under a dispatch mode, whose Python code a replay would not run", OUTSIDE)
 _READ = Reason(
     "reads a value on the host (.item(), float(), bool(), if, max(a, b), a tensor as a slice bound), and a replay "
     "reads nothing",
@@ -144,12 +145,12 @@ class Check:
                 "has a result whose size depends on the data", "pad it, or use nonzero_static or output_size=", "result"
             )
         if name in _UNREPEATABLE:
-            return Reason(f"cannot be repeated from a recording: {_UNREPEATABLE[name]}", _OUTSIDE)
+            return Reason(f"cannot be repeated from a recording: {_UNREPEATABLE[name]}", OUTSIDE)
         if name in _SPARSE_GRADIENT and torch.is_grad_enabled():
             position, keyword = _SPARSE_GRADIENT[name]
             if (args[position] if len(args) > position else kwargs.get(keyword, False)) and given[0].requires_grad:
                 return Reason(
-                    "has a sparse gradient, whose size depends on the data", f"use sparse=False, or {_OUTSIDE}"
+                    "has a sparse gradient, whose size depends on the data", f"use sparse=False, or {OUTSIDE}"
                 )
         if kwargs and kwargs.get("device") is not None:
             device = torch.device(kwargs["device"])
@@ -157,13 +158,13 @@ class Check:
                 return self._elsewhere(device)
         host = False
         for tensor in given:
-            if tensor.layout is not torch.strided:
-                return Reason("works on a sparse or nested tensor, whose size depends on the data", _OUTSIDE)
+            if tensor.layout is not torch.strided or tensor.is_nested:
+                return Reason("works on a sparse or nested tensor, whose size depends on the data", OUTSIDE)
             if tensor.__class__ not in _PLAIN and _has_python(tensor):
                 return Reason(
                     f"works on a {type(tensor).__name__}, a kind of tensor with Python code of its own, which a replay "
                     "would not run",
-                    _OUTSIDE,
+                    OUTSIDE,
                 )
             index = tensor.get_device()
             if index != self._index and index >= 0:
@@ -175,8 +176,8 @@ class Check:
 
     def result_reason(self, results: list[Tensor]) -> Reason | None:
         """Why a graph cannot hold these results of an operation."""
-        if any(tensor.layout is not torch.strided for tensor in results):
-            return Reason("makes a sparse or nested tensor, whose size depends on the data", _OUTSIDE)
+        if any(tensor.layout is not torch.strided or tensor.is_nested for tensor in results):
+            return Reason("makes a sparse or nested tensor, whose size depends on the data", OUTSIDE)
         return None
 
     def _waits(self, given: list[Tensor]) -> bool:

@@ -110,7 +110,7 @@ class Results:
 
 
 def resolved(result: Any) -> Any:
-    """The result with lazy conjugates, negations and zeros carried out, which a plain view of memory cannot stand for."""
+    """The result with lazy conjugates, negations and zeros carried out, for which no plain memory stands."""
     leaves: list[Tensor] = []
     structure = flatten(result, leaves, {})
     if not any(t.is_conj() or t.is_neg() or t._is_zerotensor() for t in leaves if t.layout is torch.strided):

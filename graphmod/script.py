@@ -27,7 +27,8 @@ class Kept:
         self.kind = kind
         self._constants = constants if kind == "arguments" else []
         self._value: Any = None
-        self._where: set[int] = set()
+        self.where: set[int] = set()  # the addresses of what stands in for arguments
+        self._made_at: set[int] = set()
         self._written = False
 
     def keep(self, result: Any) -> None:
@@ -35,14 +36,15 @@ class Kept:
         if self.kind == "arguments":
             device = next((t.device for t in tensors_in(_several(result)) if t.is_cuda), None)
             self._value = [tensor.to(device) for tensor in self._constants]
+            self.where = set(map(address, self._value))
             self._constants = []
             return
-        self._where = {address(tensor) for tensor in tensors_in(_several(result))} - {0}
+        self._made_at = {address(tensor) for tensor in tensors_in(_several(result))} - {0}
         self._value = _each(result, lambda tensor: tensor.detach().clone())
 
     def note_write(self, where: int) -> None:
         """Takes in that the recorded call changed what lies at an address."""
-        self._written = self._written or where in self._where
+        self._written = self._written or where in self._made_at
 
     def result(self) -> Any:
         """The result for a capture: a copy, made anew in each replay, where the code goes on to change it."""

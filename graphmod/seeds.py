@@ -1,4 +1,4 @@
-"""Calls that read, write or seed the state of random generators. Imports `dispatch` and `hazards`.
+"""Calls that read, write or seed the state of random generators. Imports `dispatch`, `hazards` and `trace`.
 
 A replay goes on drawing where the last one ended. Code that saves and restores the state, or seeds a generator, means
 something else.
@@ -12,6 +12,7 @@ import torch
 
 from graphmod import dispatch
 from graphmod.hazards import Reason
+from graphmod.trace import same_generator
 
 _NO_STATE = torch.empty(0, dtype=torch.uint8)
 SEEDS = Reason(
@@ -89,7 +90,7 @@ class Draws:
     def before(self, generator: torch.Generator | None) -> Reason | None:
         """Called before an operation draws; None stands for the default generator."""
         for one in [generator] if generator is not None else self._default:
-            last = next((state for known, state in self._last if known is one), None)
+            last = next((state for known, state in self._last if same_generator(known, one)), None)
             if last is None and _is_fresh(one):
                 return _SEEDED_INSIDE
             if last is not None and last != _fingerprint(one):
@@ -99,7 +100,7 @@ class Draws:
     def after(self, generator: torch.Generator | None) -> None:
         """Called when it has drawn."""
         for one in [generator] if generator is not None else self._default:
-            self._last = [pair for pair in self._last if pair[0] is not one]
+            self._last = [pair for pair in self._last if not same_generator(pair[0], one)]
             self._last.append((one, _fingerprint(one)))
 
     def after_unseen(self) -> None:

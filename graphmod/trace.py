@@ -78,6 +78,11 @@ def draws(about: Facts, args: tuple, kwargs: dict) -> bool:
     return about.random and (about.dropout < 0 or argument_of(args, kwargs, about.dropout, "dropout_p") != 0.0)
 
 
+def same_generator(one: torch.Generator, other: torch.Generator) -> bool:
+    """Whether two objects stand for one generator: operations are given another than the user holds."""
+    return one._cdata == other._cdata
+
+
 def argument_of(args: tuple, kwargs: dict, position: int, name: str) -> Any:
     """The value passed for an argument whose default is 0."""
     return args[position] if position < len(args) else kwargs.get(name, 0.0)

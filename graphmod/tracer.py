@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphmod import dispatch
 from graphmod.patches import Patch
-from graphmod.trace import Facts, Step, draws, facts, scalars_of, user_frame
+from graphmod.trace import Facts, Step, draws, facts, same_generator, scalars_of, user_frame
 
-_subclasses = Patch(dispatch.subclass_makers)
+_beside_the_key = Patch(dispatch.replacements)
 
 
 class Tracer:
@@ -34,7 +35,7 @@ class Tracer:
     def __enter__(self) -> "Tracer":
         with contextlib.ExitStack() as context:
             if dispatch.has_key():
-                context.enter_context(_subclasses)
+                context.enter_context(_beside_the_key)
             self._enter(context)
             context.enter_context(dispatch.shown_to(self))
             self._context = context.pop_all()
@@ -52,6 +53,9 @@ class Tracer:
     def note_unseen(self, changed: Iterable[Tensor]) -> None:
         """Takes in that code out of its sight changed tensors, or may have."""
 
+    def note_mode(self, mode: TorchDispatchMode) -> None:
+        """Takes in that from here to the end of the call nothing can be seen, because of a mode."""
+
     def see(self, op: Any, args: tuple, kwargs: dict) -> Any:
         """Runs an operation and takes it in."""
         about = facts(op)
@@ -63,7 +67,7 @@ class Tracer:
             code, line, self.backward = None, 0, True
         random = draws(about, args, kwargs)
         generator = kwargs.get("generator")
-        if generator is not None and not any(generator is known for known in self.generators):
+        if generator is not None and not any(same_generator(generator, known) for known in self.generators):
             self.generators.append(generator)
         self.random = self.random or random
         step = Step(op, scalars_of(about, args, kwargs), code, line)
