@@ -1,10 +1,10 @@
-"""Code compiled with torch.compile inside a capture. Imports `tracer`.
+"""Code compiled with torch.compile inside a capture. Imports `tracer` and `dispatch`.
 
-Two things stand between compiled code and a capture. Dynamo steps aside for every dispatch mode, so that under the
-recorder the eager code would run, and be captured, without a word. And the kernels that inductor generates are
-launched past the dispatcher, so that the recorder would see half of what happens: buffers that come from nowhere, and
-arguments nobody seems to read. So compiled code runs out of the recorder's sight, and the recorder is shown what that
-code reads by a `detach` of each tensor, which launches nothing.
+Two things stand between compiled code and a capture. Dynamo compiles anew for the keys under which the recorder sees
+operations, and steps aside for every dispatch mode, so that the eager code would run, and be captured. And the kernels
+that inductor generates are launched past the dispatcher, so that the recorder would see half of what happens: buffers
+that come from nowhere, and arguments nobody seems to read. So compiled code runs out of the recorder's sight, and the
+recorder is shown what that code reads by a `detach` of each tensor, which launches nothing.
 """
 
 import contextlib
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _python_dispatch as dispatch
 
+from graphmod.dispatch import hidden, through_a_mode
 from graphmod.tracer import Tracer, current_tracer
 
 # What dynamo looks at to see whether a dispatch mode is active; which of them depends on the release.
@@ -92,7 +93,7 @@ def shown(tensors: Iterable[Any], hide: bool = True) -> Iterator[None]:
     before = list(map(_version, given))
     token = _out_of_sight_of.set(recorder if hide else None)
     try:
-        with dispatch._disable_current_modes() if hide else contextlib.nullcontext(), _dynamo_unaware_of_modes():
+        with hidden() if hide else through_a_mode(), _dynamo_unaware_of_modes():
             yield
     finally:
         _out_of_sight_of.reset(token)

@@ -120,6 +120,11 @@ class Group:
                 self.anchor_node = torch.autograd.graph.get_gradient_edge(self.anchor).node
         return self.backend is not before
 
+    @property
+    def gpu(self) -> int | None:
+        """Index of the GPU on which it captures; None in the emulator."""
+        return self.backend.device.index if self.backend is not None and self.backend.on_gpu else None
+
     def learn(self, parameters: list[Tensor]) -> None:
         """Takes in the parameters of one of its modules; those that others have too are shared."""
         known = {id(parameter) for parameter in self.parameters}

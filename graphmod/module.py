@@ -138,6 +138,9 @@ class CUDAGraphModule(Surface):
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the wrapped callable without the module's own hooks."""
+        if is_recording():
+            self._served = None
+            return self._call(*args, **kwargs)  # part of what another wrapper captures
         if _dynamo_compiles():
             return self._call(*args, **kwargs)
         if _reference_count(self._mark) > HOLDERS:
@@ -193,7 +196,8 @@ class CUDAGraphModule(Surface):
         if recording is None or recording.refused is not None:
             return warm_up(self, entry, args, kwargs)
         if self._group.settle(self._config.backend, self._around.device(leaves)):
-            return self._run(*args, **kwargs)  # of other modes, and so of another signature
+            entry.recordings.clear()  # of calls elsewhere
+            return self._run(*args, **kwargs)
         tape = place(self, entry, reason, recording)
         if tape is None:
             return self._eager(args, kwargs, entry)

@@ -3,7 +3,6 @@
 Imports nothing of graphmod.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -60,33 +59,6 @@ _SIZES = {
     _aten.add.Tensor: _broadcast_size,
     _aten.mul.Tensor: _broadcast_size,
 }
-
-
-Call = tuple[Any, tuple, dict]
-
-# Operators whose generated `out` overload computes elsewhere and copies, although there is a way without: what to call,
-# for their arguments and the memory of the result.
-_WITHOUT_COPY: dict[Any, Callable[..., list[Call]]] = {
-    _aten.mul.Scalar: lambda out, a, b: [(_aten.mul.out, (a, b), {"out": out})],
-    _aten.div.Scalar: lambda out, a, b: [(_aten.div.out, (a, b), {"out": out})],
-    _aten.clone.default: lambda out, a, **_: [(_aten.copy_.default, (out, a), {})],
-    _aten._to_copy.default: lambda out, a, **_: [(_aten.copy_.default, (out, a), {})],
-    _aten.slice_backward.default: lambda out, grad, sizes, *where: [
-        (_aten.zero_.default, (out,), {}),
-        (_aten.copy_.default, (_aten.slice.Tensor(out, *where), grad), {}),
-    ],
-    _aten.select_backward.default: lambda out, grad, sizes, *where: [
-        (_aten.zero_.default, (out,), {}),
-        (_aten.copy_.default, (_aten.select.int(out, *where), grad), {}),
-    ],
-}
-
-
-def calls_into(op: Any, args: tuple, kwargs: dict, out: Tensor) -> list[Call] | None:
-    """Calls that compute the operator's result into `out`, which has its shape, strides and dtype, without a copy of
-    it; None for operators whose `out` overload is as good, or that have none."""
-    rewrite = _WITHOUT_COPY.get(op)
-    return None if rewrite is None else rewrite(out, *args, **kwargs)
 
 
 def writes_directly(op: Any) -> bool:

@@ -126,6 +126,8 @@ class Results:
         self.handed_out = self.with_grad + plain
         for output in self.with_grad:
             output.copied = False  # as a rule they are held for a moment only
+        for output in self.handed_out:  # what the graph holds for all its replays is not the caller's to change
+            output.copied = output.copied or address(output.tensor) in recorder.kept_at
         self._clone = clone or entry.copies_out
         # The usual case of a layer: one tensor, handed out as it is.
         self._sole = self._structure.__class__ is Leaf and len(self.handed_out) == 1 and not self._clone
@@ -133,6 +135,8 @@ class Results:
 
     def _is_outside(self, tensor: Tensor, recorder: Recorder) -> bool:
         where = address(tensor)
+        if where in recorder.kept_at:
+            return False
         if not tensor.is_leaf:
             return recorder.is_host(tensor)
         # What compiled code makes, nobody sees.
@@ -194,12 +198,14 @@ class Results:
 
 
 def resolved(result: Any) -> Any:
-    """The result with lazy conjugates, negations and zeros carried out, which a plain view of memory cannot stand
-    for."""
+    """The result with lazy conjugates, negations and zeros carried out, for which no plain memory stands."""
     leaves: list[Tensor] = []
     structure = flatten(result, leaves, {})
-    strided = [tensor for tensor in leaves if tensor.layout is torch.strided]
-    if not any(tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor() for tensor in strided):
+    if not any(t.is_conj() or t.is_neg() or t._is_zerotensor() for t in leaves if t.layout is torch.strided):
         return result
-    made = [tensor.clone() if tensor._is_zerotensor() else tensor.resolve_conj().resolve_neg() for tensor in leaves]
-    return rebuild(structure, made)
+    return rebuild(structure, [_in_memory(tensor) for tensor in leaves])
+
+
+def _in_memory(tensor: Tensor) -> Tensor:
+    tensor = tensor.resolve_conj().resolve_neg()
+    return tensor.clone() if tensor._is_zerotensor() else tensor

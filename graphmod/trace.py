@@ -40,6 +40,7 @@ class Facts(NamedTuple):
     dynamic: bool
     profiler: bool  # no operation but a mark
     lists: bool  # works on lists of tensors, maybe with several launches of one kernel
+    lifts: bool  # takes in a tensor made of values in Python
     name: str
 
 
@@ -65,6 +66,7 @@ def facts(op: Any) -> Facts:
             torch.Tag.dynamic_output_shape in tags,
             name.startswith("profiler::"),
             name.startswith(_ON_LISTS),
+            name == "aten::lift_fresh",
             name,
         )
         _facts_of[op] = found
@@ -74,6 +76,11 @@ def facts(op: Any) -> Facts:
 def draws(about: Facts, args: tuple, kwargs: dict) -> bool:
     """Whether this call of an operation draws random numbers: an attention without dropout does not."""
     return about.random and (about.dropout < 0 or argument_of(args, kwargs, about.dropout, "dropout_p") != 0.0)
+
+
+def same_generator(one: torch.Generator, other: torch.Generator) -> bool:
+    """Whether two objects stand for one generator: operations are given another than the user holds."""
+    return one._cdata == other._cdata
 
 
 def argument_of(args: tuple, kwargs: dict, position: int, name: str) -> Any:
@@ -110,6 +117,24 @@ def scalar_of(value: Any) -> Any:
     return value
 
 
+def scalars_of(about: Facts, args: tuple, kwargs: dict) -> tuple:
+    """What an operation is given beside tensors, and the values in Python of which a tensor is made."""
+    scalars = tuple(map(scalar_of, args))
+    if kwargs:
+        scalars += tuple([(key, scalar_of(value)) for key, value in kwargs.items()])
+    return (*scalars, _values(args[0])) if about.lifts else scalars
+
+
+def _values(tensor: Tensor) -> Any:
+    """The values of a tensor on the host, to be compared with those of another; bytes, so that NaN equals NaN."""
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.is_quantized:
+        return None
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    if not plain.numel():
+        return b""
+    return torch._C.TensorBase.numpy(plain.view(torch.uint8)).tobytes()
+
+
 def user_frame() -> tuple[Any, int]:
     """The code and line outside of libraries that its caller was called from; not to be asked in a backward."""
     frame = sys._getframe(2)
@@ -138,6 +163,26 @@ def place_of(error: BaseException) -> str | None:
     return place
 
 
+def step_differs(old: Step, new: Step, place: str) -> str | None:
+    """Why an operation is another than that of the same index in the record of an earlier call; None if it is not."""
+    name = facts(new.op).name.removeprefix("aten::")
+    if old.op is not new.op:
+        return (
+            f"{place} does {name} where the call before did {facts(old.op).name.removeprefix('aten::')}: a graph would "
+            "freeze one side of a branch in Python"
+        )
+    if old.scalars == new.scalars:
+        return None
+    if facts(new.op).lifts:
+        return f"{place} makes a tensor of other values than in the call before: a graph would freeze them"
+    values = [(a, b) for a, b in zip(old.scalars, new.scalars, strict=False) if a != b]
+    was, now_is = values[0] if values else (old.scalars, new.scalars)
+    return (
+        f"{place} passes {now_is!r} to {name} where the call before passed {was!r}: a graph would freeze a Python "
+        "number; make it a tensor and fill_ it"
+    )
+
+
 def compare(before: list[Step], now: list[Step]) -> str | None:
     """Why two traces of the same call differ, naming the user's line; None when they do not.
 
@@ -145,22 +190,18 @@ def compare(before: list[Step], now: list[Step]) -> str | None:
     freeze at its present value.
     """
     for old, new in zip(before, now, strict=False):
-        if old.op is not new.op:
-            return (
-                f"{new.place} does {facts(new.op).name.removeprefix('aten::')} where the call before did "
-                f"{facts(old.op).name.removeprefix('aten::')}: a graph would freeze one side of a branch in Python"
-            )
-        if old.scalars != new.scalars:
-            values = [(a, b) for a, b in zip(old.scalars, new.scalars, strict=False) if a != b]
-            was, now_is = values[0] if values else (old.scalars, new.scalars)
-            return (
-                f"{new.place} passes {now_is!r} to {facts(new.op).name.removeprefix('aten::')} where the call before "
-                f"passed {was!r}: a graph would freeze a Python number; make it a tensor and fill_ it"
-            )
-    if len(before) != len(now):
-        extra = (before if len(before) > len(now) else now)[min(len(before), len(now))]
-        return (
-            f"the call before did {len(before)} operations, this one {len(now)}; the first that differs is "
-            f"{facts(extra.op).name.removeprefix('aten::')} at {extra.place}"
-        )
-    return None
+        reason = step_differs(old, new, new.place)
+        if reason is not None:
+            return reason
+    return length_differs(before, now)
+
+
+def length_differs(before: list[Step], now: list[Step]) -> str | None:
+    """Likewise, of two traces of which one is the beginning of the other."""
+    if len(before) == len(now):
+        return None
+    extra = (before if len(before) > len(now) else now)[min(len(before), len(now))]
+    return (
+        f"the call before did {len(before)} operations, this one {len(now)}; the first that differs is "
+        f"{facts(extra.op).name.removeprefix('aten::')} at {extra.place}"
+    )

@@ -35,7 +35,9 @@ def warm_up(module: CUDAGraphModule, entry: Entry, args: tuple, kwargs: dict) ->
         torch.clear_autocast_cache()
         result = module._call(*args, **kwargs)
     else:
-        result, recording = record(module._call, args, kwargs, parameter_names(module._call), module._root)
+        result, recording = record(
+            module._call, args, kwargs, parameter_names(module._call), module._group.gpu, module._root
+        )
         modes = difference(entry.signature.modes, module._group.modes())
         if modes and recording.refused is None:
             recording.refused = f"changes a mode of PyTorch ({modes[0]}), which no replay does; do it around the call"

@@ -106,7 +106,6 @@ REFUSED = [
     keeps_the_refusal, keeps_it_by_its_kind, takes_a_branch, uses_a_maximum, slices_by_a_tensor,
     one_hot_without_classes, picks_by_a_mask, asks_for_nonzero, asks_for_unique, selects_by_a_mask, counts_bins,
     repeats_by_a_tensor, reads_a_list, reads_a_float, writes_by_a_mask, checks_for_equality,
-    makes_a_table_of_python_numbers, picks_by_a_list,
 ]  # fmt: skip
 
 
@@ -189,7 +188,10 @@ def gathers(self, x):
     return x.gather(1, x.argsort(-1)) + torch.where(x > 0, x, x * 2).cumsum(-1)
 
 
-FINE = [uses_a_table_made_inside, draws_with_its_generator, changes_a_buffer_in_place, sorts, gathers]
+FINE = [
+    uses_a_table_made_inside, draws_with_its_generator, changes_a_buffer_in_place, sorts, gathers,
+    makes_a_table_of_python_numbers, picks_by_a_list,
+]  # fmt: skip
 
 
 class Hazard(nn.Module):

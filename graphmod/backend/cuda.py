@@ -4,7 +4,7 @@ Everything is captured on one side stream per backend, so that autograd's nodes 
 chain; only then does `branches` part what does not depend on each other. Nothing is ever run on that stream: once a
 process has launched a handful of kernels on a second stream, the kernels of every graph follow each other 0.3 us later.
 Warm-up calls and replays run on the caller's stream. May import `recorder`, `garbage`, `branches`, `driver`, `nodes`,
-`pool`, `streams` and `random_state`.
+`pool`, `streams` and `script`.
 """
 
 import contextlib
@@ -22,10 +22,10 @@ from graphmod.backend.branches import divisible, spread
 from graphmod.backend.driver import last_captured
 from graphmod.backend.nodes import use_kernels
 from graphmod.backend.pool import CudaPool
-from graphmod.backend.random_state import refuse_random_state
 from graphmod.backend.streams import renew_gradient_accumulators, stream_for
 from graphmod.garbage import no_garbage_collection
 from graphmod.recorder import Recorder
+from graphmod.script import Script
 
 log = logging.getLogger("graphmod")
 
@@ -146,10 +146,11 @@ class CudaBackend:
         check: Callable[[Recorder, Any], None] | None = None,
         targets: dict[int, Tensor] | None = None,
         split: bool = False,
+        script: Script | None = None,
     ) -> tuple[CudaCapture, Any]:
         """Captures `run()` into `pool`; nothing runs on the GPU until the graph's first replay. `check(recorder,
-        result)` may still refuse. `targets`: see `Recorder`. With `split`, what comes before the first write to memory
-        from outside becomes a graph of its own, where that is possible.
+        result)` may still refuse. `targets`, `script`: see `Recorder`. With `split`, what comes before the first write
+        to memory from outside becomes a graph of its own, where that is possible.
 
         Raises:
             CaptureRefused: `run` did something a graph cannot repeat.
@@ -178,7 +179,9 @@ class CudaBackend:
             if before is not None and last:
                 spans[len(graphs) - 1].append((before, last))
 
-        recorder = Recorder(inputs, gpu=self.device.index, targets=targets, before_write=before_write, around=around)
+        recorder = Recorder(
+            inputs, gpu=self.device.index, script=script, targets=targets, before_write=before_write, around=around
+        )
         spare = [(g, g.clone_state()) for g in (self._generator, *generators) if g.device.type == "cuda"]
         caller = torch.cuda.current_stream(self.device)
         with no_garbage_collection(), torch.cuda.stream(self.stream):
@@ -189,7 +192,7 @@ class CudaBackend:
                 self._clean_up(pool, spare)
                 raise
             try:
-                with refuse_random_state(recorder, (torch.cuda, torch.cuda.random)), recorder:
+                with recorder:
                     result = run()
                 recorder.check()
                 if check is not None:

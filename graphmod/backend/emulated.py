@@ -1,9 +1,9 @@
 """Capture and replay with the semantics of a CUDA graph on a machine without a GPU.
 
 A capture records the aten operations of a call with the very tensors they worked on; a replay runs the same
-operations on the same addresses with the same scalars. Views are not run again: they are the same memory. It brings
-correctness checks everywhere, and no speed. May import `recorder`, `garbage`, `overloads`, `streams`,
-`random_state` and `errors`.
+operations, by the same kernels, on the same addresses with the same scalars, and copies their results to where they
+were. Views are not run again: they are the same memory. It brings correctness checks everywhere, and no speed. May
+import `recorder`, `script`, `garbage`, `streams` and `trace`.
 """
 
 import contextlib
@@ -13,15 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphmod.backend.random_state import refuse_random_state
 from graphmod.backend.streams import renew_gradient_accumulators
-from graphmod.errors import CaptureRefused
 from graphmod.garbage import no_garbage_collection
-from graphmod.overloads import calls_into, out_overload
 from graphmod.recorder import Recorder
+from graphmod.script import Script
 from graphmod.trace import address, facts, tensors_in
 
-_NO_FILL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh"}
+_NO_FILL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
 
 
 class EmulatedPool:
@@ -90,41 +88,41 @@ class EmulatedGraph:
     def add(self, op: Any, args: tuple, kwargs: dict, result: Any, fresh: list[Tensor]) -> None:
         """Takes one executed operation into the recording."""
         about = facts(op)
-        if not fresh and not about.writes:
+        fresh = [tensor for tensor in fresh if not tensor._is_zerotensor()]  # such have no memory, and never change
+        if about.lifts:  # what it makes is there before any replay; the code may go on to change it
+            values = fresh[0].detach()
+            self._calls.append((values.copy_, (values.clone(),), {}))
             return
-        if about.name.removeprefix("aten::") in _NO_FILL:
+        if (not fresh and not about.writes) or about.name.removeprefix("aten::") in _NO_FILL:
             return
-        if not about.writes and all(tensor._is_zerotensor() for tensor in fresh):
-            return  # zeros without memory
-        if not isinstance(op, torch._ops.OpOverload):
-            raise CaptureRefused(f"{op} is no plain operator; the emulated backend cannot record it")
         args, kwargs = _frozen(args), {key: _frozen(value) for key, value in kwargs.items()}
-        if about.writes:
+        if not fresh:
             self._calls.append((op._op, args, kwargs))
             return
-        results = list(tensors_in(result if isinstance(result, (tuple, list)) else (result,)))
-        kept = _frozen(results)
-        calls = calls_into(op, args, kwargs, kept[0]) if len(fresh) == len(kept) == 1 else None
-        if calls is not None:
-            self._calls += [(call._op, arguments, named) for call, arguments, named in calls]
-            return
-        target = out_overload(op)
-        whole = not isinstance(result, tuple) or len(results) == len(result)  # no None among several results
-        if target is not None and whole and len(fresh) == len(results):
-            overload, names, others = target
-            outs = {names[0]: kept} if isinstance(result, list) else dict(zip(names, kept, strict=True))
-            passed = {key: value for key, value in kwargs.items() if key in others}
-            self._calls.append((overload._op, args, {**passed, **outs}))
-            return
-        pairs = [(i, kept[i]) for i, t in enumerate(results) if any(t is f for f in fresh)]
-        self._calls.append((_run_and_copy, (op._op, args, kwargs, pairs), {}))
+        results = list(tensors_in(_several(result)))
+        kept = [(i, tensor.detach()) for i, tensor in enumerate(results) if any(tensor is one for one in fresh)]
+        self._calls.append((_run_and_copy, (op._op, args, kwargs, kept), {}))
 
 
-def _run_and_copy(run: Callable, args: tuple, kwargs: dict, pairs: list[tuple[int, Tensor]]) -> None:
-    result = run(*args, **kwargs)
-    results = list(tensors_in(result if isinstance(result, (tuple, list)) else (result,)))
-    for index, kept in pairs:
-        kept.copy_(results[index])
+def _several(result: Any) -> Any:
+    return result if isinstance(result, (tuple, list)) else (result,)
+
+
+def _run_and_copy(run: Callable, args: tuple, kwargs: dict, kept: list[tuple[int, Tensor]]) -> None:
+    results = list(tensors_in(_several(run(*args, **kwargs))))
+    for index, memory in kept:
+        made = results[index]
+        if made.size() != memory.size():
+            raise RuntimeError(
+                f"{run} made a tensor of shape {tuple(made.shape)}, in the capture {tuple(memory.shape)}"
+            )
+        if made.stride() == memory.stride() and 0 in memory.stride():  # several elements in one place
+            made, memory = (tensor.as_strided(_distinct(tensor), tensor.stride()) for tensor in (made, memory))
+        memory.copy_(made)
+
+
+def _distinct(tensor: Tensor) -> list[int]:
+    return [min(size, 1) if not stride else size for size, stride in zip(tensor.size(), tensor.stride(), strict=True)]
 
 
 def _frozen(value: Any) -> Any:
@@ -195,15 +193,23 @@ class EmulatedBackend:
         check: Callable[[Recorder, Any], None] | None = None,
         targets: dict[int, Tensor] | None = None,
         split: bool = False,
+        script: Script | None = None,
     ) -> tuple[EmulatedGraph, Any]:
         """Runs `run()` and records it; undoes what it changed in place if it or `check(recorder, result)` fails.
-        `targets`: see `Recorder`; `split`: see `CudaBackend`."""
+        `targets`, `script`: see `Recorder`; `split`: see `CudaBackend`."""
         graph = EmulatedGraph()
         journal = graph._journal = _Journal()
-        recorder = Recorder(inputs, before_write=graph.before_write, after=graph.add, targets=targets)
+        recorder = Recorder(
+            inputs,
+            script=script,
+            generators=generators,
+            before_write=graph.before_write,
+            after=graph.add,
+            targets=targets,
+        )
         before = [(generator, generator.get_state()) for generator in (torch.default_generator, *generators)]
         try:
-            with no_garbage_collection(), refuse_random_state(recorder, (torch, torch.random)), recorder:
+            with no_garbage_collection(), recorder:
                 result = run()
             recorder.check()
             if check is not None:

@@ -1,0 +1,463 @@
+"""What a recorded call is: an eager call with eager's numbers, of which everything is known afterwards."""
+
+import queue
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from harness import assert_same, loss_of, play
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from graphmod import CUDAGraphModule, dispatch
+from graphmod.hazards import Hazard
+from graphmod.patches import Patch
+from graphmod.recorder import Recorder
+from graphmod.tracer import Tracer, current_tracer, is_recording
+
+
+def on(device):
+    return device.index or 0 if device.type == "cuda" else None
+
+
+def watched(run, *inputs, gpu=None, **settings):
+    with Recorder(inputs, watching=True, gpu=gpu, **settings) as recorder:
+        result = run(*inputs)
+    return recorder, result
+
+
+# -- numbers -----------------------------------------------------------------------------------------------------------
+
+ASKS_FOR_A_MODE = {
+    "masked_fill": lambda x, p: x.masked_fill(x > 0, p),
+    "prod": lambda x, p: (x * p).prod(0),
+    "prod of zeros": lambda x, p: (x * p).relu().prod(),
+    "cumprod": lambda x, p: (x * p).cumprod(0),
+    "masked_scatter": lambda x, p: x.masked_scatter(x > 0, p.expand_as(x).contiguous()),
+    "index_put": lambda x, p: x.index_put((torch.arange(3, device=x.device),), p),
+    "where": lambda x, p: torch.where(x > 0, x, p).logcumsumexp(0),
+    "std": lambda x, p: (x * p).std(0) + (x * p).norm(dim=0),
+    "linalg": lambda x, p: torch.linalg.det((x * p)[:, :8].t() @ x),
+    "repeat": lambda x, p: (x * p).repeat(2, 3).flip(0).roll(1),
+    "pad": lambda x, p: F.pad(x[None] * p, (1, 2), mode="reflect"),
+}
+
+
+@pytest.mark.parametrize("name", ASKS_FOR_A_MODE)
+def test_a_watched_call_has_eagers_bits_forward_and_backward(name, device):
+    x = torch.randn(40, 8, device=device)
+    p = torch.tensor(0.37, device=device, requires_grad=True)
+
+    def run(x):
+        leaf = x.clone().requires_grad_()
+        out = ASKS_FOR_A_MODE[name](leaf, p)
+        grads = torch.autograd.grad(out, [leaf, p], torch.ones_like(out) / 3, allow_unused=True)
+        return [out.detach(), *grads]
+
+    expected = run(x)
+    _, result = watched(run, x, gpu=on(device))
+    assert_same(expected, result, name)
+
+
+def test_no_tensor_looks_like_a_subclass_because_a_recorder_watches():
+    x = torch.ones(2)
+    with Tracer():
+        assert is_recording() and not torch._C._dispatch_isTensorSubclassLike(x)
+    assert dispatch.has_key()
+
+
+@pytest.mark.parametrize("make", [lambda x: nn.Parameter(x), lambda x: x.as_subclass(nn.Buffer), nn.Linear(3, 2).to])
+def test_objects_of_tensor_classes_are_made_as_without_a_recorder(make):
+    x = torch.ones(3, 3)
+    expected = make(x) if not isinstance(make, type(nn.Linear(1, 1).to)) else nn.Linear(3, 2)
+    _, made = watched(lambda x: nn.Linear(3, 2) if isinstance(expected, nn.Linear) else make(x), x)
+    assert type(made) is type(expected)
+
+
+def test_code_under_a_mode_of_the_users_is_seen():
+    with Tracer() as recorder, FlopCounterMode(display=False) as flops:
+        torch.ones(3, 3) @ torch.ones(3, 3)
+    assert flops.get_total_flops() == 54
+    assert [step.op.overloadpacket.__name__ for step in recorder.trace].count("mm") == 1
+
+
+def test_what_a_record_holds_of_a_call(device):
+    layer = nn.Linear(4, 4).to(device)
+    statistic, x = torch.zeros(4, device=device), torch.randn(2, 4, device=device)
+    generator = torch.Generator(device)
+    torch.rand(1, device=device, generator=generator)
+
+    def run(x):
+        statistic.add_(1)
+        x.mul_(2)
+        (layer(x) + torch.rand(4, device=device, generator=generator)).sum().backward()
+
+    recorder, _ = watched(run, x, gpu=on(device), generators=[generator])
+    assert {id(leaf) for leaf in recorder.leaves} == {id(layer.weight), id(layer.bias)}
+    assert set(recorder.written) == {statistic.data_ptr()} and recorder.inputs_written == {x.data_ptr()}
+    assert [one._cdata for one in recorder.generators] == [generator._cdata] and recorder.backward and recorder.random
+    assert recorder.host_random is None and not recorder.hazards
+
+
+@pytest.mark.gpu
+def test_chance_on_the_host_is_noticed():
+    x = torch.ones(2, device="cuda")
+    recorder, _ = watched(lambda x: x * 2 if torch.rand([]) > 2 else x, x, gpu=0)
+    assert "test_recording.py" in recorder.host_random
+    assert any("drawn at random" in hazard.effect for hazard in recorder.hazards)
+
+
+# -- hazards -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_watched_call_runs_on_and_each_hazard_is_told_once_with_its_line(device):
+    x = torch.randn(4, 4, device=device)
+
+    def run(x):
+        for _ in range(3):
+            scale = 2.0 if x.sum() > 0 else 3.0
+        return x[x > 0] * scale
+
+    recorder, result = watched(run, x, gpu=on(device))
+    assert torch.equal(result, run(x))
+    read, mask = recorder.hazards
+    line = run.__code__.co_firstlineno
+    assert isinstance(read, Hazard) and read.lines.user == f"{__file__}:{line + 2} in run" and not read.lines.backward
+    assert mask.lines.user == f"{__file__}:{line + 3} in run" and mask.lines.library is None
+    assert "reads a value on the host" in read.effect and "torch.where" in mask.remedy
+
+
+def test_a_hazard_in_a_library_names_its_line_beside_the_users():
+    x = torch.rand(3)
+    run = lambda x: torch.distributions.Normal(x, x + 1, validate_args=True).log_prob(x)  # noqa: E731
+    found = watched(run, x)[0].hazards[0]
+    assert found.lines.user.startswith(f"{__file__}:{run.__code__.co_firstlineno}")
+    assert "torch/distributions/distribution.py" in found.lines.library
+    assert found.lines.user in str(found) and found.lines.library in str(found)
+
+
+def test_a_hazard_in_a_backward_says_so():
+    class Reads(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * ctx.saved_tensors[0].sum().item()
+
+    def run(x):
+        Reads.apply(x).sum().backward()
+        (x * torch.tensor(1.5, requires_grad=True)).masked_fill(x > 0, 0.0).prod().backward()
+
+    recorder, _ = watched(run, torch.rand(3, requires_grad=True))
+    own, torchs = recorder.hazards[0], recorder.hazards[-1]
+    assert own.lines.backward and "in backward" in own.lines.user
+    assert torchs.lines.backward and torchs.lines.user is None and "the backward pass" in str(torchs)
+
+
+def test_what_the_recorder_itself_cannot_follow_refuses_and_breaks_nothing(monkeypatch):
+    def fails(*_):
+        raise LookupError("no such thing")
+
+    monkeypatch.setattr(Recorder, "_note_reads", fails)
+    x = torch.ones(2)
+    recorder, result = watched(lambda x: x * 2, x)
+    assert torch.equal(result, x * 2) and "LookupError" in recorder.hazards[0].effect
+
+
+OPTIMIZERS = [
+    (torch.optim.NAdam, {}, "keep optimizer.step() outside", ["fused", "capturable"]),
+    (torch.optim.RAdam, {}, "keep optimizer.step() outside", ["fused", "capturable"]),
+    (torch.optim.Adamax, {}, "keep optimizer.step() outside", ["fused", "capturable"]),
+    (torch.optim.ASGD, {}, "keep optimizer.step() outside", ["fused", "capturable"]),
+    (torch.optim.Adafactor, {}, "keep optimizer.step() outside", ["fused", "capturable"]),
+    (torch.optim.AdamW, {}, "build AdamW with fused=True", ["capturable"]),
+    (torch.optim.Adagrad, {}, "build Adagrad with fused=True", ["capturable"]),
+]
+
+
+@pytest.mark.parametrize(("kind", "settings", "remedy", "without"), OPTIMIZERS)
+def test_a_remedy_exists_for_this_optimizer(kind, settings, remedy, without):
+    model = nn.Linear(4, 4)
+    optimizer = kind(model.parameters(), **settings)
+
+    def run(x):
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    run(torch.rand(2, 4))
+    found = watched(run, torch.rand(2, 4))[0].hazards[0]
+    assert found.effect.startswith(f"the step of {kind.__name__}") and remedy in found.remedy, found
+    assert not any(word in found.remedy for word in without), found
+
+
+# -- programs ----------------------------------------------------------------------------------------------------------
+
+
+class Program(nn.Module):
+    def __init__(self, use, device):
+        super().__init__()
+        self.use, self.linear = use, nn.Linear(8, 8)
+        self.generator = torch.Generator(device).manual_seed(11)
+        torch.rand(1, device=device, generator=self.generator)
+        self.state = self.generator.get_state()
+
+    def forward(self, x):
+        return self.use(self, self.linear(x))
+
+
+def step(side, i):
+    output = side.call(side.batch(i, 4, 8))
+    loss_of(output).backward()
+    side.note(output=output)
+    side.note_gradients()
+    side.optimizer.step()
+    side.optimizer.zero_grad()
+
+
+def seeds_the_default_generator(self, x):
+    torch.manual_seed(7)
+    return x + torch.randn_like(x)
+
+
+def seeds_its_generator(self, x):
+    self.generator.manual_seed(7)
+    return x + torch.rand(x.shape, device=x.device, generator=self.generator)
+
+
+def puts_a_state_back(self, x):
+    self.generator.set_state(self.state)
+    return x + torch.rand(x.shape, device=x.device, generator=self.generator)
+
+
+def forks_the_state(self, x):
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return x + torch.rand_like(x)
+
+
+def reads_chance(self, x):
+    return x * 2 if torch.rand([], device=x.device).item() > 0.5 else x * 3
+
+
+def reads_with_numpy(self, x):
+    return x * float(x.detach().cpu().numpy().sum())
+
+
+def copies_to_the_host(self, x):
+    return x + x.detach().cpu().mean().to(x.device)
+
+
+def conditional(self, x):
+    return torch.cond(x.sum() > 0, lambda v: v * 2, lambda v: v * 3, (x.detach(),)) + x
+
+
+def traced(self, x):
+    return _traced(x)
+
+
+_traced = torch.jit.trace(lambda v: v * 2 + 1, torch.ones(4, 8), check_trace=False)
+
+
+def computes_under_fake_tensors(self, x):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    plain = x.detach()
+    with FakeTensorMode() as mode:
+        wide = mode.from_tensor(plain)
+        rows = (wide @ wide.t()).shape[0]
+    return x * rows
+
+
+def makes_a_sparse_tensor(self, x):
+    return x + x.detach().to_sparse().to_dense()
+
+
+def inverts(self, x):
+    return x @ torch.linalg.inv(torch.eye(8, device=x.device) * 2 + x.detach().t() @ x.detach())
+
+
+REFUSED = [
+    seeds_the_default_generator, seeds_its_generator, puts_a_state_back, forks_the_state, reads_chance,
+    reads_with_numpy, copies_to_the_host, conditional, traced, computes_under_fake_tensors, makes_a_sparse_tensor,
+    inverts,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("use", REFUSED)
+def test_what_no_replay_could_do_is_refused_with_its_line(use, device, fresh_dynamo):
+    side, history = play(lambda d: Program(use, d).to(d), step, device)
+    assert history[-1][0] == 0 and side.call.stats.state == "disabled"
+    assert f"in {use.__name__}" in side.call.last_failure, side.call.last_failure
+
+
+def reads_what_is_made_of_constants(self, x):
+    widest = torch.arange(5, device=x.device).max().item()
+    steps = torch.ones_like(x, dtype=torch.int64).cumsum(-1)
+    return x * widest * (2 if bool((steps[0].diff() == 1).all()) else 3)
+
+
+def copies_lists(self, x):
+    table = torch.tensor([0.5, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0], device=x.device)
+    return x[:, [7, 6, 5, 4, 3, 2, 1, 0]] * table + torch.arange(8).to(x.device)
+
+
+def copies_a_list_and_changes_it(self, x):
+    table = torch.tensor([0.5, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0], device=x.device)
+    table += x.detach()[0]
+    return x * table
+
+
+def returns_a_list(self, x):
+    return x, torch.tensor([1.0, 2.0], device=x.device)
+
+
+def takes_apart_constants(self, x):
+    return x + torch.ones(3, 3, device=x.device).nonzero().sum() + torch.arange(4, device=x.device).tolist()[2]
+
+
+def encodes_classes(self, x):
+    return x + F.one_hot((x.detach()[:, 0] > 0).long(), num_classes=8)
+
+
+def makes_a_parameter(self, x):
+    return x * nn.Parameter(torch.ones(8, device=x.device)).detach()
+
+
+def maps(self, x):
+    return torch.vmap(lambda row: row.sin() * 2)(x) + torch.func.grad(lambda v: (v**3).sum())(x.detach())
+
+
+def writes_single_elements(self, x):
+    x = x.clone()
+    x[0] = 5.0
+    x[:, [1, 2]] = 0.0
+    return x
+
+
+FINE = [
+    reads_what_is_made_of_constants, copies_lists, copies_a_list_and_changes_it, returns_a_list, takes_apart_constants,
+    encodes_classes, makes_a_parameter, maps, writes_single_elements,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("use", FINE)
+def test_what_is_the_same_in_each_call_is_captured(use, device):
+    side, history = play(lambda d: Program(use, d).to(d), step, device)
+    assert history[-1][0] - history[-2][0] == 2 and history[-1][3] == 0, side.call.last_failure
+
+
+def test_the_trace_of_a_refused_capture_is_never_the_reference(device):
+    """Code that does something else in a capture is refused each time, and not taken for what it is from then on."""
+
+    def knows(self, x):
+        recorder = current_tracer()
+        return x * 3 if recorder is not None and not recorder.watching else x * 2
+
+    side, history = play(lambda d: Program(knows, d).to(d), step, device, steps=16)
+    assert history[-1][0] == 0 and side.call.stats.state == "disabled"
+    assert "where the call before passed 2" in side.call.last_failure
+
+
+TOLD = queue.SimpleQueue()
+
+
+def test_code_that_asks_whether_a_stream_captures_takes_eagers_way(device, monkeypatch):
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", torch._C._cuda_isCurrentStreamCapturing)
+    if device.type == "cpu":  # a build without CUDA does not answer
+        monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
+        monkeypatch.setattr(torch.cuda.graphs, "_cuda_isCurrentStreamCapturing", lambda: False)
+    internal = {"torch": torch, "__name__": "torch.optim.somewhere"}
+    exec("def asks(): return torch.cuda.is_current_stream_capturing()", internal)
+
+    def asks(self, x):
+        recorder = current_tracer()
+        if recorder is not None and not recorder.watching:
+            TOLD.put(internal["asks"]())
+        from_torch, from_c = torch.cuda.is_current_stream_capturing(), torch._C._cuda_isCurrentStreamCapturing()
+        return x * (3 if from_torch or from_c else 2)
+
+    _, history = play(lambda d: Program(asks, d).to(d), step, device)
+    assert history[-1][0] - history[-2][0] == 2 and history[-1][3] == 0
+    assert TOLD.get(timeout=1) is True and TOLD.empty()
+
+
+# -- patches -----------------------------------------------------------------------------------------------------------
+
+PATCHED = [
+    (torch, "get_rng_state"), (torch, "set_rng_state"), (torch, "manual_seed"), (torch.cuda, "manual_seed_all"),
+    (torch.Tensor, "numpy"), (torch.Tensor, "_make_subclass"), (torch._C._nn, "one_hot"), (F, "one_hot"),
+    (torch.cuda.graphs, "_cuda_isCurrentStreamCapturing"), (torch._C.ScriptFunction, "__call__"),
+]  # fmt: skip
+
+
+def patched():
+    return [vars(owner).get(name) for owner, name in PATCHED]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_patches_are_undone_however_a_call_ends(error):
+    before = patched()
+
+    def fails(x):
+        raise error
+
+    graph = CUDAGraphModule(fails)
+    for _ in range(5):
+        with pytest.raises(error):
+            graph(torch.ones(2))
+    with pytest.raises(error), Recorder():
+        raise error
+    assert patched() == before and current_tracer() is None
+
+
+def test_two_threads_that_record_at_once_leave_nothing_behind():
+    """The first to come is the first to leave."""
+    before, inside = patched(), [threading.Event() for _ in range(3)]
+
+    def first():
+        with Recorder(watching=True):
+            inside[0].set()
+            inside[1].wait(20)
+        inside[2].set()
+
+    def second():
+        inside[0].wait(20)
+        with Recorder(watching=True) as recorder:
+            inside[1].set()
+            inside[2].wait(20)
+            seen["second"] = patched() != before and current_tracer() is recorder
+
+    seen: dict[str, object] = {}
+    threads = [threading.Thread(target=run) for run in (first, second)]
+    for thread in threads:
+        thread.start()
+    inside[0].wait(20)
+    seen["main"] = current_tracer()
+    for thread in threads:
+        thread.join()
+    assert seen == {"second": True, "main": None} and patched() == before
+
+
+def test_other_threads_are_not_concerned():
+    state = []
+    with Recorder():  # refuses to seed
+        thread = threading.Thread(target=lambda: state.append((torch.get_rng_state().numel(), torch.ones(2).numpy())))
+        thread.start()
+        thread.join()
+    assert state[0][0] > 0
+
+
+def test_a_replacement_that_others_put_theirs_over_stays_theirs():
+    class Owner:
+        value = 1
+
+    patch = Patch(lambda: [(Owner, "value", 2), (Owner, "other", 3)])
+    with patch, patch:
+        assert (Owner.value, Owner.other) == (2, 3)
+        Owner.value = 4
+    assert Owner.value == 4 and not hasattr(Owner, "other")
