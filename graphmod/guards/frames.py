@@ -60,6 +60,15 @@ def is_library(filename: str) -> bool:
 
 
 @cache
+def _mutes(filename: str) -> bool:
+    """Whether neither a file's code is of interest nor what that calls: it says something, or compiles, or is
+    compiled."""
+    parts = (f"{os.sep}triton{os.sep}", f"{os.sep}torch{os.sep}_inductor{os.sep}", "torchinductor")
+    said = filename.startswith((_STDLIB + "logging" + os.sep, _STDLIB + "warnings.py"))
+    return said or any(part in filename for part in parts)
+
+
+@cache
 def _watched(filename: str) -> bool:
     if filename.startswith(_TORCH):
         return filename.startswith(_OF_TORCH)
@@ -93,7 +102,7 @@ class Frames:
         self._see, self._called = see, called
         self._returned: dict[int, list[Any]] = {}  # identity of a frame -> what calls gave it on the present line
         self._last: dict[int, list] = {}  # likewise -> what it read there
-        self._importing = 0  # modules whose code runs now, which runs once in a process
+        self._muted = 0  # frames that run now, and in which nothing is looked at
         self._before: Any = None
 
     def __enter__(self) -> "Frames":
@@ -112,24 +121,24 @@ class Frames:
         code = frame.f_code
         if code is _CALL:
             self._called(frame.f_locals["self"])
-        if code.co_name == "<module>":
-            self._importing += 1
+        if _mutes(code.co_filename) or code.co_name == "<module>":
+            self._muted += 1
             frame.f_trace_lines = False
-            return self._leave_module
-        found = None if self._importing else _reads_of(code)
+            return self._leave_muted
+        found = None if self._muted else _reads_of(code)
         if found is None:
             frame.f_trace_lines = False
         elif found.exact:
             frame.f_trace_lines, frame.f_trace_opcodes = False, True
         return self._step
 
-    def _leave_module(self, frame: FrameType, event: str, _: Any) -> Callable:
+    def _leave_muted(self, frame: FrameType, event: str, _: Any) -> Callable:
         if event == "return":
-            self._importing -= 1
-        return self._leave_module
+            self._muted -= 1
+        return self._leave_muted
 
     def _step(self, frame: FrameType, event: str, value: Any) -> Callable:
-        found = _reads_of(frame.f_code)
+        found = None if self._muted else _reads_of(frame.f_code)
         if event == "line" or event == "opcode":
             if found is not None:
                 now = found.by_line.get(frame.f_lineno) if event == "line" else found.by_offset.get(frame.f_lasti)

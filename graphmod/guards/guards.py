@@ -141,8 +141,9 @@ class Guards:
         self._keys = [note.key for note in self._notes]
         self._values = [value for _, _, value in places]
         self._absent: dict[int, tuple[Any, list[Note]]] = {}
+        self._unset = [note for note, container, value in there if value is MISSING and not isinstance(container, dict)]
         for note, container, value in there:
-            if value is MISSING:
+            if value is MISSING and isinstance(container, dict):
                 self._absent.setdefault(id(container), (container, []))[1].append(note)
         self._without = [container for container, _ in self._absent.values()]
         self._lengths = list(map(len, self._without))
@@ -200,6 +201,9 @@ class Guards:
             reason = self._come()
             if reason is not None:
                 return reason
+        for note in self._unset:
+            if note.now() is not MISSING:
+                return f"{name_of(note)} was nothing when it was captured and is {describe(note.now())}"
         if any(self._hooks_of):
             return "hooks were added to a module in it"
         reason = self.contents.changed()
