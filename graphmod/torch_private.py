@@ -34,6 +34,15 @@ def getter(name: str, *arguments: Any) -> Callable[[], Any]:
     return (lambda: found(*arguments)) if arguments else found
 
 
+def beside_dynamo(function: Callable) -> Callable:
+    """Keeps torch.compile from looking at a function, and at whatever that calls. Returns it."""
+    dynamo = getattr(_C._dynamo, "eval_frame", None)
+    strategy, action = getattr(dynamo, "_FrameExecStrategy", None), getattr(dynamo, "_FrameAction", None)
+    if strategy is not None and action is not None:
+        dynamo.set_code_exec_strategy(function.__code__, strategy(action.SKIP, action.SKIP))
+    return function
+
+
 # -- modes of the thread --------------------------------------------------------------------------------------------
 is_grad_enabled = torch.is_grad_enabled
 is_inference_mode_enabled = torch.is_inference_mode_enabled

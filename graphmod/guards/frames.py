@@ -1,7 +1,7 @@
 """Watches the frames of a call as they run, and says at each line what its code is about to read.
 
 Stands on `sys.settrace`, which Python 3.11 to 3.13 have alike; a tracer that was there before is put back. Imports
-`reads`.
+`reads` and `torch_private`.
 """
 
 import os
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from graphmod.guards.reads import Reads, reads
+from graphmod.torch_private import beside_dynamo
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
@@ -117,6 +118,7 @@ class Frames:
         if len(_known) > _MOST_KNOWN:  # code that programs make as they run
             _known.clear()
 
+    @beside_dynamo
     def _enter(self, frame: FrameType, event: str, _: Any) -> Callable | None:
         code = frame.f_code
         if code is _CALL:
@@ -132,11 +134,13 @@ class Frames:
             frame.f_trace_lines, frame.f_trace_opcodes = False, True
         return self._step
 
+    @beside_dynamo
     def _leave_muted(self, frame: FrameType, event: str, _: Any) -> Callable:
         if event == "return":
             self._muted -= 1
         return self._leave_muted
 
+    @beside_dynamo
     def _step(self, frame: FrameType, event: str, value: Any) -> Callable:
         found = None if self._muted else _reads_of(frame.f_code)
         if event == "line" or event == "opcode":
