@@ -351,6 +351,13 @@ def test_what_is_the_same_in_each_call_is_captured(use, device):
     assert history[-1][0] - history[-2][0] == 2 and history[-1][3] == 0, side.call.last_failure
 
 
+@pytest.mark.parametrize("use", [copies_lists, reads_what_is_made_of_constants, maps, reads_chance, reads_with_numpy])
+def test_where_the_key_is_not_to_be_had_a_mode_serves(use, device, monkeypatch):
+    monkeypatch.setattr(dispatch, "has_key", lambda: False)
+    _, history = play(lambda d: Program(use, d).to(d), step, device)
+    assert history[-1][0] - history[-2][0] == (2 if use in FINE else 0)
+
+
 def test_the_trace_of_a_refused_capture_is_never_the_reference(device):
     """Code that does something else in a capture is refused each time, and not taken for what it is from then on."""
 
