@@ -107,13 +107,19 @@ def _one_hot() -> list[tuple[Any, str, Any]]:
     return [(torch._C._nn, "one_hot", one_hot), (torch.nn.functional, "one_hot", one_hot)]
 
 
+def _fuses(on_gpu: bool) -> bool:
+    """Whether torch.jit may put its own kernels in the place of operations; else each of them is seen."""
+    fuses = torch._C._jit_can_fuse_on_gpu() if on_gpu else torch._C._jit_can_fuse_on_cpu()
+    return fuses and torch._C._jit_texpr_fuser_enabled()
+
+
 def _past_the_dispatcher() -> list[tuple[Any, str, Any]]:
     def scripted(kind: Any) -> Any:
         original = kind.__call__
 
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             recorder = dispatch.current()
-            if recorder is not None:
+            if recorder is not None and _fuses(recorder.on_gpu):
                 recorder.refuse(f"torch.jit function {getattr(self, 'name', '')!r}", _SCRIPTED)
             return original(self, *args, **kwargs)
 

@@ -10,7 +10,7 @@ NOTABLE = [
     "unique", "nn.functional.embedding", "nn.functional.embedding_bag", "split", "unbind", "linalg.lu_factor_ex",
     "nn.functional.batch_norm", "nn.functional.scaled_dot_product_attention", "index_put", "scatter_reduce.amax",
     "nn.functional.ctc_loss", "expand", "conj", "polar", "fft.rfft", "to_sparse", "nn.functional.max_unpool2d",
-    "histogram", "cdist", "masked.logsumexp", "_foreach_add", "nn.functional.one_hot",
+    "histogram", "cdist", "masked.logsumexp", "nn.functional.one_hot",
 ]  # fmt: skip
 SPREAD = 20  # of the others every so many
 

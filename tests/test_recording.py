@@ -10,7 +10,7 @@ from harness import assert_same, loss_of, play
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from graphmod import CUDAGraphModule, dispatch
+from graphmod import CUDAGraphModule, dispatch, eager_answers
 from graphmod.hazards import Hazard
 from graphmod.patches import Patch
 from graphmod.recorder import Recorder
@@ -256,13 +256,6 @@ def conditional(self, x):
     return torch.cond(x.sum() > 0, lambda v: v * 2, lambda v: v * 3, (x.detach(),)) + x
 
 
-def traced(self, x):
-    return _traced(x)
-
-
-_traced = torch.jit.trace(lambda v: v * 2 + 1, torch.ones(4, 8), check_trace=False)
-
-
 def computes_under_fake_tensors(self, x):
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -283,7 +276,7 @@ def inverts(self, x):
 
 REFUSED = [
     seeds_the_default_generator, seeds_its_generator, puts_a_state_back, forks_the_state, reads_chance,
-    reads_with_numpy, copies_to_the_host, conditional, traced, computes_under_fake_tensors, makes_a_sparse_tensor,
+    reads_with_numpy, copies_to_the_host, conditional, computes_under_fake_tensors, makes_a_sparse_tensor,
     inverts,
 ]  # fmt: skip
 
@@ -349,6 +342,29 @@ FINE = [
 def test_what_is_the_same_in_each_call_is_captured(use, device):
     side, history = play(lambda d: Program(use, d).to(d), step, device)
     assert history[-1][0] - history[-2][0] == 2 and history[-1][3] == 0, side.call.last_failure
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("fuses", [False, True])
+def test_code_of_torch_jit_is_captured_where_each_operation_is_seen(fuses, device, monkeypatch):
+    """Kernels that it fuses run past the dispatcher, and may draw numbers there."""
+    scripted = torch.jit.trace(lambda v: v * 2 + 1, torch.ones(4, 8, device=device), check_trace=False)
+    before = torch._C._jit_texpr_fuser_enabled()
+    torch._C._jit_set_texpr_fuser_enabled(False)
+    monkeypatch.setattr(eager_answers, "_fuses", lambda on_gpu: fuses)
+    try:
+        side, history = play(lambda d: Program(lambda _, x: scripted(x), d).to(d), step, device)
+    finally:
+        torch._C._jit_set_texpr_fuser_enabled(before)
+    assert (history[-1][0] - history[-2][0] == 2) is not fuses
+    assert "torch.jit" in side.call.last_failure if fuses else not side.call.last_failure
+
+
+@pytest.mark.parametrize("use", [copies_lists, reads_what_is_made_of_constants, maps, reads_chance, reads_with_numpy])
+def test_where_the_key_is_not_to_be_had_a_mode_serves(use, device, monkeypatch):
+    monkeypatch.setattr(dispatch, "has_key", lambda: False)
+    _, history = play(lambda d: Program(use, d).to(d), step, device)
+    assert history[-1][0] - history[-2][0] == (2 if use in FINE else 0)
 
 
 def test_the_trace_of_a_refused_capture_is_never_the_reference(device):
