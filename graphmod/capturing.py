@@ -139,6 +139,8 @@ def capture(
             graph.capture(leaves)
         finally:
             torch.clear_autocast_cache()
+        if graph.advanced:
+            graph.before = graph.graph.before(graph.advanced)
         graph.launch()
     except Exception as error:  # whatever user code or CUDA raised: the eager call decides what the user sees
         if isinstance(error, Diverged):

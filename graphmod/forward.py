@@ -53,6 +53,8 @@ class ForwardGraph:
         stand_ins: parameter (by identity) -> the view of it that the capture worked with, see `accumulators`.
         witness: one of `direct` that autograd sees, or None.
         through_autograd: what autograd sees of the parameters: `hooked` and the witness.
+        advanced, before: tensors from outside that it changes and that may have a part in its results, and what they
+            were before the last replay; None where nobody knows.
         ticket: weak, that of the last forward with a backward to come.
         backward: the captured backward, once there is one.
         backward_settings: the settings of the process in which it was captured.
@@ -65,6 +67,8 @@ class ForwardGraph:
         self.module, self.entry, self.tape, self.recording = module, entry, tape, recording
         self.index = -1
         self.graph: Any = None
+        self.advanced: list[Tensor] = []
+        self.before: list[Tensor] | None = None
         self.captured_in = tape.arena.passes
         self.inputs: list[StaticInput] = []
         self.parameters: list[Tensor] = []
@@ -149,6 +153,7 @@ class ForwardGraph:
             if address(static.tensor) in seen.inputs_written and not static.tensor.is_inference()
         ]
         self.random = seen.random
+        self.advanced = list(seen.advanced.values()) if self.results.with_grad else []
         # Gradients that it leaves behind lie in the pool and may be accumulated into by whoever runs instead.
         self.starts_early = self.graph.start is not None and not recording.generators and not self._grads_after
         for static in self.inputs:

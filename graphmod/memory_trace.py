@@ -56,6 +56,8 @@ class MemoryTrace(Tracer):
         static: the addresses of those of `outside` that were marked static.
         first_seen: address of a tensor of `outside` -> index in the trace.
         written: the part of `outside` that it changed.
+        advanced: what of that may have a part in the results: all but integers and the running statistics of a
+            normalization.
         inputs_written: the addresses of inputs that it changed.
         read: every address it read.
         made_by: address -> index in the trace, operation, size and strides of what was made there last.
@@ -76,6 +78,7 @@ class MemoryTrace(Tracer):
         self.first_seen: dict[int, int] = {}
         self.static: set[int] = set()
         self.written: dict[int, Tensor] = {}
+        self.advanced: dict[int, Tensor] = {}
         self.read: set[int] = set()
         self.inputs_written: set[int] = set()
         self.made_by: dict[int, tuple[int, Any, torch.Size, tuple]] = {}
@@ -135,6 +138,8 @@ class MemoryTrace(Tracer):
                     self._before_write(tensor)
                 if where in self.outside:
                     self.written.setdefault(where, self.outside[where])
+                    if call.about.writes and (tensor.is_floating_point() or tensor.is_complex()):
+                        self.advanced.setdefault(where, self.outside[where])
                 elif where in self._inputs:
                     self.inputs_written.add(where)
                 self._note_write(call, where)

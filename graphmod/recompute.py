@@ -115,11 +115,15 @@ def _as_captured(ticket: Ticket, graph: ForwardGraph) -> tuple[Sequence[Tensor],
     known = graph.backward
     if known is not None and any(parameter is weight for parameter in ticket.changed() for weight in known.weights):
         raise changed_in_place(graph.module)
-    if not graph.results.retained or graph.random or graph.captured_in != ticket.arena.passes:
+    if (
+        not graph.results.retained
+        or (graph.random and graph.module._group.backend.on_gpu)
+        or graph.captured_in != ticket.arena.passes
+    ):
         raise BackwardUnavailable(
-            f"a parameter of {graph.module._name!r} was changed in place between its forward and this backward, which "
-            "comes in another order than when it was captured. Run the backward before the change, or keep this part "
-            "out of the graphs (ungraph, or call .module)"
+            f"a tensor that {graph.module._name!r} reads was changed in place between its forward and this backward, "
+            "which comes in another order than when it was captured. Run the backward before the change, or keep this "
+            "part out of the graphs (ungraph, or call .module)"
         )
     return graph.results.retained, [item.tensor for item in graph.inputs], graph.edges
 
@@ -131,6 +135,8 @@ def _run_again(ticket: Ticket, graph: ForwardGraph) -> tuple[Sequence[Tensor], l
     if graph.random:
         backend.set_random_state(ticket.random_state)
     try:
+        for tensor, value in zip(graph.advanced, ticket.before or (), strict=True):
+            tensor.copy_(value)
         leaves = [s.tensor.detach().requires_grad_(s.tensor.requires_grad) for s in graph.inputs]
         args, kwargs = rebuild(graph.entry.signature.structure, leaves)
         with torch.enable_grad(), entered_again(graph.entry.signature.modes, backend.device_type):

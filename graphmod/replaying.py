@@ -72,6 +72,8 @@ def launch(module: CUDAGraphModule, graph: ForwardGraph, leaves: list[Tensor], c
     entry, backend = graph.entry, module._group.backend
     graph.load(leaves)
     state = backend.random_state() if graph.random else None
+    if graph.advanced:
+        graph.before = [tensor.clone() for tensor in graph.advanced]
     graph.tape.cursor = graph.index + 1
     early = graph.starts_early and not careful
     finished = False

@@ -169,6 +169,7 @@ class Ticket:
     __slots__ = (
         "__weakref__",
         "arena",
+        "before",
         "done",
         "finished",
         "graph",
@@ -183,6 +184,7 @@ class Ticket:
         self.arena, self.graph, self.random_state = arena, graph, random_state
         self.passed = arena.passes
         self.done = self.finished = False
+        self.before = graph.before
         self.weights = graph.parameters
         self.versions = list(map(_version, graph.parameters))
         self.node: Any = None  # weak: the autograd node that holds this ticket

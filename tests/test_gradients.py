@@ -296,3 +296,35 @@ def test_an_interrupt_never_leaves_a_weight_empty(device):
         for graph in graphs:
             graph.reset()
         ungraph(model)
+
+
+@pytest.mark.parametrize("order", ["one", "two in flight", "last in first out", "twice", "other outputs"])
+@pytest.mark.parametrize("graph", [wrapped, layered])
+def test_a_forward_that_changes_what_it_reads_is_never_made_again_from_later_values(graph, order, device):
+    """Spectral norm advances its vectors in each call; a backward of its own makes do with those of its forward."""
+
+    class Normed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            parts = (
+                nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)), nn.Tanh()) for _ in range(2)
+            )
+            self.layers = nn.ModuleList(parts)
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    def step(side, i):
+        outputs = [side.call(side.batch(i, 4, 8, key=key)) for key in range(1 + ("two" in order or "last" in order))]
+        losses = [loss_of(output.T if order == "other outputs" and i % 2 else output) for output in outputs]
+        for loss in losses[::-1] if "last" in order else losses:
+            loss.backward(retain_graph=order == "twice")
+        if order == "twice":
+            loss.backward()
+        side.note_gradients()
+        side.optimizer.step()
+        side.optimizer.zero_grad()
+
+    play(lambda d: Normed().to(d), step, device, graph=graph(), steps=14)

@@ -57,6 +57,10 @@ class CudaCapture:
         for graph in self._graphs:
             graph.replay()
 
+    def before(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Copies of what tensors from outside were before the capture, while its first replay is still to come."""
+        return [tensor.clone() for tensor in tensors]
+
     def discard(self) -> None:
         """Nothing to undo: capturing ran nothing."""
 

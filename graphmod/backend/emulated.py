@@ -80,6 +80,10 @@ class EmulatedGraph:
         if self._until_write is None:
             self._until_write = len(self._calls)
 
+    def before(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Copies of what tensors from outside were before the capture, while its first replay is still to come."""
+        return [self._journal.before(tensor) for tensor in tensors]
+
     def discard(self) -> None:
         """Undoes what recording changed, for a capture that is not going to be replayed."""
         if self._journal is not None:
@@ -145,6 +149,11 @@ class _Journal:
         if where not in self._saved:
             whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
             self._saved[where] = (whole, whole.clone())
+
+    def before(self, tensor: Tensor) -> Tensor:
+        saved = self._saved[address(tensor)][1].untyped_storage()
+        made = torch.empty(0, dtype=tensor.dtype)
+        return made.set_(saved, tensor.storage_offset(), tensor.size(), tensor.stride()).clone()
 
     @torch.no_grad()
     def undo(self) -> None:
