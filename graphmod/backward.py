@@ -121,6 +121,9 @@ def _backward(ticket: Ticket, graph: ForwardGraph, grads: tuple[Tensor | None, .
     for output in known.saved:
         if output.changed():
             raise changed_in_place(module)
+    for output in graph.results.sharing:
+        if output.changed():  # eager would follow the change into what shares its memory
+            raise changed_in_place(module)
     settings = module._group.settings_in_backward()
     as_then = settings is graph.backward_settings or settings == graph.backward_settings
     if on_tape and known.index >= tape.cursor and as_then and known.fits(grads, tape.arena.passes):

@@ -60,6 +60,7 @@ class Results:
 
     Attributes:
         with_grad: those that require grad, in the order in which autograd sees them.
+        sharing: those of them that share memory with another tensor of the call.
         handed_out: all that lie in memory of the graph.
         passed_on: tensors from outside that the code returns as they are.
         retained: the captured ones of `with_grad` with their autograd graph, until the backward is captured from it.
@@ -90,11 +91,13 @@ class Results:
                 "return them as tensors"
             )
         self.with_grad: list[StaticOutput] = []
+        self.sharing: list[StaticOutput] = []
         self.passed_on: list[Tensor] = []
         self.retained: list[Tensor] = []
         # An index of an argument, None for the next of `with_grad`, a part of another, or what it is.
         self._parts: list[Any] = []
         self._with_grad_at: list[int] = []
+        of_copies: set[int] = set()
         places = {id(static): index for index, static in enumerate(given)}
         of_argument = {address(static): index for index, static in enumerate(given) if address(static)}
         tensors = [stood_in.get(id(leaf), leaf) for leaf in leaves]
@@ -110,22 +113,27 @@ class Results:
                 self._pass_on(tensor, recorder, id(tensor) in held)
             else:
                 self._check(tensor)
-                if where in of_argument:
-                    index = of_argument[where]
-                    self._parts.append(PartOf(index, given[index], tensor, argument=True))
-                elif place in shared:
-                    self._parts.append(PartOf(shared[place], tensors[shared[place]], tensor))
-                elif tensor.requires_grad:
+                if tensor.requires_grad:
+                    # Through the node also if it shares memory, so that gradients are summed up in eager's order.
                     self._parts.append(None)
                     self._with_grad_at.append(place)
                     self.with_grad.append(StaticOutput(tensor.detach(), entry, counted=True))
                     self.retained.append(tensor)
+                    if where in of_argument or place in shared or place in shared.values():
+                        self.sharing.append(self.with_grad[-1])
+                    of_copies |= {len(self.with_grad) - 1} if where in of_argument else set()
+                elif where in of_argument:
+                    index = of_argument[where]
+                    self._parts.append(PartOf(index, given[index], tensor, argument=True))
+                elif place in shared:
+                    self._parts.append(PartOf(shared[place], tensors[shared[place]], tensor))
                 else:
                     self._parts.append(StaticOutput(tensor.detach(), entry))
         plain = [part for part in self._parts if isinstance(part, StaticOutput)]
         self.handed_out = self.with_grad + plain
-        for output in self.with_grad:
-            output.copied = False  # as a rule they are held for a moment only
+        for index, output in enumerate(self.with_grad):
+            # As a rule they are held for a moment only; but an argument's buffer is written in the next call.
+            output.copied = index in of_copies
         for output in self.handed_out:  # what the graph holds for all its replays is not the caller's to change
             output.copied = output.copied or address(output.tensor) in recorder.kept_at
         self._clone = clone or entry.copies_out

@@ -16,7 +16,7 @@ from graphmod.trace import address
 
 
 class PartOf:
-    """A view of another tensor of the same call.
+    """A view, without a history of its own, of another tensor of the same call.
 
     Args:
         index: which tensor it is a view of.
@@ -28,20 +28,20 @@ class PartOf:
         CaptureRefused: it is no view that can be made of `whole` alone.
     """
 
-    __slots__ = ("_grad", "_offset", "_size", "_stride", "argument", "index")
+    __slots__ = ("_offset", "_size", "_stride", "argument", "index")
 
     def __init__(self, index: int, whole: Tensor, part: Tensor, argument: bool = False) -> None:
-        if part.dtype is not whole.dtype or (part.requires_grad and not whole.requires_grad):
-            raise CaptureRefused("returns two tensors over the same memory, of other dtypes or with other histories")
+        if part.dtype is not whole.dtype:
+            raise CaptureRefused("returns two tensors of other dtypes over the same memory; return copies")
         if not argument and torch.empty_like(whole, device="meta").stride() != whole.stride():
             raise CaptureRefused("returns tensors that are parts of a tensor with gaps; return copies of them")
-        self.index, self.argument, self._grad = index, argument, part.requires_grad
+        self.index, self.argument = index, argument
         self._size, self._stride = part.size(), part.stride()
         self._offset = part.storage_offset() - whole.storage_offset()
 
     def of(self, whole: Tensor) -> Tensor:
         """The view of the tensor that stands for `whole` in a replay."""
-        whole = whole if self._grad or not whole.requires_grad else whole.detach()
+        whole = whole.detach() if whole.requires_grad else whole
         return whole.as_strided(self._size, self._stride, whole.storage_offset() + self._offset)
 
 
