@@ -1,11 +1,11 @@
 """CUDA graphs for PyTorch training and decode."""
 
-from graphmod.buffers import mark_static
 from graphmod.config import BackendName, CUDAGraphConfig
 from graphmod.errors import BackwardUnavailable, CaptureRefused, ConfigError, GraphmodError
-from graphmod.layers import graph_layers, ungraph
-from graphmod.lifecycle import GraphStats
-from graphmod.module import CUDAGraphModule
+from graphmod.graph.buffers import mark_static
+from graphmod.state.entry import GraphStats
+from graphmod.wrap.layers import graph_layers, ungraph
+from graphmod.wrap.module import CUDAGraphModule
 
 __version__ = "0.1.0"
 

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-import graphmod.backward_graph
-import graphmod.module
-import graphmod.warmup
-from graphmod.forward import ForwardGraph
+import graphmod.call.warmup
+import graphmod.capture.backward
+import graphmod.wrap.module
+from graphmod.graph.forward import ForwardGraph
 
 CALLER, CAPTURE = "the caller's stream", "the capture stream"
 MARK = "made on"
@@ -41,9 +41,9 @@ def mark(tensors: Iterable[Tensor], stream: str) -> None:
 def watch(monkeypatch) -> list[str]:
     """Watches all captures from now on; what breaks the rules is added to the list that it returns."""
     broken: list[str] = []
-    core, warmup = graphmod.module, graphmod.warmup
+    core, warmup = graphmod.wrap.module, graphmod.call.warmup
     track, results, find = warmup.track, core.results, ForwardGraph._find_parameters
-    differentiate = graphmod.backward_graph.differentiate
+    differentiate = graphmod.capture.backward.differentiate
 
     def tracked(module, entry, result):
         mark(warmup.differentiable(result), CALLER)
@@ -78,5 +78,5 @@ def watch(monkeypatch) -> list[str]:
     monkeypatch.setattr(core, "track", tracked)
     monkeypatch.setattr(core, "results", handed_out)
     monkeypatch.setattr(ForwardGraph, "_find_parameters", found)
-    monkeypatch.setattr(graphmod.backward_graph, "differentiate", differentiated)
+    monkeypatch.setattr(graphmod.capture.backward, "differentiate", differentiated)
     return broken

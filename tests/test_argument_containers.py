@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
 from graphmod import CUDAGraphModule
-from graphmod.flattening import flatten, rebuild
-from graphmod.structure import Opaque, opaque_parts, unrepeatable
+from graphmod.signature.flattening import flatten, rebuild
+from graphmod.signature.structure import Opaque, opaque_parts, unrepeatable
 
 CALLS = 10
 

@@ -9,7 +9,7 @@ from test_results import two
 from torch import nn
 
 from graphmod import CUDAGraphModule, graph_layers
-from graphmod.budget import Budget
+from graphmod.state.budget import Budget
 
 STEPS = 120
 

@@ -11,10 +11,10 @@ from test_train_step import build, replays
 from torch._dynamo.backends.common import aot_autograd
 
 from graphmod import CUDAGraphModule
-from graphmod.compiled import shown
 from graphmod.errors import ConfigError
-from graphmod.recorder import Recorder
-from graphmod.tracer import Tracer, is_recording
+from graphmod.trace.compiled import shown
+from graphmod.trace.recorder import Recorder
+from graphmod.trace.tracer import Tracer, is_recording
 from graphmod.train import compile as compile_module
 from graphmod.train.compile import compiled
 from graphmod.train.loop import train

@@ -15,9 +15,9 @@ from graphmod.decode.cache import CacheView, PagedCache, slot_mapping
 from graphmod.decode.compiled import compiled_code
 from graphmod.decode.config import AttentionName, CompileMode
 from graphmod.decode.graphs import context_sizes
-from graphmod.recorder import Recorder
-from graphmod.trace import address
-from graphmod.tracer import is_recording
+from graphmod.trace.operations import address
+from graphmod.trace.recorder import Recorder
+from graphmod.trace.tracer import is_recording
 
 HEADS, KV_HEADS, WIDTH = 8, 2, 32
 

@@ -138,7 +138,7 @@ def test_capture_ahead_of_time_covers_all_buckets_and_changes_nothing(device):
 
 def failing_step(monkeypatch, fails):
     """Lets the capture of steps fail while `fails` holds their number of rows."""
-    from graphmod.tracer import is_recording
+    from graphmod.trace.tracer import is_recording
 
     forward = DecodeStep.forward
 

@@ -10,7 +10,7 @@ from harness import config, loss_of
 from torch import nn
 
 from graphmod import CUDAGraphModule
-from graphmod.recorder import Recorder
+from graphmod.trace.recorder import Recorder
 
 KINDS = {"an error": RuntimeError, "out of memory": torch.OutOfMemoryError, "an interrupt": KeyboardInterrupt}
 

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from graphmod.flattening import flatten
-from graphmod.matcher import matcher
-from graphmod.signature import Signature, tensor_key
+from graphmod.signature.flattening import flatten
+from graphmod.signature.matcher import matcher
+from graphmod.signature.signature import Signature, tensor_key
 
 Pair = namedtuple("Pair", "left right")
 

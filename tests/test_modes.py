@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from graphmod import BackwardUnavailable, CUDAGraphModule, torch_private
-from graphmod.modes import FOREIGN, difference, entered_again, key_reader, mode_key
+from graphmod.signature.modes import FOREIGN, difference, entered_again, key_reader, mode_key
 
 CALLS = 5
 

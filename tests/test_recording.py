@@ -11,10 +11,10 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from graphmod import CUDAGraphModule, dispatch, eager_answers
-from graphmod.hazards import Hazard
-from graphmod.patches import Patch
-from graphmod.recorder import Recorder
-from graphmod.tracer import Tracer, current_tracer, is_recording
+from graphmod.trace.hazards import Hazard
+from graphmod.trace.patches import Patch
+from graphmod.trace.recorder import Recorder
+from graphmod.trace.tracer import Tracer, current_tracer, is_recording
 
 
 def on(device):

@@ -23,9 +23,9 @@ from graphmod.backend.driver import last_captured
 from graphmod.backend.nodes import use_kernels
 from graphmod.backend.pool import CudaPool
 from graphmod.backend.streams import renew_gradient_accumulators, stream_for
-from graphmod.garbage import no_garbage_collection
-from graphmod.recorder import Recorder
-from graphmod.script import Script
+from graphmod.trace.garbage import no_garbage_collection
+from graphmod.trace.recorder import Recorder
+from graphmod.trace.script import Script
 
 log = logging.getLogger("graphmod")
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from graphmod.backend.streams import renew_gradient_accumulators
-from graphmod.garbage import no_garbage_collection
-from graphmod.recorder import Recorder
-from graphmod.script import Script
-from graphmod.trace import address, facts, tensors_in
+from graphmod.trace.garbage import no_garbage_collection
+from graphmod.trace.operations import address, facts, tensors_in
+from graphmod.trace.recorder import Recorder
+from graphmod.trace.script import Script
 
 _NO_FILL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphmod.compiled import shown
 from graphmod.decode.products import join_products
+from graphmod.trace.compiled import shown
 
 _MOST_COMPILED = 256  # batch sizes times kinds of sampling; dynamo's own limit is 8, and beyond it goes on uncompiled
 # Bytes of a weight whose product takes longer than the launch of one more kernel (4 us on an H200).

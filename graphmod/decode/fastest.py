@@ -20,7 +20,7 @@ from graphmod.config import CUDAGraphConfig
 from graphmod.decode.cache import CacheView, PagedCache
 from graphmod.decode.compiled import compiled_code, for_decode
 from graphmod.decode.graphs import context_sizes
-from graphmod.module import CUDAGraphModule
+from graphmod.wrap.module import CUDAGraphModule
 
 if TYPE_CHECKING:
     from graphmod.decode.attention import Implementation

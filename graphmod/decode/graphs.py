@@ -15,8 +15,8 @@ from graphmod.decode.config import EngineConfig
 from graphmod.decode.results import BucketStats
 from graphmod.decode.state import BatchState
 from graphmod.decode.step import DecodeStep
-from graphmod.group import Group
-from graphmod.module import CUDAGraphModule
+from graphmod.graph.group import Group
+from graphmod.wrap.module import CUDAGraphModule
 
 _LEAST_VISITED = 256  # below it attention costs no time to speak of
 

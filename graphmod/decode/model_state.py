@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from graphmod.layers import without_graphs
+from graphmod.wrap.layers import without_graphs
 
 _training = operator.attrgetter("training")
 

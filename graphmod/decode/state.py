@@ -1,7 +1,7 @@
 """The static tensors of a batch: everything a decode step reads that changes, and where it leaves its results.
 
 Numbers of one kind share a tensor with a column each, so that a row is written, moved or cleared with one copy.
-Imports torch, `graphmod.buffers` for `mark_static`, and the names of `config`.
+Imports torch, `graphmod.graph.buffers` for `mark_static`, and the names of `config`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from graphmod.buffers import mark_static
 from graphmod.decode.cache import NULL_BLOCK
+from graphmod.graph.buffers import mark_static
 
 TOKEN, POSITION, ACTIVE, LIMIT, SEED, TOP_K = range(6)
 """Columns of `integers`: the token to be fed, its position, whether the row decodes (1) or is padding or done (0), the

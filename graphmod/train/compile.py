@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from graphmod.compiled import note_random, shown
-from graphmod.trace import draws, facts
-from graphmod.tracer import is_recording
+from graphmod.trace.compiled import note_random, shown
+from graphmod.trace.operations import draws, facts
+from graphmod.trace.tracer import is_recording
 from graphmod.train.recompute import Recomputed
 
 log = logging.getLogger("graphmod")

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from graphmod.trace import argument_of, facts, tensors_in
+from graphmod.trace.operations import argument_of, facts, tensors_in
 
 
 def _draws(op: Any, args: tuple, kwargs: dict) -> bool:

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from graphmod.layers import find_layers
 from graphmod.train.layer_names import DIFFERENTIATE, UPDATE, name_replays
 from graphmod.train.settings import Scope
 from graphmod.train.step import TrainStep
+from graphmod.wrap.layers import find_layers
 
 TRACE_FILE = "trace.json"
 RUN_STEP, EAGER_STEP = "step of the run", "eager step"

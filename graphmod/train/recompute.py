@@ -11,9 +11,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from graphmod.errors import ConfigError
-from graphmod.layers import find_layers
-from graphmod.tracer import is_recording
+from graphmod.trace.tracer import is_recording
 from graphmod.train.draws import kept_draws
+from graphmod.wrap.layers import find_layers
 
 DRAWS_IN_COMPILED_CODE = (
     "train.activation_checkpointing=true runs layers twice, and compiled code would draw other numbers for dropout the "

@@ -14,16 +14,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from graphmod.buffers import mark_static
 from graphmod.config import CUDAGraphConfig
-from graphmod.layers import edge_modules, find_layers, graph_layers, match_layers, ungraph
-from graphmod.lifecycle import GraphStats
-from graphmod.module import CUDAGraphModule
+from graphmod.graph.buffers import mark_static
+from graphmod.state.entry import GraphStats
 from graphmod.train.compile import CHOICES, compile_layers, compiled
 from graphmod.train.iteration import NONFINITE, Iteration, next_token_loss
 from graphmod.train.recompute import recomputed_layers
 from graphmod.train.settings import Scope, train_settings
 from graphmod.train.update import CompiledUpdate
+from graphmod.wrap.layers import edge_modules, find_layers, graph_layers, match_layers, ungraph
+from graphmod.wrap.module import CUDAGraphModule
 
 __all__ = ["TrainStep", "next_token_loss"]
 

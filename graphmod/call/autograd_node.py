@@ -1,0 +1,204 @@
+"""The backward of a replayed forward: an autograd node that replays, captures or computes anew what it is asked for.
+
+May import what `forward` may, `forward`, `backward_graph` and `recompute`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphmod.call.recompute import changed_in_place, deliver, recompute
+from graphmod.capture.backward import capture_backward
+from graphmod.errors import BackwardUnavailable
+from graphmod.graph.backward import BackwardGraph, GradientsExchanged
+from graphmod.graph.forward import ForwardGraph
+from graphmod.graph.tape import Ticket
+from graphmod.state.failures import capture_failed
+
+_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
+_NOTHING_BESIDE = contextlib.nullcontext()
+
+
+class Replayed(torch.autograd.Function):
+    """The autograd node of one replayed forward.
+
+    The inputs are the arguments that require grad, the parameters whose gradients go through autograd, and maybe one
+    witness of the others, which gets no gradient here but lets `torch.autograd.grad` for parameters reach this node.
+    `anchor` is a leaf that makes the outputs require grad also where parameters are all there is to differentiate;
+    whether autograd means to accumulate into it tells `.backward()` from `torch.autograd.grad`.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, ticket: Ticket, anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.ticket = ticket
+        ticket.node = weakref.ref(ctx)
+        ctx.set_materialize_grads(False)
+        return tuple([output.hand_out() for output in ticket.graph.results.with_grad])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple:
+        found = run_backward(ctx.ticket, grads)
+        return (None, None, *found, None) if ctx.ticket.graph.witness is not None else (None, None, *found)
+
+
+apply_replayed = super(torch.autograd.Function, Replayed).apply  # without the wrapper for functorch transforms
+
+
+def run_backward(ticket: Ticket, grads: tuple[Tensor | None, ...]) -> Sequence[Tensor | None]:
+    """The backward of one replayed forward: a replay where that is safe, a capture the first time, else eager.
+
+    Raises:
+        BackwardUnavailable: for a second-order gradient, or when the forward's values were overwritten since.
+    """
+    graph: ForwardGraph = ticket.graph
+    module = graph.module
+    if torch.is_grad_enabled():
+        raise BackwardUnavailable(
+            f"{module._name!r} was replayed from a graph, which has no gradient of its gradient (create_graph=True); "
+            "run this part eagerly: graph=none, ungraph(model), or call the module as .module"
+        )
+    if not ticket.current:
+        raise BackwardUnavailable(
+            f"the values that {module._name!r} saved for this backward were overwritten by a later call, after a first "
+            "backward that did not say retain_graph=True"
+        )
+    try:
+        return _backward(ticket, graph, grads)
+    finally:
+        if _keeps_graph():
+            ticket.done = True  # another may follow: what it needs is in use for as long as somebody holds the node
+        else:
+            ticket.finish()
+        if not ticket.arena.in_flight:
+            ticket.arena.rest()
+
+
+def _backward(ticket: Ticket, graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> Sequence[Tensor | None]:
+    module, tape = graph.module, graph.tape
+    accumulates = torch._C._will_engine_execute_node(module._group.anchor_node)
+    if not accumulates and graph.witness is not None and _wanted(graph.witness):
+        raise BackwardUnavailable(
+            f"the gradients of the parameters inside {module._name!r} go straight to .grad and cannot be had through "
+            "torch.autograd.grad or backward(inputs=...); call loss.backward(), or run this part eagerly (ungraph, or "
+            "call .module)"
+        )
+    if ticket.done or not accumulates:
+        return recompute(ticket, graph, grads, accumulates)
+    known = graph.backward
+    if known is not None:  # else autograd compares the versions of what it saved
+        changed = ticket.changed()
+        if changed and any(parameter is weight for parameter in changed for weight in known.weights):
+            raise changed_in_place(module)
+    if module._group.context is not None:
+        module._group.first_backward()
+    graph.entry.backward_began(module._group.begun)
+    on_tape = tape.arena.active is tape
+    if known is None:
+        if graph.captured_in != tape.arena.passes:
+            # The optimizer has changed what the retained autograd graph saved: it is good for its own pass only.
+            graph.entry.left_unfinished()
+            return recompute(ticket, graph, grads, accumulates)
+        pending = _used_later(ticket, graph)
+        stash = module._group.stash
+        shared = [p for p in graph.direct if id(p) in pending or id(p) in stash or _used_eagerly(p, graph)]
+        if shared:
+            # Captured anew with these gradients going through autograd; this once, summed up here.
+            module._group.share(shared)
+            module._drop(tape, why="code outside uses its parameters too")
+        elif on_tape and tape.at_end and not tape.dropped:
+            known = capture_backward(graph, grads)
+            if known is not None:
+                graph.backward_settings = module._group.settings_in_backward()
+                return _hand_out(known, graph.entry)
+            return recompute(ticket, graph, grads, True, pending)
+        return recompute(ticket, graph, grads, accumulates, pending)
+    for output in known.saved:
+        if output.changed():
+            raise changed_in_place(module)
+    for output in graph.results.sharing:
+        if output.changed():  # eager would follow the change into what shares its memory
+            raise changed_in_place(module)
+    settings = module._group.settings_in_backward()
+    as_then = settings is graph.backward_settings or settings == graph.backward_settings
+    if on_tape and known.index >= tape.cursor and as_then and known.fits(grads, tape.arena.passes):
+        # Where autograd may add to the same gradients in this backward, because the module also ran without a graph.
+        group = module._group
+        try:
+            with group.backend.in_turn() if module._eager_in >= group.begun - 1 else _NOTHING_BESIDE:
+                copied, as_captured = known.launch(grads, tape.arena.passes)
+                if group.stash:
+                    deliver([(p, group.stash.pop(id(p), None)) for p in graph.direct])
+        except GradientsExchanged:
+            graph.entry.adds_apart = True
+            module._drop(tape, why="gradients that it adds to, or that are held, are others each time")
+            return recompute(ticket, graph, grads, accumulates)
+        except Exception as error:
+            capture_failed(module, graph.entry, error, "a replay of its backward")
+            module._drop(tape)
+            return recompute(ticket, graph, grads, accumulates)
+        module._counters.copied_bytes += copied
+        tape.cursor = known.index + 1
+        module._counters.replays += 1
+        if graph.mismatches or graph.entry.recaptures or not as_captured:
+            _count_mismatch(graph, as_captured)
+        return _hand_out(known, graph.entry)
+    _count_mismatch(graph, False)
+    return recompute(ticket, graph, grads, accumulates)
+
+
+def _hand_out(known: BackwardGraph, entry: Any) -> list[Tensor | None]:
+    copies = entry.copies_out
+    return [
+        None if result is None else result.tensor.clone() if copies else result.hand_out() for result in known.results
+    ]
+
+
+def _used_later(ticket: Ticket, graph: ForwardGraph) -> set[int]:
+    """The identities of the parameters whose gradients other forwards still to come in this very backward add to."""
+    found: set[int] = set()
+    for arena in graph.module._group.arenas:
+        for other in arena.active.owners if arena.active is not None else ():
+            there = other.ticket() if other.ticket is not None else None
+            if there is None or there is ticket or there.done or not there.current or there.node is None:
+                continue
+            node = there.node()
+            if node is not None and torch._C._will_engine_execute_node(node):
+                found |= {id(parameter) for parameter in other.parameters}
+    return found
+
+
+def _wanted(parameter: Tensor) -> bool:
+    """Whether the present backward, which is not a plain one, was asked for this parameter's gradient."""
+    with torch.enable_grad():
+        accumulator = torch.autograd.graph.get_gradient_edge(parameter).node
+    try:
+        return torch._C._will_engine_execute_node(accumulator)
+    except RuntimeError:  # autograd does not answer for leaves that torch.autograd.grad was asked for
+        return True
+
+
+def _used_eagerly(parameter: Tensor, graph: ForwardGraph) -> bool:
+    """Whether autograd itself is going to accumulate into this parameter in the present backward. Nobody can tell for
+    the witness, which autograd always visits."""
+    if parameter is graph.witness:
+        return False
+    with torch.enable_grad():
+        accumulator = torch.autograd.graph.get_gradient_edge(parameter).node
+    return torch._C._will_engine_execute_node(accumulator)
+
+
+def _count_mismatch(graph: ForwardGraph, matched: bool) -> None:
+    """Several backwards in a row that the captured one did not fit: this is how it is from now on, capture anew."""
+    graph.mismatches = 0 if matched else graph.mismatches + 1
+    entry, config = graph.entry, graph.module._config
+    if matched:
+        entry.recaptures = 0
+    elif graph.mismatches > config.warmup_steps and not entry.recaptures:
+        entry.recaptures += 1  # once: where that does not help, the slower replay is as good as it gets
+        graph.module._drop(graph.tape, why="its backward finds other gradients than when it was captured")

@@ -1,0 +1,192 @@
+"""The capture of a backward inside the real one (R2, R6).
+
+May import what `forward` may, `forward`, `failures`, `gradients`, `placement`, `recompute` and `backward_replay`.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphmod.call.recompute import changed_in_place, differentiate
+from graphmod.errors import CaptureRefused
+from graphmod.graph.backward import BackwardGraph
+from graphmod.graph.buffers import OwnedBuffer, StaticInput, StaticOutput, adopted
+from graphmod.graph.forward import ForwardGraph
+from graphmod.graph.gradients import Loans
+from graphmod.graph.placement import Place, buffers_for, find_places, real, store, targets_for
+from graphmod.guards.changes import what_changed
+from graphmod.guards.guards import Guards
+from graphmod.guards.notes import Notes, noting
+from graphmod.state.failures import capture_failed, refuse_unseen
+from graphmod.trace.operations import address
+from graphmod.trace.recorder import Recorder
+
+
+def capture_backward(graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> BackwardGraph | None:
+    """Captures the backward of a forward that was captured in this pass, replays it once, and appends it to the tape.
+
+    Returns:
+        None where that failed; the failure has been counted and logged, and the tape was dropped.
+
+    Raises:
+        RuntimeError: something saved for the backward was changed in place since, as eager says it.
+    """
+    module, entry, group, arena = graph.module, graph.entry, graph.module._group, graph.tape.arena
+    fresh = not any(p.grad is not None for p in graph.parameters)
+    began = time.perf_counter()
+    known = BackwardGraph()
+    known.graph = None
+    try:
+        known.inputs = [None if grad is None else _static_gradient(graph, grad) for grad in grads]
+        static = [None if item is None else item.tensor for item in known.inputs]
+        direct = graph.direct
+        buffers = buffers_for(group, direct)
+        into = targets_for(buffers, entry.adds_apart)
+        given = [tensor for tensor in static if tensor is not None]
+        noted: list[Notes] = []
+
+        def capture(places: list[Place | None] | None) -> tuple[list[Place | None], bool]:
+            """Captures with the gradients at `places` computed straight into their buffers; returns where the
+            gradients were made, and whether those were not the places for any of them."""
+            aimed = {
+                position: place
+                for position, (place, target) in enumerate(zip(places or (), into, strict=bool(places)))
+                if place is not None and target is None
+            }
+            targets = {
+                place.index: buffers[position].memory.as_strided(place.size, place.stride)
+                for position, place in aimed.items()
+            }
+            found: list[Place | None] = []
+            missed = False
+
+            def run() -> Any:
+                nonlocal missed
+                inputs = [item.tensor for item in graph.inputs]
+                with noting() as notes:
+                    through, gradients = differentiate(
+                        graph, graph.results.retained, inputs, static, direct, graph.edges
+                    )
+                noted[:] = [notes]
+                taken = {address(tensor) for tensor in (*given, *(buffer.memory for buffer in buffers))}
+                known.results = [_own(item, taken) for item in through]
+                before = list(gradients)
+                known.written, known.accumulated, missed = store(gradients, buffers, into, aimed)
+                return before
+
+            def check(recorder: Recorder, gradients: Any) -> None:
+                refused = what_changed(noted[0])
+                if refused is not None:
+                    raise CaptureRefused(refused)
+                found.extend(find_places(gradients, recorder))
+
+            known.graph, _ = group.backend.capture(run, arena.pool, given, graph.recording.generators, check, targets)
+            return found, missed
+
+        sizes = tuple((tensor.size(), tensor.dtype) for tensor in (*direct, *given, *(s.tensor for s in graph.inputs)))
+        shape = (type(module._root), *sizes)
+        state = group.backend.random_state()
+        places = group.places.get(shape)
+        found, missed = capture(places)
+        if places is None or missed:  # the first of its kind, or not the operations that the first of its kind had
+            if places is not None:
+                known.graph.discard()
+                known.graph = None
+                group.backend.set_random_state(state)
+                found, _ = capture(None)
+            group.places[shape] = found
+            if any(place is not None for place in found):
+                known.graph.discard()
+                known.graph = None
+                group.backend.set_random_state(state)
+                capture(found)
+        known.saved = [output for output in graph.results.with_grad if address(output.tensor) in known.graph.seen.read]
+        known.weights = [p for p in graph.parameters if address(p) in known.graph.seen.read]
+        known_places = {address(tensor) for tensor in (*given, *(buffer.memory for buffer in buffers))}
+        _watch_others(graph, known, Guards(noted[0]), known_places)
+        if any(output.changed() for output in known.saved):
+            raise changed_in_place(module)
+        with group.backend.in_turn():  # the capture made gradient accumulators, and eager code may use them now
+            known.graph.replay()
+            known.apart = False
+            for buffer in known.written:
+                if buffer.parameter.grad is None:
+                    buffer.parameter.grad = buffer.tensor
+                else:
+                    known.apart = True
+                    buffer.parameter.grad.add_(buffer.memory)
+    except BaseException as error:  # whatever user code or CUDA raised: the eager backward decides what the user sees
+        if known.graph is not None:
+            known.graph.discard()
+        module._drop(graph.tape)
+        if not isinstance(error, Exception) or "modified by an inplace operation" in str(error):
+            raise  # as eager does: something saved for the backward was changed since
+        capture_failed(module, entry, error, "its backward")
+        return None
+    for output in graph.results.with_grad:
+        output.counted = output in known.saved
+    known.copied = [(i, item.buffer) for i, item in enumerate(known.inputs) if item is not None and item.buffer]
+    known.index = graph.tape.append(graph)
+    known.parameters = [buffer.parameter for buffer in known.written]
+    known.loans = Loans(known.written)
+    known.results = [None if item is None else StaticOutput(item.detach(), entry) for item in known.results]
+    results = [result for result in known.results if result is not None]
+    graph.tape.hand_out(results)
+    for result in results:
+        group.static[result.tensor.data_ptr()] = result.tensor
+    if graph.tape.fresh_grads is None and graph.parameters:
+        graph.tape.fresh_grads = fresh
+    graph.backward = known
+    entry.finished(graph)
+    graph.forget_autograd()
+    module._counters.captures += 1
+    module._counters.replays += 1
+    module._counters.capture_seconds += time.perf_counter() - began
+    return known
+
+
+def _watch_others(graph: ForwardGraph, known: BackwardGraph, guards: Guards, given: set[int]) -> None:
+    """Lets go of the saved activations, whose memory is the next layers' to use; what else the backward reads, such as
+    a table of an `autograd.Function`, is held and watched with what the forward reads."""
+    seen, before = known.graph.seen, graph.graph.seen
+    given |= {address(static.tensor) for static in graph.inputs} | {address(p) for p in graph.parameters}
+    given |= {address(p.grad) for p in graph.parameters if p.grad is not None}
+    others = {
+        where: tensor
+        for where, tensor in seen.outside.items()
+        if where not in given and where not in before.outside and not before.made(where)
+    }
+    if others:
+        places = {address(tensor) for tensor in guards.tensors}
+        if before.seen_until is None:
+            refuse_unseen(seen, [where for where in others if where not in places])
+        else:  # compiled code may have made the others in the forward: activations too
+            others = {where: tensor for where, tensor in others.items() if where in places}
+    graph.watch.also(guards, others)
+    seen.outside.clear()
+
+
+def _static_gradient(graph: ForwardGraph, grad: Tensor) -> StaticInput:
+    memory = adopted(grad, graph.module._group.static)
+    buffer = None
+    if memory is None:
+        buffer = OwnedBuffer(grad)
+        graph.module._counters.copied_bytes += buffer.load(grad, graph.tape.arena.passes)
+        memory = buffer.tensor.detach()
+    return StaticInput(memory, buffer, "gradient")
+
+
+def _own(grad: Tensor | None, taken: set[int]) -> Tensor | None:
+    """`grad` in memory that nothing else uses; copied only where it is a view, or another gradient too."""
+    if grad is None:
+        return None
+    if grad._is_zerotensor():
+        return real(grad)
+    if address(grad) in taken or 0 in grad.stride():
+        return torch.empty_like(grad).copy_(grad)
+    taken.add(address(grad))
+    return grad

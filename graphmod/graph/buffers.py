@@ -1,0 +1,218 @@
+"""The memory through which values enter and leave a graph (rule R5).
+
+An input is adopted where it lies, if that is another graph's output; otherwise it has a buffer of the graph's own, into
+which each call copies, once per tensor however many graphs read it. May import `trace`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from graphmod.trace.operations import address
+
+_use_count = torch._C._storage_Use_Count
+_to_dlpack, _from_dlpack = torch._C._to_dlpack, torch._C._from_dlpack
+
+
+def mark_static(tensor: Tensor) -> Tensor:
+    """Tells graphs that `tensor` keeps its address for as long as they live, so that they read it where it is.
+
+    Whoever marks a tensor writes new values into it in place. Returns the tensor.
+
+    Raises:
+        TypeError: it is no tensor.
+    """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"mark_static takes a tensor, got {type(tensor).__name__}")
+    tensor._graphmod_static = True
+    return tensor
+
+
+_SMALL = 1024  # bytes
+
+
+class OwnedBuffer:
+    """A copy of an argument at a fixed address. Several graphs may read it when they get the same tensor."""
+
+    __slots__ = ("__weakref__", "_memory", "_pass", "_pointer", "_source", "_version", "tensor", "users")
+
+    def __init__(self, like: Tensor) -> None:
+        # Dimensions broadcast by a zero stride stay so: the memory holds their one element.
+        sizes = [1 if stride == 0 else size for size, stride in zip(like.size(), like.stride(), strict=True)]
+        compact = torch.empty_strided(sizes, like.stride(), dtype=like.dtype, device=like.device)
+        self.tensor = compact.expand(like.size())
+        # `.data`: writing must not advance the version counter of the tensor that autograd saved for the backward.
+        self._memory = compact.data
+        self.users = 0
+        self._source: Any = None
+        self._version = -1
+        self._pointer = 0
+        self._pass = -1
+
+    def holds(self, source: Tensor) -> bool:
+        """Whether the present content is a copy of this very tensor in its present state."""
+        return (
+            self._source is not None
+            and self._source() is source
+            and self._version == source._version
+            and self._pointer == source.data_ptr()
+        )
+
+    def free_for(self, source: Tensor, passes: int) -> bool:
+        """Whether `source` may be written while something is in flight: not if another argument was copied to here in
+        this pass, and several graphs read it."""
+        return self.users < 2 or self._pass != passes or self.holds(source)
+
+    def has(self, source: Tensor, passes: int) -> bool:
+        """Whether there is nothing to copy. Only within a pass: between passes memory may be rewritten without a new
+        version."""
+        return self._pass == passes and self.holds(source)
+
+    def load(self, source: Tensor, passes: int) -> int:
+        """Copies unless it is already here; returns the bytes copied."""
+        if self.has(source, passes):
+            return 0
+        self._pass = passes
+        memory = self._memory
+        source_part = source.detach()
+        if memory.size() != source.size():
+            source_part = source_part.as_strided(memory.size(), source.stride(), source.storage_offset())
+        memory.copy_(source_part)
+        # Tensors made in inference mode do not count versions, and parameters with weak references to them cannot be
+        # swapped (`torch.utils.swap_tensors`): both are copied in each call.
+        nameless = source.is_inference() or isinstance(source, nn.Parameter)
+        self._source = None if nameless else weakref.ref(source)
+        self._version = -1 if nameless else source._version
+        self._pointer = source.data_ptr()
+        return memory.nbytes
+
+
+class StaticInput:
+    """One tensor argument as a graph reads it.
+
+    `tensor` is what the captured code was given. Exactly one of three holds: `buffer` is set (copied into), the memory
+    is adopted (`pointer` must match), or the graph never reads it (`unused`).
+    """
+
+    __slots__ = ("buffer", "name", "pointer", "tensor", "unused")
+
+    def __init__(self, tensor: Tensor, buffer: OwnedBuffer | None, name: str) -> None:
+        self.tensor, self.buffer, self.name = tensor, buffer, name
+        self.pointer = tensor.data_ptr()
+        self.unused = False
+
+
+def adopted(source: Tensor, static: Any) -> Tensor | None:
+    """`source` as a view of the graph output it lies in, or None if it lies in none.
+
+    Args:
+        static: storage address -> the output tensor that owns it.
+    """
+    if source.is_conj() or source.is_neg():
+        return None
+    if getattr(source, "_graphmod_static", False):
+        return source.detach()
+    owner = static.get(address(source))
+    if owner is None or owner.dtype is not source.dtype:
+        return None
+    return owner.as_strided(source.size(), source.stride(), source.storage_offset() + owner.storage_offset())
+
+
+class StaticOutput:
+    """One tensor result of a graph; `entry` is the signature it belongs to.
+
+    Every call hands out a tensor over the same memory, with a storage that is not the graph's. If the caller still
+    holds it (or a view of it) when the graph is about to overwrite that memory, the storage is moved to a copy first,
+    so that no result ever changes in the caller's hands, and the next call gets another storage. Nothing is copied for
+    results that were dropped.
+
+    `copied` says whether a result without gradient is better copied at once: on the CPU, where numpy may look at the
+    same memory, and such a view cannot be moved; and where it is small, like a loss, which most loops still hold when
+    the next step begins.
+
+    `counted` says whether changes that the caller makes in place are to be noticed; only a result that a backward reads
+    again needs that.
+    """
+
+    __slots__ = ("_alias", "_out", "_pointer", "_source", "_storage", "_twin", "copied", "counted", "entry", "tensor")
+
+    def __init__(self, tensor: Tensor, entry: Any, counted: bool = False) -> None:
+        self.tensor, self.entry, self.counted = tensor, entry, counted
+        self.copied = not tensor.is_cuda or tensor.nbytes <= _SMALL
+        self._pointer = tensor.data_ptr()
+        self._source: Tensor | None = None  # what results are made of: they share its storage
+        self._storage: Any = None
+        self._twin: Tensor | None = None  # shares the version counter of the last result
+        self._out = False  # a result may be in somebody's hands
+        self._alias: Any = None
+
+    def hand_out(self) -> Tensor:
+        source = self._source
+        if source is None or source.data_ptr() != self._pointer:  # others may move a storage too (share_memory_)
+            source = self._source = storage_over(self.tensor)
+            self._storage = source.untyped_storage()
+        self._out = True
+        alias = source.data  # with a version counter of its own
+        self._twin = alias.detach() if self.counted else None
+        self._alias = weakref.ref(alias)
+        return alias
+
+    def changed(self) -> bool:
+        """Whether the caller changed the last handed-out result in place; always False if that is not counted."""
+        return self._twin is not None and self._twin._version != 0
+
+    def _holders(self) -> int:
+        """Who shares the storage of the last result, besides this object."""
+        return _use_count(self._storage._cdata) - (2 if self._twin is None else 3)
+
+    def held(self) -> bool:
+        """Whether somebody still holds the last handed-out result."""
+        return self._out and self._holders() > 0
+
+    def let_go(self) -> None:
+        """Forgets the last handed-out result if nobody holds it: then there will be nothing to move."""
+        if not self.held():
+            self._out, self._twin = False, None
+
+    def evacuate(self) -> bool:
+        """Moves the last handed-out result to memory of its own if somebody holds it.
+
+        Returns:
+            Whether the memory may be overwritten now. False only where this torch cannot move a storage (before 2.13)
+            and views of the result are held.
+        """
+        if self.held():
+            with torch.no_grad():
+                if can_swap():
+                    swap_for_copy(self._storage, self.tensor.device)
+                else:
+                    alias = self._alias()
+                    if self._holders() > 1 or alias is None:
+                        return False
+                    alias.data = alias.detach().clone()
+            self._source = self._storage = None
+        self._out, self._twin = False, None
+        return True
+
+
+_can_swap = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+
+
+def can_swap() -> bool:
+    """Whether this torch can exchange the memory of a storage (from 2.13 on)."""
+    return _can_swap
+
+
+def storage_over(tensor: Tensor) -> Tensor:
+    """A tensor over the same memory, which it keeps alive, with a storage of its own."""
+    return _from_dlpack(_to_dlpack(tensor)) if tensor.numel() else torch.empty_like(tensor)
+
+
+def swap_for_copy(storage: torch.UntypedStorage, device: torch.device) -> None:
+    """Gives a storage, and so all who hold it, a copy of what it holds."""
+    old = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+    storage._swap_data_ptr_(old.clone().untyped_storage())

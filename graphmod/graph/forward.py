@@ -1,0 +1,282 @@
+"""A captured forward: how it is captured, and what one replay does.
+
+May import `arguments`, `static_inputs`, `results`, `recorder`, `watch`, `reach`, `tape`, `lifecycle`, `accumulators`
+and `errors`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from graphmod.backend.random_state import python_random_state, restore_python_random_state
+from graphmod.capture.recording import Recording
+from graphmod.errors import CaptureRefused
+from graphmod.graph.accumulators import own_accumulators, stood_in
+from graphmod.graph.buffers import StaticInput
+from graphmod.graph.gradients import GradientBuffer, as_memory, lend, memory_of
+from graphmod.graph.results import Results, resolved
+from graphmod.graph.static_inputs import Sources, static_inputs
+from graphmod.graph.watch import Watch
+from graphmod.guards.changes import NOT_REPLAYED
+from graphmod.guards.hooks import has_gradient_hooks
+from graphmod.signature.arguments import Given
+from graphmod.signature.flattening import rebuild
+from graphmod.signature.signature import parameter_names
+from graphmod.state.failures import refuse_unseen
+from graphmod.trace.operations import address
+from graphmod.trace.recorder import Recorder
+
+if TYPE_CHECKING:
+    from graphmod.call.autograd_node import BackwardGraph
+    from graphmod.graph.tape import Tape
+    from graphmod.state.entry import Entry
+    from graphmod.wrap.module import CUDAGraphModule
+
+
+class ForwardGraph:
+    """One captured forward of one module for one signature.
+
+    Attributes:
+        tape, index: its place in the order of its pool.
+        results: what it returns.
+        differentiable: indices of the tensor arguments that require grad.
+        parameters: leaf tensors from outside that the outputs depend on.
+        hooked, direct: those of them whose gradients go through autograd (they have gradient hooks, or several uses in
+            one backward), and the others.
+        edges: parameter (by identity) -> where the capture's autograd graph ends for it; until the backward is captured
+            from it.
+        stand_ins: parameter (by identity) -> the view of it that the capture worked with, see `accumulators`.
+        witness: one of `direct` that autograd sees, or None.
+        through_autograd: what autograd sees of the parameters: `hooked` and the witness.
+        advanced, before: tensors from outside that it changes and that may have a part in its results, and what they
+            were before the last replay; None where nobody knows.
+        ticket: weak, that of the last forward with a backward to come.
+        backward: the captured backward, once there is one.
+        backward_settings: the settings of the process in which it was captured.
+        captured_in: the pass of its arena in which it was captured.
+        recording: of the eager call it stands on.
+        mismatches: backwards in a row that the captured backward did not fit.
+    """
+
+    def __init__(self, module: CUDAGraphModule, entry: Entry, tape: Tape, recording: Recording) -> None:
+        self.module, self.entry, self.tape, self.recording = module, entry, tape, recording
+        self.index = -1
+        self.graph: Any = None
+        self.advanced: list[Tensor] = []
+        self.before: list[Tensor] | None = None
+        self.captured_in = tape.arena.passes
+        self.inputs: list[StaticInput] = []
+        self.parameters: list[Tensor] = []
+        self.hooked: list[Tensor] = []
+        self.direct: list[Tensor] = []
+        self.backward: BackwardGraph | None = None
+        self.backward_settings: tuple = ()
+        self.edges: dict[int, GradientEdge] = {}
+        self.stand_ins: dict[int, Tensor] = {}
+        self.mismatches = 0
+        self.ticket: Any = None
+
+    # -- capture -------------------------------------------------------------------------------------------------
+
+    def capture(self, leaves: list[Tensor]) -> None:
+        """Captures the module's call on `leaves`; the first `replay` of the captured graph is still to come.
+
+        Raises:
+            CaptureRefused: with a reason for the user.
+            Exception: whatever the captured code raised.
+        """
+        module, entry, group, recording = self.module, self.entry, self.module._group, self.recording
+        self.inputs, self._sources = static_inputs(self, leaves), Sources(leaves)
+        given = [static.tensor for static in self.inputs]
+        args, kwargs = rebuild(entry.signature.structure, given)
+        passed = Given(args, kwargs, parameter_names(module._call))
+        guards = recording.guards
+        owned = guards.parameters()
+        grads_then = [parameter.grad for parameter in owned]
+        grads = list(map(memory_of, grads_then))
+        oldest = _next_sequence_number()
+
+        def run() -> Any:
+            with _own_saved_tensors():
+                return resolved(module._call(*args, **kwargs))
+
+        def check(recorder: Recorder, result: Any) -> None:
+            reason = passed.changed() or passed.returned(result) or self._sources.unlike_eager(self.inputs, recorder)
+            if reason is not None:
+                raise CaptureRefused(reason)
+            stood_in = {id(view): view._base for view in self.stand_ins.values()}
+            held = {*map(id, owned), *(id(tensor) for _, _, tensor in guards.slots)}
+            clone, returned = module._config.clone_outputs, recording.returned
+            self.results = Results(result, given, recorder, entry, returned, stood_in, held, clone)
+            self._find_parameters(given, recorder, oldest)
+
+        python_random = python_random_state()
+        states = [(generator, generator.get_state()) for generator in recording.generators]
+        random_state, captured = group.backend.random_state(), None
+        try:
+            with as_memory(owned), stood_in(self, guards), own_accumulators(self, owned):
+                pool, split = self.tape.arena.pool, not recording.generators and not entry.failures_in_a_row
+                captured, _ = group.backend.capture(
+                    run, pool, given, recording.generators, check, split=split, script=recording.script
+                )
+            changed = guards.moved() or guards.changed(gradients=False)
+            if changed is not None:
+                raise CaptureRefused(f"changes its own state as it runs ({changed}), {NOT_REPLAYED}")
+            differentiated = owned if recording.backward else self.parameters
+            self.watch = Watch(guards, captured.seen.outside, owned, grads, captured.seen.backward, differentiated)
+            refuse_unseen(captured.seen, self.watch.unseen)
+        except BaseException:
+            if captured is not None:
+                captured.discard()
+                group.backend.set_random_state(random_state)
+                for generator, state in states:
+                    generator.set_state(state)
+            guards.restore()
+            restore_python_random_state(python_random)
+            for parameter, grad in zip(owned, grads_then, strict=True):
+                if parameter.grad is not grad:
+                    parameter.grad = grad
+            raise
+        self.graph = captured
+        seen = captured.seen
+        left = [(p, p.grad) for p, before in zip(owned, grads_then, strict=True) if p.grad is not before]
+        self._grads_after = [(p, lend(p, grad, seen.made) if grad is not None else None) for p, grad in left]
+        self._written = [t for t in seen.written.values() if not t.is_inference()]
+        self._arguments_written = [
+            index
+            for index, static in enumerate(self.inputs)
+            if address(static.tensor) in seen.inputs_written and not static.tensor.is_inference()
+        ]
+        self.random = seen.random
+        self.advanced = list(seen.advanced.values()) if self.results.with_grad else []
+        # Gradients that it leaves behind lie in the pool and may be accumulated into by whoever runs instead.
+        self.starts_early = self.graph.start is not None and not recording.generators and not self._grads_after
+        for static in self.inputs:
+            static.unused = address(static.tensor) not in seen.read and static.buffer is not None
+        for static in self.inputs:
+            if static.buffer is not None and not static.unused:
+                static.buffer.users += 1
+                if static.buffer not in group.buffers:
+                    group.buffers.add(static.buffer)
+        self._copied = [(i, s.buffer) for i, s in enumerate(self.inputs) if s.buffer is not None and not s.unused]
+        self._adopted = [(i, s.pointer) for i, s in enumerate(self.inputs) if s.buffer is None and not s.unused]
+        self.stands_alone = not self.results.handed_out and not self._copied
+        lent = [left for _, left in self._grads_after if left.__class__ is GradientBuffer]
+        self.tape.hand_out(self.results.handed_out + lent)
+        if self._grads_after:
+            self.tape.arena.keep_to(self.tape)
+        for output in self.results.handed_out:
+            group.static[output.tensor.data_ptr()] = output.tensor
+        if not self.results.with_grad:
+            self.forget_autograd()
+
+    def _find_parameters(self, given: list[Tensor], recorder: Recorder, oldest: int) -> None:
+        """The leaves that the outputs depend on, found by walking the autograd graph that the capture built."""
+        arguments = {id(tensor) for tensor in given}
+        queue = [tensor.grad_fn for tensor in self.results.retained]
+        seen = set(queue)
+        while queue:
+            node = queue.pop()
+            leaf = getattr(node, "variable", None)
+            if leaf is not None:
+                if id(leaf) not in arguments and address(leaf) in recorder.outside:
+                    self.parameters.append(leaf)
+                    self.edges.setdefault(id(leaf), GradientEdge(node, 0))
+                continue
+            if node._sequence_nr() < oldest:
+                raise CaptureRefused(
+                    "uses a tensor from outside that was itself computed with gradients, whose history a graph cannot "
+                    "follow; pass it as an argument"
+                )
+            for following, _ in node.next_functions:
+                view = self.stand_ins.get(id(getattr(following, "variable", None)))
+                if view is not None:
+                    self.edges[id(following.variable)] = get_gradient_edge(view)
+                if view is not None and view.grad_fn is not node:
+                    raise CaptureRefused(
+                        "uses a parameter that code outside uses too both as an attribute of its module and in another "
+                        "way (a variable, a list); use it in one way"
+                    )
+                if following is not None and following not in seen:
+                    seen.add(following)
+                    queue.append(following)
+        shared = self.module._group.shared
+        returned = set(map(id, self.results.passed_on))
+        returned |= self._sources.identities
+        self.module._group.share([p for p in self.parameters if id(p) in returned])  # the caller may use it, too
+        self.hooked = [p for p in self.parameters if has_gradient_hooks(p) or id(p) in shared]
+        self.direct = [p for p in self.parameters if not has_gradient_hooks(p) and id(p) not in shared]
+        first = next((p for p in self.module._around.parameters if any(p is d for d in self.direct)), None)
+        self.witness = first if len(self.direct) > 1 else None
+        self.differentiable = [i for i, tensor in enumerate(given) if tensor.requires_grad]
+        self.through_autograd = (*self.hooked, *(() if self.witness is None else (self.witness,)))
+
+    def forget_autograd(self) -> None:
+        """Lets go of the autograd graph of the capture, which serves to capture the backward of its own pass only."""
+        self.results.retained, self.edges, self.stand_ins = [], {}, {}
+
+    # -- replay --------------------------------------------------------------------------------------------------
+
+    def unfit(self, leaves: list[Tensor], careful: bool) -> str | None:
+        """Why this graph cannot take these arguments at these addresses, or None. Unless `careful`, a graph that starts
+        early leaves the rest of the check to `changed`, after its start."""
+        for index, pointer in self._adopted:
+            if leaves[index].data_ptr() != pointer:
+                return f"{self.inputs[index].name} is at another address than when it was captured"
+        if self._sources.changed:
+            for index, _ in self._copied:
+                if address(leaves[index]) in self._sources.changed:
+                    return f"it changes memory that {self.inputs[index].name} shares"
+        arena = self.tape.arena
+        if arena.in_flight:
+            for index, buffer in self._copied:
+                if buffer.users > 1 and not buffer.free_for(leaves[index], arena.passes):
+                    return f"the copy of another {self.inputs[index].name} is still needed"
+        return self.watch.gone() or (None if self.starts_early and not careful else self.changed())
+
+    def changed(self) -> str | None:
+        """What is no longer as it was at the capture, but for what `unfit` has looked at; or None."""
+        return self.watch.changed()
+
+    def load(self, leaves: list[Tensor]) -> None:
+        """Brings the arguments to where the graph reads them."""
+        passes = self.tape.arena.passes
+        for index, buffer in self._copied:
+            source = leaves[index]
+            if not buffer.has(source, passes):
+                self.module._counters.copied_bytes += buffer.load(source, passes)
+
+    def launch(self) -> None:
+        """Replays all of it."""
+        self.graph.replay()
+        self.after()
+
+    def after(self, leaves: list[Tensor] | None = None) -> None:
+        """Does what the captured Python code did to gradients and version counters; `leaves` are the call's tensor
+        arguments, if it had others than the call before."""
+        for parameter, left in self._grads_after:
+            grad = left if left.__class__ is not GradientBuffer else left.tensor
+            if parameter.grad is not grad:
+                parameter.grad = grad
+        if self._written:
+            torch.autograd.graph.increment_version(self._written)
+        for index in self._arguments_written:
+            torch.autograd.graph.increment_version(self.inputs[index].tensor if leaves is None else leaves[index])
+
+
+def _own_saved_tensors() -> contextlib.AbstractContextManager:
+    """Keeps hooks for saved tensors from around the call (an outer checkpoint) out of the capture: what a graph saves
+    stays in its pool."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+        return contextlib.nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+
+
+def _next_sequence_number() -> int:
+    with torch.inference_mode(False), torch.enable_grad():
+        return (torch.ones((), requires_grad=True) * 1).grad_fn._sequence_nr()

@@ -1,0 +1,177 @@
+"""The memory in which graphs leave gradients, and what the user holds of it (rule R6).
+
+Graphs write to an address; `.grad` is a tensor over the same memory with a storage of its own. So a gradient that the
+user keeps beyond `zero_grad()` can be moved to a copy before its memory is written again, as results are. Imports
+`buffers` and `trace`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from sys import getrefcount
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from graphmod.graph.buffers import can_swap, storage_over, swap_for_copy
+from graphmod.trace.operations import address
+
+_use_count = torch._C._storage_Use_Count
+_tensor, _where = operator.attrgetter("tensor"), operator.attrgetter("where")
+
+
+class GradientBuffer:
+    """One parameter's gradient.
+
+    Attributes:
+        parameter: whose gradient it is.
+        memory: what captures read and write.
+        tensor: what is `.grad`.
+        where: the storage of `tensor`, as a number.
+        moves: how often any of them was lent out anew.
+    """
+
+    __slots__ = ("__weakref__", "_storage", "memory", "parameter", "tensor", "where")
+
+    moves = 0
+    entry = None  # unlike a result, it belongs to no signature
+
+    def __init__(self, parameter: Tensor, memory: Tensor) -> None:
+        self.parameter, self.memory = parameter, memory
+        self._lend()
+
+    def _lend(self) -> None:
+        self.tensor = storage_over(self.memory)
+        self._storage = self.tensor.untyped_storage()
+        self.where = self._storage._cdata
+        GradientBuffer.moves += 1
+        if self.memory.numel():
+            _lent[self.memory.data_ptr()] = self
+
+    def held(self) -> bool:
+        """Whether anybody but the parameter holds the gradient, or a view of it."""
+        alone = _counts()
+        most = alone.as_gradient if self.parameter.grad is self.tensor else alone.references
+        return _references(self) > most or _use_count(self.where) > alone.uses
+
+    def evacuate(self) -> bool:
+        """Moves what is held to memory of its own.
+
+        Returns:
+            Whether the memory may be written now. False only where this torch cannot move a storage (before 2.13) and
+            views of the gradient are held.
+        """
+        if not self.held():
+            return True
+        with torch.no_grad():
+            if can_swap():
+                swap_for_copy(self._storage, self.memory.device)
+            elif _use_count(self.where) > _counts().uses:
+                return False
+            else:
+                self.tensor.data = self.tensor.detach().clone()
+        self._lend()
+        return True
+
+    def let_go(self) -> None:
+        """Nothing to forget: what holds a gradient is counted when its memory is about to be written."""
+
+
+# Address -> the gradient lent out over it.
+_lent: weakref.WeakValueDictionary[int, GradientBuffer] = weakref.WeakValueDictionary()
+
+
+class _Counts(NamedTuple):
+    """Of a gradient that nobody holds: references to its tensor, in a list and as `.grad`, and uses of its storage."""
+
+    references: int
+    as_gradient: int
+    uses: int
+
+
+def _references(buffer: GradientBuffer) -> int:
+    """To its tensor, counted as `Loans` counts them."""
+    tensors = list(map(_tensor, (buffer,)))
+    return max(map(getrefcount, tensors))
+
+
+_counted: list[_Counts] = []
+
+
+def _counts() -> _Counts:
+    """How often torch itself counts, which differs from version to version."""
+    if not _counted:
+        with torch.inference_mode(False), torch.no_grad():
+            buffer = GradientBuffer(nn.Parameter(torch.zeros(1)), torch.zeros(1))
+            alone = _references(buffer)
+            buffer.parameter.grad = buffer.tensor
+            _counted.append(_Counts(alone, _references(buffer), _use_count(buffer.where)))
+    return _counted[0]
+
+
+class Loans:
+    """The gradients that one graph writes, looked at together: hundreds of them, before each backward."""
+
+    __slots__ = ("_buffers", "_moves", "_where")
+
+    def __init__(self, buffers: list[GradientBuffer]) -> None:
+        self._buffers = buffers
+        self._moves = -1
+        self._where: list[int] = []
+
+    def free(self) -> list[Tensor] | None:
+        """What is to be `.grad`, where nothing is now; None where somebody holds one of the gradients before."""
+        if self._moves != GradientBuffer.moves:
+            self._where = list(map(_where, self._buffers))
+            self._moves = GradientBuffer.moves
+        alone = _counted[0] if _counted else _counts()
+        tensors = list(map(_tensor, self._buffers))
+        most = len(tensors)
+        if list(map(getrefcount, tensors)).count(alone.references) != most:
+            return None
+        return tensors if list(map(_use_count, self._where)).count(alone.uses) == most else None
+
+
+def memory_of(grad: Tensor | None) -> Tensor | None:
+    """What a capture is to see in the place of a gradient: the memory itself, which stays where it is."""
+    buffer = None if grad is None or grad.layout is not torch.strided else _lent.get(grad.data_ptr())
+    return buffer.memory if buffer is not None and buffer.tensor is grad else grad
+
+
+@contextlib.contextmanager
+def as_memory(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Lets what runs inside see the memory of gradients in their place."""
+    pairs: list[tuple[Tensor, Any, Any]] = []
+    for parameter in parameters:
+        grad = parameter.grad
+        memory = memory_of(grad)
+        if memory is not grad:
+            pairs.append((parameter, grad, memory))
+    try:
+        for parameter, _, memory in pairs:
+            parameter.grad = memory
+        yield
+    finally:
+        for parameter, grad, memory in pairs:
+            if parameter.grad is memory:
+                parameter.grad = grad
+
+
+def lend(parameter: Tensor, grad: Tensor, made: Callable[[int], bool]) -> GradientBuffer | Tensor:
+    """Sets `.grad` to a tensor that may be kept while a graph writes `grad`, which its capture left there.
+
+    Args:
+        made: whether the capture made what lies at an address.
+
+    Returns:
+        The buffer; `grad` itself if it is another's.
+    """
+    if grad.requires_grad or grad._is_zerotensor() or not made(address(grad)):
+        return grad
+    buffer = GradientBuffer(parameter, grad)
+    parameter.grad = buffer.tensor
+    return buffer

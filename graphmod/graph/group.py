@@ -1,0 +1,263 @@
+"""What wrappers that are captured together share: backend, arenas, gradient buffers, and what is known of the gradients
+that the next backward will meet. Imports `backend`, `tape`, `matcher` and `signature`.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphmod.backend import Backend, default_device, make_backend
+from graphmod.config import BackendName
+from graphmod.graph.gradients import GradientBuffer
+from graphmod.graph.tape import MOST_ARENAS, Arena, Tape
+from graphmod.signature.matcher import Matcher, matcher
+from graphmod.signature.modes import key_reader, settings_reader
+from graphmod.signature.signature import Signature
+from graphmod.signature.structure import opaque_parts
+from graphmod.torch_private import current_backward
+
+log = logging.getLogger("graphmod")
+
+
+@functools.cache  # once a process: it says nothing about one module
+def _tell_of_emulation() -> None:
+    log.warning("graphs are emulated on the CPU: that checks correctness and brings no speed")
+
+
+class EagerCall:
+    """A warm-up call whose backward is still to come. No tape starts while one is in flight, because the tape would
+    then begin in the middle of an iteration."""
+
+    __slots__ = ("__weakref__", "done", "entry", "group")
+
+    def __init__(self, group: Group, entry: Any) -> None:
+        self.group, self.entry, self.done = group, entry, False
+        group.eager_in_flight += 1
+
+    def backward_began(self, _: Any) -> None:
+        if not self.done:
+            self.entry.backward_began(self.group.begun)
+        self.group.first_backward()
+        self.finish()
+
+    def finish(self) -> None:
+        if not self.done:
+            self.done = True
+            self.group.eager_in_flight -= 1
+
+    __del__ = finish
+
+
+class Group:
+    """The modules that are captured together: one backend, shared arenas, shared gradient buffers.
+
+    Nothing here is shared between groups (rule R9), so two models in one process do not meet.
+
+    `shared` are the parameters (by identity) that more than one use feeds in one backward. Eager adds up all uses
+    before it adds the sum to `.grad`; so must graphs, and therefore those gradients go through autograd.
+
+    `anchor` is a leaf on the device that every replayed forward with a backward has among its inputs, `anchor_node`
+    where its gradient would be accumulated. One for all: autograd visits that node once in a backward, not once for
+    each module.
+    """
+
+    def __init__(self) -> None:
+        self.backend: Backend | None = None
+        self.modes = key_reader("cpu")  # of the present call, as they matter to the backend
+        self._settings: tuple = ()
+        self._settings_of = -1  # the backward in which they were read
+        self.arenas: list[Arena] = []
+        self.eager_in_flight = 0
+        self.parameters: list[Tensor] = []
+        # By parameter, which its buffer holds; the buffers are held by the graphs that write them.
+        self.gradients: weakref.WeakValueDictionary[int, GradientBuffer] = weakref.WeakValueDictionary()
+        self.buffers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.shared: dict[int, Tensor] = {}
+        self.tied: dict[int, Tensor] = {}
+        self.stash: dict[int, Tensor] = {}
+        self.places: dict[tuple, list] = {}
+        self.matchers: dict[tuple, Matcher] = {}
+        self.static: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self.context: tuple | None = None
+        self.begun = 0  # passes
+        self.anchor: Tensor | None = None
+        self.anchor_node: Any = None
+        self._learned: dict[tuple, bool] = {}
+        self._version = -1
+        self._last: bool | None = None  # whether the last pass found gradients to be None
+
+    def settle(self, name: BackendName, device: torch.device | None) -> bool:
+        """Sees to a backend and an anchor for calls on `device`, which may be unknown. From the CPU to a GPU, or from
+        one GPU to another, the backend changes, and graphs captured before are dropped.
+
+        Returns:
+            Whether there is another backend now.
+
+        Raises:
+            ConfigError: the backend `name` cannot work there.
+        """
+        before = self.backend
+        if self.backend is None:
+            self.backend = make_backend(name, device or default_device(name))
+            if not self.backend.on_gpu:
+                _tell_of_emulation()
+        elif device is not None and device.type == "cuda" and device != self.backend.device:
+            if any(arena.in_flight for arena in self.arenas):
+                return False  # the capture says what is wrong with tensors elsewhere
+            self.backend = make_backend(name, device)
+            self._free_graphs()
+        self.modes = key_reader(self.backend.device_type)
+        device = self.backend.device
+        if self.anchor is None or self.anchor.device != device:
+            with torch.inference_mode(False):
+                self.anchor = torch.empty(0, device=device, requires_grad=True)
+                self.anchor_node = torch.autograd.graph.get_gradient_edge(self.anchor).node
+        return self.backend is not before
+
+    @property
+    def gpu(self) -> int | None:
+        """Index of the GPU on which it captures; None in the emulator."""
+        return self.backend.device.index if self.backend is not None and self.backend.on_gpu else None
+
+    def learn(self, parameters: list[Tensor]) -> None:
+        """Takes in the parameters of one of its modules; those that others have too are shared."""
+        known = {id(parameter) for parameter in self.parameters}
+        self.share([parameter for parameter in parameters if id(parameter) in known])
+        self.parameters += [parameter for parameter in parameters if id(parameter) not in known]
+
+    def forget(self, parameters: list[Tensor]) -> None:
+        """Lets go of parameters that others have taken the place of."""
+        gone = {id(parameter) for parameter in parameters}
+        if gone:
+            self.parameters = [parameter for parameter in self.parameters if id(parameter) not in gone]
+            for key in gone - self.tied.keys():
+                self.shared.pop(key, None)
+            self.context = None
+
+    # -- where a forward may run ---------------------------------------------------------------------------------
+
+    def growing_tape(self, entry: Any) -> Tape | None:
+        """The tape of a pass under way whose end has been reached, so that a new graph of this signature may follow on
+        it. It may as often as calls of it had a backward in one pass before: a result that is only held, and will
+        never have one, makes no tape grow."""
+        entry.pass_began(self.begun)
+        found = None
+        for arena in self.arenas:
+            tape = arena.active
+            if not arena.in_flight or not tape.at_end or tape.dropped:
+                continue
+            there = sum(graph.tape is tape for graph in entry.graphs)
+            if there < max(entry.per_pass, 1) and (found is None or arena.began > found.arena.began):
+                found = tape
+        return found
+
+    def place(self, grads_pass: bool) -> Tape | None:
+        """The tape on which a new pass may be captured now, or None where that is not safe at the moment."""
+        if grads_pass and self.eager_in_flight:
+            return None
+        for arena in self.arenas:
+            if arena.open_to_new():
+                return Tape(arena)
+        if any(arena.kept_to is None for arena in self.arenas):
+            return None
+        return Tape(self.add_arena())
+
+    def new_tape_elsewhere(self) -> Tape | None:
+        """A tape in a new pool, for calls that come in an order the existing ones do not allow."""
+        shared = [arena for arena in self.arenas if arena.kept_to is None]
+        return Tape(self.add_arena()) if len(shared) < MOST_ARENAS else None
+
+    def add_arena(self) -> Arena:
+        self.arenas.append(Arena(self.backend))
+        return self.arenas[-1]
+
+    # -- will the coming backward write gradients, or accumulate? ------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        if self.eager_in_flight > 0:
+            return True
+        for arena in self.arenas:  # noqa: SIM110 - half the time of any() with a generator, before each layer
+            if arena.in_flight:
+                return True
+        return False
+
+    def begin_pass(self) -> None:
+        """Notes, before the first forward of a pass, what is known about the gradients its backward will meet: are
+        they None now, has the optimizer stepped since the last pass began, and were they None in that?"""
+        self.begun += 1
+        probe = self._probe()
+        if probe is None:
+            self.context = None
+            return
+        self.stash.clear()
+        version = probe._version
+        # Fused optimizers leave the version alone; then what the last pass met tells one kind of pass from another.
+        self.context = (probe.grad is None, version != self._version, self._last)
+        self._version = version
+
+    def expects_fresh_grads(self) -> bool | None:
+        """Whether the backward of the pass that begins will find gradients to be None; None if nobody can tell."""
+        return None if self.context is None else self._learned.get(self.context, self.context[0])
+
+    def settings_in_backward(self) -> tuple:
+        """The settings of the process in the backward that runs now, the same object while they are the same."""
+        task = current_backward()
+        if task != self._settings_of or task < 0:
+            self._settings_of = task  # no code of the user's runs between the nodes of one backward, hooks apart
+            now = settings_reader(self.backend.device_type)()
+            if now != self._settings:
+                self._settings = now
+        return self._settings
+
+    def first_backward(self, _: Any = None) -> None:
+        """Called as each backward begins; the first of a pass tells what the gradients really were."""
+        probe = self._probe()
+        if self.context is not None and probe is not None:
+            self._learned[self.context] = self._last = probe.grad is None
+            self.context = None
+
+    def _probe(self) -> Tensor | None:
+        return next((p for p in self.parameters if p.requires_grad), None)
+
+    def matcher(self, signature: Signature) -> Matcher:
+        """What compares calls with this signature; layers of one kind share it."""
+        if any(True for _ in opaque_parts(signature.structure)):
+            return matcher(signature)  # not kept here, because it keeps an object alive
+        key = signature[:2]
+        if key not in self.matchers:
+            self.matchers[key] = matcher(signature)
+        return self.matchers[key]
+
+    def share(self, parameters: list[Tensor], lasting: bool = False) -> None:
+        """Notes parameters as shared, with `lasting` also beyond a `release`."""
+        self.shared.update((id(parameter), parameter) for parameter in parameters)
+        if lasting:
+            self.tied.update((id(parameter), parameter) for parameter in parameters)
+
+    def release(self) -> None:
+        """Forgets every tape and buffer; the memory is free once the last user of it lets go."""
+        self._free_graphs()
+        self.gradients.clear()
+        self.parameters.clear()
+        self.shared.clear()
+        self.shared.update(self.tied)
+        self.places.clear()
+        self.matchers.clear()
+        self.stash.clear()
+        self.static.clear()
+        self.buffers.clear()
+        self._learned.clear()
+
+    def _free_graphs(self) -> None:
+        for arena in self.arenas:
+            for tape in list(arena.tapes):
+                tape.drop()
+            arena.pool.release()
+        self.arenas.clear()

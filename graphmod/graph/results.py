@@ -1,0 +1,219 @@
+"""What a captured call returns: structure and constants as captured, around the tensors of each replay.
+
+May import `structure`, `signature`, `buffers`, `sharing`, `recorder` and `errors`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphmod.errors import CaptureRefused
+from graphmod.graph.buffers import StaticOutput
+from graphmod.graph.sharing import PartOf, fresh_view, shared_parts
+from graphmod.signature.flattening import flatten, rebuild
+from graphmod.signature.signature import attributes_of, unusual
+from graphmod.signature.structure import Content, Leaf, Opaque, Unrepeatable, parts
+from graphmod.state.entry import Entry
+from graphmod.trace.operations import address
+from graphmod.trace.recorder import Recorder
+
+
+def outline(result: Any) -> tuple:
+    """What is the same of two results unless something in Python changed: structure and constants, and what their
+    tensors look like."""
+    leaves: list[Tensor] = []
+    structure = flatten(result, leaves, {})
+    return structure, tuple(map(_kind, leaves))
+
+
+def _kind(tensor: Tensor) -> tuple:
+    shape = None if tensor.is_nested else tensor.shape
+    return (shape, tensor.dtype, tensor.requires_grad, tensor.layout, tensor.__class__)
+
+
+def not_to_be_made_again(structure: Any) -> str | None:
+    """Which part of a result no replay could return, and why; None where there is none."""
+    for part in parts(structure):
+        if part.__class__ in (Opaque, Content, Unrepeatable):
+            return (
+                f"returns a {type(part.value).__name__}, which cannot be taken apart into tensors; return tensors, "
+                "numbers, strings or containers of them (for a transformers model in training: use_cache=False)"
+            )
+    return None
+
+
+class Results:
+    """The results of one captured call.
+
+    Args:
+        result: what the captured code returned.
+        given: the static tensors it was given.
+        entry: the signature it belongs to.
+        returned: the outline of what the recorded call returned.
+        stood_in: view (by identity) -> the parameter it stood for in the capture.
+        held: the identities of the tensors that what is called holds as they are.
+        clone: hand out copies.
+
+    Attributes:
+        with_grad: those that require grad, in the order in which autograd sees them.
+        sharing: those of them that share memory with another tensor of the call.
+        handed_out: all that lie in memory of the graph.
+        passed_on: tensors from outside that the code returns as they are.
+        retained: the captured ones of `with_grad` with their autograd graph, until the backward is captured from it.
+
+    Raises:
+        CaptureRefused: something among them cannot be made again around other tensors.
+    """
+
+    def __init__(
+        self,
+        result: Any,
+        given: list[Tensor],
+        recorder: Recorder,
+        entry: Entry,
+        returned: tuple,
+        stood_in: dict[int, Tensor],
+        held: Collection[int],
+        clone: bool,
+    ) -> None:
+        leaves: list[Tensor] = []
+        self._structure = flatten(result, leaves, {})
+        reason = not_to_be_made_again(self._structure)
+        if reason is not None:
+            raise CaptureRefused(reason)
+        if outline(result) != returned:
+            raise CaptureRefused(
+                "returns other values, or tensors of other kinds, than in the call before, which a graph would freeze; "
+                "return them as tensors"
+            )
+        self.with_grad: list[StaticOutput] = []
+        self.sharing: list[StaticOutput] = []
+        self.passed_on: list[Tensor] = []
+        self.retained: list[Tensor] = []
+        # An index of an argument, None for the next of `with_grad`, a part of another, or what it is.
+        self._parts: list[Any] = []
+        self._with_grad_at: list[int] = []
+        of_copies: set[int] = set()
+        places = {id(static): index for index, static in enumerate(given)}
+        of_argument = {address(static): index for index, static in enumerate(given) if address(static)}
+        tensors = [stood_in.get(id(leaf), leaf) for leaf in leaves]
+        of_none = [address(tensor) not in of_argument for tensor in tensors]
+        outside = [none and self._is_outside(tensor, recorder) for none, tensor in zip(of_none, tensors, strict=True)]
+        free = [none and not out for none, out in zip(of_none, outside, strict=True)]
+        shared = shared_parts([tensor if is_free else None for tensor, is_free in zip(tensors, free, strict=True)])
+        for place, tensor in enumerate(tensors):
+            where = address(tensor)
+            if id(tensor) in places:
+                self._parts.append(places[id(tensor)])
+            elif outside[place]:
+                self._pass_on(tensor, recorder, id(tensor) in held)
+            else:
+                self._check(tensor)
+                if tensor.requires_grad:
+                    # Through the node also if it shares memory, so that gradients are summed up in eager's order.
+                    self._parts.append(None)
+                    self._with_grad_at.append(place)
+                    self.with_grad.append(StaticOutput(tensor.detach(), entry, counted=True))
+                    self.retained.append(tensor)
+                    if where in of_argument or place in shared or place in shared.values():
+                        self.sharing.append(self.with_grad[-1])
+                    of_copies |= {len(self.with_grad) - 1} if where in of_argument else set()
+                elif where in of_argument:
+                    index = of_argument[where]
+                    self._parts.append(PartOf(index, given[index], tensor, argument=True))
+                elif place in shared:
+                    self._parts.append(PartOf(shared[place], tensors[shared[place]], tensor))
+                else:
+                    self._parts.append(StaticOutput(tensor.detach(), entry))
+        plain = [part for part in self._parts if isinstance(part, StaticOutput)]
+        self.handed_out = self.with_grad + plain
+        for index, output in enumerate(self.with_grad):
+            # As a rule they are held for a moment only; but an argument's buffer is written in the next call.
+            output.copied = index in of_copies
+        for output in self.handed_out:  # what the graph holds for all its replays is not the caller's to change
+            output.copied = output.copied or address(output.tensor) in recorder.kept_at
+        self._clone = clone or entry.copies_out
+        # The usual case of a layer: one tensor, handed out as it is.
+        self._sole = self._structure.__class__ is Leaf and len(self.handed_out) == 1 and not self._clone
+        self._sole = self._sole and not self.handed_out[0].copied
+
+    def _is_outside(self, tensor: Tensor, recorder: Recorder) -> bool:
+        where = address(tensor)
+        if where in recorder.kept_at:
+            return False
+        if not tensor.is_leaf:
+            return recorder.is_host(tensor)
+        # What compiled code makes, nobody sees.
+        untouched = bool(where) and recorder.seen_until is None and not recorder.made(where)
+        return where in recorder.outside or recorder.is_host(tensor) or untouched
+
+    def _pass_on(self, tensor: Tensor, recorder: Recorder, held: bool) -> None:
+        where = address(tensor)
+        if where not in recorder.outside and not recorder.is_host(tensor):
+            if not held:
+                raise CaptureRefused(
+                    "returns a tensor that was found neither among its arguments nor in an attribute of what it holds, "
+                    "so that nobody would notice another in its place; pass it as an argument"
+                )
+            recorder.outside[where] = tensor.detach()  # so that it is watched, although no operation reads it
+        self.passed_on.append(tensor)
+        self._parts.append(tensor if held or tensor.requires_grad else fresh_view(tensor))
+
+    def _check(self, tensor: Tensor) -> None:
+        why = unusual(tensor)
+        if why is None and attributes_of(tensor):
+            why = f"a tensor with the attribute {next(iter(attributes_of(tensor)))!r}"
+        if why is None and tensor.requires_grad and tensor.is_leaf:
+            why = "a tensor made to require grad inside"
+        if why is not None:
+            raise CaptureRefused(f"returns {why}, which no replay would return")
+
+    def of_node(self, result: Any) -> list[Tensor]:
+        """The tensors in the result of an eager call that stand where `with_grad` do."""
+        leaves: list[Tensor] = []
+        flatten(result, leaves, {})
+        return [leaves[place] for place in self._with_grad_at]
+
+    def make(self, leaves: list[Tensor], differentiable: tuple[Tensor, ...]) -> Any:
+        """The result of the replay that was just launched.
+
+        Args:
+            leaves: the call's tensor arguments.
+            differentiable: `with_grad` as they came out of the autograd node.
+        """
+        if self._sole:
+            return differentiable[0] if differentiable else self._parts[0].hand_out()
+        grads = iter(zip(differentiable, self.with_grad, strict=True))
+        made: list[Any] = []
+        for part in self._parts:
+            if part is None:
+                tensor, output = next(grads)
+                made.append(tensor.clone() if self._clone or output.copied else tensor)
+            elif part.__class__ is StaticOutput:
+                made.append(part.tensor.clone() if self._clone or part.copied else part.hand_out())
+            elif part.__class__ is PartOf:
+                made.append(part if not part.argument else part.of(leaves[part.index]))
+            else:
+                made.append(leaves[part] if isinstance(part, int) else part() if callable(part) else part)
+        for index, part in enumerate(made):
+            if part.__class__ is PartOf:
+                made[index] = part.of(made[part.index])
+        return rebuild(self._structure, made)
+
+
+def resolved(result: Any) -> Any:
+    """The result with lazy conjugates, negations and zeros carried out, for which no plain memory stands."""
+    leaves: list[Tensor] = []
+    structure = flatten(result, leaves, {})
+    if not any(t.is_conj() or t.is_neg() or t._is_zerotensor() for t in leaves if t.layout is torch.strided):
+        return result
+    return rebuild(structure, [_in_memory(tensor) for tensor in leaves])
+
+
+def _in_memory(tensor: Tensor) -> Tensor:
+    tensor = tensor.resolve_conj().resolve_neg()
+    return tensor.clone() if tensor._is_zerotensor() else tensor

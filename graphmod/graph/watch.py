@@ -1,0 +1,97 @@
+"""Whether a graph may still stand for its call (rule R8): the guards of the recorded call, the gradients it met, and
+the tensors it reads by address, which are held.
+
+May import `trace` and `guards`.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from torch import Tensor
+
+from graphmod.guards.guards import Guards
+from graphmod.guards.hooks import HookWatch
+from graphmod.trace.operations import address
+
+_grad = operator.attrgetter("grad")
+
+
+class Watch:
+    """Compares the present with the moment of a capture.
+
+    Args:
+        guards: of the recorded call.
+        outside: address -> tensor, what the capture read without being given it; held from now on.
+        parameters: leaf tensors whose `.grad` the capture may have read or set.
+        grads: their gradients before the capture.
+        backward: whether a backward pass ran inside the capture.
+        differentiated: the leaf tensors whose gradients the graph computes, or leaves behind.
+
+    Attributes:
+        unseen: the addresses of `outside` to which no guard leads, so that what takes their place goes unnoticed.
+    """
+
+    def __init__(
+        self,
+        guards: Guards,
+        outside: dict[int, Tensor],
+        parameters: list[Tensor],
+        grads: list[Tensor | None],
+        backward: bool,
+        differentiated: list[Tensor],
+    ) -> None:
+        self._guards: list[Guards] = [guards]
+        self.held = list(outside.values())
+        found_at = {address(tensor) for tensor in guards.tensors}
+        found_at.update(address(grad) for grad in grads if grad is not None)
+        self.unseen = [where for where in outside if where not in found_at]
+        self._hooks = HookWatch(differentiated)
+        self._watch_grads(parameters, grads, outside, backward)
+
+    def also(self, guards: Guards, outside: dict[int, Tensor]) -> None:
+        """Holds and watches more, which the backward of what it watches reads."""
+        self.held += outside.values()
+        self._guards.append(guards)
+
+    def _watch_grads(
+        self, parameters: list[Tensor], grads: list[Tensor | None], outside: dict[int, Tensor], backward: bool
+    ) -> None:
+        """A gradient that was read must be the same. One that was absent must be absent again if a backward ran, and
+        one that was there but never read had been cleared inside, and may be anything."""
+        watched = [
+            (p, g) for p, g in zip(parameters, grads, strict=True) if (backward if g is None else address(g) in outside)
+        ]
+        self._with_grads = [p for p, _ in watched]
+        self._grads = [g for _, g in watched]
+        self._grad_addresses = [0 if g is None else g.data_ptr() for g in self._grads]
+
+    def gone(self) -> str | None:
+        """A tensor that has moved, in words: the part of `moved` that has to be known before a launch. What was read is
+        held, but a storage can be emptied (`resize_(0)`) or moved, and its memory given back, all the same."""
+        for guards in self._guards:
+            reason = guards.moved()
+            if reason is not None:
+                return reason
+        return None
+
+    def moved(self) -> str | None:
+        """What is no longer as it was, in words; None when nothing changed."""
+        return self.gone() or self.changed()
+
+    def changed(self) -> str | None:
+        """What `gone` does not look at."""
+        for guards in self._guards:
+            reason = guards.changed()
+            if reason is not None:
+                return reason
+        return self._hooks.changed() or (self._moved_grads() if self._with_grads else None)
+
+    def _moved_grads(self) -> str | None:
+        now: list[Any] = list(map(_grad, self._with_grads))
+        if all(map(operator.is_, now, self._grads)):
+            return None
+        if [0 if g is None else g.data_ptr() for g in now] != self._grad_addresses:
+            return "the gradients it accumulates into or reads are others than when it was captured"
+        return None

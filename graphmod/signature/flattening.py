@@ -1,0 +1,238 @@
+"""Taking values apart into tensors and a hashable structure, and putting them together again.
+
+Owns what counts as a container and what of it counts. Imports `structure`.
+"""
+
+import copyreg
+import dataclasses
+import math
+import sys
+import types
+import weakref
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import AsyncIterator, Iterator
+from enum import Enum
+from typing import Any
+
+from torch import Tensor, nn
+
+from graphmod.signature.structure import PLAIN_KINDS, Again, Constant, Content, Keys, Leaf, Opaque, Unrepeatable
+
+_EQUAL_BUT_NOT_ALIKE = frozenset({float, complex, range})  # 0.0 is not -0.0
+_MOST_BYTES = 65536  # of a numpy array that is compared by its content
+_HEAP_TYPE = 1 << 9  # the flag of classes that Python code made
+_LEAVES = [Leaf(index) for index in range(64)]
+
+
+def _leaf(index: int) -> Leaf:
+    while len(_LEAVES) <= index:
+        _LEAVES.append(Leaf(len(_LEAVES)))
+    return _LEAVES[index]
+
+
+_BASES = (tuple, list, OrderedDict, defaultdict, dict, deque, set, frozenset, types.SimpleNamespace)
+_bases: "weakref.WeakKeyDictionary[type, Any]" = weakref.WeakKeyDictionary()
+
+
+def _base(kind: type) -> Any:
+    """The built-in container that a class is a kind of, `object` for a dataclass; None if it is not to be looked
+    into."""
+    found = _bases.get(kind, False)
+    if found is False:
+        built_in = [base for base in kind.__mro__ if not base.__flags__ & _HEAP_TYPE]
+        found = next((base for base in _BASES if issubclass(kind, base)), None)
+        if found is None and dataclasses.is_dataclass(kind) and not issubclass(kind, nn.Module):
+            found = object
+        known = {found, object, dict if found in (OrderedDict, defaultdict) else object}
+        if found is tuple and _is_record(kind) and kind.n_fields == kind.n_sequence_fields:
+            known.add(kind)
+        if not known.issuperset(built_in):
+            found = None
+        _bases[kind] = found
+    return found
+
+
+def _is_record(kind: type) -> bool:
+    """Whether a kind of tuple is made by C code (`torch.return_types`), and so from one sequence."""
+    return hasattr(kind, "n_sequence_fields")
+
+
+def flatten(value: Any, leaves: list[Tensor], seen: dict[int, Any]) -> Any:
+    """Appends the tensors inside `value` to `leaves` and returns its structure, hashable and comparable.
+
+    A tensor that occurs twice is one leaf, because code may ask whether two arguments are the same object; nor are
+    lists and the like that occur twice told apart. Containers: tuple, list, dict, deque and classes derived from them,
+    sets of plain values, dataclasses, with all their attributes. Numbers, strings and the like count by type and value,
+    numpy's by content, other objects by identity.
+
+    Args:
+        seen: takes the identity of each tensor and each container that can be changed, in order, and keeps the latter
+            alive.
+    """
+    kind = value.__class__
+    if value is None:
+        return None
+    if kind is Tensor or isinstance(value, Tensor):
+        leaf = seen.get(id(value))
+        if leaf is None:
+            index = len(leaves)
+            leaf = seen[id(value)] = _LEAVES[index] if index < 64 else _leaf(index)
+            leaves.append(value)
+        return leaf
+    if kind in PLAIN_KINDS:
+        return (
+            (kind, value)
+            if kind not in _EQUAL_BUT_NOT_ALIKE or (kind is float and value == value != 0)
+            else _number(kind, value)
+        )
+    if kind is tuple:
+        return (kind, *[flatten(item, leaves, seen) for item in value])
+    known = seen.get(id(value))
+    if known is not None:
+        return known[0]
+    if kind is list:
+        _note(value, seen)
+        return (kind, *[flatten(item, leaves, seen) for item in value])
+    if (kind is dict or kind is OrderedDict) and all(key.__class__ is str for key in value):
+        _note(value, seen)
+        return (kind, tuple(value), *[flatten(item, leaves, seen) for item in value.values()])
+    if kind is slice:
+        return (kind, *[flatten(item, leaves, seen) for item in (value.start, value.stop, value.step)])
+    if isinstance(value, Enum):
+        return Constant(value)
+    if kind is types.MethodType:  # made anew by each access
+        return (kind, Opaque(value.__func__), flatten(value.__self__, leaves, seen))
+    return _object(value, kind, leaves, seen)
+
+
+def _note(value: Any, seen: dict[int, Any]) -> None:
+    count = seen[0] = seen.get(0, 0) + 1  # nothing has the identity 0
+    seen[id(value)] = (Again(count - 1), value)
+
+
+def _number(kind: type, value: Any) -> tuple:
+    return (kind, math.nan if kind is float and value != value else value, repr(value))
+
+
+def _object(value: Any, kind: type, leaves: list[Tensor], seen: dict[int, Any]) -> Any:
+    base = None if isinstance(value, type) else _base(kind)
+    if base is None:
+        return _whole(value)
+    parts: list[tuple[str, Any, Any]] = []
+    if base is set or base is frozenset:
+        items = list(value)
+        if not all(item.__class__ in PLAIN_KINDS for item in items) or list(kind(items)) != items:
+            return Unrepeatable(value, f"a {kind.__name__}, whose order is another in each call")
+        parts += [("[", index, item) for index, item in enumerate(items)]
+    elif base is deque:
+        parts += [("(", "maxlen", value.maxlen), *(("[", index, item) for index, item in enumerate(deque.copy(value)))]
+    elif base in (tuple, list):
+        parts += [("[", index, item) for index, item in enumerate(base.__iter__(value))]
+    elif issubclass(base, dict):
+        if base is defaultdict:
+            parts.append(("(", "default_factory", value.default_factory))
+        items = (OrderedDict if base is OrderedDict else dict).items(value)
+        parts += [(":", key, item) for key, item in items]
+        if any(isinstance(key, Tensor) or key != key for _, key, _ in parts):
+            return Unrepeatable(value, "a dict whose keys cannot be compared")
+    _note(value, seen)
+    attributes = getattr(value, "__dict__", None) or {}
+    parts += [(".", name, item) for name, item in attributes.items()]
+    parts += [(".", name, object.__getattribute__(value, name)) for name in _slots(value, kind)]
+    if base in (tuple, list) and not attributes and parts and parts[-1][0] == "[":
+        return (kind, *[flatten(item, leaves, seen) for _, _, item in parts])
+    keys = Keys((how, key, key.__class__) for how, key, _ in parts)
+    return (kind, keys, *[flatten(item, leaves, seen) for _, _, item in parts])
+
+
+def _slots(value: Any, kind: type) -> list[str]:
+    found = []
+    for name in copyreg._slotnames(kind):
+        try:
+            object.__getattribute__(value, name)
+        except AttributeError:
+            continue
+        found.append(name)
+    return found
+
+
+def _whole(value: Any) -> Any:
+    """The structure of an object that is no container."""
+    if isinstance(value, (Iterator, AsyncIterator)):
+        return Unrepeatable(value, f"a {type(value).__name__}, which is another after each use; pass what it yields")
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.generic):
+        return Unrepeatable(value, "an object of numpy") if value.dtype.hasobject else Content(value)
+    if numpy is not None and isinstance(value, numpy.ndarray):
+        if type(value) is not numpy.ndarray or value.dtype.hasobject or not value.flags.c_contiguous:
+            return Unrepeatable(value, "a numpy array of objects or of unusual strides; pass a tensor")
+        if value.nbytes > _MOST_BYTES:
+            return Unrepeatable(value, f"a numpy array of {value.nbytes} bytes, which may change; pass a tensor")
+        return Content(value)
+    return Opaque(value)
+
+
+def rebuild(structure: Any, leaves: list, made: list | None = None) -> Any:
+    """The inverse of `flatten`: a new value of this structure around `leaves`. `made` takes the containers."""
+    kind = structure.__class__
+    if structure is None:
+        return None
+    if kind is Leaf:
+        return leaves[structure.index]
+    if kind is not tuple:
+        if kind is Again:
+            return made[structure.index]
+        return structure.make() if kind is Content else structure.value
+    kind = structure[0]
+    if kind in PLAIN_KINDS:
+        return structure[1]
+    made = [] if made is None else made
+    if kind is tuple:
+        return tuple([rebuild(item, leaves, made) for item in structure[1:]])
+    if kind is slice:
+        return slice(*[rebuild(item, leaves, made) for item in structure[1:]])
+    if kind is types.MethodType:
+        return types.MethodType(structure[1].value, rebuild(structure[2], leaves, made))
+    if kind is list:
+        made.append([])
+        value = made[-1]
+        value += [rebuild(item, leaves, made) for item in structure[1:]]
+        return value
+    if (kind is dict or kind is OrderedDict) and structure[1].__class__ is tuple:
+        value = kind()
+        made.append(value)
+        for key, item in zip(structure[1], structure[2:], strict=True):
+            value[key] = rebuild(item, leaves, made)
+        return value
+    return _build(structure, leaves, made)
+
+
+def _build(structure: tuple, leaves: list, made: list) -> Any:
+    kind, base = structure[0], _base(structure[0])
+    keyed = len(structure) > 1 and structure[1].__class__ is Keys
+    keys = structure[1] if keyed else [("[", index, int) for index in range(len(structure) - 1)]
+    items = structure[2:] if keyed else structure[1:]
+    if base in (tuple, frozenset, set):
+        place = len(made)
+        made.append(None)
+        inside = [rebuild(item, leaves, made) for (how, _, _), item in zip(keys, items, strict=True) if how == "["]
+        plain = base is tuple and not _is_record(kind)
+        value = made[place] = tuple.__new__(kind, inside) if plain else kind(inside)
+    else:
+        value = base.__new__(kind)
+        made.append(value)
+    for (how, key, _), item in zip(keys, items, strict=True):
+        if how == "[" and base in (tuple, frozenset, set):
+            continue
+        part = rebuild(item, leaves, made)
+        if how == "[":
+            base.append(value, part)
+        elif how == ":":
+            base.__setitem__(value, key, part)
+        elif how == "(":
+            base.__init__(value, *(((), part) if base is deque else (part,)))
+        elif hasattr(value, "__dict__") and key not in copyreg._slotnames(kind):
+            value.__dict__[key] = part
+        else:
+            object.__setattr__(value, key, part)
+    return value

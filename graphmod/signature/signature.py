@@ -1,0 +1,168 @@
+"""What identifies a call: the structure of its arguments, their tensors and the modes it runs in (rule R3).
+
+Owns the key of one tensor, and telling two signatures apart in words. Imports `structure` and `modes`.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from graphmod.signature import modes as modes_of
+from graphmod.signature.flattening import flatten
+from graphmod.signature.structure import Leaf, Opaque, children, opaque_parts, unrepeatable
+
+PLAIN_TENSORS = (Tensor, nn.Parameter)
+STATIC = "_graphmod_static"
+"""The attribute of tensors that `mark_static` was told of."""
+HAS_NAMES = hasattr(Tensor, "has_names")  # later releases have no named dimensions any more
+PLAIN_KEY = 6
+"""How many parts the key of a tensor has about which nothing is unusual."""
+
+
+def attributes_of(tensor: Tensor) -> dict[str, Any]:
+    """The attributes that Python code has set on a tensor."""
+    return {name: value for name, value in tensor.__dict__.items() if name != STATIC}
+
+
+def _attributes_key(tensor: Tensor) -> Any:
+    """Attributes with tensors or objects in them count as themselves; such a tensor is never captured."""
+    leaves: list[Tensor] = []
+    structure = flatten(attributes_of(tensor), leaves, {})
+    return (structure, tuple(map(id, leaves)))
+
+
+def has_own_gradient(tensor: Tensor) -> bool:
+    """Whether a tensor is a leaf with a `.grad`, which code may read."""
+    return tensor.requires_grad and tensor.is_leaf and tensor.grad is not None
+
+
+def unusual(tensor: Tensor) -> str | None:
+    """Why no graph can be given a copy of this tensor in its place, in words to follow "is"; None if one can."""
+    if type(tensor) not in PLAIN_TENSORS:
+        return f"a {type(tensor).__name__}"
+    for name, kind in (("is_nested", "nested"), ("is_quantized", "quantized"), ("is_meta", "without memory")):
+        if getattr(tensor, name):
+            return f"a {kind} tensor"
+    if tensor.layout is not torch.strided:
+        return f"a tensor of layout {str(tensor.layout).removeprefix('torch.')}"
+    if tensor._is_zerotensor():
+        return "a tensor without memory"
+    if tensor.is_conj() or tensor.is_neg():
+        return "a lazy conjugate or negation, which its copy would not be (.resolve_conj(), .resolve_neg())"
+    if HAS_NAMES and tensor.has_names():
+        return "a tensor with named dimensions"
+    own = attributes_of(tensor)
+    if own:
+        leaves: list[Tensor] = []
+        structure = flatten(own, leaves, {})
+        if leaves or unrepeatable(structure) or any(True for _ in opaque_parts(structure)):
+            return f"a tensor with the attribute {next(iter(own))!r}, which holds more than a plain value"
+    return None
+
+
+def tensor_key(tensor: Tensor) -> tuple:
+    """Everything about a tensor argument that a capture freezes, its address and values apart."""
+    kind = tensor.__class__
+    if kind not in PLAIN_TENSORS or tensor.is_nested or tensor.layout is not torch.strided:
+        shape = None if tensor.is_nested else tensor.shape
+        return (shape, tensor.layout, tensor.dtype, tensor.device, tensor.requires_grad, kind, "no plain tensor")
+    key = (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad, kind)
+    if tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor():
+        key += (("lazy", tensor.is_neg(), tensor.is_conj(), tensor._is_zerotensor()),)
+    if HAS_NAMES and tensor.has_names():
+        key += (tensor.names,)
+    if tensor.__dict__ and attributes_of(tensor):
+        key += (_attributes_key(tensor),)
+    if has_own_gradient(tensor):
+        key += ("has a gradient",)
+    return key
+
+
+class Signature(NamedTuple):
+    """The key of a call.
+
+    Attributes:
+        structure: that of `(args, kwargs)`.
+        tensors: per tensor argument, `tensor_key`.
+        modes: `modes.mode_key`.
+        training: train/eval mode of a wrapped module as a whole; None for other callables.
+    """
+
+    structure: Any
+    tensors: tuple
+    modes: tuple
+    training: bool | None
+
+
+def _paths(structure: Any, path: str) -> Iterator[tuple[str, Any]]:
+    inside = children(structure)
+    if inside is None:
+        yield path.removeprefix("."), structure
+    for step, item in inside or ():
+        yield from _paths(item, path + step)
+
+
+def parameter_names(function: Callable) -> list[str]:
+    """The names of a callable's positional parameters, [] where it does not tell."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+
+
+def argument_paths(structure: Any, names: list[str]) -> dict[str, Any]:
+    """Maps the path of each argument part (`hidden_states`, `position_embeddings[0]`) to its structure."""
+    args, kwargs = structure[1], structure[2]
+    found = {}
+    for index, item in enumerate(args[1:]):
+        found.update(_paths(item, argument_names(args[1:], names)[index]))
+    found.update(_paths(kwargs, ""))
+    return found
+
+
+def argument_names(args: tuple, names: list[str]) -> list[str]:
+    """How messages name positional arguments."""
+    return [names[index] if index < len(names) else f"argument {index}" for index in range(len(args))]
+
+
+def _text(part: Any, tensors: tuple) -> str:
+    if part.__class__ is Leaf:
+        shape, _, dtype, device, grad = tensors[part.index][:5]
+        text = f"{tuple(shape or ())} {str(dtype).removeprefix('torch.')} on {device}"
+        return text + (", requires grad" if grad else "")
+    if isinstance(part, Opaque):
+        return f"a {type(part.value).__name__} (by identity)"
+    return repr(part[1]) if part.__class__ is tuple else repr(part)
+
+
+def _more(key: tuple) -> str:
+    return " ".join([f"a {key[PLAIN_KEY - 1].__name__}", *map(str, key[PLAIN_KEY:])])
+
+
+def difference(known: Signature, got: Signature, names: list[str]) -> list[str]:
+    """One line for each argument or mode in which two signatures differ: `path: captured X, got Y`."""
+    lines = []
+    before, after = argument_paths(known.structure, names), argument_paths(got.structure, names)
+    for path in before | after:
+        old = _text(before[path], known.tensors) if path in before else "nothing"
+        new = _text(after[path], got.tensors) if path in after else "nothing"
+        if path in before and path in after:
+            old_leaf, new_leaf = before[path], after[path]
+            if old_leaf.__class__ is Leaf and new_leaf.__class__ is Leaf and old == new:
+                old_key, new_key = known.tensors[old_leaf.index], got.tensors[new_leaf.index]
+                if old_key[1] != new_key[1]:
+                    old, new = f"strides {old_key[1]}", f"strides {new_key[1]}"
+                elif old_key != new_key:
+                    old, new = (_more(key) for key in (old_key, new_key))
+            elif old_leaf != new_leaf and old == new:
+                new = f"another {type(getattr(new_leaf, 'value', new_leaf)).__name__}"
+        if old != new:
+            lines.append(f"{path}: captured {old}, got {new}")
+    lines += modes_of.difference(known.modes, got.modes)
+    if known.training != got.training:
+        lines.append("train/eval mode of the module")
+    return lines

@@ -1,0 +1,183 @@
+"""The life of a signature (warm-up, captured, disabled) and the counters users see. Imports `signature`,
+`matcher` and `budget`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from graphmod.signature.matcher import Matcher
+from graphmod.signature.signature import Signature
+from graphmod.state.budget import Budget
+
+
+@dataclass
+class GraphStats:
+    """Counters of one module, or summed over several.
+
+    Attributes:
+        state: `warm-up`, `captured` (at least one signature has a graph), `disabled`, or `eager` (never called yet,
+            or not to be captured).
+        captures: graphs captured, forward and backward counted apart.
+        replays: graph launches, the ones that complete a capturing call included.
+        eager_calls: calls that ran without a graph, warm-up included.
+        failures: captures and replays that failed or were refused.
+        capture_seconds: host time spent capturing.
+        pool_bytes: memory reserved by the graphs' pools.
+        copied_bytes: bytes copied into static inputs so far.
+    """
+
+    state: str = "eager"
+    captures: int = 0
+    replays: int = 0
+    eager_calls: int = 0
+    failures: int = 0
+    capture_seconds: float = 0.0
+    pool_bytes: int = 0
+    copied_bytes: int = 0
+
+    def __add__(self, other: GraphStats) -> GraphStats:
+        summed = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self) if f.name != "state"}
+        order = ("eager", "warm-up", "captured", "disabled")
+        return GraphStats(state=max(self.state, other.state, key=order.index), **summed)
+
+
+_CAPTURES = 12  # of one signature, without enough replays in between
+_MOST_RECORDINGS = 4
+
+
+class Entry:
+    """What one module knows about one signature.
+
+    States: warm-up (`calls` < warmup_steps) -> captured (`graphs` not empty) -> disabled (`failures_in_a_row` reached
+    the limit). A success sets the count of failures to zero; `rearm` leads from disabled back to warm.
+    """
+
+    __slots__ = (
+        "adds_apart",
+        "backwards",
+        "budget",
+        "called_forward",
+        "calls",
+        "capture_in",
+        "copies_out",
+        "difference",
+        "disabled",
+        "failures_in_a_row",
+        "fruitless",
+        "graphs",
+        "last_used",
+        "lost",
+        "match",
+        "misses",
+        "needs_grad",
+        "per_pass",
+        "period",
+        "reason",
+        "recaptures",
+        "recordings",
+        "replays",
+        "signature",
+        "unfinished",
+        "waits",
+    )  # fmt: skip
+
+    def __init__(self, signature: Signature) -> None:
+        self.signature = signature
+        self.calls = 0  # eager ones in a state that is new, since the last recording
+        self.graphs: list[Any] = []
+        self.failures_in_a_row = 0
+        self.disabled = False
+        self.misses = 0
+        self.needs_grad = False
+        self.recordings: list[Any] = []  # of calls in different states, the newest first
+        self.fruitless = 0  # recordings since the last replay
+        self.difference = ""  # between the last recording and the state after it
+        self.reason = ""
+        self.last_used = 0
+        self.match: Matcher | None = None  # made for the first replay
+        self.recaptures = 0  # because its backward did not fit, without a fitting one in between
+        self.adds_apart = False  # gradients that the user puts in place are others each time: add to them outside
+        self.called_forward = False  # outside of any backward
+        self.budget = Budget(_CAPTURES)
+        self.replays = 0
+        self.lost = ""  # why its graphs were dropped last
+        self.waits = 0  # calls that were eager because its graphs were in use
+        self.per_pass = 0  # how many of its calls had a backward in one pass; of those that came to an end, the most
+        self.period = -1  # the pass in which `backwards` were counted
+        self.backwards = 0
+        self.unfinished = 0  # backwards in a row of forwards that were captured in a pass without one
+        self.capture_in = 0  # calls after which one is captured that may have a backward; 0 where none is to be
+        self.copies_out = False  # results are held in a way that does not let them be moved: hand out copies
+
+    def recording_of_now(self) -> Any:
+        """The recording of a call in the present state; None where there is none."""
+        for recording in self.recordings:
+            reason = recording.guards.moved() or recording.guards.changed()
+            if reason is None:
+                return recording
+            self.difference = reason
+        return None
+
+    def add(self, recording: Any) -> None:
+        """Takes in the recording of a call in a state that none of the others was of, and forgets those whose objects
+        have been exchanged, and the oldest beyond a number."""
+        self.fruitless += 1
+        for known in list(self.recordings):
+            changed = known.guards.moved() or known.guards.changed()
+            if changed is None or known.guards.exchanged:
+                self.forget(known)
+        for known in self.recordings[_MOST_RECORDINGS - 1 :]:
+            self.forget(known)
+        self.recordings.insert(0, recording)
+
+    def forget(self, recording: Any) -> None:
+        """Forgets a recording, and drops the graphs that stand on it."""
+        self.recordings = [known for known in self.recordings if known is not recording]
+        for graph in list(self.graphs):
+            if graph.recording is recording:
+                graph.tape.drop(self.difference or "its code reads other objects in each call")
+
+    def failed(self, reason: str, most: int) -> bool:
+        """Counts a failure; True when it was the one that disables."""
+        self.reason = reason
+        self.failures_in_a_row += 1
+        if self.failures_in_a_row >= most and not self.disabled:
+            self.disabled = True
+            return True
+        return False
+
+    def backward_began(self, period: int) -> None:
+        """Takes in that a call of this pass has its backward."""
+        if self.period != period:
+            self.pass_began(period)
+        self.backwards += 1
+
+    def pass_began(self, period: int) -> None:
+        """Takes in which pass is under way, so that those before have come to their end."""
+        if self.period != period:
+            self.per_pass = max(self.per_pass, self.backwards)
+            self.period, self.backwards = period, 0
+
+    def left_unfinished(self) -> None:
+        """Takes in that a backward met a forward whose capture saw no backward. Another call is to be captured: the
+        next one, or, if that is one without a backward again, the one after it, and so on."""
+        self.unfinished += 1
+        self.capture_in = self.unfinished
+
+    def finished(self, graph: Any) -> None:
+        """Takes in that a graph has its backward now. Those that have none, and never will, make room."""
+        self.unfinished = self.capture_in = 0
+        for tape in {other.tape for other in self.graphs if other.backward is None and other.tape is not graph.tape}:
+            if not (tape.arena.in_flight and tape.arena.active is tape) and all(
+                owner.backward is None for owner in tape.owners
+            ):
+                tape.drop()
+
+    def succeeded(self) -> None:
+        self.failures_in_a_row = self.misses = self.fruitless = 0
+
+    def rearm(self) -> None:
+        self.disabled = False
+        self.failures_in_a_row = self.fruitless = 0
+        self.budget = Budget(_CAPTURES)

@@ -1,0 +1,80 @@
+"""The signatures that one module knows. Imports `lifecycle` and `signature`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from graphmod.signature.signature import Signature, difference
+from graphmod.signature.structure import opaque_parts
+from graphmod.state.entry import Entry
+
+_MOST_OPAQUE = 4
+_MOST_UNCAPTURED = 64  # signatures without a graph that are remembered; more means that one of them changes each call
+
+
+class Registry:
+    """Finds the entry of a signature, and forgets those that lead nowhere.
+
+    Attributes:
+        usual: the entry of the last replay, because most calls are like the one before; None at first.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Signature, Entry] = {}
+        self.clock = 0  # calls so far
+        self.usual: Entry | None = None
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(list(self._known.values()))
+
+    def touch(self, entry: Entry) -> None:
+        """Notes that an entry was used now."""
+        self.clock += 1
+        entry.last_used = self.clock
+
+    def get(self, signature: Signature) -> Entry | None:
+        entry = self._known.get(signature)
+        if entry is not None:
+            self.touch(entry)
+        return entry
+
+    def add(self, signature: Signature) -> Entry:
+        """A new entry. Beyond a number, the least recently used of those that have no graph goes."""
+        uncaptured = [entry for entry in self if not entry.graphs and not entry.disabled]
+        opaque = any(True for _ in opaque_parts(signature.structure))  # such a signature keeps an object alive
+        if len(uncaptured) >= (_MOST_OPAQUE if opaque else _MOST_UNCAPTURED):
+            del self._known[min(uncaptured, key=lambda entry: entry.last_used).signature]
+            self.usual = None
+        entry = self._known[signature] = Entry(signature)
+        self.touch(entry)
+        return entry
+
+    def nearest(self, signature: Signature, names: list[str]) -> list[str]:
+        """In which arguments a new signature differs from the most similar one in the same modes, a line for each; []
+        where there is none. `names` are those of the callable's positional parameters."""
+        others = [entry for entry in self if entry.signature.modes == signature.modes]
+        if not others:
+            return []
+        nearest = min(others, key=lambda entry: len(difference(entry.signature, signature, [])))
+        return difference(nearest.signature, signature, names)
+
+    def holding(self, but: Entry) -> list[Entry]:
+        """The other entries that have graphs, the least recently used first."""
+        return sorted((e for e in self if e.graphs and e is not but), key=lambda entry: entry.last_used)
+
+    def restart(self) -> None:
+        """Forgets everything but which signatures are disabled."""
+        disabled = [entry for entry in self if entry.disabled]
+        self.__init__()
+        for entry in disabled:
+            kept = self.add(entry.signature)
+            kept.disabled, kept.reason = True, entry.reason
+
+    @property
+    def state(self) -> str:
+        """`captured` if any entry has a graph, `disabled` if all are, `warm-up` else; `eager` before the first call."""
+        if any(entry.graphs for entry in self):
+            return "captured"
+        if self._known and all(entry.disabled for entry in self):
+            return "disabled"
+        return "warm-up" if self._known else "eager"

@@ -1,0 +1,266 @@
+"""How a recorder gets to see each operation of a thread, and of the backwards that the thread starts.
+
+Composite formulas of torch ask whether a dispatch mode is active and then take another way, whose numbers differ in
+the last bits. So operations are not seen through a mode, but through a dispatch key next to that of modes, which torch
+keeps for extensions and for which it has no kernels of its own: one fallback, registered once, is included for as long
+as a recorder watches. Where that key is not to be had, or does not behave as the self-test demands, a mode serves.
+Imports nothing of graphmod.
+"""
+
+import contextlib
+import functools
+import logging
+import threading
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils import _python_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+log = logging.getLogger("graphmod")
+
+_KEY_NAME = "Fake"
+_RECORDER = "graphmod.trace.recorder"  # what autograd hands on to the threads of a backward, under this name
+_make_subclass, _as_subclass = Tensor._make_subclass, Tensor.as_subclass
+_lock = threading.Lock()
+_library: Any = None  # the registration, which lives as long as this does
+_at_work: list[Any] = []
+_watching = 0  # recorders at work in this process: a number to look at, where there is none, before anything dearer
+
+
+class Sees(Protocol):
+    """What is shown the operations."""
+
+    def see(self, op: Any, args: tuple, kwargs: dict) -> Any:
+        """Runs the operation, or does something else in its place, and returns its result."""
+
+    def note_mode(self, mode: TorchDispatchMode) -> None:
+        """Takes in that from here to the end of the call nothing can be seen, because of a mode."""
+
+
+def current() -> Any:
+    """The recorder that watches the present call; None where there is none, or where it looks away."""
+    if not _watching:
+        return None
+    if torch._C._is_key_in_tls(_RECORDER):
+        return torch._C._get_obj_in_tls(_RECORDER)
+    # A thread of autograd's that was handed the key, and not what came with it.
+    return _at_work[0] if len(_at_work) == 1 and by_key() else None
+
+
+def _set_current(recorder: Any) -> None:
+    if recorder is not None:
+        torch._C._stash_obj_in_tls(_RECORDER, recorder)
+    elif torch._C._is_key_in_tls(_RECORDER):
+        torch._C._remove_obj_from_tls(_RECORDER)
+
+
+def _fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
+    with torch._C._ExcludeDispatchKeyGuard(_keys()):
+        recorder = current()
+        return op(*args, **kwargs) if recorder is None else recorder.see(op, args, kwargs)
+
+
+class Mode(TorchDispatchMode):
+    """Shows the operations to a recorder by way of a dispatch mode."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, recorder: Sees) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # the wrapper it stands for costs as much as the rest of the recording
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        return self._recorder.see(op, args, kwargs or {})
+
+
+@functools.cache
+def _key() -> Any:
+    return torch._C._dispatch_key_parse(_KEY_NAME)
+
+
+@functools.cache
+def _keys() -> Any:
+    return torch._C.DispatchKeySet(_key())
+
+
+@functools.cache
+def has_key() -> bool:
+    """Whether operations can be seen without a mode. Registers the fallback when it is first asked."""
+    global _library, _watching
+    try:
+        if torch._C._dispatch_has_backend_fallback(_key()):
+            return False  # somebody else's
+        _library = torch.library.Library("_", "IMPL")
+        _library.fallback(_fallback, _KEY_NAME)
+        with _lock:
+            _watching += 1
+        try:
+            _self_test()
+        finally:
+            with _lock:
+                _watching -= 1
+        return True
+    except Exception as error:
+        log.debug("operations are seen through a dispatch mode: %s", error)
+        return False
+
+
+def _self_test() -> None:
+    """Raises where the key does not do what recording needs."""
+    seen: list[tuple[Any, bool]] = []
+
+    class Probe:
+        def see(self, op: Any, args: tuple, kwargs: dict) -> Any:
+            seen.append((op, any(arg is leaf for arg in args)))
+            return op(*args, **kwargs)
+
+    with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
+        leaf = torch.ones(1, requires_grad=True)
+        token = _include(Probe())
+        try:
+            if torch._C._dispatch_isTensorSubclassLike(leaf):
+                raise RuntimeError("torch takes it for a dispatch mode")
+            (leaf * 2).sum().backward()
+        finally:
+            _exclude(token)
+    names = [op.overloadpacket.__name__ for op, _ in seen]
+    if names[:2] != ["mul", "sum"] or "expand" not in names or not seen[0][1]:
+        raise RuntimeError(f"it shows {names}, the leaf itself: {seen[:1]}")
+
+
+def _include(recorder: Any) -> tuple:
+    before = (current(), torch._C._dispatch_tls_is_dispatch_key_included(_key()))
+    _set_current(recorder)
+    torch._C._dispatch_tls_set_dispatch_key_included(_key(), recorder is not None)
+    return before
+
+
+def _exclude(token: tuple) -> None:
+    recorder, included = token
+    _set_current(recorder)
+    torch._C._dispatch_tls_set_dispatch_key_included(_key(), included)
+
+
+@contextlib.contextmanager
+def shown_to(recorder: Sees) -> Iterator[None]:
+    """Shows `recorder` each operation of this thread, and of its backwards."""
+    global _watching
+    keyed = has_key() and (_below_modes() or not torch._C._len_torch_dispatch_stack())
+    if keyed:
+        _pass_over_higher_order_operators()
+    before = current()
+    with _lock:
+        _watching += 1
+        _at_work.append(recorder)
+    try:
+        if keyed:
+            token = _include(recorder)
+            try:
+                yield
+            finally:
+                _exclude(token)
+        else:
+            _set_current(recorder)
+            with Mode(recorder):
+                yield
+    finally:
+        _set_current(before)
+        with _lock:
+            _watching -= 1
+            _at_work.remove(recorder)
+
+
+@contextlib.contextmanager
+def hidden() -> Iterator[None]:
+    """Lets the recorder look away."""
+    before = current()
+    with contextlib.ExitStack() as stack:
+        if has_key():
+            stack.callback(_exclude, _include(None))
+        elif before is not None:
+            _set_current(None)
+            stack.callback(_set_current, before)
+            stack.enter_context(_disable_current_modes())
+        yield
+
+
+@contextlib.contextmanager
+def through_a_mode() -> Iterator[None]:
+    """Shows operations to the recorder of now by way of a mode: for code that depends on which keys are active."""
+    recorder = current()
+    if recorder is None or not has_key():
+        yield
+        return
+    torch._C._dispatch_tls_set_dispatch_key_included(_key(), False)
+    try:
+        with Mode(recorder):
+            yield
+    finally:
+        torch._C._dispatch_tls_set_dispatch_key_included(_key(), True)
+
+
+def by_key() -> bool:
+    """Whether operations are shown through the key now, and not through a mode."""
+    return has_key() and torch._C._dispatch_tls_is_dispatch_key_included(_key())
+
+
+def stop_showing() -> None:
+    """The recorder of now sees nothing from here to the end of its call."""
+    _set_current(None)
+    if has_key():
+        torch._C._dispatch_tls_set_dispatch_key_included(_key(), False)
+
+
+_passed_over: set[int] = set()
+
+
+def _pass_over_higher_order_operators() -> None:
+    """Lets operators on functions (`torch.cond`) go past the key, for which they have no kernel, to what they run."""
+    for operator in list(torch._ops._higher_order_ops.values()):
+        if id(operator) not in _passed_over:
+            operator.fallthrough(_key())
+            _passed_over.add(id(operator))
+
+
+def _below_modes() -> bool:
+    """Whether what a dispatch mode runs is still to be seen, and not the other way round."""
+    return int(_key()) < int(torch._C.DispatchKey.Python)
+
+
+def replacements() -> list[tuple[Any, str, Any]]:
+    """Replacements for what does not go together with the key, while it is in use.
+
+    What makes an object of a class out of a tensor (a parameter among them), which torch does by an operation whose
+    result nobody may have looked at before. And modes that are entered meanwhile: those that compute with tensors
+    without memory, and any, where the key is above them.
+    """
+    push = _python_dispatch._push_mode
+
+    def push_mode(mode: Any, *args: Any, **kwargs: Any) -> Any:
+        recorder = current()
+        blinds = not _below_modes() or type(mode).__name__ == "FakeTensorMode"
+        if recorder is not None and by_key() and blinds and not isinstance(mode, Mode):
+            recorder.note_mode(mode)
+            stop_showing()
+        return push(mode, *args, **kwargs)
+
+    def unseen(make: Any) -> Any:
+        @functools.wraps(make)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with torch._C._ExcludeDispatchKeyGuard(_keys()):
+                return make(*args, **kwargs)
+
+        return run
+
+    return [
+        (Tensor, "_make_subclass", staticmethod(unseen(_make_subclass))),
+        (Tensor, "as_subclass", unseen(_as_subclass)),
+        (_python_dispatch, "_push_mode", push_mode),
+    ]

@@ -1,0 +1,154 @@
+"""Functions of torch that are no operations, and whose answer or effect a recorded call must not be wrong about.
+
+Whether a stream captures, which code asks to take another way then; reads of a tensor on the host; code that runs past
+the dispatcher. Each passes on the calls that no recorder watches. Imports `dispatch`, `patches`, `hazards`, `lines` and
+`seeds`.
+"""
+
+import contextlib
+import functools
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphmod.trace import dispatch, seeds
+from graphmod.trace.hazards import Reason
+from graphmod.trace.lines import asked_by
+from graphmod.trace.patches import Patch
+
+# Parts of torch that capture, or must not do something while somebody does. Everybody else takes the way of eager code.
+_NEED_THE_TRUTH = (
+    "torch.cuda", "torch.optim", "torch._dynamo", "torch._inductor", "torch._functorch", "torch.utils",
+    "torch.distributed", "torch.accelerator", "torch._higher_order_ops", "graphmod.backend",
+)  # fmt: skip
+_COMPILED = Reason(
+    "runs code through torch.compile, or an operator on functions that does (torch.cond, while_loop, scan, "
+    "flex_attention), which is not seen here and which a capture would leave to chance",
+    "use graph.compile, or torch.where in place of torch.cond, or keep it outside the captured module",
+)
+_SCRIPTED = Reason(
+    "runs code of torch.jit, whose fused kernels are not seen here",
+    "use the function that it was made of, or keep it outside the captured module",
+)
+_SAVED = Reason("writes a tensor to a file, and a replay writes nothing", "save it after the call")
+
+
+def _is_capturing() -> list[tuple[Any, str, Any]]:
+    original = torch._C._cuda_isCurrentStreamCapturing
+
+    def answer(asking_module: str) -> bool:
+        recorder = dispatch.current()
+        if recorder is None or recorder.watching:
+            return original()
+        if asking_module.startswith(_NEED_THE_TRUTH):
+            return original() if recorder.on_gpu else True
+        return False if recorder.on_gpu else original()
+
+    def by_function() -> bool:  # called by torch.cuda.is_current_stream_capturing
+        frame = sys._getframe(1)
+        inside = frame.f_code.co_name == "is_current_stream_capturing"
+        frame = frame.f_back if inside and frame.f_back is not None else frame
+        return answer(frame.f_globals.get("__name__", ""))
+
+    return [
+        (torch.cuda.graphs, "_cuda_isCurrentStreamCapturing", by_function),
+        (torch._C, "_cuda_isCurrentStreamCapturing", lambda: answer(asked_by())),
+    ]
+
+
+def _host_reads() -> list[tuple[Any, str, Any]]:
+    def reading(name: str, also_on_gpu: bool) -> Any:
+        original = getattr(Tensor, name)
+
+        @functools.wraps(original)
+        def read(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+            recorder = dispatch.current()
+            if recorder is not None and (also_on_gpu or not recorder.on_gpu):
+                recorder.note_host_read(self, name)
+            return original(self, *args, **kwargs)
+
+        return read
+
+    def save(original: Any) -> Any:
+        @functools.wraps(original)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            recorder = dispatch.current()
+            if recorder is not None:
+                recorder.refuse("torch.save", _SAVED)
+            return original(*args, **kwargs)
+
+        return run
+
+    # A GPU copies for `cpu`, and is asked itself; its memory may be shared through DLPack without waiting for it.
+    methods = {"numpy": True, "tolist": True, "cpu": False, "__dlpack__": False}
+    return [
+        *((Tensor, name, reading(name, also_on_gpu)) for name, also_on_gpu in methods.items()),
+        (torch, "save", save(torch.save)),
+        (torch.serialization, "save", save(torch.serialization.save)),
+    ]
+
+
+def _one_hot() -> list[tuple[Any, str, Any]]:
+    """On the CPU it reads the least and the greatest value, which on a GPU it does not."""
+    original = torch._C._nn.one_hot
+
+    def one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
+        recorder = dispatch.current()
+        if recorder is None or recorder.on_gpu or num_classes <= 0 or not tensor.numel():
+            return original(tensor, num_classes)
+        if tensor.dtype is not torch.int64:
+            return original(tensor, num_classes)  # which says what is wrong
+        zeros = tensor.new_zeros((*tensor.shape, num_classes))
+        return zeros.scatter_(-1, tensor.unsqueeze(-1), 1)
+
+    return [(torch._C._nn, "one_hot", one_hot), (torch.nn.functional, "one_hot", one_hot)]
+
+
+def _fuses(on_gpu: bool) -> bool:
+    """Whether torch.jit may put its own kernels in the place of operations; else each of them is seen."""
+    fuses = torch._C._jit_can_fuse_on_gpu() if on_gpu else torch._C._jit_can_fuse_on_cpu()
+    return fuses and torch._C._jit_texpr_fuser_enabled()
+
+
+def _past_the_dispatcher() -> list[tuple[Any, str, Any]]:
+    def scripted(kind: Any) -> Any:
+        original = kind.__call__
+
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            recorder = dispatch.current()
+            if recorder is not None and _fuses(recorder.on_gpu):
+                recorder.refuse(f"torch.jit function {getattr(self, 'name', '')!r}", _SCRIPTED)
+            return original(self, *args, **kwargs)
+
+        return call
+
+    found = [(kind, "__call__", scripted(kind)) for kind in (torch._C.ScriptFunction, torch._C.ScriptMethod)]
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    begins = getattr(dynamo, _BEGINS, None)
+    if begins is not None:
+
+        def begin(*args: Any) -> Any:
+            recorder = dispatch.current()
+            if recorder is not None and dispatch.by_key():
+                recorder.refuse("compiled code", _COMPILED)
+                dispatch.stop_showing()  # dynamo compiles anew for keys that it does not know
+            return begins(*args)
+
+        found.append((dynamo, _BEGINS, begin))
+    return found
+
+
+_BEGINS = "set_skip_guard_eval_unsafe"  # what dynamo calls first, when a compiled function is called
+_patches = [Patch(make) for make in (_is_capturing, _host_reads, _one_hot, _past_the_dispatcher, seeds.replacements)]
+
+
+@contextlib.contextmanager
+def asking(recorder: Any) -> Iterator[None]:
+    """Has what these functions do in calls that are recorded reported to the recorder, and answered for it."""
+    with contextlib.ExitStack() as stack:
+        for patch in _patches:
+            stack.enter_context(patch)
+        yield

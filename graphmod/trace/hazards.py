@@ -1,0 +1,234 @@
+"""What a graph cannot repeat: tells, before an operation runs, why.
+
+Imports `trace`, `origins` and `lines`.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from graphmod.trace.lines import Lines, remedy_for
+from graphmod.trace.operations import Facts, address
+from graphmod.trace.origins import Origin, Origins
+
+_HOST_READS = {"aten::_local_scalar_dense", "aten::equal", "aten::item"}
+_LINALG_CHECK = "aten::_linalg_check_errors"
+_INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
+_UNREPEATABLE = {
+    # Keeps its workspace and weights in a packed form outside the recorded tensors.
+    "aten::mkldnn_rnn_layer": "an LSTM or GRU on the CPU",
+    "aten::_cudnn_rnn": "an LSTM or GRU of cuDNN",
+    "aten::miopen_rnn": "an LSTM or GRU of MIOpen",
+    # Kernels that wait for the GPU themselves.
+    "aten::_linalg_eigh": "a decomposition that checks on the host whether it has converged",
+    "aten::linalg_eig": "a decomposition that works on the host in part",
+    "aten::_linalg_eigvals": "a decomposition that works on the host in part",
+    "aten::_linalg_svd": "a decomposition that checks on the host whether it has converged",
+    "aten::linalg_lstsq": "a solver that checks on the host whether it has converged",
+}
+_SPARSE_GRADIENT = {"aten::embedding": (4, "sparse"), "aten::_embedding_bag": (5, "sparse")}
+_PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+OUTSIDE = "keep it outside the captured module"
+
+
+class Reason(NamedTuple):
+    """Why a graph cannot repeat an operation.
+
+    Attributes:
+        effect: what a graph would do with it.
+        remedy: what to do about it.
+        kept: for an operation on constants alone, what is kept from the recorded call to stand in for it in a capture:
+            its `result`, or the host tensors among its `arguments`; else empty.
+    """
+
+    effect: str
+    remedy: str
+    kept: str = ""
+
+
+class Hazard(NamedTuple):
+    """Something that a call did and that a graph cannot repeat.
+
+    Attributes:
+        operation: the name of the operation or function.
+        lines: where.
+        effect, remedy: see `Reason`.
+    """
+
+    operation: str
+    lines: Lines
+    effect: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.operation} at {self.lines.place}: {self.effect}; {self.remedy}"
+
+
+def hazard(operation: str, lines: Lines, reason: Reason, on_gpu: bool = False) -> Hazard:
+    """A reason with its place; of an optimizer's step, with what helps for this optimizer."""
+    if lines.optimizer is None:
+        return Hazard(operation, lines, reason.effect, reason.remedy)
+    name = type(lines.optimizer).__name__
+    effect = f"the step of {name} reads or changes values on the host, such as its step count or learning rate, which "
+    return Hazard(operation, lines, effect + "no replay would do", remedy_for(lines.optimizer, on_gpu))
+
+
+UNDER_A_MODE = Reason("computes under a dispatch mode, whose Python code a replay would not run", OUTSIDE)
+_READ = Reason(
+    "reads a value on the host (.item(), float(), bool(), if, max(a, b), a tensor as a slice bound), and a replay "
+    "reads nothing",
+    "use torch.where or clamp, or move it out of the captured module",
+    "result",
+)
+_READ_CHANCE = Reason(
+    "reads a value on the host that was drawn at random inside the call, and a replay would go on with that one",
+    "draw it outside and pass it as an argument, or use torch.where",
+)
+_TO_HOST = Reason("copies a GPU tensor to the host", "read it after the replay", "result")
+_LINALG = Reason(
+    "checks on the host whether it worked, and a replay checks nothing",
+    "use the variant with _ex in its name (torch.linalg.inv_ex, cholesky_ex, solve_ex)",
+    "result",
+)
+_FROM_LIST = Reason(
+    "uses a tensor on the host, which a graph would copy from an address that changes",
+    "create it once, outside, on the device",
+    "arguments",
+)
+
+
+class Check:
+    """The check of one call.
+
+    Args:
+        gpu: index of the GPU on which CUDA captures: then "device" tensors are those there. None under emulation: then
+            they are all but those made inside from constants alone, which are host data.
+        origins: where the values of tensors come from.
+    """
+
+    def __init__(self, gpu: int | None, origins: Origins) -> None:
+        self.on_gpu = gpu is not None
+        self._index = -1 if gpu is None else gpu  # as of `Tensor.get_device`
+        self._origins = origins
+
+    def read(self, tensors: list[Tensor]) -> Reason | None:
+        """Why these may not be read on the host; None where nobody would notice."""
+        found = max((self._origins.of(address(tensor), tensor) for tensor in tensors), default=Origin.constants)
+        if found is Origin.chance:
+            return _READ_CHANCE
+        if found is not Origin.constants:
+            return _READ
+        return _READ if any(tensor.is_cuda for tensor in tensors) else None
+
+    def reason(self, about: Facts, args: tuple, kwargs: dict, given: list[Tensor]) -> Reason | None:
+        """Why a graph cannot repeat an operation that is about to run."""
+        name = about.name
+        if name in _HOST_READS:
+            return self.read(given)
+        if name == _LINALG_CHECK:
+            return None if self.read(given) is None else _LINALG
+        if name in _INDEXING:
+            if any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1]):
+                plain = name == "aten::index"
+                return (
+                    None
+                    if plain and not self.on_gpu and self._constant(given)
+                    else Reason(
+                        "indexes with a boolean mask, whose result has no fixed size",
+                        "use torch.where or masked_fill",
+                        "result" if plain else "",
+                    )
+                )
+        elif about.dynamic and kwargs.get("output_size") is None and self._waits(given):
+            return Reason(
+                "has a result whose size depends on the data", "pad it, or use nonzero_static or output_size=", "result"
+            )
+        if name in _UNREPEATABLE:
+            return Reason(f"cannot be repeated from a recording: {_UNREPEATABLE[name]}", OUTSIDE)
+        if name in _SPARSE_GRADIENT and torch.is_grad_enabled():
+            position, keyword = _SPARSE_GRADIENT[name]
+            if (args[position] if len(args) > position else kwargs.get(keyword, False)) and given[0].requires_grad:
+                return Reason(
+                    "has a sparse gradient, whose size depends on the data", f"use sparse=False, or {OUTSIDE}"
+                )
+        if kwargs and kwargs.get("device") is not None:
+            device = torch.device(kwargs["device"])
+            if device.type == "cuda" and device.index not in ((None, self._index) if self.on_gpu else ()):
+                return self._elsewhere(device)
+        host = False
+        for tensor in given:
+            if tensor.layout is not torch.strided or tensor.is_nested:
+                return Reason("works on a sparse or nested tensor, whose size depends on the data", OUTSIDE)
+            if tensor.__class__ not in _PLAIN and _has_python(tensor):
+                return Reason(
+                    f"works on a {type(tensor).__name__}, a kind of tensor with Python code of its own, which a replay "
+                    "would not run",
+                    OUTSIDE,
+                )
+            index = tensor.get_device()
+            if index != self._index and index >= 0:
+                return self._elsewhere(tensor.device)
+            host = host or index < 0
+        if self.on_gpu and (host or name == "aten::_to_copy"):
+            return self._gpu_reason(about, args, kwargs, given)
+        return None
+
+    def result_reason(self, results: list[Tensor]) -> Reason | None:
+        """Why a graph cannot hold these results of an operation."""
+        if any(tensor.layout is not torch.strided or tensor.is_nested for tensor in results):
+            return Reason("makes a sparse or nested tensor, whose size depends on the data", OUTSIDE)
+        return None
+
+    def _waits(self, given: list[Tensor]) -> bool:
+        """Whether to know the size of a result would be to wait for the GPU."""
+        return any(tensor.is_cuda for tensor in given) if self.on_gpu else not self._constant(given)
+
+    def _constant(self, given: list[Tensor]) -> bool:
+        return self._origins.constant(map(address, given), given)
+
+    def _elsewhere(self, device: torch.device) -> Reason:
+        if self.on_gpu:
+            return Reason(
+                f"works on {device} in a graph of cuda:{self._index}, which would leave that out",
+                "wrap the parts of the model on each GPU apart, as graph_layers(model) does",
+            )
+        return Reason(
+            f"works on {device}, but the callable's arguments and attributes showed tensors of the CPU only",
+            "pass it a tensor of the GPU, or keep one in an attribute",
+        )
+
+    def _gpu_reason(self, about: Facts, args: tuple, kwargs: dict, given: list[Tensor]) -> Reason | None:
+        cuda = [tensor for tensor in given if tensor.is_cuda]
+        host = [tensor for tensor in given if not tensor.is_cuda]
+        if about.name == "aten::_to_copy":
+            target = kwargs.get("device")
+            kind = torch.device(target).type if target is not None else given[0].device.type
+            if cuda and kind == "cpu":
+                return _TO_HOST
+            if host and kind == "cuda":
+                return _FROM_LIST._replace(kept="result")
+        if cuda and about.name == "aten::copy_":
+            return (
+                _FROM_LIST if args[0].is_cuda else Reason("copies a GPU tensor to the host", "read it after the replay")
+            )
+        if cuda and about.name in _INDEXING and args[0].is_cuda:
+            return _FROM_LIST
+        if host and not cuda and about.writes and any(address(tensor) not in self._origins for tensor in host):
+            return Reason("changes a host tensor, which a replay would not", "keep it on the GPU")
+        if cuda and any(tensor.dim() for tensor in host):
+            return _FROM_LIST
+        if cuda and not self._constant(host):
+            return Reason("uses the value of a host tensor, which a graph would freeze", "keep it on the GPU")
+        return None
+
+    def kept_by(self, reason: Reason, given: list[Tensor]) -> list[Tensor] | None:
+        """The tensors that must be constant for something kept to stand in for an operation; None where nothing can."""
+        if not reason.kept:
+            return None
+        wanted = [t for t in given if not t.is_cuda] if self.on_gpu and reason.kept == "arguments" else given
+        return wanted if self._constant(wanted) else None
+
+
+def _has_python(tensor: Tensor) -> bool:
+    return type(tensor).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl

@@ -1,0 +1,102 @@
+"""Which lines of code an operation comes from: the user's, and the library's if one lies between. Imports nothing of
+graphmod."""
+
+import functools
+import inspect
+import sys
+import sysconfig
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+
+_OWN = str(Path(__file__).parent.parent)
+_TORCH = str(Path(torch.__file__).parent)
+_STDLIB = sysconfig.get_paths()["stdlib"]
+# How torch gets from a call to an operation: of these no line tells anything.
+_PLUMBING = (f"{_TORCH}/_", f"{_TORCH}/nn/modules/module.py", f"{_TORCH}/utils/_", f"{_TORCH}/autograd/", _OWN)
+_ENGINE = "_engine_run_backward"
+_WRAPPED = (f"{_TORCH}/optim/optimizer.py", f"{_TORCH}/optim/lr_scheduler.py")
+
+
+class Lines(NamedTuple):
+    """Where an operation was called.
+
+    Attributes:
+        user: file:line and function of the user's code; None in a backward, unless a function of the user's runs there.
+        library: likewise of the library's code that the user's had called; None where that called the operation itself.
+        backward: whether a backward pass runs.
+        optimizer: the optimizer in whose `step` it was called.
+    """
+
+    user: str | None
+    library: str | None
+    backward: bool
+    optimizer: Any = None
+
+    @property
+    def place(self) -> str:
+        if self.user is None:
+            where = "the backward pass"
+        else:
+            where = f"{self.user} (in the backward pass)" if self.backward else self.user
+        return f"{where}, by way of {self.library}" if self.library else where
+
+
+@functools.cache
+def _kind(path: str) -> str:
+    if path.startswith(_PLUMBING) or path.startswith("<frozen"):
+        return "plumbing"
+    if "site-packages" in path or "dist-packages" in path or path.startswith((_TORCH, _STDLIB)):
+        return "library"
+    return "user"
+
+
+def _told(frame: FrameType) -> str:
+    code = frame.f_code
+    return f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
+
+
+def lines() -> Lines:
+    """Where the operation that is under way was called."""
+    backward = torch._C._current_autograd_node() is not None
+    user = library = optimizer = None
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if backward and code.co_name == _ENGINE:
+            break  # beyond it is who called backward()
+        kind = _kind(code.co_filename)
+        if kind == "library" and library is None and not _is_wrapper(code.co_filename):
+            library = _told(frame)
+        if optimizer is None and kind != "plumbing" and "self" in code.co_varnames[:1]:
+            owner = frame.f_locals.get("self")
+            optimizer = owner if isinstance(owner, torch.optim.Optimizer) else None
+        if kind == "user":
+            user = _told(frame)
+            break
+        frame = frame.f_back
+    return Lines(user, library, backward, optimizer)
+
+
+def _is_wrapper(path: str) -> bool:
+    return path in _WRAPPED
+
+
+def asked_by() -> str:
+    """The name of the module whose code calls the function that calls this one."""
+    return sys._getframe(2).f_globals.get("__name__", "")
+
+
+def remedy_for(optimizer: torch.optim.Optimizer, on_gpu: bool) -> str:
+    """What its user can do about an optimizer whose step reads values on the host."""
+    known = inspect.signature(type(optimizer).__init__).parameters
+    wanted = ("fused", "capturable") if on_gpu else ("fused",)
+    given = [name for name in wanted if name in known and not all(g.get(name) for g in optimizer.param_groups)]
+    outside = "keep optimizer.step() outside the captured callable"
+    if not given or ("fused" not in known and not on_gpu):
+        return outside
+    flags = ", ".join(f"{name}=True" for name in given)
+    rate = "" if isinstance(optimizer.param_groups[0].get("lr"), torch.Tensor) else ", with a tensor as lr"
+    return f"build {type(optimizer).__name__} with {flags}{rate}, or {outside}"

@@ -1,0 +1,148 @@
+"""Follows the memory of a call: what its operations read, write and make, by the addresses of storages.
+
+Imports `tracer`, `trace` and `origins`.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphmod.trace.operations import Facts, Step, address, tensors_in
+from graphmod.trace.origins import Origins
+from graphmod.trace.tracer import Tracer
+
+_STATISTICS = frozenset({3, 4})  # running_mean and running_var; argument 5 says whether it trains
+
+
+class Call:
+    """An operation while it is recorded.
+
+    Attributes:
+        given, given_at: its tensor arguments, and their addresses.
+    """
+
+    __slots__ = ("about", "args", "given", "given_at", "index", "kwargs", "random", "step")
+
+    def __init__(self, step: Step, about: Facts, args: tuple, kwargs: dict, random: bool, index: int) -> None:
+        self.step, self.about, self.args, self.kwargs, self.random, self.index = (
+            step,
+            about,
+            args,
+            kwargs,
+            random,
+            index,
+        )
+        self.look_at(args, kwargs)
+
+    def look_at(self, args: tuple, kwargs: dict) -> None:
+        """Takes these for its arguments."""
+        self.args, self.kwargs = args, kwargs
+        self.given = list(tensors_in((*args, *kwargs.values()) if kwargs else args))
+        self.given_at = list(map(address, self.given))
+
+    @property
+    def name(self) -> str:
+        return self.about.name.removeprefix("aten::")
+
+
+class MemoryTrace(Tracer):
+    """Sees what a call reads and writes.
+
+    Attributes:
+        outside: address -> tensor, what the call read or wrote without having made it or been given it.
+        leaves: the leaf tensors that require grad among the tensors it read and had not made, the very objects.
+        static: the addresses of those of `outside` that were marked static.
+        first_seen: address of a tensor of `outside` -> index in the trace.
+        written: the part of `outside` that it changed.
+        advanced: what of that may have a part in the results: all but integers and the running statistics of a
+            normalization.
+        inputs_written: the addresses of inputs that it changed.
+        read: every address it read.
+        made_by: address -> index in the trace, operation, size and strides of what was made there last.
+        seen_until: index in the trace at which compiled code ran first, so that tensors which come up later may have
+            been made inside; None where none ran.
+        wrote_unseen: whether code ran that it could not see, and that changed something from outside before anything
+            that it saw did.
+
+    Args:
+        inputs: the tensors the call was given; reading them is no surprise.
+        before_write: called with each tensor from outside that an operation is about to change.
+    """
+
+    def __init__(self, inputs: Iterable[Tensor], before_write: Callable[[Tensor], None] | None) -> None:
+        super().__init__()
+        self.outside: dict[int, Tensor] = {}
+        self.leaves: list[Tensor] = []
+        self.first_seen: dict[int, int] = {}
+        self.static: set[int] = set()
+        self.written: dict[int, Tensor] = {}
+        self.advanced: dict[int, Tensor] = {}
+        self.read: set[int] = set()
+        self.inputs_written: set[int] = set()
+        self.made_by: dict[int, tuple[int, Any, torch.Size, tuple]] = {}
+        self.seen_until: int | None = None
+        self.wrote_unseen = False
+        self._inputs = {address(tensor) for tensor in inputs} - {0}  # nothing lies there
+        self._known_leaves: set[int] = set()
+        self._origins = Origins()
+        self._before_write = before_write
+
+    def note_compiled(self) -> None:
+        """Takes in that compiled code runs now, which makes tensors out of its sight."""
+        if self.seen_until is None:
+            self.seen_until = len(self.trace)
+
+    def note_unseen(self, changed: Iterable[Tensor]) -> None:
+        """Takes in that code out of its sight changed tensors, or may have."""
+        before_any = not self.written and not self.inputs_written
+        for tensor in changed:
+            where = address(tensor)
+            if where not in self.outside and where not in self._inputs:
+                continue
+            self.wrote_unseen = self.wrote_unseen or before_any
+            if tensor.is_inference():
+                continue  # such tensors count no versions: whether it was changed nobody can tell
+            if where in self.outside:
+                self.written.setdefault(where, self.outside[where])
+            else:
+                self.inputs_written.add(where)
+
+    def made(self, where: int) -> bool:
+        """Whether an operation made what lies at an address."""
+        return where in self._origins
+
+    def _note_reads(self, call: Call) -> None:
+        self.read.update(call.given_at)
+        for where, tensor in zip(call.given_at, call.given, strict=True):
+            if not where or where in self._origins:
+                continue
+            if tensor.requires_grad and tensor.is_leaf and id(tensor) not in self._known_leaves:
+                self._known_leaves.add(id(tensor))
+                self.leaves.append(tensor)
+            if where not in self._inputs and where not in self.outside:
+                self.outside[where] = tensor.detach()
+                if getattr(tensor, "_graphmod_static", False):
+                    self.static.add(where)
+                self.first_seen[where] = call.index
+
+    def _note_writes(self, call: Call) -> None:
+        writes = _STATISTICS if call.about.statistics and call.args[5] else call.about.writes
+        for key, value in (*enumerate(call.args), *call.kwargs.items()):
+            if key not in writes:
+                continue
+            for tensor in tensors_in((value,)):
+                where = address(tensor)
+                if self._before_write is not None and (where in self.outside or where in self._inputs):
+                    self._before_write(tensor)
+                if where in self.outside:
+                    self.written.setdefault(where, self.outside[where])
+                    if call.about.writes and (tensor.is_floating_point() or tensor.is_complex()):
+                        self.advanced.setdefault(where, self.outside[where])
+                elif where in self._inputs:
+                    self.inputs_written.add(where)
+                self._note_write(call, where)
+
+    def _note_write(self, call: Call, where: int) -> None:
+        self._origins.note_write(where, call.random, call.given, call.given_at)

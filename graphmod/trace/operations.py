@@ -1,0 +1,207 @@
+"""What a recorded operation is: facts about operators, addresses of tensors, lines of the user's code, and comparing
+two records of a call. Imports nothing of graphmod.
+"""
+
+import logging
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+# Logging formats what it is given: the line that matters is the one that logs.
+_INTERNAL = tuple(map(str, (Path(torch.__file__).parent, Path(__file__).parent.parent, Path(logging.__file__).parent)))
+_ON_LISTS = ("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_")
+_BATCH_NORMS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}
+
+
+class Step(NamedTuple):
+    """One operation of a trace: its overload, its non-tensor arguments and where the user called it."""
+
+    op: Any
+    scalars: tuple
+    code: Any
+    line: int
+
+    @property
+    def place(self) -> str:
+        return f"{self.code.co_filename}:{self.line} in {self.code.co_name}" if self.code else "the backward pass"
+
+
+class Facts(NamedTuple):
+    """What the schema of an overload says, looked up once."""
+
+    writes: frozenset  # positions (int) and names (str) of the arguments it writes
+    statistics: bool  # a batch norm, which writes its running statistics without its schema saying so
+    random: bool
+    dropout: int  # position of the argument `dropout_p`, without which it draws nothing; -1 if it has none
+    dynamic: bool
+    profiler: bool  # no operation but a mark
+    lists: bool  # works on lists of tensors, maybe with several launches of one kernel
+    lifts: bool  # takes in a tensor made of values in Python
+    name: str
+
+
+_facts_of: dict[Any, Facts] = {}
+_is_internal: dict[str, bool] = {}
+
+
+def facts(op: Any) -> Facts:
+    found = _facts_of.get(op)
+    if found is None:
+        schema = getattr(op, "_schema", None)
+        writes: set = set()
+        for position, argument in enumerate(schema.arguments if schema else ()):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                writes |= {position, argument.name}
+        tags = getattr(op, "tags", ())
+        name = schema.name if schema else str(op)
+        found = Facts(
+            frozenset(writes),
+            name.removeprefix("aten::") in _BATCH_NORMS,
+            torch.Tag.nondeterministic_seeded in tags,
+            next((i for i, a in enumerate(schema.arguments if schema else ()) if a.name == "dropout_p"), -1),
+            torch.Tag.dynamic_output_shape in tags,
+            name.startswith("profiler::"),
+            name.startswith(_ON_LISTS),
+            name == "aten::lift_fresh",
+            name,
+        )
+        _facts_of[op] = found
+    return found
+
+
+def draws(about: Facts, args: tuple, kwargs: dict) -> bool:
+    """Whether this call of an operation draws random numbers: an attention without dropout does not."""
+    return about.random and (about.dropout < 0 or argument_of(args, kwargs, about.dropout, "dropout_p") != 0.0)
+
+
+def same_generator(one: torch.Generator, other: torch.Generator) -> bool:
+    """Whether two objects stand for one generator: operations are given another than the user holds."""
+    return one._cdata == other._cdata
+
+
+def argument_of(args: tuple, kwargs: dict, position: int, name: str) -> Any:
+    """The value passed for an argument whose default is 0."""
+    return args[position] if position < len(args) else kwargs.get(name, 0.0)
+
+
+def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among an operation's arguments or results, one level of lists deep."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                if isinstance(item, Tensor):
+                    yield item
+
+
+def address(tensor: Tensor) -> int:
+    """The address of a tensor's storage; 0 for tensors without one."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):
+        return 0
+
+
+def scalar_of(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return Tensor
+    if isinstance(value, (list, tuple)):
+        return tuple(scalar_of(item) for item in value)
+    if isinstance(value, float) and value != value:
+        return "nan"
+    return value
+
+
+def scalars_of(about: Facts, args: tuple, kwargs: dict) -> tuple:
+    """What an operation is given beside tensors, and the values in Python of which a tensor is made."""
+    scalars = tuple(map(scalar_of, args))
+    if kwargs:
+        scalars += tuple([(key, scalar_of(value)) for key, value in kwargs.items()])
+    return (*scalars, _values(args[0])) if about.lifts else scalars
+
+
+def _values(tensor: Tensor) -> Any:
+    """The values of a tensor on the host, to be compared with those of another; bytes, so that NaN equals NaN."""
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.is_quantized:
+        return None
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    if not plain.numel():
+        return b""
+    return torch._C.TensorBase.numpy(plain.view(torch.uint8)).tobytes()
+
+
+def user_frame() -> tuple[Any, int]:
+    """The code and line outside of libraries that its caller was called from; not to be asked in a backward."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        if not _internal(frame.f_code.co_filename):
+            return frame.f_code, frame.f_lineno
+        frame = frame.f_back
+    return None, 0
+
+
+def _internal(name: str) -> bool:
+    internal = _is_internal.get(name)
+    if internal is None:
+        internal = _is_internal[name] = name.startswith(_INTERNAL) or "/torch/" in name
+    return internal
+
+
+def place_of(error: BaseException) -> str | None:
+    """The line of the user's code in which an error arose; None where none was involved."""
+    place, trace = None, error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if not _internal(code.co_filename):
+            place = f"{code.co_filename}:{trace.tb_lineno} in {code.co_name}"
+        trace = trace.tb_next
+    return place
+
+
+def step_differs(old: Step, new: Step, place: str) -> str | None:
+    """Why an operation is another than that of the same index in the record of an earlier call; None if it is not."""
+    name = facts(new.op).name.removeprefix("aten::")
+    if old.op is not new.op:
+        return (
+            f"{place} does {name} where the call before did {facts(old.op).name.removeprefix('aten::')}: a graph would "
+            "freeze one side of a branch in Python"
+        )
+    if old.scalars == new.scalars:
+        return None
+    if facts(new.op).lifts:
+        return f"{place} makes a tensor of other values than in the call before: a graph would freeze them"
+    values = [(a, b) for a, b in zip(old.scalars, new.scalars, strict=False) if a != b]
+    was, now_is = values[0] if values else (old.scalars, new.scalars)
+    return (
+        f"{place} passes {now_is!r} to {name} where the call before passed {was!r}: a graph would freeze a Python "
+        "number; make it a tensor and fill_ it"
+    )
+
+
+def compare(before: list[Step], now: list[Step]) -> str | None:
+    """Why two traces of the same call differ, naming the user's line; None when they do not.
+
+    A difference means that the code has state in Python (a counter, a learning rate, a branch) that a graph would
+    freeze at its present value.
+    """
+    for old, new in zip(before, now, strict=False):
+        reason = step_differs(old, new, new.place)
+        if reason is not None:
+            return reason
+    return length_differs(before, now)
+
+
+def length_differs(before: list[Step], now: list[Step]) -> str | None:
+    """Likewise, of two traces of which one is the beginning of the other."""
+    if len(before) == len(now):
+        return None
+    extra = (before if len(before) > len(now) else now)[min(len(before), len(now))]
+    return (
+        f"the call before did {len(before)} operations, this one {len(now)}; the first that differs is "
+        f"{facts(extra.op).name.removeprefix('aten::')} at {extra.place}"
+    )

@@ -1,0 +1,77 @@
+"""Where the values of tensors come from. Imports `trace`.
+
+A value made from constants alone inside a call is the same in every such call. One that depends on an argument, on
+anything from outside or on chance is not.
+"""
+
+from collections.abc import Iterable
+from enum import IntEnum
+
+from torch import Tensor
+
+from graphmod.trace.operations import Facts
+
+# Their results have the shape of what they are given, and nothing of its values.
+_ONLY_SHAPES = {"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"}
+_NO_VALUES = {
+    "empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "empty_quantized",
+}  # fmt: skip
+
+
+class Origin(IntEnum):
+    """What a value depends on at most; the greater one wins."""
+
+    unwritten = 0
+    constants = 1
+    chance = 2
+    data = 3
+
+
+class Origins:
+    """The origins of what one call makes, by the addresses of storages. What it did not make is data."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, Origin] = {}
+
+    def __contains__(self, where: int) -> bool:
+        """Whether the call made what lies at an address."""
+        return where in self._of
+
+    def of(self, where: int, tensor: Tensor) -> Origin:
+        found = self._of.get(where)
+        if found is None or not where:  # what has no memory has no values that depend on anything
+            nothing = not tensor.numel() or (not where and tensor._is_zerotensor())
+            return Origin.constants if nothing else Origin.data
+        return found
+
+    def constant(self, places: Iterable[int], tensors: Iterable[Tensor]) -> bool:
+        """Whether nothing but constants went into any of these."""
+        return all(self.of(where, tensor) is Origin.constants for where, tensor in zip(places, tensors, strict=True))
+
+    def note_made(
+        self, about: Facts, random: bool, given: list[Tensor], given_at: list[int], fresh_at: list[int]
+    ) -> None:
+        """Takes in what an operation has made at the addresses `fresh_at`."""
+        if fresh_at:
+            self._of.update(dict.fromkeys(fresh_at, self._result(about, random, given, given_at)))
+
+    def _result(self, about: Facts, random: bool, given: list[Tensor], given_at: list[int]) -> Origin:
+        name = about.name.removeprefix("aten::")
+        if name in _NO_VALUES:
+            return Origin.unwritten
+        found = Origin.chance if random else Origin.constants
+        if name in _ONLY_SHAPES:
+            return found
+        for where, tensor in zip(given_at, given, strict=True):
+            found = max(found, self.of(where, tensor))
+        return found
+
+    def note_write(self, where: int, random: bool, given: list[Tensor], given_at: list[int]) -> None:
+        """Takes in that an operation changed what lies at an address."""
+        before = self._of.get(where)
+        if before is not None:
+            self._of[where] = max(before, Origin.chance if random else Origin.constants, *map(self.of, given_at, given))
+
+    def note_constant(self, where: int) -> None:
+        """Takes in a tensor made of values in Python, or kept from an earlier call."""
+        self._of[where] = Origin.constants

@@ -1,0 +1,97 @@
+"""What a capture takes over from the recorded eager call: its operations, to be compared with, and what was made from
+constants alone. Imports `trace` and `lines`.
+
+An eager call may read on the host what it made from constants, or copy a list to the device: each such call gets the
+same. A capture can do neither, and takes what the recorded call got.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphmod.trace.lines import Lines
+from graphmod.trace.operations import Step, address, length_differs, step_differs, tensors_in
+
+
+class Kept:
+    """What is kept of one operation on constants.
+
+    Args:
+        kind: `result`, to be used in place of the operation, or `arguments`, in place of its host tensors.
+        constants: the constants among its arguments.
+    """
+
+    def __init__(self, kind: str, constants: list[Tensor]) -> None:
+        self.kind = kind
+        self._constants = constants if kind == "arguments" else []
+        self._value: Any = None
+        self.where: set[int] = set()  # the addresses of what stands in for arguments
+        self._made_at: set[int] = set()
+        self._written = False
+
+    def keep(self, result: Any) -> None:
+        """Takes in the operation's result, of the recorded call."""
+        if self.kind == "arguments":
+            device = next((t.device for t in tensors_in(_several(result)) if t.is_cuda), None)
+            self._value = [tensor.to(device) for tensor in self._constants]
+            self.where = set(map(address, self._value))
+            self._constants = []
+            return
+        self._made_at = {address(tensor) for tensor in tensors_in(_several(result))} - {0}
+        self._value = _each(result, lambda tensor: tensor.detach().clone())
+
+    def note_write(self, where: int) -> None:
+        """Takes in that the recorded call changed what lies at an address."""
+        self._written = self._written or where in self._made_at
+
+    def result(self) -> Any:
+        """The result for a capture: a copy, made anew in each replay, where the code goes on to change it."""
+        return _each(self._value, torch.clone if self._written else torch.Tensor.detach)
+
+    def in_place_of(self, constants: list[Tensor], args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """The arguments of a capture, with these host tensors replaced by those on the device."""
+        other = {id(tensor): kept for tensor, kept in zip(constants, self._value, strict=True)}
+
+        def swap(value: Any) -> Any:
+            return _each(value, lambda tensor: other.get(id(tensor), tensor))
+
+        return tuple(map(swap, args)), {key: swap(value) for key, value in kwargs.items()}
+
+
+def _several(value: Any) -> Any:
+    return value if isinstance(value, (tuple, list)) else (value,)
+
+
+def _each(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    if isinstance(value, Tensor):
+        return change(value)
+    if type(value) in (tuple, list):
+        return type(value)([_each(item, change) for item in value])
+    return value
+
+
+class Script:
+    """The record of an eager call, for the captures of the same call.
+
+    Args:
+        trace: its operations.
+        kept: index of an operation in it -> what is kept of it.
+    """
+
+    def __init__(self, trace: list[Step], kept: dict[int, Kept]) -> None:
+        self.trace, self.kept = trace, kept
+
+    def differs(self, index: int, step: Step, where: Callable[[], Lines]) -> str | None:
+        """Why an operation of a capture is not the one of the recorded call; `where` tells its lines."""
+        if index >= len(self.trace):
+            return f"{where().place} does more operations than the call before, which did {len(self.trace)}"
+        old = self.trace[index]
+        if old.op is step.op and old.scalars == step.scalars:
+            return None
+        return step_differs(old, step, where().place)
+
+    def ends_otherwise(self, trace: list[Step]) -> str | None:
+        """Why a capture that did these operations is not all of the recorded call."""
+        return length_differs(self.trace, trace)

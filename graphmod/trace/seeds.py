@@ -1,0 +1,121 @@
+"""Calls that read, write or seed the state of random generators. Imports `dispatch`, `hazards` and `trace`.
+
+A replay goes on drawing where the last one ended. Code that saves and restores the state, or seeds a generator, means
+something else.
+"""
+
+import functools
+import types
+from typing import Any
+
+import torch
+
+from graphmod.trace import dispatch
+from graphmod.trace.hazards import Reason
+from graphmod.trace.operations import same_generator
+
+_NO_STATE = torch.empty(0, dtype=torch.uint8)
+SEEDS = Reason(
+    "seeds a random generator, which a replay would not: it goes on drawing",
+    "seed outside the call, or draw the numbers once, outside, and pass them",
+)
+RESTORES = Reason(
+    "saves and restores the random state around random operations (checkpoint with preserve_rng_state=True and dropout "
+    "inside), which a replay cannot repeat",
+    "take dropout out of the checkpointed part",
+)
+_SEEDED_INSIDE = Reason(
+    "draws from a generator whose state was set inside the call, or right before it, which a replay would not do",
+    "seed outside the call, and not for each call anew",
+)
+
+
+def replacements() -> list[tuple[Any, str, Any]]:
+    found = []
+    for on_gpu, modules in ((False, (torch, torch.random)), (True, (torch.cuda, torch.cuda.random))):
+        for module in modules:
+            found += [
+                (module, "get_rng_state", _state(module.get_rng_state, on_gpu, _NO_STATE)),
+                (module, "set_rng_state", _state(module.set_rng_state, on_gpu, None)),
+            ]
+            names = ("manual_seed", "seed", "manual_seed_all", "seed_all")
+            found += [(module, name, _seeding(getattr(module, name))) for name in names if _is_function(module, name)]
+    return found
+
+
+def _is_function(module: Any, name: str) -> bool:
+    return isinstance(getattr(module, name, None), types.FunctionType)
+
+
+def _state(original: Any, on_gpu: bool, nothing: Any) -> Any:
+    """A function that reads or writes the state; `checkpoint` calls them by default, also where nothing is random."""
+
+    @functools.wraps(original)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        recorder = dispatch.current()
+        if recorder is None or recorder.on_gpu is not on_gpu:
+            return original(*args, **kwargs)
+        recorder.note_random_state()
+        return original(*args, **kwargs) if recorder.watching else nothing
+
+    return run
+
+
+def _seeding(original: Any) -> Any:
+    @functools.wraps(original)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        recorder = dispatch.current()
+        if recorder is None:
+            return original(*args, **kwargs)
+        recorder.refuse(original.__name__, SEEDS)
+        with dispatch.hidden():  # one of them calls others
+            return original(*args, **kwargs)
+
+    return run
+
+
+class Draws:
+    """Notices when something else than drawing changed the state of a generator that a call draws from.
+
+    Args:
+        gpu: index of the GPU whose default generator the call may use.
+        known: generators to be known from the beginning; others are taken to have been seeded inside if they were
+            seeded and not used since.
+    """
+
+    def __init__(self, gpu: int | None, known: list[torch.Generator]) -> None:
+        self._default = [torch.default_generator] if gpu is None else [torch.cuda.default_generators[gpu]]
+        self._last = [(generator, _fingerprint(generator)) for generator in (*self._default, *known)]
+
+    def before(self, generator: torch.Generator | None) -> Reason | None:
+        """Called before an operation draws; None stands for the default generator."""
+        for one in [generator] if generator is not None else self._default:
+            last = next((state for known, state in self._last if same_generator(known, one)), None)
+            if last is None and _is_fresh(one):
+                return _SEEDED_INSIDE
+            if last is not None and last != _fingerprint(one):
+                return _SEEDED_INSIDE
+        return None
+
+    def after(self, generator: torch.Generator | None) -> None:
+        """Called when it has drawn."""
+        for one in [generator] if generator is not None else self._default:
+            self._last = [pair for pair in self._last if not same_generator(pair[0], one)]
+            self._last.append((one, _fingerprint(one)))
+
+    def after_unseen(self) -> None:
+        """Called when code may have drawn that nobody saw."""
+        self._last = [(generator, _fingerprint(generator)) for generator, _ in self._last]
+
+
+def _fingerprint(generator: torch.Generator) -> Any:
+    if generator.device.type == "cpu":
+        return torch._C.TensorBase.numpy(generator.get_state()).tobytes()
+    return generator.initial_seed(), generator.get_offset()
+
+
+def _is_fresh(generator: torch.Generator) -> bool:
+    if generator.device.type == "cpu":
+        fresh = torch.Generator().manual_seed(generator.initial_seed())
+        return _fingerprint(fresh) == _fingerprint(generator)
+    return generator.get_offset() == 0

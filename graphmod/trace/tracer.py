@@ -1,0 +1,89 @@
+"""Sees every aten operation of a call: which, with which scalars, on which line of the user's code. Imports `trace` and
+`dispatch`."""
+
+import contextlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from graphmod.trace import dispatch
+from graphmod.trace.operations import Facts, Step, draws, facts, same_generator, scalars_of, user_frame
+from graphmod.trace.patches import Patch
+
+_beside_the_key = Patch(dispatch.replacements)
+
+
+class Tracer:
+    """Watches a call, in the context of itself.
+
+    Attributes:
+        trace: the operations, in order.
+        generators: those passed to random operations.
+        random, backward: whether it drew random numbers, or ran a backward pass.
+    """
+
+    def __init__(self) -> None:
+        self.trace: list[Step] = []
+        self.generators: list[torch.Generator] = []
+        self.random = False
+        self.backward = False
+        self._context = contextlib.ExitStack()
+
+    def __enter__(self) -> "Tracer":
+        with contextlib.ExitStack() as context:
+            if dispatch.has_key():
+                context.enter_context(_beside_the_key)
+            self._enter(context)
+            context.enter_context(dispatch.shown_to(self))
+            self._context = context.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._context.__exit__(*error)
+
+    def _enter(self, context: contextlib.ExitStack) -> None:
+        """Takes into the context what else is needed while it watches."""
+
+    def note_compiled(self) -> None:
+        """Takes in that compiled code runs now."""
+
+    def note_unseen(self, changed: Iterable[Tensor]) -> None:
+        """Takes in that code out of its sight changed tensors, or may have."""
+
+    def note_mode(self, mode: TorchDispatchMode) -> None:
+        """Takes in that from here to the end of the call nothing can be seen, because of a mode."""
+
+    def see(self, op: Any, args: tuple, kwargs: dict) -> Any:
+        """Runs an operation and takes it in."""
+        about = facts(op)
+        if about.profiler:
+            return op(*args, **kwargs)
+        if torch._C._current_autograd_node() is None:
+            code, line = user_frame()
+        else:
+            code, line, self.backward = None, 0, True
+        random = draws(about, args, kwargs)
+        generator = kwargs.get("generator")
+        if generator is not None and not any(same_generator(generator, known) for known in self.generators):
+            self.generators.append(generator)
+        self.random = self.random or random
+        step = Step(op, scalars_of(about, args, kwargs), code, line)
+        result = self._run(step, about, args, kwargs, random)
+        self.trace.append(step)
+        return result
+
+    def _run(self, step: Step, about: Facts, args: tuple, kwargs: dict, random: bool) -> Any:
+        return step.op(*args, **kwargs)
+
+
+def current_tracer() -> Tracer | None:
+    """The tracer, or recorder, that watches the present call."""
+    return dispatch.current()
+
+
+def is_recording() -> bool:
+    """Whether the present call is recorded: it is being captured, or is the warm-up call before that."""
+    return dispatch.current() is not None

@@ -1,0 +1,197 @@
+"""`graph_layers`: graphs for the layers of an existing model, in place. May import `module` and what that may.
+
+A wrapped layer stays the object it was: only its `forward` is redirected, so that `state_dict` keys, parameter names,
+hooks on the layer, isinstance and attribute access do not change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import inspect
+import itertools
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+
+from graphmod.config import CUDAGraphConfig, settings
+from graphmod.errors import ConfigError
+from graphmod.graph.group import Group
+from graphmod.wrap.module import CUDAGraphModule
+from graphmod.wrap.target import MARK, Mark, Target
+
+
+def graph_layers(
+    model: nn.Module, config: CUDAGraphConfig | None = None, *, layers: str | list[str] | None = None
+) -> list[CUDAGraphModule]:
+    """Lets each layer of `model` run from its own CUDA graphs; neighbours share buffers and one memory pool.
+
+    Args:
+        model: any module, such as a transformers causal LM.
+        config: settings; None means the defaults.
+        layers: name patterns (`layers.*.mlp`; matched against the end of a module's name, `*` within one part) of the
+            modules to wrap. None takes `config.layers`, or finds the decoder layers: the outermost `nn.ModuleList`s
+            whose items are of one class.
+
+    Returns:
+        The wrappers, in the order of `model.named_modules()`, for their `stats` and `reset()`.
+
+    A transformers model in training is called with `use_cache=False` from now on: a key-value cache that is made anew
+    in each step can be in no graph.
+
+    Raises:
+        ConfigError: nothing matches, a match lies inside another, or a layer has graphs already.
+        TypeError: `model` is no module, or `config` no CUDAGraphConfig.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"graph_layers takes an nn.Module, got {type(model).__name__}; a callable: CUDAGraphModule(it)")
+    config = settings(config)
+    patterns = layers if layers is not None else config.layers
+    names = find_layers(model) if patterns is None else match_layers(model, patterns)
+    groups: dict[torch.device, Group] = {}
+    wrapped = []
+    for name in names:
+        layer = model.get_submodule(name)
+        if MARK in layer.__dict__:
+            raise ConfigError(f"{name!r} has graphs already; call ungraph(model) first")
+    for name in names:
+        layer = model.get_submodule(name)
+        tensors = itertools.chain(layer.parameters(), layer.buffers())
+        device = next((tensor.device for tensor in tensors), torch.device("cpu"))
+        group = groups.setdefault(device, Group())
+        graphed = CUDAGraphModule(layer, config, name=name, group=group, call=Target(layer))
+        layer.__dict__[MARK] = Mark(graphed, layer.__dict__.get("forward"))
+        layer.__dict__["forward"] = graphed._run
+        wrapped.append(graphed)
+    for graphed in wrapped:
+        graphed._group.share(_tied_outside(model, names, graphed._root), lasting=True)
+    _train_without_cache(model)
+    return wrapped
+
+
+def _tied_outside(model: nn.Module, layers: list[str], layer: nn.Module) -> list[nn.Parameter]:
+    """The parameters of a wrapped layer that modules outside every wrapped layer use too."""
+    inside = {id(module) for name in layers for module in model.get_submodule(name).modules()}
+    outside = {id(p) for m in model.modules() if id(m) not in inside for p in m._parameters.values() if p is not None}
+    return [parameter for parameter in layer.parameters() if id(parameter) in outside]
+
+
+def ungraph(model: nn.Module) -> nn.Module:
+    """Undoes `graph_layers` on `model`, frees the graphs, and returns the model. Does nothing where there are none."""
+    for module in model.modules():
+        mark = module.__dict__.get(MARK)
+        if mark is None:
+            continue
+        mark.graphed.retire()
+        if module.__dict__.get("forward") == mark.graphed._run:  # else somebody assigned another since
+            del module.__dict__["forward"]
+            if mark.forward is not None:
+                module.__dict__["forward"] = mark.forward
+        del module.__dict__[MARK]
+    handle = model.__dict__.pop(f"{MARK}_hook", None)
+    if handle is not None:
+        handle.remove()
+    return model
+
+
+@contextlib.contextmanager
+def without_graphs(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Lets the wrapped layers among `modules` run as if they had never been wrapped, for as long as it is active."""
+    wrapped = [(module, module.__dict__[MARK]) for module in modules if MARK in module.__dict__]
+    wrapped = [(module, mark) for module, mark in wrapped if module.__dict__.get("forward") == mark.graphed._run]
+    for module, mark in wrapped:
+        if mark.forward is None:
+            del module.__dict__["forward"]
+        else:
+            module.__dict__["forward"] = mark.forward
+    try:
+        yield
+    finally:
+        for module, mark in wrapped:
+            module.__dict__["forward"] = mark.graphed._run
+
+
+def find_layers(model: nn.Module) -> list[str]:
+    """The names of the items of the outermost module lists whose items are of one class and have parameters.
+
+    Raises:
+        ConfigError: the model has no such list.
+    """
+    found: list[str] = []
+    for name, module in model.named_modules():
+        inside = any(name == layer or name.startswith(layer + ".") for layer in found)
+        if inside or not isinstance(module, nn.ModuleList) or not len(module):
+            continue
+        if len({type(item) for item in module}) == 1 and any(True for _ in module.parameters()):
+            distinct = {
+                id(item): index for index, item in reversed(list(enumerate(module)))
+            }  # one may stand there twice
+            found += [f"{name}.{index}" if name else str(index) for index in sorted(distinct.values())]
+    if not found:
+        raise ConfigError(
+            f"{type(model).__name__} has no nn.ModuleList of like layers to wrap; name the modules, for example "
+            'graph_layers(model, layers="blocks.*"), or wrap one: CUDAGraphModule(module)'
+        )
+    return found
+
+
+def match_layers(model: nn.Module, patterns: str | list[str]) -> list[str]:
+    """The names of the modules that match one of the patterns, in the order of `model.named_modules()`."""
+    patterns = [patterns] if isinstance(patterns, str) else patterns
+    if not isinstance(patterns, (list, tuple)) or not patterns or not all(isinstance(name, str) for name in patterns):
+        raise ConfigError(
+            f"layers must be one or more name patterns, such as 'layers.*.mlp', got {patterns!r:.80}; modules one has "
+            "in hand are wrapped one by one: CUDAGraphModule(module)"
+        )
+    names = [name for name, _ in model.named_modules() if name]
+    found: list[str] = []
+    for pattern in patterns:
+        parts = pattern.split(".")
+        hits = [name for name in names if _matches(name.split("."), parts)]
+        if not hits:
+            near = difflib.get_close_matches(pattern.replace("*", "0"), names, n=3, cutoff=0.6)
+            near = near or [name for name in names if name.endswith(".0")][:3] or names[:3]
+            raise ConfigError(f"layers={pattern!r} matches no module; names look like: {', '.join(near)}")
+        found += hits
+    ordered = [name for name in names if name in set(found)]
+    for outer in ordered:
+        inner = next((name for name in ordered if name.startswith(outer + ".")), None)
+        if inner is not None:
+            raise ConfigError(f"layers={patterns} matches {inner!r} inside {outer!r}; wrap the one or the other")
+    return ordered
+
+
+def _matches(name: list[str], pattern: list[str]) -> bool:
+    return len(name) >= len(pattern) and all(
+        fnmatchcase(part, wanted) for part, wanted in zip(name[-len(pattern) :], pattern, strict=True)
+    )
+
+
+def edge_modules(model: nn.Module, layers: list[str]) -> list[str]:
+    """The names of the outermost modules with parameters or buffers that lie beside `layers`: embedding, rotary
+    frequencies, final norm, head."""
+
+    def holds_layer(name: str) -> bool:
+        return any(layer == name or layer.startswith(name + ".") for layer in layers)
+
+    found: list[str] = []
+    for name, module in model.named_modules():
+        covered = any(name == other or name.startswith(other + ".") for other in (*layers, *found))
+        tensors = itertools.chain(module.parameters(), module.buffers())
+        if name and not covered and not holds_layer(name) and any(True for _ in tensors):
+            found.append(name)
+    return found
+
+
+def _train_without_cache(model: nn.Module) -> None:
+    if "use_cache" not in inspect.signature(model.forward).parameters or f"{MARK}_hook" in model.__dict__:
+        return
+
+    def no_cache(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        if module.training and torch.is_grad_enabled():
+            kwargs.setdefault("use_cache", False)
+        return args, kwargs
+
+    model.__dict__[f"{MARK}_hook"] = model.register_forward_pre_hook(no_cache, with_kwargs=True)
