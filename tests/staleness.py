@@ -209,9 +209,12 @@ def _same(one: Any, other: Any) -> bool:
     return one.dtype == other.dtype and torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
-def outcome(cell: Cell, device: torch.device) -> Outcome:
-    """Plays a cell on both twins."""
-    eager, _, _ = play(cell, device, False)
+def outcome(cell: Cell, device: torch.device) -> Outcome | None:
+    """Plays a cell on both twins. None where its program is none."""
+    try:
+        eager, _, _ = play(cell, device, False)
+    except (AttributeError, KeyError, NameError, TypeError):
+        return None
     graphed, served, reason = play(cell, device, True)
     wrong = [index for index, pair in enumerate(zip(eager, graphed, strict=True)) if not _same(*pair)]
     return Outcome(f"differs from call {wrong[0]} of {len(eager)}" if wrong else "", tuple(served), reason)
@@ -259,7 +262,7 @@ def main() -> None:
     index, count = map(int, options.part.split("/"))
     chosen = chosen[index::count]
     logging.getLogger("graphmod").setLevel(logging.ERROR)
-    wrong = unserved = errors = 0
+    wrong = unserved = errors = none = 0
     began = time.perf_counter()
     for cell in chosen:
         try:
@@ -268,7 +271,9 @@ def main() -> None:
             errors += 1
             print(f"ERROR   {cell}: {type(error).__name__}: {str(error)[:150]}", flush=True)
             continue
-        if found.wrong:
+        if found is None:
+            none += 1
+        elif found.wrong:
             wrong += 1
             print(f"SILENT  {cell}: {found.wrong}, served {found.served}", flush=True)
         elif not all(found.served):
@@ -276,7 +281,7 @@ def main() -> None:
             if options.unserved:
                 print(f"eager   {cell}: served {found.served}, {found.reason[:150]}", flush=True)
     print(
-        f"{len(chosen)} cells, {wrong} silent, {unserved} not always served, {errors} errors, "
+        f"{len(chosen) - none} cells, {wrong} silent, {unserved} not always served, {errors} errors, "
         f"{time.perf_counter() - began:.0f} s"
     )
 

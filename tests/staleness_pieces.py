@@ -468,7 +468,9 @@ HOMES = {
     "class": Home("self.value", "Net.value = NEW", body="value = FIRST", find="Net.value"),
     "type(self)": Home("type(self).value", "Net.value = NEW", body="value = FIRST", find="Net.value"),
     "base class": Home("self.value", "Base.value = NEW", after="Base.value = FIRST", find="Base.value"),
-    "class of a helper": Home("self.helper.value", "Holder.value = NEW", "self.helper = Holder(); Holder.value = FIRST"),
+    "class of a helper": Home(
+        "self.helper.value", "Holder.value = NEW", "self.helper = Holder(); Holder.value = FIRST"
+    ),
     "class of settings": Home("Config.value", "Config.value = NEW", before="class Config:\n    value = FIRST"),
     "slots": Home("self.helper.value", "net.helper.value = NEW", "self.helper = Slotted(); self.helper.value = FIRST"),
     "property": Home(
@@ -477,9 +479,7 @@ HOMES = {
         "self.__dict__['_value'] = FIRST",
         body="@property\n    def value(self):\n        return self.__dict__['_value']",
     ),
-    "property of a helper": Home(
-        "self.helper.scale", "net.helper._scale = NEW", "self.helper = Lazy(FIRST)"
-    ),
+    "property of a helper": Home("self.helper.scale", "net.helper._scale = NEW", "self.helper = Lazy(FIRST)"),
     "cached property": Home(
         "self.helper.value",
         "net.helper.__dict__['value'] = NEW",
@@ -545,9 +545,7 @@ HOMES = {
         body="def by_default(self, value=FIRST):\n        return value",
     ),
     "attribute of a function": Home("scale.value", "scale.value = NEW", before="scale.value = FIRST"),
-    "attribute of a method": Home(
-        "self.forward.value", "Net.forward.value = NEW", after="Net.forward.value = FIRST"
-    ),
+    "attribute of a method": Home("self.forward.value", "Net.forward.value = NEW", after="Net.forward.value = FIRST"),
     "item of a list": Home("self.items[1]", "net.items[1] = NEW", "self.items = [0, FIRST]"),
     "last item of a list": Home("self.items[-1]", "net.items[-1] = NEW", "self.items = [0, FIRST]"),
     "item of a dict": Home("self.table['value']", "net.table['value'] = NEW", "self.table = {'value': FIRST}"),
@@ -556,9 +554,7 @@ HOMES = {
         "net.table['the_value'] = NEW",
         "self.table = {'the_value': FIRST, 'a': 0}",
     ),
-    "item by get": Home(
-        "self.table.get('value')", "net.table['value'] = NEW", "self.table = {'value': FIRST}"
-    ),
+    "item by get": Home("self.table.get('value')", "net.table['value'] = NEW", "self.table = {'value': FIRST}"),
     "item of an item": Home(
         "self.table['a'][0]['b']", "net.table['a'][0]['b'] = NEW", "self.table = {'a': [{'b': FIRST}]}"
     ),
@@ -584,11 +580,17 @@ HOMES = {
     "super attribute": Home("super(Net, self).kept", "Base.kept = NEW", after="Base.kept = FIRST", find="Base.kept"),
     "thread's": Home("LOCAL.value", "LOCAL.value = NEW", before="LOCAL = threading.local(); LOCAL.value = FIRST"),
     "partial's argument": Home(
-        "self.bound()", "net.bound = partial(operator.pos.__class__ and give, NEW)", "self.bound = partial(give, FIRST)",
+        "self.bound()",
+        "net.bound = partial(operator.pos.__class__ and give, NEW)",
+        "self.bound = partial(give, FIRST)",
         before="def give(value):\n    return value",
     ),
-    "vars(self)": Home("vars(self.helper)['value']", "net.helper.value = NEW", "self.helper = Holder(); self.helper.value = FIRST"),
-    "__dict__": Home("self.helper.__dict__['value']", "net.helper.value = NEW", "self.helper = Holder(); self.helper.value = FIRST"),
+    "vars(self)": Home(
+        "vars(self.helper)['value']", "net.helper.value = NEW", "self.helper = Holder(); self.helper.value = FIRST"
+    ),
+    "__dict__": Home(
+        "self.helper.__dict__['value']", "net.helper.value = NEW", "self.helper = Holder(); self.helper.value = FIRST"
+    ),
     "submodule": Home(
         "self.part.fetch()",
         "net.part.value = NEW",
@@ -603,9 +605,7 @@ HOMES = {
     ),
     "field of a dataclass": Home("self.settings.scale", "net.settings.scale = NEW", "self.settings = Settings(FIRST)"),
     "field of a named tuple": Home("self.point.y", "net.point = Point(0, NEW)", "self.point = Point(0, FIRST)"),
-    "namespace": Home(
-        "self.space.value", "net.space.value = NEW", "self.space = types.SimpleNamespace(value=FIRST)"
-    ),
+    "namespace": Home("self.space.value", "net.space.value = NEW", "self.space = types.SimpleNamespace(value=FIRST)"),
     "class's dict of instances": Home(
         "Registry.known['a'].value",
         "Registry.known['a'].value = NEW",

@@ -20,7 +20,8 @@ from graphmod.graph.gradients import Loans
 from graphmod.graph.placement import Place, buffers_for, find_places, real, store, targets_for
 from graphmod.guards.changes import what_changed
 from graphmod.guards.guards import Guards
-from graphmod.guards.notes import Notes, noting
+from graphmod.guards.notes import Notes
+from graphmod.guards.watching import noting
 from graphmod.state.failures import capture_failed, refuse_unseen
 from graphmod.trace.operations import address
 from graphmod.trace.recorder import Recorder

@@ -15,7 +15,7 @@ from torch import Tensor
 from graphmod.graph.results import not_to_be_made_again, outline, resolved
 from graphmod.guards.changes import what_changed
 from graphmod.guards.guards import Guards
-from graphmod.guards.notes import noting
+from graphmod.guards.watching import noting
 from graphmod.signature.arguments import Given
 from graphmod.signature.flattening import flatten
 from graphmod.trace.garbage import no_garbage_collection

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from graphmod.guards.contents import content, describe, same_content
 from graphmod.guards.lookup import Cell
-from graphmod.guards.notes import Note, Notes
+from graphmod.guards.note import Note
+from graphmod.guards.notes import Notes
 
 NOT_REPLAYED = "which a replay would not do; keep it in a tensor that is changed in place, or pass it as an argument"
 
@@ -36,6 +37,8 @@ def what_changed(notes: Notes) -> str | None:
     if notes.unreadable is not None:
         error, where = notes.unreadable
         return f"reads an object at {line_of(where)} that nobody can look into without harm ({error})"
+    if notes.elsewhere is not None:
+        return f"{line_of(notes.elsewhere)} runs code in another thread, where nobody can watch it; run it in this one"
     for _, kind, where in notes.iterators:
         return f"{line_of(where)} takes items from a {kind}, {NOT_REPLAYED}"
     drawn = notes.chance.drawn()

@@ -98,6 +98,8 @@ def content(value: Any) -> tuple | None:
         return (value.get(MISSING),)
     if isinstance(value, weakref.ref):
         return (value(),)
+    if isinstance(value, functools.partial):
+        return (value.func, *value.args, *value.keywords, *value.keywords.values())
     if isinstance(value, (array.array, bytearray)):
         return (bytes(value),)
     if isinstance(value, queue.SimpleQueue):

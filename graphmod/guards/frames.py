@@ -6,25 +6,25 @@ Stands on `sys.settrace`, which Python 3.11 to 3.13 have alike; a tracer that wa
 
 import os
 import sys
-import sysconfig
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from graphmod.guards.reads import Reads, reads
+from graphmod.guards.library import STDLIB, TORCH
+from graphmod.guards.reads import Read, Reads, reads
 from graphmod.torch_private import beside_dynamo
 
-_TORCH = str(Path(torch.__file__).parent) + os.sep
-_STDLIB = sysconfig.get_path("stdlib") + os.sep
 _CORE = str(Path(__file__).parent.parent) + os.sep
 # Of torch, what keeps settings and state in Python that a step depends on. The rest passes arguments on.
 _OF_TORCH = tuple(
-    _TORCH + part.replace("/", os.sep)
+    TORCH + part.replace("/", os.sep)
     for part in (
         *("nn/modules/", "nn/utils/", "nn/parallel/", "nn/parameter.py", "nn/attention/", "optim/", "amp/"),
         *("distributions/", "autograd/function.py", "autograd/grad_mode.py", "testing/"),
@@ -37,7 +37,7 @@ _NOT_OF_STDLIB = tuple(
         *("abc.py", "ast.py", "codecs.py", "contextlib.py", "dis.py", "encodings/", "enum.py", "functools.py"),
         *("importlib/", "inspect.py", "linecache.py", "locale.py", "logging/", "re/", "string.py", "sysconfig.py"),
         *("textwrap.py", "threading.py", "tokenize.py", "traceback.py", "typing.py", "unittest/", "warnings.py"),
-        *("weakref.py", "_weakrefset.py", "multiprocessing/", "asyncio/", "gettext.py"),
+        *("_weakrefset.py", "multiprocessing/", "asyncio/", "gettext.py"),
     )
 )
 _OF_CORE = (_CORE + "train" + os.sep, _CORE + "decode" + os.sep)
@@ -50,14 +50,11 @@ _MACHINERY = {
     *(nn.Module.__delattr__.__code__, _CALL),
 }
 
+_STARTS_THREADS = {threading.Thread.start.__code__, ThreadPoolExecutor.submit.__code__}
+
 _MOST_RESULTS = 8
 _MOST_KNOWN = 20_000
 _known: dict[int, tuple[CodeType, Reads | None]] = {}  # by identity: the hash of code takes microseconds
-
-
-def is_library(filename: str) -> bool:
-    """Whether a file belongs to an installed library."""
-    return filename.startswith((_TORCH, _STDLIB, "<frozen")) or f"{os.sep}site-packages{os.sep}" in filename
 
 
 @cache
@@ -65,20 +62,20 @@ def _mutes(filename: str) -> bool:
     """Whether neither a file's code is of interest nor what that calls: it says something, or compiles, or is
     compiled."""
     parts = (f"{os.sep}triton{os.sep}", f"{os.sep}torch{os.sep}_inductor{os.sep}", "torchinductor")
-    said = filename.startswith((_STDLIB + "logging" + os.sep, _STDLIB + "warnings.py"))
+    said = filename.startswith((STDLIB + "logging" + os.sep, STDLIB + "warnings.py"))
     return said or any(part in filename for part in parts)
 
 
 @cache
 def _watched(filename: str) -> bool:
-    if filename.startswith(_TORCH):
+    if filename.startswith(TORCH):
         return filename.startswith(_OF_TORCH)
     if filename.startswith(_CORE):
         return filename.startswith(_OF_CORE) and not filename.startswith(_NOT_OF_CORE)
     if filename.startswith("<frozen"):
         return filename in _FROZEN
-    if filename.startswith(_STDLIB) and "-packages" not in filename:
-        return not filename[len(_STDLIB) :].startswith(_NOT_OF_STDLIB)
+    if filename.startswith(STDLIB) and "-packages" not in filename:
+        return not filename[len(STDLIB) :].startswith(_NOT_OF_STDLIB)
     return True
 
 
@@ -90,19 +87,33 @@ def _reads_of(code: CodeType) -> Reads | None:
     return known[1]
 
 
+class Watcher(Protocol):
+    """Who is told what code does."""
+
+    def see(self, frame: FrameType, reads: Iterable[Read], results: Iterable[Any]) -> list[Read]:
+        """Code is about to read something.
+
+        Args:
+            results: what the code gave that was called on the line before, or up to this instruction.
+
+        Returns:
+            What it reads of values that only code can tell.
+        """
+
+    def called(self, module: nn.Module) -> None:
+        """A module is called."""
+
+    def leaves(self, frame: FrameType) -> None:
+        """Code is sent to another thread."""
+
+
 class Frames:
-    """While it is active, calls `see(frame, reads)` before each line, or instruction, that reads something, and
-    `called(module)` when a module is called.
+    """While it is active, tells a watcher before each line, or instruction, that reads something."""
 
-    Args:
-        see: called with the frame, what is read, and the results of calls that returned to it since.
-        called: called with the module.
-    """
-
-    def __init__(self, see: Callable, called: Callable[[nn.Module], None]) -> None:
-        self._see, self._called = see, called
-        self._returned: dict[int, list[Any]] = {}  # identity of a frame -> what calls gave it on the present line
-        self._last: dict[int, list] = {}  # likewise -> what it read there
+    def __init__(self, watcher: Watcher) -> None:
+        self._watcher = watcher
+        # Identity of a frame -> what it read that only code can tell, and what that code has given it by now.
+        self._open: dict[int, tuple[list[Read], list[Any]]] = {}
         self._muted = 0  # frames that run now, and in which nothing is looked at
         self._before: Any = None
 
@@ -113,8 +124,7 @@ class Frames:
 
     def __exit__(self, *_: Any) -> None:
         sys.settrace(self._before)
-        self._returned.clear()
-        self._last.clear()
+        self._open.clear()
         if len(_known) > _MOST_KNOWN:  # code that programs make as they run
             _known.clear()
 
@@ -122,8 +132,10 @@ class Frames:
     def _enter(self, frame: FrameType, event: str, _: Any) -> Callable | None:
         code = frame.f_code
         if code is _CALL:
-            self._called(frame.f_locals["self"])
-        if _mutes(code.co_filename) or code.co_name == "<module>":
+            self._watcher.called(frame.f_locals["self"])
+        elif code in _STARTS_THREADS and not self._muted:
+            self._watcher.leaves(frame.f_back or frame)
+        if _mutes(code.co_filename) or (code.co_name == "<module>" and _is_import(frame)):
             self._muted += 1
             frame.f_trace_lines = False
             return self._leave_muted
@@ -142,33 +154,54 @@ class Frames:
 
     @beside_dynamo
     def _step(self, frame: FrameType, event: str, value: Any) -> Callable:
-        found = None if self._muted else _reads_of(frame.f_code)
         if event == "line" or event == "opcode":
+            found = None if self._muted else _reads_of(frame.f_code)
             if found is not None:
-                now = found.by_line.get(frame.f_lineno) if event == "line" else found.by_offset.get(frame.f_lasti)
-                if found.follows_results:
-                    self._follow(frame, now, found.exact)
-                if now:
-                    self._see(frame, now, ())
+                if event == "opcode":
+                    self._at_instruction(frame, found.by_offset.get(frame.f_lasti))
+                elif found.spans:
+                    self._close(frame)
+                    self._at_instruction(frame, found.by_line.get(frame.f_lineno))
+                else:
+                    self._at(frame, found.by_line.get(frame.f_lineno))
         elif event == "return":
-            if found is not None and found.follows_results:
-                self._follow(frame, None, False)
+            self._close(frame)
+            self._open.pop(id(frame), None)
             back = frame.f_back
             # Never a tensor: autograd takes another way with one that somebody else holds.
-            if value is not None and back is not None and not isinstance(value, (torch.Tensor, tuple, list)):
-                caller = _reads_of(back.f_code)
-                if caller is not None and caller.follows_results:
-                    self._returned.setdefault(id(back), []).append(value)
+            if value is not None and back is not None and id(back) in self._open and not _holds_tensors(value):
+                self._open[id(back)][1].append(value)
         return self._step
 
-    def _follow(self, frame: FrameType, now: list | None, lasting: bool) -> None:
-        """Lets what is read of the results of calls be looked at: on the line before, which has run by now, or at this
-        instruction."""
-        results = self._returned.pop(id(frame), None)
-        before = self._last.pop(id(frame), None)
-        if results:
-            self._see(frame, [*(before or ()), *(now or ())], results)
-        if lasting and results:
-            self._returned[id(frame)] = results[-_MOST_RESULTS:]
-        elif now:
-            self._last[id(frame)] = now
+    def _at(self, frame: FrameType, now: list[Read] | None) -> None:
+        self._close(frame)
+        self._open.pop(id(frame), None)
+        if now:
+            unknown = self._watcher.see(frame, now, ())
+            if unknown:
+                self._open[id(frame)] = unknown, []
+
+    def _at_instruction(self, frame: FrameType, now: list[Read] | None) -> None:
+        reads, results = self._open.setdefault(id(frame), ([], []))
+        del results[:-_MOST_RESULTS]
+        reads[:] = self._watcher.see(frame, now, results) if now else ()
+
+    def _close(self, frame: FrameType) -> None:
+        """Lets what is read of the results of calls be looked at: the line has run by now."""
+        reads, results = self._open.get(id(frame), ((), ()))
+        if reads and results:
+            self._watcher.see(frame, reads, results)
+
+
+def _is_import(frame: FrameType) -> bool:
+    return frame.f_back is None or frame.f_back.f_code.co_filename.startswith("<frozen importlib")
+
+
+def _holds_tensors(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return True
+    if not isinstance(value, (tuple, list, dict)):
+        return False
+    return any(
+        isinstance(one, (torch.Tensor, tuple, list)) for one in (value.values() if type(value) is dict else value)
+    )

@@ -18,7 +18,8 @@ from graphmod.guards.changes import line_of, name_of, replacements
 from graphmod.guards.contents import CONTAINERS, content, describe, is_plain, same, same_content
 from graphmod.guards.hooks import HookWatch
 from graphmod.guards.lookup import MISSING, Cell, get
-from graphmod.guards.notes import Note, Notes
+from graphmod.guards.note import Note
+from graphmod.guards.notes import Notes
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _data_ptr, _size, _stride = Tensor.data_ptr, Tensor.size, Tensor.stride

@@ -15,6 +15,11 @@ MISSING: Any = type("Missing", (), {"__repr__": lambda self: "nothing", "__slots
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: of a class that was made by running code
 
 
+def is_made_by_code(kind: type) -> bool:
+    """Whether a class was made by running code, so that an object's class may be exchanged."""
+    return bool(kind.__flags__ & _HEAP_TYPE)
+
+
 class Place(NamedTuple):
     """Where a value was found.
 
@@ -65,6 +70,31 @@ class Cell:
             raise KeyError from None
 
 
+class Kind:
+    """The class of an object, read as from a dict under the key `__class__`."""
+
+    __slots__ = ("_owner",)
+
+    def __init__(self, owner: Any) -> None:
+        self._owner = owner
+
+    def __getitem__(self, _: str) -> type:
+        return type(self._owner)
+
+
+class Fields:
+    """What a function is made of, read as from a dict."""
+
+    __slots__ = ("function",)
+    NAMES = ("__code__", "__defaults__", "__kwdefaults__")
+
+    def __init__(self, function: types.FunctionType) -> None:
+        self.function = function
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self.function, name)
+
+
 def get(container: Any, key: Any) -> Any:
     """`container[key]`, or MISSING."""
     try:
@@ -97,10 +127,13 @@ def find(owner: Any, name: Any) -> Place | None:
     if isinstance(owner, types.ModuleType):
         held = owner.__dict__
         return Place(held, name, held[name]) if name in held else None
-    if isinstance(owner, type):
-        return _of_class(owner, name)
     kind = type(owner)
-    shared = _of_class(kind, name)
+    if kind is super:
+        mro = owner.__self_class__.__mro__
+        return _of_class(mro[mro.index(owner.__thisclass__) + 1 :], name)
+    if isinstance(owner, type):
+        return _of_class(owner.__mro__, name) or _of_class(kind.__mro__, name)
+    shared = _of_class(kind.__mro__, name)
     own = dict_of(owner)
     if shared is not None:
         described = type(shared.value)
@@ -119,8 +152,8 @@ def find(owner: Any, name: Any) -> Place | None:
     return Place(own, name, MISSING) if own is not None else None
 
 
-def _of_class(kind: type, name: str) -> Place | None:
-    for base in kind.__mro__:
+def _of_class(mro: tuple[type, ...], name: str) -> Place | None:
+    for base in mro:
         held = vars(base)
         if name in held:
             return Place(held, name, held[name], shared=base)

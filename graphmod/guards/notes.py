@@ -1,133 +1,78 @@
-"""Notes, while a call runs, what its code reads and where that lives; tells afterwards what the call itself changed.
+"""Notes, while a call runs, what its code reads and where that lives.
 
-Objects that the call makes itself need no notes. Those that were there before it are told apart by the garbage
-collector: what exists when the call begins is frozen (`gc.freeze`), so that all it lists afterwards is new. Imports
-`reads`, `lookup`, `contents` and `frames`.
+Imports `lookup`, `contents`, `chance`, `note` and `lines`.
 """
 
 from __future__ import annotations
 
-import builtins
-import contextlib
-import gc
 import sys
-import threading
 import types
 import weakref
-from collections.abc import Iterable, Iterator
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from graphmod.guards.chance import Chance
-from graphmod.guards.contents import CONTAINERS, Whole, content, is_iterator, is_plain, same, same_content
-from graphmod.guards.frames import Frames, is_library
-from graphmod.guards.lookup import MISSING, Cell, Place, dict_of, find, find_item, get
-from graphmod.guards.reads import RESULT, Expression, Read
+from graphmod.guards.contents import CONTAINERS, Whole, content, is_iterator, is_plain
+from graphmod.guards.library import is_library, is_library_module
+from graphmod.guards.lookup import MISSING, Cell, Fields, Kind, Place, dict_of, find, find_item, get, is_made_by_code
+from graphmod.guards.note import Note
 
-_UNKNOWN: Any = object()
+
+class _Pair(NamedTuple):
+    one: int
+
+
+UNKNOWN: Any = type("Unknown", (), {"__slots__": ()})()
+"""There is no value, or none of which anything is read."""
+CODE: Any = type("Code", (), {"__slots__": ()})()
+"""Only code that runs could tell."""
 _FIXED = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType)
 _DESCRIPTORS = (types.FunctionType, property, classmethod, staticmethod, types.GetSetDescriptorType)
+_KEPT_IN_C = (types.GetSetDescriptorType, types.MemberDescriptorType, type(vars(_Pair)["one"]))
 # What changes in many calls and decides nothing: loggers, and what torch.compile keeps about code.
 _OF_NO_MEANING = ("logging", "torch._dynamo", "torch._inductor", "torch.fx", "torch.utils._pytree", "warnings")
 _GLOBAL_HOOKS = (
     *("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks"),
 )
-
-
-def geometry(tensor: Tensor) -> tuple:
-    """All that a graph freezes about a tensor it reads by address."""
-    if tensor.layout is not torch.strided:
-        return (id(tensor), tensor.layout)
-    try:
-        where = tensor.data_ptr()
-    except RuntimeError:  # a subclass without memory of its own
-        where = 0
-    return (where, tensor.size(), tensor.stride(), tensor.dtype, tensor.requires_grad)
-
-
-def _held(value: Any) -> tuple[Any, bool]:
-    """The value, or a weak reference to it and True: a note keeps nothing alive that the call made."""
-    if not is_plain(value) and not isinstance(value, (*CONTAINERS, type, nn.Module, nn.Parameter, types.ModuleType)):
-        with contextlib.suppress(TypeError):
-            return weakref.ref(value), True
-    return value, False
-
-
-class Note:
-    """What was at one place when the call first looked there.
-
-    Attributes:
-        key: attribute name, key or index.
-        geometry: of a tensor.
-        items: of a container.
-        where: code and line that looked.
-    """
-
-    __slots__ = ("_container", "_owner", "_value", "_weak_owner", "_weak_value", "geometry", "items", "key", "where")
-
-    def __init__(self, owner: Any, place: Place, where: tuple) -> None:
-        self.key, self.where = place.key, where
-        self._owner, self._weak_owner = _held(owner)
-        # The attributes of an object would keep it alive.
-        self._container = None if self._weak_owner and place.container is dict_of(owner) else place.container
-        self._value, self._weak_value = _held(place.value)
-        self.geometry = geometry(place.value) if isinstance(place.value, Tensor) else None
-        self.items = content(place.value) if isinstance(place.value, CONTAINERS) else None
-
-    @property
-    def owner(self) -> Any:
-        """The object whose place it is; None when that is gone."""
-        return self._owner() if self._weak_owner else self._owner
-
-    @property
-    def container(self) -> Any:
-        return self._container if self._container is not None else dict_of(self.owner)
-
-    def before(self) -> Any:
-        """What was there; None when that is gone."""
-        return self._value() if self._weak_value else self._value
-
-    def now(self) -> Any:
-        return get(self.container, self.key)
-
-    def changed(self) -> bool:
-        """Whether the place holds another value than at first. A container in the place of an equal one is none."""
-        before, now = self.before(), self.now()
-        if before is now:
-            return self.geometry is not None and geometry(now) != self.geometry
-        if self.items is not None and type(before) is type(now):
-            return not same_content(self.items, content(now) or ())
-        return not same(before, now)
+_DEPTH, _MOST_INSIDE = 4, 4096  # how far, and into how many items, containers in containers are followed
 
 
 class Notes:
-    """Collects notes while it is active.
+    """Collects notes.
 
     Attributes:
         modules: the modules that were called, each once.
         notes: by identity of the object and key.
+        contents: containers whose items were read, by identity: the container, its items, and where that was.
         iterators: what code used that is used up by it.
         gradients: the leaf tensors met -> whether they had no gradient then.
         chance: the random generators of the host.
+        holders: the objects, by identity of what is theirs, with which that is as old or as new.
+        roots: identities of what was there before, whatever the collector says.
         unreadable: an error from looking at what code reads, and where.
+        elsewhere: where code was sent to another thread.
+        where: the code and line that reads now.
     """
 
     def __init__(self) -> None:
         self.modules: dict[int, nn.Module] = {}
         self.notes: dict[tuple[int, Any], Note] = {}
-        self.contents: dict[int, tuple[Any, tuple, tuple]] = {}  # containers met in variables
+        self.contents: dict[int, tuple[Any, tuple, tuple]] = {}
         self.iterators: list[tuple[Any, str, tuple]] = []
         self.gradients: dict[int, tuple[Tensor, bool]] = {}
         self.chance = Chance()
         self.unreadable: tuple[str, tuple] | None = None
+        self.elsewhere: tuple | None = None
         self.roots: set[int] = set()
-        self._holders: dict[int, Any] = {}
+        self.holders: dict[int, Any] = {}
+        self.where: tuple = ("", 0)
         self._wholes: dict[int, Whole] = {}
-        self._where: tuple = ("", 0)
+        self._functions: dict[int, types.FunctionType] = {}
 
-    # -- while the call runs -------------------------------------------------------------------------------------
+    # -- what there is to begin with -----------------------------------------------------------------------------
 
     def root(self, value: Any) -> None:
         """Takes in an object that was there before, whatever the collector says: the callable, an argument."""
@@ -137,120 +82,115 @@ class Notes:
             value = value.__func__
         if isinstance(value, types.FunctionType):
             self.roots.add(id(value))
-            self._closure(value)
+            self._function(value)
         elif isinstance(value, CONTAINERS):
             for item in content(value) or ():
                 if isinstance(item, CONTAINERS):
                     self.root(item)
 
-    def see(self, frame: types.FrameType, reads: Iterable[Read], results: Iterable[Any]) -> None:
-        """Takes in that code is about to read something."""
-        self._where = (frame.f_code, frame.f_lineno)
-        try:
-            self._see(frame, reads, results)
-        except Exception as error:  # what is looked at may be of any kind; the user's call goes on
-            self.unreadable = self.unreadable or (f"{type(error).__name__}: {error}", self._where)
-
-    def _see(self, frame: types.FrameType, reads: Iterable[Read], results: Iterable[Any]) -> None:
-        variables = frame.f_locals
-        for read in reads:
-            for result in results or (_UNKNOWN,):
-                if results and not _follows(read.of):
-                    continue
-                value = self._value(read.of, frame, variables, result)
-                self.chance.meet(value, self._where)
-                if read.content and value is not _UNKNOWN and value is not MISSING:
-                    self._look_inside(value)
-                    if isinstance(value, dict) and "_parameters" in value and read.of[0] == "attr":
-                        for held in ("_parameters", "_buffers", "_modules"):  # the attributes of a module, whole
-                            self._look_inside(value.get(held))
-
     def called(self, module: nn.Module) -> None:
         """Takes in that a module is called."""
         if not self.modules:
             for hooks in _GLOBAL_HOOKS:
-                self._look_inside(getattr(nn.modules.module, hooks, {}))
-        self.modules.setdefault(id(module), module)
+                self.look_inside(getattr(nn.modules.module, hooks, {}))
+        if self.modules.setdefault(id(module), module) is not module:
+            return
         if isinstance(module, torch.jit.ScriptModule) or module.__dict__.get("_compiled_call_impl") is not None:
             self._whole(module)
         elif isinstance(module, _compiled_kind()):
             self._whole(module._orig_mod)
         else:
-            self._attribute(module, "forward")
+            self.attribute(module, "forward")
 
     def _whole(self, module: nn.Module) -> None:
         if id(module) not in self._wholes:
             whole = self._wholes[id(module)] = Whole(module)
             self.roots.add(id(whole))
-            self._look_inside(whole)
+            self.look_inside(whole)
 
-    def _value(self, of: Expression, frame: types.FrameType, variables: dict, result: Any) -> Any:
-        kind = of[0]
-        if kind == "local":
-            return variables.get(of[1], _UNKNOWN)
-        if kind == "const":
-            return of[1]
-        if kind == "global":
-            held = frame.f_globals
-            if of[1] in held:
-                value = held[of[1]]
-                if not (isinstance(value, _FIXED) and is_library(frame.f_code.co_filename)):
-                    self._note(held, Place(held, of[1], value))
-                return value
-            return builtins.__dict__.get(of[1], _UNKNOWN)
-        if of is RESULT or kind == "result":
-            return result
-        if kind == "module":
-            return sys.modules.get(of[1], _UNKNOWN)
-        base = self._value(of[1], frame, variables, result)
-        key = self._value(of[2], frame, variables, result)
-        if base is _UNKNOWN or base is MISSING or key is _UNKNOWN or key is MISSING or is_plain(base):
-            return _UNKNOWN
-        return self._attribute(base, key) if kind == "attr" else self._item(base, key)
+    # -- places --------------------------------------------------------------------------------------------------
 
-    def _attribute(self, owner: Any, name: Any) -> Any:
+    def global_variable(self, held: dict, name: str, file: str) -> Any:
+        """The value of a global variable, noted."""
+        value = held[name]
+        if not (isinstance(value, _FIXED) and is_library(file)):
+            self._note(held, Place(held, name, value))
+        return value
+
+    def attribute(self, owner: Any, name: Any) -> Any:
+        """The value of an attribute, noted; MISSING, UNKNOWN or CODE where there is none to be had."""
+        if not isinstance(name, str) or is_plain(owner):
+            return UNKNOWN
         if isinstance(owner, Tensor):
-            self._leaf(owner)
-            held = getattr(owner, "__dict__", None) or {}
-            if name in held:
-                self._note(owner, Place(held, name, held[name]))
-                return held[name]
-            return _UNKNOWN
+            return self._of_tensor(owner, name)
+        kind = type(owner)
+        if kind in (weakref.ProxyType, weakref.CallableProxyType):
+            return self.attribute(owner.__init__.__self__, name)
+        if kind is not super and is_made_by_code(kind) and not issubclass(kind, (type, types.ModuleType)):
+            self._kind(owner)
         if name == "__dict__":
             held = dict_of(owner)
             if held is None:
-                return _UNKNOWN
-            self._holders[id(held)] = owner  # Python may have made this dict only now
+                return UNKNOWN
+            self.holders[id(held)] = owner  # Python may have made this dict only now
             return held
         if name == "__class__":
-            return type(owner)
+            return kind
         place = find(owner, name)
         if isinstance(owner, torch._C._FunctionBase):  # what a forward keeps for its own backward
-            return _UNKNOWN if place is None or place.shared is not None else place.value
-        if place is None or _means_nothing(owner):
-            return _UNKNOWN
-        value = place.value
+            return UNKNOWN if place is None or place.shared is not None else place.value
+        if _means_nothing(owner):
+            return UNKNOWN
+        if place is None:
+            return _of_c(owner, name)
         if place.shared is not None:
-            own = None if isinstance(owner, type) else dict_of(owner)
-            if own is not None:
-                self._note(owner, Place(own, name, MISSING))
-            if not (isinstance(value, _DESCRIPTORS) and _is_library_module(sys.modules.get(_package(place.shared)))):
-                self._note(place.shared, place)
-            if isinstance(value, staticmethod):
-                return value.__func__
-            return _UNKNOWN if isinstance(value, (property, classmethod)) else value
-        if isinstance(owner, types.ModuleType) and isinstance(value, _FIXED) and _is_library_module(owner):
+            return self._of_class(owner, name, place)
+        value = place.value
+        if isinstance(owner, types.ModuleType):
+            if not (isinstance(value, _FIXED) and is_library_module(owner)):
+                self.holders[id(place.container)] = owner
+                self._note(place.container, place)
             return value
-        self._note(owner if not isinstance(owner, types.ModuleType) else place.container, place)
-        if value is MISSING and hasattr(type(owner), "_reach_through"):
-            return self._attribute(dict_of(owner)[type(owner)._reach_through[0]], name)
+        self._note(owner, place)
+        if value is MISSING:
+            if hasattr(kind, "_reach_through"):
+                return self.attribute(dict_of(owner)[kind._reach_through[0]], name)
+            return CODE if hasattr(kind, "__getattr__") else MISSING
         return value
 
-    def _item(self, owner: Any, key: Any) -> Any:
+    def _of_class(self, owner: Any, name: str, place: Place) -> Any:
+        value = place.value
+        own = None if isinstance(owner, (type, super)) else dict_of(owner)
+        if own is not None:
+            self._note(owner, Place(own, name, MISSING))
+        if not (isinstance(value, _DESCRIPTORS) and is_library_module(sys.modules.get(_package(place.shared)))):
+            self._note(place.shared, place)
+        if isinstance(value, staticmethod):
+            return value.__func__
+        if isinstance(value, classmethod):
+            return value.__func__
+        return (
+            CODE
+            if isinstance(getattr(type(value), "__get__", None), types.FunctionType) or isinstance(value, property)
+            else value
+        )
+
+    def _of_tensor(self, owner: Tensor, name: str) -> Any:
+        self._leaf(owner)
+        held = getattr(owner, "__dict__", None)
+        if held is not None and name in held:
+            self._note(owner, Place(held, name, held[name]))
+            return held[name]
+        if held is not None and not hasattr(type(owner), name):
+            self._note(owner, Place(held, name, MISSING))
+        return UNKNOWN
+
+    def item(self, owner: Any, key: Any) -> Any:
+        """The value of an item, noted; MISSING, UNKNOWN or CODE where there is none to be had."""
         place = find_item(owner, key)
         if place is None:
-            self._look_inside(owner)
-            return _UNKNOWN
+            self.look_inside(owner)
+            return CODE
         if not isinstance(owner, tuple):
             self._note(owner, place)
         return place.value
@@ -262,12 +202,30 @@ class Notes:
         except TypeError:  # a key that cannot be hashed
             return
         if known is None or known.owner is not owner:
-            self.notes[name] = Note(owner, place, self._where)
-            value = place.value
-            if isinstance(value, Tensor):
-                self._leaf(value)
-            elif isinstance(value, types.FunctionType):
-                self._closure(value)
+            self.notes[name] = Note(owner, place, self.where)
+            self._meet(place.value)
+
+    def _kind(self, owner: Any) -> None:
+        name = (id(owner), Kind)
+        known = self.notes.get(name)
+        if known is None or known.owner is not owner:
+            self.notes[name] = Note(owner, Place(Kind(owner), "__class__", type(owner)), self.where)
+
+    # -- values --------------------------------------------------------------------------------------------------
+
+    def _meet(self, value: Any) -> None:
+        if isinstance(value, Tensor):
+            self._leaf(value)
+        elif isinstance(value, types.FunctionType):
+            self._function(value)
+        elif isinstance(value, (staticmethod, classmethod)):
+            self._meet(value.__func__)
+        elif isinstance(value, property):
+            for function in (value.fget, value.fset, value.fdel):
+                self._meet(function)
+        elif isinstance(value, types.MethodType):
+            self._meet(value.__func__)
+            self.attribute(value.__self__, "__class__")
 
     def _leaf(self, tensor: Tensor) -> None:
         if (
@@ -277,35 +235,47 @@ class Notes:
         ):
             self.gradients[id(tensor)] = tensor, tensor.grad is None
 
-    def _closure(self, function: types.FunctionType) -> None:
-        if function.__closure__ is None:
+    def _function(self, function: types.FunctionType) -> None:
+        """Notes what belongs to a function: the variables it closes over, and, of one of the user's, its defaults."""
+        if self._functions.get(id(function)) is function:
             return
-        for cell in function.__closure__:
-            place = Place(Cell(cell), None, get(Cell(cell), None))
+        self._functions[id(function)] = function
+        for cell in function.__closure__ or ():
             if (id(cell), None) not in self.notes:
-                self._note_cell(cell, place)
+                place = Place(Cell(cell), None, get(Cell(cell), None))
+                self.notes[id(cell), None] = Note(cell, place, self.where)
+                self._meet(place.value)
+        if not is_library(function.__code__.co_filename):
+            for name in Fields.NAMES:
+                place = Place(Fields(function), name, getattr(function, name))
+                self.notes[id(function), place.key] = Note(function, place, self.where)
 
-    def _note_cell(self, cell: types.CellType, place: Place) -> None:
-        self.notes[id(cell), None] = Note(cell, place, self._where)
-        if isinstance(place.value, types.FunctionType):
-            self._closure(place.value)
-
-    def _look_inside(self, value: Any) -> None:
+    def look_inside(self, value: Any, depth: int = _DEPTH) -> None:
         """Notes the items of a container that code goes through, or passes to code that may."""
-        if isinstance(value, (Tensor, nn.Module, str, type)) or is_plain(value):
+        if isinstance(value, (Tensor, str)) or is_plain(value):
             return
+        self._meet(value)
+        if isinstance(value, (nn.Module, type, types.FunctionType, types.ModuleType)):
+            return
+        if isinstance(value, types.BuiltinMethodType) and isinstance(value.__self__, CONTAINERS):
+            value = value.__self__
         if is_iterator(value):
-            self.iterators.append((value, type(value).__name__, self._where))
+            self.iterators.append((value, type(value).__name__, self.where))
             return
         known = self.contents.get(id(value))
         if known is not None and known[0] is value:
             return
         items = content(value)
-        if items is not None and not (isinstance(value, tuple) and all(is_plain(item) for item in items)):
-            self.contents[id(value)] = (value, items, self._where)
+        if items is None:
+            if is_made_by_code(type(value)):
+                self._kind(value)
+        elif not (isinstance(value, tuple) and all(is_plain(item) for item in items)):
+            self.contents[id(value)] = (value, items, self.where)
             for item in items:
                 if isinstance(item, Tensor):
                     self._leaf(item)
+                elif depth and len(items) <= _MOST_INSIDE and isinstance(item, (*CONTAINERS, partial)):
+                    self.look_inside(item, depth - 1)
 
 
 def _compiled_kind() -> Any:
@@ -314,10 +284,13 @@ def _compiled_kind() -> Any:
     return getattr(compiler, "OptimizedModule", ())
 
 
-def _follows(of: Expression) -> bool:
-    while of[0] in ("attr", "item"):
-        of = of[1]
-    return of[0] == "result"
+def _of_c(owner: Any, name: str) -> Any:
+    """The value of an attribute that is kept in C; CODE for any other."""
+    for kind in type(owner).__mro__:
+        found = vars(kind).get(name)
+        if found is not None:
+            return found.__get__(owner, type(owner)) if isinstance(found, _KEPT_IN_C) else CODE
+    return CODE
 
 
 def _package(kind: type) -> str:
@@ -327,73 +300,3 @@ def _package(kind: type) -> str:
 
 def _means_nothing(owner: Any) -> bool:
     return _package(owner if isinstance(owner, type) else type(owner)).startswith(_OF_NO_MEANING)
-
-
-def _is_library_module(module: types.ModuleType | None) -> bool:
-    return module is not None and is_library(getattr(module, "__file__", None) or "<frozen")
-
-
-# -- what was there before ---------------------------------------------------------------------------------------
-
-_lock = threading.Lock()  # the collector belongs to the process
-_recordings = 0
-_frozen_before = 0
-
-
-@contextlib.contextmanager
-def _telling_new_objects() -> Iterator[None]:
-    global _recordings, _frozen_before
-    with _lock:
-        _recordings += 1
-        if _recordings == 1:
-            _frozen_before = gc.get_freeze_count()
-            gc.freeze()
-    try:
-        yield
-    finally:
-        with _lock:
-            _recordings -= 1
-            if not _recordings:
-                gc.unfreeze()
-                if _frozen_before:
-                    gc.freeze()
-
-
-@contextlib.contextmanager
-def noting(*roots: Any) -> Iterator[Notes]:
-    """Notes what the body reads. Afterwards the notes hold what was there before it, and nothing that it made.
-
-    Args:
-        roots: objects that were there before.
-    """
-    notes = Notes()
-    for root in roots:
-        notes.root(root)
-    with _telling_new_objects():
-        with Frames(notes.see, notes.called):
-            yield notes
-        _forget_new(notes)
-
-
-def _forget_new(notes: Notes) -> None:
-    new = set(map(id, gc.get_objects())) - notes.roots
-    old: set[int] = set()  # the collector does not track all containers: others are old if an old place leads to them
-
-    def was_there(value: Any) -> bool:
-        return value is not None and id(value) not in new and (gc.is_tracked(value) or id(value) in old | notes.roots)
-
-    waiting, found = notes.notes, {}
-    while waiting:
-        kept = {key: note for key, note in waiting.items() if was_there(note.owner)}
-        if not kept:
-            break
-        found.update(kept)
-        old.update(id(note.before()) for note in kept.values())
-        waiting = {key: note for key, note in waiting.items() if key not in kept}
-    notes.notes = found
-    notes.contents = {
-        key: one for key, one in notes.contents.items() if was_there(notes._holders.get(id(one[0]), one[0]))
-    }
-    notes.iterators = [one for one in notes.iterators if was_there(one[0])]
-    notes.gradients = {key: one for key, one in notes.gradients.items() if was_there(one[0])}
-    notes.modules = {key: module for key, module in notes.modules.items() if was_there(module)}

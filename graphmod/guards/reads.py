@@ -1,23 +1,19 @@
-"""What code reads: the chains of attributes and items (`self.config.scale`, `group["lr"]`) in its bytecode.
+"""What code reads: the chains of attributes, items and calls (`self.config.scale`, `group["lr"]`) in its bytecode.
 
 The instructions of a function are gone through once, with a stack of expressions in the place of values. Where an
 expression begins with a variable, its value can be found later, while the code runs, without running any of it. Imports
-nothing of graphmod.
+`expressions`.
 """
 
 import dis
 import sys
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import NamedTuple
 
-Expression = tuple
-"""("local", name), ("global", name), ("const", value), ("module", name), ("attr", base, expression of the name),
-("item", base, expression of the key), RESULT, or None for what cannot be told."""
-
-RESULT = ("result",)
-"""What a call returned."""
+from graphmod.guards.expressions import MOST, UNTOLD, Expression, either, inner, variables
 
 
 class Read(NamedTuple):
@@ -40,23 +36,35 @@ class Reads:
         by_line: line -> what is to be looked at before it runs.
         by_offset: offset of an instruction -> likewise.
         exact: whether lines are too coarse, because one assigns a variable and reads through it.
-        follows_results: whether it reads attributes or items of what calls return.
+        spans: whether something is read on one line of what code gave on another.
     """
 
     by_line: dict[int, list[Read]] = field(default_factory=lambda: defaultdict(list))
     by_offset: dict[int, list[Read]] = field(default_factory=lambda: defaultdict(list))
     exact: bool = False
-    follows_results: bool = False
+    spans: bool = False
 
 
 _NULL_LAST = sys.version_info >= (3, 13)
 _METHOD_BIT = sys.version_info >= (3, 12)
 _SILENT = {"RESUME", "NOP", "CACHE", "PRECALL", "EXTENDED_ARG", "MAKE_CELL", "COPY_FREE_VARS", "SETUP_ANNOTATIONS"}
 _LOCALS = {"LOAD_FAST", "LOAD_FAST_CHECK", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"}
-_PUSHES = {"PUSH_NULL", "LOAD_CLOSURE", "LOAD_BUILD_CLASS", "LOAD_ASSERTION_ERROR", "LOAD_FAST_AND_CLEAR"}
+_NAMES = {"LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}
+_PUSHES = {
+    *("PUSH_NULL", "LOAD_CLOSURE", "LOAD_BUILD_CLASS", "LOAD_ASSERTION_ERROR", "LOAD_FAST_AND_CLEAR", "LOAD_LOCALS"),
+    *("PUSH_EXC_INFO", "LOAD_COMMON_CONSTANT", "LOAD_SPECIAL"),
+}
+_BUILDS = {"BUILD_LIST", "BUILD_TUPLE", "BUILD_MAP", "BUILD_SET", "BUILD_STRING"}
 # These pass a value on; whoever gets it reads what is in it.
-_PASS_ON = {"POP_TOP", "RETURN_VALUE", "YIELD_VALUE", "STORE_DEREF", "RETURN_GENERATOR", "IS_OP"}
-_BY_NAME = {"getattr", "hasattr", "setattr", "delattr"}
+_PASS_ON = {"POP_TOP", "YIELD_VALUE", "STORE_DEREF", "STORE_NAME", "RETURN_GENERATOR", "IS_OP"}
+_ONLY_POPS = {"POP_TOP", "STORE_DEREF", "STORE_NAME"}
+_LOOKS_AT = {"MATCH_MAPPING", "MATCH_SEQUENCE", "GET_LEN", "MATCH_KEYS"}  # and leaves it where it is
+_NEVER_GOES_ON = {
+    *("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT", "RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS"),
+    *("RERAISE", "INTERPRETER_EXIT"),
+}
+_JUMPS = {*dis.hasjrel, *dis.hasjabs}
+Stack = list[Expression | None]
 
 
 class _Walk:
@@ -64,35 +72,46 @@ class _Walk:
 
     def __init__(self, code: CodeType) -> None:
         self.found = Reads()
-        self._stack: list[Expression | None] = []
+        self._stack: Stack = []
         self._offset = self._line = 0
-        self._constants, self._first = code.co_consts, (code.co_varnames or ("",))[0]
+        self._constants = code.co_consts
         self._assigned: dict[str, int] = {}
         self._keywords = 0
+        self._made_at: dict[Expression, int] = {}  # the line of what only code may tell
+        coming: dict[int, list[Stack]] = defaultdict(list)  # offset -> what may lie on the stack there
+        goes_on = True
         for step in dis.get_instructions(code):
             if step.starts_line is not None and step.starts_line is not False:
                 self._line = step.line_number if _NULL_LAST else step.starts_line
             self._offset = step.offset
             if step.is_jump_target:
-                self._stack.clear()
-            if step.opname not in _SILENT:
-                self._take(step)
+                self._stack = _joined([*coming.pop(step.offset, []), *([self._stack] if goes_on else [])])
+            elif not goes_on:
+                self._stack = []
+            goes_on = step.opname not in _NEVER_GOES_ON
+            if step.opname in _SILENT:
+                continue
+            before = list(self._stack) if step.opcode in _JUMPS else None
+            self._take(step)
+            if before is not None:
+                effect = dis.stack_effect(step.opcode, step.arg, jump=True)
+                coming[step.argval].append([*before[: len(before) + min(0, effect)], *[None] * max(0, effect)])
 
     def _pop(self) -> Expression | None:
         return self._stack.pop() if self._stack else None
 
     def _push(self, *expressions: Expression | None) -> None:
         self._stack += expressions
+        for one in expressions:
+            if one is not None and one[0] in ("call", "item", "attr"):
+                self._made_at[one] = self._line
 
     def _note(self, of: Expression, content: bool) -> None:
-        root, after_call = of, False
-        while root[0] in ("attr", "item"):
-            after_call = after_call or root[2][0] not in ("const", "local", "global", "attr", "item")
-            root = root[1]
-        if root[0] == "result":
-            self.found.follows_results = True
-        if root[0] == "local" and self._assigned.get(root[1]) == self._line:
+        if not self.found.exact and any(self._assigned.get(name) == self._line for name in variables(of)):
             self.found.exact = True
+        self.found.spans = self.found.spans or any(
+            self._made_at.get(part, self._line) != self._line for part in inner(of)
+        )
         read = Read(of, content)
         for kept in (self.found.by_line[self._line], self.found.by_offset[self._offset]):
             if read not in kept:
@@ -100,31 +119,55 @@ class _Walk:
 
     def _use(self, of: Expression | None, content: bool = True) -> None:
         """Takes in that a value is used as a whole."""
-        if of is None or of is RESULT or of[0] in ("const", "module"):
+        if of is None or of is UNTOLD or of[0] in ("const", "module", "made"):
             return
         if of[0] != "local" or content:
             self._note(of, content)
 
     def _take(self, step: dis.Instruction) -> None:
         name = step.opname
-        handler = getattr(self, f"_{name.lower()}", None)
+        handler: Callable | None = getattr(self, f"_{name.lower()}", None)
         if handler is not None:
             handler(step)
+        elif name in _BUILDS:
+            self._build(step)
         elif name in _LOCALS:
             self._push(("local", step.argval))
+        elif name in _NAMES:
+            self._push(("name", step.argval))
         elif name in _PUSHES:
             self._push(None)
+        elif name in _ONLY_POPS or name.startswith("POP_JUMP"):
+            self._use(self._pop(), name not in _PASS_ON)
+        elif name in _LOOKS_AT:
+            self._use(self._stack[-2 if name == "MATCH_KEYS" and len(self._stack) > 1 else -1] if self._stack else None)
+            self._push(None)
         else:
-            effect = dis.stack_effect(step.opcode, step.arg, jump=False)
-            whole = name not in _PASS_ON
-            for _ in range(max(0, -effect)):
-                self._use(self._pop(), whole)
-            if self._stack:
-                self._use(self._stack[-1], whole)
-                self._stack[-1] = None
-            self._push(*[None] * max(0, effect))
-            if name.startswith("IMPORT_STAR"):
-                self._stack.clear()
+            self._other(step, name not in _PASS_ON)
+
+    def _other(self, step: dis.Instruction, whole: bool) -> None:
+        """An instruction of which only the number of values that it takes and leaves matters."""
+        effect = dis.stack_effect(step.opcode, step.arg, jump=False)
+        for _ in range(max(0, -effect)):
+            self._use(self._pop(), whole)
+        if self._stack:
+            self._use(self._stack[-1], whole)
+            self._stack[-1] = None
+        self._push(*[None] * max(0, effect))
+
+    def _build(self, step: dis.Instruction) -> None:
+        parts = [self._pop() for _ in range(step.arg * (2 if step.opname == "BUILD_MAP" else 1))]
+        for part in parts:
+            self._use(part)
+        known = tuple(part for part in parts if part is not None and part[0] != "const")
+        self._push(("made", known[:MOST]) if known else None)
+
+    def _list_extend(self, step: dis.Instruction) -> None:
+        part = self._pop()
+        self._use(part)
+        if step.arg == 1 and self._stack and part is not None and part[0] != "const":
+            made = self._stack[-1]
+            self._stack[-1] = ("made", (*(made[1] if made is not None and made[0] == "made" else ()), part)[:MOST])
 
     # -- variables -----------------------------------------------------------------------------------------------
 
@@ -139,12 +182,12 @@ class _Walk:
         value: list = [("global", step.argval)]
         self._push(*(value + null if _NULL_LAST else null + value))
 
-    def _load_name(self, step: dis.Instruction) -> None:
-        self._push(("global", step.argval))
-
     def _store_fast(self, step: dis.Instruction) -> None:
         self._use(self._pop(), content=False)
         self._assigned[step.argval] = self._line
+
+    def _store_deref(self, step: dis.Instruction) -> None:
+        self._store_fast(step)
 
     def _store_fast_store_fast(self, step: dis.Instruction) -> None:
         for name in step.argval:
@@ -165,6 +208,11 @@ class _Walk:
 
     def _delete_fast(self, step: dis.Instruction) -> None:
         pass
+
+    def _return_value(self, _: dis.Instruction) -> None:
+        value = self._pop()
+        # Where the caller reads what is in it, that is known of results that the caller made itself.
+        self._use(value, content=value is not None and value[0] in ("attr", "item", "global"))
 
     def _copy(self, step: dis.Instruction) -> None:
         self._push(self._stack[-step.arg] if len(self._stack) >= step.arg else None)
@@ -196,9 +244,10 @@ class _Walk:
         self._push(self._attr(base, ("const", step.argval)), None)
 
     def _load_super_attr(self, step: dis.Instruction) -> None:
-        for _ in range(3):
-            self._pop()
-        found = ("attr", RESULT, ("const", step.argval))
+        owner, kind, function = self._pop(), self._pop(), self._pop()
+        known = None not in (owner, kind, function)
+        base = ("call", function, (kind, owner)) if known else UNTOLD
+        found = ("attr", base, ("const", step.argval))
         self._push(*([found, None] if step.arg & 1 else [found]))
 
     def _store_attr(self, step: dis.Instruction) -> None:
@@ -213,12 +262,26 @@ class _Walk:
         if found is not None:
             self._note(found, content=False)
 
+    def _match_class(self, step: dis.Instruction) -> None:
+        names, kind, subject = self._pop(), self._pop(), self._pop()
+        self._use(kind, content=False)
+        self._use(subject)
+        if subject is not None and subject[0] != "const":
+            for name in names[1] if names is not None and names[0] == "const" else ():
+                self._note(("attr", subject, ("const", name)), content=True)
+            if step.arg:
+                self._note(("attr", subject, ("const", "__dict__")), content=True)
+        self._push(None)
+
     def _binary_subscr(self, _: dis.Instruction) -> None:
         key, base = self._pop(), self._pop()
-        if base is None or base[0] == "const" or key is None or key is RESULT:
+        if base is not None and base[0] == "made":
+            self._use(key)
+            self._push(either(list(base[1])))
+        elif base is None or base[0] == "const" or key is None:
             self._use(base)
             self._use(key)
-            self._push(RESULT)
+            self._push(UNTOLD if base is None or base[0] == "const" else ("item", base, UNTOLD))
         else:
             self._push(("item", base, key))
 
@@ -234,7 +297,7 @@ class _Walk:
     def _change_item(self, container: Expression | None, key: Expression | None) -> None:
         if container is None or container[0] == "const":
             return
-        if key is None or key is RESULT:
+        if key is None or key is UNTOLD:
             self._use(container)
         else:
             self._note(("item", container, key), content=False)
@@ -252,32 +315,27 @@ class _Walk:
         names = self._pop()
         self._called(step.arg, len(names[1]) if names is not None and names[0] == "const" else 1)
 
-    def _called(self, count: int, keywords: int) -> None:
-        given = [self._pop() for _ in range(count)][::-1]
-        two = [self._pop(), self._pop()]
-        function = next((one for one in two if one is not None), None)
+    def _call_function_ex(self, step: dis.Instruction) -> None:
+        given = [self._pop() for _ in range(1 + (step.arg & 1))]
         for one in given:
             self._use(one)
-        self._push(self._result(function, given if not keywords else []))
-        if self._stack[-1] is RESULT:
-            self._use(function, content=False)
+        self._made_call(self._pop_function(), [])
 
-    def _result(self, function: Expression | None, given: list[Expression | None]) -> Expression:
-        """What a call returns, where that is an attribute or a class that can be found without it."""
-        if function is not None and function[0] == "attr" and function[2] == ("const", "__getattribute__"):
-            given = given if len(given) > 1 else [("local", self._first), *given]
-            function = ("global", "getattr")
-        if function is None or function[0] != "global" or not given or given[0] is None or given[0][0] == "const":
-            return RESULT
-        if function[1] in _BY_NAME and len(given) > 1:
-            if given[1] is None or given[1] is RESULT:  # a name that is made as the code runs
-                self._note(("attr", given[0], ("const", "__dict__")), content=True)
-                return RESULT
-            self._note(("attr", given[0], given[1]), content=False)
-            return ("attr", given[0], given[1]) if function[1] == "getattr" else RESULT
-        if function[1] in ("vars", "type") and len(given) == 1:
-            return ("attr", given[0], ("const", "__dict__" if function[1] == "vars" else "__class__"))
-        return RESULT
+    def _called(self, count: int, keywords: int) -> None:
+        given = [self._pop() for _ in range(count)][::-1]
+        self._made_call(self._pop_function(), [UNTOLD if one is None else one for one in given])
+
+    def _pop_function(self) -> Expression | None:
+        two = [self._pop(), self._pop()]
+        return next((one for one in two if one is not None), None)
+
+    def _made_call(self, function: Expression | None, given: list[Expression]) -> None:
+        for one in given:
+            self._use(one)
+        call = ("call", function or UNTOLD, tuple(given))
+        self._push(call)
+        if function is not None:  # some functions read an attribute, or an item, that is named to them
+            self._note(call, content=False)
 
     def _import_name(self, step: dis.Instruction) -> None:
         wanted, level = self._pop(), self._pop()
@@ -287,6 +345,12 @@ class _Walk:
     def _import_from(self, step: dis.Instruction) -> None:
         base = self._stack[-1] if self._stack else None
         self._push(self._attr(base, ("const", step.argval)))
+
+
+def _joined(stacks: list[Stack]) -> Stack:
+    """What may lie on the stack where ways meet, as far down as all of them tell."""
+    depth = min(map(len, stacks), default=0)
+    return [either([stack[at] for stack in stacks]) for at in range(-depth, 0)]
 
 
 def reads(code: CodeType) -> Reads:

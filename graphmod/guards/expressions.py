@@ -1,0 +1,50 @@
+"""Expressions: how code gets at a value, told apart from what the value is. Imports nothing of graphmod."""
+
+from collections.abc import Iterator
+
+Expression = tuple
+"""("local", name), ("global", name), ("name", name) for what may be either, ("const", value), ("module", name),
+("attr", base, expression of the name), ("item", base, expression of the key), ("call", function, expressions of the
+positional arguments), ("either", expressions), ("made", expressions) for a container of them, or UNTOLD."""
+
+UNTOLD = ("untold",)
+"""A value of which code tells nothing."""
+MOST = 8
+"""Parts of an expression that are followed."""
+
+
+def either(expressions: list[Expression | None]) -> Expression | None:
+    """One expression for a value that is the value of one of several; None where nothing is told of any."""
+    known: list[Expression] = []
+    for one in expressions:
+        for part in one[1] if one is not None and one[0] == "either" else (one,):
+            if part is not None and part not in known:
+                known.append(part)
+    if len(known) <= 1:
+        return known[0] if known else None
+    return ("either", tuple(known[:MOST]))
+
+
+def variables(of: Expression) -> Iterator[str]:
+    """The local variables in an expression."""
+    if of[0] in ("local", "name"):
+        yield of[1]
+    elif of[0] in ("attr", "item"):
+        yield from variables(of[1])
+        yield from variables(of[2])
+    elif of[0] == "call":
+        yield from variables(of[1])
+        for one in of[2]:
+            yield from variables(one)
+    elif of[0] in ("either", "made"):
+        for one in of[1]:
+            yield from variables(one)
+
+
+def inner(of: Expression) -> Iterator[Expression]:
+    """The calls and items, and the attributes of such, of which something is read in an expression."""
+    base = of[1] if of[0] in ("attr", "item", "call") else None
+    while base is not None:
+        if base[0] in ("call", "item") or (base[0] == "attr" and base[1][0] in ("call", "item")):
+            yield base
+        base = base[1] if base[0] in ("attr", "item", "call") else None

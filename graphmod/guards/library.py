@@ -1,0 +1,27 @@
+"""Which files and modules belong to installed libraries. Imports nothing of graphmod."""
+
+import os
+import sys
+import sysconfig
+import types
+from functools import cache
+from pathlib import Path
+
+import torch
+
+TORCH = str(Path(torch.__file__).parent) + os.sep
+STDLIB = sysconfig.get_path("stdlib") + os.sep
+
+
+@cache
+def is_library(filename: str) -> bool:
+    """Whether a file belongs to an installed library."""
+    return filename.startswith((TORCH, STDLIB, "<frozen")) or f"{os.sep}site-packages{os.sep}" in filename
+
+
+def is_library_module(module: types.ModuleType | None) -> bool:
+    """Whether a module belongs to an installed library, or to Python."""
+    if module is None:
+        return False
+    file = getattr(module, "__file__", None)
+    return is_library(file) if isinstance(file, str) else module.__name__ in sys.builtin_module_names

@@ -1,0 +1,282 @@
+"""Finds, while code runs, what the expressions in it stand for, without running any code of the objects.
+
+Where only running code could tell, its result is taken once it is there. Imports `notes`, `lookup`, `contents` and
+`expressions`.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextvars
+import operator
+import sys
+import types
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+from graphmod.guards.contents import CONTAINERS, content, is_plain
+from graphmod.guards.expressions import Expression
+from graphmod.guards.lookup import MISSING, dict_of
+from graphmod.guards.notes import CODE, UNKNOWN, Notes
+from graphmod.guards.reads import Read
+
+_MOST_ITEMS = 64  # of a container, one of which something returns
+_BY_NAME = (getattr, hasattr, setattr, delattr, object.__getattribute__, object.__setattr__, object.__delattr__)
+_ITEM_METHODS = {"get", "__getitem__", "pop", "setdefault"}
+_RUNS_PYTHON = (types.FunctionType, types.MethodType, nn.Module)
+_PYTHON = types.FunctionType
+# Functions that read attributes which only they know, of whatever is passed on with them.
+_READERS = (operator.attrgetter, operator.methodcaller)
+
+
+def _is_any(value: Any, of: tuple) -> bool:
+    """Whether a value is one of some, compared without code of the value's."""
+    return any(value is one for one in of)
+
+
+class Looking:
+    """One look at a frame.
+
+    Args:
+        results: what code gave that the frame called on the present line, where that is known.
+    """
+
+    def __init__(self, notes: Notes, frame: types.FrameType, results: Iterable[Any] = ()) -> None:
+        self._notes, self._frame, self._results = notes, frame, list(results)
+        self._variables: dict | None = None
+        self._found: dict[int, tuple[list, bool]] = {}
+        self.blocked = False
+
+    def look(self, reads: Iterable[Read]) -> list[Read]:
+        """Notes what is read. Returns those reads of which only code that runs can tell the value."""
+        open_ones, whole, every = [], False, []
+        for read in reads:
+            self.blocked = False
+            values = self.find(read.of, inner=read.content)
+            if self.blocked:
+                open_ones.append(read)
+            for value in values:
+                self._notes.chance.meet(value, self._notes.where)
+                if read.content:
+                    whole = whole or isinstance(value, _READERS) or _is_any(value, (operator.attrgetter, getattr, vars))
+                    self._notes.look_inside(value)
+                    if isinstance(value, dict) and "_parameters" in value and read.of[0] in ("attr", "call"):
+                        for held in ("_parameters", "_buffers", "_modules"):  # the attributes of a module, whole
+                            self._notes.look_inside(value.get(held))
+            every += values
+        if whole:
+            self._look_into_all(every)
+        return open_ones
+
+    def _look_into_all(self, values: list) -> None:
+        for value in values:
+            for one in (value, *(content(value) or ())) if isinstance(value, CONTAINERS) else (value,):
+                held = None if isinstance(one, (type, types.ModuleType, types.FunctionType)) else dict_of(one)
+                if held is not None:
+                    self._notes.attribute(one, "__dict__")
+                    self._notes.look_inside(held)
+
+    def find(self, of: Expression, inner: bool = True) -> list[Any]:
+        """What an expression may stand for: one value, or several.
+
+        Args:
+            inner: whether something of the value is read.
+        """
+        kind = of[0]
+        if kind == "const":
+            return [of[1]]
+        if kind == "local":
+            value = self._locals().get(of[1], MISSING)
+            return [] if value is MISSING else [value]
+        known = self._found.get(id(of))
+        if known is None:
+            before, self.blocked = self.blocked, False
+            known = _FINDERS[kind](self, of, inner), self.blocked
+            self.blocked = before
+            if inner:
+                self._found[id(of)] = known
+        self.blocked = self.blocked or known[1]
+        return known[0]
+
+    def _locals(self) -> dict:
+        if self._variables is None:
+            self._variables = self._frame.f_locals
+        return self._variables
+
+    def _block(self, inner: bool = True) -> list[Any]:
+        self.blocked = self.blocked or inner
+        return self._results
+
+    def _find_untold(self, _: Expression, inner: bool) -> list[Any]:
+        return self._block(inner)
+
+    def _find_module(self, of: Expression, _: bool) -> list[Any]:
+        return [sys.modules[of[1]]] if of[1] in sys.modules else []
+
+    def _find_made(self, of: Expression, _: bool) -> list[Any]:
+        return self._find_either(of, True)
+
+    def _find_either(self, of: Expression, inner: bool) -> list[Any]:
+        return [value for one in of[1] for value in self.find(one, inner)]
+
+    def _find_name(self, of: Expression, inner: bool) -> list[Any]:
+        held = self._locals()
+        if held is not self._frame.f_globals and of[1] in held:
+            return [self._notes.item(held, of[1])] if type(held) is dict else [held[of[1]]]
+        return self._find_global(of, inner)
+
+    def _find_global(self, of: Expression, _: bool) -> list[Any]:
+        held, name = self._frame.f_globals, of[1]
+        if name in held:
+            return [self._notes.global_variable(held, name, self._frame.f_code.co_filename)]
+        return [builtins.__dict__[name]] if name in builtins.__dict__ else []
+
+    def _find_attr(self, of: Expression, inner: bool) -> list[Any]:
+        return [
+            value
+            for base in self.find(of[1])
+            for name in self.find(of[2])
+            for value in self._told(self._notes.attribute(base, name), inner)
+        ]
+
+    def _find_item(self, of: Expression, inner: bool) -> list[Any]:
+        found: list[Any] = []
+        keys, told = self._names(of[2])
+        for base in self.find(of[1]):
+            if is_plain(base) or isinstance(base, Tensor):
+                continue
+            if not told:
+                self._notes.look_inside(base)
+                found += self._items(base) if isinstance(base, CONTAINERS) else self._block(inner)
+            for key in keys if told else ():
+                value = self._notes.item(base, key)
+                if (
+                    value is CODE
+                    and isinstance(base, CONTAINERS)
+                    and not isinstance(getattr(type(base), "__getitem__", None), _PYTHON)
+                ):
+                    found += self._items(base)
+                else:
+                    found += self._told(value, inner)
+        return found
+
+    def _names(self, of: Expression) -> tuple[list[Any], bool]:
+        """The keys, or names, that an expression may stand for, and whether that is all; not if code makes them."""
+        blocked, self.blocked = self.blocked, False
+        keys = self.find(of)
+        told = bool(keys) and not self.blocked
+        self.blocked = blocked
+        return keys, told
+
+    def _told(self, value: Any, inner: bool) -> list[Any]:
+        if value is CODE:
+            return self._block(inner)
+        return [] if value is UNKNOWN or value is MISSING else [value]
+
+    def _items(self, container: Any) -> list[Any]:
+        return list((content(container) or ())[:_MOST_ITEMS])
+
+    # -- calls ---------------------------------------------------------------------------------------------------
+
+    def _find_call(self, of: Expression, inner: bool) -> list[Any]:
+        functions = self.find(of[1])
+        found: list[Any] = []
+        for function in functions or (None,):
+            self._notes.look_inside(function)
+            told = self._without_running(function, of)
+            if told is not None:
+                found += told
+            elif inner:
+                found += self._block()
+                if not isinstance(function, _RUNS_PYTHON):
+                    found += self._passed_through(of)
+        return found
+
+    def _passed_through(self, of: Expression) -> list[Any]:
+        """What a function may return that nobody can watch: its arguments, what is in them, or in its own object."""
+        found = []
+        for one in (*of[2], *([of[1][1]] if of[1][0] == "attr" else ())):
+            for value in self.find(one):
+                if isinstance(value, CONTAINERS):
+                    found += self._items(value)
+                elif not is_plain(value) and not isinstance(value, (Tensor, type, types.ModuleType)):
+                    found.append(value)
+        return found[: 2 * _MOST_ITEMS]
+
+    def _without_running(self, function: Any, of: Expression) -> list[Any] | None:
+        """What a function returns, where that can be found without it; None for other functions."""
+        given = of[2]
+        if isinstance(function, weakref.ref):
+            self._notes.look_inside(function)
+            return [function()]
+        if isinstance(function, (operator.attrgetter, operator.itemgetter)) and len(given) == 1:
+            return self._picked(function, given[0])
+        if of[1][0] == "attr" and of[1][2][0] == "const":
+            told = self._method(of[1][1], of[1][2][1], given)
+            if told is not None:
+                return told
+        if _is_any(function, (operator.attrgetter, operator.itemgetter)):
+            values = [self.find(one) for one in given]
+            return [function(*(one[0] for one in values))] if values and all(values) else None
+        if function is super:
+            return self._super(given)
+        if function is globals:
+            return [self._frame.f_globals]
+        if function is builtins.__import__ and given:
+            return [sys.modules[name] for name in self.find(given[0]) if name in sys.modules]
+        if function is vars and len(given) == 1:
+            return self._attributes(given[0], ("const", "__dict__"))
+        if function is type and len(given) == 1:
+            return [type(value) for value in self.find(given[0])]
+        if _is_any(function, _BY_NAME) and len(given) > 1:
+            found = self._attributes(given[0], given[1])
+            return found or (self.find(given[2]) if function is getattr and len(given) > 2 else [])
+        return None
+
+    def _attributes(self, base: Expression, name: Expression) -> list[Any]:
+        if not self._names(name)[1]:  # one that is made as the code runs
+            for value in self._find_attr(("attr", base, ("const", "__dict__")), True):
+                self._notes.look_inside(value)
+            return []
+        return self._find_attr(("attr", base, name), True)
+
+    def _method(self, base: Expression, name: str, given: tuple) -> list[Any] | None:
+        if name == "__getattribute__" and len(given) == 1:
+            return self._attributes(base, given[0])
+        if name not in _ITEM_METHODS:
+            return None
+        for value in self.find(base):
+            if isinstance(value, contextvars.ContextVar):
+                self._notes.look_inside(value)
+                return [one for one in content(value) or () if one is not MISSING]
+            if isinstance(value, dict) and given:
+                return self._find_item(("item", base, given[0]), True)
+        return None
+
+    def _picked(self, function: Any, base: Expression) -> list[Any]:
+        names = function.__reduce__()[1]
+        found = []
+        for name in names:
+            of = base
+            for part in name.split(".") if isinstance(function, operator.attrgetter) else (name,):
+                of = ("attr" if isinstance(function, operator.attrgetter) else "item", of, ("const", part))
+            found += _FINDERS[of[0]](self, of, True)
+        return found
+
+    def _super(self, given: tuple) -> list[Any] | None:
+        if given:
+            kinds, owners = (self.find(one) for one in (given * 2)[:2])
+        else:
+            held = self._locals()
+            names = self._frame.f_code.co_varnames[:1] or self._frame.f_code.co_cellvars[:1]
+            kinds, owners = ([held[name]] if name in held else [] for name in ("__class__", *names))
+        return [super(kinds[0], owners[0])] if kinds and owners and isinstance(kinds[0], type) else None
+
+
+_FINDERS = {
+    kind: getattr(Looking, f"_find_{kind}")
+    for kind in ("global", "name", "module", "attr", "item", "call", "either", "made", "untold")
+}

@@ -1,0 +1,124 @@
+"""Watches a call, and keeps of what was noted what had been there before it.
+
+Objects that the call makes itself need no notes. Those that were there before it are told apart by the garbage
+collector: what exists when the call begins is frozen (`gc.freeze`), so that all it lists afterwards is new. Imports
+`looking`, `notes` and `frames`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+from collections.abc import Iterable, Iterator
+from types import FrameType
+from typing import Any
+
+from graphmod.guards.contents import CONTAINERS, content
+from graphmod.guards.frames import Frames
+from graphmod.guards.looking import Looking
+from graphmod.guards.notes import Notes
+from graphmod.guards.reads import Read
+
+_lock = threading.Lock()  # the collector belongs to the process
+_recordings = 0
+_frozen_before = 0
+
+
+@contextlib.contextmanager
+def noting(*roots: Any) -> Iterator[Notes]:
+    """Notes what the body reads. Afterwards the notes hold what was there before it, and nothing that it made.
+
+    Args:
+        roots: objects that were there before.
+    """
+    notes = Notes()
+    for root in roots:
+        notes.root(root)
+    with _telling_new_objects():
+        with Frames(_Watcher(notes)):
+            yield notes
+        _forget_new(notes)
+
+
+class _Watcher:
+    """What `frames` tells of the code that runs goes to the notes."""
+
+    def __init__(self, notes: Notes) -> None:
+        self._notes = notes
+        self.called = notes.called
+
+    def see(self, frame: FrameType, reads: Iterable[Read], results: Iterable[Any]) -> list[Read]:
+        """Takes in that code is about to read something. Returns what it reads of values that only code can tell."""
+        notes = self._notes
+        notes.where = (frame.f_code, frame.f_lineno)
+        try:
+            return Looking(notes, frame, results).look(reads)
+        except Exception as error:  # what is looked at may be of any kind; the user's call goes on
+            notes.unreadable = notes.unreadable or (f"{type(error).__name__}: {error}", notes.where)
+            return []
+
+    def leaves(self, frame: FrameType) -> None:
+        """Takes in that code is sent to another thread."""
+        self._notes.elsewhere = self._notes.elsewhere or (frame.f_code, frame.f_lineno)
+
+
+@contextlib.contextmanager
+def _telling_new_objects() -> Iterator[None]:
+    global _recordings, _frozen_before
+    with _lock:
+        _recordings += 1
+        if _recordings == 1:
+            _frozen_before = gc.get_freeze_count()
+            gc.freeze()
+    try:
+        yield
+    finally:
+        with _lock:
+            _recordings -= 1
+            if not _recordings:
+                gc.unfreeze()
+                if _frozen_before:
+                    gc.freeze()
+
+
+def _forget_new(notes: Notes) -> None:
+    new = set(map(id, gc.get_objects())) - notes.roots
+    old = set(notes.roots)  # the collector does not track all containers: others are old if an old place leads to them
+
+    def was_there(value: Any) -> bool:
+        value = notes.holders.get(id(value), value)
+        return value is not None and id(value) not in new and (gc.is_tracked(value) or id(value) in old)
+
+    def leads_to(value: Any) -> None:
+        if id(value) not in old:
+            old.add(id(value))
+            if isinstance(value, CONTAINERS) and id(value) not in new:
+                for item in content(value) or ():
+                    leads_to(item)
+
+    waiting, found = list(notes.notes.items()), {}
+    contents, inside = list(notes.contents.items()), {}
+    known = -1
+    while known != len(found) + len(inside):
+        known = len(found) + len(inside)
+        later = []
+        for key, note in waiting:
+            if was_there(note.owner):
+                found[key] = note
+                leads_to(note.before())
+            else:
+                later.append((key, note))
+        waiting, later = later, []
+        for key, one in contents:
+            if was_there(one[0]):
+                inside[key] = one
+                for item in one[1]:
+                    leads_to(item)
+            else:
+                later.append((key, one))
+        contents = later
+    notes.notes, notes.contents = found, inside
+    notes.iterators = [one for one in notes.iterators if was_there(one[0])]
+    notes.gradients = {key: one for key, one in notes.gradients.items() if was_there(one[0])}
+    notes.modules = {key: module for key, module in notes.modules.items() if was_there(module)}
