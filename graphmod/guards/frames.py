@@ -7,11 +7,12 @@ Stands on `sys.settrace`, which Python 3.11 to 3.13 have alike; a tracer that wa
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType, FrameType, FunctionType
 from typing import Any, Protocol
 
 import torch
@@ -46,6 +47,7 @@ _FROZEN = ("<frozen os>", "<frozen _collections_abc>")
 _CALL = nn.Module._call_impl.__code__
 # How modules find their parts: `lookup` knows, and what is found is noted where it is read.
 _MACHINERY = {
+    *(one.__code__ for one in vars(weakref.finalize).values() if isinstance(one, FunctionType)),  # counts itself
     *(nn.Module._wrapped_call_impl.__code__, nn.Module.__getattr__.__code__, nn.Module.__setattr__.__code__),
     *(nn.Module.__delattr__.__code__, _CALL),
 }
@@ -59,10 +61,10 @@ _known: dict[int, tuple[CodeType, Reads | None]] = {}  # by identity: the hash o
 
 @cache
 def _mutes(filename: str) -> bool:
-    """Whether neither a file's code is of interest nor what that calls: it says something, or compiles, or is
-    compiled."""
+    """Whether neither a file's code is of interest nor what that calls: it says something, or imports, or compiles, or
+    is compiled."""
     parts = (f"{os.sep}triton{os.sep}", f"{os.sep}torch{os.sep}_inductor{os.sep}", "torchinductor")
-    said = filename.startswith((STDLIB + "logging" + os.sep, STDLIB + "warnings.py"))
+    said = filename.startswith((STDLIB + "logging" + os.sep, STDLIB + "warnings.py", "<frozen importlib"))
     return said or any(part in filename for part in parts)
 
 
@@ -135,7 +137,7 @@ class Frames:
             self._watcher.called(frame.f_locals["self"])
         elif code in _STARTS_THREADS and not self._muted:
             self._watcher.leaves(frame.f_back or frame)
-        if _mutes(code.co_filename) or (code.co_name == "<module>" and _is_import(frame)):
+        if _mutes(code.co_filename):
             self._muted += 1
             frame.f_trace_lines = False
             return self._leave_muted
@@ -191,10 +193,6 @@ class Frames:
         reads, results = self._open.get(id(frame), ((), ()))
         if reads and results:
             self._watcher.see(frame, reads, results)
-
-
-def _is_import(frame: FrameType) -> bool:
-    return frame.f_back is None or frame.f_back.f_code.co_filename.startswith("<frozen importlib")
 
 
 def _holds_tensors(value: Any) -> bool:

@@ -26,6 +26,7 @@ _data_ptr, _size, _stride = Tensor.data_ptr, Tensor.size, Tensor.stride
 _requires_grad = operator.attrgetter("requires_grad")
 _is, _is_not, _getitem = operator.is_, operator.is_not, operator.getitem
 _flat = chain.from_iterable
+_MOST_LEVELS = 16  # of containers in containers, each in the place of an equal one
 
 
 def _has_none(leaf: Tensor) -> bool:
@@ -43,9 +44,15 @@ class Contents:
         self.found = found
         self.refresh()
 
+    def replace(self, was: Any, there: Any) -> None:
+        """Goes on with a container that has taken the place of another; it has to hold what that held then."""
+        self.found = [(there if one is was else one, where) for one, where in self.found]
+        self._replaced = True
+
     def refresh(self) -> None:
         """Takes what is there now for right."""
         values = [value for value, _ in self.found]
+        self._replaced = False
         self._items = list(map(content, values))
         self._empty = [value for value in values if isinstance(value, CONTAINERS) and not value]
         self._dicts = [value for value in values if type(value) is dict and value]
@@ -61,7 +68,7 @@ class Contents:
 
     def changed(self) -> str | None:
         """The container in which something is no longer as it was, in words."""
-        if any(self._empty):
+        if self._replaced or any(self._empty):
             return self._compare()
         lengths, flat, inside = self._now()
         if lengths == self._lengths and all(map(_is, flat, self._flat)):
@@ -229,24 +236,34 @@ class Guards:
         return "an object it reads cannot be looked into any more"
 
     def _other(self) -> str | None:
-        now = list(map(get, self._containers, self._keys))
-        for index in compress(count(), map(_is_not, now, self._values)):
-            was, there, note = self._values[index], now[index], self._notes[index]
-            if not same(was, there):
-                if is_plain(was) or is_plain(there):
-                    return f"{name_of(note)} was {describe(was)} when it was captured and is {describe(there)}"
-                self.exchanged = True
-                return f"{name_of(note)} is another {type(was).__name__} than when it was captured"
-            if isinstance(was, CONTAINERS):
-                self._put_in_place(was, there)
-            self._values[index] = there
+        for _ in range(_MOST_LEVELS):
+            now = list(map(get, self._containers, self._keys))
+            others = list(compress(count(), map(_is_not, now, self._values)))
+            if not others:
+                return None
+            for index in others:
+                reason = self._compared(index, now[index])
+                if reason is not None:
+                    return reason
+        return "objects it reads are others each time one looks"
+
+    def _compared(self, index: int, there: Any) -> str | None:
+        was, note = self._values[index], self._notes[index]
+        if not same(was, there):
+            if is_plain(was) or is_plain(there):
+                return f"{name_of(note)} was {describe(was)} when it was captured and is {describe(there)}"
+            self.exchanged = True
+            return f"{name_of(note)} is another {type(was).__name__} than when it was captured"
+        if isinstance(was, CONTAINERS):
+            self._put_in_place(was, there)
+        self._values[index] = there
         return None
 
     def _put_in_place(self, was: Any, there: Any) -> None:
         """Goes on with an equal container that has taken the place of another."""
         self._containers = [there if one is was else one for one in self._containers]
         self._without = [there if one is was else one for one in self._without]
-        self.contents = Contents([(there if one is was else one, where) for one, where in self.contents.found])
+        self.contents.replace(was, there)
 
     def _come(self) -> str | None:
         for index, (container, (_, notes)) in enumerate(zip(self._without, self._absent.values(), strict=True)):
