@@ -56,9 +56,19 @@ class Whole:
         return (*tensors, *settings, *(bool(part.training) for part in parts))
 
 
+_plain: dict[type, bool] = {}
+_MOST_KINDS = 10_000
+
+
 def is_plain(value: Any) -> bool:
     """Whether a value counts by what it is."""
-    return isinstance(value, PLAIN) or _is_numpy(value, "generic")
+    kind = type(value)
+    known = _plain.get(kind)
+    if known is None:
+        if len(_plain) > _MOST_KINDS:  # classes that a program makes as it runs
+            _plain.clear()
+        known = _plain[kind] = issubclass(kind, PLAIN) or _is_numpy(value, "generic")
+    return known
 
 
 def _is_numpy(value: Any, kind: str) -> bool:

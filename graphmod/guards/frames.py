@@ -52,6 +52,14 @@ _MACHINERY = {
     *(nn.Module.__delattr__.__code__, _CALL),
 }
 
+# These go through a module and all in it, and read nothing but its dicts.
+_WALKS = {
+    one.__code__
+    for name in ("modules", "parameters", "buffers", "children")
+    for one in (getattr(nn.Module, name), getattr(nn.Module, f"named_{name}"))
+}
+_WALKS |= {one for code in list(_WALKS) for one in code.co_consts if isinstance(one, CodeType)}
+_WALKS.add(nn.Module._named_members.__code__)
 _STARTS_THREADS = {threading.Thread.start.__code__, ThreadPoolExecutor.submit.__code__}
 
 _MOST_RESULTS = 8
@@ -84,7 +92,7 @@ def _watched(filename: str) -> bool:
 def _reads_of(code: CodeType) -> Reads | None:
     known = _known.get(id(code))
     if known is None or known[0] is not code:
-        found = None if code in _MACHINERY or not _watched(code.co_filename) else reads(code)
+        found = None if code in _MACHINERY or code in _WALKS or not _watched(code.co_filename) else reads(code)
         known = _known[id(code)] = code, found if found is not None and found.by_line else None
     return known[1]
 
@@ -104,6 +112,9 @@ class Watcher(Protocol):
 
     def called(self, module: nn.Module) -> None:
         """A module is called."""
+
+    def walked(self, module: nn.Module) -> None:
+        """Code goes through a module and all that is in it."""
 
     def leaves(self, frame: FrameType) -> None:
         """Code is sent to another thread."""
@@ -135,6 +146,9 @@ class Frames:
         code = frame.f_code
         if code is _CALL:
             self._watcher.called(frame.f_locals["self"])
+        elif code in _WALKS and not self._muted:
+            if "self" in frame.f_locals:
+                self._watcher.walked(frame.f_locals["self"])
         elif code in _STARTS_THREADS and not self._muted:
             self._watcher.leaves(frame.f_back or frame)
         if _mutes(code.co_filename):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from graphmod.guards.changes import line_of, name_of, replacements
 from graphmod.guards.contents import CONTAINERS, content, describe, is_plain, same, same_content
 from graphmod.guards.hooks import HookWatch
-from graphmod.guards.lookup import MISSING, Cell, get
+from graphmod.guards.lookup import MISSING, Cell, Kind, get
 from graphmod.guards.note import Note
 from graphmod.guards.notes import Notes
 
@@ -124,13 +124,17 @@ class Guards:
     def __init__(self, notes: Notes, backward: bool = False) -> None:
         self.exchanged = False
         self.modules = list(notes.modules.values())
-        self._kinds = list(map(type, self.modules))
         self._hooks_of = [hooks for module in self.modules for kind in HOOKS if not (hooks := getattr(module, kind))]
         replaced = replacements(notes)
         self.contents = Contents(
             [(replaced.get(id(value), value), where) for value, _, where in notes.contents.values()]
         )
         kept = [note for note in notes.notes.values() if id(note.owner) not in replaced]
+        called = notes.modules.keys()
+        others = [note.owner for note in kept if isinstance(note.container, Kind) and id(note.owner) not in called]
+        self._objects = [*self.modules, *others]
+        self._kinds = list(map(type, self._objects))
+        kept = [note for note in kept if not isinstance(note.container, Kind)]
         owners = {id(note.owner): note.owner for note in kept}
         self.optimizers = [one for one in owners.values() if isinstance(one, torch.optim.Optimizer)]
         self._take_places(kept)
@@ -217,13 +221,17 @@ class Guards:
         reason = self.contents.changed()
         if reason is not None:
             return reason
-        if list(map(type, self.modules)) != self._kinds:
-            return "a module has another class than when it was captured"
+        if list(map(type, self._objects)) != self._kinds:
+            return f"{self._of_other_class()} has another class than when it was captured"
         if list(map(_requires_grad, self.tensors)) != self._flags:
             return "requires_grad of a tensor changed"
         if gradients and self._leaves and list(map(_has_none, self._leaves)) != self._absent_gradients:
             return "other gradients are there, or absent, than when it was captured"
         return self._gradient_hooks.changed() if self._leaves else None
+
+    def _of_other_class(self) -> str:
+        found = next(kind for one, kind in zip(self._objects, self._kinds, strict=True) if type(one) is not kind)
+        return f"one {found.__name__}"
 
     def hold(self) -> bool:
         """Whether all is as it was."""

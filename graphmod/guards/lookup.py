@@ -116,8 +116,11 @@ def _runs_code(lookup: Callable) -> bool:
     return isinstance(lookup, types.FunctionType)
 
 
-def find(owner: Any, name: Any) -> Place | None:
+def find(owner: Any, name: Any, known: dict[tuple[type, str], Place | None] | None = None) -> Place | None:
     """The place of an attribute.
+
+    Args:
+        known: what was found in classes by now, where that may be taken for what is there.
 
     Returns:
         None where only code could tell: a property.
@@ -133,7 +136,12 @@ def find(owner: Any, name: Any) -> Place | None:
         return _of_class(mro[mro.index(owner.__thisclass__) + 1 :], name)
     if isinstance(owner, type):
         return _of_class(owner.__mro__, name) or _of_class(kind.__mro__, name)
-    shared = _of_class(kind.__mro__, name)
+    if known is None:
+        shared = _of_class(kind.__mro__, name)
+    elif (kind, name) in known:
+        shared = known[kind, name]
+    else:
+        shared = known[kind, name] = _of_class(kind.__mro__, name)
     own = dict_of(owner)
     if shared is not None:
         described = type(shared.value)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import types
 import weakref
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -69,6 +69,8 @@ class Notes:
         self.roots: set[int] = set()
         self.holders: dict[int, Any] = {}
         self.where: tuple = ("", 0)
+        self._walked: dict[int, nn.Module] = {}
+        self._in_classes: dict[tuple[type, str], Place | None] = {}
         self._wholes: dict[int, Whole] = {}
         self._functions: dict[int, types.FunctionType] = {}
 
@@ -101,6 +103,16 @@ class Notes:
             self._whole(module._orig_mod)
         else:
             self.attribute(module, "forward")
+
+    def walked(self, module: nn.Module) -> None:
+        """Takes in that code goes through a module and all that is in it."""
+        if isinstance(module, nn.Module) and id(module) not in self._walked:
+            self._walked[id(module)] = module
+            for held in ("_parameters", "_buffers", "_modules"):
+                self.look_inside(module.__dict__.get(held))
+            for part in module.__dict__.get("_modules", {}).values():
+                if part is not None and id(part) not in self._walked:
+                    self.walked(part)
 
     def _whole(self, module: nn.Module) -> None:
         if id(module) not in self._wholes:
@@ -136,7 +148,7 @@ class Notes:
             return held
         if name == "__class__":
             return kind
-        place = find(owner, name)
+        place = find(owner, name, self._in_classes)
         if isinstance(owner, torch._C._FunctionBase):  # what a forward keeps for its own backward
             return UNKNOWN if place is None or place.shared is not None else place.value
         if _means_nothing(owner):
@@ -299,4 +311,9 @@ def _package(kind: type) -> str:
 
 
 def _means_nothing(owner: Any) -> bool:
-    return _package(owner if isinstance(owner, type) else type(owner)).startswith(_OF_NO_MEANING)
+    return _of_no_meaning(owner if isinstance(owner, type) else type(owner))
+
+
+@lru_cache(4096)
+def _of_no_meaning(kind: type) -> bool:
+    return _package(kind).startswith(_OF_NO_MEANING)

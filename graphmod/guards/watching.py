@@ -46,7 +46,7 @@ class _Watcher:
 
     def __init__(self, notes: Notes) -> None:
         self._notes = notes
-        self.called = notes.called
+        self.called, self.walked = notes.called, notes.walked
 
     def see(self, frame: FrameType, reads: Iterable[Read], results: Iterable[Any]) -> list[Read]:
         """Takes in that code is about to read something. Returns what it reads of values that only code can tell."""
