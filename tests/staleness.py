@@ -63,6 +63,8 @@ def source(cell: Cell) -> str | None:
     if "BASE" in form and not home.read.rpartition(".")[2].isidentifier():
         return None
     base, _, name = home.read.rpartition(".")
+    if cell.home == "thread's" and cell.form == "thread":  # which has none there
+        return None
     if cell.home == "attribute of a method" and cell.scope == "layers":  # whose forward is the wrapper's
         return None
     if name != "value" and ("'ue'" in form or "value=v" in form):

@@ -56,19 +56,19 @@ class Whole:
         return (*tensors, *settings, *(bool(part.training) for part in parts))
 
 
-_plain: dict[type, bool] = {}
+_plain: dict[int, tuple[type, bool]] = {}  # by identity: a class may have a hash of its own
 _MOST_KINDS = 10_000
 
 
 def is_plain(value: Any) -> bool:
     """Whether a value counts by what it is."""
     kind = type(value)
-    known = _plain.get(kind)
+    known = _plain.get(id(kind))
     if known is None:
         if len(_plain) > _MOST_KINDS:  # classes that a program makes as it runs
             _plain.clear()
-        known = _plain[kind] = issubclass(kind, PLAIN) or _is_numpy(value, "generic")
-    return known
+        known = _plain[id(kind)] = kind, issubclass(kind, PLAIN) or _is_numpy(value, "generic")
+    return known[1]
 
 
 def _is_numpy(value: Any, kind: str) -> bool:

@@ -60,7 +60,8 @@ _WALKS = {
 }
 _WALKS |= {one for code in list(_WALKS) for one in code.co_consts if isinstance(one, CodeType)}
 _WALKS.add(nn.Module._named_members.__code__)
-_STARTS_THREADS = {threading.Thread.start.__code__, ThreadPoolExecutor.submit.__code__}
+_walks = frozenset(map(id, _WALKS))  # the hash of code takes microseconds
+_starts_threads = {id(threading.Thread.start.__code__), id(ThreadPoolExecutor.submit.__code__)}
 
 _MOST_RESULTS = 8
 _MOST_KNOWN = 20_000
@@ -92,7 +93,7 @@ def _watched(filename: str) -> bool:
 def _reads_of(code: CodeType) -> Reads | None:
     known = _known.get(id(code))
     if known is None or known[0] is not code:
-        found = None if code in _MACHINERY or code in _WALKS or not _watched(code.co_filename) else reads(code)
+        found = None if code in _MACHINERY or id(code) in _walks or not _watched(code.co_filename) else reads(code)
         known = _known[id(code)] = code, found if found is not None and found.by_line else None
     return known[1]
 
@@ -146,10 +147,10 @@ class Frames:
         code = frame.f_code
         if code is _CALL:
             self._watcher.called(frame.f_locals["self"])
-        elif code in _WALKS and not self._muted:
+        elif id(code) in _walks and not self._muted:
             if "self" in frame.f_locals:
                 self._watcher.walked(frame.f_locals["self"])
-        elif code in _STARTS_THREADS and not self._muted:
+        elif id(code) in _starts_threads and not self._muted:
             self._watcher.leaves(frame.f_back or frame)
         if _mutes(code.co_filename):
             self._muted += 1

@@ -27,7 +27,7 @@ from graphmod.guards.reads import Read
 _MOST_ITEMS = 64  # of a container, one of which something returns
 _BY_NAME = (getattr, hasattr, setattr, delattr, object.__getattribute__, object.__setattr__, object.__delattr__)
 _ITEM_METHODS = {"get", "__getitem__", "pop", "setdefault"}
-_NOTHING_INSIDE = {Tensor, nn.Parameter, int, float, str, bool, type(None), torch.dtype, torch.device, torch.Size}
+_NOTHING_INSIDE = set(map(id, (Tensor, nn.Parameter, int, float, str, bool, type(None), torch.dtype, torch.Size)))
 _RUNS_PYTHON = (types.FunctionType, types.MethodType, nn.Module)
 _PYTHON = types.FunctionType
 # Functions that read attributes which only they know, of whatever is passed on with them.
@@ -56,7 +56,7 @@ class Looking:
         """Notes what is read. Returns those reads of which only code that runs can tell the value."""
         open_ones, whole, every = [], False, []
         for read in reads:
-            if read.of[0] == "local" and type(self._locals().get(read.of[1])) in _NOTHING_INSIDE:
+            if read.of[0] == "local" and id(type(self._locals().get(read.of[1]))) in _NOTHING_INSIDE:
                 continue
             self.blocked = False
             values = self.find(read.of, inner=read.content)
@@ -256,7 +256,7 @@ class Looking:
             if isinstance(value, contextvars.ContextVar):
                 self._notes.look_inside(value)
                 return [one for one in content(value) or () if one is not MISSING]
-            if isinstance(value, dict) and given:
+            if isinstance(value, (dict, types.MappingProxyType)) and given:
                 return self._find_item(("item", base, given[0]), True)
         return None
 

@@ -116,11 +116,11 @@ def _runs_code(lookup: Callable) -> bool:
     return isinstance(lookup, types.FunctionType)
 
 
-def find(owner: Any, name: Any, known: dict[tuple[type, str], Place | None] | None = None) -> Place | None:
+def find(owner: Any, name: Any, known: dict[tuple[int, str], Place | None] | None = None) -> Place | None:
     """The place of an attribute.
 
     Args:
-        known: what was found in classes by now, where that may be taken for what is there.
+        known: what was found in classes by now, by their identity, where that may be taken for what is there.
 
     Returns:
         None where only code could tell: a property.
@@ -138,10 +138,10 @@ def find(owner: Any, name: Any, known: dict[tuple[type, str], Place | None] | No
         return _of_class(owner.__mro__, name) or _of_class(kind.__mro__, name)
     if known is None:
         shared = _of_class(kind.__mro__, name)
-    elif (kind, name) in known:
-        shared = known[kind, name]
+    elif (id(kind), name) in known:
+        shared = known[id(kind), name]
     else:
-        shared = known[kind, name] = _of_class(kind.__mro__, name)
+        shared = known[id(kind), name] = _of_class(kind.__mro__, name)
     own = dict_of(owner)
     if shared is not None:
         described = type(shared.value)
@@ -176,6 +176,8 @@ def find_item(owner: Any, key: Any) -> Place | None:
             return Place(owner, key, dict.get(owner, key, MISSING))
         except TypeError:
             return None
+    if kind is types.MappingProxyType:
+        return Place(owner, key, owner.get(key, MISSING))
     if isinstance(owner, (list, tuple)) and type(key) is int and not _runs_code(kind.__getitem__):
         return Place(owner, key, owner[key]) if -len(owner) <= key < len(owner) else None
     return None

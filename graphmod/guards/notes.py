@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import types
 import weakref
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -70,7 +70,9 @@ class Notes:
         self.holders: dict[int, Any] = {}
         self.where: tuple = ("", 0)
         self._walked: dict[int, nn.Module] = {}
-        self._in_classes: dict[tuple[type, str], Place | None] = {}
+        self._in_classes: dict[tuple[int, str], Place | None] = {}
+        self._kinds: dict[int, type] = {}  # kept, so that their identities stay theirs
+        self._of_classes: dict[int, types.MappingProxyType] = {}
         self._wholes: dict[int, Whole] = {}
         self._functions: dict[int, types.FunctionType] = {}
 
@@ -141,13 +143,14 @@ class Notes:
         if kind is not super and is_made_by_code(kind) and not issubclass(kind, (type, types.ModuleType)):
             self._kind(owner)
         if name == "__dict__":
-            held = dict_of(owner)
+            held = self._of_classes.setdefault(id(owner), vars(owner)) if isinstance(owner, type) else dict_of(owner)
             if held is None:
                 return UNKNOWN
             self.holders[id(held)] = owner  # Python may have made this dict only now
             return held
         if name == "__class__":
             return kind
+        self._kinds[id(kind)] = kind
         place = find(owner, name, self._in_classes)
         if isinstance(owner, torch._C._FunctionBase):  # what a forward keeps for its own backward
             return UNKNOWN if place is None or place.shared is not None else place.value
@@ -261,6 +264,8 @@ class Notes:
             for name in Fields.NAMES:
                 place = Place(Fields(function), name, getattr(function, name))
                 self.notes[id(function), place.key] = Note(function, place, self.where)
+                if isinstance(place.value, CONTAINERS):
+                    self.look_inside(place.value)
 
     def look_inside(self, value: Any, depth: int = _DEPTH) -> None:
         """Notes the items of a container that code goes through, or passes to code that may."""
@@ -311,9 +316,14 @@ def _package(kind: type) -> str:
 
 
 def _means_nothing(owner: Any) -> bool:
-    return _of_no_meaning(owner if isinstance(owner, type) else type(owner))
+    kind = owner if isinstance(owner, type) else type(owner)
+    known = _meaningless.get(id(kind))
+    if known is None:
+        if len(_meaningless) > _MOST_KINDS:
+            _meaningless.clear()
+        known = _meaningless[id(kind)] = kind, _package(kind).startswith(_OF_NO_MEANING)
+    return known[1]
 
 
-@lru_cache(4096)
-def _of_no_meaning(kind: type) -> bool:
-    return _package(kind).startswith(_OF_NO_MEANING)
+_meaningless: dict[int, tuple[type, bool]] = {}
+_MOST_KINDS = 10_000
