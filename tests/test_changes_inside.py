@@ -1,0 +1,193 @@
+"""What a call itself changes in Python: eager's numbers, Python run once for each call, and a graph only where the call
+changes nothing in the end."""
+
+import contextlib
+import logging
+import random
+
+import numpy
+import pytest
+import staleness_pieces as pieces
+import torch
+
+from graphmod import CUDAGraphModule
+from graphmod.train.settings import TrainGraphConfig
+
+CALLS = 9
+
+# name -> lines before the function, lines in it (`h` is the result so far), what is left outside.
+CHANGES = {
+    "counter": ("S = Holder(); S.n = 0", "S.n += 1; h = h * S.n", "S.n"),
+    "counter, not used": ("S = Holder(); S.n = 0", "S.n += 1", "S.n"),
+    "list append": ("L = []", "L.append(1.0); h = h * len(L)", "len(L)"),
+    "list append, method kept": ("L = []\nadd = L.append", "add(1.0)", "len(L)"),
+    "list item": ("L = [0]", "L[0] += 1; h = h * L[0]", "L[0]"),
+    "list extended in place": ("L = []", "L2 = L; L2 += [1]; h = h * len(L)", "len(L)"),
+    "list slice": ("L = [0]", "L[:] = [L[0] + 1]; h = h * L[0]", "L[0]"),
+    "dict fill": ("D = {}", "D[len(D)] = 1.0; h = h * len(D)", "len(D)"),
+    "dict update": ("D = {'a': 0}", "D.update(a=D['a'] + 1); h = h * D['a']", "D['a']"),
+    "nested dict": ("D = {'a': {'b': 0}}", "D['a']['b'] += 1; h = h * D['a']['b']", "D['a']['b']"),
+    "default dict": ("D = collections.defaultdict(int)", "D['a'] += 1; h = h * D['a']", "D['a']"),
+    "counter object": ("D = collections.Counter()", "D.update('a'); h = h * D['a']", "D['a']"),
+    "set": ("D = set()", "D.add(len(D)); h = h * len(D)", "len(D)"),
+    "deque": ("D = deque([0])", "D.append(D[-1] + 1); h = h * D[-1]", "D[-1]"),
+    "queue": ("import queue\nQ = queue.Queue()", "Q.put(1); h = h * Q.qsize()", "Q.qsize()"),
+    "numpy item": ("A = np.zeros(2)", "A[0] += 1; h = h * float(A[0])", "float(A[0])"),
+    "array": ("A = array.array('d', [0])", "A[0] += 1; h = h * A[0]", "A[0]"),
+    "global": ("N = 0", "global N; N += 1; h = h * N", "N"),
+    "nonlocal": (
+        "def made_counter():\n    n = 0\n    def up():\n        nonlocal n\n        n += 1\n        return n\n"
+        "    return up\nUP = made_counter()",
+        "h = h * UP()",
+        "UP.__closure__[0].cell_contents",
+    ),
+    "class attribute": ("class C:\n    n = 0", "C.n += 1; h = h * C.n", "C.n"),
+    "function attribute": ("def f(): pass\nf.n = 0", "f.n += 1; h = h * f.n", "f.n"),
+    "default argument": (
+        "def f(seen=[]):\n    seen.append(1)\n    return len(seen)", "h = h * f()", "len(f.__defaults__[0])"),
+    "slots": ("S = Slotted(0)", "S.scale += 1; h = h * S.scale", "S.scale"),
+    "property": ("S = Lazy(0)", "S._scale = S.scale + 1; h = h * S.scale", "S.scale"),
+    "setattr": ("S = Holder(); S.n = 0", "setattr(S, 'n', getattr(S, 'n') + 1); h = h * S.n", "S.n"),
+    "vars": ("S = Holder(); S.n = 0", "vars(S)['n'] += 1; h = h * S.n", "S.n"),
+    "dataclass": ("S = Settings(0.0)", "S.scale += 1; h = h * S.scale", "S.scale"),
+    "iterator": ("I = itertools.count(1)", "n = next(I); h = h * n", "0"),
+    "list iterator": ("I = iter(range(1, 100))", "h = h * next(I)", "0"),
+    "generator": ("def g():\n    n = 0\n    while True:\n        n += 1\n        yield n\nI = g()", "h = h * next(I)", "0"),
+    "random": ("import random", "h = h * random.random()", "0"),
+    "random's own": ("import random\nR = random.Random(1)", "h = h * R.random()", "0"),
+    "numpy random": ("", "h = h * np.random.rand()", "0"),
+    "numpy generator": ("G = np.random.default_rng(1)", "h = h * G.random()", "0"),
+    "torch on the host": ("", "h = h * (2 if torch.rand([]) > 0.5 else 3)", "0"),
+    "environment": (
+        "os.environ['OWN_COUNT'] = '0'",
+        "os.environ['OWN_COUNT'] = str(int(os.environ['OWN_COUNT']) + 1); h = h * int(os.environ['OWN_COUNT'])",
+        "os.environ['OWN_COUNT']",
+    ),
+    "context variable": (
+        "V = contextvars.ContextVar('v', default=0); V.set(0)", "V.set(V.get() + 1); h = h * V.get()", "V.get()"
+    ),
+    "thread's": ("T = threading.local(); T.n = 0", "T.n += 1; h = h * T.n", "T.n"),
+    "mode": ("M = nn.Dropout(0.5)", "M.train(not M.training); h = h * (2 if M.training else 3)", "M.training"),
+    "requires_grad": ("M = linear()", "M.requires_grad_(not M.weight.requires_grad)", "M.weight.requires_grad"),
+    "attribute set to a new tensor": ("S = Holder(); S.t = full(1.0)", "h = h * S.t; S.t = h.mean(0)", "S.t.tolist()"),
+    "parameter exchanged": (
+        "M = linear()", "M.weight = nn.Parameter(M.weight.detach() * 0.5); h = M(h)", "M.weight.tolist()"
+    ),
+    "data exchanged": ("P = full(2.0)", "h = h * P; P.data = P.data * 0.5", "P.tolist()"),
+    "class assigned": (
+        "O = Doubler()", "O.__class__ = Tripler if type(O) is Doubler else Doubler; h = O(h)", "type(O).__name__"
+    ),
+    "weak dict": (
+        "W = weakref.WeakKeyDictionary(); K = Holder(); W[K] = 0", "W[K] += 1; h = h * W[K]", "W[K]"
+    ),
+    "partial's keyword": (
+        "F = partial(scale, by=0.0)", "F.keywords['by'] += 1; h = F(h)", "F.keywords['by']"
+    ),
+    "cached with a growing key": (
+        "S = Holder(); S.n = 0\n@functools.lru_cache\ndef f(n):\n    return n", "S.n += 1; h = h * f(S.n)", "S.n"
+    ),
+    "optimizer's rate": (
+        "O = optimizer()", "O.param_groups[0]['lr'] *= 0.5; h = h * O.param_groups[0]['lr']", "O.param_groups[0]['lr']"
+    ),
+    "module appended": ("M = nn.ModuleList()", "M.append(Scale(2.0)); h = through(M, h)", "len(M)"),
+    "hook": ("M = linear()", "M.register_forward_hook(twice); h = M(h)", "len(M._forward_hooks)"),
+}  # fmt: skip
+
+HARMLESS = {
+    "set to itself": ("S = Holder(); S.n = 2.0", "S.n = S.n; h = h * S.n", "S.n"),
+    "set and put back": ("S = Holder(); S.n = 2.0", "n = S.n; S.n = 5.0; h = h * S.n; S.n = n", "S.n"),
+    "appended and taken away": ("L = [1.0]", "L.append(2.0); h = h * sum(L); L.pop()", "len(L)"),
+    "an equal list in each call": ("S = Holder(); S.l = [1.0]", "S.l = [1.0]; h = h * S.l[0]", "S.l"),
+    "an equal dict in each call": ("S = Holder(); S.d = {'a': 2.0}", "S.d = dict(a=2.0); h = h * S.d['a']", "S.d"),
+    "a list of its own": ("", "own = []; own.append(2.0); h = h * sum(own)", "0"),
+    "an iterator of its own": ("L = [1.0, 2.0]", "h = h * next(iter(L)); h = h * sum(i for i in L)", "L"),
+    "a cache that stays": ("D = {}", "h = h * D.setdefault('a', 2.0)", "D"),
+    "a lazily made attribute": (
+        "S = Holder(); S.t = None", "S.t = full(2.0) if S.t is None else S.t; h = h * S.t", "S.t.tolist()"
+    ),
+    "functools.cache": ("@functools.cache\ndef f(n):\n    return n * 2.0", "h = h * f(2)", "0"),
+    "lru_cache": ("@functools.lru_cache(2)\ndef f(n):\n    return n * 2.0", "h = h * f(2)", "0"),
+    "mode set to what it is": ("M = nn.Dropout(0.5)", "M.eval(); h = M(h)", "M.training"),
+    "a clock": ("import time", "time.perf_counter()", "0"),
+    "a log line": ("import logging", "logging.getLogger('own').info('step %d', 1)", "0"),
+    "a text": ("S = Holder(); S.n = 2.0", "text = f'{S.n:.1f} {h.shape}'; h = h * len(text.split())", "0"),
+    "an object of its own": ("", "own = Settings(2.0); own.scale += 1; h = h * own.scale", "0"),
+    "a closure of its own": ("", "f = made(2.0); h = f(h)", "0"),
+    "a context manager": ("", "c = contextlib.nullcontext(2.0)\n    with c as n:\n        h = h * n", "0"),
+    "a patterns cache": ("import re", "n = len(re.split(' -> ', 'a b -> c')); h = h * n", "0"),
+    "a tensor in place": ("T = full(1.0)", "T.mul_(2); h = h * T", "T.tolist()"),
+}  # fmt: skip
+
+
+def play(parts, device, graphed):
+    """What each call of a program gives, and what it leaves outside; and the wrapper."""
+    before, inside, left = parts
+    space = {"DEVICE": device, "__name__": "own_changes"}
+    exec(pieces.PRELUDE, space)
+    random.seed(5)
+    numpy.random.seed(5)
+    code = f"{before}\ndef step(x):\n    h = x * 1.5\n    {inside}\n    return h\n"
+    exec(compile(code, "changes.py", "exec"), space)
+    step = CUDAGraphModule(space["step"], TrainGraphConfig(warmup_steps=2)) if graphed else space["step"]
+    results = []
+    for call in range(CALLS):
+        torch.manual_seed(call)
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(call)).to(device)
+        results.append((step(x).detach().clone(), eval(left, space)))
+    return results, step
+
+
+def assert_equal(eager, graphed):
+    for call, ((one, left), (other, other_left)) in enumerate(zip(eager, graphed, strict=True)):
+        assert left == other_left, f"call {call} left {left}, and {other_left} with a graph"
+        assert torch.equal(one, other), f"call {call}"
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    logger = logging.getLogger("graphmod")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    yield
+    logger.setLevel(level)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_a_call_changes_itself_is_never_frozen_and_happens_once_a_call(name, device):
+    eager, _ = play(CHANGES[name], device, False)
+    graphed, step = play(CHANGES[name], device, True)
+    assert_equal(eager, graphed)
+    assert not step.stats.replays or len({str(left) for _, left in eager}) == 1
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_what_a_call_leaves_as_it_was_is_captured(name, device):
+    eager, _ = play(HARMLESS[name], device, False)
+    graphed, step = play(HARMLESS[name], device, True)
+    assert_equal(eager, graphed)
+    assert step.stats.replays >= CALLS - 4, step.last_failure
+
+
+@pytest.mark.parametrize("fails_at", [1, 2, 3, 4])
+def test_an_error_in_the_middle_leaves_pythons_state_as_eager_does(fails_at, device):
+    """Also where it is raised by a call that is recorded, captured or would be replayed."""
+
+    def run(graphed):
+        state = {"calls": 0, "log": []}
+        held = type("Held", (), {"bad": False})()
+
+        def step(x):
+            if held.bad:
+                state["log"].append(len(state["log"]))
+                raise ValueError("of the user's")
+            return x * 2
+
+        call = CUDAGraphModule(step, TrainGraphConfig(warmup_steps=2)) if graphed else step
+        seen = []
+        for index in range(8):
+            held.bad = index == fails_at
+            with contextlib.suppress(ValueError):
+                seen.append(call(torch.full((3,), float(index), device=device)).tolist())
+        return seen, state
+
+    assert run(True) == run(False)
