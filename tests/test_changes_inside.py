@@ -52,7 +52,10 @@ CHANGES = {
     "dataclass": ("S = Settings(0.0)", "S.scale += 1; h = h * S.scale", "S.scale"),
     "iterator": ("I = itertools.count(1)", "n = next(I); h = h * n", "0"),
     "list iterator": ("I = iter(range(1, 100))", "h = h * next(I)", "0"),
-    "generator": ("def g():\n    n = 0\n    while True:\n        n += 1\n        yield n\nI = g()", "h = h * next(I)", "0"),
+    "generator": (
+        "def g():\n    n = 0\n    while True:\n        n += 1\n        yield n\nI = g()", "h = h * next(I)",
+        "0",
+    ),
     "random": ("import random", "h = h * random.random()", "0"),
     "random's own": ("import random\nR = random.Random(1)", "h = h * R.random()", "0"),
     "numpy random": ("", "h = h * np.random.rand()", "0"),

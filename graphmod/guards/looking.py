@@ -63,6 +63,8 @@ class Looking:
             if self.blocked:
                 open_ones.append(read)
             for value in values:
+                if id(type(value)) in _NOTHING_INSIDE:
+                    continue
                 self._notes.chance.meet(value, self._notes.where)
                 if read.content:
                     whole = whole or isinstance(value, _READERS) or _is_any(value, (operator.attrgetter, getattr, vars))
