@@ -61,6 +61,12 @@ def is_library(filename: str) -> bool:
 
 
 @cache
+def is_users(filename: str) -> bool:
+    """Whether a file is neither a library's nor part of this package."""
+    return not is_library(filename) and not filename.startswith(_CORE)
+
+
+@cache
 def _mutes(filename: str) -> bool:
     """Whether neither a file's code is of interest nor what that calls: it says something, or compiles, or is
     compiled."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections import deque
+from collections.abc import Iterator
 from itertools import chain, compress, count
 from typing import Any
 
@@ -272,6 +273,13 @@ class Guards:
         self.contents.restore()
 
     # -- what was met --------------------------------------------------------------------------------------------
+
+    def told(self) -> Iterator[tuple[Any, Any, Any, tuple]]:
+        """`(owner, key, value, who read it)` of each place that is compared, for people."""
+        for note, value in zip(self._notes, self._values, strict=True):
+            yield note.owner, note.key, value, note.where
+        for value, where in self.contents.found:
+            yield value, None, value, where
 
     def parameters(self) -> list[Tensor]:
         """The distinct leaf tensors that may collect a gradient."""
