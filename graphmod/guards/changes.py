@@ -14,7 +14,9 @@ from graphmod.guards.lookup import Cell
 from graphmod.guards.notes import Note, Notes
 
 NOT_REPLAYED = "which a replay would not do"
-_KEEP = "keep it in a tensor that is changed in place, or pass it as an argument"
+KEEP = "keep it in a tensor that is changed in place, or pass it as an argument"
+
+KEEP_ITERATOR = "take them outside and pass them as an argument"
 
 
 class Change(NamedTuple):
@@ -24,11 +26,13 @@ class Change(NamedTuple):
         effect: what it did.
         where: see `lines_of`.
         remedy: what to do about it.
+        owner: the identity of the object that changed; 0 where there is none.
     """
 
     effect: str
     where: tuple[str, str | None]
     remedy: str
+    owner: int = 0
 
     def __str__(self) -> str:
         return f"{self.effect} ({_place(self.where)}), {NOT_REPLAYED}; {self.remedy}"
@@ -75,9 +79,7 @@ def all_changes(notes: Notes) -> Iterator[Change]:
         error, where = notes.unreadable
         yield Change(f"reads an object that cannot be looked into without harm: {error}", lines_of(where), _OUTSIDE)
     for _, kind, where in notes.iterators:
-        yield Change(
-            f"takes items from a {kind}", lines_of(where), "take them outside and pass them as an argument of the call"
-        )
+        yield Change(f"takes items from a {kind}", lines_of(where), KEEP_ITERATOR)
     drawn = notes.chance.drawn()
     if drawn is not None:
         library, where = drawn
@@ -88,19 +90,21 @@ def all_changes(notes: Notes) -> Iterator[Change]:
         )
     replaced = replacements(notes)
     optimizers = _optimizers_of(notes)
+    told: set[int] = set()
     for note in notes.notes.values():
         if id(note.owner) not in replaced and note.changed():
             was, now = note.before(), note.now()
+            told.add(id(note.owner))
             remedy = _remedy(note.owner, note.key, optimizers)
             if isinstance(now, Tensor) and was is now:
                 effect = f"moves or reshapes {name_of(note)} as it runs"
             else:
                 effect = f"changes {name_of(note)} from {describe(was)} to {describe(now)} as it runs"
-            yield Change(effect, lines_of(note.where), remedy)
+            yield Change(effect, lines_of(note.where), remedy, id(note.owner))
     for value, items, where in notes.contents.values():
-        if id(value) not in replaced and not same_content(items, content(value)):
+        if id(value) not in replaced and id(value) not in told and not same_content(items, content(value)):
             effect = f"changes the items of a {type(value).__name__} as it runs"
-            yield Change(effect, lines_of(where), _remedy(value, None, optimizers))
+            yield Change(effect, lines_of(where), _remedy(value, None, optimizers), id(value))
 
 
 _OUTSIDE = "keep the code that does outside of the captured call"
@@ -132,7 +136,7 @@ def _remedy(owner: Any, key: Any, optimizers: dict[int, torch.optim.Optimizer]) 
         return f"keep the step() of this {type(optimizer).__name__} outside of the captured call"
     if isinstance(owner, nn.Module) and key == "training":
         return "call train() and eval() outside of the captured call"
-    return _KEEP
+    return KEEP
 
 
 def replacements(notes: Notes) -> dict[int, Any]:

@@ -275,11 +275,12 @@ class Guards:
     # -- what was met --------------------------------------------------------------------------------------------
 
     def told(self) -> Iterator[tuple[Any, Any, Any, tuple]]:
-        """`(owner, key, value, who read it)` of each place that is compared, for people."""
+        """`(owner, key, value, who read it)` of each place that is compared, for people; key and value are None of a
+        container that is compared as a whole."""
         for note, value in zip(self._notes, self._values, strict=True):
             yield note.owner, note.key, value, note.where
         for value, where in self.contents.found:
-            yield value, None, value, where
+            yield value, None, None, where
 
     def parameters(self) -> list[Tensor]:
         """The distinct leaf tensors that may collect a gradient."""
