@@ -31,7 +31,10 @@ def warm_up(module: CUDAGraphModule, entry: Entry, args: tuple, kwargs: dict) ->
     entry.calls += 1
     if entry.calls < module._config.warmup_steps:
         if entry.graphs:
-            module._log_once(f"{module._name!r} runs eagerly: {entry.difference}. It is recorded and captured again")
+            module._log_once(
+                f"{module._name!r} runs eagerly: {entry.difference}. It is recorded and captured again, as after each "
+                "such change"
+            )
         torch.clear_autocast_cache()
         result = module._call(*args, **kwargs)
     else:
@@ -50,7 +53,10 @@ def warm_up(module: CUDAGraphModule, entry: Entry, args: tuple, kwargs: dict) ->
             capture_failed(module, entry, CaptureRefused(recording.refused), "its forward")
         elif entry.fruitless > MOST_FRUITLESS:
             entry.disabled, entry.reason = True, f"it is in another state in each call: {entry.difference}"
-            module._log_once(f"{module._name!r} stays eager: {entry.reason}. force_enable() tries again")
+            module._log_once(
+                f"{module._name!r} stays eager: {entry.reason}. Keep that as it is, or change a tensor in place; "
+                "force_enable() tries again"
+            )
     entry.called_forward = entry.called_forward or torch._C._current_autograd_node() is None
     return track(module, entry, result)
 

@@ -53,8 +53,11 @@ def place(module: CUDAGraphModule, entry: Entry, reason: str, recording: Recordi
         entry.misses += 1
         entry.waits += reason == IN_USE
         if entry.misses <= patience and (reason != IN_USE or entry.waits <= patience):
+            remedy = f". {_REMEDIES[reason]}" if reason in _REMEDIES else ""
             module._log_once(
-                f"{module._name!r} runs eagerly: {reason}. After {patience} such calls it is captured again"
+                f"{module._name!r} runs eagerly: {reason}. After {patience} such calls in a row it may be captured "
+                f"again{remedy}",
+                key=reason,
             )
             return None
     if not again and not _affordable(module, entry, reason):
@@ -68,7 +71,7 @@ def place(module: CUDAGraphModule, entry: Entry, reason: str, recording: Recordi
         if max(entry.misses, entry.waits) > patience * (3 if group.eager_in_flight else 1):
             tape = group.new_tape_elsewhere()
         if tape is None and reason == IN_USE and entry.waits > 3 * patience:
-            module._log_once(f"{module._name!r} runs eagerly: {reason}. {_REMEDIES[IN_USE]}")
+            module._log_once(f"{module._name!r} runs eagerly: {reason}. {_REMEDIES[IN_USE]}", key=reason)
     if tape is not None and not again:
         entry.budget.spend()
         module._budget.spend()

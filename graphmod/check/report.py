@@ -1,14 +1,15 @@
-"""What a check has found, for people and as JSON. Imports nothing of graphmod."""
+"""What a check has found, for people and as JSON. Imports `said`."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import re
 import textwrap
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+
+from graphmod.state.said import ranges
 
 _LINE = re.compile(r"(?P<file>.*):(?P<line>\d+) in (?P<function>.*)")
 _WIDTH = 110
@@ -159,27 +160,6 @@ def merged(findings: list[Finding]) -> list[Finding]:
             known.count += one.count
             known.parts += [part for part in one.parts if part not in known.parts]
     return list(found.values())
-
-
-def ranges(names: list[str]) -> str:
-    """Names in words, with those that differ in one number as a range: `layers.0-11`."""
-    grouped: dict[tuple, list[int]] = {}
-    others = []
-    for name in names:
-        pieces = name.split(".")
-        at = next((i for i in reversed(range(len(pieces))) if pieces[i].isdigit()), None)
-        if at is None:
-            others.append(name)
-        else:
-            grouped.setdefault((tuple(pieces[:at]), tuple(pieces[at + 1 :])), []).append(int(pieces[at]))
-    told = []
-    for (before, after), numbers in grouped.items():
-        runs = []
-        for _, group in itertools.groupby(enumerate(sorted(set(numbers))), key=lambda pair: pair[1] - pair[0]):
-            run = [number for _, number in group]
-            runs.append(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}")
-        told.append(".".join([*before, ",".join(runs), *after]))
-    return ", ".join([*told, *others])
 
 
 def counted(count: int, noun: str) -> str:

@@ -63,7 +63,7 @@ def name_of(note: Note) -> str:
     if isinstance(note.owner, list):
         return f"item {note.key}"
     if isinstance(note.key, Tensor):
-        return f"the item of one {type(note.key).__name__}"
+        return f"the item of a {type(note.key).__name__} of shape {tuple(note.key.shape)}"
     return repr(note.key)
 
 
@@ -91,7 +91,7 @@ def all_changes(notes: Notes) -> Iterator[Change]:
     replaced = replacements(notes)
     optimizers = _optimizers_of(notes)
     told: set[int] = set()
-    for note in notes.notes.values():
+    for note in sorted(notes.notes.values(), key=lambda note: not isinstance(note.owner, _SCHEDULERS)):
         if id(note.owner) not in replaced and note.changed():
             was, now = note.before(), note.now()
             told.add(id(note.owner))
@@ -107,6 +107,7 @@ def all_changes(notes: Notes) -> Iterator[Change]:
             yield Change(effect, lines_of(where), _remedy(value, None, optimizers), id(value))
 
 
+_SCHEDULERS = (torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
 _OUTSIDE = "keep the code that does outside of the captured call"
 
 
@@ -125,7 +126,7 @@ def _optimizers_of(notes: Notes) -> dict[int, torch.optim.Optimizer]:
 def _remedy(owner: Any, key: Any, optimizers: dict[int, torch.optim.Optimizer]) -> str:
     """What helps against a change of an object of this kind."""
     scheduler = "keep the scheduler's step() outside of the captured call"
-    if isinstance(owner, (torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)):
+    if isinstance(owner, _SCHEDULERS):
         return scheduler
     if isinstance(owner, torch.amp.GradScaler):
         return "keep the GradScaler's step() and update() outside of the captured call"

@@ -68,11 +68,11 @@ def is_users(filename: str) -> bool:
 
 @cache
 def _mutes(filename: str) -> bool:
-    """Whether neither a file's code is of interest nor what that calls: it says something, or compiles, or is
-    compiled."""
+    """Whether neither a file's code is of interest nor what that calls: it says something, or imports, or compiles, or
+    is compiled."""
     parts = (f"{os.sep}triton{os.sep}", f"{os.sep}torch{os.sep}_inductor{os.sep}", "torchinductor")
-    said = filename.startswith((_STDLIB + "logging" + os.sep, _STDLIB + "warnings.py"))
-    return said or any(part in filename for part in parts)
+    aside = filename.startswith((_STDLIB + "logging" + os.sep, _STDLIB + "warnings.py", "<frozen importlib"))
+    return aside or any(part in filename for part in parts)
 
 
 @cache

@@ -5,7 +5,6 @@ signature stays eager. May import `errors`, `trace`, `recorder` and `lifecycle`;
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("graphmod")
 
-_NUMBER = re.compile(r"-?\d[\d.e+-]*")
-
 
 def capture_failed(module: CUDAGraphModule, entry: Entry, error: BaseException, what: str) -> None:
     """Counts a failure and says once why.
@@ -34,14 +31,12 @@ def capture_failed(module: CUDAGraphModule, entry: Entry, error: BaseException, 
     module._counters.failures += 1
     module.last_failure = reason
     log.debug("%s: %s", module.graph_name, reason, exc_info=error)
-    message = f"{module.graph_name!r} runs eagerly, because {what} could not be captured: {reason}"
-    module._log_once(message, key=_NUMBER.sub("", message))  # which may be another each time
+    module._log_once(f"{module.graph_name!r} runs eagerly, because {what} could not be captured: {reason}")
     most = module._config.max_failures
     if entry.failed(reason, most):
         module._drop(*{graph.tape for graph in entry.graphs})
         module._log_once(
-            f"{module.graph_name!r} stays eager after {most} failures in a row; the last: {reason}. "
-            "force_enable() tries again"
+            f"{module.graph_name!r} stays eager after {most} such failures in a row; force_enable() tries again"
         )
 
 

@@ -7,7 +7,6 @@ every part of the core.
 from __future__ import annotations
 
 import copy
-import logging
 import sys
 import weakref
 from collections.abc import Callable
@@ -39,7 +38,6 @@ from graphmod.trace.tracer import is_recording
 from graphmod.wrap.surface import Surface
 from graphmod.wrap.target import HOLDERS, Target, caller_with, in_place_of_forward
 
-log = logging.getLogger("graphmod")
 _reference_count = sys.getrefcount
 _dynamo_compiles = torch.compiler.is_dynamo_compiling
 
@@ -101,13 +99,14 @@ class CUDAGraphModule(Surface):
         self._retired = False
         self._class = type(module) if isinstance(module, nn.Module) else nn.Module
         self._class_forward = self._class.forward
+        if isinstance(module, nn.Module) and not self._hooks_outside:
+            self._group.said.join(type(module), self._name)
         self._start()
         self._made = True
 
     def _start(self) -> None:
         self._around = Surroundings(self._root)
         self._eager_calls: weakref.WeakSet[EagerCall] = weakref.WeakSet()
-        self._logged: set[str] = set()
         self._served: ForwardGraph | None = None  # the graph behind the last call
         self._budget = Budget(max(64, 8 * self._config.max_graphs))  # over all signatures
         self._eager_in = -1  # the pass of the group in which it last ran without a graph
@@ -271,10 +270,7 @@ class CUDAGraphModule(Surface):
         return any(not call.done for call in self._eager_calls)
 
     def _log_once(self, message: str, key: str | None = None) -> None:
-        key = key or message
-        if key not in self._logged:
-            self._logged.add(key)
-            log.warning(message)
+        self._group.said.once(type(self._root), self._name, message, key)
 
     @property
     def graph_name(self) -> str:
@@ -297,6 +293,7 @@ class CUDAGraphModule(Surface):
         for entry in self._entries:
             self._drop(*{graph.tape for graph in entry.graphs})
         self._entries.restart()
+        self._group.said.forget(self._name)
         self._start()
         self._group.release()
 
@@ -335,7 +332,7 @@ class CUDAGraphModule(Surface):
         """Lets signatures that failures disabled be captured again."""
         for entry in self._entries:
             entry.rearm()
-        self._logged.clear()
+        self._group.said.forget(self._name)
 
     def extra_repr(self) -> str:
         return f"{self._name!r}, {self.stats.state}"
