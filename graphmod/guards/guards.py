@@ -86,6 +86,8 @@ class Contents:
             for key, was in zip(value, items[half:], strict=True):
                 if isinstance(key, str) and not same(was, value[key]):
                     of = self.names.get(id(value), f"a {type(value).__name__}")
+                    if not (is_plain(was) or is_plain(value[key])):
+                        return f"{key!r} of {of} is another {type(was).__name__} than when it was captured"
                     text = f"{key!r} of {of} was {describe(was)} when it was captured and is {describe(value[key])}"
                     number = key == "lr" and isinstance(value[key], float)
                     return text + (", and a rate that is a tensor would be read anew" if number else "")
