@@ -25,7 +25,7 @@ To see which of these are in your own step, before anything is captured: [graphm
 """
 _OPERATION = re.compile(r"^\S+ at .* in [\w<>]+( \(in the backward pass\))?: ")
 _PLACE = re.compile(r" \(\S+\.py:\d+ in .*?\)(?=,|$)")
-_ASIDE = re.compile(r" \(\.item\(\).*?\)(?=,)|, (and a replay|which (a|no) replay).*$")
+_ASIDE = re.compile(r" \(\.item\(\).*slice bound\)|, (and a replay|which (a|no) replay).*$")
 
 
 def _reason(cell: dict[str, Any]) -> str:
