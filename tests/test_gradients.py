@@ -9,7 +9,8 @@ from harness import config, layered, loss_of, mlp, play, train, twins, wrapped
 from test_results import two
 from torch import nn
 
-from graphmod import CUDAGraphModule, gradients, graph_layers, ungraph
+from graphmod import CUDAGraphModule, graph_layers, ungraph
+from graphmod.graph import gradients
 
 HELD = {
     "the tensor": lambda grad: grad,

@@ -10,7 +10,8 @@ from harness import assert_same, loss_of, play
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from graphmod import CUDAGraphModule, dispatch, eager_answers
+from graphmod import CUDAGraphModule
+from graphmod.trace import dispatch, eager_answers
 from graphmod.trace.hazards import Hazard
 from graphmod.trace.patches import Patch
 from graphmod.trace.recorder import Recorder

@@ -25,9 +25,7 @@ _KEY_NAME = "Fake"
 _make_subclass, _as_subclass = Tensor._make_subclass, Tensor.as_subclass
 _lock = threading.Lock()
 _library: Any = None  # the registration, which lives as long as this does
-# Name -> recorder. Autograd hands names on to the threads of a backward; and not recorders, because torch 2.11 lets go
-# of an object once too often when it is asked for it.
-_recorders: dict[str, Any] = {}
+_at_work: list[Any] = []
 _watching = 0  # recorders at work in this process: a number to look at, where there is none, before anything dearer
 
 
@@ -41,27 +39,26 @@ class Sees(Protocol):
         """Takes in that from here to the end of the call nothing can be seen, because of a mode."""
 
 
+class _OfThread(threading.local):
+    recorder: Any = None
+
+
+_of_thread = _OfThread()
+
+
 def current() -> Any:
     """The recorder that watches the present call; None where there is none, or where it looks away."""
     if not _watching:
         return None
-    for name, recorder in tuple(_recorders.items()):
-        if torch._C._is_key_in_tls(name):
-            return recorder
-    # A thread of autograd's that was handed the key, and not what came with it.
-    return next(iter(_recorders.values())) if len(_recorders) == 1 and by_key() else None
-
-
-def _name(recorder: Any) -> str:
-    return f"graphmod.trace.{id(recorder)}"
+    recorder = _of_thread.recorder
+    if recorder is not None:
+        return recorder
+    # A thread of autograd's is handed the key, and no recorder.
+    return _at_work[0] if len(_at_work) == 1 and by_key() else None
 
 
 def _set_current(recorder: Any) -> None:
-    for name in tuple(_recorders):
-        if torch._C._is_key_in_tls(name):
-            torch._C._remove_obj_from_tls(name)
-    if recorder is not None:
-        torch._C._stash_obj_in_tls(_name(recorder), True)
+    _of_thread.recorder = recorder
 
 
 def _fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
@@ -129,16 +126,14 @@ def _self_test() -> None:
             return op(*args, **kwargs)
 
     with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
-        leaf, probe = torch.ones(1, requires_grad=True), Probe()
-        _recorders[_name(probe)] = probe
-        token = _include(probe)
+        leaf = torch.ones(1, requires_grad=True)
+        token = _include(Probe())
         try:
             if torch._C._dispatch_isTensorSubclassLike(leaf):
                 raise RuntimeError("torch takes it for a dispatch mode")
             (leaf * 2).sum().backward()
         finally:
             _exclude(token)
-            del _recorders[_name(probe)]
     names = [op.overloadpacket.__name__ for op, _ in seen]
     if names[:2] != ["mul", "sum"] or "expand" not in names or not seen[0][1]:
         raise RuntimeError(f"it shows {names}, the leaf itself: {seen[:1]}")
@@ -167,7 +162,7 @@ def shown_to(recorder: Sees) -> Iterator[None]:
     before = current()
     with _lock:
         _watching += 1
-        _recorders[_name(recorder)] = recorder
+        _at_work.append(recorder)
     try:
         if keyed:
             token = _include(recorder)
@@ -183,7 +178,7 @@ def shown_to(recorder: Sees) -> Iterator[None]:
         _set_current(before)
         with _lock:
             _watching -= 1
-            _recorders.pop(_name(recorder), None)
+            _at_work.remove(recorder)
 
 
 @contextlib.contextmanager
