@@ -2,7 +2,7 @@
 
 Graphs that share a pool form a tape: memory that a forward graph saves for its backward may be reused by anything
 captured after that backward. Replaying any increasing subsequence of a tape is therefore safe: what a later graph needs
-was alive while everything between was captured. One integer comparison decides. Imports nothing of graphmod.
+was alive while everything between was captured. One integer comparison decides. Imports `backend`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ import operator
 import weakref
 from bisect import bisect_right
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from graphmod.backend import Backend
+from graphmod.backend import Backend
 
 MOST_ARENAS = 4
 

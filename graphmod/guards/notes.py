@@ -15,6 +15,7 @@ import threading
 import types
 import weakref
 from collections.abc import Iterable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -184,13 +185,14 @@ class Notes:
                 self._look_inside(getattr(nn.modules.module, hooks, {}))
         self.modules.setdefault(id(module), module)
         if isinstance(module, torch.jit.ScriptModule) or module.__dict__.get("_compiled_call_impl") is not None:
-            self._whole(module)
+            self.whole(module)
         elif isinstance(module, _compiled_kind()):
-            self._whole(module._orig_mod)
+            self.whole(module._orig_mod)
         else:
             self._attribute(module, "forward")
 
-    def _whole(self, module: nn.Module) -> None:
+    def whole(self, module: nn.Module) -> None:
+        """Takes in that all of a module may be read."""
         if id(module) not in self._wholes:
             whole = self._wholes[id(module)] = Whole(module)
             self.roots.add(id(whole))
@@ -382,9 +384,23 @@ def noting(*roots: Any) -> Iterator[Notes]:
     for root in roots:
         notes.root(root)
     with _telling_new_objects():
-        with Frames(notes.see, notes.called):
-            yield notes
+        token = _current.set(notes)
+        try:
+            with Frames(notes.see, notes.called):
+                yield notes
+        finally:
+            _current.reset(token)
         _forget_new(notes)
+
+
+_current: ContextVar[Notes | None] = ContextVar("notes", default=None)
+
+
+def note_whole(modules: Iterable[nn.Module]) -> None:
+    """Takes in that code reads modules which nobody can watch reading: compiled code. Does nothing elsewhere."""
+    notes = _current.get()
+    for module in modules if notes is not None else ():
+        notes.whole(module)
 
 
 def _forget_new(notes: Notes) -> None:

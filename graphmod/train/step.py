@@ -167,7 +167,7 @@ class TrainStep:
             return
         # The caller keeps losses, and a copy of one number costs less than to look for those that are still held.
         config = replace(self.config, clone_outputs=True)
-        graphed = CUDAGraphModule(criterion, config, name="loss", group=self._graphs[-1]._group)
+        graphed = CUDAGraphModule(criterion, config, name="loss", group=self._graphs[-1]._context.group)
         self._iteration.loss_fn = functools.partial(self._iteration.loss_fn, criterion=graphed)
         self._graphs = [*self._graphs, graphed]
 
@@ -207,7 +207,7 @@ class TrainStep:
 
     def _settle_gradients(self) -> None:
         """Moves gradients that autograd put at a new address (of tied weights) to where the optimizer's graph reads."""
-        for key, parameter in self._graphs[0]._group.shared.items():
+        for key, parameter in self._graphs[0]._context.group.shared.items():
             if parameter.grad is not None:
                 settled = self._settled.get(key)
                 if settled is None:
@@ -233,7 +233,7 @@ class TrainStep:
     @property
     def captures(self) -> int:
         """Graphs captured so far; cheaper to ask than `stats`."""
-        return sum(graph._counters.captures for graph in self._graphs)
+        return sum(graph._context.counters.captures for graph in self._graphs)
 
     @property
     def stats(self) -> GraphStats:
@@ -241,7 +241,7 @@ class TrainStep:
         if not self._graphs:
             return GraphStats(eager_calls=self._eager_steps)
         total = self._graphs[0].stats
-        pools = {id(graph._group): graph.stats.pool_bytes for graph in self._graphs}
+        pools = {id(graph._context.group): graph.stats.pool_bytes for graph in self._graphs}
         for graph in self._graphs[1:]:
             total = total + graph.stats
         total.pool_bytes = sum(pools.values())
