@@ -5,10 +5,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from conftest import ROOT
 
 sys.path.insert(0, str(ROOT))
 
+import graphmod
 from benchmarks.hazard_programs import PROGRAMS
 from benchmarks.hazard_table import render
 from benchmarks.hazards import PAGE, RESULTS, judge
@@ -19,6 +21,17 @@ def test_every_program_has_eagers_numbers_and_a_reason_where_it_stays_eager(name
     cell = judge(name, "graphmod", device.type)
     assert cell["outcome"] in ("captured", "eager"), cell
     assert cell["outcome"] == "captured" or cell["reason"], cell
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_check_says_beforehand_what_becomes_of_a_program(name, caplog):
+    loop = PROGRAMS[name][1](torch.device("cpu"))
+    x = loop.batch(0, lambda *shape: torch.randn(*shape))
+    report = graphmod.check(loop.part if loop.part is not None else (lambda x: loop.body(None, x)), x)
+    assert report.captured == (judge(name, "graphmod", "cpu")["outcome"] == "captured"), str(report)
+    effects = [one.effect for one in report.hazards]
+    assert len(effects) == len(set(effects)) <= 2, str(report)
+    assert all(one.user and one.remedy for one in report.hazards), str(report)
 
 
 def test_the_page_shows_the_results():

@@ -59,7 +59,7 @@ class Kinds:
             elif isinstance(key, (str, int)):
                 self._set(_kind(owner, groups), place, str(key), value, where)
             elif isinstance(owner, (Cell, types.CellType)):
-                self._set(_kind(owner, groups), place, "one", value, where)
+                self._set(_kind(owner, groups), place, "a variable", value, where)
 
     def _set(self, kind: str, place: tuple, name: str, value: Any, where: tuple) -> None:
         self._values.setdefault(kind, {})[place] = (name, describe(value), line_of(where))

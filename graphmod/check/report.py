@@ -13,6 +13,10 @@ from graphmod.state.said import ranges
 
 _LINE = re.compile(r"(?P<file>.*):(?P<line>\d+) in (?P<function>.*)")
 _WIDTH = 110
+_FOLLOWS = (
+    ("draws from a generator whose state was set inside", "seeds a random generator"),
+    ("makes a sparse or nested tensor", "has a sparse gradient"),
+)
 _FEW = 3
 
 
@@ -152,9 +156,17 @@ class Report:
 
 
 def merged(findings: list[Finding]) -> list[Finding]:
-    """Each cause once, with how often and in which layers it was found."""
+    """Each cause once, with how often and in which layers it was found; what only follows from another is left out."""
+    effects = [one.effect for one in findings]
+    written = {one.effect for one in findings if one.user is not None}
     found: dict[tuple, Finding] = {}
     for one in findings:
+        derived = one.backward and one.user is None and one.effect in written
+        if derived or any(
+            one.effect.startswith(effect) and any(known.startswith(cause) for known in effects)
+            for effect, cause in _FOLLOWS
+        ):
+            continue
         known = found.setdefault(one.cause, one)
         if known is not one:
             known.count += one.count
