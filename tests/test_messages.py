@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from graphmod import CUDAGraphModule, graph_layers
+from graphmod.state.failures import reason_of
 from graphmod.state.said import cause_of, ranges
 
 CPU = torch.device("cpu")
@@ -352,3 +353,36 @@ def test_what_was_said_is_said_again_after_force_enable(caplog):
     step.force_enable()
     run(step)
     assert sum("the step of NAdam reads" in record.getMessage() for record in caplog.records) == 2
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "remedy"),
+    [
+        ("AdamW", "Build AdamW with fused=True, capturable=True."),
+        ("NAdam", "Build NAdam with capturable=True."),
+        ("Adafactor", "Keep its step() outside of the captured callable."),
+        ("Mine", "Keep its step() outside of the captured callable."),
+    ],
+)
+def test_a_flag_is_named_only_where_the_optimizer_has_it(optimizer, remedy):
+    said = (
+        f"Attempting CUDA graph capture of step() for an instance of {optimizer} but param_groups' capturable is False."
+    )
+    assert reason_of(RuntimeError(said)).endswith(f"capturable is False. {remedy}")
+
+
+def test_a_read_in_a_mask_of_transformers_has_a_remedy_of_its_own():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    tokens = torch.ones(1, 4, dtype=torch.long)
+
+    def refusals(**settings):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=8, **sizes, **settings))
+        step = CUDAGraphModule(lambda mask: model(tokens, attention_mask=mask, use_cache=False).logits, config())
+        run(lambda _: step(torch.ones_like(tokens)), 6)
+        return step.last_failure
+
+    said = refusals(attn_implementation="sdpa")
+    assert "test_messages.py" in said and "masking_utils.py" in said
+    assert said.endswith("or load the model with attn_implementation='eager'")
+    assert refusals(attn_implementation="eager") == ""

@@ -50,7 +50,9 @@ class Finding:
         return (self.effect, self.remedy, self.user, self.library, self.backward)
 
     def describe(self) -> str:
-        where = shortened(self.user) if self.user else "in the backward pass" if self.backward else "the call"
+        where = "in the backward pass" if self.backward else "the call"
+        if self.user or (self.library and not self.backward):
+            where = shortened(self.user or self.library)
         notes = []
         if self.backward and self.user:
             notes.append("in the backward")
@@ -60,7 +62,7 @@ class Finding:
             notes.append("in " + ranges(self.parts))
         lines = [where + (f"  ({', '.join(notes)})" if notes else "")]
         lines += _wrapped(f"{self.what}: {self.effect}")
-        if self.library:
+        if self.library and (self.user or self.backward):
             lines.append(f"    by way of {shortened(self.library)}")
         return "\n".join([*lines, *_wrapped(f"remedy: {self.remedy}")])
 

@@ -1,4 +1,9 @@
-"""Why something failed, in words. Imports `errors` and `trace`."""
+"""Why something failed, in words, and what helps. Imports `errors` and `trace`."""
+
+import inspect
+import re
+
+import torch
 
 from graphmod.errors import CaptureRefused
 from graphmod.trace.operations import place_of
@@ -12,5 +17,16 @@ def reason_of(error: BaseException) -> str:
     if place is not None:
         reason = f"{place}: {reason}"
     if "capturable is False" in reason:
-        reason += " Build the optimizer with fused=True, capturable=True."
+        reason += f" {_capturable(reason)}"
     return reason
+
+
+def _capturable(reason: str) -> str:
+    """What helps where torch says that an optimizer is not built to be captured."""
+    name = re.search(r"instance of (\w+)", reason)
+    kind = getattr(torch.optim, name[1], None) if name else None
+    known = () if kind is None else inspect.signature(kind.__init__).parameters
+    flags = ", ".join(f"{flag}=True" for flag in ("fused", "capturable") if flag in known)
+    if not flags:
+        return "Keep its step() outside of the captured callable."
+    return f"Build {name[1]} with {flags}."
