@@ -66,7 +66,7 @@ def _mutes(filename: str) -> bool:
     compiled."""
     parts = (f"{os.sep}triton{os.sep}", f"{os.sep}torch{os.sep}_inductor{os.sep}", "torchinductor")
     said = filename.startswith((_STDLIB + "logging" + os.sep, _STDLIB + "warnings.py"))
-    return said or any(part in filename for part in parts)
+    return said or filename.startswith("<frozen importlib") or any(part in filename for part in parts)
 
 
 @cache
