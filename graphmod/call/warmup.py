@@ -28,7 +28,10 @@ def warm_up(context: Context, entry: Entry, args: tuple, kwargs: dict) -> Any:
     entry.calls += 1
     if entry.calls < context.config.warmup_steps:
         if entry.graphs:
-            context.log_once(f"{context.name!r} runs eagerly: {entry.difference}. It is recorded and captured again")
+            context.log_once(
+                f"{context.name!r} runs eagerly: {entry.difference}. It is recorded and captured again, as after each "
+                "such change"
+            )
         torch.clear_autocast_cache()
         result = context.call(*args, **kwargs)
     else:
@@ -47,7 +50,10 @@ def warm_up(context: Context, entry: Entry, args: tuple, kwargs: dict) -> Any:
             context.failed(entry, CaptureRefused(recording.refused), "its forward")
         elif entry.fruitless > MOST_FRUITLESS:
             entry.disabled, entry.reason = True, f"it is in another state in each call: {entry.difference}"
-            context.log_once(f"{context.name!r} stays eager: {entry.reason}. force_enable() tries again")
+            context.log_once(
+                f"{context.name!r} stays eager: {entry.reason}. Keep that as it is, or change a tensor in place; "
+                "force_enable() tries again"
+            )
     entry.called_forward = entry.called_forward or torch._C._current_autograd_node() is None
     return track(context, entry, result)
 

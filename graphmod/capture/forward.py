@@ -50,8 +50,11 @@ def place(context: Context, entry: Entry, reason: str, recording: Recording) -> 
         entry.misses += 1
         entry.waits += reason == IN_USE
         if entry.misses <= patience and (reason != IN_USE or entry.waits <= patience):
+            remedy = f". {_REMEDIES[reason]}" if reason in _REMEDIES else ""
             context.log_once(
-                f"{context.name!r} runs eagerly: {reason}. After {patience} such calls it is captured again"
+                f"{context.name!r} runs eagerly: {reason}. After {patience} such calls in a row it may be captured "
+                f"again{remedy}",
+                key=reason,
             )
             return None
     if not again and not _affordable(context, entry, reason):
@@ -65,7 +68,7 @@ def place(context: Context, entry: Entry, reason: str, recording: Recording) -> 
         if max(entry.misses, entry.waits) > patience * (3 if group.eager_in_flight else 1):
             tape = group.new_tape_elsewhere()
         if tape is None and reason == IN_USE and entry.waits > 3 * patience:
-            context.log_once(f"{context.name!r} runs eagerly: {reason}. {_REMEDIES[IN_USE]}")
+            context.log_once(f"{context.name!r} runs eagerly: {reason}. {_REMEDIES[IN_USE]}", key=reason)
     if tape is not None and not again:
         entry.budget.spend()
         context.budget.spend()

@@ -7,7 +7,6 @@ after some in a row the signature stays eager. Imports `group`, `tape` and `stat
 from __future__ import annotations
 
 import logging
-import re
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +25,6 @@ from graphmod.state.surroundings import Surroundings
 
 log = logging.getLogger("graphmod")
 
-_NUMBER = re.compile(r"-?\d[\d.e+-]*")
 _CAPTURES = 64  # over all signatures, without enough replays in between
 
 
@@ -62,7 +60,6 @@ class Context:
         """Forgets all but counters and signatures."""
         self.around = Surroundings(self.root)
         self.eager_calls: weakref.WeakSet[EagerCall] = weakref.WeakSet()
-        self.logged: set[str] = set()
         self.served: Any = None
         self.budget = Budget(max(_CAPTURES, 8 * self.config.max_graphs))
         self.eager_in = -1
@@ -106,6 +103,7 @@ class Context:
         for entry in self.entries:
             self.drop(*{graph.tape for graph in entry.graphs})
         self.entries.restart()
+        self.group.said.forget(self.name)
         self.start()
         self.group.release()
 
@@ -113,16 +111,14 @@ class Context:
         """Lets signatures that failures disabled be captured again."""
         for entry in self.entries:
             entry.rearm()
-        self.logged.clear()
+        self.group.said.forget(self.name)
 
     # -- what the log says ---------------------------------------------------------------------------------------
 
     def log_once(self, message: str, key: str | None = None) -> None:
-        """Logs a warning, unless it did before; `key` where the words may be others each time."""
-        key = key or message
-        if key not in self.logged:
-            self.logged.add(key)
-            log.warning(message)
+        """Logs a warning, unless it, or the same of a like part, was logged before; `key` where the words may be others
+        each time."""
+        self.group.said.once(type(self.root), self.name, message, key)
 
     def failed(self, entry: Entry, error: BaseException, what: str) -> None:
         """Counts a failure and says once why.
@@ -134,12 +130,8 @@ class Context:
         self.counters.failures += 1
         self.last_failure = reason
         log.debug("%s: %s", self.name, reason, exc_info=error)
-        message = f"{self.name!r} runs eagerly, because {what} could not be captured: {reason}"
-        self.log_once(message, key=_NUMBER.sub("", message))  # which may be another each time
+        self.log_once(f"{self.name!r} runs eagerly, because {what} could not be captured: {reason}")
         most = self.config.max_failures
         if entry.failed(reason, most):
             self.drop(*{graph.tape for graph in entry.graphs})
-            self.log_once(
-                f"{self.name!r} stays eager after {most} failures in a row; the last: {reason}. "
-                "force_enable() tries again"
-            )
+            self.log_once(f"{self.name!r} stays eager after {most} such failures in a row; force_enable() tries again")

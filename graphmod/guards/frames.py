@@ -61,12 +61,18 @@ def is_library(filename: str) -> bool:
 
 
 @cache
+def is_users(filename: str) -> bool:
+    """Whether a file is neither a library's nor part of this package."""
+    return not is_library(filename) and not filename.startswith(_CORE)
+
+
+@cache
 def _mutes(filename: str) -> bool:
-    """Whether neither a file's code is of interest nor what that calls: it says something, or compiles, or is
-    compiled."""
+    """Whether neither a file's code is of interest nor what that calls: it says something, or imports, or compiles, or
+    is compiled."""
     parts = (f"{os.sep}triton{os.sep}", f"{os.sep}torch{os.sep}_inductor{os.sep}", "torchinductor")
-    said = filename.startswith((_STDLIB + "logging" + os.sep, _STDLIB + "warnings.py"))
-    return said or filename.startswith("<frozen importlib") or any(part in filename for part in parts)
+    aside = filename.startswith((_STDLIB + "logging" + os.sep, _STDLIB + "warnings.py", "<frozen importlib"))
+    return aside or any(part in filename for part in parts)
 
 
 @cache

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from graphmod.guards.chance import Chance
 from graphmod.guards.contents import CONTAINERS, Whole, content, is_iterator, is_plain, same, same_content
-from graphmod.guards.frames import Frames, is_library
+from graphmod.guards.frames import Frames, is_library, is_users
 from graphmod.guards.lookup import MISSING, Cell, Place, dict_of, find, find_item, get
 from graphmod.guards.reads import RESULT, Expression, Read
 
@@ -63,7 +63,7 @@ class Note:
         key: attribute name, key or index.
         geometry: of a tensor.
         items: of a container.
-        where: code and line that looked.
+        where: code and line that looked; if a library's, also `(code, line)` of the user's that had called it.
     """
 
     __slots__ = ("_container", "_owner", "_value", "_weak_owner", "_weak_value", "geometry", "items", "key", "where")
@@ -127,6 +127,7 @@ class Notes:
         self._holders: dict[int, Any] = {}
         self._wholes: dict[int, Whole] = {}
         self._where: tuple = ("", 0)
+        self._frame: types.FrameType | None = None  # that runs now; held for no longer than it is looked at
 
     # -- while the call runs -------------------------------------------------------------------------------------
 
@@ -146,11 +147,22 @@ class Notes:
 
     def see(self, frame: types.FrameType, reads: Iterable[Read], results: Iterable[Any]) -> None:
         """Takes in that code is about to read something."""
-        self._where = (frame.f_code, frame.f_lineno)
+        self._where, self._frame = (frame.f_code, frame.f_lineno), frame
         try:
             self._see(frame, reads, results)
         except Exception as error:  # what is looked at may be of any kind; the user's call goes on
-            self.unreadable = self.unreadable or (f"{type(error).__name__}: {error}", self._where)
+            self.unreadable = self.unreadable or (f"{type(error).__name__}: {error}", self._here())
+        finally:
+            self._frame = None
+
+    def _here(self) -> tuple:
+        """The code and line that reads now; if they are a library's, also those of the user's that had called it."""
+        frame = self._frame
+        if frame is None or not is_library(frame.f_code.co_filename):
+            return self._where
+        while frame is not None and not is_users(frame.f_code.co_filename):
+            frame = frame.f_back
+        return self._where if frame is None else (*self._where, (frame.f_code, frame.f_lineno))
 
     def _see(self, frame: types.FrameType, reads: Iterable[Read], results: Iterable[Any]) -> None:
         variables = frame.f_locals
@@ -264,7 +276,7 @@ class Notes:
         except TypeError:  # a key that cannot be hashed
             return
         if known is None or known.owner is not owner:
-            self.notes[name] = Note(owner, place, self._where)
+            self.notes[name] = Note(owner, place, self._here())
             value = place.value
             if isinstance(value, Tensor):
                 self._leaf(value)
@@ -288,7 +300,7 @@ class Notes:
                 self._note_cell(cell, place)
 
     def _note_cell(self, cell: types.CellType, place: Place) -> None:
-        self.notes[id(cell), None] = Note(cell, place, self._where)
+        self.notes[id(cell), None] = Note(cell, place, self._here())
         if isinstance(place.value, types.FunctionType):
             self._closure(place.value)
 
@@ -297,14 +309,14 @@ class Notes:
         if isinstance(value, (Tensor, nn.Module, str, type)) or is_plain(value):
             return
         if is_iterator(value):
-            self.iterators.append((value, type(value).__name__, self._where))
+            self.iterators.append((value, type(value).__name__, self._here()))
             return
         known = self.contents.get(id(value))
         if known is not None and known[0] is value:
             return
         items = content(value)
         if items is not None and not (isinstance(value, tuple) and all(is_plain(item) for item in items)):
-            self.contents[id(value)] = (value, items, self._where)
+            self.contents[id(value)] = (value, items, self._here())
             for item in items:
                 if isinstance(item, Tensor):
                     self._leaf(item)

@@ -100,3 +100,19 @@ def remedy_for(optimizer: torch.optim.Optimizer, on_gpu: bool) -> str:
     flags = ", ".join(f"{name}=True" for name in given)
     rate = "" if isinstance(optimizer.param_groups[0].get("lr"), torch.Tensor) else ", with a tensor as lr"
     return f"build {type(optimizer).__name__} with {flags}{rate}, or {outside}"
+
+
+_REMEDIES_IN = {
+    "amp/grad_scaler.py": "keep the GradScaler's step() and update() outside of the captured call",
+    "distributions/": "build the distribution with validate_args=False",
+    "nn/utils/clip_grad.py": "call it with error_if_nonfinite=False",
+    "optim/swa_utils.py": "keep update_parameters() outside of the captured call",
+}
+
+
+def remedy_in(lines: Lines) -> str | None:
+    """What its user can do about code of torch that reads values on the host; None where that is no special one."""
+    if lines.library is None or not lines.library.startswith(_TORCH):
+        return None
+    within = lines.library[len(_TORCH) + 1 :]
+    return next((remedy for part, remedy in _REMEDIES_IN.items() if within.startswith(part)), None)

@@ -1,7 +1,7 @@
 """Records a call: its operations, its memory, and what of it a graph cannot repeat.
 
 The recorded warm-up call, both backends, the address watch and the check for what a graph cannot repeat all stand on
-this. Imports `memory_trace`, `trace`, `hazards`, `lines`, `script`, `seeds`, `eager_answers`, `dispatch`, `errors` and `overloads`.
+this. Imports the other files of this room.
 """
 
 import contextlib
@@ -37,6 +37,7 @@ class Recorder(MemoryTrace):
 
     Attributes:
         hazards: what a graph cannot repeat, in order.
+        times: how often the call did each of them.
         kept_at: the addresses of tensors of the recorded call that a capture goes on to use.
         host_random: where the call drew from a generator on the host although it works on a GPU; None if nowhere.
 
@@ -68,6 +69,7 @@ class Recorder(MemoryTrace):
         super().__init__(inputs, before_write)
         self.watching, self.on_gpu, self._gpu = watching, gpu is not None, gpu
         self.hazards: list[Hazard] = []
+        self.times: list[int] = []
         self.kept_at: set[int] = set()
         self.host_random: str | None = None
         self._check = Check(gpu, self._origins)
@@ -90,7 +92,14 @@ class Recorder(MemoryTrace):
         super().__exit__(*error)
         self._draws = None
         if self.watching and self._touched_state is not None and self.random:
-            self.hazards.append(Hazard("the call", self._touched_state, *RESTORES[:2]))
+            self._add(Hazard("the call", self._touched_state, *RESTORES[:2]))
+
+    def _add(self, found: Hazard) -> None:
+        if found in self.hazards:
+            self.times[self.hazards.index(found)] += 1
+        else:
+            self.hazards.append(found)
+            self.times.append(1)
 
     def finish(self) -> "Recorder":
         """Lets go of the callbacks, so that the record keeps nothing alive but the tensors from outside."""
@@ -159,8 +168,7 @@ class Recorder(MemoryTrace):
         if not self.watching:
             self._refused = self._refused or str(found)
             raise CaptureRefused(str(found))
-        if found not in self.hazards:
-            self.hazards.append(found)
+        self._add(found)
 
     def check(self) -> None:
         """Refuses the capture, if code that catches every exception kept a refusal to itself, or if the recorded call

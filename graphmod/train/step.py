@@ -5,8 +5,6 @@ not the other parts of the training run.
 """
 
 import functools
-import inspect
-import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,7 +16,7 @@ from graphmod.config import CUDAGraphConfig
 from graphmod.graph.buffers import mark_static
 from graphmod.state.entry import GraphStats
 from graphmod.train.compile import CHOICES, compile_layers, compiled
-from graphmod.train.iteration import NONFINITE, Iteration, next_token_loss
+from graphmod.train.iteration import NONFINITE, Iteration, criterion_of, next_token_loss
 from graphmod.train.recompute import recomputed_layers
 from graphmod.train.settings import Scope, train_settings
 from graphmod.train.update import CompiledUpdate
@@ -164,14 +162,8 @@ class TrainStep:
 
     def _graph_criterion(self) -> None:
         """Puts the loss of the logits beside the head, whose results it then reads where they are."""
-        try:
-            argument = inspect.signature(self._iteration.loss_fn).parameters["criterion"]
-        except (KeyError, TypeError, ValueError):  # no such argument, or nothing that could tell
-            return
-        criterion = argument.default
-        # A method or closure may reach the model, whose parameters would then count as used twice.
-        plain = isinstance(criterion, types.FunctionType) and criterion.__closure__ is None
-        if argument.kind is argument.POSITIONAL_ONLY or not (plain or isinstance(criterion, nn.Module)):
+        criterion = criterion_of(self._iteration.loss_fn)
+        if criterion is None:
             return
         # The caller keeps losses, and a copy of one number costs less than to look for those that are still held.
         config = replace(self.config, clone_outputs=True)

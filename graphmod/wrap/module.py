@@ -76,6 +76,8 @@ class CUDAGraphModule(Surface):
         self._retired = False
         self._class = type(module) if isinstance(module, nn.Module) else nn.Module
         self._class_forward = self._class.forward
+        if isinstance(module, nn.Module) and not self._hooks_outside:
+            self._context.group.said.join(type(module), name)
         self._made = True
 
     # -- calling -------------------------------------------------------------------------------------------------
