@@ -14,6 +14,7 @@ from graphmod.check.part import Part
 from graphmod.check.report import Finding, Report, merged
 from graphmod.state.surroundings import Surroundings
 from graphmod.wrap.layers import find_layers, match_layers, without_graphs
+from graphmod.wrap.module import CUDAGraphModule
 from graphmod.wrap.target import in_place_of_forward
 
 
@@ -49,7 +50,7 @@ def check_call(
         ConfigError: `layers` match nothing.
         Exception: whatever the call itself raises.
     """
-    root = getattr(target, "_root", target) if hasattr(type(target), "_reach_through") else target
+    root = target._root if isinstance(target, CUDAGraphModule) else target
     if not callable(root):
         raise TypeError(f"graphmod.check takes a module or a callable, got {type(root).__name__}")
     root = copying.deepcopy(root) if copy else root

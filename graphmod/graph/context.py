@@ -116,8 +116,7 @@ class Context:
     # -- what the log says ---------------------------------------------------------------------------------------
 
     def log_once(self, message: str, key: str | None = None) -> None:
-        """Logs a warning, unless it, or the same of a like part, was logged before; `key` where the words may be others
-        each time."""
+        """Logs a warning that begins with the name, unless one of the same cause was; see `Said.once`."""
         self.group.said.once(type(self.root), self.name, message, key)
 
     def failed(self, entry: Entry, error: BaseException, what: str) -> None:
