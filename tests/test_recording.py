@@ -388,7 +388,7 @@ def test_code_that_asks_whether_a_stream_captures_takes_eagers_way(device, monke
     if device.type == "cpu":  # a build without CUDA does not answer
         monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
         monkeypatch.setattr(torch.cuda.graphs, "_cuda_isCurrentStreamCapturing", lambda: False)
-    internal = {"torch": torch, "__name__": "torch.optim.somewhere"}
+    internal = {"torch": torch, "__name__": "torch.distributed.somewhere"}
     exec("def asks(): return torch.cuda.is_current_stream_capturing()", internal)
 
     def asks(self, x):

@@ -74,6 +74,8 @@ def _nothing() -> None:
 class _RunOn(TorchDispatchMode):
     """Runs operations on `stream`, whichever is the current one."""
 
+    hides_nothing = True  # what it runs is no part of what is recorded
+
     def __init__(self, stream: torch.cuda.Stream) -> None:
         super().__init__()
         self._stream = stream

@@ -131,7 +131,8 @@ def capture(
             )
         if not arena.in_flight:
             backend.prepare_capture()
-            arena.begin(tape)
+            if arena.begin(tape) is not None:
+                raise CaptureRefused(CANNOT_MOVE)
         graph = ForwardGraph(context, entry, tape, recording)
         state = backend.random_state()
         torch.clear_autocast_cache()

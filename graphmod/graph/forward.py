@@ -129,9 +129,9 @@ class ForwardGraph:
         except BaseException:
             if captured is not None:
                 captured.discard()
-                group.backend.set_random_state(random_state)
-                for generator, state in states:
-                    generator.set_state(state)
+            group.backend.set_random_state(random_state)
+            for generator, state in states:
+                generator.set_state(state)
             guards.restore()
             restore_python_random_state(python_random)
             for parameter, grad in zip(owned, grads_then, strict=True):

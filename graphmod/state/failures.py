@@ -16,6 +16,8 @@ def reason_of(error: BaseException) -> str:
     place = None if isinstance(error, CaptureRefused) else place_of(error)  # a refusal names its place itself
     if place is not None:
         reason = f"{place}: {reason}"
+    if "Cannot copy between CPU and CUDA tensors" in reason:
+        reason += " It makes a GPU tensor of Python values: create it once, outside."
     if "capturable is False" in reason:
         reason += f" {_capturable(reason)}"
     return reason

@@ -71,6 +71,7 @@ class Mode(TorchDispatchMode):
     """Shows the operations to a recorder by way of a dispatch mode."""
 
     supports_higher_order_operators = True
+    hides_nothing = True
 
     def __init__(self, recorder: Sees) -> None:
         super().__init__()
@@ -250,7 +251,7 @@ def replacements() -> list[tuple[Any, str, Any]]:
     def push_mode(mode: Any, *args: Any, **kwargs: Any) -> Any:
         recorder = current()
         blinds = not _below_modes() or type(mode).__name__ == "FakeTensorMode"
-        if recorder is not None and by_key() and blinds and not isinstance(mode, Mode):
+        if recorder is not None and by_key() and blinds and not getattr(mode, "hides_nothing", False):
             recorder.note_mode(mode)
             stop_showing()
         return push(mode, *args, **kwargs)

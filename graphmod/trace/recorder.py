@@ -1,7 +1,7 @@
 """Records a call: its operations, its memory, and what of it a graph cannot repeat.
 
 The recorded warm-up call, both backends, the address watch and the check for what a graph cannot repeat all stand on
-this. Imports `memory_trace`, `trace`, `hazards`, `lines`, `script`, `seeds`, `eager_answers`, `errors` and `overloads`.
+this. Imports the other files of this room.
 """
 
 import contextlib
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphmod.errors import CaptureRefused, Diverged
+from graphmod.trace.dispatch import hidden
 from graphmod.trace.eager_answers import asking
 from graphmod.trace.hazards import OUTSIDE, UNDER_A_MODE, Check, Hazard, Reason, hazard
 from graphmod.trace.lines import Lines, lines
@@ -78,6 +79,7 @@ class Recorder(MemoryTrace):
         self._refused: str | None = None
         self._script = script
         self._kept: dict[int, Kept] = {}
+        self._made: list[tuple[Tensor, Tensor]] = []
         self._after, self._around = after, around
         self._targets = targets or {}
 
@@ -108,7 +110,30 @@ class Recorder(MemoryTrace):
 
     def script(self) -> Script:
         """What a capture of the same call must do, and what it may use; of a call that was watched."""
-        return Script(self.trace, self._kept)
+        return Script(self.trace, self._kept, self._made)
+
+    def make(self, function: Callable, values: Any, kwargs: dict) -> Any:
+        """Makes a tensor on the GPU of Python values, which a capture can only take from the recorded call.
+
+        Raises:
+            Diverged: in a capture, the values are others than then.
+        """
+        with hidden():
+            if self.watching or self._script is None:
+                result = function(values, **kwargs)
+                self._made.append((result.detach().cpu(), result.detach().clone()))
+                self._origins.note_constant(address(result))
+                return result
+            now = function(values, **{**kwargs, "device": "cpu", "requires_grad": False})
+            then, kept = (
+                self._script.made[len(self._made)] if len(self._made) < len(self._script.made) else (None, None)
+            )
+            if then is None or now.dtype is not then.dtype or not torch.equal(now.nan_to_num(), then.nan_to_num()):
+                raise Diverged(f"{lines().place} makes a tensor of other Python values than in the call before")
+            self._made.append((then, kept))
+            result = kept.clone().requires_grad_(kwargs.get("requires_grad", False))
+        self._take_address(address(result))
+        return result
 
     def is_host(self, tensor: Tensor) -> bool:
         """Whether a tensor lies on the host while the capture works on a GPU."""
