@@ -316,6 +316,18 @@ def test_a_check_of_a_run_without_graphs_is_an_error(tmp_path):
     assert "error: graph.check=true with graph=none: nothing is captured" in done.stderr
 
 
+def test_a_check_of_several_runs_is_an_error(tmp_path):
+    from conftest import ROOT, TINY
+
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "train.py"), "--multirun", *TINY, "graph=per_layer,none", "graph.check=true"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 2 and "leave out --multirun" in done.stderr and not list(tmp_path.iterdir())
+
+
 def test_both_ways_to_the_package_are_one():
     from graphmod import check
 

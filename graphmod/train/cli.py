@@ -25,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from graphmod.errors import ConfigError, GraphmodError
 from graphmod.train import callback
-from graphmod.train.arguments import NO_PROFILE, for_hydra, groups, swept_keys
+from graphmod.train.arguments import NO_CHECK, NO_PROFILE, for_hydra, groups, swept_keys
 from graphmod.train.config import parse, register
 from graphmod.train.explain import explain, system_error
 from graphmod.train.folders import from_here, job_folder, unused
@@ -84,7 +84,7 @@ def _bug(error: Exception) -> tuple[int, str]:
 def _check(config: RunConfig, folder: Path, alone: bool) -> tuple[int, Path]:
     """Only says what would keep the step out of graphs."""
     if not alone:
-        raise ConfigError("graph.check=true checks one run; leave out --multirun")
+        raise ConfigError(NO_CHECK)  # likewise
     from graphmod.check.training import CHECK_FILE, check_training
 
     report = check_training(config, folder)
