@@ -94,7 +94,7 @@ def measure(layers: int, width: int, length: int, device: str, steps: int, one_t
     whole = [step() for _ in range(steps)]
     clock = LaunchClock()
     for wrapper in wrappers:
-        for entry in wrapper._entries:
+        for entry in wrapper._context.entries:
             for graph in entry.graphs:
                 clock.watch(graph.graph)
                 clock.watch(graph.backward.graph)

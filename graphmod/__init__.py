@@ -18,6 +18,7 @@ __all__ = [
     "ConfigError",
     "GraphStats",
     "GraphmodError",
+    "check",
     "graph_layers",
     "mark_static",
     "ungraph",
@@ -25,6 +26,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
+    if name == "check":  # a package, and callable; most programs never ask for it
+        import importlib
+
+        return importlib.import_module("graphmod.check")
     if name == "Scope":  # where it was before it moved to the settings of training
         from graphmod.train.settings import Scope
 

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
+import graphmod.call.dispatch
 import graphmod.call.warmup
 import graphmod.capture.backward
-import graphmod.wrap.module
 from graphmod.graph.forward import ForwardGraph
 
 CALLER, CAPTURE = "the caller's stream", "the capture stream"
@@ -41,7 +41,7 @@ def mark(tensors: Iterable[Tensor], stream: str) -> None:
 def watch(monkeypatch) -> list[str]:
     """Watches all captures from now on; what breaks the rules is added to the list that it returns."""
     broken: list[str] = []
-    core, warmup = graphmod.wrap.module, graphmod.call.warmup
+    core, warmup = graphmod.call.dispatch, graphmod.call.warmup
     track, results, find = warmup.track, core.results, ForwardGraph._find_parameters
     differentiate = graphmod.capture.backward.differentiate
 
@@ -67,9 +67,9 @@ def watch(monkeypatch) -> list[str]:
             if id(parameter) not in reached or not hasattr(edge.node, "variable"):
                 continue
             if edge.node not in reached[id(parameter)]:
-                broken.append(f"{graph.module.graph_name}: a gradient of shape {tuple(parameter.shape)} is lost")
+                broken.append(f"{graph.context.name}: a gradient of shape {tuple(parameter.shape)} is lost")
             if edge.node.metadata.get(MARK) == CALLER:
-                broken.append(f"{graph.module.graph_name}: forks to the caller's stream for {tuple(parameter.shape)}")
+                broken.append(f"{graph.context.name}: forks to the caller's stream for {tuple(parameter.shape)}")
         return differentiate(graph, outputs, inputs, grads, direct, edges)
 
     # What it looks at is nothing that a captured backward reads: code of the package's own, for the guards.

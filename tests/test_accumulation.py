@@ -156,7 +156,7 @@ def test_a_call_without_a_graph_adds_to_the_gradients_that_a_replay_adds_to():
             module.weight.grad.zero_()
             loss = call(x).square().sum() + call(other).square().sum()
             if call is graphed:
-                with torch.cuda.stream(graphed._group.backend.stream):
+                with torch.cuda.stream(graphed._context.group.backend.stream):
                     torch.cuda._sleep(10_000 * (rows - 5))  # so that in one of the turns the two coincide
             loss.backward()
         assert torch.equal(eager.weight.grad, model.weight.grad), rows

@@ -15,7 +15,7 @@ STEPS = 120
 
 
 def held(graphs):
-    return sum(len(entry.graphs) for graph in graphs for entry in graph._entries)
+    return sum(len(entry.graphs) for graph in graphs for entry in graph._context.entries)
 
 
 def flat(graphs, run, steps=STEPS):
@@ -96,7 +96,7 @@ def test_a_shape_that_is_not_used_any_more_makes_room(device):
         for rows in range(2, 6):
             for _ in range(20):
                 graphed(torch.randn(rows, 8, device=device))
-            assert next(iter(reversed(list(graphed._entries)))).graphs, rows
+            assert next(iter(reversed(list(graphed._context.entries)))).graphs, rows
 
 
 @pytest.mark.parametrize("kind", ["fused", "foreach"])

@@ -148,7 +148,7 @@ def test_other_kernels_stay_a_chain(monkeypatch):
 def parted(module):
     """How many forks the module's graphs have, two roots counted as one."""
     found = 0
-    for part in (part for entry in module._entries for graph in entry.graphs for part in graph.graph._graphs):
+    for part in (part for entry in module._context.entries for graph in entry.graphs for part in graph.graph._graphs):
         raw = c_void_p(part.raw_cuda_graph())
         following = [nodes("cuGraphGetRootNodes", raw)]
         for node in nodes("cuGraphGetNodes", raw):
@@ -205,7 +205,9 @@ def test_tensors_that_depend_on_each_other_stay_a_chain():
 @pytest.mark.gpu
 def test_an_operation_may_be_all_of_a_graph():
     module = graphed_and_eager(lambda state: torch._foreach_mul_(state, 1.01), tensors(MANY, device="cuda"))
-    ((graph,),) = [[part for graph in entry.graphs for part in graph.graph._graphs] for entry in module._entries]
+    ((graph,),) = [
+        [part for graph in entry.graphs for part in graph.graph._graphs] for entry in module._context.entries
+    ]
     assert len(nodes("cuGraphGetRootNodes", c_void_p(graph.raw_cuda_graph()))) == 2
 
 

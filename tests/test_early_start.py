@@ -102,7 +102,7 @@ def test_a_disabled_signature_does_not_stand_in_the_way_of_another_mode(device, 
     x = torch.ones(4, device=device)
     for _ in range(4):
         module(x)
-    for entry in module._entries:
+    for entry in module._context.entries:
         for graph in entry.graphs:
             monkeypatch.setattr(graph.graph, "start", lambda: (_ for _ in ()).throw(RuntimeError("injected")))
     module(x)

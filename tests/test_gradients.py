@@ -9,7 +9,8 @@ from harness import config, layered, loss_of, mlp, play, train, twins, wrapped
 from test_results import two
 from torch import nn
 
-from graphmod import CUDAGraphModule, gradients, graph_layers, ungraph
+from graphmod import CUDAGraphModule, graph_layers, ungraph
+from graphmod.graph import gradients
 
 HELD = {
     "the tensor": lambda grad: grad,
@@ -144,7 +145,7 @@ def test_a_backward_that_cannot_be_launched_is_made_eagerly(device):
     x = torch.randn(4, 8, device=device)
     for i in range(16):
         if i in (6, 9):
-            (graph,) = next(iter(graphed._entries)).graphs
+            (graph,) = next(iter(graphed._context.entries)).graphs
 
             def fails():
                 raise RuntimeError("CUDA error")
@@ -167,7 +168,7 @@ def test_an_interrupt_while_a_backward_is_launched_leaves_gradients_as_they_were
     for _ in range(5):
         model.zero_grad()
         loss_of(graphed(x)).backward()
-    (graph,) = next(iter(graphed._entries)).graphs
+    (graph,) = next(iter(graphed._context.entries)).graphs
     replay = graph.backward.graph.replay
 
     def fails():

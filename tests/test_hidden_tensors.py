@@ -126,7 +126,7 @@ def test_work_on_a_gpu_that_nothing_shows_is_captured_there():
     for step in range(8):
         graphed()
         assert tensor.tolist() == [step + 1.0] * 3
-    assert graphed.stats.replays == 6 and graphed._group.backend.on_gpu
+    assert graphed.stats.replays == 6 and graphed._context.group.backend.on_gpu
 
 
 @pytest.mark.gpu
@@ -178,7 +178,7 @@ def test_a_module_tried_on_the_cpu_is_captured_on_the_gpu_once_it_is_there(backw
                 assert all(map(torch.equal, found, [p.grad for p in graphed.module.parameters()]))
                 graphed.zero_grad()
         assert graphed.stats.replays - before > 3
-        assert graphed._group.backend.on_gpu is (device == "cuda")
+        assert graphed._context.group.backend.on_gpu is (device == "cuda")
 
 
 @pytest.mark.gpu
@@ -216,7 +216,7 @@ def test_a_callable_without_arguments_whose_tensors_moved_is_captured_on_the_gpu
         before = graphed.stats.replays
         for _ in range(14):
             assert torch.equal(graphed(), held.model(held.scale) * 2)
-        assert graphed.stats.replays - before > 3 and graphed._group.backend.on_gpu is (device == "cuda")
+        assert graphed.stats.replays - before > 3 and graphed._context.group.backend.on_gpu is (device == "cuda")
 
 
 @pytest.mark.gpu
@@ -235,4 +235,4 @@ def test_a_result_held_across_the_move_does_not_keep_the_emulator():
         assert torch.equal(result, module(x))
         result.sum().backward()
         del result
-    assert graphed._group.backend.on_gpu
+    assert graphed._context.group.backend.on_gpu

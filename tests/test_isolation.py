@@ -127,7 +127,7 @@ def test_two_models_interleaved_do_not_meet(device):
         side.optimizer.zero_grad()
 
     side = twins(build, step, device, graph=graph, replays=12)
-    assert not {id(w._group) for w in side.graphs[:2]} & {id(w._group) for w in side.graphs[2:]}
+    assert not {id(w._context.group) for w in side.graphs[:2]} & {id(w._context.group) for w in side.graphs[2:]}
 
 
 def test_one_model_reset_leaves_the_other_alone(device):

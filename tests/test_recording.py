@@ -10,7 +10,8 @@ from harness import assert_same, loss_of, play
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from graphmod import CUDAGraphModule, dispatch, eager_answers
+from graphmod import CUDAGraphModule
+from graphmod.trace import dispatch, eager_answers
 from graphmod.trace.hazards import Hazard
 from graphmod.trace.patches import Patch
 from graphmod.trace.recorder import Recorder
@@ -387,7 +388,7 @@ def test_code_that_asks_whether_a_stream_captures_takes_eagers_way(device, monke
     if device.type == "cpu":  # a build without CUDA does not answer
         monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
         monkeypatch.setattr(torch.cuda.graphs, "_cuda_isCurrentStreamCapturing", lambda: False)
-    internal = {"torch": torch, "__name__": "torch.optim.somewhere"}
+    internal = {"torch": torch, "__name__": "torch.distributed.somewhere"}
     exec("def asks(): return torch.cuda.is_current_stream_capturing()", internal)
 
     def asks(self, x):

@@ -34,7 +34,7 @@ def test_a_gradient_that_would_be_lost_is_noticed(rules_of_streams):
     graphed = CUDAGraphModule(mlp("cpu"), config())
     for step in range(WARMUP + 1):
         loss = loss_of(graphed(torch.ones(4, 8)))
-        for graph in [graph for entry in graphed._entries for graph in entry.graphs]:
+        for graph in [graph for entry in graphed._context.entries for graph in entry.graphs]:
             assert step == WARMUP and graph.edges
             graph.edges.clear()  # what tells the capture of the backward where that of the forward ends
         loss.backward()

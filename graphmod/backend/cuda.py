@@ -28,6 +28,8 @@ from graphmod.trace.recorder import Recorder
 from graphmod.trace.script import Script
 
 log = logging.getLogger("graphmod")
+# The recorder belongs to a thread, and so does a cuBLAS workspace: a backward inside stays on the one that captures.
+on_this_thread = torch.autograd.set_multithreading_enabled
 
 
 class CudaCapture:
@@ -71,6 +73,8 @@ def _nothing() -> None:
 
 class _RunOn(TorchDispatchMode):
     """Runs operations on `stream`, whichever is the current one."""
+
+    hides_nothing = True  # what it runs is no part of what is recorded
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         super().__init__()
@@ -188,7 +192,7 @@ class CudaBackend:
         )
         spare = [(g, g.clone_state()) for g in (self._generator, *generators) if g.device.type == "cuda"]
         caller = torch.cuda.current_stream(self.device)
-        with no_garbage_collection(), torch.cuda.stream(self.stream):
+        with no_garbage_collection(), on_this_thread(False), torch.cuda.stream(self.stream):
             torch.cuda.current_blas_handle()  # makes the workspace of this stream, which outlives every pool
             try:
                 self._begin(graphs, pool, generators, caller)

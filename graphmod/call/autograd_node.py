@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphmod.call.recompute import changed_in_place, deliver, recompute
+from graphmod.call.recompute import recompute
 from graphmod.capture.backward import capture_backward
 from graphmod.errors import BackwardUnavailable
 from graphmod.graph.backward import BackwardGraph, GradientsExchanged
+from graphmod.graph.differentiate import changed_in_place, deliver
 from graphmod.graph.forward import ForwardGraph
 from graphmod.graph.tape import Ticket
-from graphmod.state.failures import capture_failed
 
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 _NOTHING_BESIDE = contextlib.nullcontext()
@@ -57,15 +57,15 @@ def run_backward(ticket: Ticket, grads: tuple[Tensor | None, ...]) -> Sequence[T
         BackwardUnavailable: for a second-order gradient, or when the forward's values were overwritten since.
     """
     graph: ForwardGraph = ticket.graph
-    module = graph.module
+    context = graph.context
     if torch.is_grad_enabled():
         raise BackwardUnavailable(
-            f"{module._name!r} was replayed from a graph, which has no gradient of its gradient (create_graph=True); "
+            f"{context.name!r} was replayed from a graph, which has no gradient of its gradient (create_graph=True); "
             "run this part eagerly: graph=none, ungraph(model), or call the module as .module"
         )
     if not ticket.current:
         raise BackwardUnavailable(
-            f"the values that {module._name!r} saved for this backward were overwritten by a later call, after a first "
+            f"the values that {context.name!r} saved for this backward were overwritten by a later call, after a first "
             "backward that did not say retain_graph=True"
         )
     try:
@@ -80,11 +80,11 @@ def run_backward(ticket: Ticket, grads: tuple[Tensor | None, ...]) -> Sequence[T
 
 
 def _backward(ticket: Ticket, graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> Sequence[Tensor | None]:
-    module, tape = graph.module, graph.tape
-    accumulates = torch._C._will_engine_execute_node(module._group.anchor_node)
+    context, tape = graph.context, graph.tape
+    accumulates = torch._C._will_engine_execute_node(context.group.anchor_node)
     if not accumulates and graph.witness is not None and _wanted(graph.witness):
         raise BackwardUnavailable(
-            f"the gradients of the parameters inside {module._name!r} go straight to .grad and cannot be had through "
+            f"the gradients of the parameters inside {context.name!r} go straight to .grad and cannot be had through "
             "torch.autograd.grad or backward(inputs=...); call loss.backward(), or run this part eagerly (ungraph, or "
             "call .module)"
         )
@@ -94,10 +94,10 @@ def _backward(ticket: Ticket, graph: ForwardGraph, grads: tuple[Tensor | None, .
     if known is not None:  # else autograd compares the versions of what it saved
         changed = ticket.changed()
         if changed and any(parameter is weight for parameter in changed for weight in known.weights):
-            raise changed_in_place(module)
-    if module._group.context is not None:
-        module._group.first_backward()
-    graph.entry.backward_began(module._group.begun)
+            raise changed_in_place(context)
+    if context.group.context is not None:
+        context.group.first_backward()
+    graph.entry.backward_began(context.group.begun)
     on_tape = tape.arena.active is tape
     if known is None:
         if graph.captured_in != tape.arena.passes:
@@ -105,46 +105,46 @@ def _backward(ticket: Ticket, graph: ForwardGraph, grads: tuple[Tensor | None, .
             graph.entry.left_unfinished()
             return recompute(ticket, graph, grads, accumulates)
         pending = _used_later(ticket, graph)
-        stash = module._group.stash
+        stash = context.group.stash
         shared = [p for p in graph.direct if id(p) in pending or id(p) in stash or _used_eagerly(p, graph)]
         if shared:
             # Captured anew with these gradients going through autograd; this once, summed up here.
-            module._group.share(shared)
-            module._drop(tape, why="code outside uses its parameters too")
+            context.group.share(shared)
+            context.drop(tape, why="code outside uses its parameters too")
         elif on_tape and tape.at_end and not tape.dropped:
             known = capture_backward(graph, grads)
             if known is not None:
-                graph.backward_settings = module._group.settings_in_backward()
+                graph.backward_settings = context.group.settings_in_backward()
                 return _hand_out(known, graph.entry)
             return recompute(ticket, graph, grads, True, pending)
         return recompute(ticket, graph, grads, accumulates, pending)
     for output in known.saved:
         if output.changed():
-            raise changed_in_place(module)
+            raise changed_in_place(context)
     for output in graph.results.sharing:
         if output.changed():  # eager would follow the change into what shares its memory
-            raise changed_in_place(module)
-    settings = module._group.settings_in_backward()
+            raise changed_in_place(context)
+    settings = context.group.settings_in_backward()
     as_then = settings is graph.backward_settings or settings == graph.backward_settings
     if on_tape and known.index >= tape.cursor and as_then and known.fits(grads, tape.arena.passes):
         # Where autograd may add to the same gradients in this backward, because the module also ran without a graph.
-        group = module._group
+        group = context.group
         try:
-            with group.backend.in_turn() if module._eager_in >= group.begun - 1 else _NOTHING_BESIDE:
+            with group.backend.in_turn() if context.eager_in >= group.begun - 1 else _NOTHING_BESIDE:
                 copied, as_captured = known.launch(grads, tape.arena.passes)
                 if group.stash:
                     deliver([(p, group.stash.pop(id(p), None)) for p in graph.direct])
         except GradientsExchanged:
             graph.entry.adds_apart = True
-            module._drop(tape, why="gradients that it adds to, or that are held, are others each time")
+            context.drop(tape, why="gradients that it adds to, or that are held, are others each time")
             return recompute(ticket, graph, grads, accumulates)
         except Exception as error:
-            capture_failed(module, graph.entry, error, "a replay of its backward")
-            module._drop(tape)
+            context.failed(graph.entry, error, "a replay of its backward")
+            context.drop(tape)
             return recompute(ticket, graph, grads, accumulates)
-        module._counters.copied_bytes += copied
+        context.counters.copied_bytes += copied
         tape.cursor = known.index + 1
-        module._counters.replays += 1
+        context.counters.replays += 1
         if graph.mismatches or graph.entry.recaptures or not as_captured:
             _count_mismatch(graph, as_captured)
         return _hand_out(known, graph.entry)
@@ -162,7 +162,7 @@ def _hand_out(known: BackwardGraph, entry: Any) -> list[Tensor | None]:
 def _used_later(ticket: Ticket, graph: ForwardGraph) -> set[int]:
     """The identities of the parameters whose gradients other forwards still to come in this very backward add to."""
     found: set[int] = set()
-    for arena in graph.module._group.arenas:
+    for arena in graph.context.group.arenas:
         for other in arena.active.owners if arena.active is not None else ():
             there = other.ticket() if other.ticket is not None else None
             if there is None or there is ticket or there.done or not there.current or there.node is None:
@@ -196,9 +196,9 @@ def _used_eagerly(parameter: Tensor, graph: ForwardGraph) -> bool:
 def _count_mismatch(graph: ForwardGraph, matched: bool) -> None:
     """Several backwards in a row that the captured one did not fit: this is how it is from now on, capture anew."""
     graph.mismatches = 0 if matched else graph.mismatches + 1
-    entry, config = graph.entry, graph.module._config
+    entry, config = graph.entry, graph.context.config
     if matched:
         entry.recaptures = 0
     elif graph.mismatches > config.warmup_steps and not entry.recaptures:
         entry.recaptures += 1  # once: where that does not help, the slower replay is as good as it gets
-        graph.module._drop(graph.tape, why="its backward finds other gradients than when it was captured")
+        graph.context.drop(graph.tape, why="its backward finds other gradients than when it was captured")

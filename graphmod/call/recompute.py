@@ -4,66 +4,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
 
 from graphmod.errors import BackwardUnavailable
+from graphmod.graph.differentiate import changed_in_place, deliver, differentiate
 from graphmod.graph.forward import ForwardGraph
-from graphmod.graph.placement import Gradients
 from graphmod.graph.tape import Ticket
-from graphmod.guards.hooks import without_gradient_hooks
 from graphmod.signature.flattening import rebuild
 from graphmod.signature.modes import entered_again
-
-
-def differentiate(
-    graph: ForwardGraph,
-    outputs: Sequence[Tensor],
-    inputs: Sequence[Tensor],
-    grads: Sequence[Tensor | None],
-    direct: Sequence[Tensor],
-    edges: Mapping[int, GradientEdge],
-) -> tuple[list[Tensor | None], Gradients]:
-    """Gradients of `outputs`: of the differentiable inputs and hooked parameters, and of the `direct` parameters.
-
-    Args:
-        edges: parameter (by identity) -> where the autograd graph of `outputs` ends for it, if not at the
-            AccumulateGrad node that the parameter has now.
-    """
-    pairs = [(out, grad) for out, grad in zip(outputs, grads, strict=True) if grad is not None]
-    through = [*(inputs[i] for i in graph.differentiable), *(edges.get(id(p), p) for p in graph.hooked)]
-    wanted = [*through, *(edges.get(id(p), p) for p in direct)]
-    found: Sequence[Tensor | None] = [None] * len(wanted)
-    if pairs and wanted:
-        with without_gradient_hooks(graph.hooked):  # autograd runs them when the gradients come out of this node
-            found = torch.autograd.grad(
-                [out for out, _ in pairs],
-                wanted,
-                [grad for _, grad in pairs],
-                retain_graph=True,  # a capture may be made twice
-                allow_unused=True,
-            )
-    return list(found[: len(through)]), list(zip(direct, found[len(through) :], strict=True))
-
-
-def deliver(direct: list[tuple[Tensor, Tensor | None]]) -> None:
-    """What AccumulateGrad does, for gradients computed eagerly."""
-    for parameter, grad in direct:
-        before = parameter.grad
-        if grad is None:
-            continue
-        if grad.layout is not torch.strided:
-            parameter.grad = grad.detach() if before is None else before + grad
-        elif before is None:
-            parameter.grad = torch.empty_like(parameter, requires_grad=False).copy_(grad)
-        elif before.layout is not torch.strided:
-            parameter.grad = grad + before
-        else:
-            before.add_(grad)
 
 
 def recompute(
@@ -85,7 +36,7 @@ def recompute(
         BackwardUnavailable: a parameter was changed since the forward, whose values can no longer be had.
         RuntimeError: the backward reads it again, as eager says it.
     """
-    module, backend = graph.module, graph.module._group.backend
+    context, backend = graph.context, graph.context.group.backend
     if ticket.changed():
         outputs, leaves, edges = _as_captured(ticket, graph)
     else:
@@ -95,7 +46,7 @@ def recompute(
         torch.autograd.graph.increment_version(modified)  # so that autograd refuses them where it needs them
     direct = graph.direct if accumulates else []
     through, gradients = differentiate(graph, outputs, leaves, grads, direct, edges)
-    stash, ready = module._group.stash, []
+    stash, ready = context.group.stash, []
     for parameter, grad in gradients:
         earlier = stash.pop(id(parameter), None)
         if earlier is not None:
@@ -106,7 +57,7 @@ def recompute(
             ready.append((parameter, grad))
     with backend.in_turn():
         deliver(ready)
-    module._counters.eager_calls += 1
+    context.counters.eager_calls += 1
     return through
 
 
@@ -114,14 +65,14 @@ def _as_captured(ticket: Ticket, graph: ForwardGraph) -> tuple[Sequence[Tensor],
     """What the capture of the forward left behind, if that was in this pass."""
     known = graph.backward
     if known is not None and any(parameter is weight for parameter in ticket.changed() for weight in known.weights):
-        raise changed_in_place(graph.module)
+        raise changed_in_place(graph.context)
     if (
         not graph.results.retained
-        or (graph.random and graph.module._group.backend.on_gpu)
+        or (graph.random and graph.context.group.backend.on_gpu)
         or graph.captured_in != ticket.arena.passes
     ):
         raise BackwardUnavailable(
-            f"a tensor that {graph.module._name!r} reads was changed in place between its forward and this backward, "
+            f"a tensor that {graph.context.name!r} reads was changed in place between its forward and this backward, "
             "which comes in another order than when it was captured. Run the backward before the change, or keep this "
             "part out of the graphs (ungraph, or call .module)"
         )
@@ -129,7 +80,7 @@ def _as_captured(ticket: Ticket, graph: ForwardGraph) -> tuple[Sequence[Tensor],
 
 
 def _run_again(ticket: Ticket, graph: ForwardGraph) -> tuple[Sequence[Tensor], list[Tensor], dict]:
-    module, backend = graph.module, graph.module._group.backend
+    context, backend = graph.context, graph.context.group.backend
     changed = [(tensor, tensor.clone()) for tensor in graph.graph.seen.written.values()]
     now = backend.random_state() if graph.random else None
     if graph.random:
@@ -140,17 +91,10 @@ def _run_again(ticket: Ticket, graph: ForwardGraph) -> tuple[Sequence[Tensor], l
         leaves = [s.tensor.detach().requires_grad_(s.tensor.requires_grad) for s in graph.inputs]
         args, kwargs = rebuild(graph.entry.signature.structure, leaves)
         with torch.enable_grad(), entered_again(graph.entry.signature.modes, backend.device_type):
-            outputs = graph.results.of_node(module._call(*args, **kwargs))
+            outputs = graph.results.of_node(context.call(*args, **kwargs))
     finally:
         if graph.random:
             backend.set_random_state(now)
         for tensor, before in changed:
             tensor.copy_(before)
     return outputs, leaves, {}
-
-
-def changed_in_place(module: Any) -> RuntimeError:
-    return RuntimeError(
-        "one of the variables needed for gradient computation has been modified by an inplace operation: a result or "
-        f"a parameter of {module._name!r}, which its backward reads again; use the out-of-place operation"
-    )

@@ -1,25 +1,21 @@
-"""Which graph serves a call, and its replay. May import what `backward` may and `backward`; knows `module` by its
-attributes only.
-"""
+"""Which graph serves a call, and its replay. May import what `backward` may and `backward`."""
 
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from graphmod.call.autograd_node import apply_replayed
 from graphmod.capture.forward import CANNOT_MOVE, CAPTURE_ANOTHER, IN_USE, UNFINISHED
+from graphmod.graph.context import Context
 from graphmod.graph.forward import ForwardGraph
 from graphmod.graph.tape import Ticket
 from graphmod.state.entry import Entry
 
-if TYPE_CHECKING:
-    from graphmod.wrap.module import CUDAGraphModule
 
-
-def find(module: CUDAGraphModule, entry: Entry, leaves: list[Tensor], careful: bool) -> tuple[ForwardGraph | None, str]:
+def find(context: Context, entry: Entry, leaves: list[Tensor], careful: bool) -> tuple[ForwardGraph | None, str]:
     """A graph of this signature that may replay now, or the reason why none may."""
     reason = IN_USE
     best = None
@@ -33,7 +29,7 @@ def find(module: CUDAGraphModule, entry: Entry, leaves: list[Tensor], careful: b
             if arena.active is not tape or graph.index < tape.cursor:
                 continue
         elif entry.needs_grad and tape.fresh_grads is not None:
-            expected = module._group.expects_fresh_grads()
+            expected = context.group.expects_fresh_grads()
             if expected is not None and expected is not tape.fresh_grads:
                 reason = CAPTURE_ANOTHER
                 continue
@@ -51,15 +47,17 @@ def find(module: CUDAGraphModule, entry: Entry, leaves: list[Tensor], careful: b
             best = graph
     if best is not None and not best.tape.arena.in_flight:
         stuck = best.tape.arena.begin(best.tape)
-        for other in stuck:
+        for other in stuck or ():
             other.copies_out = True  # from now on: its results are held in a way that does not let them be moved
+        if stuck is not None and not stuck:
+            return None, CANNOT_MOVE
         if stuck:
-            module._drop(*{graph.tape for other in (entry, *stuck) for graph in other.graphs}, why=CANNOT_MOVE)
+            context.drop(*{graph.tape for other in (entry, *stuck) for graph in other.graphs}, why=CANNOT_MOVE)
             return None, CAPTURE_ANOTHER
     return best, reason
 
 
-def launch(module: CUDAGraphModule, graph: ForwardGraph, leaves: list[Tensor], careful: bool) -> tuple[Any, str | None]:
+def launch(context: Context, graph: ForwardGraph, leaves: list[Tensor], careful: bool) -> tuple[Any, str | None]:
     """Replays.
 
     Args:
@@ -69,7 +67,7 @@ def launch(module: CUDAGraphModule, graph: ForwardGraph, leaves: list[Tensor], c
         The random state before, where it is needed later; and why the replay was stopped before it had changed
         anything that lasts, None if it was not.
     """
-    entry, backend = graph.entry, module._group.backend
+    entry, backend = graph.entry, context.group.backend
     graph.load(leaves)
     state = backend.random_state() if graph.random else None
     if graph.advanced:
@@ -92,12 +90,12 @@ def launch(module: CUDAGraphModule, graph: ForwardGraph, leaves: list[Tensor], c
         if graph.random and not finished:
             backend.set_random_state(state)
     graph.after(leaves)
-    module._counters.replays += 1
-    module.__dict__["_served"] = graph  # past nn.Module's __setattr__, which takes a microsecond
-    if module._entries.usual is not entry:
+    context.counters.replays += 1
+    context.served = graph  # past nn.Module's __setattr__, which takes a microsecond
+    if context.entries.usual is not entry:
         if entry.match is None:
-            entry.match = module._group.matcher(entry.signature)
-        module._entries.usual = entry
+            entry.match = context.group.matcher(entry.signature)
+        context.entries.usual = entry
     entry.misses = entry.fruitless = 0
     entry.replays += 1
     if graph.backward is not None or not graph.results.with_grad:
@@ -105,11 +103,11 @@ def launch(module: CUDAGraphModule, graph: ForwardGraph, leaves: list[Tensor], c
     return state, None
 
 
-def results(module: CUDAGraphModule, graph: ForwardGraph, leaves: list[Tensor], random_state: Any) -> Any:
+def results(context: Context, graph: ForwardGraph, leaves: list[Tensor], random_state: Any) -> Any:
     outputs: tuple[Tensor, ...] = ()
     if graph.results.with_grad:
         ticket = Ticket(graph.tape.arena, graph, random_state)
         graph.ticket = weakref.ref(ticket)
         inputs = [leaves[i] for i in graph.differentiable]
-        outputs = apply_replayed(ticket, module._group.anchor, *inputs, *graph.through_autograd)
+        outputs = apply_replayed(ticket, context.group.anchor, *inputs, *graph.through_autograd)
     return graph.results.make(leaves, outputs)

@@ -11,18 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphmod.call.recompute import changed_in_place, differentiate
 from graphmod.errors import CaptureRefused
 from graphmod.graph.backward import BackwardGraph
 from graphmod.graph.buffers import OwnedBuffer, StaticInput, StaticOutput, adopted
+from graphmod.graph.differentiate import changed_in_place, differentiate
 from graphmod.graph.forward import ForwardGraph
 from graphmod.graph.gradients import Loans
 from graphmod.graph.placement import Place, buffers_for, find_places, real, store, targets_for
+from graphmod.graph.watch import refuse_unseen
 from graphmod.guards.changes import what_changed
 from graphmod.guards.guards import Guards
 from graphmod.guards.notes import Notes
 from graphmod.guards.watching import noting
-from graphmod.state.failures import capture_failed, refuse_unseen
 from graphmod.trace.operations import address
 from graphmod.trace.recorder import Recorder
 
@@ -36,7 +36,7 @@ def capture_backward(graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> B
     Raises:
         RuntimeError: something saved for the backward was changed in place since, as eager says it.
     """
-    module, entry, group, arena = graph.module, graph.entry, graph.module._group, graph.tape.arena
+    context, entry, group, arena = graph.context, graph.entry, graph.context.group, graph.tape.arena
     fresh = not any(p.grad is not None for p in graph.parameters)
     began = time.perf_counter()
     known = BackwardGraph()
@@ -89,7 +89,7 @@ def capture_backward(graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> B
             return found, missed
 
         sizes = tuple((tensor.size(), tensor.dtype) for tensor in (*direct, *given, *(s.tensor for s in graph.inputs)))
-        shape = (type(module._root), *sizes)
+        shape = (type(context.root), *sizes)
         state = group.backend.random_state()
         places = group.places.get(shape)
         found, missed = capture(places)
@@ -110,7 +110,7 @@ def capture_backward(graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> B
         known_places = {address(tensor) for tensor in (*given, *(buffer.memory for buffer in buffers))}
         _watch_others(graph, known, Guards(noted[0]), known_places)
         if any(output.changed() for output in known.saved):
-            raise changed_in_place(module)
+            raise changed_in_place(context)
         with group.backend.in_turn():  # the capture made gradient accumulators, and eager code may use them now
             known.graph.replay()
             known.apart = False
@@ -123,10 +123,10 @@ def capture_backward(graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> B
     except BaseException as error:  # whatever user code or CUDA raised: the eager backward decides what the user sees
         if known.graph is not None:
             known.graph.discard()
-        module._drop(graph.tape)
+        context.drop(graph.tape)
         if not isinstance(error, Exception) or "modified by an inplace operation" in str(error):
             raise  # as eager does: something saved for the backward was changed since
-        capture_failed(module, entry, error, "its backward")
+        context.failed(entry, error, "its backward")
         return None
     for output in graph.results.with_grad:
         output.counted = output in known.saved
@@ -144,9 +144,9 @@ def capture_backward(graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> B
     graph.backward = known
     entry.finished(graph)
     graph.forget_autograd()
-    module._counters.captures += 1
-    module._counters.replays += 1
-    module._counters.capture_seconds += time.perf_counter() - began
+    context.counters.captures += 1
+    context.counters.replays += 1
+    context.counters.capture_seconds += time.perf_counter() - began
     return known
 
 
@@ -172,11 +172,11 @@ def _watch_others(graph: ForwardGraph, known: BackwardGraph, guards: Guards, giv
 
 
 def _static_gradient(graph: ForwardGraph, grad: Tensor) -> StaticInput:
-    memory = adopted(grad, graph.module._group.static)
+    memory = adopted(grad, graph.context.group.static)
     buffer = None
     if memory is None:
         buffer = OwnedBuffer(grad)
-        graph.module._counters.copied_bytes += buffer.load(grad, graph.tape.arena.passes)
+        graph.context.counters.copied_bytes += buffer.load(grad, graph.tape.arena.passes)
         memory = buffer.tensor.detach()
     return StaticInput(memory, buffer, "gradient")
 

@@ -1,25 +1,22 @@
 """Where a call that fits no graph may be captured, and its capture.
 
-May import what `forward` may, `forward`, `failures` and `tape`; knows `module` by its attributes only.
+May import what `forward` may, `forward`, `failures` and `tape`.
 """
 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from graphmod.capture.recording import Recording
 from graphmod.errors import CaptureRefused, Diverged
+from graphmod.graph.context import Context
 from graphmod.graph.forward import ForwardGraph
 from graphmod.graph.tape import Tape
 from graphmod.state.entry import Entry
-from graphmod.state.failures import capture_failed
-
-if TYPE_CHECKING:
-    from graphmod.wrap.module import CUDAGraphModule
 
 CAPTURE_ANOTHER = "its graphs expect other gradients (None, or to be added to) than the coming backward will find"
 UNFINISHED = "no backward followed when it was captured"
@@ -35,14 +32,14 @@ _REMEDIES = {
 _IDLE = 4  # times max_graphs: calls for which a signature was not used before its graphs make room for another's
 
 
-def place(module: CUDAGraphModule, entry: Entry, reason: str, recording: Recording) -> Tape | None:
+def place(context: Context, entry: Entry, reason: str, recording: Recording) -> Tape | None:
     """The tape on which this call may be captured now, or None to run it eagerly.
 
     Args:
         reason: why the graphs that there are do not fit; `CAPTURE_ANOTHER` if another one would.
         recording: of the present state.
     """
-    group, patience = module._group, module._config.warmup_steps
+    group, patience = context.group, context.config.warmup_steps
     if entry.called_forward and not entry.graphs and torch._C._current_autograd_node() is not None:
         return None  # a checkpoint runs an eager forward again, and counts what it saves
     tape = group.growing_tape(entry)
@@ -53,13 +50,16 @@ def place(module: CUDAGraphModule, entry: Entry, reason: str, recording: Recordi
         entry.misses += 1
         entry.waits += reason == IN_USE
         if entry.misses <= patience and (reason != IN_USE or entry.waits <= patience):
-            module._log_once(
-                f"{module._name!r} runs eagerly: {reason}. After {patience} such calls it is captured again"
+            remedy = f". {_REMEDIES[reason]}" if reason in _REMEDIES else ""
+            context.log_once(
+                f"{context.name!r} runs eagerly: {reason}. After {patience} such calls in a row it may be captured "
+                f"again{remedy}",
+                key=reason,
             )
             return None
-    if not again and not _affordable(module, entry, reason):
+    if not again and not _affordable(context, entry, reason):
         return None
-    if not _make_space(module, entry):
+    if not _make_space(context, entry):
         return None
     tape = tape or group.place(entry.needs_grad)
     if tape is None:
@@ -68,33 +68,33 @@ def place(module: CUDAGraphModule, entry: Entry, reason: str, recording: Recordi
         if max(entry.misses, entry.waits) > patience * (3 if group.eager_in_flight else 1):
             tape = group.new_tape_elsewhere()
         if tape is None and reason == IN_USE and entry.waits > 3 * patience:
-            module._log_once(f"{module._name!r} runs eagerly: {reason}. {_REMEDIES[IN_USE]}")
+            context.log_once(f"{context.name!r} runs eagerly: {reason}. {_REMEDIES[IN_USE]}", key=reason)
     if tape is not None and not again:
         entry.budget.spend()
-        module._budget.spend()
+        context.budget.spend()
     return tape
 
 
-def _affordable(module: CUDAGraphModule, entry: Entry, reason: str) -> bool:
+def _affordable(context: Context, entry: Entry, reason: str) -> bool:
     """Whether captures have brought enough replays so far, so that another may be tried."""
     own = entry.budget.allows(entry.replays)
-    if own and module._budget.allows(module._counters.replays):
+    if own and context.budget.allows(context.counters.replays):
         return True
     why = (reason if entry.graphs else entry.lost) or "too many signatures have come, each for a few calls only"
     remedy = _REMEDIES.get(why, "Keep that as it is, or keep this part out of the graphs (ungraph, or call .module)")
     what = "for these arguments " if not own else ""
-    module._log_once(
-        f"{module._name!r} runs eagerly where it would have to be captured again: it was captured again and again "
+    context.log_once(
+        f"{context.name!r} runs eagerly where it would have to be captured again: it was captured again and again "
         f"{what}with hardly a replay in between, because {why}. {remedy}",
         key="budget",
     )
     return False
 
 
-def _make_space(module: CUDAGraphModule, entry: Entry) -> bool:
+def _make_space(context: Context, entry: Entry) -> bool:
     """Keeps to `max_graphs`, evicting the least recently used signature that is not in flight, if it was not used for a
     while: where more of them take turns, some are captured and stay so."""
-    most, known = module._config.max_graphs, module._entries
+    most, known = context.config.max_graphs, context.entries
     held = known.holding(but=entry)
     if len(held) < most:
         return True
@@ -102,17 +102,17 @@ def _make_space(module: CUDAGraphModule, entry: Entry) -> bool:
         if known.clock - victim.last_used < _IDLE * most:
             break
         if not any(graph.tape.arena.in_flight for graph in victim.graphs):
-            module._drop(*{graph.tape for graph in victim.graphs}, why=TAKE_TURNS)
+            context.drop(*{graph.tape for graph in victim.graphs}, why=TAKE_TURNS)
             return True
-    module._log_once(
-        f"{module._name!r} runs eagerly for some arguments: all {most} graphs (max_graphs) are in use for others. "
+    context.log_once(
+        f"{context.name!r} runs eagerly for some arguments: all {most} graphs (max_graphs) are in use for others. "
         f"{_REMEDIES[TAKE_TURNS]}"
     )
     return False
 
 
 def capture(
-    module: CUDAGraphModule, entry: Entry, tape: Tape, leaves: list[Tensor], recording: Recording
+    context: Context, entry: Entry, tape: Tape, leaves: list[Tensor], recording: Recording
 ) -> tuple[ForwardGraph, Any] | None:
     """Captures a call on its tensor arguments and launches it.
 
@@ -123,16 +123,17 @@ def capture(
         The graph and the random state before it; None where that failed, which has been counted and logged.
     """
     began = time.perf_counter()
-    arena, backend = tape.arena, module._group.backend
+    arena, backend = tape.arena, context.group.backend
     try:
-        if torch.is_grad_enabled() and module._around.distributed():
+        if torch.is_grad_enabled() and context.around.distributed():
             raise CaptureRefused(
                 "is trained with DistributedDataParallel, which reduces gradients in hooks that no replay would run"
             )
         if not arena.in_flight:
             backend.prepare_capture()
-            arena.begin(tape)
-        graph = ForwardGraph(module, entry, tape, recording)
+            if arena.begin(tape) is not None:
+                raise CaptureRefused(CANNOT_MOVE)
+        graph = ForwardGraph(context, entry, tape, recording)
         state = backend.random_state()
         torch.clear_autocast_cache()
         try:
@@ -145,10 +146,10 @@ def capture(
     except Exception as error:  # whatever user code or CUDA raised: the eager call decides what the user sees
         if isinstance(error, Diverged):
             entry.forget(recording)  # another eager call is recorded, and never what was refused is the measure
-        capture_failed(module, entry, error, "its forward")
+        context.failed(entry, error, "its forward")
         return None
     graph.index = tape.append(graph)
-    module._served = graph
+    context.served = graph
     entry.graphs.append(graph)
     entry.misses = 0
     entry.needs_grad = bool(graph.results.with_grad)
@@ -156,7 +157,7 @@ def capture(
         arena.awaiting.add(graph)
     if not entry.needs_grad:
         entry.succeeded()
-    module._counters.captures += 1
-    module._counters.replays += 1
-    module._counters.capture_seconds += time.perf_counter() - began
+    context.counters.captures += 1
+    context.counters.replays += 1
+    context.counters.capture_seconds += time.perf_counter() - began
     return graph, state

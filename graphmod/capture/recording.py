@@ -15,6 +15,7 @@ from torch import Tensor
 from graphmod.graph.results import not_to_be_made_again, outline, resolved
 from graphmod.guards.changes import what_changed
 from graphmod.guards.guards import Guards
+from graphmod.guards.notes import Notes
 from graphmod.guards.watching import noting
 from graphmod.signature.arguments import Given
 from graphmod.signature.flattening import flatten
@@ -58,6 +59,18 @@ def record(
     Returns:
         The result, and what was seen.
     """
+    result, recorder, notes, given = watch(call, args, kwargs, names, gpu, *roots)
+    returned = outline(result)
+    refused = str(recorder.hazards[0]) if recorder.hazards else None
+    refused = refused or given.changed() or given.returned(result) or not_to_be_made_again(returned[0])
+    refused = refused or what_changed(notes)
+    return result, Recording(recorder, Guards(notes, recorder.backward), returned, refused)
+
+
+def watch(
+    call: Callable, args: tuple, kwargs: dict, names: list[str], gpu: int | None, *roots: Any
+) -> tuple[Any, Recorder, Notes, Given]:
+    """Makes a call; returns its result and all that watched it, before anything is made of that. See `record`."""
     leaves: list[Tensor] = []
     flatten((args, kwargs), leaves, {})
     recorder = Recorder(leaves, gpu=gpu, watching=True)
@@ -71,8 +84,4 @@ def record(
         watching.enter_context(given)  # before the recorder, which must not see what that does
         watching.enter_context(recorder)
         result = resolved(call(*args, **kwargs))
-    returned = outline(result)
-    refused = str(recorder.hazards[0]) if recorder.hazards else None
-    refused = refused or given.changed() or given.returned(result) or not_to_be_made_again(returned[0])
-    refused = refused or what_changed(notes)
-    return result, Recording(recorder, Guards(notes, recorder.backward), returned, refused)
+    return result, recorder, notes, given

@@ -9,28 +9,25 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from graphmod.guards.guards import Guards
 from graphmod.guards.hooks import has_gradient_hooks
 from graphmod.signature.modes import AUTOCAST
 
-if TYPE_CHECKING:
-    from graphmod.graph.forward import ForwardGraph
-    from graphmod.guards.guards import Guards
 
-
-def _runs_backward(graph: ForwardGraph) -> bool:
+def _runs_backward(graph: Any) -> bool:
     """Whether the callable runs a backward itself."""
-    if isinstance(graph.module._root, nn.Module):
+    if isinstance(graph.context.root, nn.Module):
         return False
     return graph.recording.backward
 
 
 @contextlib.contextmanager
-def stood_in(graph: ForwardGraph, found: Guards) -> Iterator[None]:
+def stood_in(graph: Any, found: Guards) -> Iterator[None]:
     """Gives the modules a view of each parameter whose node must stay as it is, and notes it in `graph.stand_ins`.
 
     Those are parameters that are used outside of this graph too, those with gradient hooks, which the node runs, and
@@ -41,21 +38,21 @@ def stood_in(graph: ForwardGraph, found: Guards) -> Iterator[None]:
         graph: about to be captured.
         found: what the recorded call read.
     """
-    module, entry = graph.module, graph.entry
+    context, entry = graph.context, graph.entry
     owned = found.parameters()
     inside = _runs_backward(graph)
-    kept = owned if module._eager_in_flight() else [parameter for parameter in owned if has_gradient_hooks(parameter)]
+    kept = owned if context.eager_in_flight() else [parameter for parameter in owned if has_gradient_hooks(parameter)]
     kept = [] if inside else kept
     held = {id(names) for names, _, _ in found.attributes}
     elsewhere = {id(tensor) for container, _, tensor in found.slots if id(container) not in held}
-    wanted = {*module._group.shared, *map(id, kept)} - elsewhere if torch.is_grad_enabled() else set()
+    wanted = {*context.group.shared, *map(id, kept)} - elsewhere if torch.is_grad_enabled() else set()
     # Autocast keeps its casts of parameters, not of views. What a first attempt trips over, a second goes without.
     if entry.signature.modes[AUTOCAST] is not None or entry.failures_in_a_row:
         wanted = set()
     places = [place for place in found.attributes if id(place[2]) in wanted and place[2].requires_grad]
     parameters = list({id(parameter): parameter for _, _, parameter in places}.values())
-    backend = module._group.backend
-    within = inside and not module._group.busy  # the backward goes on behind the views, to nodes of the capture too
+    backend = context.group.backend
+    within = inside and not context.group.busy  # the backward goes on behind the views, to nodes of the capture too
     if within:
         backend.renew_accumulators(parameters)
     views = backend.views(parameters, within)
@@ -72,7 +69,7 @@ def stood_in(graph: ForwardGraph, found: Guards) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def own_accumulators(graph: ForwardGraph, owned: list[Tensor]) -> Iterator[None]:
+def own_accumulators(graph: Any, owned: list[Tensor]) -> Iterator[None]:
     """Lets a capture make nodes of its own, for all parameters but those that must keep theirs; and whoever comes after
     it make others again.
 
@@ -80,10 +77,10 @@ def own_accumulators(graph: ForwardGraph, owned: list[Tensor]) -> Iterator[None]
         graph: about to be captured; its stand-ins are in place.
         owned: the parameters that its callable reaches in this call.
     """
-    module, backend = graph.module, graph.module._group.backend
-    known = {id(parameter): parameter for parameter in (*owned, *module._around.parameters)}
-    keep = module._group.shared.keys() | graph.stand_ins.keys()
-    if module._group.busy or not _runs_backward(graph):  # whoever leads to the node of now runs the hooks, too
+    context, backend = graph.context, graph.context.group.backend
+    known = {id(parameter): parameter for parameter in (*owned, *context.around.parameters)}
+    keep = context.group.shared.keys() | graph.stand_ins.keys()
+    if context.group.busy or not _runs_backward(graph):  # whoever leads to the node of now runs the hooks, too
         keep |= {key for key, parameter in known.items() if has_gradient_hooks(parameter)}
     renewed = [parameter for key, parameter in known.items() if key not in keep] if torch.is_grad_enabled() else []
     backend.renew_accumulators(renewed)

@@ -7,35 +7,31 @@ and `errors`.
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from graphmod.backend.random_state import python_random_state, restore_python_random_state
-from graphmod.capture.recording import Recording
 from graphmod.errors import CaptureRefused
 from graphmod.graph.accumulators import own_accumulators, stood_in
+from graphmod.graph.backward import BackwardGraph
 from graphmod.graph.buffers import StaticInput
+from graphmod.graph.context import Context
 from graphmod.graph.gradients import GradientBuffer, as_memory, lend, memory_of
 from graphmod.graph.results import Results, resolved
 from graphmod.graph.static_inputs import Sources, static_inputs
-from graphmod.graph.watch import Watch
+from graphmod.graph.tape import Tape
+from graphmod.graph.watch import Watch, refuse_unseen
 from graphmod.guards.changes import NOT_REPLAYED
 from graphmod.guards.hooks import has_gradient_hooks
 from graphmod.signature.arguments import Given
 from graphmod.signature.flattening import rebuild
 from graphmod.signature.signature import parameter_names
-from graphmod.state.failures import refuse_unseen
+from graphmod.state.entry import Entry
 from graphmod.trace.operations import address
 from graphmod.trace.recorder import Recorder
-
-if TYPE_CHECKING:
-    from graphmod.call.autograd_node import BackwardGraph
-    from graphmod.graph.tape import Tape
-    from graphmod.state.entry import Entry
-    from graphmod.wrap.module import CUDAGraphModule
 
 
 class ForwardGraph:
@@ -59,12 +55,12 @@ class ForwardGraph:
         backward: the captured backward, once there is one.
         backward_settings: the settings of the process in which it was captured.
         captured_in: the pass of its arena in which it was captured.
-        recording: of the eager call it stands on.
+        recording: the `Recording` of the eager call it stands on.
         mismatches: backwards in a row that the captured backward did not fit.
     """
 
-    def __init__(self, module: CUDAGraphModule, entry: Entry, tape: Tape, recording: Recording) -> None:
-        self.module, self.entry, self.tape, self.recording = module, entry, tape, recording
+    def __init__(self, context: Context, entry: Entry, tape: Tape, recording: Any) -> None:
+        self.context, self.entry, self.tape, self.recording = context, entry, tape, recording
         self.index = -1
         self.graph: Any = None
         self.advanced: list[Tensor] = []
@@ -90,11 +86,11 @@ class ForwardGraph:
             CaptureRefused: with a reason for the user.
             Exception: whatever the captured code raised.
         """
-        module, entry, group, recording = self.module, self.entry, self.module._group, self.recording
+        context, entry, group, recording = self.context, self.entry, self.context.group, self.recording
         self.inputs, self._sources = static_inputs(self, leaves), Sources(leaves)
         given = [static.tensor for static in self.inputs]
         args, kwargs = rebuild(entry.signature.structure, given)
-        passed = Given(args, kwargs, parameter_names(module._call))
+        passed = Given(args, kwargs, parameter_names(context.call))
         guards = recording.guards
         owned = guards.parameters()
         grads_then = [parameter.grad for parameter in owned]
@@ -103,7 +99,7 @@ class ForwardGraph:
 
         def run() -> Any:
             with _own_saved_tensors():
-                return resolved(module._call(*args, **kwargs))
+                return resolved(context.call(*args, **kwargs))
 
         def check(recorder: Recorder, result: Any) -> None:
             reason = passed.changed() or passed.returned(result) or self._sources.unlike_eager(self.inputs, recorder)
@@ -111,7 +107,7 @@ class ForwardGraph:
                 raise CaptureRefused(reason)
             stood_in = {id(view): view._base for view in self.stand_ins.values()}
             held = {*map(id, owned), *(id(tensor) for _, _, tensor in guards.slots)}
-            clone, returned = module._config.clone_outputs, recording.returned
+            clone, returned = context.config.clone_outputs, recording.returned
             self.results = Results(result, given, recorder, entry, returned, stood_in, held, clone)
             self._find_parameters(given, recorder, oldest)
 
@@ -133,9 +129,9 @@ class ForwardGraph:
         except BaseException:
             if captured is not None:
                 captured.discard()
-                group.backend.set_random_state(random_state)
-                for generator, state in states:
-                    generator.set_state(state)
+            group.backend.set_random_state(random_state)
+            for generator, state in states:
+                generator.set_state(state)
             guards.restore()
             restore_python_random_state(python_random)
             for parameter, grad in zip(owned, grads_then, strict=True):
@@ -205,13 +201,13 @@ class ForwardGraph:
                 if following is not None and following not in seen:
                     seen.add(following)
                     queue.append(following)
-        shared = self.module._group.shared
+        shared = self.context.group.shared
         returned = set(map(id, self.results.passed_on))
         returned |= self._sources.identities
-        self.module._group.share([p for p in self.parameters if id(p) in returned])  # the caller may use it, too
+        self.context.group.share([p for p in self.parameters if id(p) in returned])  # the caller may use it, too
         self.hooked = [p for p in self.parameters if has_gradient_hooks(p) or id(p) in shared]
         self.direct = [p for p in self.parameters if not has_gradient_hooks(p) and id(p) not in shared]
-        first = next((p for p in self.module._around.parameters if any(p is d for d in self.direct)), None)
+        first = next((p for p in self.context.around.parameters if any(p is d for d in self.direct)), None)
         self.witness = first if len(self.direct) > 1 else None
         self.differentiable = [i for i, tensor in enumerate(given) if tensor.requires_grad]
         self.through_autograd = (*self.hooked, *(() if self.witness is None else (self.witness,)))
@@ -249,7 +245,7 @@ class ForwardGraph:
         for index, buffer in self._copied:
             source = leaves[index]
             if not buffer.has(source, passes):
-                self.module._counters.copied_bytes += buffer.load(source, passes)
+                self.context.counters.copied_bytes += buffer.load(source, passes)
 
     def launch(self) -> None:
         """Replays all of it."""

@@ -20,6 +20,7 @@ from graphmod.signature.matcher import Matcher, matcher
 from graphmod.signature.modes import key_reader, settings_reader
 from graphmod.signature.signature import Signature
 from graphmod.signature.structure import opaque_parts
+from graphmod.state.said import Said
 from graphmod.torch_private import current_backward
 
 log = logging.getLogger("graphmod")
@@ -86,6 +87,7 @@ class Group:
         self.static: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.context: tuple | None = None
         self.begun = 0  # passes
+        self.said = Said()
         self.anchor: Tensor | None = None
         self.anchor_node: Any = None
         self._learned: dict[tuple, bool] = {}

@@ -9,19 +9,17 @@ microbatches) share one buffer. May import `recorder`, `trace`, `overloads` and 
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from graphmod.errors import CaptureRefused
 from graphmod.graph.gradients import GradientBuffer
+from graphmod.graph.group import Group
 from graphmod.trace.operations import address
 from graphmod.trace.overloads import writes_directly
 from graphmod.trace.recorder import Recorder
-
-if TYPE_CHECKING:
-    from graphmod.graph.group import Group
 
 Gradients = list[tuple[Tensor, Tensor | None]]  # (parameter, its gradient)
 

@@ -5,7 +5,7 @@ May import `signature`, `structure`, `buffers`, `recorder` and `errors`; knows a
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -15,9 +15,6 @@ from graphmod.signature.signature import argument_paths, attributes_of, has_own_
 from graphmod.signature.structure import Leaf
 from graphmod.trace.operations import address
 from graphmod.trace.recorder import Recorder
-
-if TYPE_CHECKING:
-    from graphmod.graph.forward import ForwardGraph
 
 
 class Sources:
@@ -55,14 +52,14 @@ class Sources:
         return None
 
 
-def static_inputs(graph: ForwardGraph, leaves: list[Tensor]) -> list[StaticInput]:
+def static_inputs(graph: Any, leaves: list[Tensor]) -> list[StaticInput]:
     """What stands for each tensor argument in a capture.
 
     Raises:
         CaptureRefused: one of them can have no copy that code could not tell from it.
     """
-    group, arena = graph.module._group, graph.tape.arena
-    paths = argument_paths(graph.entry.signature.structure, parameter_names(graph.module._call))
+    group, arena = graph.context.group, graph.tape.arena
+    paths = argument_paths(graph.entry.signature.structure, parameter_names(graph.context.call))
     names = {part.index: path for path, part in paths.items() if part.__class__ is Leaf}
     made = []
     for index, source in enumerate(leaves):
@@ -79,7 +76,7 @@ def static_inputs(graph: ForwardGraph, leaves: list[Tensor]) -> list[StaticInput
         buffer = None
         if memory is None:
             buffer = next((b for b in group.buffers if b.holds(source)), None) or OwnedBuffer(source)
-            graph.module._counters.copied_bytes += buffer.load(source, arena.passes)
+            graph.context.counters.copied_bytes += buffer.load(source, arena.passes)
             memory = buffer.tensor.detach()
         made.append(StaticInput(_like(source, memory), buffer, name))
     return made

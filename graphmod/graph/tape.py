@@ -2,7 +2,7 @@
 
 Graphs that share a pool form a tape: memory that a forward graph saves for its backward may be reused by anything
 captured after that backward. Replaying any increasing subsequence of a tape is therefore safe: what a later graph needs
-was alive while everything between was captured. One integer comparison decides. Imports nothing of graphmod.
+was alive while everything between was captured. One integer comparison decides. Imports `backend`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ import operator
 import weakref
 from bisect import bisect_right
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from graphmod.backend import Backend
+from graphmod.backend import Backend
 
 MOST_ARENAS = 4
 
@@ -101,14 +100,15 @@ class Arena:
         self.awaiting: weakref.WeakSet[Any] = weakref.WeakSet()  # graphs captured in this pass, backward still to come
         self._recent: list[Tape] = []
 
-    def begin(self, tape: Tape) -> list[Any]:
+    def begin(self, tape: Tape) -> list[Any] | None:
         """Starts a pass.
 
         What the tape's graphs use in passing may lie where results lie that were captured later than they were: those
         that the caller still holds are moved out of the way.
 
         Returns:
-            The signatures of results that could not be moved; if there are any, nothing has begun.
+            None if it has begun; else the signatures of the results that could not be moved. Gradients that could not
+            have none.
         """
         stuck, recent = [], []
         for other in self._recent:
@@ -121,7 +121,7 @@ class Arena:
             if not other.dropped or any(output.held() for output in other.outputs):
                 recent.append(other)
         if stuck:
-            return [entry for entry in stuck if entry is not None]
+            return [entry for entry in stuck if entry is not None]  # nothing has begun
         self._recent = [*recent, tape]
         self.active = tape
         for graph in self.awaiting:
@@ -130,7 +130,7 @@ class Arena:
         self.passes += 1
         self.began = next(_clock)
         tape.cursor = 0
-        return []
+        return None
 
     def rest(self) -> None:
         """Lets go of results that nobody holds, after a pass: the next one begins sooner for it, and the GPU may wait

@@ -7,13 +7,17 @@ May import `trace` and `guards`.
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from graphmod.errors import CaptureRefused
 from graphmod.guards.guards import Guards
 from graphmod.guards.hooks import HookWatch
 from graphmod.trace.operations import address
+from graphmod.trace.recorder import Recorder
 
 _grad = operator.attrgetter("grad")
 
@@ -95,3 +99,31 @@ class Watch:
         if [0 if g is None else g.data_ptr() for g in now] != self._grad_addresses:
             return "the gradients it accumulates into or reads are others than when it was captured"
         return None
+
+
+def refuse_unseen(seen: Recorder, unseen: Iterable[int]) -> None:
+    """Refuses tensors that a graph would read by address although no guard leads to them: nobody would notice if the
+    code found another in their place.
+
+    Args:
+        seen: the record of the capture.
+        unseen: their addresses.
+
+    Raises:
+        CaptureRefused: naming the first of them.
+    """
+    for where in unseen:
+        tensor, index = seen.outside[where], seen.first_seen.get(where)
+        if index is None:
+            continue  # returned as it is, and never read
+        step = seen.trace[index]
+        if seen.seen_until is not None and index >= seen.seen_until:
+            continue  # compiled code may have made it
+        if step.op is torch.ops.aten.lift_fresh.default or where in seen.static:
+            continue  # a number in the code; or promised to stay
+        kind = f"{str(tensor.dtype).removeprefix('torch.')} tensor of shape {tuple(tensor.shape)}"
+        raise CaptureRefused(
+            f"reads a {kind} at {step.place} that was found neither among its arguments nor in an attribute, variable "
+            "or item that its code reads, so that another in its place would go unnoticed. Pass it as an argument, or "
+            "mark_static(tensor) if it stays for good"
+        )

@@ -27,7 +27,7 @@ class Chance:
 
     def meet(self, value: Any, where: tuple | None) -> None:
         """Takes in a value that code at `where` uses: a generator, or a function that draws from one."""
-        if isinstance(value, types.BuiltinMethodType):
+        if isinstance(value, (types.BuiltinMethodType, types.MethodType)):
             value = value.__self__
         if not is_random(value):
             return

@@ -11,18 +11,16 @@ import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from pathlib import Path
 from types import CodeType, FrameType, FunctionType
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from graphmod.guards.library import STDLIB, TORCH
+from graphmod.guards.library import CORE, STDLIB, TORCH
 from graphmod.guards.reads import Read, Reads, reads
 from graphmod.torch_private import beside_dynamo
 
-_CORE = str(Path(__file__).parent.parent) + os.sep
 # Of torch, what keeps settings and state in Python that a step depends on. The rest passes arguments on.
 _OF_TORCH = tuple(
     TORCH + part.replace("/", os.sep)
@@ -41,8 +39,8 @@ _NOT_OF_STDLIB = tuple(
         *("_weakrefset.py", "multiprocessing/", "asyncio/", "gettext.py"),
     )
 )
-_OF_CORE = (_CORE + "train" + os.sep, _CORE + "decode" + os.sep)
-_NOT_OF_CORE = (_CORE + "train" + os.sep + "draws.py",)  # what a forward keeps for its own backward
+_OF_CORE = (CORE + "train" + os.sep, CORE + "decode" + os.sep)
+_NOT_OF_CORE = (CORE + "train" + os.sep + "draws.py",)  # what a forward keeps for its own backward
 _FROZEN = ("<frozen os>", "<frozen _collections_abc>")
 _CALL = nn.Module._call_impl.__code__
 # How modules find their parts: `lookup` knows, and what is found is noted where it is read.
@@ -81,7 +79,7 @@ def _mutes(filename: str) -> bool:
 def _watched(filename: str) -> bool:
     if filename.startswith(TORCH):
         return filename.startswith(_OF_TORCH)
-    if filename.startswith(_CORE):
+    if filename.startswith(CORE):
         return filename.startswith(_OF_CORE) and not filename.startswith(_NOT_OF_CORE)
     if filename.startswith("<frozen"):
         return filename in _FROZEN

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections import deque
+from collections.abc import Callable, Iterator
 from itertools import chain, compress, count
 from typing import Any
 
@@ -42,12 +43,15 @@ class Contents:
 
     def __init__(self, found: list[tuple[Any, tuple]]) -> None:
         self.found = found
+        self.names: dict[int, str] = {}  # of containers, in words
         self.refresh()
 
     def replace(self, was: Any, there: Any) -> None:
         """Goes on with a container that has taken the place of another; it has to hold what that held then."""
         self.found = [(there if one is was else one, where) for one, where in self.found]
         self._replaced = True
+        if id(was) in self.names:
+            self.names[id(there)] = self.names[id(was)]
 
     def refresh(self) -> None:
         """Takes what is there now for right."""
@@ -81,9 +85,23 @@ class Contents:
     def _compare(self) -> str | None:
         for (value, where), items in zip(self.found, self._items, strict=True):
             if not same_content(items, content(value)):
-                return f"the items of a {type(value).__name__} that {line_of(where)} reads are others"
+                return f"{self._difference(value, items)} (read at {line_of(where)})"
         self.refresh()  # equal values in the place of others
         return None
+
+    def _difference(self, value: Any, items: tuple) -> str:
+        """What is different in a container, in words."""
+        half = len(items) // 2
+        if isinstance(value, dict) and list(value) == list(items[:half]):
+            for key, was in zip(value, items[half:], strict=True):
+                if isinstance(key, str) and not same(was, value[key]):
+                    of = self.names.get(id(value), f"a {type(value).__name__}")
+                    if not (is_plain(was) or is_plain(value[key])):
+                        return f"{key!r} of {of} is another {type(was).__name__} than when it was captured"
+                    text = f"{key!r} of {of} was {describe(was)} when it was captured and is {describe(value[key])}"
+                    number = key == "lr" and isinstance(value[key], float)
+                    return text + (", and a rate that is a tensor would be read anew" if number else "")
+        return f"the items of a {type(value).__name__} are others than when it was captured"
 
     def restore(self) -> None:
         """Gives the containers the items that they had."""
@@ -137,6 +155,7 @@ class Guards:
         kept = [note for note in kept if not isinstance(note.container, Kind)]
         owners = {id(note.owner): note.owner for note in kept}
         self.optimizers = [one for one in owners.values() if isinstance(one, torch.optim.Optimizer)]
+        self.contents.names = {id(group): type(one).__name__ for one in self.optimizers for group in one.param_groups}
         self._take_places(kept)
         self._take_tensors(notes, backward)
 
@@ -189,10 +208,16 @@ class Guards:
         tensors = self.tensors
         self.exchanged = True
         if list(map(_data_ptr, tensors)) != self._addresses:
-            return "a tensor it reads has moved to another address"
+            return f"{self._named(self._addresses, _data_ptr)} has moved to another address"
         if list(map(_stride, tensors)) != self._strides or list(map(_size, tensors)) != self._sizes:
             return "a tensor it reads has another shape or other strides than when it was captured"
         return None
+
+    def _named(self, before: list, read: Callable) -> str:
+        """The first tensor that is other than before, by the name under which it is read."""
+        now = next(one for one, known in zip(self.tensors, before, strict=True) if read(one) != known)
+        name = next((key for _, key, value in self.slots if value is now and isinstance(key, str)), None)
+        return "a tensor it reads" if name is None else f"{name!r}, a tensor it reads,"
 
     def changed(self, gradients: bool = True) -> str | None:
         """What is no longer as it was, in words; None when nothing changed. `moved` looks at tensors' memory.
@@ -298,6 +323,14 @@ class Guards:
         self.contents.restore()
 
     # -- what was met --------------------------------------------------------------------------------------------
+
+    def told(self) -> Iterator[tuple[Any, Any, Any, tuple]]:
+        """`(owner, key, value, who read it)` of each place that is compared, for people; key and value are None of a
+        container that is compared as a whole."""
+        for note, value in zip(self._notes, self._values, strict=True):
+            yield note.owner, note.key, value, note.where
+        for value, where in self.contents.found:
+            yield value, None, None, where
 
     def parameters(self) -> list[Tensor]:
         """The distinct leaf tensors that may collect a gradient."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+CORE = str(Path(__file__).parent.parent) + os.sep
 TORCH = str(Path(torch.__file__).parent) + os.sep
 STDLIB = sysconfig.get_path("stdlib") + os.sep
 
@@ -17,6 +18,12 @@ STDLIB = sysconfig.get_path("stdlib") + os.sep
 def is_library(filename: str) -> bool:
     """Whether a file belongs to an installed library."""
     return filename.startswith((TORCH, STDLIB, "<frozen")) or f"{os.sep}site-packages{os.sep}" in filename
+
+
+@cache
+def is_users(filename: str) -> bool:
+    """Whether a file is neither a library's nor part of this package."""
+    return not is_library(filename) and not filename.startswith(CORE)
 
 
 def is_library_module(module: types.ModuleType | None) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from graphmod.guards.chance import Chance
 from graphmod.guards.contents import CONTAINERS, Whole, content, is_iterator, is_plain
-from graphmod.guards.library import is_library, is_library_module
+from graphmod.guards.library import is_library, is_library_module, is_users
 from graphmod.guards.lookup import MISSING, Cell, Fields, Kind, Place, dict_of, find, find_item, get, is_made_by_code
 from graphmod.guards.note import Note
 
@@ -55,6 +55,7 @@ class Notes:
         unreadable: an error from looking at what code reads, and where.
         elsewhere: where code was sent to another thread.
         where: the code and line that reads now.
+        frame: that runs now; held for no longer than it is looked at.
     """
 
     def __init__(self) -> None:
@@ -69,12 +70,22 @@ class Notes:
         self.roots: set[int] = set()
         self.holders: dict[int, Any] = {}
         self.where: tuple = ("", 0)
+        self.frame: types.FrameType | None = None
         self._walked: dict[int, nn.Module] = {}
         self._in_classes: dict[tuple[int, str], Place | None] = {}
         self._kinds: dict[int, type] = {}  # kept, so that their identities stay theirs
         self._of_classes: dict[int, types.MappingProxyType] = {}
         self._wholes: dict[int, Whole] = {}
         self._functions: dict[int, types.FunctionType] = {}
+
+    def here(self) -> tuple:
+        """The code and line that reads now; if they are a library's, also those of the user's that had called it."""
+        frame = self.frame
+        if frame is None or not is_library(frame.f_code.co_filename):
+            return self.where
+        while frame is not None and not is_users(frame.f_code.co_filename):
+            frame = frame.f_back
+        return self.where if frame is None else (*self.where, (frame.f_code, frame.f_lineno))
 
     # -- what there is to begin with -----------------------------------------------------------------------------
 
@@ -100,9 +111,9 @@ class Notes:
         if self.modules.setdefault(id(module), module) is not module:
             return
         if isinstance(module, torch.jit.ScriptModule) or module.__dict__.get("_compiled_call_impl") is not None:
-            self._whole(module)
+            self.whole(module)
         elif isinstance(module, _compiled_kind()):
-            self._whole(module._orig_mod)
+            self.whole(module._orig_mod)
         else:
             self.attribute(module, "forward")
 
@@ -116,7 +127,8 @@ class Notes:
                 if part is not None and id(part) not in self._walked:
                     self.walked(part)
 
-    def _whole(self, module: nn.Module) -> None:
+    def whole(self, module: nn.Module) -> None:
+        """Takes in that all of a module may be read."""
         if id(module) not in self._wholes:
             whole = self._wholes[id(module)] = Whole(module)
             self.roots.add(id(whole))
@@ -217,14 +229,14 @@ class Notes:
         except TypeError:  # a key that cannot be hashed
             return
         if known is None or known.owner is not owner:
-            self.notes[name] = Note(owner, place, self.where)
+            self.notes[name] = Note(owner, place, self.here())
             self._meet(place.value)
 
     def _kind(self, owner: Any) -> None:
         name = (id(owner), Kind)
         known = self.notes.get(name)
         if known is None or known.owner is not owner:
-            self.notes[name] = Note(owner, Place(Kind(owner), "__class__", type(owner)), self.where)
+            self.notes[name] = Note(owner, Place(Kind(owner), "__class__", type(owner)), self.here())
 
     # -- values --------------------------------------------------------------------------------------------------
 
@@ -258,12 +270,12 @@ class Notes:
         for cell in function.__closure__ or ():
             if (id(cell), None) not in self.notes:
                 place = Place(Cell(cell), None, get(Cell(cell), None))
-                self.notes[id(cell), None] = Note(cell, place, self.where)
+                self.notes[id(cell), None] = Note(cell, place, self.here())
                 self._meet(place.value)
         if not is_library(function.__code__.co_filename):
             for name in Fields.NAMES:
                 place = Place(Fields(function), name, getattr(function, name))
-                self.notes[id(function), place.key] = Note(function, place, self.where)
+                self.notes[id(function), place.key] = Note(function, place, self.here())
                 if isinstance(place.value, CONTAINERS):
                     self.look_inside(place.value)
 
@@ -277,7 +289,7 @@ class Notes:
         if isinstance(value, types.BuiltinMethodType) and isinstance(value.__self__, CONTAINERS):
             value = value.__self__
         if is_iterator(value):
-            self.iterators.append((value, type(value).__name__, self.where))
+            self.iterators.append((value, type(value).__name__, self.here()))
             return
         known = self.contents.get(id(value))
         if known is not None and known[0] is value:
@@ -287,7 +299,7 @@ class Notes:
             if is_made_by_code(type(value)):
                 self._kind(value)
         elif not (isinstance(value, tuple) and all(is_plain(item) for item in items)):
-            self.contents[id(value)] = (value, items, self.where)
+            self.contents[id(value)] = (value, items, self.here())
             for item in items:
                 if isinstance(item, Tensor):
                     self._leaf(item)

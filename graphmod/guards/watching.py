@@ -11,8 +11,11 @@ import contextlib
 import gc
 import threading
 from collections.abc import Iterable, Iterator
+from contextvars import ContextVar
 from types import FrameType
 from typing import Any
+
+from torch import nn
 
 from graphmod.guards.contents import CONTAINERS, content
 from graphmod.guards.frames import Frames
@@ -36,9 +39,23 @@ def noting(*roots: Any) -> Iterator[Notes]:
     for root in roots:
         notes.root(root)
     with _telling_new_objects():
-        with Frames(_Watcher(notes)):
-            yield notes
+        token = _current.set(notes)
+        try:
+            with Frames(_Watcher(notes)):
+                yield notes
+        finally:
+            _current.reset(token)
         _forget_new(notes)
+
+
+_current: ContextVar[Notes | None] = ContextVar("notes", default=None)
+
+
+def note_whole(modules: Iterable[nn.Module]) -> None:
+    """Takes in that code reads modules which nobody can watch reading: compiled code. Does nothing elsewhere."""
+    notes = _current.get()
+    for module in modules if notes is not None else ():
+        notes.whole(module)
 
 
 class _Watcher:
@@ -51,12 +68,14 @@ class _Watcher:
     def see(self, frame: FrameType, reads: Iterable[Read], results: Iterable[Any]) -> list[Read]:
         """Takes in that code is about to read something. Returns what it reads of values that only code can tell."""
         notes = self._notes
-        notes.where = (frame.f_code, frame.f_lineno)
+        notes.where, notes.frame = (frame.f_code, frame.f_lineno), frame
         try:
             return Looking(notes, frame, results).look(reads)
         except Exception as error:  # what is looked at may be of any kind; the user's call goes on
-            notes.unreadable = notes.unreadable or (f"{type(error).__name__}: {error}", notes.where)
+            notes.unreadable = notes.unreadable or (f"{type(error).__name__}: {error}", notes.here())
             return []
+        finally:
+            notes.frame = None
 
     def leaves(self, frame: FrameType) -> None:
         """Takes in that code is sent to another thread."""

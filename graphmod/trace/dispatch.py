@@ -22,7 +22,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 log = logging.getLogger("graphmod")
 
 _KEY_NAME = "Fake"
-_RECORDER = "graphmod.trace.recorder"  # what autograd hands on to the threads of a backward, under this name
 _make_subclass, _as_subclass = Tensor._make_subclass, Tensor.as_subclass
 _lock = threading.Lock()
 _library: Any = None  # the registration, which lives as long as this does
@@ -40,21 +39,26 @@ class Sees(Protocol):
         """Takes in that from here to the end of the call nothing can be seen, because of a mode."""
 
 
+class _OfThread(threading.local):
+    recorder: Any = None
+
+
+_of_thread = _OfThread()
+
+
 def current() -> Any:
     """The recorder that watches the present call; None where there is none, or where it looks away."""
     if not _watching:
         return None
-    if torch._C._is_key_in_tls(_RECORDER):
-        return torch._C._get_obj_in_tls(_RECORDER)
-    # A thread of autograd's that was handed the key, and not what came with it.
+    recorder = _of_thread.recorder
+    if recorder is not None:
+        return recorder
+    # A thread of autograd's is handed the key, and no recorder.
     return _at_work[0] if len(_at_work) == 1 and by_key() else None
 
 
 def _set_current(recorder: Any) -> None:
-    if recorder is not None:
-        torch._C._stash_obj_in_tls(_RECORDER, recorder)
-    elif torch._C._is_key_in_tls(_RECORDER):
-        torch._C._remove_obj_from_tls(_RECORDER)
+    _of_thread.recorder = recorder
 
 
 def _fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
@@ -67,6 +71,7 @@ class Mode(TorchDispatchMode):
     """Shows the operations to a recorder by way of a dispatch mode."""
 
     supports_higher_order_operators = True
+    hides_nothing = True
 
     def __init__(self, recorder: Sees) -> None:
         super().__init__()
@@ -246,7 +251,7 @@ def replacements() -> list[tuple[Any, str, Any]]:
     def push_mode(mode: Any, *args: Any, **kwargs: Any) -> Any:
         recorder = current()
         blinds = not _below_modes() or type(mode).__name__ == "FakeTensorMode"
-        if recorder is not None and by_key() and blinds and not isinstance(mode, Mode):
+        if recorder is not None and by_key() and blinds and not getattr(mode, "hides_nothing", False):
             recorder.note_mode(mode)
             stop_showing()
         return push(mode, *args, **kwargs)

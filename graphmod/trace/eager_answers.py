@@ -44,7 +44,8 @@ def _is_capturing() -> list[tuple[Any, str, Any]]:
         if recorder is None or recorder.watching:
             return original()
         if asking_module.startswith(_NEED_THE_TRUTH):
-            return original() if recorder.on_gpu else True
+            # An optimizer on the CPU need not be capturable, and cannot be.
+            return original() if recorder.on_gpu else not asking_module.startswith("torch.optim")
         return False if recorder.on_gpu else original()
 
     def by_function() -> bool:  # called by torch.cuda.is_current_stream_capturing
@@ -89,6 +90,25 @@ def _host_reads() -> list[tuple[Any, str, Any]]:
         (torch, "save", save(torch.save)),
         (torch.serialization, "save", save(torch.serialization.save)),
     ]
+
+
+def _made_of_values() -> list[tuple[Any, str, Any]]:
+    """Tensors on the GPU made of Python values: a copy from host memory that nobody keeps."""
+
+    def making(original: Any) -> Any:
+        @functools.wraps(original)
+        def make(data: Any, **kwargs: Any) -> Any:
+            recorder = dispatch.current()
+            device = kwargs.get("device")
+            if recorder is None or not recorder.on_gpu or isinstance(data, Tensor):
+                return original(data, **kwargs)
+            if device is None or torch.device(device).type != "cuda":
+                return original(data, **kwargs)
+            return recorder.make(original, data, kwargs)
+
+        return make
+
+    return [(torch, "tensor", making(torch.tensor)), (torch, "as_tensor", making(torch.as_tensor))]
 
 
 def _one_hot() -> list[tuple[Any, str, Any]]:
@@ -142,7 +162,10 @@ def _past_the_dispatcher() -> list[tuple[Any, str, Any]]:
 
 
 _BEGINS = "set_skip_guard_eval_unsafe"  # what dynamo calls first, when a compiled function is called
-_patches = [Patch(make) for make in (_is_capturing, _host_reads, _one_hot, _past_the_dispatcher, seeds.replacements)]
+_patches = [
+    Patch(make)
+    for make in (_is_capturing, _host_reads, _made_of_values, _one_hot, _past_the_dispatcher, seeds.replacements)
+]
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from graphmod.trace.lines import Lines, remedy_for
+from graphmod.trace.lines import Lines, remedy_for, remedy_in
 from graphmod.trace.operations import Facts, address
 from graphmod.trace.origins import Origin, Origins
 
@@ -68,7 +68,7 @@ class Hazard(NamedTuple):
 def hazard(operation: str, lines: Lines, reason: Reason, on_gpu: bool = False) -> Hazard:
     """A reason with its place; of an optimizer's step, with what helps for this optimizer."""
     if lines.optimizer is None:
-        return Hazard(operation, lines, reason.effect, reason.remedy)
+        return Hazard(operation, lines, reason.effect, (reason is _READ and remedy_in(lines)) or reason.remedy)
     name = type(lines.optimizer).__name__
     effect = f"the step of {name} reads or changes values on the host, such as its step count or learning rate, which "
     return Hazard(operation, lines, effect + "no replay would do", remedy_for(lines.optimizer, on_gpu))

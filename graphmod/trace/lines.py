@@ -13,6 +13,7 @@ import torch
 
 _OWN = str(Path(__file__).parent.parent)
 _TORCH = str(Path(torch.__file__).parent)
+_PACKAGES = str(Path(torch.__file__).parent.parent)
 _STDLIB = sysconfig.get_paths()["stdlib"]
 # How torch gets from a call to an operation: of these no line tells anything.
 _PLUMBING = (f"{_TORCH}/_", f"{_TORCH}/nn/modules/module.py", f"{_TORCH}/utils/_", f"{_TORCH}/autograd/", _OWN)
@@ -37,6 +38,8 @@ class Lines(NamedTuple):
 
     @property
     def place(self) -> str:
+        if self.user is None and not self.backward:
+            return self.library or "the call"
         if self.user is None:
             where = "the backward pass"
         else:
@@ -100,3 +103,20 @@ def remedy_for(optimizer: torch.optim.Optimizer, on_gpu: bool) -> str:
     flags = ", ".join(f"{name}=True" for name in given)
     rate = "" if isinstance(optimizer.param_groups[0].get("lr"), torch.Tensor) else ", with a tensor as lr"
     return f"build {type(optimizer).__name__} with {flags}{rate}, or {outside}"
+
+
+_REMEDIES_IN = {
+    f"{_PACKAGES}/transformers/masking_utils.py": "pass no attention_mask where nothing is padded, or load the "
+    "model with attn_implementation='eager'",
+    f"{_TORCH}/amp/grad_scaler.py": "keep the GradScaler's step() and update() outside of the captured call",
+    f"{_TORCH}/distributions/": "build the distribution with validate_args=False",
+    f"{_TORCH}/nn/utils/clip_grad.py": "call it with error_if_nonfinite=False",
+    f"{_TORCH}/optim/swa_utils.py": "keep update_parameters() outside of the captured call",
+}
+
+
+def remedy_in(lines: Lines) -> str | None:
+    """What its user can do about code of a library that reads values on the host; None where that is not known."""
+    if lines.library is None:
+        return None
+    return next((remedy for part, remedy in _REMEDIES_IN.items() if lines.library.startswith(part)), None)

@@ -1,7 +1,7 @@
 """Records a call: its operations, its memory, and what of it a graph cannot repeat.
 
 The recorded warm-up call, both backends, the address watch and the check for what a graph cannot repeat all stand on
-this. Imports `memory_trace`, `trace`, `hazards`, `lines`, `script`, `seeds`, `eager_answers`, `errors` and `overloads`.
+this. Imports the other files of this room.
 """
 
 import contextlib
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphmod.errors import CaptureRefused, Diverged
+from graphmod.trace.dispatch import hidden
 from graphmod.trace.eager_answers import asking
 from graphmod.trace.hazards import OUTSIDE, UNDER_A_MODE, Check, Hazard, Reason, hazard
 from graphmod.trace.lines import Lines, lines
@@ -36,6 +37,7 @@ class Recorder(MemoryTrace):
 
     Attributes:
         hazards: what a graph cannot repeat, in order.
+        times: how often the call did each of them.
         kept_at: the addresses of tensors of the recorded call that a capture goes on to use.
         host_random: where the call drew from a generator on the host although it works on a GPU; None if nowhere.
 
@@ -67,6 +69,7 @@ class Recorder(MemoryTrace):
         super().__init__(inputs, before_write)
         self.watching, self.on_gpu, self._gpu = watching, gpu is not None, gpu
         self.hazards: list[Hazard] = []
+        self.times: list[int] = []
         self.kept_at: set[int] = set()
         self.host_random: str | None = None
         self._check = Check(gpu, self._origins)
@@ -76,6 +79,7 @@ class Recorder(MemoryTrace):
         self._refused: str | None = None
         self._script = script
         self._kept: dict[int, Kept] = {}
+        self._made: list[tuple[Tensor, Tensor]] = []
         self._after, self._around = after, around
         self._targets = targets or {}
 
@@ -88,7 +92,14 @@ class Recorder(MemoryTrace):
         super().__exit__(*error)
         self._draws = None
         if self.watching and self._touched_state is not None and self.random:
-            self.hazards.append(Hazard("the call", self._touched_state, *RESTORES[:2]))
+            self._add(Hazard("the call", self._touched_state, *RESTORES[:2]))
+
+    def _add(self, found: Hazard) -> None:
+        if found in self.hazards:
+            self.times[self.hazards.index(found)] += 1
+        else:
+            self.hazards.append(found)
+            self.times.append(1)
 
     def finish(self) -> "Recorder":
         """Lets go of the callbacks, so that the record keeps nothing alive but the tensors from outside."""
@@ -99,7 +110,30 @@ class Recorder(MemoryTrace):
 
     def script(self) -> Script:
         """What a capture of the same call must do, and what it may use; of a call that was watched."""
-        return Script(self.trace, self._kept)
+        return Script(self.trace, self._kept, self._made)
+
+    def make(self, function: Callable, values: Any, kwargs: dict) -> Any:
+        """Makes a tensor on the GPU of Python values, which a capture can only take from the recorded call.
+
+        Raises:
+            Diverged: in a capture, the values are others than then.
+        """
+        with hidden():
+            if self.watching or self._script is None:
+                result = function(values, **kwargs)
+                self._made.append((result.detach().cpu(), result.detach().clone()))
+                self._origins.note_constant(address(result))
+                return result
+            now = function(values, **{**kwargs, "device": "cpu", "requires_grad": False})
+            then, kept = (
+                self._script.made[len(self._made)] if len(self._made) < len(self._script.made) else (None, None)
+            )
+            if then is None or now.dtype is not then.dtype or not torch.equal(now.nan_to_num(), then.nan_to_num()):
+                raise Diverged(f"{lines().place} makes a tensor of other Python values than in the call before")
+            self._made.append((then, kept))
+            result = kept.clone().requires_grad_(kwargs.get("requires_grad", False))
+        self._take_address(address(result))
+        return result
 
     def is_host(self, tensor: Tensor) -> bool:
         """Whether a tensor lies on the host while the capture works on a GPU."""
@@ -134,8 +168,7 @@ class Recorder(MemoryTrace):
         if not self.watching:
             self._refused = self._refused or str(found)
             raise CaptureRefused(str(found))
-        if found not in self.hazards:
-            self.hazards.append(found)
+        self._add(found)
 
     def check(self) -> None:
         """Refuses the capture, if code that catches every exception kept a refusal to itself, or if the recorded call

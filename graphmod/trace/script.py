@@ -78,10 +78,11 @@ class Script:
     Args:
         trace: its operations.
         kept: index of an operation in it -> what is kept of it.
+        made: the tensors that it made of Python values on the GPU, in order, each on the host and there.
     """
 
-    def __init__(self, trace: list[Step], kept: dict[int, Kept]) -> None:
-        self.trace, self.kept = trace, kept
+    def __init__(self, trace: list[Step], kept: dict[int, Kept], made: list[tuple[Tensor, Tensor]]) -> None:
+        self.trace, self.kept, self.made = trace, kept, made
 
     def differs(self, index: int, step: Step, where: Callable[[], Lines]) -> str | None:
         """Why an operation of a capture is not the one of the recorded call; `where` tells its lines."""

@@ -18,6 +18,7 @@ NO_PROFILE = (
     "train.profile=true in a multirun would slow the graph launches of every later job, because a profiler stays "
     "attached to the process; drop it (the comparison tells how busy the GPU was), or run it alone"
 )
+NO_CHECK = "graph.check=true checks one run and trains none; leave out --multirun"
 _ONE_FOR_ALL = (
     "train.resume={} in a multirun would let all its jobs go on with one run; drop --multirun, or go on with each "
     "job in its folder: hydra.sweep.dir=FOLDER train.resume=auto"
@@ -92,6 +93,8 @@ def for_hydra(arguments: list[str]) -> list[str]:
             raise ConfigError(_ONE_FOR_ALL.format(value))
         if several and key == "train.profile" and {"true", "yes", "on", "1"} & set(value.lower().split(",")):
             raise ConfigError(NO_PROFILE)
+        if several and key == "graph.check" and {"true", "yes", "on", "1"} & set(value.lower().split(",")):
+            raise ConfigError(NO_CHECK)
         at_home = value.startswith("~/") and "," not in value  # bash leaves it so, and Hydra takes it for a deletion
         if at_home:
             value = str(Path(value).expanduser())

@@ -25,12 +25,13 @@ from omegaconf.errors import OmegaConfBaseException
 
 from graphmod.errors import ConfigError, GraphmodError
 from graphmod.train import callback
-from graphmod.train.arguments import NO_PROFILE, for_hydra, groups, swept_keys
+from graphmod.train.arguments import NO_CHECK, NO_PROFILE, for_hydra, groups, swept_keys
 from graphmod.train.config import parse, register
 from graphmod.train.explain import explain, system_error
 from graphmod.train.folders import from_here, job_folder, unused
 from graphmod.train.loop import resume_point, train
 from graphmod.train.result import RESULT_FILE, RunResult
+from graphmod.train.schema import RunConfig
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"
 
@@ -80,6 +81,18 @@ def _bug(error: Exception) -> tuple[int, str]:
     return 1, f"{type(error).__name__}: {error}"
 
 
+def _check(config: RunConfig, folder: Path, alone: bool) -> tuple[int, Path]:
+    """Only says what would keep the step out of graphs."""
+    if not alone:
+        raise ConfigError(NO_CHECK)  # likewise
+    from graphmod.check.training import CHECK_FILE, check_training
+
+    report = check_training(config, folder)
+    print(report)
+    print(f"  written to {folder / CHECK_FILE}")
+    return int(not report.captured), folder
+
+
 def _attempt(cfg: DictConfig, folder: Path, alone: bool, given: list[str]) -> tuple[int, str | Path]:
     """Runs one job; returns its exit status, and the folder it wrote to or, if it failed, why.
 
@@ -93,6 +106,8 @@ def _attempt(cfg: DictConfig, folder: Path, alone: bool, given: list[str]) -> tu
         config = parse(cfg)
         if config.train.profile and not alone:
             raise ConfigError(NO_PROFILE)  # a file of configs/ says so; the command line was looked at before
+        if config.graph.check:
+            return _check(config, folder, alone)
         # What lies beside a folder that was named is other jobs, which may be running.
         named = any(re.match(r"hydra\.run\.dir=[^$]+$", argument) for argument in given)
         point = resume_point(config, folder, beside=alone and not named)

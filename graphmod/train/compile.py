@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from graphmod.guards.watching import note_whole
 from graphmod.trace.compiled import note_random, shown
 from graphmod.trace.operations import draws, facts
 from graphmod.trace.tracer import is_recording
@@ -119,6 +120,7 @@ def compiled(function: Callable, how: str, modules: list[nn.Module], device: tor
             with torch._dynamo.config.patch(recompile_limit=_RECOMPILES, fail_on_recompile_limit_hit=True):
                 return made(*args, **kwargs)
         read = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+        note_whole(modules)
         with shown([*read, *tree_leaves((args, kwargs))], hide), torch.compiler.set_stance("fail_on_recompile"):
             return made(*args, **kwargs)
 

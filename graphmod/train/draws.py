@@ -4,6 +4,7 @@ To run a layer again with the random numbers it had takes the generator's state,
 What the draws gave can be kept instead.
 """
 
+import contextlib
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from graphmod.trace.dispatch import through_a_mode
 from graphmod.trace.operations import argument_of, facts, tensors_in
 
 
@@ -66,7 +68,23 @@ class _Kept:
         return tree_map_only(Tensor, torch.clone, self._result) if self._made else self._result
 
 
-class _Keep(TorchDispatchMode):
+class _Visible(TorchDispatchMode):
+    """A mode whose operations a recorder goes on to see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._around = contextlib.ExitStack()
+
+    def __enter__(self) -> "_Visible":
+        self._around.enter_context(through_a_mode())
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._around.close()
+
+
+class _Keep(_Visible):
     def __init__(self, kept: list[_Kept]) -> None:
         super().__init__()
         self._kept = kept
@@ -79,7 +97,7 @@ class _Keep(TorchDispatchMode):
         return result
 
 
-class _Repeat(TorchDispatchMode):
+class _Repeat(_Visible):
     def __init__(self, kept: list[_Kept]) -> None:
         super().__init__()
         self._kept, self._next = kept, 0

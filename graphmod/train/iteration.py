@@ -4,6 +4,8 @@ Nothing here asks the device for a value: the position in the schedule, the loss
 and what follows from that are tensors on the device, so that a graph can hold all of it.
 """
 
+import inspect
+import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -39,6 +41,20 @@ def next_token_loss(model: nn.Module, tokens: Tensor, criterion: Criterion = mea
         criterion: the loss of logits and targets.
     """
     return criterion(model(input_ids=tokens[:, :-1], use_cache=False).logits, tokens[:, 1:])
+
+
+def criterion_of(loss_fn: Callable) -> Criterion | None:
+    """The default of the argument `criterion`, if it is a plain function or a module; else None."""
+    try:
+        argument = inspect.signature(loss_fn).parameters["criterion"]
+    except (KeyError, TypeError, ValueError):  # no such argument, or nothing that could tell
+        return None
+    criterion = argument.default
+    # A method or closure may reach the model, whose parameters would then count as used twice.
+    plain = isinstance(criterion, types.FunctionType) and criterion.__closure__ is None
+    if argument.kind is argument.POSITIONAL_ONLY or not (plain or isinstance(criterion, nn.Module)):
+        return None
+    return criterion
 
 
 class Iteration:

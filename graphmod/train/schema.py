@@ -173,10 +173,13 @@ class GraphConfig(TrainGraphConfig):
         compile: `default` fuses kernels with torch.compile before they are captured; `max` also lets it try out which
             variants are fastest, which takes minutes once.
         auto: measure the scopes on the first steps and keep the fastest; `scope` is then what it starts with.
+        check: train nothing; say what would keep the step out of graphs, write `check.json`, and end with status 0 (it
+            would be captured) or 1.
     """
 
     compile: Compile = Compile.none
     auto: bool = False
+    check: bool = False
 
 
 @dataclass

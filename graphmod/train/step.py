@@ -5,8 +5,6 @@ not the other parts of the training run.
 """
 
 import functools
-import inspect
-import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,7 +16,7 @@ from graphmod.config import CUDAGraphConfig
 from graphmod.graph.buffers import mark_static
 from graphmod.state.entry import GraphStats
 from graphmod.train.compile import CHOICES, compile_layers, compiled
-from graphmod.train.iteration import NONFINITE, Iteration, next_token_loss
+from graphmod.train.iteration import NONFINITE, Iteration, criterion_of, next_token_loss
 from graphmod.train.recompute import recomputed_layers
 from graphmod.train.settings import Scope, train_settings
 from graphmod.train.update import CompiledUpdate
@@ -164,18 +162,12 @@ class TrainStep:
 
     def _graph_criterion(self) -> None:
         """Puts the loss of the logits beside the head, whose results it then reads where they are."""
-        try:
-            argument = inspect.signature(self._iteration.loss_fn).parameters["criterion"]
-        except (KeyError, TypeError, ValueError):  # no such argument, or nothing that could tell
-            return
-        criterion = argument.default
-        # A method or closure may reach the model, whose parameters would then count as used twice.
-        plain = isinstance(criterion, types.FunctionType) and criterion.__closure__ is None
-        if argument.kind is argument.POSITIONAL_ONLY or not (plain or isinstance(criterion, nn.Module)):
+        criterion = criterion_of(self._iteration.loss_fn)
+        if criterion is None:
             return
         # The caller keeps losses, and a copy of one number costs less than to look for those that are still held.
         config = replace(self.config, clone_outputs=True)
-        graphed = CUDAGraphModule(criterion, config, name="loss", group=self._graphs[-1]._group)
+        graphed = CUDAGraphModule(criterion, config, name="loss", group=self._graphs[-1]._context.group)
         self._iteration.loss_fn = functools.partial(self._iteration.loss_fn, criterion=graphed)
         self._graphs = [*self._graphs, graphed]
 
@@ -215,7 +207,7 @@ class TrainStep:
 
     def _settle_gradients(self) -> None:
         """Moves gradients that autograd put at a new address (of tied weights) to where the optimizer's graph reads."""
-        for key, parameter in self._graphs[0]._group.shared.items():
+        for key, parameter in self._graphs[0]._context.group.shared.items():
             if parameter.grad is not None:
                 settled = self._settled.get(key)
                 if settled is None:
@@ -241,7 +233,7 @@ class TrainStep:
     @property
     def captures(self) -> int:
         """Graphs captured so far; cheaper to ask than `stats`."""
-        return sum(graph._counters.captures for graph in self._graphs)
+        return sum(graph._context.counters.captures for graph in self._graphs)
 
     @property
     def stats(self) -> GraphStats:
@@ -249,7 +241,7 @@ class TrainStep:
         if not self._graphs:
             return GraphStats(eager_calls=self._eager_steps)
         total = self._graphs[0].stats
-        pools = {id(graph._group): graph.stats.pool_bytes for graph in self._graphs}
+        pools = {id(graph._context.group): graph.stats.pool_bytes for graph in self._graphs}
         for graph in self._graphs[1:]:
             total = total + graph.stats
         total.pool_bytes = sum(pools.values())

@@ -66,7 +66,7 @@ def graph_layers(
         layer.__dict__["forward"] = graphed._run
         wrapped.append(graphed)
     for graphed in wrapped:
-        graphed._group.share(_tied_outside(model, names, graphed._root), lasting=True)
+        graphed._context.group.share(_tied_outside(model, names, graphed._root), lasting=True)
     _train_without_cache(model)
     return wrapped
 

@@ -25,6 +25,7 @@ class Surface(nn.Module):
 
     _root: Any
     _call: Any
+    _context: Any
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -122,13 +123,14 @@ class Surface(nn.Module):
 
     def __getstate__(self) -> dict:
         raise TypeError(
-            f"{self._name!r} holds CUDA graphs, which cannot be pickled; save state_dict(), or ungraph(model) first"
+            f"{self._context.name!r} holds CUDA graphs, which cannot be pickled; save state_dict(), or ungraph(model) "
+            "first"
         )
 
     def _replicate_for_data_parallel(self) -> Any:
         raise TypeError(
-            f"{self._name!r} cannot be replicated by nn.DataParallel, which makes new modules in each call; use one "
-            "process for each GPU"
+            f"{self._context.name!r} cannot be replicated by nn.DataParallel, which makes new modules in each call; "
+            "use one process for each GPU"
         )
 
     # -- other tools -----------------------------------------------------------------------------------------------

@@ -1,0 +1,112 @@
+"""What a call does: which of replay, warm-up, capture and an eager call it is.
+
+Imports all other parts of `call`, `capture`, `graph` and `state`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from graphmod.call.replay import find, launch, results
+from graphmod.call.warmup import track, warm_up
+from graphmod.capture.forward import capture, place
+from graphmod.graph.context import Context
+from graphmod.signature.flattening import flatten
+from graphmod.signature.modes import FOREIGN
+from graphmod.signature.signature import Signature, parameter_names, tensor_key
+from graphmod.signature.structure import unrepeatable
+from graphmod.state.entry import Entry
+from graphmod.torch_private import is_fx_tracing
+
+
+def run(context: Context, args: tuple, kwargs: dict) -> Any:
+    """One call, by the first of these that can be:
+
+    1. a replay of a graph whose arguments, guards and order fit;
+    2. an eager call, where the signature is disabled, or somebody looks on (a transform, a tracer);
+    3. a warm-up call, where no call was recorded in the present state: the last of some is recorded;
+    4. a capture, where there is a place for it, and the budget allows it;
+    5. an eager call.
+    """
+    group, entries = context.group, context.entries
+    usual, modes = entries.usual, group.modes()
+    leaves = None
+    # Most calls are like the one before.
+    if usual is not None and usual.signature.modes == modes and not usual.disabled:
+        leaves = usual.match(args, kwargs)
+    if leaves is not None and usual.signature.training is context.training:
+        entry = usual
+        entries.touch(entry)
+    else:
+        if modes[FOREIGN] is not None or is_fx_tracing():
+            context.log_once(f"{context.name!r} runs eagerly, because {modes[FOREIGN] or 'it is being traced'}")
+            return eager(context, args, kwargs)
+        leaves = []
+        structure = flatten((args, kwargs), leaves, {})
+        if not context.around.known:
+            context.discover()
+        entry = _entry(context, structure, leaves)
+        if entry is None:
+            return eager(context, args, kwargs)
+    if entry.disabled:
+        return eager(context, args, kwargs)
+    if entry.needs_grad and not group.busy:
+        group.begin_pass()
+    reason = ""
+    # A graph may start before everything about it has been checked; if that shows that it was none, once more with
+    # care.
+    for careful in (False, True) if entry.graphs else ():
+        graph, reason = find(context, entry, leaves, careful)
+        if graph is None:
+            break
+        try:
+            state, reason = launch(context, graph, leaves, careful)
+        except RuntimeError as error:
+            context.drop(graph.tape)
+            context.failed(entry, error, "a replay")
+            return eager(context, args, kwargs)
+        if reason is None:
+            return results(context, graph, leaves, state)
+    recording = entry.recording_of_now()
+    if recording is None or recording.refused is not None:
+        return warm_up(context, entry, args, kwargs)
+    if group.settle(context.config.backend, context.around.device(leaves)):
+        entry.recordings.clear()  # of calls elsewhere
+        return run(context, args, kwargs)
+    tape = place(context, entry, reason, recording)
+    if tape is None:
+        return eager(context, args, kwargs, entry)
+    captured = capture(context, entry, tape, leaves, recording)
+    return eager(context, args, kwargs) if captured is None else results(context, captured[0], leaves, captured[1])
+
+
+def eager(context: Context, args: tuple, kwargs: dict, entry: Entry | None = None) -> Any:
+    """A call without a graph; with an `entry` its backward is waited for."""
+    context.counters.eager_calls += 1
+    context.served, context.eager_in = None, context.group.begun
+    if entry is not None and entry.needs_grad:
+        return track(context, entry, context.call(*args, **kwargs))
+    return context.call(*args, **kwargs)
+
+
+def _entry(context: Context, structure: Any, leaves: list[Tensor]) -> Entry | None:
+    """What is known of calls with this signature; None where no other call can have it."""
+    key, group = tuple(map(tensor_key, leaves)), context.group
+    signature = Signature(structure, key, group.modes(), context.training)
+    entry = None if group.backend is None else context.entries.get(signature)
+    if entry is not None:
+        return entry
+    names = parameter_names(context.call)
+    unknown = unrepeatable(structure[1], named=names) or unrepeatable(structure[2])
+    if unknown is not None:
+        path, why = unknown
+        context.log_once(f"{context.name!r} runs eagerly, because its argument {path!r} is {why}")
+        return None
+    group.settle(context.config.backend, context.around.device(leaves))
+    signature = signature._replace(modes=group.modes())
+    lines = context.entries.nearest(signature, names)
+    if lines:
+        context.log_once(f"{context.name!r} is called with other inputs:\n  " + "\n  ".join(lines), key="other inputs")
+    return context.entries.add(signature)

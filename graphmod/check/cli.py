@@ -1,0 +1,137 @@
+"""The command line of `python -m graphmod.check`. Imports `run` and `report`.
+
+Exit status: 0 would be captured, 1 hazards, 2 it could not be asked that way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from graphmod.check.report import shortened
+from graphmod.check.run import check_call
+from graphmod.errors import GraphmodError
+from graphmod.guards.frames import is_users
+
+_EXAMPLES = """\
+what FUNCTION may be:
+  a step that takes no arguments           python -m graphmod.check train:step
+  a step, and what makes its arguments     python -m graphmod.check train:step --args train:make_batch
+  what makes both, and returns (callable, args) or (callable, args, kwargs)
+                                           python -m graphmod.check train:make
+
+make_batch returns a tuple of arguments, or (arguments, keyword arguments). The step runs for real, some times.
+exit status: 0 would be captured; 1 hazards were found; 2 the check could not be made
+"""
+
+
+class Unusable(Exception):
+    """What was asked for cannot be checked; the text is one sentence."""
+
+
+def main(arguments: list[str]) -> int:
+    """Checks what the arguments name and prints the report; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m graphmod.check",
+        description="Says what would keep a step out of a CUDA graph, without a GPU, and captures nothing.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("function", metavar="package.module:function", help="what is checked")
+    parser.add_argument("--args", metavar="package.module:function", help="what makes its arguments")
+    parser.add_argument("--layers", metavar="PATTERN", action="append", help="of a module, check these layers")
+    parser.add_argument("--calls", metavar="N", type=int, default=2, help="calls; the last is watched (default: 2)")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument("--verbose", action="store_true", help="list each guarded value and the line that reads it")
+    given = parser.parse_args(arguments)
+    if given.calls < 1:
+        parser.error(f"--calls must be at least 1, got {given.calls}")
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # what the program prints is no part of the report
+            target, args, kwargs, done = _made(given.function, given.args)
+            calls = max(given.calls - done, 1)
+            report = _tried(
+                given.function, lambda: check_call(target, *args, calls=calls, layers=given.layers, **kwargs)
+            )
+    except Unusable as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(report.to_json() if given.json else report.describe(given.verbose))
+    return 0 if report.captured else 1
+
+
+def _made(name: str, name_of_args: str | None) -> tuple[Callable, tuple, dict, int]:
+    """What is to be called and with what, and how often it has been called already."""
+    target = _found(name)
+    if not callable(target):
+        raise Unusable(f"{name} is a {type(target).__name__}, which cannot be called")
+    if name_of_args is not None:
+        maker = _found(name_of_args)
+        if not callable(maker):
+            raise Unusable(f"{name_of_args} is a {type(maker).__name__}, which cannot be called")
+        made = _tried(name_of_args, maker)
+        if isinstance(made, dict):
+            return target, (), made, 0
+        if not isinstance(made, (tuple, list)):
+            raise Unusable(
+                f"{name_of_args} returned a {type(made).__name__}; it must return a tuple of arguments, or "
+                "(arguments, keyword arguments)"
+            )
+        if len(made) == 2 and isinstance(made[0], (tuple, list)) and isinstance(made[1], dict):
+            return target, tuple(made[0]), made[1], 0
+        return target, tuple(made), {}, 0
+    made = _tried(name, target)
+    if isinstance(made, tuple) and len(made) in (2, 3) and callable(made[0]) and isinstance(made[1], (tuple, list)):
+        kwargs = made[2] if len(made) == 3 else {}
+        if isinstance(kwargs, dict):
+            return made[0], tuple(made[1]), kwargs, 0
+    return target, (), {}, 1
+
+
+def _found(name: str) -> Any:
+    module, colon, path = name.partition(":")
+    if not (module and colon and path):
+        raise Unusable(f"{name!r} names no function; write package.module:function, such as train:step")
+    module = module.removesuffix(".py").replace(os.sep, ".") if module.endswith(".py") else module
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (module == error.name or module.startswith(error.name + ".")):
+            raise Unusable(f"there is no module {error.name!r} in {os.getcwd()} or among those installed") from None
+        raise Unusable(_raised(f"importing {module}", error)) from None
+    except (Exception, SystemExit) as error:
+        raise Unusable(_raised(f"importing {module}", error)) from None
+    for part in path.split("."):
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            raise Unusable(f"{module} has no {path!r}") from None
+    return found
+
+
+def _tried(name: str, call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except GraphmodError as error:
+        raise Unusable(str(error)) from None
+    except (Exception, SystemExit) as error:
+        raise Unusable(_raised(name, error)) from None
+
+
+def _raised(what: str, error: BaseException) -> str:
+    """One sentence: the error, and the last line of the user's that led to it."""
+    said = str(error).strip().splitlines()
+    text = f"{what} raised {type(error).__name__}" + (f": {said[0]}" if said else "")
+    frames = [one for one in traceback.extract_tb(error.__traceback__) if is_users(one.filename)]
+    if not frames:
+        return text
+    last = frames[-1]
+    return f"{text} at {shortened(f'{last.filename}:{last.lineno} in {last.name}')}"

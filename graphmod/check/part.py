@@ -1,0 +1,202 @@
+"""One callable under watch: a call of it, and the backward of its result. Captures nothing.
+
+Imports `capture.recording` and what that may, `state.surroundings`, `wrap.target` and `report`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy as copying
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from graphmod.call.warmup import differentiable
+from graphmod.capture.recording import watch
+from graphmod.check.report import Finding, counted
+from graphmod.graph.results import not_to_be_made_again, outline
+from graphmod.guards.changes import KEEP, KEEP_ITERATOR, NOT_REPLAYED, Change, all_changes
+from graphmod.guards.guards import Guards
+from graphmod.guards.hooks import without_gradient_hooks
+from graphmod.guards.notes import Notes
+from graphmod.guards.watching import noting
+from graphmod.signature.flattening import flatten
+from graphmod.signature.modes import FOREIGN, difference, key_reader
+from graphmod.signature.signature import attributes_of, parameter_names, unusual
+from graphmod.signature.structure import unrepeatable
+from graphmod.state.surroundings import Surroundings
+from graphmod.trace.garbage import no_garbage_collection
+from graphmod.trace.recorder import Recorder
+from graphmod.wrap.target import Target, in_place_of_forward
+
+_KEEP_OUT = "keep this part out of the captured callable"
+_DISTRIBUTED = Finding(
+    "DistributedDataParallel",
+    "reduces gradients in hooks that no replay would run",
+    "call it without graphs, or capture layers inside of it that hold no part of it",
+)
+
+
+class Part:
+    """One callable under watch.
+
+    Args:
+        root: a module, whose own hooks run around what is watched, or another callable.
+        name: of a layer; "" for the whole.
+        loss: see `check_call`.
+
+    Attributes:
+        findings, guards, operations: of the last call.
+    """
+
+    def __init__(self, root: Any, name: str = "", loss: Callable | None = None) -> None:
+        self.root, self.name, self._loss = root, name, loss
+        self.call = Target(root) if isinstance(root, nn.Module) else root
+        self.findings: list[Finding] = []
+        self.guards: list[Guards] = []
+        self.operations = 0
+        self.device = ""
+        self.ran = False
+
+    def run(self, args: tuple, kwargs: dict) -> Any:
+        """Calls it as its user does."""
+        if not isinstance(self.root, nn.Module):
+            return self._watched(args, kwargs)
+        with in_place_of_forward(self.root, self.within):
+            return self.root(*args, **kwargs)
+
+    def within(self, *args: Any, **kwargs: Any) -> Any:
+        """Stands in the place of the callable; a backward that runs it again is not watched."""
+        if torch._C._current_autograd_node() is not None:
+            return self.call(*args, **kwargs)
+        return self._watched(args, kwargs)
+
+    def _watched(self, args: tuple, kwargs: dict) -> Any:
+        again = self.ran and bool(self.name)  # a layer that one step calls twice
+        if not again:
+            self.findings, self.guards, self.operations = [], [], 0
+        self.ran = True
+        leaves: list[Tensor] = []
+        structure = flatten((args, kwargs), leaves, {})
+        around, names = Surroundings(self.root), parameter_names(self.call)
+        around.discover()
+        device = around.device(leaves) or torch.device("cpu")
+        gpu = device.index if device.type == "cuda" else None
+        self.device = "the CPU, as strict as a GPU" if gpu is None else str(device)
+        modes_now = key_reader(device.type)
+        modes = modes_now()
+        unknown = unrepeatable(structure[1], named=names) or unrepeatable(structure[2])
+        if unknown is not None:
+            self._add("the arguments", f"argument {unknown[0]!r} is {unknown[1]}", "pass tensors, or what it holds")
+        if modes[FOREIGN] is not None:
+            self._add("the call", f"{modes[FOREIGN]}, and code under that is never captured", _KEEP_OUT)
+        result, recorder, notes, given = watch(self.call, args, kwargs, names, gpu, self.root)
+        changed = given.changed()
+        changes = list(all_changes(notes))
+        if changed is not None:  # the same, seen from the code's side, tells the line
+            seen: dict[int, Any] = {}
+            flatten((args, kwargs), [], seen)
+            of_arguments = [one for one in changes if one.owner in seen]
+            self._add_said(changed, *(one.where for one in of_arguments[:1]))
+            changes = [one for one in changes if one not in of_arguments]
+        self._take_in(recorder, notes, changes)
+        for said in (given.returned(result), not_to_be_made_again(outline(result)[0])):
+            self._add_said(said)
+        self._look_at_result(result, leaves)
+        modes = difference(modes, modes_now())
+        if modes:
+            self._add(
+                "the call", f"changes a mode of PyTorch ({modes[0]}), which no replay does", "do it around the call"
+            )
+        around.learn(self.guards[-1])
+        if torch.is_grad_enabled() and around.distributed():
+            self.findings.append(copying.copy(_DISTRIBUTED))
+        if differentiable(result):
+            self._watch_backward(result, leaves, gpu)
+        return result
+
+    def _watch_backward(self, result: Any, leaves: list[Tensor], gpu: int | None) -> None:
+        """Differentiates the result as the capture of a backward does: gradients come out, and nothing takes them."""
+        outputs = differentiable(result)
+        grads: list[Tensor | None] = [torch.ones_like(tensor) for tensor in outputs]
+        if self._loss is not None:
+            grads = list(torch.autograd.grad(self._loss(result), outputs, retain_graph=True, allow_unused=True))
+            outputs = [tensor for tensor, grad in zip(outputs, grads, strict=True) if grad is not None]
+            grads = [grad for grad in grads if grad is not None]
+        parameters = [one for one in self.guards[-1].parameters() if one.requires_grad]
+        wanted = [*(tensor for tensor in leaves if tensor.requires_grad), *parameters]
+        if not wanted or not outputs:
+            return
+        recorder = Recorder([*outputs, *grads], gpu=gpu, watching=True)
+        with contextlib.ExitStack() as watching:
+            watching.enter_context(no_garbage_collection())
+            watching.enter_context(torch.autograd.set_multithreading_enabled(False))
+            watching.enter_context(without_gradient_hooks(parameters))  # they run outside of a graph
+            notes = watching.enter_context(noting(outputs, wanted))
+            watching.enter_context(recorder)
+            torch.autograd.grad(outputs, wanted, grads, retain_graph=True, allow_unused=True)
+        self._take_in(recorder, notes, all_changes(notes), backward=True)
+
+    def _take_in(self, recorder: Recorder, notes: Notes, changes: Iterable[Change], backward: bool = False) -> None:
+        self.operations += len(recorder.trace)
+        for found, times in zip(recorder.hazards, recorder.times, strict=True):
+            where = found.lines
+            library = None if where.optimizer is not None else where.library
+            self._add(found.operation, found.effect, found.remedy, where.user, library, where.backward, times)
+        self.findings += _one_for_each_remedy(changes, backward, self._parts)
+        self.guards.append(Guards(notes, recorder.backward))
+
+    def _look_at_result(self, result: Any, given: list[Tensor]) -> None:
+        returned: list[Tensor] = []
+        flatten(result, returned, {})
+        known = {id(tensor) for tensor in (*given, *self.guards[-1].tensors)}
+        for tensor in returned:
+            if id(tensor) in known:
+                continue
+            why = unusual(tensor)
+            if why is None and attributes_of(tensor):
+                why = f"a tensor with the attribute {next(iter(attributes_of(tensor)))!r}"
+            if why is None and tensor.requires_grad and tensor.is_leaf:
+                why = "a tensor made to require grad inside"
+            if why is not None:
+                self._add("the result", f"returns {why}, which no replay would return", "return a plain tensor")
+
+    @property
+    def _parts(self) -> list[str]:
+        return [self.name] if self.name else []
+
+    def _add(
+        self,
+        what: str,
+        effect: str,
+        remedy: str,
+        user: str | None = None,
+        library: str | None = None,
+        backward: bool = False,
+        count: int = 1,
+    ) -> None:
+        self.findings.append(Finding(what, effect, remedy, user, library, backward, count, self._parts))
+
+    def _add_said(self, said: str | None, where: tuple[str | None, str | None] = (None, None)) -> None:
+        if said is not None:
+            effect, _, remedy = said.partition("; ")
+            self._add("the call", effect, remedy or _KEEP_OUT, *where)
+
+
+def _one_for_each_remedy(changes: Iterable[Change], backward: bool, parts: list[str]) -> list[Finding]:
+    """All that one step of a scheduler or optimizer changes is one cause, on the line on which most of it is read."""
+    groups: dict[tuple, list[Change]] = {}
+    for change in changes:
+        special = change.remedy not in (KEEP, KEEP_ITERATOR)
+        groups.setdefault((change.remedy,) if special else (change.effect, change.where), []).append(change)
+    findings = []
+    for group in groups.values():
+        (user, _), *_ = Counter(change.where[0] for change in group).most_common(1)
+        first = next(change for change in group if change.where[0] == user)
+        more = f" (and {counted(len(group) - 1, 'more such change')})" if len(group) > 1 else ""
+        effect = f"{first.effect}{more}, {NOT_REPLAYED}"
+        findings.append(Finding("Python", effect, first.remedy, *first.where, backward, 1, list(parts)))
+    return findings

@@ -1,0 +1,198 @@
+"""What a check has found, for people and as JSON. Imports `said`."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import textwrap
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from graphmod.state.said import ranges
+
+_LINE = re.compile(r"(?P<file>.*):(?P<line>\d+) in (?P<function>.*)")
+_WIDTH = 110
+_FOLLOWS = (
+    ("draws from a generator whose state was set inside", "seeds a random generator"),
+    ("makes a sparse or nested tensor", "has a sparse gradient"),
+)
+_FEW = 3
+
+
+@dataclass
+class Finding:
+    """One reason why a call cannot be captured.
+
+    Attributes:
+        what: the operation, function or kind of change.
+        effect: what it does, and what a graph would make of that.
+        remedy: what to do about it.
+        user: `file:line in function` of the user's code; None where no line of the user's leads there.
+        library: likewise of the library's code that the user's had called; None where there is none.
+        backward: whether it happens in a backward.
+        count: how often one call does it.
+        parts: the layers that do it; empty where the callable was checked as a whole.
+    """
+
+    what: str
+    effect: str
+    remedy: str
+    user: str | None = None
+    library: str | None = None
+    backward: bool = False
+    count: int = 1
+    parts: list[str] = field(default_factory=list)
+
+    @property
+    def cause(self) -> tuple:
+        """The same for findings that are one to the user."""
+        return (self.effect, self.remedy, self.user, self.library, self.backward)
+
+    def describe(self) -> str:
+        where = "in the backward pass" if self.backward else "the call"
+        if self.user or (self.library and not self.backward):
+            where = shortened(self.user or self.library)
+        notes = []
+        if self.backward and self.user:
+            notes.append("in the backward")
+        if self.count > 1:
+            notes.append(f"{self.count} times")
+        if self.parts:
+            notes.append("in " + ranges(self.parts))
+        lines = [where + (f"  ({', '.join(notes)})" if notes else "")]
+        lines += _wrapped(f"{self.what}: {self.effect}")
+        if self.library and (self.user or self.backward):
+            lines.append(f"    by way of {shortened(self.library)}")
+        return "\n".join([*lines, *_wrapped(f"remedy: {self.remedy}")])
+
+
+@dataclass
+class Guarded:
+    """Values of one kind of object, which are compared before each replay.
+
+    Attributes:
+        what: whose values they are, in words.
+        count: how many.
+        values: `(name, value in words, who reads it)` of each.
+        note: what its reader should know, or "".
+    """
+
+    what: str
+    count: int
+    values: list[tuple[str, str, str]] = field(default_factory=list)
+    note: str = ""
+
+    def describe(self, verbose: bool = False) -> str:
+        what = self.what if self.count != 1 else re.sub(r"^((class |global )?\w+)s\b", r"\1", self.what)
+        text = f"{self.count} {what}"
+        shown = self.values if verbose else []
+        public = {f"{name} = {value}": None for name, value, _ in self.values if not name.startswith("_")}
+        if public and not verbose:
+            text += f" ({', '.join([*public][:_FEW])}{', ...' if len(public) > _FEW else ''})"
+        lines = [text, *(f"    {name} = {value}  read at {shortened(where)}" for name, value, where in shown)]
+        return "\n".join([*lines, *(_wrapped(self.note) if self.note else ())])
+
+
+@dataclass
+class Report:
+    """What `graphmod.check` has found. `str(report)` is for people.
+
+    Attributes:
+        name: of what was checked.
+        device: where it ran.
+        hazards: why it cannot be captured, each once.
+        guarded: what would be compared before each replay.
+        operations: how many the watched call did, those of its backward included.
+        parts: the layers that were checked one by one; empty where the callable was checked as a whole.
+    """
+
+    name: str
+    device: str = "cpu"
+    hazards: list[Finding] = field(default_factory=list)
+    guarded: list[Guarded] = field(default_factory=list)
+    operations: int = 0
+    parts: list[str] = field(default_factory=list)
+
+    @property
+    def captured(self) -> bool:
+        """Whether it would be captured."""
+        return not self.hazards
+
+    def __bool__(self) -> bool:
+        return self.captured
+
+    def __str__(self) -> str:
+        return self.describe()
+
+    def describe(self, verbose: bool = False) -> str:
+        """The report in words; `verbose` lists each guarded value with the line that reads it."""
+        what = f"{self.name!r}" + (f" ({ranges(self.parts)})" if self.parts else "")
+        verdict = "would be captured" if self.captured else f"would stay eager: {counted(len(self.hazards), 'hazard')}"
+        lines = [f"{what} {verdict}. {counted(self.operations, 'operation')} watched on {self.device}."]
+        for number, finding in enumerate(self.hazards, start=1):
+            lines += ["", textwrap.indent(finding.describe(), "   ").replace("  ", f"{number}.", 1)]
+        if self.guarded:
+            end = "before each replay" if self.captured else "before each replay, once it is captured"
+            lines += ["", f"Compared {end}:"]
+            lines += [textwrap.indent(one.describe(verbose), "   ") for one in self.guarded]
+        return "\n".join(lines)
+
+    def to_json(self) -> str:
+        """The report as JSON, with files and lines apart."""
+
+        def place(line: str | None) -> dict | None:
+            found = _LINE.fullmatch(line) if line else None
+            return {**found.groupdict(), "line": int(found["line"])} if found else None
+
+        hazards = [{**asdict(one), "user": place(one.user), "library": place(one.library)} for one in self.hazards]
+        guarded = [
+            {
+                **asdict(one),
+                "values": [{"name": name, "value": value, "read": place(where)} for name, value, where in one.values],
+            }
+            for one in self.guarded
+        ]
+        found = {"name": self.name, "captured": self.captured, "device": self.device, "operations": self.operations}
+        return json.dumps({**found, "parts": self.parts, "hazards": hazards, "guarded": guarded}, indent=2)
+
+
+def merged(findings: list[Finding]) -> list[Finding]:
+    """Each cause once, with how often and in which layers it was found; what only follows from another is left out."""
+    effects = [one.effect for one in findings]
+    written = {one.effect for one in findings if one.user is not None}
+    found: dict[tuple, Finding] = {}
+    for one in findings:
+        derived = one.backward and one.user is None and one.effect in written
+        if derived or any(
+            one.effect.startswith(effect) and any(known.startswith(cause) for known in effects)
+            for effect, cause in _FOLLOWS
+        ):
+            continue
+        known = found.setdefault(one.cause, one)
+        if known is not one:
+            known.count += one.count
+            known.parts += [part for part in one.parts if part not in known.parts]
+    return list(found.values())
+
+
+def counted(count: int, noun: str) -> str:
+    """`1 hazard`, `2 hazards`."""
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")
+
+
+def shortened(line: str) -> str:
+    """A line whose file is named from the current folder, or from where packages are installed."""
+    match = _LINE.fullmatch(line)
+    if match is None:
+        return line
+    path = match["file"]
+    if "site-packages" + os.sep in path:
+        path = path.rpartition("site-packages" + os.sep)[2]
+    elif Path(path).is_relative_to(Path.cwd()):
+        path = str(Path(path).relative_to(Path.cwd()))
+    return f"{path}:{match['line']} in {match['function']}"
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, _WIDTH, initial_indent="    ", subsequent_indent="      ", break_on_hyphens=False)

@@ -1,0 +1,136 @@
+"""What all parts know about one wrapped callable: its name, settings, counters, signatures, and what it works on.
+
+Graphs hold this, and know no wrapper. Owns what a failure leads to (rule R7): it is counted and explained once, and
+after some in a row the signature stays eager. Imports `group`, `tape` and `state`.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from graphmod.config import CUDAGraphConfig
+from graphmod.graph.group import EagerCall, Group
+from graphmod.graph.tape import Tape
+from graphmod.guards.guards import Guards
+from graphmod.state.budget import Budget
+from graphmod.state.entry import Entry, GraphStats
+from graphmod.state.failures import reason_of
+from graphmod.state.registry import Registry
+from graphmod.state.surroundings import Surroundings
+
+log = logging.getLogger("graphmod")
+
+_CAPTURES = 64  # over all signatures, without enough replays in between
+
+
+class Context:
+    """One wrapped callable.
+
+    Attributes:
+        root: the module or callable.
+        call: how it is called.
+        name: how log lines name it.
+        group: what it shares with others.
+        counters: what it has done.
+        last_failure: why the last failed capture or replay failed; "" where none has.
+        entries: the signatures it was called with.
+        around: what it works on.
+        budget: of captures, over all signatures.
+        served: the graph behind the last call; None where that had none.
+        eager_in: the pass of the group in which it last ran without a graph.
+        eager_calls: calls without a graph that wait for their backward.
+    """
+
+    def __init__(
+        self, root: nn.Module | Callable, call: Callable, config: CUDAGraphConfig, name: str, group: Group
+    ) -> None:
+        self.root, self.call, self.config, self.name, self.group = root, call, config, name, group
+        self.is_module = isinstance(root, nn.Module)
+        self.counters = GraphStats()
+        self.last_failure = ""
+        self.entries = Registry()
+        self.start()
+
+    def start(self) -> None:
+        """Forgets all but counters and signatures."""
+        self.around = Surroundings(self.root)
+        self.eager_calls: weakref.WeakSet[EagerCall] = weakref.WeakSet()
+        self.served: Any = None
+        self.budget = Budget(max(_CAPTURES, 8 * self.config.max_graphs))
+        self.eager_in = -1
+
+    @property
+    def training(self) -> bool | None:
+        """The mode of a wrapped module as a whole; what its parts are in is for the guards."""
+        return self.root.training if self.is_module else None
+
+    @property
+    def stats(self) -> GraphStats:
+        """Counters so far; `pool_bytes` counts the pools shared with the group."""
+        pools = sum(arena.pool.bytes() for arena in self.group.arenas)
+        return GraphStats(**{**vars(self.counters), "state": self.entries.state, "pool_bytes": pools})
+
+    def discover(self) -> None:
+        """Finds, before the first call, what the callable plainly works on."""
+        self.around.discover()
+        self.group.learn(self.around.parameters)
+
+    def learn(self, guards: Guards) -> None:
+        """Takes in what a recorded call has read."""
+        known = {id(parameter) for parameter in self.around.parameters}
+        lasting = [one.guards for entry in self.entries for one in entry.recordings]
+        self.group.forget(self.around.learn(guards, lasting))
+        self.group.learn([parameter for parameter in self.around.parameters if id(parameter) not in known])
+
+    def eager_in_flight(self) -> bool:
+        """Whether a call without a graph waits for its backward."""
+        return any(not call.done for call in self.eager_calls)
+
+    def drop(self, *tapes: Tape, why: str = "") -> None:
+        """Takes the tapes' graphs away from everybody; their memory is free once nothing in flight needs it."""
+        for tape in tapes:
+            tape.drop(why)
+        if self.served is not None and self.served.tape.dropped:
+            self.served = None
+
+    def reset(self) -> None:
+        """Frees the graphs and starts over with warm-up; signatures that were disabled stay so."""
+        for entry in self.entries:
+            self.drop(*{graph.tape for graph in entry.graphs})
+        self.entries.restart()
+        self.group.said.forget(self.name)
+        self.start()
+        self.group.release()
+
+    def rearm(self) -> None:
+        """Lets signatures that failures disabled be captured again."""
+        for entry in self.entries:
+            entry.rearm()
+        self.group.said.forget(self.name)
+
+    # -- what the log says ---------------------------------------------------------------------------------------
+
+    def log_once(self, message: str, key: str | None = None) -> None:
+        """Logs a warning that begins with the name, unless one of the same cause was; see `Said.once`."""
+        self.group.said.once(type(self.root), self.name, message, key)
+
+    def failed(self, entry: Entry, error: BaseException, what: str) -> None:
+        """Counts a failure and says once why.
+
+        Args:
+            what: that failed, in words.
+        """
+        reason = reason_of(error)
+        self.counters.failures += 1
+        self.last_failure = reason
+        log.debug("%s: %s", self.name, reason, exc_info=error)
+        self.log_once(f"{self.name!r} runs eagerly, because {what} could not be captured: {reason}")
+        most = self.config.max_failures
+        if entry.failed(reason, most):
+            self.drop(*{graph.tape for graph in entry.graphs})
+            self.log_once(f"{self.name!r} stays eager after {most} such failures in a row; force_enable() tries again")

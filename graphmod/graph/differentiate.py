@@ -1,0 +1,70 @@
+"""Gradients of a graph's outputs, computed by autograd, and what AccumulateGrad does with them.
+
+Imports `forward` and `placement`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from graphmod.graph.context import Context
+from graphmod.graph.forward import ForwardGraph
+from graphmod.graph.placement import Gradients
+from graphmod.guards.hooks import without_gradient_hooks
+
+
+def differentiate(
+    graph: ForwardGraph,
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
+    direct: Sequence[Tensor],
+    edges: Mapping[int, GradientEdge],
+) -> tuple[list[Tensor | None], Gradients]:
+    """Gradients of `outputs`: of the differentiable inputs and hooked parameters, and of the `direct` parameters.
+
+    Args:
+        edges: parameter (by identity) -> where the autograd graph of `outputs` ends for it, if not at the
+            AccumulateGrad node that the parameter has now.
+    """
+    pairs = [(out, grad) for out, grad in zip(outputs, grads, strict=True) if grad is not None]
+    through = [*(inputs[i] for i in graph.differentiable), *(edges.get(id(p), p) for p in graph.hooked)]
+    wanted = [*through, *(edges.get(id(p), p) for p in direct)]
+    found: Sequence[Tensor | None] = [None] * len(wanted)
+    if pairs and wanted:
+        with without_gradient_hooks(graph.hooked):  # autograd runs them when the gradients come out of this node
+            found = torch.autograd.grad(
+                [out for out, _ in pairs],
+                wanted,
+                [grad for _, grad in pairs],
+                retain_graph=True,  # a capture may be made twice
+                allow_unused=True,
+            )
+    return list(found[: len(through)]), list(zip(direct, found[len(through) :], strict=True))
+
+
+def deliver(direct: list[tuple[Tensor, Tensor | None]]) -> None:
+    """What AccumulateGrad does, for gradients computed eagerly."""
+    for parameter, grad in direct:
+        before = parameter.grad
+        if grad is None:
+            continue
+        if grad.layout is not torch.strided:
+            parameter.grad = grad.detach() if before is None else before + grad
+        elif before is None:
+            parameter.grad = torch.empty_like(parameter, requires_grad=False).copy_(grad)
+        elif before.layout is not torch.strided:
+            parameter.grad = grad + before
+        else:
+            before.add_(grad)
+
+
+def changed_in_place(context: Context) -> RuntimeError:
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: a result or "
+        f"a parameter of {context.name!r}, which its backward reads again; use the out-of-place operation"
+    )

@@ -1,0 +1,335 @@
+"""`graphmod.check`: hazards are told before anything is captured, each once, with lines and remedies."""
+
+import json
+import random
+import subprocess
+import sys
+
+import pytest
+import torch
+from harness import mlp
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+import graphmod
+from graphmod import CUDAGraphModule, graph_layers
+
+
+def whole_step(**optimizer):
+    model = mlp(torch.device("cpu"))
+    adam = torch.optim.AdamW(model.parameters(), **{"lr": 0.001, "fused": True, **optimizer})
+
+    def step(x):
+        loss = model(x).square().mean()
+        loss.backward()
+        adam.step()
+        adam.zero_grad()
+        return loss.detach()
+
+    return step, adam
+
+
+X = torch.ones(4, 8)
+
+
+def line_with(text):
+    """The line of this file that holds `text` first."""
+    with open(__file__) as file:
+        return next(number for number, line in enumerate(file, start=1) if text in line and "line_with" not in line)
+
+
+def only(report):
+    assert len(report.hazards) == 1, str(report)
+    return report.hazards[0]
+
+
+def test_a_clean_step_would_be_captured_and_what_is_guarded_is_told():
+    step, _ = whole_step()
+    report = graphmod.check(step, X)
+    assert report.captured and report and not report.hazards, str(report)
+    text = str(report)
+    assert "'step' would be captured" in text
+    assert "4 parameters" in text
+    assert "lr = 0.001" in text
+    assert "the rate is a Python number: when it changes, the step is recorded and captured again" in text
+    assert report.operations > 10
+
+
+def test_a_tensor_as_rate_needs_no_word():
+    step, _ = whole_step(lr=torch.tensor(0.001))
+    assert "Python number" not in str(graphmod.check(step, X))
+
+
+def test_a_scheduler_beside_a_step_is_the_trap_it_says():
+    step, adam = whole_step()
+    LambdaLR(adam, lambda epoch: 0.9**epoch)
+    text = " ".join(str(graphmod.check(step, X)).split())
+    assert "A scheduler changes it, so that the step would be eager most of the time" in text
+
+
+class Reads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.calls = 0
+
+    def forward(self, x):
+        x = self.inner(x)
+        self.calls += 1
+        for _ in range(3):
+            x = x * 1 if x.sum() > 0 else x * 2  # a branch on values
+        return x * random.random()
+
+
+def test_all_hazards_are_listed_each_once_with_how_often():
+    report = graphmod.check(Reads(), X)
+    assert [one.count for one in report.hazards] == [3, 1, 1], str(report)
+    branch, drawn, counter = report.hazards
+    assert f"test_check.py:{line_with('# a branch on values')} in forward" in branch.user
+    assert "torch.where" in branch.remedy
+    assert "draws random numbers on the host (random)" in drawn.effect
+    assert "changes 'calls' from 1 to 2" in counter.effect
+    assert not report.captured
+
+
+def test_nothing_is_captured_and_gradients_stay_as_they_were():
+    module = mlp(torch.device("cpu"))
+    module(X).sum().backward()
+    before = [(p.grad, p.grad.clone()) for p in module.parameters()]
+    assert graphmod.check(module, X).captured
+    for parameter, (grad, values) in zip(module.parameters(), before, strict=True):
+        assert parameter.grad is grad and torch.equal(grad, values)
+    assert "forward" not in vars(module)
+
+
+class HostInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2 if grad.max() > 5 else grad  # a branch in a backward
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return HostInBackward.apply(self.inner(x))
+
+
+def test_a_hazard_in_the_backward_of_a_module_is_found():
+    found = only(graphmod.check(Layer(), X))
+    assert found.backward
+    assert f"test_check.py:{line_with('# a branch in a backward')} in backward" in found.user
+
+
+def test_a_loss_decides_what_is_differentiated():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.plain, self.odd = nn.Linear(8, 8), Layer()
+
+        def forward(self, x):
+            return self.plain(x), self.odd(x)
+
+    assert not graphmod.check(Two(), X).captured
+    assert graphmod.check(Two(), X, loss=lambda result: result[0].sum()).captured
+
+
+def test_layers_are_checked_one_by_one_and_what_they_share_is_one_line():
+    model = nn.Sequential()
+    model.layers = nn.ModuleList(Layer() for _ in range(4))
+    model.forward = lambda x: [x := layer(x) for layer in model.layers][-1].sum().item()
+    found = only(graphmod.check(model, X, layers=True))  # what is between the layers is none of theirs
+    assert found.parts == [f"layers.{index}" for index in range(4)]
+    assert "in layers.0-3" in str(graphmod.check(model, X, layers=True))
+
+
+def test_a_wrapped_model_is_checked_unwrapped():
+    model = nn.Sequential()
+    model.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+    model.forward = lambda x: [x := layer(x) for layer in model.layers][-1]
+    graphs = graph_layers(model)
+    assert graphmod.check(model, X).captured
+    assert all(graph.stats.eager_calls == graph.stats.captures == 0 for graph in graphs)
+    wrapper = CUDAGraphModule(Reads())
+    assert len(graphmod.check(wrapper, X).hazards) == 3
+    assert wrapper.stats.eager_calls == 0
+
+
+def test_what_a_scheduler_changes_inside_is_one_cause_on_its_line():
+    step, adam = whole_step(lr=0.1)
+    scheduler = LambdaLR(adam, lambda epoch: 0.9**epoch)
+
+    def both(x):
+        loss = step(x)
+        scheduler.step()  # stepped inside
+        return loss
+
+    found = only(graphmod.check(both, X))
+    assert f":{line_with('# stepped inside')} in both" in found.user
+    assert "lr_scheduler.py" in found.library
+    assert found.remedy == "keep the scheduler's step() outside of the captured call"
+
+
+def test_results_and_arguments_that_no_replay_makes_are_hazards():
+    class Odd:
+        pass
+
+    assert "returns a Odd" in only(graphmod.check(lambda x: (x * 2, Odd()), X)).effect
+    seen = []
+    found = only(graphmod.check(lambda x, into: into.append(1) or x * 2, X, seen))
+    assert "changes its argument 'into'" in found.effect and f":{line_with('into.append(1)')} in" in found.user
+    assert "iterator" in graphmod.check(lambda x, items: x * 2, X, iter([1])).hazards[0].effect
+
+
+def test_a_copy_leaves_the_module_alone():
+    module = Reads()
+    graphmod.check(module, X, copy=True)
+    assert module.calls == 0
+    graphmod.check(module, X)
+    assert module.calls == 2
+
+
+def test_what_cannot_be_called_is_a_type_error():
+    with pytest.raises(TypeError, match="takes a module or a callable, got int"):
+        graphmod.check(3)
+
+
+def test_json_has_files_and_lines_apart():
+    found = json.loads(graphmod.check(Reads(), X).to_json())
+    assert found["captured"] is False
+    assert found["hazards"][0]["user"]["line"] == line_with("# a branch on values")
+    assert found["hazards"][0]["user"]["file"].endswith("test_check.py")
+    assert {"what", "count", "values", "note"} <= set(found["guarded"][0])
+
+
+# -- the command line ----------------------------------------------------------------------------------------------
+
+PROGRAM = """
+import torch
+from torch import nn
+model = nn.Linear(4, 4)
+print("noise of the program")
+def clean(): return model(torch.ones(2, 4)).detach()
+def reads(): return clean() * clean().sum().item()
+def make(): return model, (torch.ones(2, 4),)
+def step(x, scale=1.0): return model(x).detach() * scale
+def arguments(): return (torch.ones(2, 4),), {"scale": 2.0}
+def raises():
+    raise ValueError("no data")
+number = 3
+"""
+
+
+def ask(folder, *arguments):
+    (folder / "program.py").write_text(PROGRAM)
+    return subprocess.run(
+        [sys.executable, "-m", "graphmod.check", *arguments], cwd=folder, capture_output=True, text=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [(["program:clean"], 0), (["program:reads"], 1), (["program:make"], 0)],
+)
+def test_the_exit_status_is_the_verdict(tmp_path, arguments, status):
+    done = ask(tmp_path, *arguments)
+    assert done.returncode == status, done.stderr
+    assert ("would stay eager" in done.stdout) == bool(status)
+
+
+def test_json_stands_alone_on_the_standard_output(tmp_path):
+    done = ask(tmp_path, "program:step", "--args", "program:arguments", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["captured"] is True
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nowhere:step"], "there is no module 'nowhere' in"),
+        (["program:stap"], "program has no 'stap'"),
+        (["program:number"], "program:number is a int, which cannot be called"),
+        (["program"], "write package.module:function"),
+        (["program:raises"], "program:raises raised ValueError: no data at program.py:12 in raises"),
+        (["program:step", "--args", "program:clean"], "program:clean returned a Tensor; it must return a tuple"),
+    ],
+)
+def test_what_cannot_be_asked_is_one_clear_sentence(tmp_path, arguments, words):
+    done = ask(tmp_path, *arguments)
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("noise")]
+    assert done.returncode == 2 and len(lines) == 1 and words in lines[0], done.stderr
+
+
+# -- a training run ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scope", ["full_iteration", "per_layer"])
+def test_a_run_with_graph_check_only_says(tmp_path, scope):
+    from conftest import ROOT, TINY
+
+    done = subprocess.run(
+        [
+            sys.executable,
+            str(ROOT / "train.py"),
+            *TINY,
+            "data=synthetic",
+            f"graph={scope}",
+            "graph.check=true",
+            "hydra.run.dir=run",
+        ],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "'train step'" in done.stdout and "would be captured" in done.stdout
+    found = json.loads((tmp_path / "run" / "check.json").read_text())
+    assert found["captured"] is True and found["hazards"] == []
+    assert bool(found["parts"]) == (scope == "per_layer")
+    assert not (tmp_path / "run" / "result.json").exists()
+
+
+def test_a_check_of_a_run_without_graphs_is_an_error(tmp_path):
+    from conftest import ROOT, TINY
+
+    done = subprocess.run(
+        [
+            sys.executable,
+            str(ROOT / "train.py"),
+            *TINY,
+            "data=synthetic",
+            "graph=none",
+            "graph.check=true",
+            "hydra.run.dir=run",
+        ],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 2
+    assert "error: graph.check=true with graph=none: nothing is captured" in done.stderr
+
+
+def test_a_check_of_several_runs_is_an_error(tmp_path):
+    from conftest import ROOT, TINY
+
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "train.py"), "--multirun", *TINY, "graph=per_layer,none", "graph.check=true"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 2 and "leave out --multirun" in done.stderr and not list(tmp_path.iterdir())
+
+
+def test_both_ways_to_the_package_are_one():
+    from graphmod import check
+
+    assert check is graphmod.check is sys.modules["graphmod.check"]
+    assert check.Report is type(check(lambda x: x * 2, X))
