@@ -17,7 +17,7 @@ from typing import Any
 from graphmod.check.report import shortened
 from graphmod.check.run import check_call
 from graphmod.errors import GraphmodError
-from graphmod.guards.frames import is_users
+from graphmod.guards.library import is_users
 
 _EXAMPLES = """\
 what FUNCTION may be:

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from graphmod.check.report import Guarded
 from graphmod.guards.changes import line_of
 from graphmod.guards.contents import describe, is_plain
-from graphmod.guards.frames import is_users
 from graphmod.guards.guards import Guards
+from graphmod.guards.library import is_users
 from graphmod.guards.lookup import Cell, dict_of
 
 
