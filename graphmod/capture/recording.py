@@ -19,6 +19,7 @@ from graphmod.guards.notes import Notes
 from graphmod.guards.watching import noting
 from graphmod.signature.arguments import Given
 from graphmod.signature.flattening import flatten
+from graphmod.trace import dispatch
 from graphmod.trace.garbage import no_garbage_collection
 from graphmod.trace.recorder import Recorder
 
@@ -74,6 +75,7 @@ def watch(
     leaves: list[Tensor] = []
     flatten((args, kwargs), leaves, {})
     recorder = Recorder(leaves, gpu=gpu, watching=True)
+    dispatch.has_key()  # which imports much when it is first asked: not while frames are watched
     torch.clear_autocast_cache()  # what a graph casts, it casts itself; the recorded call must do so too
     given = Given(args, kwargs, names)
     with contextlib.ExitStack() as watching:

@@ -77,6 +77,7 @@ def _mutes(filename: str) -> bool:
 
 @cache
 def _watched(filename: str) -> bool:
+    filename = os.path.normpath(filename)
     if filename.startswith(TORCH):
         return filename.startswith(_OF_TORCH)
     if filename.startswith(CORE):
@@ -126,7 +127,7 @@ class Frames:
         self._watcher = watcher
         # Identity of a frame -> what it read that only code can tell, and what that code has given it by now.
         self._open: dict[int, tuple[list[Read], list[Any]]] = {}
-        self._muted = 0  # frames that run now, and in which nothing is looked at
+        self._muted: FrameType | None = None  # in which, and in what that calls, nothing is looked at
         self._before: Any = None
 
     def __enter__(self) -> "Frames":
@@ -137,6 +138,7 @@ class Frames:
     def __exit__(self, *_: Any) -> None:
         sys.settrace(self._before)
         self._open.clear()
+        self._muted = None
         if len(_known) > _MOST_KNOWN:  # code that programs make as they run
             _known.clear()
 
@@ -145,16 +147,16 @@ class Frames:
         code = frame.f_code
         if code is _CALL:
             self._watcher.called(frame.f_locals["self"])
-        elif id(code) in _walks and not self._muted:
+        elif id(code) in _walks and self._muted is None:
             if "self" in frame.f_locals:
                 self._watcher.walked(frame.f_locals["self"])
-        elif id(code) in _starts_threads and not self._muted:
+        elif id(code) in _starts_threads and self._muted is None:
             self._watcher.leaves(frame.f_back or frame)
-        if _mutes(code.co_filename):
-            self._muted += 1
+        if _mutes(code.co_filename) and self._muted is None:
+            self._muted = frame
             frame.f_trace_lines = False
             return self._leave_muted
-        found = None if self._muted else _reads_of(code)
+        found = None if self._muted is not None else _reads_of(code)
         if found is None:
             frame.f_trace_lines = False
         elif found.exact:
@@ -163,14 +165,14 @@ class Frames:
 
     @beside_dynamo
     def _leave_muted(self, frame: FrameType, event: str, _: Any) -> Callable:
-        if event == "return":
-            self._muted -= 1
+        if event == "return" and frame is self._muted:
+            self._muted = None
         return self._leave_muted
 
     @beside_dynamo
     def _step(self, frame: FrameType, event: str, value: Any) -> Callable:
         if event == "line" or event == "opcode":
-            found = None if self._muted else _reads_of(frame.f_code)
+            found = None if self._muted is not None else _reads_of(frame.f_code)
             if found is not None:
                 if event == "opcode":
                     self._at_instruction(frame, found.by_offset.get(frame.f_lasti))

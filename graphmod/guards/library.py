@@ -17,13 +17,14 @@ STDLIB = sysconfig.get_path("stdlib") + os.sep
 @cache
 def is_library(filename: str) -> bool:
     """Whether a file belongs to an installed library."""
+    filename = os.path.normpath(filename)
     return filename.startswith((TORCH, STDLIB, "<frozen")) or f"{os.sep}site-packages{os.sep}" in filename
 
 
 @cache
 def is_users(filename: str) -> bool:
     """Whether a file is neither a library's nor part of this package."""
-    return not is_library(filename) and not filename.startswith(CORE)
+    return not is_library(filename) and not os.path.normpath(filename).startswith(CORE)
 
 
 def is_library_module(module: types.ModuleType | None) -> bool:

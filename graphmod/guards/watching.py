@@ -25,7 +25,6 @@ from graphmod.guards.reads import Read
 
 _lock = threading.Lock()  # the collector belongs to the process
 _recordings = 0
-_frozen_before = 0
 
 
 @contextlib.contextmanager
@@ -84,11 +83,10 @@ class _Watcher:
 
 @contextlib.contextmanager
 def _telling_new_objects() -> Iterator[None]:
-    global _recordings, _frozen_before
+    global _recordings
     with _lock:
         _recordings += 1
         if _recordings == 1:
-            _frozen_before = gc.get_freeze_count()
             gc.freeze()
     try:
         yield
@@ -96,9 +94,7 @@ def _telling_new_objects() -> Iterator[None]:
         with _lock:
             _recordings -= 1
             if not _recordings:
-                gc.unfreeze()
-                if _frozen_before:
-                    gc.freeze()
+                gc.unfreeze()  # also what the program itself may have frozen: to count that would take long
 
 
 def _forget_new(notes: Notes) -> None:
