@@ -132,6 +132,11 @@ class Frames:
 
     def __enter__(self) -> "Frames":
         self._before = sys.gettrace()
+        if sys.version_info[:2] == (3, 12):
+            # 3.12 sends opcode events only where some frame asked for them before `settrace` was called.
+            frame = sys._getframe()
+            frame.f_trace_opcodes = True
+            frame.f_trace_opcodes = False
         sys.settrace(self._enter)
         return self
 
