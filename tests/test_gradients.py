@@ -24,6 +24,8 @@ HELD = {
 @pytest.mark.parametrize("graph", [wrapped, layered])
 def test_gradients_that_are_kept_keep_their_values(graph, held, can_swap, device, monkeypatch):
     """Of two tasks, say, whose gradients are compared."""
+    if can_swap and not gradients.can_swap():
+        pytest.skip("this torch cannot exchange the memory of a storage")
     if not can_swap:
         monkeypatch.setattr(gradients, "can_swap", lambda: False)
 
@@ -67,7 +69,7 @@ def test_gradients_that_a_captured_step_leaves_behind_keep_their_values(device):
         side.optimizer.step()
         side.optimizer.zero_grad()
 
-    twins(mlp, step, device, graph=graph, replays=1)
+    twins(mlp, step, device, graph=graph, replays=1 if gradients.can_swap() else None)
 
 
 def test_nothing_is_moved_in_the_usual_loop(device, monkeypatch):

@@ -10,7 +10,6 @@ from typing import Any
 
 from graphmod.config import BackendName, choice, integer
 from graphmod.decode.errors import RequestError
-from graphmod.errors import ConfigError
 
 
 class Layout(str, Enum):
@@ -80,17 +79,18 @@ class EngineConfig:
         self.attention = choice(AttentionName, self.attention, "attention")
         self.compile = choice(CompileMode, self.compile, "compile")
         self.backend = choice(BackendName, self.backend, "backend")
-        for name in ("max_batch_size", "block_size", "steps_per_sync", "prefill_tokens", "max_failures"):
+        for name in (
+            "max_batch_size",
+            "block_size",
+            "steps_per_sync",
+            "prefill_tokens",
+            "max_failures",
+            "warmup_steps",
+        ):
             integer(getattr(self, name), 1, name)
-        integer(self.warmup_steps, 0, "warmup_steps")
         for name in ("max_seq_len", "cache_tokens"):
             if getattr(self, name) is not None:
                 integer(getattr(self, name), 1, name)
-        if self.compile is not CompileMode.none and self.warmup_steps == 0:
-            raise ConfigError(
-                f"compile={self.compile.value} needs warmup_steps of at least 1, got 0: nothing may be compiled "
-                "for the first time inside a capture"
-            )
         for size in self.buckets or ():
             integer(size, 1, "each of buckets")
 
