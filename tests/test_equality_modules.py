@@ -22,6 +22,20 @@ class SelfAttention(nn.Module):
         return x + mixed, weights
 
 
+class FusedAttention(nn.Module):
+    """Whose kernels on a GPU keep a seed and an offset on the host, with dropout or without."""
+
+    def __init__(self, dropout):
+        super().__init__()
+        self.dropout, self.project = dropout, nn.Linear(32, 96)
+
+    def forward(self, x):
+        query, key, value = (
+            self.project(x.to(self.project.weight.dtype)).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4)
+        )
+        return nn.functional.scaled_dot_product_attention(query, key, value, dropout_p=self.dropout, is_causal=True)
+
+
 class Convolution(nn.Module):
     def __init__(self):
         super().__init__()
@@ -37,6 +51,9 @@ CASES = {
     "mlp with dropout": (lambda d: nn.Sequential(mlp(d), nn.Dropout(0.3), mlp(d), nn.Dropout(0.1)), (4, 8)),
     "encoder layer": (encoder_layer, (2, 5, 8)),
     "self-attention": (lambda d: SelfAttention().to(d), (2, 5, 8)),
+    "fused attention": (lambda d: FusedAttention(0.0).to(d), (2, 8, 32)),
+    "fused attention in 16 bits": (lambda d: FusedAttention(0.0).to(d, torch.bfloat16), (2, 8, 32)),
+    "fused attention with dropout": (lambda d: FusedAttention(0.2).to(d), (2, 8, 32)),
     "batch norm": (lambda d: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh()).to(d), (6, 8)),
     "convolution": (lambda d: Convolution().to(d), (2, 3, 8, 8)),
     "weight norm": (lambda d: nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)).to(d), (4, 8)),
@@ -49,7 +66,7 @@ def test_training_equals_eager(name, device):
     twins(build, lambda side, i: train(side, i, *shape), device, replays=2)
 
 
-@pytest.mark.parametrize("name", ["mlp", "encoder layer", "self-attention"])
+@pytest.mark.parametrize("name", ["mlp", "encoder layer", "self-attention", "fused attention"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_a_whole_iteration_in_one_graph_equals_eager(name, optimizer, device):
     build, shape = CASES[name]

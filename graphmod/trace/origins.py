@@ -32,6 +32,7 @@ class Origins:
 
     def __init__(self) -> None:
         self._of: dict[int, Origin] = {}
+        self._of_kernels: set[int] = set()
 
     def __contains__(self, where: int) -> bool:
         """Whether the call made what lies at an address."""
@@ -53,6 +54,7 @@ class Origins:
     ) -> None:
         """Takes in what an operation has made at the addresses `fresh_at`."""
         if fresh_at:
+            self._of_kernels.difference_update(fresh_at)
             self._of.update(dict.fromkeys(fresh_at, self._result(about, random, given, given_at)))
 
     def _result(self, about: Facts, random: bool, given: list[Tensor], given_at: list[int]) -> Origin:
@@ -65,6 +67,16 @@ class Origins:
         for where, tensor in zip(given_at, given, strict=True):
             found = max(found, self.of(where, tensor))
         return found
+
+    def note_of_kernels(self, places: Iterable[int]) -> None:
+        """Takes in host tensors that an operation on a GPU returned: attention does, for the seed and offset of its
+        dropout. They hold nothing computed there, because to know that would have been to wait for it; and in a
+        capture, where they count, they lie on the GPU."""
+        self._of_kernels.update(places)
+
+    def of_kernels(self, where: int) -> bool:
+        """Whether `note_of_kernels` was told of an address."""
+        return where in self._of_kernels
 
     def note_write(self, where: int, random: bool, given: list[Tensor], given_at: list[int]) -> None:
         """Takes in that an operation changed what lies at an address."""

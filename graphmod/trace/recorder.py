@@ -275,6 +275,8 @@ class Recorder(MemoryTrace):
             fresh, fresh_at = [results[i] for i in new], [results_at[i] for i in new]
         if not call.about.lifts:
             self._origins.note_made(call.about, call.random, call.given, call.given_at, fresh_at)
+            if self.on_gpu and any(tensor.is_cuda for tensor in call.given):
+                self._origins.note_of_kernels(where for where, t in zip(fresh_at, fresh, strict=True) if not t.is_cuda)
         if self.watching:
             return
         for where, tensor in zip(fresh_at, fresh, strict=True):
