@@ -17,6 +17,7 @@ import json
 import logging
 import os
 import queue
+import site
 import subprocess
 import sys
 import threading
@@ -91,7 +92,12 @@ def _wrap(loop: Any, way: str | None, device: Any) -> tuple[Any, Any]:
 
 def _told(part: Any) -> dict[str, Any]:
     stats = part.stats
-    return {"state": stats.state, "replays": stats.replays, "captures": stats.captures, "reason": part.last_failure}
+    return {
+        "state": stats.state,
+        "replays": stats.replays,
+        "captures": stats.captures,
+        "reason": _anywhere(part.last_failure or ""),
+    }
 
 
 def _by_hand(loop: Any) -> Any:
@@ -132,7 +138,7 @@ def judge(name: str, way: str, device_name: str) -> dict[str, Any]:
     expected, _ = play(name, device, None)
     lines: list[str] = []
     keeper = logging.Handler()
-    keeper.emit = lambda record: lines.append(record.getMessage())
+    keeper.emit = lambda record: lines.append(_anywhere(record.getMessage()))
     logging.getLogger("graphmod").addHandler(keeper)
     try:
         got, about = play(name, device, way)
@@ -153,6 +159,13 @@ def judge(name: str, way: str, device_name: str) -> dict[str, Any]:
         return {"outcome": "fine", "detail": ""}
     outcome = "captured" if about["state"] == "captured" else "eager"
     return {"outcome": outcome, "detail": lines[0] if lines else "", **about}
+
+
+def _anywhere(message: str) -> str:
+    """A message without the folders in which this machine keeps the code."""
+    for folder in (*site.getsitepackages(), str(ROOT)):
+        message = message.replace(folder + os.sep, "")
+    return message
 
 
 def serve(way: str, device: str) -> int:
