@@ -228,11 +228,11 @@ class ForwardGraph:
             for index, _ in self._copied:
                 if address(leaves[index]) in self._sources.changed:
                     return f"it changes memory that {self.inputs[index].name} shares"
-        arena = self.tape.arena
-        if arena.in_flight:
-            for index, buffer in self._copied:
-                if buffer.users > 1 and not buffer.free_for(leaves[index], arena.passes):
-                    return f"the copy of another {self.inputs[index].name} is still needed"
+        for arena in self.context.group.arenas:  # a buffer may serve graphs of several
+            if arena.in_flight:
+                for index, buffer in self._copied:
+                    if buffer.users > 1 and not buffer.free_for(leaves[index], arena.passes):
+                        return f"the copy of another {self.inputs[index].name} is still needed"
         return self.watch.gone() or (None if self.starts_early and not careful else self.changed())
 
     def changed(self) -> str | None:
