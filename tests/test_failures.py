@@ -231,13 +231,15 @@ def test_memory_is_back_after_failed_captures_and_reset(reason):
 
 def test_a_capture_in_one_thread_does_not_disturb_another(device):
     """While a layer is captured, another thread reads the random state, calls a module with hooks and trains."""
-    found = SimpleQueue()  # graphs do not watch what lies in one
+    found, asked, done = SimpleQueue(), SimpleQueue(), SimpleQueue()  # graphs do not watch what lies in one
     other = nn.Linear(4, 4).to(device)
     other.register_forward_hook(lambda m, args, out: found.put("hooked"))
 
     def elsewhere():
-        found.put(len(torch.get_rng_state()))
-        other(torch.ones(2, 4, device=device)).sum().backward()
+        while asked.get():
+            found.put(len(torch.get_rng_state()))
+            other(torch.ones(2, 4, device=device)).sum().backward()
+            done.put(True)
 
     class Meets(nn.Module):
         def __init__(self):
@@ -245,18 +247,21 @@ def test_a_capture_in_one_thread_does_not_disturb_another(device):
             self.body = mlp("cpu")
 
         def forward(self, x):
-            thread = threading.Thread(target=elsewhere)
-            thread.start()
-            thread.join()
+            asked.put(True)
+            done.get(timeout=60)
             return self.body(x)
 
     module = CUDAGraphModule(Meets().to(device), config())
     expected = len(torch.get_rng_state())
+    thread = threading.Thread(target=elsewhere, daemon=True)
+    thread.start()
     for _ in range(4):
         module(torch.randn(4, 8, device=device)).sum().backward()
         if not found.empty():
             assert [found.get(), found.get()] == [expected, "hooked"] and found.empty()
-    assert module.stats.failures == 0, module.last_failure
+    asked.put(False)
+    thread.join()
+    assert module.stats.failures == 0 and module.stats.captures, module.last_failure
 
 
 def test_an_exception_in_a_warm_up_call_does_not_end_the_warm_up(device):
