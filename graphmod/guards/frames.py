@@ -97,6 +97,62 @@ def _reads_of(code: CodeType) -> Reads | None:
     return known[1]
 
 
+class _Instructions:
+    """Events of single instructions. Python 3.12 and 3.13 send those of `f_trace_opcodes` late or not at all, and 3.12
+    breaks where two threads ask for them; they have `sys.monitoring`, which is asked for the code of interest only."""
+
+    def __init__(self) -> None:
+        self._monitoring = getattr(sys, "monitoring", None)
+        self._lock = threading.Lock()
+        self._of_thread = threading.local()
+        self._tool: int | None = None
+        self._users = 0
+        self._codes: dict[int, CodeType] = {}
+
+    def begin(self, frames: "Frames") -> "Frames | None":
+        """Returns who got this thread's events before."""
+        before = getattr(self._of_thread, "frames", None)
+        self._of_thread.frames = frames
+        if self._monitoring is not None:
+            with self._lock:
+                self._users += 1
+                if self._tool is None:
+                    self._tool = next(tool for tool in (4, 3, 5, 2, 1) if self._monitoring.get_tool(tool) is None)
+                    self._monitoring.use_tool_id(self._tool, "graphmod")
+                    event = self._monitoring.events.INSTRUCTION
+                    self._monitoring.register_callback(self._tool, event, self._seen)
+        return before
+
+    def end(self, before: "Frames | None") -> None:
+        self._of_thread.frames = before
+        if self._monitoring is not None:
+            with self._lock:
+                self._users -= 1
+                if not self._users:
+                    for code in self._codes.values():
+                        self._monitoring.set_local_events(self._tool, code, 0)
+                    self._codes.clear()
+
+    def ask(self, frame: FrameType) -> None:
+        """Asks for the events of a frame that is about to run."""
+        if self._monitoring is None:
+            frame.f_trace_opcodes = True
+        else:
+            with self._lock:
+                if id(frame.f_code) not in self._codes:
+                    self._codes[id(frame.f_code)] = frame.f_code
+                    self._monitoring.set_local_events(self._tool, frame.f_code, self._monitoring.events.INSTRUCTION)
+
+    @beside_dynamo
+    def _seen(self, code: CodeType, offset: int) -> None:
+        frames = getattr(self._of_thread, "frames", None)
+        if frames is not None:
+            frames.reached(sys._getframe(1), offset)
+
+
+_instructions = _Instructions()
+
+
 class Watcher(Protocol):
     """Who is told what code does."""
 
@@ -131,17 +187,14 @@ class Frames:
         self._before: Any = None
 
     def __enter__(self) -> "Frames":
-        self._before = sys.gettrace()
-        if sys.version_info[:2] == (3, 12):
-            # 3.12 sends opcode events only where some frame asked for them before `settrace` was called.
-            frame = sys._getframe()
-            frame.f_trace_opcodes = True
-            frame.f_trace_opcodes = False
+        self._before = sys.gettrace(), _instructions.begin(self)
         sys.settrace(self._enter)
         return self
 
     def __exit__(self, *_: Any) -> None:
-        sys.settrace(self._before)
+        tracer, frames = self._before
+        sys.settrace(tracer)
+        _instructions.end(frames)
         self._open.clear()
         self._muted = None
         if len(_known) > _MOST_KNOWN:  # code that programs make as they run
@@ -165,7 +218,8 @@ class Frames:
         if found is None:
             frame.f_trace_lines = False
         elif found.exact:
-            frame.f_trace_lines, frame.f_trace_opcodes = False, True
+            frame.f_trace_lines = False
+            _instructions.ask(frame)
         return self._step
 
     @beside_dynamo
@@ -176,12 +230,12 @@ class Frames:
 
     @beside_dynamo
     def _step(self, frame: FrameType, event: str, value: Any) -> Callable:
-        if event == "line" or event == "opcode":
+        if event == "opcode":
+            self.reached(frame, frame.f_lasti)
+        elif event == "line":
             found = None if self._muted is not None else _reads_of(frame.f_code)
             if found is not None:
-                if event == "opcode":
-                    self._at_instruction(frame, found.by_offset.get(frame.f_lasti))
-                elif found.spans:
+                if found.spans:
                     self._close(frame)
                     self._at_instruction(frame, found.by_line.get(frame.f_lineno))
                 else:
@@ -194,6 +248,12 @@ class Frames:
             if value is not None and back is not None and id(back) in self._open and not _holds_tensors(value):
                 self._open[id(back)][1].append(value)
         return self._step
+
+    def reached(self, frame: FrameType, offset: int) -> None:
+        """A frame is about to run one instruction."""
+        found = None if self._muted is not None else _reads_of(frame.f_code)
+        if found is not None and found.exact:
+            self._at_instruction(frame, found.by_offset.get(offset))
 
     def _at(self, frame: FrameType, now: list[Read] | None) -> None:
         self._close(frame)
