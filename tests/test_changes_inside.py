@@ -194,3 +194,20 @@ def test_an_error_in_the_middle_leaves_pythons_state_as_eager_does(fails_at, dev
         return seen, state
 
     assert run(True) == run(False)
+
+
+def test_instructions_with_prefixes_are_read_too(device):
+    """More than 255 names, in a function with a line that assigns and reads through a variable."""
+    many = "; ".join(f"h.n{i} = 0" for i in range(300))
+    code = (
+        f"class Holder: pass\nS = Holder(); S.scale = 2.0\n"
+        f"def step(x):\n    h = Holder(); {many}\n    held = S; h.rate = held.scale; return x * h.rate\n"
+    )
+    space = {}
+    exec(compile(code, "long_function.py", "exec"), space)
+    step = CUDAGraphModule(space["step"], TrainGraphConfig(warmup_steps=1))
+    for call in range(8):
+        if call == 4:
+            space["S"].scale = 3.0
+        assert step(torch.ones(2, device=device)).tolist() == [2.0 if call < 4 else 3.0] * 2, call
+    assert step.stats.replays and step.stats.captures == 2

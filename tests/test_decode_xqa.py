@@ -18,6 +18,7 @@ from graphmod.decode.cache import CacheView, PagedCache
 from graphmod.decode.compiled import compiled_code, for_decode
 from graphmod.decode.config import AttentionName
 from graphmod.errors import ConfigError
+from graphmod.trace.dispatch import hidden
 
 
 def cache(**changes):
@@ -90,7 +91,9 @@ def stand_in(q, k_cache, v_cache, page_table, seq_lens, output, workspace_buffer
     assert seq_lens.dtype == semaphores.dtype == torch.uint32 and page_table.dtype == torch.int32
     assert seq_lens.shape == (rows, 1) and semaphores.numel() >= rows * kv_heads
     assert (settings["num_kv_heads"], settings["page_size"]) == (kv_heads, size)
-    for row, length in enumerate(seq_lens.view(torch.int32)[:, 0].tolist()):
+    with hidden():  # a kernel reads them on the GPU, which is no read on the host
+        lengths = seq_lens.view(torch.int32)[:, 0].tolist()
+    for row, length in enumerate(lengths):
         assert length > 0
         pages = page_table[row, : -(-length // size)].long()
         keys, values = (

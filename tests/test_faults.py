@@ -36,11 +36,13 @@ class Fault:
         self.arm(None, None)
         run = Recorder._run
 
-        def counted(recorder, op, about, args, kwargs, code, line):
+        def counted(recorder, *about):
+            if recorder.watching:  # an eager call, whose errors are the user's
+                return run(recorder, *about)
             self.seen.put("forward" if torch._C._current_autograd_node() is None else "backward")
             if self.seen.qsize() == self.at:
                 raise self.kind("thrown")
-            return run(recorder, op, about, args, kwargs, code, line)
+            return run(recorder, *about)
 
         # As code of the recorder's own, which no guard looks at.
         counted.__code__ = counted.__code__.replace(co_filename=run.__code__.co_filename)

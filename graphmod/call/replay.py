@@ -49,8 +49,6 @@ def find(context: Context, entry: Entry, leaves: list[Tensor], careful: bool) ->
         stuck = best.tape.arena.begin(best.tape)
         for other in stuck or ():
             other.copies_out = True  # from now on: its results are held in a way that does not let them be moved
-        if stuck is not None and not stuck:
-            return None, CANNOT_MOVE
         if stuck:
             context.drop(*{graph.tape for other in (entry, *stuck) for graph in other.graphs}, why=CANNOT_MOVE)
             return None, CAPTURE_ANOTHER

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from graphmod.call.warmup import differentiable
 from graphmod.capture.recording import watch
 from graphmod.check.report import Finding, counted
-from graphmod.graph.results import not_to_be_made_again, outline
+from graphmod.graph.results import not_returned, not_to_be_made_again, outline
 from graphmod.guards.changes import KEEP, KEEP_ITERATOR, NOT_REPLAYED, Change, all_changes
 from graphmod.guards.guards import Guards
 from graphmod.guards.hooks import without_gradient_hooks
@@ -25,7 +25,7 @@ from graphmod.guards.notes import Notes
 from graphmod.guards.watching import noting
 from graphmod.signature.flattening import flatten
 from graphmod.signature.modes import FOREIGN, difference, key_reader
-from graphmod.signature.signature import attributes_of, parameter_names, unusual
+from graphmod.signature.signature import parameter_names
 from graphmod.signature.structure import unrepeatable
 from graphmod.state.surroundings import Surroundings
 from graphmod.trace.garbage import no_garbage_collection
@@ -156,13 +156,9 @@ class Part:
         for tensor in returned:
             if id(tensor) in known:
                 continue
-            why = unusual(tensor)
-            if why is None and attributes_of(tensor):
-                why = f"a tensor with the attribute {next(iter(attributes_of(tensor)))!r}"
-            if why is None and tensor.requires_grad and tensor.is_leaf:
-                why = "a tensor made to require grad inside"
+            why = not_returned(tensor)
             if why is not None:
-                self._add("the result", f"returns {why}, which no replay would return", "return a plain tensor")
+                self._add("the result", why, "return a plain tensor")
 
     @property
     def _parts(self) -> list[str]:

@@ -141,7 +141,7 @@ class ForwardGraph:
         self.graph = captured
         seen = captured.seen
         left = [(p, p.grad) for p, before in zip(owned, grads_then, strict=True) if p.grad is not before]
-        self._grads_after = [(p, lend(p, grad, seen.made) if grad is not None else None) for p, grad in left]
+        self._grads_after = [(p, lend(p, grad, seen.made, entry) if grad is not None else None) for p, grad in left]
         self._written = [t for t in seen.written.values() if not t.is_inference()]
         self._arguments_written = [
             index
@@ -256,7 +256,9 @@ class ForwardGraph:
         """Does what the captured Python code did to gradients and version counters; `leaves` are the call's tensor
         arguments, if it had others than the call before."""
         for parameter, left in self._grads_after:
-            grad = left if left.__class__ is not GradientBuffer else left.tensor
+            grad = left
+            if left.__class__ is GradientBuffer:
+                grad = left.memory.clone() if self.entry.copies_out else left.tensor
             if parameter.grad is not grad:
                 parameter.grad = grad
         if self._written:

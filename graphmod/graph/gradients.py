@@ -33,15 +33,15 @@ class GradientBuffer:
         tensor: what is `.grad`.
         where: the storage of `tensor`, as a number.
         moves: how often any of them was lent out anew.
+        entry: the signature whose captured call left it behind; None of one that a backward graph writes.
     """
 
-    __slots__ = ("__weakref__", "_storage", "memory", "parameter", "tensor", "where")
+    __slots__ = ("__weakref__", "_storage", "entry", "memory", "parameter", "tensor", "where")
 
     moves = 0
-    entry = None  # unlike a result, it belongs to no signature
 
-    def __init__(self, parameter: Tensor, memory: Tensor) -> None:
-        self.parameter, self.memory = parameter, memory
+    def __init__(self, parameter: Tensor, memory: Tensor, entry: Any = None) -> None:
+        self.parameter, self.memory, self.entry = parameter, memory, entry
         self._lend()
 
     def _lend(self) -> None:
@@ -161,17 +161,18 @@ def as_memory(parameters: Iterable[Tensor]) -> Iterator[None]:
                 parameter.grad = grad
 
 
-def lend(parameter: Tensor, grad: Tensor, made: Callable[[int], bool]) -> GradientBuffer | Tensor:
+def lend(parameter: Tensor, grad: Tensor, made: Callable[[int], bool], entry: Any) -> GradientBuffer | Tensor:
     """Sets `.grad` to a tensor that may be kept while a graph writes `grad`, which its capture left there.
 
     Args:
         made: whether the capture made what lies at an address.
+        entry: the signature of the call.
 
     Returns:
         The buffer; `grad` itself if it is another's.
     """
     if grad.requires_grad or grad._is_zerotensor() or not made(address(grad)):
         return grad
-    buffer = GradientBuffer(parameter, grad)
+    buffer = GradientBuffer(parameter, grad, entry)
     parameter.grad = buffer.tensor
     return buffer

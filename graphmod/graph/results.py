@@ -164,13 +164,9 @@ class Results:
         self._parts.append(tensor if held or tensor.requires_grad else fresh_view(tensor))
 
     def _check(self, tensor: Tensor) -> None:
-        why = unusual(tensor)
-        if why is None and attributes_of(tensor):
-            why = f"a tensor with the attribute {next(iter(attributes_of(tensor)))!r}"
-        if why is None and tensor.requires_grad and tensor.is_leaf:
-            why = "a tensor made to require grad inside"
+        why = not_returned(tensor)
         if why is not None:
-            raise CaptureRefused(f"returns {why}, which no replay would return")
+            raise CaptureRefused(why)
 
     def of_node(self, result: Any) -> list[Tensor]:
         """The tensors in the result of an eager call that stand where `with_grad` do."""
@@ -217,3 +213,13 @@ def resolved(result: Any) -> Any:
 def _in_memory(tensor: Tensor) -> Tensor:
     tensor = tensor.resolve_conj().resolve_neg()
     return tensor.clone() if tensor._is_zerotensor() else tensor
+
+
+def not_returned(tensor: Tensor) -> str | None:
+    """Why no replay would return such a tensor, which the call made; None where it would."""
+    why = unusual(tensor)
+    if why is None and attributes_of(tensor):
+        why = f"a tensor with the attribute {next(iter(attributes_of(tensor)))!r}"
+    if why is None and tensor.requires_grad and tensor.is_leaf:
+        why = "a tensor made to require grad inside"
+    return None if why is None else f"returns {why}, which no replay would return"

@@ -107,8 +107,7 @@ class Arena:
         that the caller still holds are moved out of the way.
 
         Returns:
-            None if it has begun; else the signatures of the results that could not be moved. Gradients that could not
-            have none.
+            None if it has begun; else the signatures of the results, and gradients, that could not be moved.
         """
         stuck, recent = [], []
         for other in self._recent:
@@ -121,7 +120,7 @@ class Arena:
             if not other.dropped or any(output.held() for output in other.outputs):
                 recent.append(other)
         if stuck:
-            return [entry for entry in stuck if entry is not None]  # nothing has begun
+            return stuck  # nothing has begun
         self._recent = [*recent, tape]
         self.active = tape
         for graph in self.awaiting:

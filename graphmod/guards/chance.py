@@ -21,9 +21,9 @@ class Chance:
         self._states: list[tuple[Any, tuple, tuple | None]] = []
         self._known: set[int] = set()
         self.meet(random._inst, None)
-        numpy = sys.modules.get("numpy.random")
-        if numpy is not None:
-            self.meet(numpy.mtrand._rand, None)
+        mtrand = sys.modules.get("numpy.random.mtrand")
+        if hasattr(mtrand, "_rand"):  # another thread may be importing it
+            self.meet(mtrand._rand, None)
 
     def meet(self, value: Any, where: tuple | None) -> None:
         """Takes in a value that code at `where` uses: a generator, or a function that draws from one."""

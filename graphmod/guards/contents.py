@@ -87,8 +87,9 @@ def is_random(value: Any) -> bool:
     """Whether a value draws random numbers on the host."""
     if isinstance(value, random.Random):
         return True
-    numpy = sys.modules.get("numpy.random")
-    return numpy is not None and isinstance(value, (numpy.RandomState, numpy.Generator))
+    numpy = sys.modules.get("numpy.random")  # which another thread may be importing
+    kinds = ("RandomState", "Generator")
+    return isinstance(value, tuple(getattr(numpy, kind) for kind in kinds if hasattr(numpy, kind)))
 
 
 def content(value: Any) -> tuple | None:

@@ -1,7 +1,7 @@
 """Watches the frames of a call as they run, and says at each line what its code is about to read.
 
 Stands on `sys.settrace`, which Python 3.11 to 3.13 have alike; a tracer that was there before is put back. Imports
-`reads` and `torch_private`.
+`instructions`, `library`, `reads` and `torch_private`.
 """
 
 import os
@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from graphmod.guards import instructions
 from graphmod.guards.library import CORE, STDLIB, TORCH
 from graphmod.guards.reads import Read, Reads, reads
 from graphmod.torch_private import beside_dynamo
@@ -97,62 +98,6 @@ def _reads_of(code: CodeType) -> Reads | None:
     return known[1]
 
 
-class _Instructions:
-    """Events of single instructions. Python 3.12 and 3.13 send those of `f_trace_opcodes` late or not at all, and 3.12
-    breaks where two threads ask for them; they have `sys.monitoring`, which is asked for the code of interest only."""
-
-    def __init__(self) -> None:
-        self._monitoring = getattr(sys, "monitoring", None)
-        self._lock = threading.Lock()
-        self._of_thread = threading.local()
-        self._tool: int | None = None
-        self._users = 0
-        self._codes: dict[int, CodeType] = {}
-
-    def begin(self, frames: "Frames") -> "Frames | None":
-        """Returns who got this thread's events before."""
-        before = getattr(self._of_thread, "frames", None)
-        self._of_thread.frames = frames
-        if self._monitoring is not None:
-            with self._lock:
-                self._users += 1
-                if self._tool is None:
-                    self._tool = next(tool for tool in (4, 3, 5, 2, 1) if self._monitoring.get_tool(tool) is None)
-                    self._monitoring.use_tool_id(self._tool, "graphmod")
-                    event = self._monitoring.events.INSTRUCTION
-                    self._monitoring.register_callback(self._tool, event, self._seen)
-        return before
-
-    def end(self, before: "Frames | None") -> None:
-        self._of_thread.frames = before
-        if self._monitoring is not None:
-            with self._lock:
-                self._users -= 1
-                if not self._users:
-                    for code in self._codes.values():
-                        self._monitoring.set_local_events(self._tool, code, 0)
-                    self._codes.clear()
-
-    def ask(self, frame: FrameType) -> None:
-        """Asks for the events of a frame that is about to run."""
-        if self._monitoring is None:
-            frame.f_trace_opcodes = True
-        else:
-            with self._lock:
-                if id(frame.f_code) not in self._codes:
-                    self._codes[id(frame.f_code)] = frame.f_code
-                    self._monitoring.set_local_events(self._tool, frame.f_code, self._monitoring.events.INSTRUCTION)
-
-    @beside_dynamo
-    def _seen(self, code: CodeType, offset: int) -> None:
-        frames = getattr(self._of_thread, "frames", None)
-        if frames is not None:
-            frames.reached(sys._getframe(1), offset)
-
-
-_instructions = _Instructions()
-
-
 class Watcher(Protocol):
     """Who is told what code does."""
 
@@ -187,14 +132,14 @@ class Frames:
         self._before: Any = None
 
     def __enter__(self) -> "Frames":
-        self._before = sys.gettrace(), _instructions.begin(self)
+        self._before = sys.gettrace(), instructions.begin(self.reached)
         sys.settrace(self._enter)
         return self
 
     def __exit__(self, *_: Any) -> None:
-        tracer, frames = self._before
+        tracer, told = self._before
         sys.settrace(tracer)
-        _instructions.end(frames)
+        instructions.end(told)
         self._open.clear()
         self._muted = None
         if len(_known) > _MOST_KNOWN:  # code that programs make as they run
@@ -219,7 +164,7 @@ class Frames:
             frame.f_trace_lines = False
         elif found.exact:
             frame.f_trace_lines = False
-            _instructions.ask(frame)
+            instructions.ask(frame)
         return self._step
 
     @beside_dynamo

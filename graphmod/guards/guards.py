@@ -258,10 +258,6 @@ class Guards:
         found = next(kind for one, kind in zip(self._objects, self._kinds, strict=True) if type(one) is not kind)
         return f"one {found.__name__}"
 
-    def hold(self) -> bool:
-        """Whether all is as it was."""
-        return self.moved() is None and self.changed() is None
-
     def _gone(self) -> str:
         for note, container, value in zip(self._notes, self._containers, self._values, strict=True):
             if get(container, note.key) is MISSING:

@@ -73,17 +73,20 @@ class _Walk:
     def __init__(self, code: CodeType) -> None:
         self.found = Reads()
         self._stack: Stack = []
-        self._offset = self._line = 0
+        self._line = 0
+        self._offsets: tuple[int, ...] = ()
         self._constants = code.co_consts
         self._assigned: dict[str, int] = {}
         self._keywords = 0
         self._made_at: dict[Expression, int] = {}  # the line of what only code may tell
         coming: dict[int, list[Stack]] = defaultdict(list)  # offset -> what may lie on the stack there
-        goes_on = True
+        goes_on, prefixes = True, ()
         for step in dis.get_instructions(code):
             if step.starts_line is not None and step.starts_line is not False:
                 self._line = step.line_number if _NULL_LAST else step.starts_line
-            self._offset = step.offset
+            # Python 3.11 tells of an instruction with prefixes where the first of them lies.
+            self._offsets = (*prefixes, step.offset)
+            prefixes = (*prefixes, step.offset) if step.opname == "EXTENDED_ARG" else ()
             if step.is_jump_target:
                 self._stack = _joined([*coming.pop(step.offset, []), *([self._stack] if goes_on else [])])
             elif not goes_on:
@@ -113,7 +116,7 @@ class _Walk:
             self._made_at.get(part, self._line) != self._line for part in inner(of)
         )
         read = Read(of, content)
-        for kept in (self.found.by_line[self._line], self.found.by_offset[self._offset]):
+        for kept in (self.found.by_line[self._line], *map(self.found.by_offset.__getitem__, self._offsets)):
             if read not in kept:
                 kept.append(read)
 

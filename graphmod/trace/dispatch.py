@@ -11,13 +11,13 @@ import contextlib
 import functools
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils import _python_dispatch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
 
 log = logging.getLogger("graphmod")
 
@@ -154,10 +154,12 @@ def _exclude(token: tuple) -> None:
 
 
 @contextlib.contextmanager
-def shown_to(recorder: Sees) -> Iterator[None]:
-    """Shows `recorder` each operation of this thread, and of its backwards."""
+def shown_to(recorder: Sees, given: Iterable[Tensor] = ()) -> Iterator[None]:
+    """Shows `recorder` each operation of this thread, which works on tensors `given`, and of its backwards."""
     global _watching
     keyed = has_key() and (_below_modes() or not torch._C._len_torch_dispatch_stack())
+    if keyed and not _below_modes():  # above the key of modes and classes, an operation on such a class has no name
+        keyed = not any(map(is_traceable_wrapper_subclass, given))
     if keyed:
         _pass_over_higher_order_operators()
     before = current()
@@ -246,15 +248,33 @@ def replacements() -> list[tuple[Any, str, Any]]:
     result nobody may have looked at before. And modes that are entered meanwhile: those that compute with tensors
     without memory, and any, where the key is above them.
     """
-    push = _python_dispatch._push_mode
+    push, enter, leave = _python_dispatch._push_mode, TorchDispatchMode.__enter__, TorchDispatchMode.__exit__
+    under: dict[int, list[contextlib.ExitStack]] = {}
 
     def push_mode(mode: Any, *args: Any, **kwargs: Any) -> Any:
         recorder = current()
-        blinds = not _below_modes() or type(mode).__name__ == "FakeTensorMode"
-        if recorder is not None and by_key() and blinds and not getattr(mode, "hides_nothing", False):
+        if recorder is not None and by_key() and type(mode).__name__ == "FakeTensorMode":
             recorder.note_mode(mode)
             stop_showing()
         return push(mode, *args, **kwargs)
+
+    def enter_mode(mode: Any) -> Any:
+        """Where the key is above modes, what a mode runs is seen by way of another mode below it."""
+        seen = getattr(mode, "hides_nothing", False) or type(mode).__name__ == "FakeTensorMode"
+        blinds = not _below_modes() and not seen
+        with contextlib.ExitStack() as below:
+            if blinds and current() is not None and by_key():
+                below.enter_context(through_a_mode())
+            entered = enter(mode)
+            under.setdefault(id(mode), []).append(below.pop_all())
+        return entered
+
+    def leave_mode(mode: Any, *error: Any) -> Any:
+        try:
+            return leave(mode, *error)
+        finally:
+            if under.get(id(mode)):
+                under[id(mode)].pop().close()
 
     def unseen(make: Any) -> Any:
         @functools.wraps(make)
@@ -268,4 +288,6 @@ def replacements() -> list[tuple[Any, str, Any]]:
         (Tensor, "_make_subclass", staticmethod(unseen(_make_subclass))),
         (Tensor, "as_subclass", unseen(_as_subclass)),
         (_python_dispatch, "_push_mode", push_mode),
+        (TorchDispatchMode, "__enter__", enter_mode),
+        (TorchDispatchMode, "__exit__", leave_mode),
     ]

@@ -72,7 +72,7 @@ class MemoryTrace(Tracer):
     """
 
     def __init__(self, inputs: Iterable[Tensor], before_write: Callable[[Tensor], None] | None) -> None:
-        super().__init__()
+        super().__init__(inputs)
         self.outside: dict[int, Tensor] = {}
         self.leaves: list[Tensor] = []
         self.first_seen: dict[int, int] = {}
@@ -84,7 +84,7 @@ class MemoryTrace(Tracer):
         self.made_by: dict[int, tuple[int, Any, torch.Size, tuple]] = {}
         self.seen_until: int | None = None
         self.wrote_unseen = False
-        self._inputs = {address(tensor) for tensor in inputs} - {0}  # nothing lies there
+        self._inputs = {address(tensor) for tensor in self._given} - {0}  # nothing lies there
         self._known_leaves: set[int] = set()
         self._origins = Origins()
         self._before_write = before_write

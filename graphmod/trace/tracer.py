@@ -23,9 +23,13 @@ class Tracer:
         trace: the operations, in order.
         generators: those passed to random operations.
         random, backward: whether it drew random numbers, or ran a backward pass.
+
+    Args:
+        given: the tensors the call was given.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, given: Iterable[Tensor] = ()) -> None:
+        self._given = list(given)
         self.trace: list[Step] = []
         self.generators: list[torch.Generator] = []
         self.random = False
@@ -37,7 +41,7 @@ class Tracer:
             if dispatch.has_key():
                 context.enter_context(_beside_the_key)
             self._enter(context)
-            context.enter_context(dispatch.shown_to(self))
+            context.enter_context(dispatch.shown_to(self, self._given))
             self._context = context.pop_all()
         return self
 

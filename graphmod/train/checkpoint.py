@@ -96,7 +96,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _save_weights(folder: Path, model: PreTrainedModel, step: TrainStep) -> None:
-    uses_cache = model.config.use_cache
+    before = dict(vars(model.config))  # saving writes dtype and architectures there, which a captured step may read
     try:
         # Training has no use for a key-value cache; whoever loads the model to generate has.
         model.config.use_cache = True
@@ -106,7 +106,8 @@ def _save_weights(folder: Path, model: PreTrainedModel, step: TrainStep) -> None
                 with step.ema_weights():
                     model.save_pretrained(folder / EMA_FOLDER)
     finally:
-        model.config.use_cache = uses_cache
+        vars(model.config).clear()
+        vars(model.config).update(before)
 
 
 def _write(partial: Path, model: PreTrainedModel, step: TrainStep, progress: Progress, tokenizer: Any) -> None:

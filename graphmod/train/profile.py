@@ -203,7 +203,8 @@ def profile_steps(
     whole = step.config.scope is Scope.full_iteration
     _steps(step, settling, "settling")
     with _recording(activities) as profiler:
-        with _named_layers(model, _nameable(model, step)):
+        # Another `forward` is what a graph of the whole would be captured anew for.
+        with _named_layers(model, [] if whole else _nameable(model, step)):
             _steps(step, chosen, RUN_STEP)
         state = step.state_dict()
         step.reset()
