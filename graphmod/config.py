@@ -1,4 +1,4 @@
-"""The settings of graph capture. Imports only `errors`, so that every other part may import this one."""
+"""The settings of graph capture."""
 
 from dataclasses import dataclass
 from enum import Enum

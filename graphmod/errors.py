@@ -1,4 +1,4 @@
-"""The exceptions users of graphmod see. Imports nothing of graphmod."""
+"""The exceptions users of graphmod see."""
 
 
 class GraphmodError(Exception):

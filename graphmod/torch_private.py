@@ -1,4 +1,4 @@
-"""Every private name of PyTorch that the rest may use, looked up once. Imports nothing of graphmod.
+"""Every private name of PyTorch that the rest may use, looked up once.
 
 A name that this PyTorch has not (an older release, a build for the CPU) is replaced by what stands for "never set".
 What cannot be replaced, `self_test` names when the package is imported.
@@ -76,11 +76,11 @@ def dispatch_mode_at(index: int) -> Any:
     return _C._get_dispatch_stack_at(index)
 
 
-def dynamo_stance() -> str | None:
-    """The stance that torch.compiler.set_stance has set, None where nothing was ever compiled."""
+def dynamo_stance() -> str:
+    """The stance that torch.compiler.set_stance has set."""
     frames = sys.modules.get("torch._dynamo.eval_frame")
     stance = getattr(frames, "_stance", None)
-    return None if stance is None else stance.stance
+    return "default" if stance is None else stance.stance
 
 
 def is_fx_tracing() -> bool:

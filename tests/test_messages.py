@@ -258,6 +258,7 @@ def batches_taken_inside():
     ["# makes a distribution", "distributions/", "; build the distribution with validate_args=False"], ["'f'" + EAGER]
 )
 def a_distribution_that_checks_its_values():
+    torch.distributions.Distribution.set_default_validate_args(True)  # which torch.compile turns off for good
     model = mlp(CPU)
 
     def f(x):

@@ -2,7 +2,7 @@
 
 A norm, a scaling or a fused optimizer step over many tensors is several launches of one kernel, each for tensors of its
 own. One after the other, each leaves the GPU half empty while its last blocks finish; on two branches of the graph the
-next one fills it (three are no faster). Every kernel computes what it did, so the bits stay the same. Imports `driver`.
+next one fills it (three are no faster). Every kernel computes what it did, so the bits stay the same.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 Everything is captured on one side stream per backend, so that autograd's nodes belong to it and a captured graph is one
 chain; only then does `branches` part what does not depend on each other. Nothing is ever run on that stream: once a
 process has launched a handful of kernels on a second stream, the kernels of every graph follow each other 0.3 us later.
-Warm-up calls and replays run on the caller's stream. May import `recorder`, `garbage`, `branches`, `driver`, `nodes`,
-`pool`, `streams` and `script`.
+Warm-up calls and replays run on the caller's stream.
 """
 
 import contextlib

@@ -1,5 +1,5 @@
 """The CUDA driver's C interface to graphs (CUDA Driver API, "Graph Management"), as far as captured graphs are edited:
-PyTorch has no way to. Imports nothing of graphmod.
+PyTorch has no way to.
 """
 
 import ctypes

@@ -2,7 +2,7 @@
 
 In a chain of kernels a memset or memcpy node costs about a microsecond more than a kernel does, and reductions bring
 memsets for their semaphores, `clone` brings copies. The kernels are PyTorch's own, captured for the same addresses on
-the side, so the bytes written are the same. What the driver does not let be changed stays as it was. Imports `driver`.
+the side, so the bytes written are the same. What the driver does not let be changed stays as it was.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Memory pools of captures on a CUDA device. Imports torch only."""
+"""Memory pools of captures on a CUDA device."""
 
 import weakref
 

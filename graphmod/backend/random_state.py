@@ -1,4 +1,4 @@
-"""The random states of Python and numpy, which captured code may draw from. Imports nothing of graphmod."""
+"""The random states of Python and numpy, which captured code may draw from."""
 
 import random
 import sys

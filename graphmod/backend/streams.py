@@ -1,4 +1,4 @@
-"""Capture streams, and what belongs to a stream: gradient accumulators. Imports torch only."""
+"""Capture streams, and what belongs to a stream: gradient accumulators."""
 
 import weakref
 from collections import defaultdict, deque

@@ -1,7 +1,4 @@
-"""The backward of a replayed forward: an autograd node that replays, captures or computes anew what it is asked for.
-
-May import what `forward` may, `forward`, `backward_graph` and `recompute`.
-"""
+"""The backward of a replayed forward: an autograd node that replays, captures or computes anew what it is asked for."""
 
 from __future__ import annotations
 

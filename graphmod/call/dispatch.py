@@ -1,7 +1,4 @@
-"""What a call does: which of replay, warm-up, capture and an eager call it is.
-
-Imports all other parts of `call`, `capture`, `graph` and `state`.
-"""
+"""What a call does: which of replay, warm-up, capture and an eager call it is."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Backwards without a graph: the forward runs again, eagerly, and is differentiated. May import what `forward` may and
-`forward`.
-"""
+"""Backwards without a graph: the forward runs again, eagerly, and is differentiated."""
 
 from __future__ import annotations
 

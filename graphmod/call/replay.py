@@ -1,4 +1,4 @@
-"""Which graph serves a call, and its replay. May import what `backward` may and `backward`."""
+"""Which graph serves a call, and its replay."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Warm-up calls (rule R1), and what is to be learnt from calls that run without a graph.
-
-May import what `forward` may, `recording` and `failures`.
-"""
+"""Warm-up calls (rule R1), and what is to be learnt from calls that run without a graph."""
 
 from __future__ import annotations
 
@@ -47,7 +44,10 @@ def warm_up(context: Context, entry: Entry, args: tuple, kwargs: dict) -> Any:
         if recording.refused is not None:
             # Before any attempt, so that the user's Python never runs twice for one call. The next one is recorded.
             entry.calls = context.config.warmup_steps
-            context.failed(entry, CaptureRefused(recording.refused), "its forward")
+            if context.group.settle(context.config.backend, context.around.device([]), misguessed=True):
+                entry.recordings.clear()
+            else:
+                context.failed(entry, CaptureRefused(recording.refused), "its forward")
         elif entry.fruitless > MOST_FRUITLESS:
             entry.disabled, entry.reason = True, f"it is in another state in each call: {entry.difference}"
             context.log_once(

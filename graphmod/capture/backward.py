@@ -1,7 +1,4 @@
-"""The capture of a backward inside the real one (R2, R6).
-
-May import what `forward` may, `forward`, `failures`, `gradients`, `placement`, `recompute` and `backward_replay`.
-"""
+"""The capture of a backward inside the real one (R2, R6)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Where a call that fits no graph may be captured, and its capture.
-
-May import what `forward` may, `forward`, `failures` and `tape`.
-"""
+"""Where a call that fits no graph may be captured, and its capture."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A recorded call: an eager call that is watched, so that its capture can be decided on before any is tried.
-
-Imports `guards`, `recorder`, `garbage`, `arguments` and `results`.
-"""
+"""A recorded call: an eager call that is watched, so that its capture can be decided on before any is tried."""
 
 from __future__ import annotations
 

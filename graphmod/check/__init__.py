@@ -1,7 +1,6 @@
 """`graphmod.check(module_or_step, *args)`: what would keep a call out of a graph, told before any is captured.
 
 The package itself can be called, so that its name serves as a function and as `python -m graphmod.check` alike.
-Imports the core; nothing of the core imports it.
 """
 
 import sys

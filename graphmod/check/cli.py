@@ -1,4 +1,4 @@
-"""The command line of `python -m graphmod.check`. Imports `run` and `report`.
+"""The command line of `python -m graphmod.check`.
 
 Exit status: 0 would be captured, 1 hazards, 2 it could not be asked that way.
 """

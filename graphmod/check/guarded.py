@@ -1,7 +1,4 @@
-"""What will be guarded, in words: the values that a recorded call read, by the kind of object that holds them.
-
-Imports the guards and `report`.
-"""
+"""What will be guarded, in words: the values that a recorded call read, by the kind of object that holds them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""One callable under watch: a call of it, and the backward of its result. Captures nothing.
-
-Imports `capture.recording` and what that may, `state.surroundings`, `wrap.target` and `report`.
-"""
+"""One callable under watch: a call of it, and the backward of its result. Captures nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a check has found, for people and as JSON. Imports `said`."""
+"""What a check has found, for people and as JSON."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Token decode for transformers causal LMs: one step, everything included, is a replay of a CUDA graph.
-
-May import the core and transformers; never `graphmod.train`, except for `cli`, which is glue for `generate.py`.
-"""
+"""Token decode for transformers causal LMs: one step, everything included, is a replay of a CUDA graph."""
 
 from graphmod.decode.config import EngineConfig, Sampling
 from graphmod.decode.engine import DecodeEngine

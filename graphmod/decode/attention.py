@@ -2,14 +2,14 @@
 
 They are registered with transformers' `AttentionInterface`, so that a model's own code and weights are used; none has
 "flash" in its name, which transformers would take for its own. As there is no mask function of these names,
-transformers builds no mask. Imports torch, transformers, `cache`, `flex`, `varlen`, `xqa` and `fastest`.
+transformers builds no mask.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -24,30 +24,12 @@ from graphmod.decode.cache import CacheView, PagedCache
 from graphmod.decode.config import AttentionName
 from graphmod.decode.errors import DecodeError
 from graphmod.decode.fastest import measure
+from graphmod.decode.implementation import Implementation
 from graphmod.errors import ConfigError
 
 log = logging.getLogger("graphmod")
 
 PREFILL = "graphmod_prefill"
-
-
-class Implementation(NamedTuple):
-    """An attention for decode steps.
-
-    Attributes:
-        name: under which transformers finds it.
-        function: as transformers calls it, with `cache_view` among the keywords.
-        stops_at_context: whether it does no work beyond the real context. If not, a graph is captured for each of a
-            few numbers of visited tokens.
-        unavailable: why it cannot be used with a cache, or None; asked of every implementation, so it must be quick.
-        prepare: what takes long, for the one that is to be used: loads it, takes memory. Why that failed, or None.
-    """
-
-    name: str
-    function: Callable[..., tuple[Tensor, None]]
-    stops_at_context: bool
-    unavailable: Callable[[PagedCache], str | None]
-    prepare: Callable[[PagedCache], str | None] = lambda _: None
 
 
 def paged_sdpa(

@@ -1,7 +1,6 @@
 """Continuous batching: sequences join, decode together, leave; the host stays a chunk of steps behind the device.
 
-Owns what is in flight. Imports torch, transformers' types and the parts of decode it moves sequences between:
-`attention`, `cache`, `graphs`, `prefill`, `requests`, `results`, `sampling`, `scheduler`, `state`.
+Owns what is in flight.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Which blocks of the KV cache belong to whom: a free list and reference counts. Knows numbers, no tensors.
-
-Imports only the errors of decode.
-"""
+"""Which blocks of the KV cache belong to whom: a free list and reference counts. Knows numbers, no tensors."""
 
 from collections import deque
 

@@ -1,7 +1,6 @@
 """The KV cache: its memory, and the view of it that a transformers model is called with.
 
-One interface for both layouts: `slots` is a paged cache whose blocks hold a whole sequence. Imports torch, transformers
-and the errors of decode.
+One interface for both layouts: `slots` is a paged cache whose blocks hold a whole sequence.
 """
 
 from typing import Any

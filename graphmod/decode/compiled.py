@@ -1,6 +1,4 @@
-"""How a decode step is compiled, and how compiled code of it runs. Imports torch, the core's `compiled`,
-and `products`.
-"""
+"""How a decode step is compiled, and how compiled code of it runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The settings of decode: names, types, defaults and meaning. Imports only `graphmod.config` and errors.
+"""The settings of decode: names, types, defaults and meaning.
 
 `EngineConfig` is about memory and speed and never changes a token; `Sampling` is about what one request draws.
 """

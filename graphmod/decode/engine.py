@@ -1,6 +1,6 @@
 """`DecodeEngine`: generates from a transformers causal LM, prefill eager, each decode step a replay of a graph.
 
-Owns the parts of decode and their life; the loop that moves sequences is in `batch`. May import all of decode.
+Owns the parts of decode and their life; the loop that moves sequences is in `batch`.
 """
 
 from __future__ import annotations

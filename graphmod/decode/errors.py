@@ -1,4 +1,4 @@
-"""The exceptions of decode, and how it words those of others. Imports only `graphmod.errors`."""
+"""The exceptions of decode, and how it words those of others."""
 
 from graphmod.errors import GraphmodError
 

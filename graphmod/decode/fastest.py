@@ -1,6 +1,4 @@
-"""What each attention takes on this GPU, for `attention=fastest`. Imports torch, the core's `CUDAGraphModule`, `cache`,
-`compiled` and `graphs`.
-"""
+"""What each attention takes on this GPU, for `attention=fastest`."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,10 +18,8 @@ from graphmod.config import CUDAGraphConfig
 from graphmod.decode.cache import CacheView, PagedCache
 from graphmod.decode.compiled import compiled_code, for_decode
 from graphmod.decode.graphs import context_sizes
+from graphmod.decode.implementation import Implementation
 from graphmod.wrap.module import CUDAGraphModule
-
-if TYPE_CHECKING:
-    from graphmod.decode.attention import Implementation
 
 log = logging.getLogger("graphmod")
 

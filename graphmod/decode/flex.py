@@ -1,7 +1,7 @@
 """Decode attention with `flex_attention`, the block table as its BlockMask: torch alone, on a GPU.
 
 The number of blocks that a row visits lies in device memory, so one graph serves every context and the work ends where
-the context does. Imports torch, `cache` and `compiled`.
+the context does.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The graphs of the decode step: a wrapper for each batch size, context and kind of sampling, one pool, and counters.
-
-Imports the core's `CUDAGraphModule`, and `step`, `state`, `config`, `results`.
-"""
+"""The graphs of the decode step: a wrapper for each batch size, context and kind of sampling, one pool, counters."""
 
 from __future__ import annotations
 

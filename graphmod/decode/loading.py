@@ -1,4 +1,4 @@
-"""Finds and loads the model that `generate.py` is to sample from. Imports torch, transformers and `schema`."""
+"""Finds and loads the model that `generate.py` is to sample from."""
 
 from __future__ import annotations
 

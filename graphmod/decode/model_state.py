@@ -1,4 +1,4 @@
-"""Puts a training model into the state for decoding, and back. Imports torch and `layers`."""
+"""Puts a training model into the state for decoding, and back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where `generate.py` writes: the file of completions, the standard output, and errors. Imports the errors only."""
+"""Where `generate.py` writes: the file of completions, the standard output, and errors."""
 
 from __future__ import annotations
 

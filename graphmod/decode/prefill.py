@@ -1,7 +1,4 @@
-"""Prefill: prompts go through the model in eager, batched chunks; their keys and values land in the paged cache.
-
-Imports torch, transformers' types and `cache`.
-"""
+"""Prefill: prompts go through the model in eager, batched chunks; their keys and values land in the paged cache."""
 
 from __future__ import annotations
 

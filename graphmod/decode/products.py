@@ -2,7 +2,7 @@
 
 With few rows a product takes a GPU little more than its launch and the way of the first bytes from memory, and the
 products of one input do not wait for each other. Compiled decode steps call the operation where the model calls linear
-layers one after the other; the weights stay where they are. Imports torch and, on a GPU, `products_kernel`.
+layers one after the other; the weights stay where they are.
 """
 
 import operator

@@ -7,8 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graphmod.decode.products import MOST_WEIGHTS
-
+_MOST_WEIGHTS = 3  # for which the kernel has parameters
 _PREFETCHED = 16 * 2**20  # bytes of weights, of all programs: a part of the cache, so that they are there when wanted
 _LINE: tl.constexpr = tl.constexpr(64)  # numbers of two bytes in a line of the cache
 
@@ -92,14 +91,14 @@ def _stages(rows: int, device: torch.device) -> int:
 
 
 def products(x: Tensor, weights: list[Tensor], outs: list[Tensor]) -> None:
-    """`outs[i] = x @ weights[i].T`, for up to `MOST_WEIGHTS`.
+    """`outs[i] = x @ weights[i].T`, for up to `_MOST_WEIGHTS`.
 
     Args:
         x: (rows, features), contiguous, of two bytes a number; features a multiple of 128.
         weights: (out features, features) each, contiguous; out features a multiple of 64.
         outs: (rows, out features) each, contiguous.
     """
-    spare = MOST_WEIGHTS - len(weights)
+    spare = _MOST_WEIGHTS - len(weights)
     widths = [len(weight) for weight in weights] + spare * [0]
     rows, features = max(16, triton.next_power_of_2(len(x))), x.shape[1]
     early = _can_start_early(x.device)

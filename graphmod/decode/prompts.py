@@ -1,4 +1,4 @@
-"""The prompts of a file, and the line of JSON that a completion becomes. Imports the results and errors."""
+"""The prompts of a file, and the line of JSON that a completion becomes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """From what a user asks for to sequences the scheduler takes: every way a request can be wrong is found here, before
 anything runs.
-
-Imports transformers' types, `config`, `results`, `scheduler` and `state`.
 """
 
 from __future__ import annotations

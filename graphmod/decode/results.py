@@ -1,4 +1,4 @@
-"""What decode gives back: tokens as they come, finished completions, counters. Imports the standard library only."""
+"""What decode gives back: tokens as they come, finished completions, counters."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -1,7 +1,4 @@
-"""One run of `generate.py`: loads the model, streams one prompt or writes the completions of many, and says how fast.
-
-Imports the parts of decode and, for words, `graphmod.train`.
-"""
+"""One run of `generate.py`: loads the model, streams one prompt or writes many completions, and says how fast."""
 
 from __future__ import annotations
 

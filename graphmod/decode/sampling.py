@@ -1,6 +1,6 @@
 """Choosing tokens on the device: greedy, temperature, top-k, top-p, with random numbers that a request owns.
 
-Pure functions of tensors, without host reads and without state, so that a graph may hold them. Imports only torch.
+Pure functions of tensors, without host reads and without state, so that a graph may hold them.
 """
 
 from typing import NamedTuple

@@ -1,8 +1,7 @@
 """Which sequences run, in which rows, with which blocks; and which still wait. Knows numbers, no tensors.
 
 A sequence gets all the blocks it can come to need when it joins. So none that runs can ever lack memory, nothing is
-preempted, block tables do not change while steps run ahead, and what does not fit waits, in order. Imports `blocks`,
-`config` and `results`.
+preempted, block tables do not change while steps run ahead, and what does not fit waits, in order.
 """
 
 from __future__ import annotations

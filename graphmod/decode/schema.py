@@ -1,4 +1,4 @@
-"""The settings of `generate.py`: names, types, defaults and meaning. Imports `config` of the core and of decode.
+"""The settings of `generate.py`: names, types, defaults and meaning.
 
 The YAML files under `configs_generate/` fill these classes in.
 """

@@ -1,7 +1,6 @@
 """The static tensors of a batch: everything a decode step reads that changes, and where it leaves its results.
 
 Numbers of one kind share a tensor with a column each, so that a row is written, moved or cleared with one copy.
-Imports torch, `graphmod.graph.buffers` for `mark_static`, and the names of `config`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """One decode step, from the tokens of a batch to the next ones: what a graph holds.
 
-Reads and writes static tensors only (`state`, `cache`, the model's weights). Imports torch, transformers' types and
-`state`, `cache`, `sampling`, `compiled` and the setting of compilation.
+Reads and writes static tensors only (`state`, `cache`, the model's weights).
 """
 
 from __future__ import annotations

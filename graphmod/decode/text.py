@@ -1,7 +1,4 @@
-"""Text to tokens and back: a saved tokenizer, or bytes as tokens, as `train.py` uses without one.
-
-Imports transformers for the tokenizer and the errors of the core.
-"""
+"""Text to tokens and back: a saved tokenizer, or bytes as tokens, as `train.py` uses without one."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Decode attention with torch's `varlen_attn` where it takes a block table (bf16 or fp16, on a GPU).
-
-Imports torch and `cache`.
-"""
+"""Decode attention with torch's `varlen_attn` where it takes a block table (bf16 or fp16, on a GPU)."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Of FlashInfer's decode kernels it is the one that plans nothing on the host: how long each row is and where its blocks
 lie is read on the device, so that one graph serves every context and the host may run ahead. FlashInfer is imported
-when the engine asks for this attention, and not before. Imports torch, `cache` and `xqa_limits`.
+when the engine asks for this attention, and not before.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Which caches FlashInfer's XQA kernel takes, and whether FlashInfer is there. Imports torch and `cache`."""
+"""Which caches FlashInfer's XQA kernel takes, and whether FlashInfer is there."""
 
 import importlib.metadata
 import importlib.util

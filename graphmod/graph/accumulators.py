@@ -1,4 +1,4 @@
-"""At which AccumulateGrad nodes the autograd graph of a capture ends. May import `signature` and `guards`.
+"""At which AccumulateGrad nodes the autograd graph of a capture ends.
 
 Such a node keeps the stream on which it was made, and lives as long as anything that leads to it. A capture that ended
 at one of the caller's stream would fork to that stream; gradients that eager code accumulated at one of the capture

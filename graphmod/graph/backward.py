@@ -1,4 +1,4 @@
-"""One captured backward, and its replay into the parameters' gradients (R6). May import `buffers` and `gradients`."""
+"""One captured backward, and its replay into the parameters' gradients (R6)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The memory through which values enter and leave a graph (rule R5).
 
 An input is adopted where it lies, if that is another graph's output; otherwise it has a buffer of the graph's own, into
-which each call copies, once per tensor however many graphs read it. May import `trace`.
+which each call copies, once per tensor however many graphs read it.
 """
 
 from __future__ import annotations

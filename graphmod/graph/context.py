@@ -1,7 +1,7 @@
 """What all parts know about one wrapped callable: its name, settings, counters, signatures, and what it works on.
 
 Graphs hold this, and know no wrapper. Owns what a failure leads to (rule R7): it is counted and explained once, and
-after some in a row the signature stays eager. Imports `group`, `tape` and `state`.
+after some in a row the signature stays eager.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Gradients of a graph's outputs, computed by autograd, and what AccumulateGrad does with them.
-
-Imports `forward` and `placement`.
-"""
+"""Gradients of a graph's outputs, computed by autograd, and what AccumulateGrad does with them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""A captured forward: how it is captured, and what one replay does.
-
-May import `arguments`, `static_inputs`, `results`, `recorder`, `watch`, `reach`, `tape`, `lifecycle`, `accumulators`
-and `errors`.
-"""
+"""A captured forward: how it is captured, and what one replay does."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The memory in which graphs leave gradients, and what the user holds of it (rule R6).
 
 Graphs write to an address; `.grad` is a tensor over the same memory with a storage of its own. So a gradient that the
-user keeps beyond `zero_grad()` can be moved to a copy before its memory is written again, as results are. Imports
-`buffers` and `trace`.
+user keeps beyond `zero_grad()` can be moved to a copy before its memory is written again, as results are.
 """
 
 from __future__ import annotations

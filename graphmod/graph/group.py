@@ -1,5 +1,5 @@
 """What wrappers that are captured together share: backend, arenas, gradient buffers, and what is known of the gradients
-that the next backward will meet. Imports `backend`, `tape`, `matcher` and `signature`.
+that the next backward will meet.
 """
 
 from __future__ import annotations
@@ -70,6 +70,7 @@ class Group:
 
     def __init__(self) -> None:
         self.backend: Backend | None = None
+        self._guessed = False  # the device: no tensor was known
         self.modes = key_reader("cpu")  # of the present call, as they matter to the backend
         self._settings: tuple = ()
         self._settings_of = -1  # the backward in which they were read
@@ -94,9 +95,12 @@ class Group:
         self._version = -1
         self._last: bool | None = None  # whether the last pass found gradients to be None
 
-    def settle(self, name: BackendName, device: torch.device | None) -> bool:
+    def settle(self, name: BackendName, device: torch.device | None, misguessed: bool = False) -> bool:
         """Sees to a backend and an anchor for calls on `device`, which may be unknown. From the CPU to a GPU, or from
         one GPU to another, the backend changes, and graphs captured before are dropped.
+
+        Args:
+            misguessed: whether a call could not be repeated on a device that had to be guessed, if it had to.
 
         Returns:
             Whether there is another backend now.
@@ -105,15 +109,15 @@ class Group:
             ConfigError: the backend `name` cannot work there.
         """
         before = self.backend
-        if self.backend is None:
-            self.backend = make_backend(name, device or default_device(name))
-            if not self.backend.on_gpu:
-                _tell_of_emulation()
-        elif device is not None and device.type == "cuda" and device != self.backend.device:
+        corrected = misguessed and self._guessed
+        if before is None or (device not in (None, before.device) and (device.type == "cuda" or corrected)):
             if any(arena.in_flight for arena in self.arenas):
                 return False  # the capture says what is wrong with tensors elsewhere
-            self.backend = make_backend(name, device)
+            self.backend = make_backend(name, device or default_device(name))
+            self._guessed = device is None and name is BackendName.auto
             self._free_graphs()
+            if not self.backend.on_gpu:
+                _tell_of_emulation()
         self.modes = key_reader(self.backend.device_type)
         device = self.backend.device
         if self.anchor is None or self.anchor.device != device:

@@ -3,7 +3,7 @@
 The operation whose result becomes a gradient is found from a first capture, which is thrown away; in the second that
 operation computes straight into the buffer. Layers of one kind share what the first of them found. So the gradients
 need no extra kernel, no replay of another graph can touch them, and all graphs of a parameter (other shapes, other
-microbatches) share one buffer. May import `recorder`, `trace`, `overloads` and `group`.
+microbatches) share one buffer.
 """
 
 from __future__ import annotations

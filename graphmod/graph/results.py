@@ -1,7 +1,4 @@
-"""What a captured call returns: structure and constants as captured, around the tensors of each replay.
-
-May import `structure`, `signature`, `buffers`, `sharing`, `recorder` and `errors`.
-"""
+"""What a captured call returns: structure and constants as captured, around the tensors of each replay."""
 
 from __future__ import annotations
 

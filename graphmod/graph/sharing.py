@@ -1,5 +1,5 @@
 """Results that share memory: with an argument, with something outside, or with each other. In eager code, what is
-written into one is seen in the other, and so it must be after a replay. Imports `errors` and `trace`.
+written into one is seen in the other, and so it must be after a replay.
 """
 
 from __future__ import annotations

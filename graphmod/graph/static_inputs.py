@@ -1,7 +1,4 @@
-"""The tensors that a capture is given in the place of the caller's arguments, and whether code could tell them apart.
-
-May import `signature`, `structure`, `buffers`, `recorder` and `errors`; knows a graph by its attributes only.
-"""
+"""The tensors that a capture is given in place of the caller's arguments, and whether code could tell them apart."""
 
 from __future__ import annotations
 

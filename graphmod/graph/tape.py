@@ -2,7 +2,7 @@
 
 Graphs that share a pool form a tape: memory that a forward graph saves for its backward may be reused by anything
 captured after that backward. Replaying any increasing subsequence of a tape is therefore safe: what a later graph needs
-was alive while everything between was captured. One integer comparison decides. Imports `backend`.
+was alive while everything between was captured. One integer comparison decides.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """Whether a graph may still stand for its call (rule R8): the guards of the recorded call, the gradients it met, and
 the tensors it reads by address, which are held.
-
-May import `trace` and `guards`.
 """
 
 from __future__ import annotations

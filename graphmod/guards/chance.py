@@ -1,7 +1,4 @@
-"""Random numbers that Python draws on the host, which a replay would not draw.
-
-Imports `contents`.
-"""
+"""Random numbers that Python draws on the host, which a replay would not draw."""
 
 import random
 import sys

@@ -1,7 +1,4 @@
-"""What a recorded call itself changed of what it read, so that a replay, in which no Python runs, would go wrong.
-
-Imports `notes`, `contents` and `lookup`.
-"""
+"""What a recorded call itself changed of what it read, so that a replay, in which no Python runs, would go wrong."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple

@@ -1,7 +1,4 @@
-"""Values: when two are the same to code that reads them, and what is inside those that can change.
-
-Imports `lookup`.
-"""
+"""Values: when two are the same to code that reads them, and what is inside those that can change."""
 
 import array
 import contextvars

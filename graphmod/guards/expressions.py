@@ -1,4 +1,4 @@
-"""Expressions: how code gets at a value, told apart from what the value is. Imports nothing of graphmod."""
+"""Expressions: how code gets at a value, told apart from what the value is."""
 
 from collections.abc import Iterator
 

@@ -1,7 +1,6 @@
 """Watches the frames of a call as they run, and says at each line what its code is about to read.
 
-Stands on `sys.settrace`, which Python 3.11 to 3.13 have alike; a tracer that was there before is put back. Imports
-`instructions`, `library`, `reads` and `torch_private`.
+Stands on `sys.settrace`, which Python 3.11 to 3.13 have alike; a tracer that was there before is put back.
 """
 
 import os
@@ -68,9 +67,11 @@ _known: dict[int, tuple[CodeType, Reads | None]] = {}  # by identity: the hash o
 
 
 @cache
-def _mutes(filename: str) -> bool:
-    """Whether neither a file's code is of interest nor what that calls: it says something, or imports, or compiles, or
-    is compiled."""
+def _mutes(filename: str, name: str) -> bool:
+    """Whether neither code is of interest nor what that calls: it says something, or imports, or compiles, or is
+    compiled, or is what torch.compile changes in torch when it is first used."""
+    if name == "patch" and filename.endswith(os.path.join("torch", "_dynamo", "eval_frame.py")):
+        return True
     parts = (f"{os.sep}triton{os.sep}", f"{os.sep}torch{os.sep}_inductor{os.sep}", "torchinductor")
     said = filename.startswith((STDLIB + "logging" + os.sep, STDLIB + "warnings.py", "<frozen importlib"))
     return said or any(part in filename for part in parts)
@@ -155,7 +156,7 @@ class Frames:
                 self._watcher.walked(frame.f_locals["self"])
         elif id(code) in _starts_threads and self._muted is None:
             self._watcher.leaves(frame.f_back or frame)
-        if _mutes(code.co_filename) and self._muted is None:
+        if self._muted is None and _mutes(code.co_filename, code.co_name):
             self._muted = frame
             frame.f_trace_lines = False
             return self._leave_muted

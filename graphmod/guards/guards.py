@@ -1,7 +1,6 @@
 """Guards: whether what a recorded call read is still as it was.
 
-Checked before each replay, so everything lies in flat lists that `map` goes through. Imports `changes`, `notes`,
-`hooks`, `contents` and `lookup`.
+Checked before each replay, so everything lies in flat lists that `map` goes through.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ _data_ptr, _size, _stride = Tensor.data_ptr, Tensor.size, Tensor.stride
 _requires_grad = operator.attrgetter("requires_grad")
 _is, _is_not, _getitem = operator.is_, operator.is_not, operator.getitem
 _flat = chain.from_iterable
+_UNCHANGING = (tuple, frozenset)  # where they lie is compared
 _MOST_LEVELS = 16  # of containers in containers, each in the place of an equal one
 
 
@@ -62,7 +62,8 @@ class Contents:
         self._dicts = [value for value in values if type(value) is dict and value]
         self._sequences = [value for value in values if type(value) in (list, deque) and value]
         known = {id(value) for value in (*self._empty, *self._dicts, *self._sequences)}
-        self._others = [value for value in values if id(value) not in known]
+        self._others = [value for value in values if id(value) not in known and not isinstance(value, _UNCHANGING)]
+        self._holds_something = bool(self._dicts or self._sequences or self._others)
         self._lengths, self._flat, self._inside = self._now()
 
     def _now(self) -> tuple[list[int], list[Any], list[tuple]]:
@@ -74,6 +75,8 @@ class Contents:
         """The container in which something is no longer as it was, in words."""
         if self._replaced or any(self._empty):
             return self._compare()
+        if not self._holds_something:
+            return None
         lengths, flat, inside = self._now()
         if lengths == self._lengths and all(map(_is, flat, self._flat)):
             for now, before in zip(inside, self._inside, strict=True):

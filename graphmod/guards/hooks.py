@@ -1,7 +1,4 @@
-"""Gradient hooks on parameters: noticed where they come or go. Those on modules are code that ran, as all other.
-
-Imports torch only.
-"""
+"""Gradient hooks on parameters: noticed where they come or go. Those on modules are code that ran, as all other."""
 
 import contextlib
 import operator

@@ -1,4 +1,4 @@
-"""Tells, in the thread that asks, of single instructions before they run. Imports `torch_private`.
+"""Tells, in the thread that asks, of single instructions before they run.
 
 Python 3.11 does so by `f_trace_opcodes`. That of 3.12 and 3.13 comes late or not at all, and 3.12 crashes where two
 threads ask for it; they have `sys.monitoring` (PEP 669), which is asked for the code of interest only.

@@ -1,4 +1,4 @@
-"""Which files and modules belong to installed libraries. Imports nothing of graphmod."""
+"""Which files and modules belong to installed libraries."""
 
 import os
 import sys

@@ -1,7 +1,6 @@
 """Finds, while code runs, what the expressions in it stand for, without running any code of the objects.
 
-Where only running code could tell, its result is taken once it is there. Imports `notes`, `lookup`, `contents` and
-`expressions`.
+Where only running code could tell, its result is taken once it is there.
 """
 
 from __future__ import annotations
@@ -191,6 +190,7 @@ class Looking:
         functions = self.find(of[1])
         found: list[Any] = []
         for function in functions or (None,):
+            self._notes.chance.meet(function, self._notes.where)
             self._notes.look_inside(function)
             told = self._without_running(function, of)
             if told is not None:

@@ -1,7 +1,4 @@
-"""Where attributes live, found by the rules of ordinary lookup but without running any code of the object.
-
-Imports nothing of graphmod.
-"""
+"""Where attributes live, found by the rules of ordinary lookup but without running any code of the object."""
 
 import threading
 import types

@@ -1,4 +1,4 @@
-"""One note: what was at a place when code first looked there. Imports `contents` and `lookup`."""
+"""One note: what was at a place when code first looked there."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Notes, while a call runs, what its code reads and where that lives.
-
-Imports `lookup`, `contents`, `chance`, `note` and `lines`.
-"""
+"""Notes, while a call runs, what its code reads and where that lives."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """What code reads: the chains of attributes, items and calls (`self.config.scale`, `group["lr"]`) in its bytecode.
 
 The instructions of a function are gone through once, with a stack of expressions in the place of values. Where an
-expression begins with a variable, its value can be found later, while the code runs, without running any of it. Imports
-`expressions`.
+expression begins with a variable, its value can be found later, while the code runs, without running any of it.
 """
 
 import dis

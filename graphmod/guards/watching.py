@@ -1,8 +1,7 @@
 """Watches a call, and keeps of what was noted what had been there before it.
 
 Objects that the call makes itself need no notes. Those that were there before it are told apart by the garbage
-collector: what exists when the call begins is frozen (`gc.freeze`), so that all it lists afterwards is new. Imports
-`looking`, `notes` and `frames`.
+collector: what exists when the call begins is frozen (`gc.freeze`), so that all it lists afterwards is new.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """What a call does to its arguments beside computing with them: to the containers, to the tensors as objects, to
 gradients outside (rule R8). A replay does none of that, so a call that does is never captured.
-
-Imports `structure` and `signature`.
 """
 
 from __future__ import annotations

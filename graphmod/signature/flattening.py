@@ -1,6 +1,6 @@
 """Taking values apart into tensors and a hashable structure, and putting them together again.
 
-Owns what counts as a container and what of it counts. Imports `structure`.
+Owns what counts as a container and what of it counts.
 """
 
 import copyreg

@@ -2,7 +2,7 @@
 
 Taking arguments apart costs more than everything else about a replay of one layer. Most calls have the signature of the
 call before, and whether they do can be told by a straight line of comparisons, which is generated here as Python code
-for each signature. Imports `signature` and `structure`.
+for each signature.
 """
 
 from collections import OrderedDict

@@ -2,7 +2,6 @@
 
 Owns also the answer to whether somebody else looks on (a transform, a tracer, a mode of the user's), for whom a replay
 would not exist. `mode_key` runs in every call, so it asks PyTorch's C functions one after the other and nothing else.
-Imports `torch_private` and `errors`.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ def _readers(device_type: str) -> tuple[Callable[[], tuple], Callable[[], tuple]
     backend = _backend(device_type)
     parts = [f"{name}()" for name in names]
     parts += [f"precision({backend!r}, {operation!r})" for operation in _OPERATIONS]
-    parts += ["tuple(priority() or ())", f"stance() if {_EVAL_FRAME!r} in modules else None"]
+    parts += ["tuple(priority() or ())", f"stance() if {_EVAL_FRAME!r} in modules else 'default'"]
     several = on_gpu and torch.cuda.device_count() > 1
     parts.append("current()" if several else "None" if on_gpu else "denormal * 1.0 != 0.0")
     settings = f"({', '.join(parts)})"

@@ -1,6 +1,6 @@
 """What identifies a call: the structure of its arguments, their tensors and the modes it runs in (rule R3).
 
-Owns the key of one tensor, and telling two signatures apart in words. Imports `structure` and `modes`.
+Owns the key of one tensor, and telling two signatures apart in words.
 """
 
 import inspect

@@ -1,7 +1,4 @@
-"""What a value looks like when it was taken apart: what stands for its tensors, its objects and its containers.
-
-Imports nothing of graphmod; `flattening` makes structures.
-"""
+"""What a value looks like when it was taken apart: what stands for its tensors, its objects and its containers."""
 
 import dataclasses
 import types

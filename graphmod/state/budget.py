@@ -1,4 +1,4 @@
-"""How many captures are worth their time, whatever the pattern of calls. Imports nothing of graphmod."""
+"""How many captures are worth their time, whatever the pattern of calls."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The life of a signature (warm-up, captured, disabled) and the counters users see. Imports `signature`,
-`matcher` and `budget`."""
+"""The life of a signature (warm-up, captured, disabled) and the counters users see."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why something failed, in words, and what helps. Imports `errors` and `trace`."""
+"""Why something failed, in words, and what helps."""
 
 import inspect
 import re

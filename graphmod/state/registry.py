@@ -1,4 +1,4 @@
-"""The signatures that one module knows. Imports `lifecycle` and `signature`."""
+"""The signatures that one module knows."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """What has been said in the log, so that each cause is said once: not again for each like layer of a model, nor for
-each value that a setting takes. Imports nothing of graphmod."""
+each value that a setting takes.
+"""
 
 from __future__ import annotations
 

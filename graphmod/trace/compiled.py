@@ -1,4 +1,4 @@
-"""Code compiled with torch.compile inside a capture. Imports `tracer` and `dispatch`.
+"""Code compiled with torch.compile inside a capture.
 
 Two things stand between compiled code and a capture. Dynamo compiles anew for the keys under which the recorder sees
 operations, and steps aside for every dispatch mode, so that the eager code would run, and be captured. And the kernels

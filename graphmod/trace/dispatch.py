@@ -4,7 +4,6 @@ Composite formulas of torch ask whether a dispatch mode is active and then take 
 the last bits. So operations are not seen through a mode, but through a dispatch key next to that of modes, which torch
 keeps for extensions and for which it has no kernels of its own: one fallback, registered once, is included for as long
 as a recorder watches. Where that key is not to be had, or does not behave as the self-test demands, a mode serves.
-Imports nothing of graphmod.
 """
 
 import contextlib

@@ -1,8 +1,7 @@
 """Functions of torch that are no operations, and whose answer or effect a recorded call must not be wrong about.
 
 Whether a stream captures, which code asks to take another way then; reads of a tensor on the host; code that runs past
-the dispatcher. Each passes on the calls that no recorder watches. Imports `dispatch`, `patches`, `hazards`, `lines` and
-`seeds`.
+the dispatcher. Each passes on the calls that no recorder watches.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Keeps Python's garbage collector away for a while. Imports nothing of graphmod."""
+"""Keeps Python's garbage collector away for a while."""
 
 import contextlib
 import gc

@@ -1,7 +1,4 @@
-"""What a graph cannot repeat: tells, before an operation runs, why.
-
-Imports `trace`, `origins` and `lines`.
-"""
+"""What a graph cannot repeat: tells, before an operation runs, why."""
 
 from typing import NamedTuple
 

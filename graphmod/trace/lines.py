@@ -1,5 +1,4 @@
-"""Which lines of code an operation comes from: the user's, and the library's if one lies between. Imports nothing of
-graphmod."""
+"""Which lines of code an operation comes from: the user's, and the library's if one lies between."""
 
 import functools
 import inspect

@@ -1,7 +1,4 @@
-"""Follows the memory of a call: what its operations read, write and make, by the addresses of storages.
-
-Imports `tracer`, `trace` and `origins`.
-"""
+"""Follows the memory of a call: what its operations read, write and make, by the addresses of storages."""
 
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -1,5 +1,5 @@
 """What a recorded operation is: facts about operators, addresses of tensors, lines of the user's code, and comparing
-two records of a call. Imports nothing of graphmod.
+two records of a call.
 """
 
 import logging

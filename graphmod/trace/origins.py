@@ -1,4 +1,4 @@
-"""Where the values of tensors come from. Imports `trace`.
+"""Where the values of tensors come from.
 
 A value made from constants alone inside a call is the same in every such call. One that depends on an argument, on
 anything from outside or on chance is not.

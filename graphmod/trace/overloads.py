@@ -1,7 +1,4 @@
-"""Finds, for an operator, the overload that writes into given tensors, and runs operators into given memory.
-
-Imports nothing of graphmod.
-"""
+"""Finds, for an operator, the overload that writes into given tensors, and runs operators into given memory."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Replaces functions of other libraries for as long as a call needs it. Imports nothing of graphmod.
+"""Replaces functions of other libraries for as long as a call needs it.
 
 Such functions belong to the process. So each replacement is put in once, by whoever comes first, and taken out by
 whoever leaves last; it passes on the calls of everyone whom it does not concern.

@@ -1,7 +1,7 @@
 """Records a call: its operations, its memory, and what of it a graph cannot repeat.
 
 The recorded warm-up call, both backends, the address watch and the check for what a graph cannot repeat all stand on
-this. Imports the other files of this room.
+this.
 """
 
 import contextlib

@@ -1,5 +1,5 @@
 """What a capture takes over from the recorded eager call: its operations, to be compared with, and what was made from
-constants alone. Imports `trace` and `lines`.
+constants alone.
 
 An eager call may read on the host what it made from constants, or copy a list to the device: each such call gets the
 same. A capture can do neither, and takes what the recorded call got.

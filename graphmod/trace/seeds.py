@@ -1,4 +1,4 @@
-"""Calls that read, write or seed the state of random generators. Imports `dispatch`, `hazards` and `trace`.
+"""Calls that read, write or seed the state of random generators.
 
 A replay goes on drawing where the last one ended. Code that saves and restores the state, or seeds a generator, means
 something else.

@@ -1,5 +1,4 @@
-"""Sees every aten operation of a call: which, with which scalars, on which line of the user's code. Imports `trace` and
-`dispatch`."""
+"""Sees every aten operation of a call: which, with which scalars, on which line of the user's code."""
 
 import contextlib
 from collections.abc import Iterable

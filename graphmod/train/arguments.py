@@ -1,7 +1,4 @@
-"""The command line of train.py as Hydra wants it, and what Hydra would not notice in it.
-
-Imports hydra, `train/explain.py` and `train/resume.py`.
-"""
+"""The command line of train.py as Hydra wants it, and what Hydra would not notice in it."""
 
 import re
 from pathlib import Path

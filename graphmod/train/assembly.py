@@ -1,6 +1,4 @@
-"""Small parts that a run is put together from: its settings as plain values, its training step. Imports torch, the
-schema, `train/model.py`, `train/optim.py` and `train/step.py`.
-"""
+"""Small parts that a run is put together from: its settings as plain values, its training step."""
 
 from collections.abc import Callable
 from dataclasses import asdict, replace

@@ -1,8 +1,4 @@
-"""Causal attention for transformers models whose forward pass never asks the host about its inputs.
-
-Imports torch, transformers and `train/varlen.py`; registers one attention function with transformers and touches
-nothing else of it.
-"""
+"""Causal attention for transformers models whose forward pass never asks the host about its inputs."""
 
 import torch
 from torch import nn

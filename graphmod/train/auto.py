@@ -1,5 +1,4 @@
-"""`graph=auto`: tries the scopes on the first steps of a run and keeps the fastest. Imports torch, the core's `config`,
-`train/step.py`, `train/isolation.py`, `train/timing.py` and `train/words.py`.
+"""`graph=auto`: tries the scopes on the first steps of a run and keeps the fastest.
 
 The trial steps are steps of the training, and every scope computes the same bits, so that trying changes no number.
 """

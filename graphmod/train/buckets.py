@@ -1,4 +1,4 @@
-"""Documents of different lengths in batches of a few fixed shapes. Imports torch, numpy and `train/iteration.py`.
+"""Documents of different lengths in batches of a few fixed shapes.
 
 A batch is int64 (A, B, S + 1) for one of the bucket lengths S; -1 marks padding, at the end of each row. All buckets
 hold the same number of tokens: shorter ones have more rows. Attention is causal, so real tokens see no padding.

@@ -1,4 +1,4 @@
-"""The Hydra callback that compares the runs of a multirun when the last one is done. Imports hydra's interface.
+"""The Hydra callback that compares the runs of a multirun when the last one is done.
 
 How busy the GPU is takes a profiler, which slows later graph launches of the process; so that is looked at last, when
 all times have been taken, in a few steps of each run anew.

@@ -1,8 +1,8 @@
 """The format of a checkpoint: a folder that `from_pretrained` loads, and beside the weights what resuming needs.
 
-Imports torch and `train/model.py` (to keep transformers quiet). Which checkpoint a run goes on from is decided in
-`train/resume.py`. A checkpoint appears whole or not at all: it is written under another name, forced to the disk, and
-renamed; `checkpoint.json`, written last, lists every file with its size and checksum, by which damage is noticed.
+Which checkpoint a run goes on from is decided in `train/resume.py`. A checkpoint appears whole or not at all: it is
+written under another name, forced to the disk, and renamed; `checkpoint.json`, written last, lists every file with its
+size and checksum, by which damage is noticed.
 """
 
 import json

@@ -1,8 +1,7 @@
 """Which settings of a run cannot be meant together, and which files must be there before it starts.
 
-Imports the schema, torch (only to ask whether there is a GPU), `train/varlen.py`, and an error's text from
-`train/recompute.py`. Reads nothing but file names and changes nothing, save `data.path`, which it makes a list, and
-`data.seq_len`, which is the longest of `data.buckets`.
+Reads nothing but file names and changes nothing, save `data.path`, which it makes a list, and `data.seq_len`, which is
+the longest of `data.buckets`.
 """
 
 import math

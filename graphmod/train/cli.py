@@ -1,7 +1,7 @@
 """What `train.py` does: compose the config with Hydra, run the job or jobs, and word every error for its reader.
 
-Imports hydra, `train/arguments.py`, `train/folders.py` and the loop. Exit status: 0 all went well, 1 a run failed, 2
-the command line, a config or the data cannot be used, 128 + N stopped by signal N (130 is Ctrl-C, 143 SIGTERM).
+Exit status: 0 all went well, 1 a run failed, 2 the command line, a config or the data cannot be used, 128 + N stopped
+by signal N (130 is Ctrl-C, 143 SIGTERM).
 """
 
 import os
@@ -85,7 +85,7 @@ def _check(config: RunConfig, folder: Path, alone: bool) -> tuple[int, Path]:
     """Only says what would keep the step out of graphs."""
     if not alone:
         raise ConfigError(NO_CHECK)  # likewise
-    from graphmod.check.training import CHECK_FILE, check_training
+    from graphmod.train.hazards import CHECK_FILE, check_training
 
     report = check_training(config, folder)
     print(report)

@@ -1,5 +1,4 @@
-"""torch.compile inside graphs: fused kernels, captured by graphmod instead of by inductor. May import the core's
-`tracer`, `compiled` and `trace`, and `train/recompute.py`.
+"""torch.compile inside graphs: fused kernels, captured by graphmod instead of by inductor.
 
 On the CPU the emulator repeats what the recorder saw. There the compiled graphs are run operation by operation
 (`aot_eager`), in sight: same path, no generated code, no speed.

@@ -1,8 +1,4 @@
-"""From a composed Hydra config to a checked `RunConfig`; every way this can fail ends in one ConfigError.
-
-Imports omegaconf, Hydra's ConfigStore, the schema, its checks and the wording of errors; nothing that loads data or
-builds a model, so that a wrong setting is reported before any work is done.
-"""
+"""From a composed Hydra config to a checked `RunConfig`; every way this can fail ends in one ConfigError."""
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf

@@ -1,4 +1,4 @@
-"""Turns files into one long row of tokens. Imports torch, numpy, the schema; transformers only for a tokenizer.
+"""Turns files into one long row of tokens.
 
 How batches are cut from that row is `train/data.py`'s business.
 """

@@ -1,7 +1,7 @@
 """Cuts batches from a corpus: which windows a step sees, and a thread that has the next ones ready.
 
-Imports torch, numpy, the schema and `train/corpus.py`. A batch is int64 of shape (A, B, S + 1) on the host: A
-microbatches of B windows of S inputs and, shifted by one, S targets.
+A batch is int64 of shape (A, B, S + 1) on the host: A microbatches of B windows of S inputs and, shifted by one, S
+targets.
 """
 
 import queue

@@ -1,4 +1,4 @@
-"""Random draws that a second run of the same code repeats without drawing. May import the core's `trace`, and torch.
+"""Random draws that a second run of the same code repeats without drawing.
 
 To run a layer again with the random numbers it had takes the generator's state, which a graph can neither read nor set.
 What the draws gave can be kept instead.

@@ -1,7 +1,4 @@
-"""Words for errors of Hydra and omegaconf: what was got, what is allowed, what to type instead.
-
-Imports their exception classes and the schema; changes nothing and raises nothing of its own.
-"""
+"""Words for errors of Hydra and omegaconf: what was got, what is allowed, what to type instead."""
 
 import dataclasses
 import difflib

@@ -1,4 +1,4 @@
-"""Turns SIGINT and SIGTERM into a wish that the loop grants after the step it is in. Imports nothing of graphmod."""
+"""Turns SIGINT and SIGTERM into a wish that the loop grants after the step it is in."""
 
 import signal
 import threading

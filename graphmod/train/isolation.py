@@ -1,4 +1,4 @@
-"""Runs of one process that leave each other alone: seeds, deterministic flags, GPU memory. Imports torch only."""
+"""Runs of one process that leave each other alone: seeds, deterministic flags, GPU memory."""
 
 import gc
 import os

@@ -1,4 +1,4 @@
-"""The arithmetic of one training iteration, the same in every scope. Imports `train/update.py`.
+"""The arithmetic of one training iteration, the same in every scope.
 
 Nothing here asks the device for a value: the position in the schedule, the loss scale, whether the step was finite
 and what follows from that are tensors on the device, so that a graph can hold all of it.

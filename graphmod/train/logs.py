@@ -1,4 +1,4 @@
-"""What is said while a progress bar is shown, by the log of graphmod and by threads. Imports logging and tqdm."""
+"""What is said while a progress bar is shown, by the log of graphmod and by threads."""
 
 import logging
 import threading

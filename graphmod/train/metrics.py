@@ -1,8 +1,7 @@
 """Losses and scalars of a run: kept on the device, fetched in the background, written to TensorBoard.
 
-Imports torch, tensorboard, `train/timing.py`, and `train/checkpoint.py` for its `Progress`. Between two log points
-nothing is read from the device, and at a log point nothing waits: values are copied into pinned memory and written
-once their copy is known to have ended.
+Between two log points nothing is read from the device, and at a log point nothing waits: values are copied into pinned
+memory and written once their copy is known to have ended.
 """
 
 from collections import deque

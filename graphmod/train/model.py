@@ -1,7 +1,4 @@
-"""Builds the model of a run: a transformers causal LM with seeded random weights, or one saved in a folder.
-
-Imports transformers, the schema and `train/attention.py`; knows nothing of data files, graphs or the loop.
-"""
+"""Builds the model of a run: a transformers causal LM with seeded random weights, or one saved in a folder."""
 
 from contextlib import contextmanager
 from pathlib import Path

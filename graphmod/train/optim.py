@@ -1,4 +1,4 @@
-"""The optimizer and its learning rates. Imports torch and the schema.
+"""The optimizer and its learning rates.
 
 Everything a graph must be able to read stands in tensors on the device: the learning rate and the step counts.
 """

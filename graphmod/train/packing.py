@@ -1,5 +1,4 @@
-"""Several documents in one row, none of which sees another, at one fixed shape. Imports torch, the schema,
-`train/attention.py`, `train/varlen.py`, `train/iteration.py` and `train/data.py`.
+"""Several documents in one row, none of which sees another, at one fixed shape.
 
 A packed batch is int64 (A, 2 B, S + 1): B rows of tokens and, below them, B rows of document numbers. The attention
 mask, or the bounds of the documents, and the positions are computed from the numbers on the device, so that one graph

@@ -1,5 +1,4 @@
-"""Records steps from graphs and eager steps in one trace and sums up how busy the GPU was. Imports torch and the core's
-`layers`, `config`; `train/step.py` for the type of a step; `train/layer_names.py`.
+"""Records steps from graphs and eager steps in one trace and sums up how busy the GPU was.
 
 Once a profiler has been attached to a process, every later launch of a graph in it costs more. So this is the last
 thing a run does, and no time is taken after it.

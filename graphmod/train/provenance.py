@@ -1,4 +1,4 @@
-"""Where a saved model comes from, in words. Imports `train/checkpoint.py` and `train/words.py`; reads manifests."""
+"""Where a saved model comes from, in words."""
 
 import time
 from pathlib import Path

@@ -1,5 +1,4 @@
-"""Activation checkpointing of a model's layers. May import the core's `layers` and `tracer`,
-`train/draws.py`, and torch.
+"""Activation checkpointing of a model's layers.
 
 A layer's forward is wrapped before graphs are put around it, so that a graph holds both: the forward that keeps
 little, and the backward that computes it again.

@@ -1,6 +1,4 @@
-"""Shows a comparison: as text, Markdown, JSON, a picture and in TensorBoard. Imports `train/comparison.py`,
-`train/result.py`, `train/timing.py` and tensorboard; matplotlib, if it is installed.
-"""
+"""Shows a comparison: as text, Markdown, JSON, a picture and in TensorBoard."""
 
 import json
 import os

@@ -1,7 +1,4 @@
-"""What a run leaves behind as numbers: the `RunResult`, its `result.json` and the closing report.
-
-Imports `train/timing.py` for medians; knows nothing of how the run was made.
-"""
+"""What a run leaves behind as numbers: the `RunResult`, its `result.json` and the closing report."""
 
 import json
 import os

@@ -1,7 +1,4 @@
-"""Which checkpoint a run goes on from, and whether it may: the settings that decide the numbers must be the same.
-
-Imports the schema, `train/checkpoint.py` and `train/result.py`; reads manifests and checksums, builds nothing.
-"""
+"""Which checkpoint a run goes on from, and whether it may: the settings that decide the numbers must be the same."""
 
 import itertools
 import logging

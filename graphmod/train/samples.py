@@ -1,4 +1,4 @@
-"""Text that the model being trained writes, every so many steps. Imports `graphmod.decode`, the corpus' types and tqdm.
+"""Text that the model being trained writes, every so many steps.
 
 Sampling reads the weights where they are and draws no number from torch's generators, so that a run's losses are the
 same with and without it.

@@ -1,6 +1,4 @@
-"""Which batches a run sees and which loss they need: plain windows, buckets or packed documents. Imports the schema and
-the samplers of `train/data.py`, `train/buckets.py` and `train/packing.py`.
-"""
+"""Which batches a run sees and which loss they need: plain windows, buckets or packed documents."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The settings of a training run: their names, types, defaults and meaning. Imports `settings` only.
+"""The settings of a training run: their names, types, defaults and meaning.
 
 The YAML files under `configs/` fill these classes in, and `train/config.py` turns a composed config into them.
 """

@@ -1,4 +1,4 @@
-"""What `TrainStep` may be told about its graphs. Imports `graphmod.config` only."""
+"""What `TrainStep` may be told about its graphs."""
 
 from dataclasses import dataclass, fields
 from enum import Enum

@@ -1,8 +1,4 @@
-"""One training iteration as a callable, from graphs of the layers, from one graph, or eagerly.
-
-May import the core of graphmod, `train/iteration.py`, `train/compile.py`, `train/update.py` and `train/recompute.py`,
-not the other parts of the training run.
-"""
+"""One training iteration as a callable, from graphs of the layers, from one graph, or eagerly."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence

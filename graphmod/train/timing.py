@@ -1,4 +1,4 @@
-"""How long each step takes, on the device and on the host, without making either wait. Imports torch only."""
+"""How long each step takes, on the device and on the host, without making either wait."""
 
 import time
 from collections import deque

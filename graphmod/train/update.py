@@ -1,4 +1,4 @@
-"""Clipping and Adam's update compiled into one pass over memory. Imports `train/compile.py` and the core's `watch`.
+"""Clipping and Adam's update compiled into one pass over memory.
 
 The arithmetic is torch's own (`torch.optim.adam.adam`), in float32 where the tensors are narrower. Tensors of one shape
 are updated some at a time, so that what has to be compiled depends on the kinds of tensors and not on their number.

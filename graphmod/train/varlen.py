@@ -1,5 +1,5 @@
 """Causal attention within documents that share a row, with torch's `varlen_attn`: it skips what other documents hold,
-where a mask would have it computed and thrown away. Imports torch and the schema.
+where a mask would have it computed and thrown away.
 """
 
 import inspect

@@ -1,4 +1,4 @@
-"""Small words of reports. Imports nothing."""
+"""Small words of reports."""
 
 
 def counted(number: int, noun: str) -> str:

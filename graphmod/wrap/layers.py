@@ -1,4 +1,4 @@
-"""`graph_layers`: graphs for the layers of an existing model, in place. May import `module` and what that may.
+"""`graph_layers`: graphs for the layers of an existing model, in place.
 
 A wrapped layer stays the object it was: only its `forward` is redirected, so that `state_dict` keys, parameter names,
 hooks on the layer, isinstance and attribute access do not change.

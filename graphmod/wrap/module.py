@@ -1,7 +1,4 @@
-"""`CUDAGraphModule`: the wrapper around one module or callable. What a call does is decided in `call.dispatch`.
-
-May import every part of the core.
-"""
+"""`CUDAGraphModule`: the wrapper around one module or callable. What a call does is decided in `call.dispatch`."""
 
 from __future__ import annotations
 

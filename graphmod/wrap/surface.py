@@ -1,7 +1,6 @@
 """What a wrapper looks like from outside: the module that it wraps, for whoever reads, sets or copies it.
 
-Owns attributes, copies, pickling and what other tools of PyTorch make of a wrapper; calls are in `module`. Imports
-`target`.
+Owns attributes, copies, pickling and what other tools of PyTorch make of a wrapper; calls are in `module`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """What a wrapper around a module calls: its `forward` of now, past the wrapper that may stand in its place; and how a
 module whose `forward` is redirected is told from its copies.
-
-Imports nothing of graphmod.
 """
 
 from __future__ import annotations

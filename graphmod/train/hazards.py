@@ -1,4 +1,4 @@
-"""`graph.check=true`: the check of the step that a training run is told to make. Imports `run` and `graphmod.train`.
+"""`graph.check=true`: the check of the step that a training run is told to make.
 
 The run's own parts are built as for training, and its first batch is trained on, on weights that nobody keeps.
 """

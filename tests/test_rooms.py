@@ -1,0 +1,56 @@
+"""The rooms of the house: who may import whom."""
+
+import ast
+import functools
+import graphlib
+from pathlib import Path
+
+import pytest
+
+import graphmod
+
+HOUSE = Path(graphmod.__file__).parent
+ROOMS = (
+    *("errors", "config", "torch_private", "trace", "guards", "signature", "state", "backend", "graph", "capture"),
+    *("call", "wrap", "check", "decode", "train"),
+)
+UPWARDS = {("decode.cli", "train"), ("decode.run", "train")}  # the command line's words are in one place
+
+
+@functools.cache
+def modules():
+    """Each module -> those that it imports, wherever in it, also for annotations alone."""
+    found = {}
+    for path in HOUSE.rglob("*.py"):
+        parts = path.relative_to(HOUSE).with_suffix("").parts
+        name = ".".join(part for part in parts if part != "__init__")
+        found[name] = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found[name] |= {one.name.partition(".")[2] for one in node.names if one.name.startswith("graphmod.")}
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "graphmod":
+                place = node.module.partition(".")[2]
+                for one in node.names:
+                    inside = HOUSE.joinpath(*place.split("."), one.name) if place else HOUSE / one.name
+                    is_module = inside.is_dir() or inside.with_suffix(".py").exists()
+                    found[name].add(f"{place}.{one.name}".lstrip(".") if is_module else place)
+            assert not (isinstance(node, ast.ImportFrom) and node.level), f"{path} imports relatively"
+    return found
+
+
+def test_each_room_is_known():
+    assert {name.partition(".")[0] for name in modules()} - {""} == set(ROOMS)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_imports_from_rooms_before_it(room):
+    before = {*ROOMS[: ROOMS.index(room) + 1]}
+    for name, imported in modules().items():
+        if name.partition(".")[0] == room:
+            rooms = {one.partition(".")[0] for one in imported}
+            allowed = before | {other for where, other in UPWARDS if where == name}
+            assert rooms <= allowed, f"{name} imports from {rooms - allowed}"
+
+
+def test_no_modules_import_in_a_circle():
+    graphlib.TopologicalSorter(modules()).prepare()  # raises CycleError, and says which
