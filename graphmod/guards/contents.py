@@ -80,13 +80,20 @@ def is_iterator(value: Any) -> bool:
     return not isinstance(value, type)
 
 
+_random: dict[int, tuple[type, bool]] = {}  # likewise
+
+
 def is_random(value: Any) -> bool:
     """Whether a value draws random numbers on the host."""
-    if isinstance(value, random.Random):
-        return True
-    numpy = sys.modules.get("numpy.random")  # which another thread may be importing
-    kinds = ("RandomState", "Generator")
-    return isinstance(value, tuple(getattr(numpy, kind) for kind in kinds if hasattr(numpy, kind)))
+    kind = type(value)
+    known = _random.get(id(kind))
+    if known is None:
+        if len(_random) > _MOST_KINDS:
+            _random.clear()
+        of_numpy = [base.__name__ for base in kind.__mro__ if str(base.__module__).startswith("numpy.random")]
+        draws = issubclass(kind, random.Random) or not {"RandomState", "Generator"}.isdisjoint(of_numpy)
+        known = _random[id(kind)] = kind, draws
+    return known[1]
 
 
 def content(value: Any) -> tuple | None:
@@ -125,10 +132,18 @@ def state(value: Any) -> tuple | None:
         if isinstance(value, random.Random):
             return (value.getstate(),)
         if is_random(value):
-            return (repr(value.get_state() if hasattr(value, "get_state") else value.bit_generator.state),)
+            legacy = hasattr(value, "get_state")
+            return (_comparable(value.get_state(legacy=False) if legacy else value.bit_generator.state),)
     except Exception:  # one whose class keeps no state, or none yet
         return None
     return None
+
+
+def _comparable(held: Any) -> Any:
+    """What dicts and arrays of numpy hold, for comparing."""
+    if isinstance(held, dict):
+        return tuple((key, _comparable(value)) for key, value in held.items())
+    return held.tobytes() if _is_numpy(held, "ndarray") else held
 
 
 def same(one: Any, other: Any, depth: int = _DEPTH) -> bool:

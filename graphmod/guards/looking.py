@@ -31,11 +31,15 @@ _RUNS_PYTHON = (types.FunctionType, types.MethodType, nn.Module)
 _PYTHON = types.FunctionType
 # Functions that read attributes which only they know, of whatever is passed on with them.
 _READERS = (operator.attrgetter, operator.methodcaller)
+_READ_ANY = (operator.attrgetter, getattr, vars)
 
 
 def _is_any(value: Any, of: tuple) -> bool:
     """Whether a value is one of some, compared without code of the value's."""
-    return any(value is one for one in of)
+    for one in of:  # noqa: SIM110 - a third of the time of any() with a generator
+        if value is one:
+            return True
+    return False
 
 
 class Looking:
@@ -66,7 +70,7 @@ class Looking:
                     continue
                 self._notes.chance.meet(value, self._notes.where)
                 if read.content:
-                    whole = whole or isinstance(value, _READERS) or _is_any(value, (operator.attrgetter, getattr, vars))
+                    whole = whole or type(value) in _READERS or _is_any(value, _READ_ANY)
                     self._notes.look_inside(value)
                     if isinstance(value, dict) and "_parameters" in value and read.of[0] in ("attr", "call"):
                         for held in ("_parameters", "_buffers", "_modules"):  # the attributes of a module, whole

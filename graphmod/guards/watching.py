@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from types import FrameType
 from typing import Any
@@ -34,12 +34,13 @@ def noting(*roots: Any) -> Iterator[Notes]:
         roots: objects that were there before.
     """
     notes = Notes()
+    watcher = _Watcher(notes)
     for root in roots:
-        notes.root(root)
+        watcher.take(notes.root, root)
     with _telling_new_objects():
         token = _current.set(notes)
         try:
-            with Frames(_Watcher(notes)):
+            with Frames(watcher):
                 yield notes
         finally:
             _current.reset(token)
@@ -61,17 +62,30 @@ class _Watcher:
 
     def __init__(self, notes: Notes) -> None:
         self._notes = notes
-        self.called, self.walked = notes.called, notes.walked
+
+    def take(self, note: Callable, *seen: Any) -> Any:
+        """Notes something that was seen. It may be of any kind, so that this may fail; the user's call goes on."""
+        try:
+            return note(*seen)
+        except Exception as error:
+            notes = self._notes
+            notes.unreadable = notes.unreadable or (f"{type(error).__name__}: {error}", notes.here())
+            return None
+
+    def called(self, module: nn.Module) -> None:
+        """Takes in that a module is called."""
+        self.take(self._notes.called, module)
+
+    def walked(self, module: nn.Module) -> None:
+        """Takes in that code goes through a module and all that is in it."""
+        self.take(self._notes.walked, module)
 
     def see(self, frame: FrameType, reads: Iterable[Read], results: Iterable[Any]) -> list[Read]:
         """Takes in that code is about to read something. Returns what it reads of values that only code can tell."""
         notes = self._notes
         notes.where, notes.frame = (frame.f_code, frame.f_lineno), frame
         try:
-            return Looking(notes, frame, results).look(reads)
-        except Exception as error:  # what is looked at may be of any kind; the user's call goes on
-            notes.unreadable = notes.unreadable or (f"{type(error).__name__}: {error}", notes.here())
-            return []
+            return self.take(Looking(notes, frame, results).look, reads) or []
         finally:
             notes.frame = None
 

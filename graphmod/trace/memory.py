@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from graphmod.trace.operations import Facts, Step, address, tensors_in
-from graphmod.trace.origins import Origins
+from graphmod.trace.origins import Origin, Origins
 from graphmod.trace.tracer import Tracer
 
 _STATISTICS = frozenset({3, 4})  # running_mean and running_var; argument 5 says whether it trains
@@ -126,6 +126,8 @@ class MemoryTrace(Tracer):
 
     def _note_writes(self, call: Call) -> None:
         writes = _STATISTICS if call.about.statistics and call.args[5] else call.about.writes
+        origin = Origin.chance if call.random else Origin.constants
+        origin = max(origin, self._origins.greatest(call.given_at, call.given))
         for key, value in (*enumerate(call.args), *call.kwargs.items()):
             if key not in writes:
                 continue
@@ -139,7 +141,7 @@ class MemoryTrace(Tracer):
                         self.advanced.setdefault(where, self.outside[where])
                 elif where in self._inputs:
                     self.inputs_written.add(where)
-                self._note_write(call, where)
+                self._note_write(where, origin)
 
-    def _note_write(self, call: Call, where: int) -> None:
-        self._origins.note_write(where, call.random, call.given, call.given_at)
+    def _note_write(self, where: int, origin: Origin) -> None:
+        self._origins.note_write(where, origin)

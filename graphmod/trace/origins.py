@@ -64,9 +64,11 @@ class Origins:
         found = Origin.chance if random else Origin.constants
         if name in _ONLY_SHAPES:
             return found
-        for where, tensor in zip(given_at, given, strict=True):
-            found = max(found, self.of(where, tensor))
-        return found
+        return max(found, self.greatest(given_at, given))
+
+    def greatest(self, places: Iterable[int], tensors: Iterable[Tensor]) -> Origin:
+        """The origin of what any of these goes into."""
+        return max(map(self.of, places, tensors), default=Origin.unwritten)
 
     def note_of_kernels(self, places: Iterable[int]) -> None:
         """Takes in host tensors that an operation on a GPU returned: attention does, for the seed and offset of its
@@ -78,11 +80,15 @@ class Origins:
         """Whether `note_of_kernels` was told of an address."""
         return where in self._of_kernels
 
-    def note_write(self, where: int, random: bool, given: list[Tensor], given_at: list[int]) -> None:
-        """Takes in that an operation changed what lies at an address."""
+    def note_write(self, where: int, of: Origin) -> None:
+        """Takes in that an operation changed what lies at an address.
+
+        Args:
+            of: what it is given.
+        """
         before = self._of.get(where)
         if before is not None:
-            self._of[where] = max(before, Origin.chance if random else Origin.constants, *map(self.of, given_at, given))
+            self._of[where] = max(before, of)
 
     def note_constant(self, where: int) -> None:
         """Takes in a tensor made of values in Python, or kept from an earlier call."""

@@ -21,6 +21,7 @@ from graphmod.trace.hazards import OUTSIDE, UNDER_A_MODE, Check, Hazard, Reason,
 from graphmod.trace.lines import Lines, lines
 from graphmod.trace.memory import Call, MemoryTrace
 from graphmod.trace.operations import Facts, Step, address, tensors_in
+from graphmod.trace.origins import Origin
 from graphmod.trace.overloads import fits_into, run_into
 from graphmod.trace.script import Kept, Script
 from graphmod.trace.seeds import RESTORES, Draws
@@ -211,7 +212,7 @@ class Recorder(MemoryTrace):
             kept = self._before(call)
         except Exception as error:
             kept = self._cannot_follow(call, error)
-        result = step.op(*args, **kwargs)
+        result = self._do(step.op, args, kwargs)
         try:
             if kept is not None:
                 kept.keep(result)
@@ -305,10 +306,10 @@ class Recorder(MemoryTrace):
             return run_into(op, args, kwargs, target)
         if call.about.lists and self._around is not None:
             with self._around((*args, *kwargs.values())):
-                return op(*args, **kwargs)
-        return op(*args, **kwargs)
+                return self._do(op, args, kwargs)
+        return self._do(op, args, kwargs)
 
-    def _note_write(self, call: Call, where: int) -> None:
-        super()._note_write(call, where)
+    def _note_write(self, where: int, origin: Origin) -> None:
+        super()._note_write(where, origin)
         for kept in self._kept.values():
             kept.note_write(where)

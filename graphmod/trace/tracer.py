@@ -1,6 +1,7 @@
 """Sees every aten operation of a call: which, with which scalars, on which line of the user's code."""
 
 import contextlib
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from graphmod.trace import dispatch
 from graphmod.trace.operations import Facts, Step, draws, facts, same_generator, scalars_of, user_frame
 from graphmod.trace.patches import Patch
+from graphmod.trace.untraced import traced, untraced
 
 _beside_the_key = Patch(dispatch.replacements)
 
@@ -34,8 +36,10 @@ class Tracer:
         self.random = False
         self.backward = False
         self._context = contextlib.ExitStack()
+        self._is_traced = False
 
     def __enter__(self) -> "Tracer":
+        self._is_traced = sys.gettrace() is not None
         with contextlib.ExitStack() as context:
             if dispatch.has_key():
                 context.enter_context(_beside_the_key)
@@ -61,9 +65,12 @@ class Tracer:
 
     def see(self, op: Any, args: tuple, kwargs: dict) -> Any:
         """Runs an operation and takes it in."""
+        return untraced(self._see, op, args, kwargs) if self._is_traced else self._see(op, args, kwargs)
+
+    def _see(self, op: Any, args: tuple, kwargs: dict) -> Any:
         about = facts(op)
         if about.profiler:
-            return op(*args, **kwargs)
+            return self._do(op, args, kwargs)
         if torch._C._current_autograd_node() is None:
             code, line = user_frame()
         else:
@@ -79,7 +86,11 @@ class Tracer:
         return result
 
     def _run(self, step: Step, about: Facts, args: tuple, kwargs: dict, random: bool) -> Any:
-        return step.op(*args, **kwargs)
+        return self._do(step.op, args, kwargs)
+
+    def _do(self, op: Any, args: tuple, kwargs: dict) -> Any:
+        """Runs an operation, and whatever Python that runs."""
+        return traced(op, args, kwargs) if self._is_traced else op(*args, **kwargs)
 
 
 def current_tracer() -> Tracer | None:
