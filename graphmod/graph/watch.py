@@ -55,7 +55,8 @@ class Watch:
     def also(self, guards: Guards, outside: dict[int, Tensor]) -> None:
         """Holds and watches more, which the backward of what it watches reads."""
         self.held += outside.values()
-        self._guards.append(guards)
+        if guards:
+            self._guards.append(guards)
 
     def _watch_grads(
         self, parameters: list[Tensor], grads: list[Tensor | None], outside: dict[int, Tensor], backward: bool

@@ -6,7 +6,6 @@ Checked before each replay, so everything lies in flat lists that `map` goes thr
 from __future__ import annotations
 
 import operator
-from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import chain, compress, count
 from typing import Any
@@ -14,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphmod.guards.changes import line_of, name_of, replacements
-from graphmod.guards.contents import CONTAINERS, content, describe, is_plain, same, same_content
+from graphmod.guards.changes import name_of, replacements
+from graphmod.guards.containers import Contents
+from graphmod.guards.contents import CONTAINERS, describe, is_plain, same
 from graphmod.guards.hooks import HookWatch
-from graphmod.guards.lookup import MISSING, Cell, Kind, get
+from graphmod.guards.lookup import MISSING, Cell, Fields, Kind, get
 from graphmod.guards.note import Note
 from graphmod.guards.notes import Notes
 
@@ -25,105 +25,14 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 _data_ptr, _size, _stride = Tensor.data_ptr, Tensor.size, Tensor.stride
 _requires_grad = operator.attrgetter("requires_grad")
 _is, _is_not, _getitem = operator.is_, operator.is_not, operator.getitem
+_cell_contents = operator.attrgetter("cell_contents")
+_fields = operator.attrgetter(*Fields.NAMES)
 _flat = chain.from_iterable
-_UNCHANGING = (tuple, frozenset)  # where they lie is compared
 _MOST_LEVELS = 16  # of containers in containers, each in the place of an equal one
 
 
 def _has_none(leaf: Tensor) -> bool:
     return leaf.grad is None
-
-
-class Contents:
-    """Compares what is inside containers.
-
-    Args:
-        found: `(container, line that read it)`.
-    """
-
-    def __init__(self, found: list[tuple[Any, tuple]]) -> None:
-        self.found = found
-        self.names: dict[int, str] = {}  # of containers, in words
-        self.refresh()
-
-    def replace(self, was: Any, there: Any) -> None:
-        """Goes on with a container that has taken the place of another; it has to hold what that held then."""
-        self.found = [(there if one is was else one, where) for one, where in self.found]
-        self._replaced = True
-        if id(was) in self.names:
-            self.names[id(there)] = self.names[id(was)]
-
-    def refresh(self) -> None:
-        """Takes what is there now for right."""
-        values = [value for value, _ in self.found]
-        self._replaced = False
-        self._items = list(map(content, values))
-        self._empty = [value for value in values if isinstance(value, CONTAINERS) and not value]
-        self._dicts = [value for value in values if type(value) is dict and value]
-        self._sequences = [value for value in values if type(value) in (list, deque) and value]
-        known = {id(value) for value in (*self._empty, *self._dicts, *self._sequences)}
-        self._others = [value for value in values if id(value) not in known and not isinstance(value, _UNCHANGING)]
-        self._holds_something = bool(self._dicts or self._sequences or self._others)
-        self._lengths, self._flat, self._inside = self._now()
-
-    def _now(self) -> tuple[list[int], list[Any], list[tuple]]:
-        dicts, sequences = self._dicts, self._sequences
-        flat = [*_flat(dicts), *_flat(map(dict.values, dicts)), *_flat(sequences)]
-        return [*map(len, dicts), *map(len, sequences)], flat, list(map(content, self._others))
-
-    def changed(self) -> str | None:
-        """The container in which something is no longer as it was, in words."""
-        if self._replaced or any(self._empty):
-            return self._compare()
-        if not self._holds_something:
-            return None
-        lengths, flat, inside = self._now()
-        if lengths == self._lengths and all(map(_is, flat, self._flat)):
-            for now, before in zip(inside, self._inside, strict=True):
-                if len(now) != len(before) or not all(map(_is, now, before)):
-                    return self._compare()
-            return None
-        return self._compare()
-
-    def _compare(self) -> str | None:
-        for (value, where), items in zip(self.found, self._items, strict=True):
-            if not same_content(items, content(value)):
-                return f"{self._difference(value, items)} (read at {line_of(where)})"
-        self.refresh()  # equal values in the place of others
-        return None
-
-    def _difference(self, value: Any, items: tuple) -> str:
-        """What is different in a container, in words."""
-        half = len(items) // 2
-        if isinstance(value, dict) and list(value) == list(items[:half]):
-            for key, was in zip(value, items[half:], strict=True):
-                if isinstance(key, str) and not same(was, value[key]):
-                    of = self.names.get(id(value), f"a {type(value).__name__}")
-                    if not (is_plain(was) or is_plain(value[key])):
-                        return f"{key!r} of {of} is another {type(was).__name__} than when it was captured"
-                    text = f"{key!r} of {of} was {describe(was)} when it was captured and is {describe(value[key])}"
-                    number = key == "lr" and isinstance(value[key], float)
-                    return text + (", and a rate that is a tensor would be read anew" if number else "")
-        return f"the items of a {type(value).__name__} are others than when it was captured"
-
-    def restore(self) -> None:
-        """Gives the containers the items that they had."""
-        for (value, _), items in zip(self.found, self._items, strict=True):
-            now = content(value)
-            if len(now) == len(items) and all(map(_is, now, items)):
-                continue
-            if isinstance(value, dict):
-                half = len(items) // 2
-                value.clear()
-                value.update(zip(items[:half], items[half:], strict=True))
-            elif isinstance(value, (list, deque, set)):
-                value.clear()
-                (value.update if isinstance(value, set) else value.extend)(items)
-
-    def tensors(self) -> list[tuple[Any, Tensor]]:
-        """The tensors inside, each with its container."""
-        pairs = zip(self.found, self._items, strict=True)
-        return [(value, item) for (value, _), items in pairs for item in items if isinstance(item, Tensor)]
 
 
 class Guards:
@@ -172,8 +81,8 @@ class Guards:
         ]
         self._notes = [note for note, _, _ in places]
         self._containers = [container for _, container, _ in places]
-        self._keys = [note.key for note in self._notes]
         self._values = [value for _, _, value in places]
+        self._sort_places()
         self._absent: dict[int, tuple[Any, list[Note]]] = {}
         self._unset = [note for note, container, value in there if value is MISSING and not isinstance(container, dict)]
         for note, container, value in there:
@@ -188,6 +97,20 @@ class Guards:
             if isinstance(value, Tensor) and isinstance(note.owner, nn.Module) and container is note.owner._parameters
         ]
 
+    def _sort_places(self) -> None:
+        """Lays the places out so that no code in Python is needed to look at most of them."""
+        places = list(zip(self._containers, self._notes, self._values, strict=True))
+        cells = [(one.cell, value) for one, _, value in places if isinstance(one, Cell)]
+        self._cells, self._in_cells = [cell for cell, _ in cells], [value for _, value in cells]
+        fields = [(one, note, value) for one, note, value in places if isinstance(one, Fields)]
+        self._functions = list({id(one.function): one.function for one, _, _ in fields}.values())
+        known = {(id(one.function), note.key): value for one, note, value in fields}
+        self._in_functions = [known[id(one), name] for one in self._functions for name in Fields.NAMES]
+        others = [place for place in places if not isinstance(place[0], (Cell, Fields))]
+        self._held = [one for one, _, _ in others]
+        self._keys = [note.key for _, note, _ in others]
+        self._in_others = [value for _, _, value in others]
+
     def _take_tensors(self, notes: Notes, backward: bool) -> None:
         held = {id(container) for container, _, _ in self.attributes}
         inside = self.contents.tensors()
@@ -196,13 +119,16 @@ class Guards:
         leaves = list(notes.gradients.values())
         found = {id(tensor): tensor for tensor in (*met, *(leaf for leaf, _ in leaves))}
         self.tensors = [tensor for tensor in found.values() if tensor.layout is torch.strided]
+        self._take_geometry()
+        leaves = [one for one in leaves if one[0].requires_grad] if backward else []
+        self._leaves, self._absent_gradients = [leaf for leaf, _ in leaves], [absent for _, absent in leaves]
+        self._gradient_hooks = HookWatch(self._leaves)
+
+    def _take_geometry(self) -> None:
         self._addresses = list(map(_data_ptr, self.tensors))
         self._sizes = list(map(_size, self.tensors))
         self._strides = list(map(_stride, self.tensors))
         self._flags = list(map(_requires_grad, self.tensors))
-        leaves = [one for one in leaves if one[0].requires_grad] if backward else []
-        self._leaves, self._absent_gradients = [leaf for leaf, _ in leaves], [absent for _, absent in leaves]
-        self._gradient_hooks = HookWatch(self._leaves)
 
     # -- the check -----------------------------------------------------------------------------------------------
 
@@ -230,7 +156,11 @@ class Guards:
         """
         self.exchanged = False
         try:
-            same_objects = all(map(_is, map(_getitem, self._containers, self._keys), self._values))
+            same_objects = (
+                all(map(_is, map(_getitem, self._held, self._keys), self._in_others))
+                and all(map(_is, map(_cell_contents, self._cells), self._in_cells))
+                and all(map(_is, _flat(map(_fields, self._functions)), self._in_functions))
+            )
         except Exception:  # KeyError and IndexError, or whatever a container of the user's raises
             return self._gone()
         if not same_objects:
@@ -269,9 +199,10 @@ class Guards:
 
     def _other(self) -> str | None:
         for _ in range(_MOST_LEVELS):
-            now = list(map(get, self._containers, self._keys))
+            now = [get(container, note.key) for container, note in zip(self._containers, self._notes, strict=True)]
             others = list(compress(count(), map(_is_not, now, self._values)))
             if not others:
+                self._sort_places()
                 return None
             for index in others:
                 reason = self._compared(index, now[index])
@@ -310,16 +241,21 @@ class Guards:
 
     def restore(self) -> None:
         """Puts back every value that is another than it was."""
-        for container, key, value in zip(self._containers, self._keys, self._values, strict=True):
+        for container, note, value in zip(self._containers, self._notes, self._values, strict=True):
             if isinstance(container, Cell):
                 container.cell.cell_contents = value
-            elif isinstance(container, (dict, list)) and get(container, key) is not value:
-                container[key] = value
+            elif isinstance(container, (dict, list)) and get(container, note.key) is not value:
+                container[note.key] = value
         for container, notes in self._absent.values():
             for note in notes:
                 if isinstance(container, dict):
                     container.pop(note.key, None)
         self.contents.restore()
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to look at."""
+        looked_at = (self._notes, self._without, self._unset, self._hooks_of, self._objects, self.tensors, self._leaves)
+        return any(looked_at) or bool(self.contents.found)
 
     # -- what was met --------------------------------------------------------------------------------------------
 

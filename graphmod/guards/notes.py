@@ -264,8 +264,8 @@ class Notes:
         if self._functions.get(id(function)) is function:
             return
         self._functions[id(function)] = function
-        for cell in function.__closure__ or ():
-            if (id(cell), None) not in self.notes:
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            if name != "__class__" and (id(cell), None) not in self.notes:  # that is for `super()`, and stays
                 place = Place(Cell(cell), None, get(Cell(cell), None))
                 self.notes[id(cell), None] = Note(cell, place, self.here())
                 self._meet(place.value)

@@ -36,10 +36,8 @@ class Tracer:
         self.random = False
         self.backward = False
         self._context = contextlib.ExitStack()
-        self._is_traced = False
 
     def __enter__(self) -> "Tracer":
-        self._is_traced = sys.gettrace() is not None
         with contextlib.ExitStack() as context:
             if dispatch.has_key():
                 context.enter_context(_beside_the_key)
@@ -65,7 +63,7 @@ class Tracer:
 
     def see(self, op: Any, args: tuple, kwargs: dict) -> Any:
         """Runs an operation and takes it in."""
-        return untraced(self._see, op, args, kwargs) if self._is_traced else self._see(op, args, kwargs)
+        return self._see(op, args, kwargs) if sys.gettrace() is None else untraced(self._see, op, args, kwargs)
 
     def _see(self, op: Any, args: tuple, kwargs: dict) -> Any:
         about = facts(op)
@@ -90,7 +88,7 @@ class Tracer:
 
     def _do(self, op: Any, args: tuple, kwargs: dict) -> Any:
         """Runs an operation, and whatever Python that runs."""
-        return traced(op, args, kwargs) if self._is_traced else op(*args, **kwargs)
+        return op(*args, **kwargs) if sys.gettrace() is None else traced(op, args, kwargs)
 
 
 def current_tracer() -> Tracer | None:

@@ -1,0 +1,109 @@
+"""Whether what is inside containers is still as it was."""
+
+from __future__ import annotations
+
+import operator
+from collections import deque
+from itertools import chain
+from typing import Any
+
+from torch import Tensor
+
+from graphmod.guards.changes import line_of
+from graphmod.guards.contents import CONTAINERS, content, describe, is_plain, same, same_content
+
+_is = operator.is_
+_flat = chain.from_iterable
+_UNCHANGING = (tuple, frozenset)  # where they lie is compared
+
+
+class Contents:
+    """Compares what is inside containers.
+
+    Args:
+        found: `(container, line that read it)`.
+    """
+
+    def __init__(self, found: list[tuple[Any, tuple]]) -> None:
+        self.found = found
+        self.names: dict[int, str] = {}  # of containers, in words
+        self.refresh()
+
+    def replace(self, was: Any, there: Any) -> None:
+        """Goes on with a container that has taken the place of another; it has to hold what that held then."""
+        self.found = [(there if one is was else one, where) for one, where in self.found]
+        self._replaced = True
+        if id(was) in self.names:
+            self.names[id(there)] = self.names[id(was)]
+
+    def refresh(self) -> None:
+        """Takes what is there now for right."""
+        values = [value for value, _ in self.found]
+        self._replaced = False
+        self._items = list(map(content, values))
+        self._empty = [value for value in values if isinstance(value, CONTAINERS) and not value]
+        self._dicts = [value for value in values if type(value) is dict and value]
+        self._sequences = [value for value in values if type(value) in (list, deque) and value]
+        known = {id(value) for value in (*self._empty, *self._dicts, *self._sequences)}
+        self._others = [value for value in values if id(value) not in known and not isinstance(value, _UNCHANGING)]
+        self._holds_something = bool(self._dicts or self._sequences or self._others)
+        self._lengths, self._flat, self._inside = self._now()
+
+    def _now(self) -> tuple[list[int], list[Any], list[tuple]]:
+        dicts, sequences = self._dicts, self._sequences
+        flat = [*_flat(dicts), *_flat(map(dict.values, dicts)), *_flat(sequences)]
+        return [*map(len, dicts), *map(len, sequences)], flat, list(map(content, self._others))
+
+    def changed(self) -> str | None:
+        """The container in which something is no longer as it was, in words."""
+        if self._replaced or any(self._empty):
+            return self._compare()
+        if not self._holds_something:
+            return None
+        lengths, flat, inside = self._now()
+        if lengths == self._lengths and all(map(_is, flat, self._flat)):
+            for now, before in zip(inside, self._inside, strict=True):
+                if len(now) != len(before) or not all(map(_is, now, before)):
+                    return self._compare()
+            return None
+        return self._compare()
+
+    def _compare(self) -> str | None:
+        for (value, where), items in zip(self.found, self._items, strict=True):
+            if not same_content(items, content(value)):
+                return f"{self._difference(value, items)} (read at {line_of(where)})"
+        self.refresh()  # equal values in the place of others
+        return None
+
+    def _difference(self, value: Any, items: tuple) -> str:
+        """What is different in a container, in words."""
+        half = len(items) // 2
+        if isinstance(value, dict) and list(value) == list(items[:half]):
+            for key, was in zip(value, items[half:], strict=True):
+                if isinstance(key, str) and not same(was, value[key]):
+                    of = self.names.get(id(value), f"a {type(value).__name__}")
+                    if not (is_plain(was) or is_plain(value[key])):
+                        return f"{key!r} of {of} is another {type(was).__name__} than when it was captured"
+                    text = f"{key!r} of {of} was {describe(was)} when it was captured and is {describe(value[key])}"
+                    number = key == "lr" and isinstance(value[key], float)
+                    return text + (", and a rate that is a tensor would be read anew" if number else "")
+        return f"the items of a {type(value).__name__} are others than when it was captured"
+
+    def restore(self) -> None:
+        """Gives the containers the items that they had."""
+        for (value, _), items in zip(self.found, self._items, strict=True):
+            now = content(value)
+            if len(now) == len(items) and all(map(_is, now, items)):
+                continue
+            if isinstance(value, dict):
+                half = len(items) // 2
+                value.clear()
+                value.update(zip(items[:half], items[half:], strict=True))
+            elif isinstance(value, (list, deque, set)):
+                value.clear()
+                (value.update if isinstance(value, set) else value.extend)(items)
+
+    def tensors(self) -> list[tuple[Any, Tensor]]:
+        """The tensors inside, each with its container."""
+        pairs = zip(self.found, self._items, strict=True)
+        return [(value, item) for (value, _), items in pairs for item in items if isinstance(item, Tensor)]
