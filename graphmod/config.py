@@ -14,6 +14,14 @@ class BackendName(str, Enum):
     emulated = "emulated"
 
 
+class Verify(str, Enum):
+    """Which calls run eagerly instead of being replayed, and are compared with what was captured."""
+
+    off = "off"
+    sampled = "sampled"
+    always = "always"
+
+
 def choice(kind: type[Enum], value: object, setting: str) -> Enum:
     """The member of `kind` that a value names.
 
@@ -65,6 +73,10 @@ class CUDAGraphConfig:
         max_graphs: distinct signatures of one module that may have graphs at a time; the least recently used goes
             first. At least 1.
         max_failures: failures in a row after which a module stays eager until `force_enable()`. At least 1.
+        verify: what guards may miss (files, clocks, code in C) is looked for by calls that run eagerly and are compared
+            with what was captured, operation by operation. `sampled` spends a thousandth of the time on them; a
+            difference is logged, and the call stays eager. `always` replays nothing, and a difference raises
+            `VerificationFailed`: for tests. `off` never looks.
     """
 
     warmup_steps: int = 3
@@ -73,9 +85,11 @@ class CUDAGraphConfig:
     clone_outputs: bool = False
     max_graphs: int = 8
     max_failures: int = 3
+    verify: Verify = Verify.sampled
 
     def __post_init__(self) -> None:
         self.backend = choice(BackendName, self.backend, "backend")
+        self.verify = choice(Verify, self.verify, "verify")
         if isinstance(self.layers, str):
             self.layers = [self.layers]
         for setting, least in (("warmup_steps", 1), ("max_graphs", 1), ("max_failures", 1)):

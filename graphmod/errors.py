@@ -23,3 +23,7 @@ class Diverged(CaptureRefused):
 
 class BackwardUnavailable(GraphmodError, RuntimeError):
     """A backward pass was asked for whose saved values are gone or that a replayed graph cannot provide."""
+
+
+class VerificationFailed(GraphmodError, RuntimeError):
+    """With `verify=always`, a call did other operations than the graph that would have been replayed for it."""

@@ -138,6 +138,11 @@ class CudaBackend:
         del edges  # till here they kept the accumulators of the caller's stream alive; now the views do
         return made
 
+    def has_room(self, pools: int) -> bool:
+        """Whether an eager call finds as much memory, in bytes, as the graphs' pools hold."""
+        idle = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device) - pools
+        return idle >= pools or max(idle, 0) + torch.cuda.mem_get_info(self.device)[0] >= pools
+
     def random_state(self) -> Any:
         return self._generator.get_offset()
 

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from graphmod.call.replay import find, launch, results
+from graphmod.call.verify import due, verify
 from graphmod.call.warmup import track, warm_up
 from graphmod.capture.forward import capture, place
 from graphmod.graph.context import Context
@@ -21,7 +22,7 @@ from graphmod.torch_private import is_fx_tracing
 def run(context: Context, args: tuple, kwargs: dict) -> Any:
     """One call, by the first of these that can be:
 
-    1. a replay of a graph whose arguments, guards and order fit;
+    1. a replay of a graph whose arguments, guards and order fit; now and then an eager call in its place, to verify it;
     2. an eager call, where the signature is disabled, or somebody looks on (a transform, a tracer);
     3. a warm-up call, where no call was recorded in the present state: the last of some is recorded;
     4. a capture, where there is a place for it, and the budget allows it;
@@ -51,6 +52,10 @@ def run(context: Context, args: tuple, kwargs: dict) -> Any:
         return eager(context, args, kwargs)
     if entry.needs_grad and not group.busy:
         group.begin_pass()
+    if entry.replays >= entry.verify_at and entry.graphs:
+        recording = due(context, entry)
+        if recording is not None:
+            return verify(context, entry, recording, args, kwargs)
     reason = ""
     # A graph may start before everything about it has been checked; if that shows that it was none, once more with
     # care.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -32,9 +34,12 @@ class Recording:
         guards: what its code read.
         returned: the outline of its result.
         refused: why it is not to be captured; None where it may be.
+        seconds: that it took.
     """
 
-    def __init__(self, recorder: Recorder, guards: Guards, returned: tuple, refused: str | None) -> None:
+    def __init__(
+        self, recorder: Recorder, guards: Guards, returned: tuple, refused: str | None, seconds: float
+    ) -> None:
         self.script = recorder.script()
         self.generators = recorder.generators
         self.backward = recorder.backward
@@ -42,6 +47,7 @@ class Recording:
         self.guards = guards
         self.returned = returned
         self.refused = refused
+        self.seconds = seconds
 
 
 def record(
@@ -57,30 +63,46 @@ def record(
     Returns:
         The result, and what was seen.
     """
+    began = time.perf_counter()
     result, recorder, notes, given = watch(call, args, kwargs, names, gpu, *roots)
     returned = outline(result)
     refused = str(recorder.hazards[0]) if recorder.hazards else None
     refused = refused or given.changed() or given.returned(result) or not_to_be_made_again(returned[0])
     refused = refused or what_changed(notes)
-    return result, Recording(recorder, Guards(notes, recorder.backward), returned, refused)
+    guards = Guards(notes, recorder.backward)
+    return result, Recording(recorder, guards, returned, refused, time.perf_counter() - began)
 
 
 def watch(
     call: Callable, args: tuple, kwargs: dict, names: list[str], gpu: int | None, *roots: Any
 ) -> tuple[Any, Recorder, Notes, Given]:
     """Makes a call; returns its result and all that watched it, before anything is made of that. See `record`."""
+    given = Given(args, kwargs, names)
+    notes = noting(call, args, kwargs, *roots)
+    result, recorder, entered = follow(call, args, kwargs, gpu, notes, given)  # which must not see what `given` does
+    return result, recorder, entered[0], given
+
+
+def follow(
+    call: Callable, args: tuple, kwargs: dict, gpu: int | None, *around: AbstractContextManager
+) -> tuple[Any, Recorder, list[Any]]:
+    """Makes a call and records its operations.
+
+    Args:
+        around: what is to be entered before the recorder.
+
+    Returns:
+        Its result, the record, and what entering gave.
+    """
     leaves: list[Tensor] = []
     flatten((args, kwargs), leaves, {})
     recorder = Recorder(leaves, gpu=gpu, watching=True)
     dispatch.has_key()  # which imports much when it is first asked: not while frames are watched
     torch.clear_autocast_cache()  # what a graph casts, it casts itself; the recorded call must do so too
-    given = Given(args, kwargs, names)
-    with contextlib.ExitStack() as watching:
-        watching.enter_context(no_garbage_collection())
+    with contextlib.ExitStack() as following:
+        following.enter_context(no_garbage_collection())
         # What a backward runs in Python has to be seen as well.
-        watching.enter_context(torch.autograd.set_multithreading_enabled(False))
-        notes = watching.enter_context(noting(call, args, kwargs, *roots))
-        watching.enter_context(given)  # before the recorder, which must not see what that does
-        watching.enter_context(recorder)
-        result = resolved(call(*args, **kwargs))
-    return result, recorder, notes, given
+        following.enter_context(torch.autograd.set_multithreading_enabled(False))
+        entered = [following.enter_context(one) for one in around]
+        following.enter_context(recorder)
+        return resolved(call(*args, **kwargs)), recorder, entered

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from tqdm import tqdm
 
-from graphmod.config import CUDAGraphConfig
+from graphmod.config import CUDAGraphConfig, Verify
 from graphmod.decode.config import EngineConfig
 from graphmod.decode.results import BucketStats
 from graphmod.decode.state import BatchState
@@ -60,7 +60,11 @@ class BucketGraphs:
         self.step, self.state, self.config, self.contexts = step, state, config, contexts
         self.sizes = config.bucket_sizes()
         self._settings = CUDAGraphConfig(
-            warmup_steps=config.warmup_steps, max_failures=config.max_failures, backend=config.backend, max_graphs=1
+            warmup_steps=config.warmup_steps,
+            max_failures=config.max_failures,
+            backend=config.backend,
+            max_graphs=1,
+            verify=Verify.off,  # a token would come late
         )
         self._group = Group()
         self.wrappers: dict[Key, CUDAGraphModule] = {}

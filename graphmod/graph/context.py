@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import nn
 
-from graphmod.config import CUDAGraphConfig
+from graphmod.config import CUDAGraphConfig, Verify
+from graphmod.errors import VerificationFailed
 from graphmod.graph.group import EagerCall, Group
 from graphmod.graph.tape import Tape
 from graphmod.guards.guards import Guards
@@ -112,6 +113,26 @@ class Context:
         for entry in self.entries:
             entry.rearm()
         self.group.said.forget(self.name)
+
+    def out_of_date(self, entry: Entry, difference: str) -> None:
+        """A verified call did not do what was captured.
+
+        Raises:
+            VerificationFailed: if every call is verified.
+        """
+        replays = entry.replays - entry.verified
+        message = (
+            f"{self.name!r} is no longer what was captured, and no guard noticed: {difference}. Its last {replays} "
+            "replays may have given other numbers than eager calls"
+        )
+        self.counters.failures += 1
+        self.last_failure = difference
+        self.drop(*{graph.tape for graph in entry.graphs}, why=difference)
+        entry.recordings.clear()
+        if self.config.verify is Verify.always:
+            raise VerificationFailed(message)
+        entry.disabled, entry.reason = True, difference
+        self.log_once(f"{message}; it stays eager, and force_enable() tries again", key=difference)
 
     # -- what the log says ---------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from graphmod.signature.modes import key_reader, settings_reader
 from graphmod.signature.signature import Signature
 from graphmod.signature.structure import opaque_parts
 from graphmod.state.said import Said
+from graphmod.state.verification import Verification
 from graphmod.torch_private import current_backward
 
 log = logging.getLogger("graphmod")
@@ -89,6 +90,7 @@ class Group:
         self.context: tuple | None = None
         self.begun = 0  # passes
         self.said = Said()
+        self.verification = Verification()
         self.anchor: Tensor | None = None
         self.anchor_node: Any = None
         self._learned: dict[tuple, bool] = {}

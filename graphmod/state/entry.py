@@ -24,6 +24,7 @@ class GraphStats:
         capture_seconds: host time spent capturing.
         pool_bytes: memory reserved by the graphs' pools.
         copied_bytes: bytes copied into static inputs so far.
+        verified: calls that ran eagerly and were compared with what was captured.
     """
 
     state: str = "eager"
@@ -34,6 +35,7 @@ class GraphStats:
     capture_seconds: float = 0.0
     pool_bytes: int = 0
     copied_bytes: int = 0
+    verified: int = 0
 
     def __add__(self, other: GraphStats) -> GraphStats:
         summed = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self) if f.name != "state"}
@@ -78,6 +80,8 @@ class Entry:
         "replays",
         "signature",
         "unfinished",
+        "verified",
+        "verify_at",
         "waits",
     )  # fmt: skip
 
@@ -100,6 +104,8 @@ class Entry:
         self.called_forward = False  # outside of any backward
         self.budget = Budget(_CAPTURES)
         self.replays = 0
+        self.verified = 0  # replays before the last verified call
+        self.verify_at = 0  # replays after which it may be verified
         self.lost = ""  # why its graphs were dropped last
         self.waits = 0  # calls that were eager because its graphs were in use
         self.per_pass = 0  # how many of its calls had a backward in one pass; of those that came to an end, the most
