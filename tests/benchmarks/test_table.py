@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-_spec = util.spec_from_file_location("table", Path(__file__).parent.parent / "benchmarks" / "table.py")
+_spec = util.spec_from_file_location("table", Path(__file__).parent.parent.parent / "benchmarks" / "table.py")
 table = util.module_from_spec(_spec)
 _spec.loader.exec_module(table)
 

@@ -1,5 +1,5 @@
 """What code read before a capture is looked at before each replay, wherever it lives and however the code got to it:
-a sample of the table that `python tests/staleness.py --all` goes through."""
+a sample of the table that `python tests/guards/staleness.py --all` goes through."""
 
 import logging
 import random

@@ -1,8 +1,8 @@
 """Every function that torch has samples of: its graph against eager, forward and backward, bit for bit.
 
-`python tests/operators.py` goes through all of them, each in a process that may die, and prints what differs, what is
-refused and why; `python tests/operators.py add prod` through those named. It takes some minutes. A few are in the
-suite, in `test_operators.py`.
+`python tests/trace/operators.py` goes through all of them, each in a process that may die, and prints what differs,
+what is refused and why; `python tests/trace/operators.py add prod` through those named. It takes some minutes. A few
+are in the suite, in `test_operators.py`.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """Programs in which something changes outside between calls: an eager twin against a graphed one, bit for bit.
 
-`python tests/staleness.py --all` runs every cell of the table and lists those whose numbers are not eager's, and those
-that no graph serves. Other arguments choose cells by parts of their names.
+`python tests/guards/staleness.py --all` runs every cell of the table and lists those whose numbers are not eager's, and
+those that no graph serves. Other arguments choose cells by parts of their names.
 """
 
 from __future__ import annotations

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-_spec = util.spec_from_file_location("decode_table", Path(__file__).parent.parent / "benchmarks" / "decode_table.py")
+_spec = util.spec_from_file_location(
+    "decode_table", Path(__file__).parent.parent.parent / "benchmarks" / "decode_table.py"
+)
 table = util.module_from_spec(_spec)
 _spec.loader.exec_module(table)
 

@@ -76,7 +76,7 @@ def test_always_raises_at_the_first_difference(device, file):
         assert graphed(x).tolist() == [2.0] * 3
     assert graphed.stats.verified == 9 and graphed.stats.replays == 1
     file.write_text("4")
-    with pytest.raises(VerificationFailed, match="passes 4.0 to mul"):
+    with pytest.raises(VerificationFailed, match=r"passes 4\.0 to mul"):
         graphed(x)
 
 
