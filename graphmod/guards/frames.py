@@ -62,8 +62,8 @@ _walks = frozenset(map(id, _WALKS))  # the hash of code takes microseconds
 _starts_threads = {id(threading.Thread.start.__code__), id(ThreadPoolExecutor.submit.__code__)}
 
 _MOST_RESULTS = 8
-_MOST_KNOWN = 20_000
-_known: dict[int, tuple[CodeType, Reads | None]] = {}  # by identity: the hash of code takes microseconds
+# By identity, because the hash of code takes microseconds; held weakly, because dynamo keeps graphs with code.
+_known: dict[int, tuple[Reads | None, weakref.ref]] = {}
 
 
 @cache
@@ -92,11 +92,13 @@ def _watched(filename: str) -> bool:
 
 
 def _reads_of(code: CodeType) -> Reads | None:
-    known = _known.get(id(code))
-    if known is None or known[0] is not code:
-        found = None if code in _MACHINERY or id(code) in _walks or not _watched(code.co_filename) else reads(code)
-        known = _known[id(code)] = code, found if found is not None and found.by_line else None
-    return known[1]
+    where = id(code)
+    known = _known.get(where)
+    if known is None:
+        found = None if code in _MACHINERY or where in _walks or not _watched(code.co_filename) else reads(code)
+        gone = weakref.ref(code, lambda _: _known.pop(where, None))
+        known = _known[where] = found if found is not None and found.by_line else None, gone
+    return known[0]
 
 
 class Watcher(Protocol):
@@ -143,8 +145,6 @@ class Frames:
         instructions.end(told)
         self._open.clear()
         self._muted = None
-        if len(_known) > _MOST_KNOWN:  # code that programs make as they run
-            _known.clear()
 
     @beside_dynamo
     def _enter(self, frame: FrameType, event: str, _: Any) -> Callable | None:

@@ -49,7 +49,8 @@ def isolated(device: torch.device, seed: int, deterministic: bool) -> Iterator[N
 
     What the body made must be local to functions that it calls: a name in the frame of the `with` lives longer.
     """
-    release_memory(device)
+    if device.type == "cuda":  # whose memory, and the peaks of it, a run reports
+        release_memory(device)
     gpus = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(gpus), deterministic_kernels(deterministic):
         torch.manual_seed(seed)
