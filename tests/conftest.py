@@ -1,5 +1,6 @@
 """What several tests share: devices, and settings of training runs small enough for two CPU cores."""
 
+import logging
 import os
 import signal
 import subprocess
@@ -88,6 +89,16 @@ def fresh_dynamo():
     yield
     torch._functorch.config.donated_buffer = donated
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def quiet():
+    """Nothing below errors is logged: programs that are refused, and do not matter for what they say."""
+    logger = logging.getLogger("graphmod")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    yield
+    logger.setLevel(level)
 
 
 @pytest.fixture

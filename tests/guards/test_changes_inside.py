@@ -2,7 +2,6 @@
 changes nothing in the end."""
 
 import contextlib
-import logging
 import random
 
 import numpy
@@ -12,6 +11,8 @@ import torch
 
 from graphmod import CUDAGraphModule
 from graphmod.train.settings import TrainGraphConfig
+
+pytestmark = pytest.mark.usefixtures("quiet")
 
 CALLS = 9
 
@@ -144,15 +145,6 @@ def assert_equal(eager, graphed):
     for call, ((one, left), (other, other_left)) in enumerate(zip(eager, graphed, strict=True)):
         assert left == other_left, f"call {call} left {left}, and {other_left} with a graph"
         assert torch.equal(one, other), f"call {call}"
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    logger = logging.getLogger("graphmod")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    yield
-    logger.setLevel(level)
 
 
 @pytest.mark.parametrize("name", CHANGES)

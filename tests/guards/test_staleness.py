@@ -1,12 +1,13 @@
 """What code read before a capture is looked at before each replay, wherever it lives and however the code got to it:
 a sample of the table that `python tests/guards/staleness.py --all` goes through."""
 
-import logging
 import random
 
 import pytest
 import staleness
 import staleness_pieces as pieces
+
+pytestmark = pytest.mark.usefixtures("quiet")
 
 CHOSEN = random.Random(20).sample(list(dict.fromkeys(staleness.cells())), 160)
 # Each of these was silent once.
@@ -50,15 +51,6 @@ FOUND = [
     "list of dicts / attribute / variable / no_grad",
 ]
 CELLS = [staleness.Cell(*name.split(" / ")) for name in FOUND]
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    logger = logging.getLogger("graphmod")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    yield
-    logger.setLevel(level)
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
