@@ -16,6 +16,7 @@ from graphmod.signature.modes import FOREIGN
 from graphmod.signature.signature import Signature, parameter_names, tensor_key
 from graphmod.signature.structure import unrepeatable
 from graphmod.state.entry import Entry
+from graphmod.state.verification import LOOKS
 from graphmod.torch_private import is_fx_tracing
 
 
@@ -52,7 +53,7 @@ def run(context: Context, args: tuple, kwargs: dict) -> Any:
         return eager(context, args, kwargs)
     if entry.needs_grad and not group.busy:
         group.begin_pass()
-    if entry.replays >= entry.verify_at and entry.graphs:
+    if (entry.verified_in != group.verification.round or not entry.replays % LOOKS) and entry.graphs:
         recording = due(context, entry)
         if recording is not None:
             return verify(context, entry, recording, args, kwargs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from typing import Any
 
@@ -13,26 +12,26 @@ from graphmod.capture.recording import follow
 from graphmod.config import Verify
 from graphmod.graph.context import Context
 from graphmod.state.entry import Entry
-from graphmod.state.verification import LOOKS
 from graphmod.trace.operations import compare
-
-_serial = itertools.count()
 
 
 def due(context: Context, entry: Entry) -> Any:
     """The recording that a call of this signature is to be compared with; None where it is not to be verified now."""
     how, group = context.config.verify, context.group
-    wait = LOOKS if entry.verify_at else next(_serial) % LOOKS  # not all layers of a model at once
-    entry.verify_at = entry.replays + (0 if how is Verify.always else wait + 1)
-    if how is Verify.off:
-        return None
-    if how is Verify.sampled and (_several_processes() or not group.verification.due(entry.recordings[0].seconds)):
+    rounds = group.verification
+    if how is Verify.sampled:
+        if entry.verified_in < 0:
+            rounds.expect(entry.recordings[0].seconds)
+        elif entry.verified_in == rounds.round and (group.busy or _several_processes() or not rounds.begins()):
+            return None
+        first, entry.verified_in = entry.verified_in < 0, rounds.round
+        if first or not group.backend.has_room(sum(arena.pool.bytes() for arena in group.arenas)):
+            return None
+    elif how is Verify.off:
+        entry.verified_in = rounds.round
         return None
     recording = entry.recording_of_now()
-    if recording is None or all(graph.recording is not recording for graph in entry.graphs):
-        return None
-    pools = sum(arena.pool.bytes() for arena in group.arenas)
-    return recording if how is Verify.always or group.backend.has_room(pools) else None
+    return recording if any(graph.recording is recording for graph in entry.graphs) else None
 
 
 def _several_processes() -> bool:

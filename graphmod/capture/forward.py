@@ -48,11 +48,12 @@ def place(context: Context, entry: Entry, reason: str, recording: Recording) -> 
         entry.waits += reason == IN_USE
         if entry.misses <= patience and (reason != IN_USE or entry.waits <= patience):
             remedy = f". {_REMEDIES[reason]}" if reason in _REMEDIES else ""
-            context.log_once(
-                f"{context.name!r} runs eagerly: {reason}. After {patience} such calls in a row it may be captured "
-                f"again{remedy}",
-                key=reason,
-            )
+            if entry.misses >= min(2, patience):
+                context.log_once(
+                    f"{context.name!r} runs eagerly: {reason}. After {patience} such calls in a row it may be captured "
+                    f"again{remedy}",
+                    key=reason,
+                )
             return None
     if not again and not _affordable(context, entry, reason):
         return None

@@ -81,7 +81,7 @@ class Entry:
         "signature",
         "unfinished",
         "verified",
-        "verify_at",
+        "verified_in",
         "waits",
     )  # fmt: skip
 
@@ -105,7 +105,7 @@ class Entry:
         self.budget = Budget(_CAPTURES)
         self.replays = 0
         self.verified = 0  # replays before the last verified call
-        self.verify_at = 0  # replays after which it may be verified
+        self.verified_in = -1  # the round of that
         self.lost = ""  # why its graphs were dropped last
         self.waits = 0  # calls that were eager because its graphs were in use
         self.per_pass = 0  # how many of its calls had a backward in one pass; of those that came to an end, the most

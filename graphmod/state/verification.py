@@ -9,22 +9,35 @@ LOOKS = 64  # replays after which it is asked again whether it is time
 
 
 class Verification:
-    """The time that the verified calls of a group of modules take."""
+    """The rounds in which the calls of a group of modules are verified: all in one pass, because after one eager call
+    those that follow would find their arguments elsewhere than in a graph's result.
+
+    Attributes:
+        round: how many have begun.
+    """
 
     def __init__(self) -> None:
+        self.round = 0
+        self._seconds = 0.0  # that a round takes
         self._next: float | None = None
 
-    def due(self, cost: float) -> bool:
-        """Whether a call may be verified now.
+    def expect(self, seconds: float) -> None:
+        """Takes in how long one of the calls will take, at most."""
+        self._seconds += seconds
+        if self._next is not None:
+            self._next += _SHARE * seconds
 
-        Args:
-            cost: seconds that it is going to take, at most.
-        """
+    def begins(self) -> bool:
+        """Whether it is time for another round, which begins if so."""
         now = time.perf_counter()
         if self._next is None:
-            self._next = now + _SHARE * cost
-        return now >= self._next
+            self._next = now + _SHARE * self._seconds
+        if now < self._next:
+            return False
+        self._next = now
+        self.round += 1
+        return True
 
     def took(self, seconds: float) -> None:
-        """Takes in how long a verified call took."""
-        self._next = time.perf_counter() + _SHARE * seconds
+        """Takes in how long a verified call of this round took."""
+        self._next = max(self._next or 0.0, time.perf_counter()) + _SHARE * seconds

@@ -5,7 +5,7 @@ import time
 
 import pytest
 import torch
-from harness import config
+from harness import WARMUP, config
 from torch import nn
 
 from graphmod import CUDAGraphModule, graph_layers
@@ -89,14 +89,14 @@ def test_off_never_looks(device, file, clock):
     assert graphed.stats.verified == 0
 
 
-def test_layers_take_turns_within_one_budget(device, clock):
+def test_all_layers_are_verified_in_one_pass_and_nothing_is_captured_again(device, clock, caplog):
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(6))).to(device)
     layers = list(graph_layers(model, config(layers=["0", "1", "2", "3", "4", "5"], verify="sampled")))
     twin = nn.Sequential(*(nn.Linear(4, 4) for _ in range(6))).to(device)
     twin.load_state_dict(model.state_dict())
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, twin)]
     for _ in range(400):
-        clock.now += 1e3
+        clock.now += 0.5
         x = torch.randn(2, 4, device=device)
         losses = []
         for one, optimizer in zip((model, twin), optimizers, strict=True):
@@ -107,18 +107,23 @@ def test_layers_take_turns_within_one_budget(device, clock):
             losses.append(loss.item())
         assert losses[0] == losses[1]
     verified = [layer.stats.verified for layer in layers]
-    assert all(verified) and max(verified) <= 400 // verification.LOOKS + 1
+    assert min(verified) == max(verified) and 3 <= max(verified) <= 400 // verification.LOOKS
     assert sum(layer.stats.captures for layer in layers) == 12
+    assert all(layer.stats.eager_calls == WARMUP + layer.stats.verified for layer in layers)
+    assert "runs eagerly" not in caplog.text
 
 
 def test_it_takes_a_thousandth_of_the_time():
     budget = verification.Verification()
+    budget.expect(1e-4)
+    budget.expect(1e-4)
     spent = 0.0
     began = time.perf_counter()
     while time.perf_counter() - began < 1.0:
-        if budget.due(1e-4):
+        if budget.begins():
             budget.took(1e-4)
-            spent += 1e-4
+            budget.took(1e-4)
+            spent += 2e-4
     assert 0 < spent <= 1.1e-3
 
 
