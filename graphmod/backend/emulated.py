@@ -95,7 +95,8 @@ class EmulatedGraph:
         fresh = [tensor for tensor in fresh if not tensor._is_zerotensor()]  # such have no memory, and never change
         if about.lifts:  # what it makes is there before any replay; the code may go on to change it
             values = fresh[0].detach()
-            self._calls.append((values.copy_, (values.clone(),), {}))
+            if values.untyped_storage().resizable():  # else it is memory of somebody else: an array of numpy
+                self._calls.append((values.copy_, (values.clone(),), {}))
             return
         if (not fresh and not about.writes) or about.name.removeprefix("aten::") in _NO_FILL:
             return

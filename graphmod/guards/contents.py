@@ -104,11 +104,12 @@ def content(value: Any) -> tuple | None:
     if isinstance(value, Whole):
         return value.content()
     if isinstance(value, _MAPPINGS):
-        return (*value.keys(), *value.values()) if type(value) is not dict else (*value, *value.values())
-    if isinstance(value, _SEQUENCES):
-        return tuple(value)
+        kind = dict if isinstance(value, dict) else type(value)
+        return (*kind.keys(value), *kind.values(value))
+    if isinstance(value, _SEQUENCES):  # whatever a class of the user's makes of going through it
+        return tuple(next(kind for kind in _SEQUENCES if isinstance(value, kind)).__iter__(value))
     if isinstance(value, _SETS):
-        return tuple(sorted(value, key=hash))
+        return tuple(sorted((set if isinstance(value, set) else frozenset).__iter__(value), key=hash))
     if isinstance(value, contextvars.ContextVar):
         return (value.get(MISSING),)
     if isinstance(value, weakref.ref):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator
-from itertools import chain, compress, count
+from itertools import chain, compress, count, repeat
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 _data_ptr, _size, _stride = Tensor.data_ptr, Tensor.size, Tensor.stride
 _requires_grad = operator.attrgetter("requires_grad")
 _is, _is_not, _getitem = operator.is_, operator.is_not, operator.getitem
+_get = dict.get  # runs no `__missing__`
 _cell_contents = operator.attrgetter("cell_contents")
 _fields = operator.attrgetter(*Fields.NAMES)
 _flat = chain.from_iterable
@@ -103,12 +104,15 @@ class Guards:
         cells = [(one.cell, value) for one, _, value in places if isinstance(one, Cell)]
         self._cells, self._in_cells = [cell for cell, _ in cells], [value for _, value in cells]
         fields = [(one, note, value) for one, note, value in places if isinstance(one, Fields)]
-        self._functions = list({id(one.function): one.function for one, _, _ in fields}.values())
         known = {(id(one.function), note.key): value for one, note, value in fields}
+        functions = {id(one.function): one.function for one, _, _ in fields}
+        self._functions = [one for key, one in functions.items() if all((key, name) in known for name in Fields.NAMES)]
         self._in_functions = [known[id(one), name] for one in self._functions for name in Fields.NAMES]
-        others = [place for place in places if not isinstance(place[0], (Cell, Fields))]
-        self._held = [one for one, _, _ in others]
-        self._keys = [note.key for _, note, _ in others]
+        dicts = [place for place in places if isinstance(place[0], dict)]
+        self._dicts, self._names = [one for one, _, _ in dicts], [note.key for _, note, _ in dicts]
+        self._in_dicts = [value for _, _, value in dicts]
+        others = [place for place in places if not isinstance(place[0], (Cell, Fields, dict))]
+        self._held, self._keys = [one for one, _, _ in others], [note.key for _, note, _ in others]
         self._in_others = [value for _, _, value in others]
 
     def _take_tensors(self, notes: Notes, backward: bool) -> None:
@@ -157,7 +161,8 @@ class Guards:
         self.exchanged = False
         try:
             same_objects = (
-                all(map(_is, map(_getitem, self._held, self._keys), self._in_others))
+                all(map(_is, map(_get, self._dicts, self._names, repeat(MISSING)), self._in_dicts))
+                and all(map(_is, map(_getitem, self._held, self._keys), self._in_others))
                 and all(map(_is, map(_cell_contents, self._cells), self._in_cells))
                 and all(map(_is, _flat(map(_fields, self._functions)), self._in_functions))
             )
@@ -198,11 +203,16 @@ class Guards:
         return "an object it reads cannot be looked into any more"
 
     def _other(self) -> str | None:
+        try:
+            return self._compare()
+        finally:
+            self._sort_places()  # also where something differs: what was equal has been exchanged
+
+    def _compare(self) -> str | None:
         for _ in range(_MOST_LEVELS):
             now = [get(container, note.key) for container, note in zip(self._containers, self._notes, strict=True)]
             others = list(compress(count(), map(_is_not, now, self._values)))
             if not others:
-                self._sort_places()
                 return None
             for index in others:
                 reason = self._compared(index, now[index])

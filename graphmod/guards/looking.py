@@ -70,7 +70,7 @@ class Looking:
                     continue
                 self._notes.chance.meet(value, self._notes.where)
                 if read.content:
-                    whole = whole or type(value) in _READERS or _is_any(value, _READ_ANY)
+                    whole = whole or _is_any(type(value), _READERS) or _is_any(value, _READ_ANY)
                     self._notes.look_inside(value)
                     if isinstance(value, dict) and "_parameters" in value and read.of[0] in ("attr", "call"):
                         for held in ("_parameters", "_buffers", "_modules"):  # the attributes of a module, whole

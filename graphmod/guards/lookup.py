@@ -93,9 +93,9 @@ class Fields:
 
 
 def get(container: Any, key: Any) -> Any:
-    """`container[key]`, or MISSING."""
+    """`container[key]`, or MISSING. Runs no `__missing__`, which would put something there."""
     try:
-        return container[key]
+        return dict.get(container, key, MISSING) if isinstance(container, dict) else container[key]
     except Exception:  # KeyError and IndexError, or whatever a container of the user's raises
         return MISSING
 

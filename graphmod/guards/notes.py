@@ -270,9 +270,10 @@ class Notes:
                 self.notes[id(cell), None] = Note(cell, place, self.here())
                 self._meet(place.value)
         if not is_library(function.__code__.co_filename):
-            for name in Fields.NAMES:
-                place = Place(Fields(function), name, getattr(function, name))
+            places = [Place(Fields(function), name, getattr(function, name)) for name in Fields.NAMES]
+            for place in places:
                 self.notes[id(function), place.key] = Note(function, place, self.here())
+            for place in places:
                 if isinstance(place.value, CONTAINERS):
                     self.look_inside(place.value)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 _SHARE = 1000  # verified calls take at most one part in so many of the time
-LOOKS = 64  # replays after which it is asked again whether it is time
+LOOKS = 61  # replays after which it is asked whether it is time; a prime, so that each call of a pass has its turn
 
 
 class Verification:
@@ -22,10 +23,12 @@ class Verification:
         self._next: float | None = None
 
     def expect(self, seconds: float) -> None:
-        """Takes in how long one of the calls will take, at most."""
+        """Takes in, before the first round, how long one of the calls will take, at most."""
         self._seconds += seconds
-        if self._next is not None:
-            self._next += _SHARE * seconds
+
+    def stop(self) -> None:
+        """Begins no round any more."""
+        self._next = math.inf
 
     def begins(self) -> bool:
         """Whether it is time for another round, which begins if so."""

@@ -16,8 +16,8 @@ _resume = _make(("PyThreadState_LeaveTracing", ctypes.pythonapi))
 def untraced(function: Callable, *args: Any) -> Any:
     """Calls a function out of sight of this thread's trace functions."""
     state = _state()
-    _suspend(state)
-    try:
+    try:  # an interrupt comes after the C call, if not before `state` is there
+        _suspend(state)
         return function(*args)
     finally:
         _resume(state)
@@ -26,8 +26,8 @@ def untraced(function: Callable, *args: Any) -> Any:
 def traced(function: Callable, args: tuple, kwargs: dict) -> Any:
     """Calls a function in their sight again, inside `untraced`."""
     state = _state()
-    _resume(state)
     try:
+        _resume(state)
         return function(*args, **kwargs)
     finally:
         _suspend(state)
