@@ -75,8 +75,8 @@ class CUDAGraphConfig:
         max_failures: failures in a row after which a module stays eager until `force_enable()`. At least 1.
         verify: what guards may miss (files, clocks, code in C) is looked for by calls that run eagerly and are compared
             with what was captured, operation by operation. `sampled` spends a thousandth of the time on them; a
-            difference is logged, and the call stays eager. `always` replays nothing, and a difference raises
-            `VerificationFailed`: for tests. `off` never looks.
+            difference is logged, and the call stays eager. `always` replays nothing after the capture, and a difference
+            raises `VerificationFailed`: for tests. `off` never looks.
     """
 
     warmup_steps: int = 3

@@ -110,6 +110,8 @@ def content(value: Any) -> tuple | None:
         return tuple(next(kind for kind in _SEQUENCES if isinstance(value, kind)).__iter__(value))
     if isinstance(value, _SETS):
         return tuple(sorted((set if isinstance(value, set) else frozenset).__iter__(value), key=hash))
+    if isinstance(value, types.SimpleNamespace):
+        return (*vars(value), *vars(value).values())
     if isinstance(value, contextvars.ContextVar):
         return (value.get(MISSING),)
     if isinstance(value, weakref.ref):

@@ -35,8 +35,8 @@ _NOT_OF_STDLIB = tuple(
     for part in (
         *("abc.py", "ast.py", "codecs.py", "contextlib.py", "dis.py", "encodings/", "enum.py", "functools.py"),
         *("importlib/", "inspect.py", "linecache.py", "locale.py", "logging/", "re/", "string.py", "sysconfig.py"),
-        *("textwrap.py", "threading.py", "tokenize.py", "traceback.py", "typing.py", "unittest/", "warnings.py"),
-        *("_weakrefset.py", "multiprocessing/", "asyncio/", "gettext.py"),
+        *("textwrap.py", "tokenize.py", "traceback.py", "typing.py", "unittest/", "warnings.py", "multiprocessing/"),
+        *("asyncio/", "gettext.py"),
     )
 )
 _OF_CORE = (CORE + "train" + os.sep, CORE + "decode" + os.sep)
@@ -132,6 +132,7 @@ class Frames:
         # Identity of a frame -> what it read that only code can tell, and what that code has given it by now.
         self._open: dict[int, tuple[list[Read], list[Any]]] = {}
         self._muted: FrameType | None = None  # in which, and in what that calls, nothing is looked at
+        self.heard = False  # whether anything was told
         self._before: Any = None
 
     def __enter__(self) -> "Frames":
@@ -148,6 +149,7 @@ class Frames:
 
     @beside_dynamo
     def _enter(self, frame: FrameType, event: str, _: Any) -> Callable | None:
+        self.heard = True
         code = frame.f_code
         if code is _CALL:
             self._watcher.called(frame.f_locals["self"])

@@ -6,6 +6,7 @@ Checked before each replay, so everything lies in flat lists that `map` goes thr
 from __future__ import annotations
 
 import operator
+import types
 from collections.abc import Callable, Iterator
 from itertools import chain, compress, count, repeat
 from typing import Any
@@ -29,6 +30,7 @@ _get = dict.get  # runs no `__missing__`
 _cell_contents = operator.attrgetter("cell_contents")
 _fields = operator.attrgetter(*Fields.NAMES)
 _flat = chain.from_iterable
+_NAMED = (dict, types.MappingProxyType)  # where something comes only if there is more of it
 _MOST_LEVELS = 16  # of containers in containers, each in the place of an equal one
 
 
@@ -85,9 +87,9 @@ class Guards:
         self._values = [value for _, _, value in places]
         self._sort_places()
         self._absent: dict[int, tuple[Any, list[Note]]] = {}
-        self._unset = [note for note, container, value in there if value is MISSING and not isinstance(container, dict)]
+        self._unset = [n for n, container, value in there if value is MISSING and not isinstance(container, _NAMED)]
         for note, container, value in there:
-            if value is MISSING and isinstance(container, dict):
+            if value is MISSING and isinstance(container, _NAMED):
                 self._absent.setdefault(id(container), (container, []))[1].append(note)
         self._without = [container for container, _ in self._absent.values()]
         self._lengths = list(map(len, self._without))

@@ -19,14 +19,16 @@ from torch import Tensor, nn
 
 from graphmod.guards.contents import CONTAINERS, content, is_plain
 from graphmod.guards.expressions import Expression
-from graphmod.guards.lookup import MISSING, dict_of
-from graphmod.guards.notes import CODE, UNKNOWN, Notes
+from graphmod.guards.lookup import MISSING, is_made_by_code
+from graphmod.guards.notes import CODE, DEEP, UNKNOWN, Notes
 from graphmod.guards.reads import Read
 
 _MOST_ITEMS = 64  # of a container, one of which something returns
 _BY_NAME = (getattr, hasattr, setattr, delattr, object.__getattribute__, object.__setattr__, object.__delattr__)
 _ITEM_METHODS = {"get", "__getitem__", "pop", "setdefault"}
 _NOTHING_INSIDE = set(map(id, (Tensor, nn.Parameter, int, float, str, bool, type(None), torch.dtype, torch.Size)))
+_IN_C = (types.BuiltinFunctionType, types.MethodDescriptorType, types.MethodWrapperType, types.WrapperDescriptorType)
+_READ_STATE = {"__reduce_ex__", "__reduce__", "__getstate__"}  # all that is in an object
 _RUNS_PYTHON = (types.FunctionType, types.MethodType, nn.Module)
 _PYTHON = types.FunctionType
 # Functions that read attributes which only they know, of whatever is passed on with them.
@@ -83,10 +85,12 @@ class Looking:
     def _look_into_all(self, values: list) -> None:
         for value in values:
             for one in (value, *(content(value) or ())) if isinstance(value, CONTAINERS) else (value,):
-                held = None if isinstance(one, (type, types.ModuleType, types.FunctionType)) else dict_of(one)
-                if held is not None:
-                    self._notes.attribute(one, "__dict__")
-                    self._notes.look_inside(held)
+                if isinstance(one, nn.Module):
+                    self._notes.all_attributes(one)
+                    for part in (*vars(one).values(), *one._modules.values()):
+                        self._notes.all_attributes(part, DEEP)
+                elif not isinstance(one, (type, types.ModuleType, types.FunctionType)):
+                    self._notes.all_attributes(one, DEEP)
 
     def find(self, of: Expression, inner: bool = True) -> list[Any]:
         """What an expression may stand for: one value, or several.
@@ -141,6 +145,7 @@ class Looking:
         held, name = self._frame.f_globals, of[1]
         if name in held:
             return [self._notes.global_variable(held, name, self._frame.f_code.co_filename)]
+        self._notes.no_global_variable(held, name, self._frame.f_code.co_filename)
         return [builtins.__dict__[name]] if name in builtins.__dict__ else []
 
     def _find_attr(self, of: Expression, inner: bool) -> list[Any]:
@@ -195,6 +200,7 @@ class Looking:
         found: list[Any] = []
         for function in functions or (None,):
             self._notes.chance.meet(function, self._notes.where)
+            self._take_function(function, of)
             self._notes.look_inside(function)
             told = self._without_running(function, of)
             if told is not None:
@@ -204,6 +210,16 @@ class Looking:
                 if not isinstance(function, _RUNS_PYTHON):
                     found += self._passed_through(of)
         return found
+
+    def _take_function(self, function: Any, of: Expression) -> None:
+        """What is read of a function by being called, and by code in C of what it is given."""
+        if isinstance(function, _IN_C):
+            if function.__name__ in _READ_STATE:
+                given = [value for one in of[2][:1] for value in self.find(one)]
+                for value in (*given, getattr(function, "__self__", None)):
+                    self._notes.all_attributes(value, DEEP)
+        elif not isinstance(function, (*_RUNS_PYTHON, type)) and is_made_by_code(type(function)):
+            self._notes.attribute(type(function), "__call__")
 
     def _passed_through(self, of: Expression) -> list[Any]:
         """What a function may return that nobody can watch: its arguments, what is in them, or in its own object."""
@@ -248,8 +264,8 @@ class Looking:
 
     def _attributes(self, base: Expression, name: Expression) -> list[Any]:
         if not self._names(name)[1]:  # one that is made as the code runs
-            for value in self._find_attr(("attr", base, ("const", "__dict__")), True):
-                self._notes.look_inside(value)
+            for value in self.find(base):
+                self._notes.all_attributes(value)
             return []
         return self._find_attr(("attr", base, name), True)
 

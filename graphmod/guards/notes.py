@@ -34,7 +34,9 @@ _OF_NO_MEANING = ("logging", "torch._dynamo", "torch._inductor", "torch.fx", "to
 _GLOBAL_HOOKS = (
     *("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks"),
 )
-_DEPTH, _MOST_INSIDE = 4, 4096  # how far, and into how many items, containers in containers are followed
+_FOLLOWED = (*CONTAINERS, partial, types.SimpleNamespace)
+DEEP = 6  # how far attributes of attributes are followed, where code in C may read any of them
+_DEPTH, _MOST_INSIDE = 32, 4096  # how far, and into how many items, containers in containers are followed
 
 
 class Notes:
@@ -51,6 +53,7 @@ class Notes:
         roots: identities of what was there before, whatever the collector says.
         unreadable: an error from looking at what code reads, and where.
         elsewhere: where code was sent to another thread.
+        watched: whether anybody could look on.
         where: the code and line that reads now.
         frame: that runs now; held for no longer than it is looked at.
     """
@@ -64,6 +67,7 @@ class Notes:
         self.chance = Chance()
         self.unreadable: tuple[str, tuple] | None = None
         self.elsewhere: tuple | None = None
+        self.watched = True
         self.roots: set[int] = set()
         self.holders: dict[int, Any] = {}
         self.where: tuple = ("", 0)
@@ -73,6 +77,7 @@ class Notes:
         self._kinds: dict[int, type] = {}  # kept, so that their identities stay theirs
         self._of_classes: dict[int, types.MappingProxyType] = {}
         self._wholes: dict[int, Whole] = {}
+        self._deep: dict[tuple, Any] = {}
         self._functions: dict[int, types.FunctionType] = {}
 
     def here(self) -> tuple:
@@ -140,9 +145,14 @@ class Notes:
             self._note(held, Place(held, name, value))
         return value
 
+    def no_global_variable(self, held: dict, name: str, file: str) -> None:
+        """Takes in that there is no such global variable, where one would come before what Python has itself."""
+        if not is_library(file):
+            self._note(held, Place(held, name, MISSING))
+
     def attribute(self, owner: Any, name: Any) -> Any:
         """The value of an attribute, noted; MISSING, UNKNOWN or CODE where there is none to be had."""
-        if not isinstance(name, str) or is_plain(owner):
+        if not isinstance(name, str) or (is_plain(owner) and not is_made_by_code(type(owner))):
             return UNKNOWN
         if isinstance(owner, Tensor):
             return self._of_tensor(owner, name)
@@ -152,26 +162,37 @@ class Notes:
         if kind is not super and is_made_by_code(kind) and not issubclass(kind, (type, types.ModuleType)):
             self._kind(owner)
         if name == "__dict__":
-            held = self._of_classes.setdefault(id(owner), vars(owner)) if isinstance(owner, type) else dict_of(owner)
+            held = self._class_dict(owner) if isinstance(owner, type) else dict_of(owner)
             if held is None:
                 return UNKNOWN
             self.holders[id(held)] = owner  # Python may have made this dict only now
             return held
         if name == "__class__":
             return kind
-        self._kinds[id(kind)] = kind
+        if id(kind) not in self._kinds:
+            self._kinds[id(kind)] = kind
+            for special in ("__getattribute__", "__getattr__"):
+                self._hidden_by(kind.__mro__, special, None)
+        first_look = (id(kind), name) not in self._in_classes
         place = find(owner, name, self._in_classes)
+        if isinstance(owner, type):
+            self._hidden_by(owner.__mro__, name, None if place is None else place.shared)
+        elif first_look and kind is not super and not isinstance(owner, types.ModuleType):
+            self._hidden_by(kind.__mro__, name, None if place is None else place.shared)
         if isinstance(owner, torch._C._FunctionBase):  # what a forward keeps for its own backward
             return UNKNOWN if place is None or place.shared is not None else place.value
         if _means_nothing(owner):
             return UNKNOWN
         if place is None:
+            shared = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
+            if isinstance(shared, property) and not isinstance(shared.fget, types.FunctionType):
+                self.all_attributes(owner, DEEP)  # whatever it is that reads
             return _of_c(owner, name)
         if place.shared is not None:
             return self._of_class(owner, name, place)
         value = place.value
         if isinstance(owner, types.ModuleType):
-            if not (isinstance(value, _FIXED) and is_library_module(owner)):
+            if owner is torch.nn.functional or not (isinstance(value, _FIXED) and is_library_module(owner)):
                 self.holders[id(place.container)] = owner
                 self._note(place.container, place)
             return value
@@ -181,6 +202,16 @@ class Notes:
                 return self.attribute(dict_of(owner)[kind._reach_through[0]], name)
             return CODE if hasattr(kind, "__getattr__") else MISSING
         return value
+
+    def _hidden_by(self, mro: tuple[type, ...], name: str, until: type | None) -> None:
+        """Notes that classes have no such attribute, which would come before the one that was found."""
+        for base in mro:
+            if base is until or not is_made_by_code(base):
+                break
+            held = self._class_dict(base)
+            if name in held:
+                break
+            self._note(base, Place(held, name, MISSING))
 
     def _of_class(self, owner: Any, name: str, place: Place) -> Any:
         value = place.value
@@ -193,11 +224,34 @@ class Notes:
             return value.__func__
         if isinstance(value, classmethod):
             return value.__func__
-        return (
-            CODE
-            if isinstance(getattr(type(value), "__get__", None), types.FunctionType) or isinstance(value, property)
-            else value
-        )
+        if isinstance(getattr(type(value), "__get__", None), types.FunctionType) or isinstance(value, property):
+            return CODE
+        return value
+
+    def all_attributes(self, owner: Any, depth: int = 1) -> None:
+        """Takes in that any attribute of an object may be read, and, with more depth, of the objects found there."""
+        if isinstance(owner, (Tensor, nn.Module, types.FunctionType, types.ModuleType)) and depth > 1:
+            return
+        if is_plain(owner) and not is_made_by_code(type(owner)):
+            return
+        found = [self.attribute(owner, "__dict__")]
+        self.look_inside(found[0])
+        for base in (owner if isinstance(owner, type) else type(owner)).__mro__:
+            if not is_made_by_code(base) or is_library_module(sys.modules.get(_package(base))):
+                break
+            self.look_inside(self._class_dict(base), depth=0)
+            slots = [name for name, value in vars(base).items() if isinstance(value, types.MemberDescriptorType)]
+            found.append({name: self.attribute(owner, name) for name in slots})
+        if depth > 1 and (id(owner), all) not in self._deep:
+            self._deep[id(owner), all] = owner
+            for held in found:
+                for value in list(dict.values(held)) if isinstance(held, dict) else ():
+                    self.all_attributes(value, depth - 1)
+
+    def _class_dict(self, kind: type) -> types.MappingProxyType:
+        held = self._of_classes.setdefault(id(kind), vars(kind))
+        self.holders[id(held)] = kind
+        return held
 
     def _of_tensor(self, owner: Tensor, name: str) -> Any:
         self._leaf(owner)
@@ -301,7 +355,11 @@ class Notes:
             for item in items:
                 if isinstance(item, Tensor):
                     self._leaf(item)
-                elif depth and len(items) <= _MOST_INSIDE and isinstance(item, (*CONTAINERS, partial)):
+                elif (
+                    depth
+                    and len(items) <= _MOST_INSIDE
+                    and isinstance(item, (*CONTAINERS, partial, types.SimpleNamespace))
+                ):
                     self.look_inside(item, depth - 1)
 
 

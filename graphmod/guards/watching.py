@@ -40,8 +40,9 @@ def noting(*roots: Any) -> Iterator[Notes]:
     with _telling_new_objects():
         token = _current.set(notes)
         try:
-            with Frames(watcher):
+            with Frames(watcher) as frames:
                 yield notes
+            notes.watched = frames.heard
         finally:
             _current.reset(token)
         _forget_new(notes)

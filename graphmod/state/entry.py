@@ -19,7 +19,7 @@ class GraphStats:
             or not to be captured).
         captures: graphs captured, forward and backward counted apart.
         replays: graph launches, the ones that complete a capturing call included.
-        eager_calls: calls that ran without a graph, warm-up included.
+        eager_calls: calls that ran without a graph, warm-up and verified ones included.
         failures: captures and replays that failed or were refused.
         capture_seconds: host time spent capturing.
         pool_bytes: memory reserved by the graphs' pools.

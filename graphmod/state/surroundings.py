@@ -106,9 +106,9 @@ def _held(value: Any) -> Iterator[Any]:
         if hasattr(value, "__wrapped__"):
             yield value.__wrapped__
     elif isinstance(value, dict):
-        yield from list(value.values())[:_MOST]
+        yield from list(dict.values(value))[:_MOST]
     elif isinstance(value, (list, tuple)):
-        yield from value[:_MOST]
+        yield from (list if isinstance(value, list) else tuple).__getitem__(value, slice(_MOST))
     else:
         try:
             yield from list(object.__getattribute__(value, "__dict__").values())

@@ -7,6 +7,7 @@ import pytest
 import torch
 from harness import WARMUP, config
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from graphmod import CUDAGraphModule, graph_layers
 from graphmod.errors import ConfigError, VerificationFailed
@@ -111,6 +112,29 @@ def test_all_layers_are_verified_in_one_pass_and_nothing_is_captured_again(devic
     assert sum(layer.stats.captures for layer in layers) == 12
     assert all(layer.stats.eager_calls == WARMUP + layer.stats.verified for layer in layers)
     assert "runs eagerly" not in caplog.text
+
+
+def test_no_layer_of_a_checkpoint_is_verified(device, clock):
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(2))).to(device)
+    layers = list(graph_layers(model, config(layers=["0", "1"])))
+    for _ in range(3 * verification.LOOKS):
+        clock.now += 1e3
+        x = torch.randn(2, 4, device=device)
+        for part in model:
+            x = checkpoint(part, x, use_reentrant=False)  # counts what is saved, both times
+        x.sum().backward()
+        model.zero_grad()
+    assert all(layer.stats.replays > 100 and not layer.stats.verified for layer in layers)
+
+
+def test_several_calls_in_one_backward_have_their_turns(device, clock):
+    graphed = CUDAGraphModule(nn.Linear(4, 4).to(device), config())
+    for _ in range(5 * verification.LOOKS):
+        clock.now += 1e3
+        x = torch.randn(2, 4, device=device)
+        (graphed(x).sum() + graphed(x * 2).sum()).backward()
+        graphed.zero_grad()
+    assert graphed.stats.verified > 2 and graphed.stats.replays > 200
 
 
 def test_it_takes_a_thousandth_of_the_time():

@@ -1,0 +1,304 @@
+"""Python reads the same number in many ways: whichever it is, a change is noticed, and looking changes nothing."""
+
+import collections
+import copy
+import enum
+import functools
+import operator
+import signal
+import sys
+import threading
+import time
+import types
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from harness import config
+from torch import nn
+
+from graphmod import CUDAGraphModule
+from graphmod.trace.untraced import traced, untraced
+
+WAYS = {}
+
+
+def way(make):
+    """Registers what makes a function of x, and what changes a number that it reads."""
+    WAYS[make.__name__] = make
+    return make
+
+
+@way
+def nearer_class():
+    Base = type("Base", (), {"scale": 0.5})
+    Derived = type("Derived", (Base,), {})
+    one = Derived()
+    return lambda x: x * one.scale, lambda: setattr(Derived, "scale", 3.0)
+
+
+@way
+def class_read_itself():
+    Base = type("Base", (), {"scale": 0.5})
+    Derived = type("Derived", (Base,), {})
+    return lambda x: x * Derived.scale, lambda: setattr(Derived, "scale", 3.0)
+
+
+@way
+def default_of_getattr():
+    Kind = type("Kind", (), {})
+    one = Kind()
+    return lambda x: x * getattr(one, "scale", 0.5), lambda: setattr(Kind, "scale", 3.0)
+
+
+@way
+def property_in_front_of_an_attribute():
+    Kind = type("Kind", (), {})
+    one = Kind()
+    one.scale = 0.5
+    return lambda x: x * one.scale, lambda: setattr(Kind, "scale", property(lambda _: 3.0))
+
+
+@way
+def getattr_of_a_class_that_had_none():
+    Kind = type("Kind", (), {})
+    one = Kind()
+    return lambda x: x * getattr(one, "scale", 0.5), lambda: setattr(Kind, "__getattr__", lambda _, name: 3.0)
+
+
+@way
+def method_of_a_base_hidden_later():
+    Base = type("Base", (), {"act": lambda self, x: x * 0.5})
+    Derived = type("Derived", (Base,), {})
+    one = Derived()
+    return lambda x: one.act(x), lambda: setattr(Derived, "act", lambda self, x: x * 3.0)
+
+
+@way
+def called_object():
+    Base = type("Base", (), {"__call__": lambda self, x: x * 0.5})
+    Derived = type("Derived", (Base,), {})
+    one = Derived()
+    return lambda x: one(x), lambda: setattr(Derived, "__call__", lambda self, x: x * 3.0)
+
+
+@way
+def member_of_an_enum_of_strings():
+    Mode = enum.Enum("Mode", {"fast": "fast"}, type=str)
+    Mode.fast.weight = 0.5
+    return lambda x: x * Mode.fast.weight, lambda: setattr(Mode.fast, "weight", 3.0)
+
+
+@way
+def computed_name_of_a_class_attribute():
+    Kind = type("Kind", (), {"scale_1": 0.5})
+    one = Kind()
+    return lambda x: x * getattr(one, f"scale_{len(x.shape)}"), lambda: setattr(Kind, "scale_1", 3.0)
+
+
+@way
+def computed_name_of_a_slot():
+    Kind = type("Kind", (), {"__slots__": ("scale_1",)})
+    one = Kind()
+    one.scale_1 = 0.5
+    return lambda x: x * getattr(one, f"scale_{len(x.shape)}"), lambda: setattr(one, "scale_1", 3.0)
+
+
+@way
+def path_of_names():
+    one = types.SimpleNamespace(inner=types.SimpleNamespace(scale=0.5))
+    names = ["inner", "scale"]
+    return lambda x: x * functools.reduce(getattr, names, one), lambda: setattr(one.inner, "scale", 3.0)
+
+
+@way
+def sum_of_nested_attributes():
+    Kind = type("Kind", (), {})
+    one = Kind()
+    one.inner = Kind()
+    one.inner.scale = 0.5
+    of = [one]
+    return lambda x: x * sum(map(operator.attrgetter("inner.scale"), of)), lambda: setattr(one.inner, "scale", 3.0)
+
+
+@way
+def property_in_c():
+    Kind = type("Kind", (), {"scale": property(operator.attrgetter("_scale"))})
+    one = Kind()
+    one._scale = 0.5
+    return lambda x: x * one.scale, lambda: setattr(one, "_scale", 3.0)
+
+
+@way
+def copy_of_a_config():
+    Kind = type("Kind", (), {})
+    one = Kind()
+    one.scale = 0.5
+    return lambda x: x * copy.copy(one).scale, lambda: setattr(one, "scale", 3.0)
+
+
+@way
+def deep_dict():
+    inner = {"scale": 0.5}
+    deep = {"a": {"b": {"c": {"d": {"e": inner}}}}}
+    names = ["a", "b", "c", "d", "e", "scale"]
+    return lambda x: x * functools.reduce(operator.getitem, names, deep), lambda: inner.update(scale=3.0)
+
+
+@way
+def event():
+    one = threading.Event()
+    return lambda x: x * (3.0 if one.is_set() else 0.5), one.set
+
+
+@way
+def weak_set():
+    Kind = type("Kind", (), {})
+    one, other = Kind(), Kind()
+    one.scale, other.scale = 0.5, 2.5
+    of = weakref.WeakSet([one])
+    return lambda x, _=(one, other): x * sum(each.scale for each in of), lambda: of.add(other)
+
+
+@way
+def global_that_comes_later():
+    def function(x):
+        try:
+            return x * comes_later
+        except NameError:
+            return x
+
+    return function, lambda: globals().update(comes_later=3.0)
+
+
+@way
+def function_of_python_hidden_by_a_global():
+    return lambda x: x * max(0.5, 0.25), lambda: globals().update(max=lambda *_: 3.0)
+
+
+@way
+def function_of_torch_exchanged():
+    return lambda x: nn.functional.relu(x), lambda: setattr(nn.functional, "relu", nn.functional.gelu)
+
+
+@way
+def array_of_numpy():
+    array = np.ones(3, dtype=np.float32)
+    return lambda x: x * torch.from_numpy(array).to(x.device), lambda: array.fill(3.0)
+
+
+@way
+def array_of_numpy_copied():
+    array = np.ones(3, dtype=np.float32)
+    return lambda x: x * torch.tensor(array, device=x.device), lambda: array.fill(3.0)
+
+
+@way
+def equal_list_beside_another_change():
+    one = types.SimpleNamespace(values=[1.0, 2.0], flag=1.0)
+    first = one.values
+
+    def change():
+        if one.values is first:
+            one.values, one.flag = [1.0, 2.0], 5.0
+        else:
+            one.values, one.flag = first, 1.0
+            first[1] = 3.0
+
+    return lambda x: x * one.values[1] * one.flag, change
+
+
+@pytest.fixture(autouse=True)
+def as_before(monkeypatch):
+    monkeypatch.setattr(nn.functional, "relu", nn.functional.relu)
+    yield
+    globals().pop("comes_later", None)
+    globals().pop("max", None)
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_a_change_is_noticed_whichever_way_it_is_read(name, device):
+    function, change = WAYS[name]()
+    graphed = CUDAGraphModule(function, config())
+    changes = 0
+    for step in range(18):
+        if step in (8, 13):
+            change()
+        x = torch.linspace(-1, 2, 3, device=device) + step
+        assert torch.equal(graphed(x), function(x)), step
+        changes += step in (8, 13)
+    assert changes == 2 and (graphed.stats.replays or device.type == "cuda")
+
+
+def test_looking_puts_nothing_into_a_dict_and_runs_no_code_of_containers(device):
+    ran = []
+
+    class Counting(list):
+        def __iter__(self):
+            ran.append("iter")
+            return super().__iter__()
+
+    class Telling(dict):
+        def keys(self):
+            ran.append("keys")
+            return super().keys()
+
+        def values(self):
+            ran.append("values")
+            return super().values()
+
+    found, counted = collections.defaultdict(dict), collections.Counter("aab")
+    several, named = Counting([0.5]), Telling(scale=2.0)
+
+    def function(x):
+        return x * found.get("scale", 1.0) * several[0] * named["scale"] * (counted["a"] + counted["z"])
+
+    graphed = CUDAGraphModule(function, config())
+    x = torch.ones(3, device=device)
+    for _ in range(8):
+        assert torch.equal(graphed(x), torch.full_like(x, 2.0))
+    assert not found and not ran and dict(counted) == {"a": 2, "b": 1}
+    assert graphed.stats.replays > 2
+
+
+def test_an_interrupt_leaves_tracing_as_it_was():
+    told = []
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    def follow(*_):
+        told.append(1)
+
+    def tells():
+        told.clear()
+        sys.settrace(follow)
+        (lambda: None)()
+        sys.settrace(None)
+        return bool(told)
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        end, count = time.monotonic() + 1.0, 0
+        while time.monotonic() < end:
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 1e-5 * (1 + count % 23))
+                while True:
+                    untraced(lambda: traced(int, (), {}))
+            except KeyboardInterrupt:
+                count += 1
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert count and tells()
+
+
+def test_a_call_that_nobody_can_watch_is_refused(device):
+    kept = types.SimpleNamespace(scale=2.0)
+    graphed = CUDAGraphModule(lambda x: x * kept.scale, config())
+    x = torch.ones(3, device=device)
+    for scale in (2.0, 5.0):
+        kept.scale = scale
+        assert [untraced(graphed, x)[0].item() for _ in range(6)] == [scale] * 6
+    assert graphed.stats.replays == 0 and "trace functions are suspended" in graphed.last_failure
