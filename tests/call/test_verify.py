@@ -115,7 +115,7 @@ def test_all_layers_are_verified_in_one_pass_and_nothing_is_captured_again(devic
 
 
 def test_no_layer_of_a_checkpoint_is_verified(device, clock):
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(2))).to(device)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(device)
     layers = list(graph_layers(model, config(layers=["0", "1"])))
     for _ in range(3 * verification.LOOKS):
         clock.now += 1e3
