@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from graphmod.guards.chance import Chance
 from graphmod.guards.contents import CONTAINERS, Whole, content, is_iterator, is_plain
-from graphmod.guards.library import is_library, is_library_module, is_users
+from graphmod.guards.library import CORE, is_library, is_library_module, is_users
 from graphmod.guards.lookup import MISSING, Cell, Fields, Kind, Place, dict_of, find, find_item, get, is_made_by_code
 from graphmod.guards.note import Note
 
@@ -192,7 +192,8 @@ class Notes:
             return self._of_class(owner, name, place)
         value = place.value
         if isinstance(owner, types.ModuleType):
-            if owner is torch.nn.functional or not (isinstance(value, _FIXED) and is_library_module(owner)):
+            of_torch = owner is torch.nn.functional and not _is_of_core(value)  # what others exchange now and then
+            if of_torch or not (isinstance(value, _FIXED) and is_library_module(owner)):
                 self.holders[id(place.container)] = owner
                 self._note(place.container, place)
             return value
@@ -361,6 +362,11 @@ class Notes:
                     and isinstance(item, (*CONTAINERS, partial, types.SimpleNamespace))
                 ):
                     self.look_inside(item, depth - 1)
+
+
+def _is_of_core(value: Any) -> bool:
+    """Whether a function stands in for another for as long as a call is recorded."""
+    return isinstance(value, types.FunctionType) and value.__code__.co_filename.startswith(CORE)
 
 
 def _compiled_kind() -> Any:

@@ -132,6 +132,7 @@ def _values(tensor: Tensor) -> Any:
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     if not plain.numel():
         return b""
+    plain = plain.clone()  # memory that numpy has looked at cannot be resized any more
     return torch._C.TensorBase.numpy(plain.view(torch.uint8)).tobytes()
 
 
