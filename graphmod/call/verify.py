@@ -65,5 +65,5 @@ def verify(context: Context, entry: Entry, recording: Any, args: tuple, kwargs: 
     context.group.verification.took(time.perf_counter() - began)
     if difference is not None:
         context.out_of_date(entry, difference)
-    entry.verified = entry.replays
+    entry.verified_at = entry.replays
     return track(context, entry, result)

@@ -120,7 +120,7 @@ class Context:
         Raises:
             VerificationFailed: if every call is verified.
         """
-        replays = entry.replays - entry.verified
+        replays = entry.replays - entry.verified_at
         message = (
             f"{self.name!r} is no longer what was captured, and no guard noticed: {difference}. Its last {replays} "
             "replays may have given other numbers than eager calls"

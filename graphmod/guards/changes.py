@@ -77,11 +77,11 @@ def all_changes(notes: Notes) -> Iterator[Change]:
         error, where = notes.unreadable
         yield Change(f"reads an object that cannot be looked into without harm: {error}", lines_of(where), _OUTSIDE)
     if not notes.watched:
-        yield Change(
-            "runs where this thread's trace functions are suspended",
-            ("code that such a function called", None),
-            _OUTSIDE,
+        effect = (
+            "runs where nobody can watch it: this thread's trace functions are suspended, or other tools (a debugger, "
+            "a profiler) hold all places of sys.monitoring"
         )
+        yield Change(effect, ("code inside", None), _OUTSIDE)
     if notes.elsewhere is not None:
         yield Change("runs code in another thread, where nobody can watch it", lines_of(notes.elsewhere), _IN_THIS)
     for _, kind, where in notes.iterators:

@@ -133,6 +133,7 @@ class Frames:
         self._open: dict[int, tuple[list[Read], list[Any]]] = {}
         self._muted: FrameType | None = None  # in which, and in what that calls, nothing is looked at
         self.heard = False  # whether anything was told
+        self.missed = False  # whether instructions were asked for in vain
         self._before: Any = None
 
     def __enter__(self) -> "Frames":
@@ -169,7 +170,7 @@ class Frames:
             frame.f_trace_lines = False
         elif found.exact:
             frame.f_trace_lines = False
-            instructions.ask(frame)
+            self.missed = not instructions.ask(frame) or self.missed
         return self._step
 
     @beside_dynamo

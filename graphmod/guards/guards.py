@@ -107,8 +107,7 @@ class Guards:
         self._cells, self._in_cells = [cell for cell, _ in cells], [value for _, value in cells]
         fields = [(one, note, value) for one, note, value in places if isinstance(one, Fields)]
         known = {(id(one.function), note.key): value for one, note, value in fields}
-        functions = {id(one.function): one.function for one, _, _ in fields}
-        self._functions = [one for key, one in functions.items() if all((key, name) in known for name in Fields.NAMES)]
+        self._functions = list({id(one.function): one.function for one, _, _ in fields}.values())
         self._in_functions = [known[id(one), name] for one in self._functions for name in Fields.NAMES]
         dicts = [place for place in places if isinstance(place[0], dict)]
         self._dicts, self._names = [one for one, _, _ in dicts], [note.key for _, note, _ in dicts]

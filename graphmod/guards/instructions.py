@@ -16,7 +16,7 @@ _monitoring = getattr(sys, "monitoring", None)
 _lock = threading.Lock()
 _of_thread = threading.local()
 _users = 0
-_tool = -1
+_tool: int | None = None
 _codes: dict[int, CodeType] = {}  # by identity: the hash of code takes microseconds
 
 
@@ -25,9 +25,6 @@ def begin(told: Told) -> Told | None:
 
     Returns:
         Who was told before, for `end`.
-
-    Raises:
-        RuntimeError: other tools (debuggers, profilers) hold all places of `sys.monitoring`.
     """
     global _users
     if _monitoring is not None:
@@ -51,31 +48,33 @@ def end(before: Told | None) -> None:
                 _give_place_back()
 
 
-def ask(frame: FrameType) -> None:
-    """Asks for the instructions of a frame that is about to run its first."""
+def ask(frame: FrameType) -> bool:
+    """Asks for the instructions of a frame that is about to run its first. Returns whether they will be told: not if
+    other tools (debuggers, profilers) hold all places of `sys.monitoring`."""
     if _monitoring is None:
         frame.f_trace_opcodes = True
-        return
+        return True
+    if _tool is None:
+        return False
     with _lock:
         if id(frame.f_code) not in _codes:
             _codes[id(frame.f_code)] = frame.f_code
             _monitoring.set_local_events(_tool, frame.f_code, _monitoring.events.INSTRUCTION)
+    return True
 
 
 def _take_place() -> None:
     global _tool
-    free = [tool for tool in (4, 3, 5, 2, 1) if _monitoring.get_tool(tool) is None]
-    if not free:
-        raise RuntimeError(
-            "a call cannot be recorded: other tools hold all places of sys.monitoring; turn off a debugger, a profiler "
-            "or a coverage tool"
-        )
-    _tool = free[0]
+    _tool = next((tool for tool in (4, 3, 5, 2, 1) if _monitoring.get_tool(tool) is None), None)
+    if _tool is None:
+        return
     _monitoring.use_tool_id(_tool, "graphmod")
     _monitoring.register_callback(_tool, _monitoring.events.INSTRUCTION, _seen)
 
 
 def _give_place_back() -> None:
+    if _tool is None:
+        return
     for code in _codes.values():
         _monitoring.set_local_events(_tool, code, 0)
     _codes.clear()

@@ -1,4 +1,4 @@
-"""Which files and modules belong to installed libraries."""
+"""Which files, modules and functions belong to installed libraries or to this package, and which mean nothing."""
 
 import os
 import sys
@@ -6,12 +6,17 @@ import sysconfig
 import types
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
 CORE = str(Path(__file__).parent.parent) + os.sep
 TORCH = str(Path(torch.__file__).parent) + os.sep
 STDLIB = sysconfig.get_path("stdlib") + os.sep
+# What changes in many calls and decides nothing: loggers, and what torch.compile keeps about code.
+_OF_NO_MEANING = ("logging", "torch._dynamo", "torch._inductor", "torch.fx", "torch.utils._pytree", "warnings")
+_MOST_KINDS = 10_000
+_meaningless: dict[int, tuple[type, bool]] = {}  # by identity: a class may have a hash of its own
 
 
 @cache
@@ -33,3 +38,25 @@ def is_library_module(module: types.ModuleType | None) -> bool:
         return False
     file = getattr(module, "__file__", None)
     return is_library(file) if isinstance(file, str) else module.__name__ in sys.builtin_module_names
+
+
+def is_of_core(value: Any) -> bool:
+    """Whether a function of this package stands in for another for as long as a call is recorded."""
+    return isinstance(value, types.FunctionType) and value.__code__.co_filename.startswith(CORE)
+
+
+def package_of(kind: type) -> str:
+    """The module that a class says it is of; "" where that is no name."""
+    name = getattr(kind, "__module__", "")
+    return name if isinstance(name, str) else ""
+
+
+def means_nothing(owner: Any) -> bool:
+    """Whether what is kept in an object, or a class, decides nothing."""
+    kind = owner if isinstance(owner, type) else type(owner)
+    known = _meaningless.get(id(kind))
+    if known is None:
+        if len(_meaningless) > _MOST_KINDS:  # classes that a program makes as it runs
+            _meaningless.clear()
+        known = _meaningless[id(kind)] = kind, package_of(kind).startswith(_OF_NO_MEANING)
+    return known[1]

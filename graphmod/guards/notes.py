@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from graphmod.guards.chance import Chance
 from graphmod.guards.contents import CONTAINERS, Whole, content, is_iterator, is_plain
-from graphmod.guards.library import CORE, is_library, is_library_module, is_users
+from graphmod.guards.library import is_library, is_library_module, is_of_core, is_users, means_nothing, package_of
 from graphmod.guards.lookup import MISSING, Cell, Fields, Kind, Place, dict_of, find, find_item, get, is_made_by_code
 from graphmod.guards.note import Note
 
@@ -29,8 +29,6 @@ CODE: Any = type("Code", (), {"__slots__": ()})()
 _FIXED = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType)
 _DESCRIPTORS = (types.FunctionType, property, classmethod, staticmethod, types.GetSetDescriptorType)
 _KEPT_IN_C = (types.GetSetDescriptorType, types.MemberDescriptorType, type(vars(_Pair)["one"]))
-# What changes in many calls and decides nothing: loggers, and what torch.compile keeps about code.
-_OF_NO_MEANING = ("logging", "torch._dynamo", "torch._inductor", "torch.fx", "torch.utils._pytree", "warnings")
 _GLOBAL_HOOKS = (
     *("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks"),
 )
@@ -77,7 +75,7 @@ class Notes:
         self._kinds: dict[int, type] = {}  # kept, so that their identities stay theirs
         self._of_classes: dict[int, types.MappingProxyType] = {}
         self._wholes: dict[int, Whole] = {}
-        self._deep: dict[tuple, Any] = {}
+        self._deep: dict[int, Any] = {}
         self._functions: dict[int, types.FunctionType] = {}
 
     def here(self) -> tuple:
@@ -181,7 +179,7 @@ class Notes:
             self._hidden_by(kind.__mro__, name, None if place is None else place.shared)
         if isinstance(owner, torch._C._FunctionBase):  # what a forward keeps for its own backward
             return UNKNOWN if place is None or place.shared is not None else place.value
-        if _means_nothing(owner):
+        if means_nothing(owner):
             return UNKNOWN
         if place is None:
             shared = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
@@ -192,7 +190,7 @@ class Notes:
             return self._of_class(owner, name, place)
         value = place.value
         if isinstance(owner, types.ModuleType):
-            of_torch = owner is torch.nn.functional and not _is_of_core(value)  # what others exchange now and then
+            of_torch = owner is torch.nn.functional and not is_of_core(value)  # what others exchange now and then
             if of_torch or not (isinstance(value, _FIXED) and is_library_module(owner)):
                 self.holders[id(place.container)] = owner
                 self._note(place.container, place)
@@ -219,7 +217,7 @@ class Notes:
         own = None if isinstance(owner, (type, super)) else dict_of(owner)
         if own is not None:
             self._note(owner, Place(own, name, MISSING))
-        if not (isinstance(value, _DESCRIPTORS) and is_library_module(sys.modules.get(_package(place.shared)))):
+        if not (isinstance(value, _DESCRIPTORS) and is_library_module(sys.modules.get(package_of(place.shared)))):
             self._note(place.shared, place)
         if isinstance(value, staticmethod):
             return value.__func__
@@ -238,13 +236,13 @@ class Notes:
         found = [self.attribute(owner, "__dict__")]
         self.look_inside(found[0])
         for base in (owner if isinstance(owner, type) else type(owner)).__mro__:
-            if not is_made_by_code(base) or is_library_module(sys.modules.get(_package(base))):
+            if not is_made_by_code(base) or is_library_module(sys.modules.get(package_of(base))):
                 break
             self.look_inside(self._class_dict(base), depth=0)
             slots = [name for name, value in vars(base).items() if isinstance(value, types.MemberDescriptorType)]
             found.append({name: self.attribute(owner, name) for name in slots})
-        if depth > 1 and (id(owner), all) not in self._deep:
-            self._deep[id(owner), all] = owner
+        if depth > 1 and id(owner) not in self._deep:
+            self._deep[id(owner)] = owner
             for held in found:
                 for value in list(dict.values(held)) if isinstance(held, dict) else ():
                     self.all_attributes(value, depth - 1)
@@ -364,11 +362,6 @@ class Notes:
                     self.look_inside(item, depth - 1)
 
 
-def _is_of_core(value: Any) -> bool:
-    """Whether a function stands in for another for as long as a call is recorded."""
-    return isinstance(value, types.FunctionType) and value.__code__.co_filename.startswith(CORE)
-
-
 def _compiled_kind() -> Any:
     """The class of compiled modules; nothing where torch.compile was never used."""
     compiler = sys.modules.get("torch._dynamo.eval_frame")
@@ -382,22 +375,3 @@ def _of_c(owner: Any, name: str) -> Any:
         if found is not None:
             return found.__get__(owner, type(owner)) if isinstance(found, _KEPT_IN_C) else CODE
     return CODE
-
-
-def _package(kind: type) -> str:
-    name = getattr(kind, "__module__", "")
-    return name if isinstance(name, str) else ""
-
-
-def _means_nothing(owner: Any) -> bool:
-    kind = owner if isinstance(owner, type) else type(owner)
-    known = _meaningless.get(id(kind))
-    if known is None:
-        if len(_meaningless) > _MOST_KINDS:
-            _meaningless.clear()
-        known = _meaningless[id(kind)] = kind, _package(kind).startswith(_OF_NO_MEANING)
-    return known[1]
-
-
-_meaningless: dict[int, tuple[type, bool]] = {}
-_MOST_KINDS = 10_000

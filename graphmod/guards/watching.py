@@ -42,7 +42,7 @@ def noting(*roots: Any) -> Iterator[Notes]:
         try:
             with Frames(watcher) as frames:
                 yield notes
-            notes.watched = frames.heard
+            notes.watched = frames.heard and not frames.missed
         finally:
             _current.reset(token)
         _forget_new(notes)

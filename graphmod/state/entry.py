@@ -80,7 +80,7 @@ class Entry:
         "replays",
         "signature",
         "unfinished",
-        "verified",
+        "verified_at",
         "verified_in",
         "waits",
     )  # fmt: skip
@@ -104,7 +104,7 @@ class Entry:
         self.called_forward = False  # outside of any backward
         self.budget = Budget(_CAPTURES)
         self.replays = 0
-        self.verified = 0  # replays before the last verified call
+        self.verified_at = 0  # replays before the last verified call
         self.verified_in = -1  # the round of that
         self.lost = ""  # why its graphs were dropped last
         self.waits = 0  # calls that were eager because its graphs were in use

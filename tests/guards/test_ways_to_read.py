@@ -221,14 +221,12 @@ def as_before(monkeypatch):
 def test_a_change_is_noticed_whichever_way_it_is_read(name, device):
     function, change = WAYS[name]()
     graphed = CUDAGraphModule(function, config())
-    changes = 0
     for step in range(18):
         if step in (8, 13):
             change()
         x = torch.linspace(-1, 2, 3, device=device) + step
         assert torch.equal(graphed(x), function(x)), step
-        changes += step in (8, 13)
-    assert changes == 2 and (graphed.stats.replays or device.type == "cuda")
+    assert graphed.stats.replays or device.type == "cuda"  # which takes no array of numpy
 
 
 def test_looking_puts_nothing_into_a_dict_and_runs_no_code_of_containers(device):
