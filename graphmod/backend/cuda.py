@@ -233,7 +233,9 @@ class CudaBackend:
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         graphs.append(graph)
         open_by = pool.open_for(graph)
-        for generator in generators:
+        # All of them here, though a capture would register the first itself: where an interrupt comes in the middle of
+        # that, in the Python of `_RunOn`, PyTorch ends the process when the graph goes.
+        for generator in (self._generator, *generators):
             if generator.device.type == "cuda":
                 graph.register_generator_state(generator)
         with _RunOn(caller):  # seed and offset of the generators are written

@@ -72,12 +72,14 @@ def run(context: Context, args: tuple, kwargs: dict) -> Any:
             return eager(context, args, kwargs)
         if reason is None:
             return results(context, graph, leaves, state)
-    recording = entry.recording_of_now()
-    if recording is None or recording.refused is not None:
-        return warm_up(context, entry, args, kwargs)
     if group.settle(context.config.backend, context.around.device(leaves)):
         entry.recordings.clear()  # of calls elsewhere
         return run(context, args, kwargs)
+    if group.held_back:
+        return eager(context, args, kwargs, entry)
+    recording = entry.recording_of_now()
+    if recording is None or recording.refused is not None:
+        return warm_up(context, entry, args, kwargs)
     tape = place(context, entry, reason, recording)
     if tape is None:
         return eager(context, args, kwargs, entry)

@@ -67,11 +67,15 @@ class Group:
     `anchor` is a leaf on the device that every replayed forward with a backward has among its inputs, `anchor_node`
     where its gradient would be accumulated. One for all: autograd visits that node once in a backward, not once for
     each module.
+
+    `held_back` says whether calls are on another device now than the backend, which cannot change yet, because a
+    result of its graphs is held.
     """
 
     def __init__(self) -> None:
         self.backend: Backend | None = None
         self._guessed = False  # the device: no tensor was known
+        self.held_back = False
         self.modes = key_reader("cpu")  # of the present call, as they matter to the backend
         self._settings: tuple = ()
         self._settings_of = -1  # the backward in which they were read
@@ -112,9 +116,11 @@ class Group:
         """
         before = self.backend
         corrected = misguessed and self._guessed
+        self.held_back = False
         if before is None or (device not in (None, before.device) and (device.type == "cuda" or corrected)):
-            if any(arena.in_flight for arena in self.arenas):
-                return False  # the capture says what is wrong with tensors elsewhere
+            self.held_back = any(arena.in_flight for arena in self.arenas)
+            if self.held_back:
+                return False
             self.backend = make_backend(name, device or default_device(name))
             self._guessed = device is None and name is BackendName.auto
             self._free_graphs()

@@ -5,7 +5,11 @@ import sys
 import types
 from typing import Any
 
+import torch
+
 from graphmod.guards.contents import is_random, state
+from graphmod.trace import dispatch
+from graphmod.trace.seeds import MOVES, SETS_STATE
 
 
 class Chance:
@@ -24,8 +28,13 @@ class Chance:
 
     def meet(self, value: Any, where: tuple | None) -> None:
         """Takes in a value that code at `where` uses: a generator, or a function that draws from one."""
+        recorder = dispatch.current()
+        if recorder is not None and _moves_a_generator(value):
+            recorder.refuse(value.__name__, SETS_STATE)
         if isinstance(value, (types.BuiltinMethodType, types.MethodType)):
             value = value.__self__
+        if recorder is not None and isinstance(value, torch.Generator):
+            recorder.note_generator(value)
         if not is_random(value):
             return
         if id(value) not in self._known:
@@ -48,3 +57,12 @@ class Chance:
         for value, before, _ in self._states:
             if isinstance(value, random.Random) and state(value) != before:
                 value.setstate(before[0])
+
+
+def _moves_a_generator(value: Any) -> bool:
+    """Whether a value is a method that sets the state of one of torch's generators."""
+    if isinstance(value, types.BuiltinMethodType):
+        return isinstance(value.__self__, torch.Generator) and value.__name__ in MOVES
+    return type(value) is types.MethodDescriptorType and value.__objclass__ is torch.Generator and value.__name__ in MOVES
+
+

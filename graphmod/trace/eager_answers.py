@@ -92,22 +92,57 @@ def _host_reads() -> list[tuple[Any, str, Any]]:
 
 
 def _made_of_values() -> list[tuple[Any, str, Any]]:
-    """Tensors on the GPU made of Python values: a copy from host memory that nobody keeps."""
+    """Tensors on the GPU made of Python values, lists that index one among them: a copy from host memory that nobody
+    keeps."""
+
+    def on_gpu(device: Any) -> Any:
+        recorder = dispatch.current()
+        there = recorder is not None and recorder.on_gpu and device is not None
+        return recorder if there and torch.device(device).type == "cuda" else None
 
     def making(original: Any) -> Any:
         @functools.wraps(original)
         def make(data: Any, **kwargs: Any) -> Any:
-            recorder = dispatch.current()
-            device = kwargs.get("device")
-            if recorder is None or not recorder.on_gpu or isinstance(data, Tensor):
-                return original(data, **kwargs)
-            if device is None or torch.device(device).type != "cuda":
-                return original(data, **kwargs)
-            return recorder.make(original, data, kwargs)
+            recorder = None if isinstance(data, Tensor) else on_gpu(kwargs.get("device"))
+            return original(data, **kwargs) if recorder is None else recorder.make(original, data, kwargs)
 
         return make
 
-    return [(torch, "tensor", making(torch.tensor)), (torch, "as_tensor", making(torch.as_tensor))]
+    def new(self: Tensor, data: Any, **kwargs: Any) -> Any:
+        recorder = None if isinstance(data, Tensor) else on_gpu(kwargs.get("device") or self.device)
+        make = functools.partial(new_tensor, self)
+        return make(data, **kwargs) if recorder is None else recorder.make(make, data, kwargs)
+
+    def indexing(original: Any) -> Any:
+        @functools.wraps(original)
+        def run(self: Tensor, index: Any, *value: Any) -> Any:
+            recorder = on_gpu(self.device)
+            if recorder is None:
+                return original(self, index, *value)
+            settings = {"device": self.device}
+            if _lists_integers(index):
+                index = recorder.make(torch.tensor, list(index), settings)
+            elif type(index) is tuple:
+                index = tuple(
+                    recorder.make(torch.tensor, list(one), settings)
+                    if _lists_integers(one) or (type(one) is tuple and _lists_integers(list(one)))
+                    else one
+                    for one in index
+                )
+            return original(self, index, *value)
+
+        return run
+
+    new_tensor = Tensor.new_tensor
+    return [
+        *((torch, name, making(getattr(torch, name))) for name in ("tensor", "as_tensor", "asarray")),
+        (Tensor, "new_tensor", functools.wraps(new_tensor)(new)),
+        *((Tensor, name, indexing(getattr(Tensor, name))) for name in ("__getitem__", "__setitem__")),
+    ]
+
+
+def _lists_integers(index: Any) -> bool:
+    return type(index) in (list, range) and len(index) > 0 and all(type(one) is int for one in index)
 
 
 def _one_hot() -> list[tuple[Any, str, Any]]:

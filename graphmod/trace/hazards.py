@@ -197,7 +197,7 @@ class Check:
 
     def _gpu_reason(self, about: Facts, args: tuple, kwargs: dict, given: list[Tensor]) -> Reason | None:
         cuda = [tensor for tensor in given if tensor.is_cuda]
-        host = [t for t in given if not t.is_cuda and not (cuda and self._origins.of_kernels(address(t)))]
+        host = [t for t in given if not t.is_cuda and not self._origins.of_kernels(address(t))]
         if about.name == "aten::_to_copy":
             target = kwargs.get("device")
             kind = torch.device(target).type if target is not None else given[0].device.type
@@ -213,6 +213,8 @@ class Check:
             return _FROM_LIST
         if host and not cuda and about.writes and any(address(tensor) not in self._origins for tensor in host):
             return Reason("changes a host tensor, which a replay would not", "keep it on the GPU")
+        if host and not cuda and not about.views and self._origins.result(about, host) is Origin.data:
+            return Reason("computes on the host, which a replay would not", "keep it on the GPU")
         if cuda and any(tensor.dim() for tensor in host):
             return _FROM_LIST
         if cuda and not self._constant(host):

@@ -9,7 +9,7 @@ from enum import IntEnum
 
 from torch import Tensor
 
-from graphmod.trace.operations import Facts
+from graphmod.trace.operations import Facts, address
 
 # Their results have the shape of what they are given, and nothing of its values.
 _ONLY_SHAPES = {"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"}
@@ -55,16 +55,17 @@ class Origins:
         """Takes in what an operation has made at the addresses `fresh_at`."""
         if fresh_at:
             self._of_kernels.difference_update(fresh_at)
-            self._of.update(dict.fromkeys(fresh_at, self._result(about, random, given, given_at)))
+            drawn = Origin.chance if random else Origin.unwritten
+            self._of.update(dict.fromkeys(fresh_at, max(drawn, self.result(about, given, given_at))))
 
-    def _result(self, about: Facts, random: bool, given: list[Tensor], given_at: list[int]) -> Origin:
+    def result(self, about: Facts, given: list[Tensor], given_at: Iterable[int] | None = None) -> Origin:
+        """The origin of what an operation makes of these, chance apart."""
         name = about.name.removeprefix("aten::")
         if name in _NO_VALUES:
             return Origin.unwritten
-        found = Origin.chance if random else Origin.constants
         if name in _ONLY_SHAPES:
-            return found
-        return max(found, self.greatest(given_at, given))
+            return Origin.constants
+        return max(Origin.constants, self.greatest(map(address, given) if given_at is None else given_at, given))
 
     def greatest(self, places: Iterable[int], tensors: Iterable[Tensor]) -> Origin:
         """The origin of what any of these goes into."""

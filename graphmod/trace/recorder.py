@@ -155,6 +155,12 @@ class Recorder(MemoryTrace):
         """Takes in that the state of the random generators is read or written."""
         self._touched_state = self._touched_state or lines()
 
+    def note_generator(self, generator: torch.Generator) -> None:
+        """Takes in that code is about to use a generator."""
+        if self._draws is not None:
+            with hidden():
+                self._draws.know(generator)
+
     def note_mode(self, mode: TorchDispatchMode) -> None:
         """Refuses code that computes under a dispatch mode which hides its operations."""
         self.refuse(type(mode).__name__, UNDER_A_MODE)

@@ -24,6 +24,11 @@ RESTORES = Reason(
     "inside), which a replay cannot repeat",
     "take dropout out of the checkpointed part",
 )
+MOVES = {"set_state", "graphsafe_set_state", "set_offset", "manual_seed", "seed"}  # methods of a generator
+SETS_STATE = Reason(
+    "sets the state of a random generator, which a replay would not: it goes on drawing",
+    "set it outside the call, and not for each call anew",
+)
 _SEEDED_INSIDE = Reason(
     "draws from a generator whose state was set inside the call, or right before it, which a replay would not do",
     "seed outside the call, and not for each call anew",
@@ -79,13 +84,18 @@ class Draws:
 
     Args:
         gpu: index of the GPU whose default generator the call may use.
-        known: generators to be known from the beginning; others are taken to have been seeded inside if they were
-            seeded and not used since.
+        known: generators to be known from the beginning. Of others `know` tells; those of which it does not are taken
+            to have been seeded inside if they were seeded and not used since.
     """
 
     def __init__(self, gpu: int | None, known: list[torch.Generator]) -> None:
         self._default = [torch.default_generator] if gpu is None else [torch.cuda.default_generators[gpu]]
         self._last = [(generator, _fingerprint(generator)) for generator in (*self._default, *known)]
+
+    def know(self, generator: torch.Generator) -> None:
+        """Takes in that code is about to use a generator."""
+        if not any(same_generator(known, generator) for known, _ in self._last):
+            self._last.append((generator, _fingerprint(generator)))
 
     def before(self, generator: torch.Generator | None) -> Reason | None:
         """Called before an operation draws; None stands for the default generator."""

@@ -236,3 +236,35 @@ def test_a_result_held_across_the_move_does_not_keep_the_emulator():
         result.sum().backward()
         del result
     assert graphed._context.group.backend.on_gpu
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("use", [lambda seen: seen + 1, lambda seen: seen.clone(), lambda seen: torch.stack([seen])])
+def test_what_is_computed_on_the_host_beside_a_gpu_is_never_frozen(use):
+    tensor, seen = torch.zeros(3, device="cuda"), torch.zeros(())
+
+    def call():
+        tensor.add_(1)
+        return use(seen)
+
+    graphed = CUDAGraphModule(call, config())
+    for step in range(8):
+        seen.fill_(step)
+        assert torch.equal(graphed(), use(seen))
+        assert tensor.tolist() == [step + 1.0] * 3
+    assert "computes on the host" in graphed.last_failure
+
+
+@pytest.mark.gpu
+def test_a_view_on_the_host_beside_a_gpu_is_that_of_eager():
+    tensor, seen = torch.zeros(3, device="cuda"), torch.zeros(4)
+
+    def call():
+        tensor.add_(1)
+        return seen.view(2, 2).t()
+
+    graphed = CUDAGraphModule(call, config())
+    for step in range(8):
+        seen.fill_(step)
+        assert torch.equal(graphed(), seen.view(2, 2).t())
+        assert tensor.tolist() == [step + 1.0] * 3

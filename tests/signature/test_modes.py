@@ -81,8 +81,24 @@ CUDA = {
 }
 
 
+@pytest.fixture
+def modes_are_put_back():
+    modes = [
+        as_before(torch.is_grad_enabled, torch.set_grad_enabled, True),
+        as_before(torch.get_default_dtype, torch.set_default_dtype, torch.float32),
+        deterministic(warn_only=True)(),
+        setting(torch.backends, "fp32_precision", "none")(),
+        as_before(torch.get_num_threads, torch.set_num_threads, 1),
+    ]
+    with contextlib.ExitStack() as entered:
+        for mode in modes:
+            entered.enter_context(mode)
+        torch.use_deterministic_algorithms(False)
+        yield
+
+
 @pytest.mark.parametrize(("kind", "mode"), [*(("cpu", m) for m in CPU), *(("cuda", m) for m in CUDA)])
-def test_a_mode_is_part_of_the_signature_and_has_a_name(kind, mode):
+def test_a_mode_is_part_of_the_signature_and_has_a_name(kind, mode, modes_are_put_back):
     before = mode_key(kind)
     with (CPU if kind == "cpu" else CUDA)[mode]():
         now = mode_key(kind)
@@ -280,22 +296,6 @@ INSIDE = {
     "precision": lambda: setattr(torch.backends, "fp32_precision", "tf32"),
     "threads": lambda: torch.set_num_threads(torch.get_num_threads() % 2 + 1),
 }
-
-
-@pytest.fixture
-def modes_are_put_back():
-    modes = [
-        as_before(torch.is_grad_enabled, torch.set_grad_enabled, True),
-        as_before(torch.get_default_dtype, torch.set_default_dtype, torch.float32),
-        deterministic(warn_only=True)(),
-        setting(torch.backends, "fp32_precision", "none")(),
-        as_before(torch.get_num_threads, torch.set_num_threads, 1),
-    ]
-    with contextlib.ExitStack() as entered:
-        for mode in modes:
-            entered.enter_context(mode)
-        torch.use_deterministic_algorithms(False)
-        yield
 
 
 @pytest.mark.parametrize("which", INSIDE)
