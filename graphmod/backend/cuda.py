@@ -22,6 +22,7 @@ from graphmod.backend.driver import last_captured
 from graphmod.backend.nodes import use_kernels
 from graphmod.backend.pool import CudaPool
 from graphmod.backend.streams import renew_gradient_accumulators, stream_for
+from graphmod.torch_private import settle_attention_order
 from graphmod.trace.garbage import no_garbage_collection
 from graphmod.trace.recorder import Recorder
 from graphmod.trace.script import Script
@@ -101,6 +102,7 @@ class CudaBackend:
 
     def __init__(self, device: torch.device) -> None:
         self.device = torch.device("cuda", device.index if device.index is not None else torch.cuda.current_device())
+        settle_attention_order(self.device)
         self.stream = stream_for(self, self.device)
         self._generator = torch.cuda.default_generators[self.device.index]
 

@@ -120,7 +120,10 @@ class ForwardGraph:
             if changed is not None:
                 raise CaptureRefused(f"changes its own state as it runs ({changed}), {NOT_REPLAYED}")
             differentiated = owned if recording.backward else self.parameters
-            self.watch = Watch(guards, captured.seen.outside, owned, grads, captured.seen.backward, differentiated)
+            seen = captured.seen
+            last = len(seen.trace) if seen.first_write is None else seen.first_write
+            early = [where for where in seen.outside if seen.first_seen.get(where, last) <= last]
+            self.watch = Watch(guards, seen.outside, owned, grads, seen.backward, differentiated, early)
             refuse_unseen(captured.seen, self.watch.unseen)
         except BaseException:
             if captured is not None:
@@ -229,10 +232,12 @@ class ForwardGraph:
                 for index, buffer in self._copied:
                     if buffer.users > 1 and not buffer.free_for(leaves[index], arena.passes):
                         return f"the copy of another {self.inputs[index].name} is still needed"
-        return self.watch.gone() or (None if self.starts_early and not careful else self.changed())
+        if not self.starts_early or careful:
+            return self.changed()
+        return "a tensor it reads has moved to another address" if self.watch.gone() else None
 
     def changed(self) -> str | None:
-        """What is no longer as it was at the capture, but for what `unfit` has looked at; or None."""
+        """What is no longer as it was at the capture, or None."""
         return self.watch.changed()
 
     def load(self, leaves: list[Tensor]) -> None:

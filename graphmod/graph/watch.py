@@ -17,7 +17,7 @@ from graphmod.guards.hooks import HookWatch
 from graphmod.trace.operations import address
 from graphmod.trace.recorder import Recorder
 
-_grad = operator.attrgetter("grad")
+_grad, _data_ptr = operator.attrgetter("grad"), Tensor.data_ptr
 
 
 class Watch:
@@ -30,6 +30,7 @@ class Watch:
         grads: their gradients before the capture.
         backward: whether a backward pass ran inside the capture.
         differentiated: the leaf tensors whose gradients the graph computes, or leaves behind.
+        early: the addresses of those of `outside` that it reads before it changes any.
 
     Attributes:
         unseen: the addresses of `outside` to which no guard leads, so that what takes their place goes unnoticed.
@@ -43,9 +44,12 @@ class Watch:
         grads: list[Tensor | None],
         backward: bool,
         differentiated: list[Tensor],
+        early: list[int],
     ) -> None:
         self._guards: list[Guards] = [guards]
         self.held = list(outside.values())
+        self._early = [outside[where] for where in early]
+        self._early_at = list(map(_data_ptr, self._early))
         found_at = {address(tensor) for tensor in guards.tensors}
         found_at.update(address(grad) for grad in grads if grad is not None)
         self.unseen = [where for where in outside if where not in found_at]
@@ -70,23 +74,16 @@ class Watch:
         self._grads = [g for _, g in watched]
         self._grad_addresses = [0 if g is None else g.data_ptr() for g in self._grads]
 
-    def gone(self) -> str | None:
-        """A tensor that has moved, in words: the part of `moved` that has to be known before a launch. What was read is
-        held, but a storage can be emptied (`resize_(0)`) or moved, and its memory given back, all the same."""
-        for guards in self._guards:
-            reason = guards.moved()
-            if reason is not None:
-                return reason
-        return None
-
-    def moved(self) -> str | None:
-        """What is no longer as it was, in words; None when nothing changed."""
-        return self.gone() or self.changed()
+    def gone(self) -> bool:
+        """Whether memory is gone that is read before anything lasting is changed: all that has to be known before that
+        part is launched. What was read is held, but a storage can be emptied (`resize_(0)`) or moved, and its memory
+        given back, all the same."""
+        return list(map(_data_ptr, self._early)) != self._early_at
 
     def changed(self) -> str | None:
-        """What `gone` does not look at."""
+        """What is no longer as it was, in words; None when nothing changed."""
         for guards in self._guards:
-            reason = guards.changed()
+            reason = guards.moved() or guards.changed()
             if reason is not None:
                 return reason
         return self._hooks.changed() or (self._moved_grads() if self._with_grads else None)

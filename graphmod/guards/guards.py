@@ -21,6 +21,7 @@ from graphmod.guards.hooks import HookWatch
 from graphmod.guards.lookup import MISSING, Cell, Fields, Kind, get
 from graphmod.guards.note import Note
 from graphmod.guards.notes import Notes
+from graphmod.torch_private import alike
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _data_ptr, _size, _stride = Tensor.data_ptr, Tensor.size, Tensor.stride
@@ -134,6 +135,7 @@ class Guards:
         self._sizes = list(map(_size, self.tensors))
         self._strides = list(map(_stride, self.tensors))
         self._flags = list(map(_requires_grad, self.tensors))
+        self._alike: Callable[..., bool] | None = None
 
     # -- the check -----------------------------------------------------------------------------------------------
 
@@ -143,8 +145,16 @@ class Guards:
         self.exchanged = True
         if list(map(_data_ptr, tensors)) != self._addresses:
             return f"{self._named(self._addresses, _data_ptr)} has moved to another address"
+        return None if self._alike is not None and self._alike(*tensors) else self._of_other_kind()
+
+    def _of_other_kind(self) -> str | None:
+        """A tensor of another shape, or that requires grad where it did not, in words."""
+        tensors = self.tensors
         if list(map(_stride, tensors)) != self._strides or list(map(_size, tensors)) != self._sizes:
             return "a tensor it reads has another shape or other strides than when it was captured"
+        if list(map(_requires_grad, tensors)) != self._flags:
+            return "requires_grad of a tensor changed"
+        self._alike = alike(tensors)  # which depends on modes, such as autocast, as they are now
         return None
 
     def _named(self, before: list, read: Callable) -> str:
@@ -154,7 +164,7 @@ class Guards:
         return "a tensor it reads" if name is None else f"{name!r}, a tensor it reads,"
 
     def changed(self, gradients: bool = True) -> str | None:
-        """What is no longer as it was, in words; None when nothing changed. `moved` looks at tensors' memory.
+        """What is no longer as it was, in words; None when nothing changed. `moved` looks at the tensors themselves.
 
         Args:
             gradients: whether it matters which gradients are absent.
@@ -187,8 +197,6 @@ class Guards:
             return reason
         if list(map(type, self._objects)) != self._kinds:
             return f"{self._of_other_class()} has another class than when it was captured"
-        if list(map(_requires_grad, self.tensors)) != self._flags:
-            return "requires_grad of a tensor changed"
         if gradients and self._leaves and list(map(_has_none, self._leaves)) != self._absent_gradients:
             return "other gradients are there, or absent, than when it was captured"
         return self._gradient_hooks.changed() if self._leaves else None

@@ -52,6 +52,8 @@ class MemoryTrace(Tracer):
         leaves: the leaf tensors that require grad among the tensors it read and had not made, the very objects.
         static: the addresses of those of `outside` that were marked static.
         first_seen: address of a tensor of `outside` -> index in the trace.
+        first_write: index in the trace of the first operation that changed anything of `outside` or the inputs; None
+            where none did.
         written: the part of `outside` that it changed.
         advanced: what of that may have a part in the results: all but integers and the running statistics of a
             normalization.
@@ -73,6 +75,7 @@ class MemoryTrace(Tracer):
         self.outside: dict[int, Tensor] = {}
         self.leaves: list[Tensor] = []
         self.first_seen: dict[int, int] = {}
+        self.first_write: int | None = None
         self.static: set[int] = set()
         self.written: dict[int, Tensor] = {}
         self.advanced: dict[int, Tensor] = {}
@@ -133,8 +136,10 @@ class MemoryTrace(Tracer):
                 continue
             for tensor in tensors_in((value,)):
                 where = address(tensor)
-                if self._before_write is not None and (where in self.outside or where in self._inputs):
-                    self._before_write(tensor)
+                if where in self.outside or where in self._inputs:
+                    self.first_write = call.index if self.first_write is None else self.first_write
+                    if self._before_write is not None:
+                        self._before_write(tensor)
                 if where in self.outside:
                     self.written.setdefault(where, self.outside[where])
                     if call.about.writes and (tensor.is_floating_point() or tensor.is_complex()):
