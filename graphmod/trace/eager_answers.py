@@ -119,17 +119,20 @@ def _made_of_values() -> list[tuple[Any, str, Any]]:
             recorder = on_gpu(self.device)
             if recorder is None:
                 return original(self, index, *value)
-            settings = {"device": self.device}
-            if _lists_integers(index):
-                index = recorder.make(torch.tensor, list(index), settings)
-            elif type(index) is tuple:
-                index = tuple(
-                    recorder.make(torch.tensor, list(one), settings)
-                    if _lists_integers(one) or (type(one) is tuple and _lists_integers(list(one)))
-                    else one
-                    for one in index
-                )
-            return original(self, index, *value)
+
+            made = []
+
+            def there(one: Any) -> Any:
+                listed = list(one) if type(one) in (list, range) or (type(one) is tuple and one is not index) else ()
+                if not listed or any(type(item) is not int for item in listed):
+                    return one
+                made.append(recorder.make(torch.tensor, listed, {"device": self.device}))
+                return made[-1]
+
+            found = tuple(map(there, index)) if type(index) is tuple else there(index)
+            if made and value and type(value[0]) in (bool, int, float):  # its backward would fill in from the host
+                value = (torch.full((), value[0], dtype=self.dtype, device=self.device),)
+            return original(self, found, *value)
 
         return run
 
@@ -139,10 +142,6 @@ def _made_of_values() -> list[tuple[Any, str, Any]]:
         (Tensor, "new_tensor", functools.wraps(new_tensor)(new)),
         *((Tensor, name, indexing(getattr(Tensor, name))) for name in ("__getitem__", "__setitem__")),
     ]
-
-
-def _lists_integers(index: Any) -> bool:
-    return type(index) in (list, range) and len(index) > 0 and all(type(one) is int for one in index)
 
 
 def _one_hot() -> list[tuple[Any, str, Any]]:
