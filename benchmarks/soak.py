@@ -57,7 +57,7 @@ def work(scope: str, steps: int, device: str) -> dict[str, Any]:
     model = LlamaForCausalLM(config).to(device)
     use_static_causal_attention(model)
     rate = torch.tensor(1e-3, device=device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, fused=True, capturable=device == "cuda")
     step = TrainStep(model, optimizer, max_grad_norm=1.0, config=TrainGraphConfig(scope=scope))
     engine = DecodeEngine(model, max_batch_size=4, max_seq_len=64)
     generator = torch.Generator().manual_seed(1)

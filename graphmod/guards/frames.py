@@ -41,6 +41,7 @@ _NOT_OF_STDLIB = tuple(
 )
 _OF_CORE = (CORE + "train" + os.sep, CORE + "decode" + os.sep)
 _NOT_OF_CORE = (CORE + "train" + os.sep + "draws.py",)  # what a forward keeps for its own backward
+_DYNAMOS_GUARDS = os.path.join("torch", "_dynamo", "guards.py")  # it runs code of its own that it writes out
 _FROZEN = ("<frozen os>", "<frozen _collections_abc>")
 _CALL = nn.Module._call_impl.__code__
 # How modules find their parts: `lookup` knows, and what is found is noted where it is read.
@@ -72,7 +73,7 @@ def _mutes(filename: str, name: str) -> bool:
     compiled, or is what torch.compile changes in torch when it is first used."""
     if name == "patch" and filename.endswith(os.path.join("torch", "_dynamo", "eval_frame.py")):
         return True
-    parts = (f"{os.sep}triton{os.sep}", f"{os.sep}torch{os.sep}_inductor{os.sep}", "torchinductor")
+    parts = (f"{os.sep}triton{os.sep}", f"{os.sep}torch{os.sep}_inductor{os.sep}", "torchinductor", _DYNAMOS_GUARDS)
     said = filename.startswith((STDLIB + "logging" + os.sep, STDLIB + "warnings.py", "<frozen importlib"))
     return said or any(part in filename for part in parts)
 

@@ -26,6 +26,7 @@ class Surroundings:
         self.known = False
         self.parameters: list[Tensor] = []
         self._tensors: list[Tensor] = []
+        self._device: torch.device | None = None  # of tensors that a function closes over or names, which may change
         self._ddp = False
 
     def discover(self) -> None:
@@ -38,7 +39,12 @@ class Surroundings:
             self._note_ddp(module.modules())
 
     def _modules(self) -> list[nn.Module]:
-        return [self._root] if isinstance(self._root, nn.Module) else list(_modules_of(self._root))
+        if isinstance(self._root, nn.Module):
+            return [self._root]
+        found = list(_modules_and_tensors_of(self._root))
+        places = [one.device for one in found if isinstance(one, Tensor)]
+        self._device = next((one for one in places if one.type == "cuda"), places[0] if places else None)
+        return [one for one in found if isinstance(one, nn.Module)]
 
     def learn(self, guards: Any, lasting: Iterable[Any] = ()) -> list[Tensor]:
         """Takes in what a recorded call has read.
@@ -68,24 +74,24 @@ class Surroundings:
 
     def device(self, leaves: list[Tensor]) -> torch.device | None:
         """A GPU that the callable or its arguments have tensors on, else the CPU; None where there is no tensor."""
-        tensors = [*leaves, *self.parameters, *self._tensors]
-        cpu = torch.device("cpu") if tensors else None
-        return next((tensor.device for tensor in tensors if tensor.is_cuda), cpu)
+        places = [tensor.device for tensor in (*leaves, *self.parameters, *self._tensors)]
+        places += [] if self._device is None else [self._device]
+        return next((place for place in places if place.type == "cuda"), torch.device("cpu") if places else None)
 
     def distributed(self) -> bool:
         """Whether the callable works on DistributedDataParallel, or is called inside its forward."""
         return self._ddp or nn.parallel.DistributedDataParallel._get_active_ddp_module() is not None
 
 
-def _modules_of(root: Callable) -> Iterator[nn.Module]:
-    """The modules that a callable closes over, names or holds in attributes."""
+def _modules_and_tensors_of(root: Callable) -> Iterator[nn.Module | Tensor]:
+    """Those that a callable closes over, names or holds in attributes."""
     queue, seen = [(root, 0)], set()
     while queue and len(seen) < _MOST:
         value, depth = queue.pop(0)
         if id(value) in seen or depth > _DEPTH:
             continue
         seen.add(id(value))
-        if isinstance(value, nn.Module) and not hasattr(type(value), "_reach_through"):
+        if isinstance(value, Tensor) or (isinstance(value, nn.Module) and not hasattr(type(value), "_reach_through")):
             yield value
         else:
             queue += [(item, depth + 1) for item in _held(value)]
