@@ -83,7 +83,9 @@ def work(scope: str, steps: int, device: str) -> dict[str, Any]:
         if index % LOOK == 0 or index == steps:
             seconds = time.perf_counter() - began
             memory[index] = torch.cuda.memory_allocated() if device == "cuda" else 0
-            print(f"{scope} {index} steps, {seconds:.0f} s, {memory[index] / 2**20:.1f} MiB", file=sys.stderr, flush=True)
+            print(
+                f"{scope} {index} steps, {seconds:.0f} s, {memory[index] / 2**20:.1f} MiB", file=sys.stderr, flush=True
+            )
     for parameter in model.parameters():
         digest.update(parameter.detach().cpu().numpy().tobytes())
     digest.update(json.dumps(tokens).encode())
@@ -129,8 +131,8 @@ def main() -> int:
         result["memory_grew_bytes"] = sizes[-1] - sizes[min(1, len(sizes) - 1)]
         stats = result["stats"]
         print(
-            f"{scope:16} {result['step_ms']:7.3f} ms a step  {'as eager' if result['as_eager'] else 'DIFFERS':8}  memory "
-            f"{sizes[0] / 2**20:.1f} -> {sizes[-1] / 2**20:.1f} MiB  {stats['captures']} captures  {stats['replays']} "
+            f"{scope:16} {result['step_ms']:7.3f} ms a step  {'as eager' if result['as_eager'] else 'DIFFERS':8}  "
+            f"memory {sizes[0] / 2**20:.1f} -> {sizes[-1] / 2**20:.1f} MiB  {stats['captures']} captures  {stats['replays']} "
             f"replays  {stats['eager_calls']} eager calls, {stats['verified']} of them to verify",
             flush=True,
         )

@@ -118,7 +118,12 @@ def _guards_work() -> bool:
             one, other = torch.zeros(2, 3), torch.nn.Parameter(torch.zeros(3, 3))
             sizes = {"dynamic_dims_sizes": [[2, 3], [3, 3]], "dynamic_dims_strides": [[3, 1], [3, 1]]}
             check = _guards(one, other, **sizes).check
-            others = (torch.zeros(2, 4), torch.zeros(3, 2).t(), torch.zeros(2, 3).double(), one.clone().requires_grad_())
+            others = (
+                torch.zeros(2, 4),
+                torch.zeros(3, 2).t(),
+                torch.zeros(2, 3).double(),
+                one.clone().requires_grad_(),
+            )
             return check(one, other) and not any(check(different, other) for different in others)
     except Exception:  # whatever a PyTorch with another signature raises
         return False

@@ -63,6 +63,6 @@ def _moves_a_generator(value: Any) -> bool:
     """Whether a value is a method that sets the state of one of torch's generators."""
     if isinstance(value, types.BuiltinMethodType):
         return isinstance(value.__self__, torch.Generator) and value.__name__ in MOVES
-    return type(value) is types.MethodDescriptorType and value.__objclass__ is torch.Generator and value.__name__ in MOVES
-
-
+    return (
+        type(value) is types.MethodDescriptorType and value.__objclass__ is torch.Generator and value.__name__ in MOVES
+    )

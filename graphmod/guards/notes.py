@@ -5,17 +5,16 @@ from __future__ import annotations
 import sys
 import types
 import weakref
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from graphmod.guards.chance import Chance
-from graphmod.guards.contents import CONTAINERS, Whole, content, is_iterator, is_plain
-from graphmod.guards.library import is_library, is_library_module, is_of_core, is_users, means_nothing, package_of
-from graphmod.guards.lookup import MISSING, Cell, Fields, Kind, Place, dict_of, find, find_item, get, is_made_by_code
-from graphmod.guards.note import Note
+from graphmod.guards.contents import CONTAINERS, Whole, content, is_plain
+from graphmod.guards.library import is_library, is_library_module, is_of_core, means_nothing, package_of
+from graphmod.guards.lookup import MISSING, Place, dict_of, find, find_item, is_made_by_code
+from graphmod.guards.values import Values
 
 
 class _Pair(NamedTuple):
@@ -32,60 +31,37 @@ _KEPT_IN_C = (types.GetSetDescriptorType, types.MemberDescriptorType, type(vars(
 _GLOBAL_HOOKS = (
     *("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks"),
 )
-_FOLLOWED = (*CONTAINERS, partial, types.SimpleNamespace)
 DEEP = 6  # how far attributes of attributes are followed, where code in C may read any of them
-_DEPTH, _MOST_INSIDE = 32, 4096  # how far, and into how many items, containers in containers are followed
 
 
-class Notes:
-    """Collects notes.
+class Notes(Values):
+    """Collects notes on what code reads, and on where that lives; on values see `Values`.
 
     Attributes:
         modules: the modules that were called, each once.
-        notes: by identity of the object and key.
-        contents: containers whose items were read, by identity: the container, its items, and where that was.
-        iterators: what code used that is used up by it.
-        gradients: the leaf tensors met -> whether they had no gradient then.
         chance: the random generators of the host.
         holders: the objects, by identity of what is theirs, with which that is as old or as new.
         roots: identities of what was there before, whatever the collector says.
         unreadable: an error from looking at what code reads, and where.
         elsewhere: where code was sent to another thread.
         watched: whether anybody could look on.
-        where: the code and line that reads now.
-        frame: that runs now; held for no longer than it is looked at.
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.modules: dict[int, nn.Module] = {}
-        self.notes: dict[tuple[int, Any], Note] = {}
-        self.contents: dict[int, tuple[Any, tuple, tuple]] = {}
-        self.iterators: list[tuple[Any, str, tuple]] = []
-        self.gradients: dict[int, tuple[Tensor, bool]] = {}
         self.chance = Chance()
         self.unreadable: tuple[str, tuple] | None = None
         self.elsewhere: tuple | None = None
         self.watched = True
         self.roots: set[int] = set()
         self.holders: dict[int, Any] = {}
-        self.where: tuple = ("", 0)
-        self.frame: types.FrameType | None = None
         self._walked: dict[int, nn.Module] = {}
         self._in_classes: dict[tuple[int, str], Place | None] = {}
         self._kinds: dict[int, type] = {}  # kept, so that their identities stay theirs
         self._of_classes: dict[int, types.MappingProxyType] = {}
         self._wholes: dict[int, Whole] = {}
         self._deep: dict[int, Any] = {}
-        self._functions: dict[int, types.FunctionType] = {}
-
-    def here(self) -> tuple:
-        """The code and line that reads now; if they are a library's, also those of the user's that had called it."""
-        frame = self.frame
-        if frame is None or not is_library(frame.f_code.co_filename):
-            return self.where
-        while frame is not None and not is_users(frame.f_code.co_filename):
-            frame = frame.f_back
-        return self.where if frame is None else (*self.where, (frame.f_code, frame.f_lineno))
 
     # -- what there is to begin with -----------------------------------------------------------------------------
 
@@ -157,8 +133,7 @@ class Notes:
         kind = type(owner)
         if kind in (weakref.ProxyType, weakref.CallableProxyType):
             return self.attribute(owner.__init__.__self__, name)
-        if kind is not super and is_made_by_code(kind) and not issubclass(kind, (type, types.ModuleType)):
-            self._kind(owner)
+        self._kind_if_it_matters(owner)
         if name == "__dict__":
             held = self._class_dict(owner) if isinstance(owner, type) else dict_of(owner)
             if held is None:
@@ -271,95 +246,6 @@ class Notes:
         if not isinstance(owner, tuple):
             self._note(owner, place)
         return place.value
-
-    def _note(self, owner: Any, place: Place) -> None:
-        try:
-            name = (id(owner), place.key)
-            known = self.notes.get(name)
-        except TypeError:  # a key that cannot be hashed
-            return
-        if known is None or known.owner is not owner:
-            self.notes[name] = Note(owner, place, self.here())
-            self._meet(place.value)
-
-    def _kind(self, owner: Any) -> None:
-        name = (id(owner), Kind)
-        known = self.notes.get(name)
-        if known is None or known.owner is not owner:
-            self.notes[name] = Note(owner, Place(Kind(owner), "__class__", type(owner)), self.here())
-
-    # -- values --------------------------------------------------------------------------------------------------
-
-    def _meet(self, value: Any) -> None:
-        if isinstance(value, Tensor):
-            self._leaf(value)
-        elif isinstance(value, types.FunctionType):
-            self._function(value)
-        elif isinstance(value, (staticmethod, classmethod)):
-            self._meet(value.__func__)
-        elif isinstance(value, property):
-            for function in (value.fget, value.fset, value.fdel):
-                self._meet(function)
-        elif isinstance(value, types.MethodType):
-            self._meet(value.__func__)
-            self.attribute(value.__self__, "__class__")
-
-    def _leaf(self, tensor: Tensor) -> None:
-        if (
-            tensor.is_leaf
-            and id(tensor) not in self.gradients
-            and (tensor.requires_grad or isinstance(tensor, nn.Parameter))
-        ):
-            self.gradients[id(tensor)] = tensor, tensor.grad is None
-
-    def _function(self, function: types.FunctionType) -> None:
-        """Notes what belongs to a function: the variables it closes over, and, of one of the user's, its defaults."""
-        if self._functions.get(id(function)) is function:
-            return
-        self._functions[id(function)] = function
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            if name != "__class__" and (id(cell), None) not in self.notes:  # that is for `super()`, and stays
-                place = Place(Cell(cell), None, get(Cell(cell), None))
-                self.notes[id(cell), None] = Note(cell, place, self.here())
-                self._meet(place.value)
-        if not is_library(function.__code__.co_filename):
-            places = [Place(Fields(function), name, getattr(function, name)) for name in Fields.NAMES]
-            for place in places:
-                self.notes[id(function), place.key] = Note(function, place, self.here())
-            for place in places:
-                if isinstance(place.value, CONTAINERS):
-                    self.look_inside(place.value)
-
-    def look_inside(self, value: Any, depth: int = _DEPTH) -> None:
-        """Notes the items of a container that code goes through, or passes to code that may."""
-        if isinstance(value, (Tensor, str)) or is_plain(value):
-            return
-        self._meet(value)
-        if isinstance(value, (nn.Module, type, types.FunctionType, types.ModuleType)):
-            return
-        if isinstance(value, types.BuiltinMethodType) and isinstance(value.__self__, CONTAINERS):
-            value = value.__self__
-        if is_iterator(value):
-            self.iterators.append((value, type(value).__name__, self.here()))
-            return
-        known = self.contents.get(id(value))
-        if known is not None and known[0] is value:
-            return
-        items = content(value)
-        if items is None:
-            if is_made_by_code(type(value)):
-                self._kind(value)
-        elif not (isinstance(value, tuple) and all(is_plain(item) for item in items)):
-            self.contents[id(value)] = (value, items, self.here())
-            for item in items:
-                if isinstance(item, Tensor):
-                    self._leaf(item)
-                elif (
-                    depth
-                    and len(items) <= _MOST_INSIDE
-                    and isinstance(item, (*CONTAINERS, partial, types.SimpleNamespace))
-                ):
-                    self.look_inside(item, depth - 1)
 
 
 def _compiled_kind() -> Any:

@@ -68,7 +68,14 @@ class Layer(nn.Module):
         self.inner, self.scale, self.calls = nn.Linear(8, 8), 0.0, 0
 
 
-@says(["'lr' of AdamW was 0.0", "a rate that is a tensor would be read anew", "/torch/optim/", "recorded and captured again"])
+@says(
+    [
+        "'lr' of AdamW was 0.0",
+        "a rate that is a tensor would be read anew",
+        "/torch/optim/",
+        "recorded and captured again",
+    ]
+)
 def a_rate_that_changes_every_tenth_step():
     step, optimizer = whole(lambda p: torch.optim.AdamW(p, lr=0.1, fused=True))
     for index in range(60):

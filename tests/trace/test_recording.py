@@ -290,8 +290,8 @@ def inverts(self, x):
 
 REFUSED = [
     seeds_the_default_generator, seeds_its_generator, puts_a_state_back, puts_the_state_back_afterwards,
-    moves_a_generator, forks_the_state, reads_chance, reads_with_numpy, copies_to_the_host, conditional, computes_under_fake_tensors, makes_a_sparse_tensor,
-    inverts,
+    moves_a_generator, forks_the_state, reads_chance, reads_with_numpy, copies_to_the_host, conditional,
+    computes_under_fake_tensors, makes_a_sparse_tensor, inverts,
 ]  # fmt: skip
 
 
