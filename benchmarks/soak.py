@@ -132,8 +132,8 @@ def main() -> int:
         stats = result["stats"]
         print(
             f"{scope:16} {result['step_ms']:7.3f} ms a step  {'as eager' if result['as_eager'] else 'DIFFERS':8}  "
-            f"memory {sizes[0] / 2**20:.1f} -> {sizes[-1] / 2**20:.1f} MiB  {stats['captures']} captures  {stats['replays']} "
-            f"replays  {stats['eager_calls']} eager calls, {stats['verified']} of them to verify",
+            f"memory {sizes[0] / 2**20:.1f} -> {sizes[-1] / 2**20:.1f} MiB  {stats['captures']} captures  "
+            f"{stats['replays']} replays  {stats['eager_calls']} eager calls, {stats['verified']} of them to verify",
             flush=True,
         )
         if not result["as_eager"]:

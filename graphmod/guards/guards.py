@@ -35,6 +35,10 @@ _NAMED = (dict, types.MappingProxyType)  # where something comes only if there i
 _MOST_LEVELS = 16  # of containers in containers, each in the place of an equal one
 
 
+def _form(tensor: Tensor) -> tuple:
+    return type(tensor), tensor.dtype, tensor.is_conj(), tensor.is_neg()
+
+
 def _has_none(leaf: Tensor) -> bool:
     return leaf.grad is None
 
@@ -135,6 +139,7 @@ class Guards:
         self._sizes = list(map(_size, self.tensors))
         self._strides = list(map(_stride, self.tensors))
         self._flags = list(map(_requires_grad, self.tensors))
+        self._forms = list(map(_form, self.tensors))
         self._alike: Callable[..., bool] | None = None
 
     # -- the check -----------------------------------------------------------------------------------------------
@@ -154,6 +159,8 @@ class Guards:
             return "a tensor it reads has another shape or other strides than when it was captured"
         if list(map(_requires_grad, tensors)) != self._flags:
             return "requires_grad of a tensor changed"
+        if list(map(_form, tensors)) != self._forms:
+            return "a tensor it reads has another dtype or class than when it was captured"
         self._alike = alike(tensors)  # which depends on modes, such as autocast, as they are now
         return None
 

@@ -203,3 +203,26 @@ def test_the_default_dtype_is_part_of_the_signature(device):
             assert module(torch.ones(3, device=device, dtype=torch.int64)).dtype is dtype
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def test_nothing_starts_that_would_read_memory_which_is_gone(device):
+    """As a weight's is while FSDP has given it back."""
+    module, other = nn.Linear(8, 8, device=device), nn.Linear(8, 8, device=device)
+    wrapper = CUDAGraphModule(module, config())
+    x = torch.ones(2, 8, device=device)
+    with torch.no_grad():
+        for _ in range(5):
+            wrapper(x)
+        graph = wrapper._context.served
+        assert graph.starts_early and wrapper.stats.replays
+        started = []
+        graph.graph.start = lambda: started.append(True)
+        kept, storage = module.weight.detach().clone(), module.weight.untyped_storage()
+        storage.resize_(0)
+        module.forward = lambda x: other(x)  # what runs in its place
+        assert torch.equal(wrapper(x), other(x)) and not started
+        storage.resize_(kept.nbytes)
+        module.weight.copy_(kept)
+        del module.forward
+        for _ in range(4):
+            assert torch.equal(wrapper(x), module(x))
