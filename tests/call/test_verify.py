@@ -90,6 +90,18 @@ def test_off_never_looks(device, file, clock):
     assert graphed.stats.verified == 0
 
 
+def test_where_memory_would_not_do_none_is_verified(device, file, clock, monkeypatch):
+    graphed = CUDAGraphModule(scaled(file, device), config(verify="sampled"))
+    x = torch.ones(3, device=device)
+    graphed(x)
+    asked = []
+    monkeypatch.setattr(type(graphed._context.group.backend), "has_room", lambda _, size: bool(asked.append(size)))
+    for _ in range(400):
+        graphed(x)
+        clock.now += 1e4
+    assert graphed.stats.verified == 0 and len(asked) >= 3
+
+
 def test_all_layers_are_verified_in_one_pass_and_nothing_is_captured_again(device, clock, caplog):
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(6))).to(device)
     layers = list(graph_layers(model, config(layers=["0", "1", "2", "3", "4", "5"], verify="sampled")))
