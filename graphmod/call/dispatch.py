@@ -76,6 +76,10 @@ def run(context: Context, args: tuple, kwargs: dict) -> Any:
         entry.recordings.clear()  # of calls elsewhere
         return run(context, args, kwargs)
     if group.held_back:
+        context.log_once(
+            f"{context.name!r} runs eagerly: it is on another device than its graphs, of which a result is held whose "
+            "backward may still come"
+        )
         return eager(context, args, kwargs, entry)
     recording = entry.recording_of_now()
     if recording is None or recording.refused is not None:

@@ -122,7 +122,9 @@ class ForwardGraph:
             differentiated = owned if recording.backward else self.parameters
             seen = captured.seen
             last = len(seen.trace) if seen.first_write is None else seen.first_write
-            early = [where for where in seen.outside if seen.first_seen.get(where, last) <= last]
+            early = [tensor for where, tensor in seen.outside.items() if seen.first_seen.get(where, last) <= last]
+            # Kernels that the recorder cannot see may read any of the others.
+            early += [tensor for tensor in guards.tensors if address(tensor) not in seen.outside]
             self.watch = Watch(guards, seen.outside, owned, grads, seen.backward, differentiated, early)
             refuse_unseen(captured.seen, self.watch.unseen)
         except BaseException:

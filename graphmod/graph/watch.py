@@ -30,7 +30,7 @@ class Watch:
         grads: their gradients before the capture.
         backward: whether a backward pass ran inside the capture.
         differentiated: the leaf tensors whose gradients the graph computes, or leaves behind.
-        early: the addresses of those of `outside` that it reads before it changes any.
+        early: the tensors that it may read before it changes any.
 
     Attributes:
         unseen: the addresses of `outside` to which no guard leads, so that what takes their place goes unnoticed.
@@ -44,11 +44,11 @@ class Watch:
         grads: list[Tensor | None],
         backward: bool,
         differentiated: list[Tensor],
-        early: list[int],
+        early: list[Tensor],
     ) -> None:
         self._guards: list[Guards] = [guards]
         self.held = list(outside.values())
-        self._early = [outside[where] for where in early]
+        self._early = early
         self._early_at = list(map(_data_ptr, self._early))
         found_at = {address(tensor) for tensor in guards.tensors}
         found_at.update(address(grad) for grad in grads if grad is not None)

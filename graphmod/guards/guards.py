@@ -158,6 +158,7 @@ class Guards:
         if list(map(_stride, tensors)) != self._strides or list(map(_size, tensors)) != self._sizes:
             return "a tensor it reads has another shape or other strides than when it was captured"
         if list(map(_requires_grad, tensors)) != self._flags:
+            self.exchanged = False
             return "requires_grad of a tensor changed"
         if list(map(_form, tensors)) != self._forms:
             return "a tensor it reads has another dtype or class than when it was captured"

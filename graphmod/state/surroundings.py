@@ -74,9 +74,9 @@ class Surroundings:
 
     def device(self, leaves: list[Tensor]) -> torch.device | None:
         """A GPU that the callable or its arguments have tensors on, else the CPU; None where there is no tensor."""
-        places = [tensor.device for tensor in (*leaves, *self.parameters, *self._tensors)]
-        places += [] if self._device is None else [self._device]
-        return next((place for place in places if place.type == "cuda"), torch.device("cpu") if places else None)
+        tensors = (*leaves, *self.parameters, *self._tensors)
+        on_gpu = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
+        return on_gpu or self._device or (torch.device("cpu") if tensors else None)
 
     def distributed(self) -> bool:
         """Whether the callable works on DistributedDataParallel, or is called inside its forward."""

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+from torch.utils._device import _device_constructors
 
 from graphmod.trace import dispatch, seeds
 from graphmod.trace.hazards import Reason
@@ -92,31 +94,47 @@ def _host_reads() -> list[tuple[Any, str, Any]]:
 
 
 def _made_of_values() -> list[tuple[Any, str, Any]]:
-    """Tensors on the GPU made of Python values, lists that index one among them: a copy from host memory that nobody
-    keeps."""
-
-    def on_gpu(device: Any) -> Any:
-        recorder = dispatch.current()
-        there = recorder is not None and recorder.on_gpu and device is not None
-        return recorder if there and torch.device(device).type == "cuda" else None
+    """Tensors on the GPU made of Python values: a copy from host memory that nobody keeps."""
+    _device_constructors()  # which keeps the functions that it finds when it is first asked
 
     def making(original: Any) -> Any:
         @functools.wraps(original)
-        def make(data: Any, **kwargs: Any) -> Any:
-            recorder = None if isinstance(data, Tensor) else on_gpu(kwargs.get("device"))
-            return original(data, **kwargs) if recorder is None else recorder.make(original, data, kwargs)
+        def make(*args: Any, **kwargs: Any) -> Any:
+            plain = len(args) == 1 and not isinstance(args[0], Tensor)
+            recorder = _on_gpu(kwargs.get("device")) if plain else None
+            return original(*args, **kwargs) if recorder is None else recorder.make(original, args[0], kwargs)
 
         return make
 
-    def new(self: Tensor, data: Any, **kwargs: Any) -> Any:
-        recorder = None if isinstance(data, Tensor) else on_gpu(kwargs.get("device") or self.device)
+    return [(torch, name, making(getattr(torch, name))) for name in ("tensor", "as_tensor", "asarray")]
+
+
+def _on_gpu(device: Any) -> Any:
+    """The recorder of a call that works on the GPU, if `device` is one; else None."""
+    recorder = dispatch.current()
+    there = recorder is not None and recorder.on_gpu and device is not None
+    return recorder if there and torch.device(device).type == "cuda" else None
+
+
+def _listed_on_gpu() -> list[tuple[Any, str, Any]]:
+    """Likewise: `new_tensor`, and lists that index a tensor there."""
+    new_tensor = Tensor.new_tensor
+
+    @functools.wraps(new_tensor)
+    def new(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if has_torch_function((self,)):
+            return handle_torch_function(new_tensor, (self,), self, *args, **kwargs)
+        plain = len(args) == 1 and not isinstance(args[0], Tensor)
+        recorder = _on_gpu(kwargs.get("device") or self.device) if plain else None
         make = functools.partial(new_tensor, self)
-        return make(data, **kwargs) if recorder is None else recorder.make(make, data, kwargs)
+        return make(*args, **kwargs) if recorder is None else recorder.make(make, args[0], kwargs)
 
     def indexing(original: Any) -> Any:
         @functools.wraps(original)
         def run(self: Tensor, index: Any, *value: Any) -> Any:
-            recorder = on_gpu(self.device)
+            if has_torch_function((self, *value)):  # who is asked for by the name of the original
+                return handle_torch_function(original, (self, *value), self, index, *value)
+            recorder = _on_gpu(self.device)
             if recorder is None:
                 return original(self, index, *value)
 
@@ -136,12 +154,8 @@ def _made_of_values() -> list[tuple[Any, str, Any]]:
 
         return run
 
-    new_tensor = Tensor.new_tensor
-    return [
-        *((torch, name, making(getattr(torch, name))) for name in ("tensor", "as_tensor", "asarray")),
-        (Tensor, "new_tensor", functools.wraps(new_tensor)(new)),
-        *((Tensor, name, indexing(getattr(Tensor, name))) for name in ("__getitem__", "__setitem__")),
-    ]
+    indices = [(Tensor, name, indexing(getattr(Tensor, name))) for name in ("__getitem__", "__setitem__")]
+    return [(Tensor, "new_tensor", new), *indices]
 
 
 def _one_hot() -> list[tuple[Any, str, Any]]:
@@ -199,12 +213,13 @@ _patches = [
     Patch(make)
     for make in (_is_capturing, _host_reads, _made_of_values, _one_hot, _past_the_dispatcher, seeds.replacements)
 ]
+_patch_on_gpu = Patch(_listed_on_gpu)
 
 
 @contextlib.contextmanager
 def asking(recorder: Any) -> Iterator[None]:
     """Has what these functions do in calls that are recorded reported to the recorder, and answered for it."""
     with contextlib.ExitStack() as stack:
-        for patch in _patches:
+        for patch in (*_patches, *((_patch_on_gpu,) if recorder.on_gpu else ())):
             stack.enter_context(patch)
         yield

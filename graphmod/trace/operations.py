@@ -34,7 +34,7 @@ class Facts(NamedTuple):
     """What the schema of an overload says, looked up once."""
 
     writes: frozenset  # positions (int) and names (str) of the arguments it writes
-    views: bool  # its result is memory of an argument
+    computes: bool  # it makes a tensor of its arguments' values, or of their shapes
     statistics: bool  # a batch norm, which writes its running statistics without its schema saying so
     random: bool
     dropout: int  # position of the argument `dropout_p`, without which it draws nothing; -1 if it has none
@@ -61,7 +61,7 @@ def facts(op: Any) -> Facts:
         name = schema.name if schema else str(op)
         found = Facts(
             frozenset(writes),
-            any(one.alias_info is not None for one in (schema.returns if schema else ())) and not writes,
+            any("Tensor" in str(one.type) and one.alias_info is None for one in (schema.returns if schema else ())),
             name.removeprefix("aten::") in _BATCH_NORMS,
             torch.Tag.nondeterministic_seeded in tags,
             next((i for i, a in enumerate(schema.arguments if schema else ()) if a.name == "dropout_p"), -1),

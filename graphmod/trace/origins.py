@@ -12,7 +12,10 @@ from torch import Tensor
 from graphmod.trace.operations import Facts, address
 
 # Their results have the shape of what they are given, and nothing of its values.
-_ONLY_SHAPES = {"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"}
+_ONLY_SHAPES = {
+    *("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "rand_like", "randn_like"),
+    *("randint_like", "_shape_as_tensor"),
+}
 _NO_VALUES = {
     "empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "empty_quantized",
 }  # fmt: skip

@@ -24,7 +24,7 @@ from graphmod.trace.operations import Facts, Step, address, tensors_in
 from graphmod.trace.origins import Origin
 from graphmod.trace.overloads import fits_into, run_into
 from graphmod.trace.script import Kept, Script
-from graphmod.trace.seeds import RESTORES, Draws
+from graphmod.trace.seeds import RESTORES, SETS_STATE, Draws
 
 log = logging.getLogger("graphmod")
 
@@ -77,6 +77,7 @@ class Recorder(MemoryTrace):
         self._draws: Draws | None = None
         self._generators = generators
         self._touched_state: Lines | None = None
+        self._met_generator: Lines | None = None
         self._refused: str | None = None
         self._script = script
         self._kept: dict[int, Kept] = {}
@@ -91,6 +92,8 @@ class Recorder(MemoryTrace):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        if self.watching and self._met_generator is not None and self._draws.moved():
+            self._add(Hazard("the call", self._met_generator, *SETS_STATE[:2]))
         self._draws = None
         if self.watching and self._touched_state is not None and self.random:
             self._add(Hazard("the call", self._touched_state, *RESTORES[:2]))
@@ -160,6 +163,7 @@ class Recorder(MemoryTrace):
         if self._draws is not None:
             with hidden():
                 self._draws.know(generator)
+            self._met_generator = self._met_generator or lines()
 
     def note_mode(self, mode: TorchDispatchMode) -> None:
         """Refuses code that computes under a dispatch mode which hides its operations."""

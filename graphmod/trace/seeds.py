@@ -91,17 +91,29 @@ class Draws:
     def __init__(self, gpu: int | None, known: list[torch.Generator]) -> None:
         self._default = [torch.default_generator] if gpu is None else [torch.cuda.default_generators[gpu]]
         self._last = [(generator, _fingerprint(generator)) for generator in (*self._default, *known)]
+        self._used: list[torch.Generator] = []
+        self._fresh: list[torch.Generator] = []  # those that were seeded, and not used, when they were met
 
     def know(self, generator: torch.Generator) -> None:
         """Takes in that code is about to use a generator."""
+        if not any(same_generator(known, generator) for known in self._used):
+            self._used.append(generator)
         if not any(same_generator(known, generator) for known, _ in self._last):
             self._last.append((generator, _fingerprint(generator)))
+            if _is_fresh(generator):
+                self._fresh.append(generator)
+
+    def moved(self) -> bool:
+        """Whether a generator that code used is not where the last operation that drew from it left it."""
+        last = [(one, state) for one, state in self._last if any(same_generator(one, used) for used in self._used)]
+        return any(state != _fingerprint(one) for one, state in last)
 
     def before(self, generator: torch.Generator | None) -> Reason | None:
         """Called before an operation draws; None stands for the default generator."""
         for one in [generator] if generator is not None else self._default:
             last = next((state for known, state in self._last if same_generator(known, one)), None)
-            if last is None and _is_fresh(one):
+            unused = last is None or any(same_generator(fresh, one) for fresh in self._fresh)
+            if unused and _is_fresh(one):
                 return _SEEDED_INSIDE
             if last is not None and last != _fingerprint(one):
                 return _SEEDED_INSIDE

@@ -226,3 +226,25 @@ def test_nothing_starts_that_would_read_memory_which_is_gone(device):
         del module.forward
         for _ in range(4):
             assert torch.equal(wrapper(x), module(x))
+
+
+def test_what_only_an_unseen_kernel_reads_is_looked_at_before_the_start(device):
+    class Holds(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("state", torch.ones(4))
+
+        def forward(self, x):
+            self.state.data_ptr()  # what is handed to a kernel that is launched by hand
+            return self.linear(x)
+
+    module = Holds().to(device)
+    wrapper, x = CUDAGraphModule(module, config()), torch.ones(2, 4, device=device)
+    with torch.no_grad():
+        for _ in range(5):
+            wrapper(x)
+        graph = wrapper._context.served
+        assert graph.starts_early and graph.unfit([x], careful=False) is None
+        module.state.data = torch.zeros(4, device=device)
+        assert graph.unfit([x], careful=False) is not None

@@ -86,3 +86,12 @@ def test_a_torch_without_them_is_served_as_well(monkeypatch):
         assert torch_private.alike([torch.zeros(2)]) is None
     finally:
         torch_private._guards_work.cache_clear()
+
+
+def test_a_network_that_is_frozen_in_turn_has_a_graph_for_both(device):
+    network = nn.Linear(4, 1, device=device)
+    wrapper, x = CUDAGraphModule(network, config()), torch.ones(2, 4, device=device, requires_grad=True)
+    for step in range(60):
+        network.requires_grad_(step % 2 == 1)
+        wrapper(x).sum().backward()
+    assert wrapper.stats.captures == 4 and wrapper.stats.eager_calls < 12

@@ -1,5 +1,6 @@
 """What a recorded call is: an eager call with eager's numbers, of which everything is known afterwards."""
 
+import functools
 import queue
 import threading
 
@@ -243,6 +244,13 @@ def puts_the_state_back_afterwards(self, x):
     return result
 
 
+def puts_the_state_back_out_of_sight(self, x):
+    back = functools.partial(self.generator.set_state, self.generator.get_state())
+    result = x + torch.rand(x.shape, device=x.device, generator=self.generator)
+    back()
+    return result
+
+
 def moves_a_generator(self, x):
     self.generator.set_state(self.state)
     return x * 2
@@ -290,6 +298,7 @@ def inverts(self, x):
 
 REFUSED = [
     seeds_the_default_generator, seeds_its_generator, puts_a_state_back, puts_the_state_back_afterwards,
+    puts_the_state_back_out_of_sight,
     moves_a_generator, forks_the_state, reads_chance, reads_with_numpy, copies_to_the_host, conditional,
     computes_under_fake_tensors, makes_a_sparse_tensor, inverts,
 ]  # fmt: skip
@@ -331,6 +340,10 @@ def encodes_classes(self, x):
     return x + F.one_hot((x.detach()[:, 0] > 0).long(), num_classes=8)
 
 
+def makes_arrays_by_name(self, x):
+    return x * torch.asarray(obj=[0.5] * 8, device=x.device) + x.new_tensor([1.0] * 8)
+
+
 def makes_a_parameter(self, x):
     return x * nn.Parameter(torch.ones(8, device=x.device)).detach()
 
@@ -348,7 +361,7 @@ def writes_single_elements(self, x):
 
 FINE = [
     reads_what_is_made_of_constants, copies_lists, copies_a_list_and_changes_it, returns_a_list, takes_apart_constants,
-    encodes_classes, makes_a_parameter, maps, writes_single_elements,
+    encodes_classes, makes_arrays_by_name, makes_a_parameter, maps, writes_single_elements,
 ]  # fmt: skip
 
 
@@ -491,3 +504,35 @@ def test_a_replacement_that_others_put_theirs_over_stays_theirs():
         assert (Owner.value, Owner.other) == (2, 3)
         Owner.value = 4
     assert Owner.value == 4 and not hasattr(Owner, "other")
+
+
+HANDLED = {torch.Tensor.__getitem__: lambda self, index: self.as_subclass(torch.Tensor) * 10}
+
+
+class Tabled(torch.Tensor):
+    """Looks functions up, as PyTorch's documentation shows it."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        found = HANDLED.get(function)
+        if found is not None:
+            return found(*args, **(kwargs or {}))
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def test_a_class_that_asks_for_a_function_is_asked_for_that_of_torch(device):
+    table = torch.arange(4.0, device=device).as_subclass(Tabled)
+    _, result = watched(lambda x: x + table[0], torch.ones(4, device=device), gpu=on(device))
+    assert torch.equal(result, torch.arange(4.0, device=device) * 10 + 1)
+
+
+def test_a_recording_leaves_the_default_device_to_itself():
+    def run(x):
+        with torch.device("cpu"):
+            return x + torch.ones(2)
+
+    torch.utils._device._device_constructors.cache_clear()
+    watched(run, torch.ones(2))
+    with torch.device("meta"):
+        made = torch.tensor([1.0]), torch.as_tensor([1.0]), torch.asarray([1.0]), torch.zeros(1)
+    assert {one.device.type for one in made} == {"meta"}
