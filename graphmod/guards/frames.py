@@ -3,6 +3,7 @@
 Stands on `sys.settrace`, which Python 3.11 to 3.13 have alike; a tracer that was there before is put back.
 """
 
+import logging
 import os
 import sys
 import threading
@@ -20,6 +21,8 @@ from graphmod.guards import instructions
 from graphmod.guards.library import CORE, STDLIB, TORCH
 from graphmod.guards.reads import Read, Reads, reads
 from graphmod.torch_private import beside_dynamo
+
+log = logging.getLogger("graphmod")
 
 # Of torch, what keeps settings and state in Python that a step depends on. The rest passes arguments on.
 _OF_TORCH = tuple(
@@ -59,7 +62,8 @@ _WALKS = {
 }
 _WALKS |= {one for code in list(_WALKS) for one in code.co_consts if isinstance(one, CodeType)}
 _WALKS.add(nn.Module._named_members.__code__)
-_walks = frozenset(map(id, _WALKS))  # the hash of code takes microseconds
+# By identity: the hash of code takes microseconds, and there is none where dynamo has put a dict among the constants.
+_walks, _machinery = frozenset(map(id, _WALKS)), frozenset(map(id, _MACHINERY))
 _starts_threads = {id(threading.Thread.start.__code__), id(ThreadPoolExecutor.submit.__code__)}
 
 _MOST_RESULTS = 8
@@ -96,7 +100,7 @@ def _reads_of(code: CodeType) -> Reads | None:
     where = id(code)
     known = _known.get(where)
     if known is None:
-        found = None if code in _MACHINERY or where in _walks or not _watched(code.co_filename) else reads(code)
+        found = None if where in _machinery or where in _walks or not _watched(code.co_filename) else reads(code)
         gone = weakref.ref(code, lambda _: _known.pop(where, None))
         known = _known[where] = found if found is not None and found.by_line else None, gone
     return known[0]
@@ -152,6 +156,15 @@ class Frames:
     @beside_dynamo
     def _enter(self, frame: FrameType, event: str, _: Any) -> Callable | None:
         self.heard = True
+        try:
+            return self._entered(frame)
+        except Exception as error:  # which would be raised in the code that is watched
+            log.debug("%s cannot be followed", frame.f_code, exc_info=error)
+            self.missed = True
+            return None
+
+    @beside_dynamo
+    def _entered(self, frame: FrameType) -> Callable | None:
         code = frame.f_code
         if code is _CALL:
             self._watcher.called(frame.f_locals["self"])

@@ -174,7 +174,12 @@ class _Walk:
     # -- variables -----------------------------------------------------------------------------------------------
 
     def _load_const(self, step: dis.Instruction) -> None:
-        self._push(("const", step.argval))
+        try:
+            hash(step.argval)
+        except TypeError:  # of code that dynamo has written
+            self._push(None)
+        else:
+            self._push(("const", step.argval))
 
     def _load_fast_load_fast(self, step: dis.Instruction) -> None:
         self._push(*(("local", name) for name in step.argval))

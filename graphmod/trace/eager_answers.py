@@ -97,16 +97,20 @@ def _made_of_values() -> list[tuple[Any, str, Any]]:
     """Tensors on the GPU made of Python values: a copy from host memory that nobody keeps."""
     _device_constructors()  # which keeps the functions that it finds when it is first asked
 
-    def making(original: Any) -> Any:
+    def making(name: str, of: str) -> tuple[Any, str, Any]:
+        original = getattr(torch, name)
+
         @functools.wraps(original)
         def make(*args: Any, **kwargs: Any) -> Any:
+            if not args and of in kwargs:
+                args = (kwargs.pop(of),)
             plain = len(args) == 1 and not isinstance(args[0], Tensor)
             recorder = _on_gpu(kwargs.get("device")) if plain else None
             return original(*args, **kwargs) if recorder is None else recorder.make(original, args[0], kwargs)
 
-        return make
+        return torch, name, make
 
-    return [(torch, name, making(getattr(torch, name))) for name in ("tensor", "as_tensor", "asarray")]
+    return [making("tensor", "data"), making("as_tensor", "data"), making("asarray", "obj")]
 
 
 def _on_gpu(device: Any) -> Any:
@@ -116,8 +120,9 @@ def _on_gpu(device: Any) -> Any:
     return recorder if there and torch.device(device).type == "cuda" else None
 
 
-def _listed_on_gpu() -> list[tuple[Any, str, Any]]:
-    """Likewise: `new_tensor`, and lists that index a tensor there."""
+def _made_like_another() -> list[tuple[Any, str, Any]]:
+    """Likewise, of a tensor there. Not so lists that index one: torch.compile and others ask for that function by its
+    name."""
     new_tensor = Tensor.new_tensor
 
     @functools.wraps(new_tensor)
@@ -129,33 +134,7 @@ def _listed_on_gpu() -> list[tuple[Any, str, Any]]:
         make = functools.partial(new_tensor, self)
         return make(*args, **kwargs) if recorder is None else recorder.make(make, args[0], kwargs)
 
-    def indexing(original: Any) -> Any:
-        @functools.wraps(original)
-        def run(self: Tensor, index: Any, *value: Any) -> Any:
-            if has_torch_function((self, *value)):  # who is asked for by the name of the original
-                return handle_torch_function(original, (self, *value), self, index, *value)
-            recorder = _on_gpu(self.device)
-            if recorder is None:
-                return original(self, index, *value)
-
-            made = []
-
-            def there(one: Any) -> Any:
-                listed = list(one) if type(one) in (list, range) or (type(one) is tuple and one is not index) else ()
-                if not listed or any(type(item) is not int for item in listed):
-                    return one
-                made.append(recorder.make(torch.tensor, listed, {"device": self.device}))
-                return made[-1]
-
-            found = tuple(map(there, index)) if type(index) is tuple else there(index)
-            if made and value and type(value[0]) in (bool, int, float):  # its backward would fill in from the host
-                value = (torch.full((), value[0], dtype=self.dtype, device=self.device),)
-            return original(self, found, *value)
-
-        return run
-
-    indices = [(Tensor, name, indexing(getattr(Tensor, name))) for name in ("__getitem__", "__setitem__")]
-    return [(Tensor, "new_tensor", new), *indices]
+    return [(Tensor, "new_tensor", new)]
 
 
 def _one_hot() -> list[tuple[Any, str, Any]]:
@@ -213,7 +192,7 @@ _patches = [
     Patch(make)
     for make in (_is_capturing, _host_reads, _made_of_values, _one_hot, _past_the_dispatcher, seeds.replacements)
 ]
-_patch_on_gpu = Patch(_listed_on_gpu)
+_patch_on_gpu = Patch(_made_like_another)
 
 
 @contextlib.contextmanager

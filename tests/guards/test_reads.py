@@ -168,3 +168,16 @@ def test_a_key_of_which_nothing_is_told_leaves_the_items():
     every, whole = told(computed)
     assert attr(item(attr(SELF, "table"), UNTOLD), "value") in every
     assert attr(SELF, "table") in whole
+
+
+def test_code_with_constants_that_have_no_hash_is_read_too():
+    """As dynamo writes it."""
+
+    def run(x):
+        return x.scale * "here"
+
+    constants = tuple({"no": "hash"} if one == "here" else one for one in run.__code__.co_consts)
+    found = reads(run.__code__.replace(co_consts=constants))
+    assert [read.of for lines in found.by_line.values() for read in lines] == [
+        ("attr", ("local", "x"), ("const", "scale"))
+    ]

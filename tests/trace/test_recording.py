@@ -365,9 +365,15 @@ FINE = [
 ]  # fmt: skip
 
 
+INDEXED_BY_LISTS = [copies_lists, writes_single_elements]
+
+
 @pytest.mark.parametrize("use", FINE)
 def test_what_is_the_same_in_each_call_is_captured(use, device):
     side, history = play(lambda d: Program(use, d).to(d), step, device)
+    if device.type == "cuda" and use in INDEXED_BY_LISTS:
+        assert history[-1][0] == 0 and "GPU tensor of Python values" in side.call.last_failure
+        return
     assert history[-1][0] - history[-2][0] == 2 and history[-1][3] == 0, side.call.last_failure
 
 
@@ -391,7 +397,8 @@ def test_code_of_torch_jit_is_captured_where_each_operation_is_seen(fuses, devic
 def test_where_the_key_is_not_to_be_had_a_mode_serves(use, device, monkeypatch):
     monkeypatch.setattr(dispatch, "has_key", lambda: False)
     _, history = play(lambda d: Program(use, d).to(d), step, device)
-    assert history[-1][0] - history[-2][0] == (2 if use in FINE else 0)
+    captured = use in FINE and not (device.type == "cuda" and use in INDEXED_BY_LISTS)
+    assert history[-1][0] - history[-2][0] == (2 if captured else 0)
 
 
 def test_the_trace_of_a_refused_capture_is_never_the_reference(device):

@@ -1,0 +1,33 @@
+"""Frames of any code are followed, and following them breaks nothing."""
+
+import torch
+from harness import config
+
+from graphmod import CUDAGraphModule
+from graphmod.guards import frames
+
+
+def test_code_that_dynamo_wrote_is_followed_as_any_other(device):
+    scale = [2.0]
+
+    def run(x):
+        return x * scale[0] * len("here")
+
+    constants = tuple({"a": 1, "b": 2} if one == "here" else one for one in run.__code__.co_consts)
+    run.__code__ = run.__code__.replace(co_consts=constants)
+    wrapper, x = CUDAGraphModule(run, config()), torch.ones(3, device=device)
+    for step in range(12):
+        scale[0] = 2.0 if step < 6 else 3.0
+        assert wrapper(x).tolist() == [scale[0] * 2] * 3
+    assert wrapper.stats.replays > 4
+
+
+def test_an_error_in_following_code_is_no_error_of_the_program(device, monkeypatch):
+    def fails(code):
+        raise LookupError("no such thing")
+
+    monkeypatch.setattr(frames, "_reads_of", fails)
+    wrapper, x = CUDAGraphModule(lambda x: x * 2, config()), torch.ones(3, device=device)
+    for _ in range(6):
+        assert wrapper(x).tolist() == [2.0] * 3
+    assert wrapper.stats.replays == 0 and wrapper.last_failure
