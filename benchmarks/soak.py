@@ -141,7 +141,7 @@ def main() -> int:
         if result["memory_grew_bytes"] > 2**20:
             wrong.append(f"{scope} holds {result['memory_grew_bytes']} bytes more at its end")
     if options.out is not None:
-        command = " ".join(["python benchmarks/soak.py", *sys.argv[1:]])
+        command = f"python benchmarks/soak.py --steps {options.steps} --scopes {options.scopes} --device {options.device}"
         options.out.write_text(json.dumps({"command": command, "results": results}, indent=1) + "\n")
     for line in wrong:
         print(line, file=sys.stderr)
