@@ -141,7 +141,8 @@ def main() -> int:
         if result["memory_grew_bytes"] > 2**20:
             wrong.append(f"{scope} holds {result['memory_grew_bytes']} bytes more at its end")
     if options.out is not None:
-        command = f"python benchmarks/soak.py --steps {options.steps} --scopes {options.scopes} --device {options.device}"
+        settings = f"--steps {options.steps} --scopes {options.scopes} --device {options.device}"
+        command = f"python benchmarks/soak.py {settings}"
         options.out.write_text(json.dumps({"command": command, "results": results}, indent=1) + "\n")
     for line in wrong:
         print(line, file=sys.stderr)
