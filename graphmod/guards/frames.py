@@ -44,7 +44,9 @@ _NOT_OF_STDLIB = tuple(
 )
 _OF_CORE = (CORE + "train" + os.sep, CORE + "decode" + os.sep)
 _NOT_OF_CORE = (CORE + "train" + os.sep + "draws.py",)  # what a forward keeps for its own backward
-_DYNAMOS_GUARDS = os.path.join("torch", "_dynamo", "guards.py")  # it runs code of its own that it writes out
+# Where dynamo compiles, and where it runs code of its own that it has written out.
+_DYNAMO = tuple(os.path.join("torch", "_dynamo", name) for name in ("convert_frame.py", "guards.py"))
+_SERVICES = ("<frozen os>", weakref.__file__)
 _FROZEN = ("<frozen os>", "<frozen _collections_abc>")
 _CALL = nn.Module._call_impl.__code__
 # How modules find their parts: `lookup` knows, and what is found is noted where it is read.
@@ -77,9 +79,17 @@ def _mutes(filename: str, name: str) -> bool:
     compiled, or is what torch.compile changes in torch when it is first used."""
     if name == "patch" and filename.endswith(os.path.join("torch", "_dynamo", "eval_frame.py")):
         return True
-    parts = (f"{os.sep}triton{os.sep}", f"{os.sep}torch{os.sep}_inductor{os.sep}", "torchinductor", _DYNAMOS_GUARDS)
+    parts = (f"{os.sep}triton{os.sep}", f"{os.sep}torch{os.sep}_inductor{os.sep}", "torchinductor", *_DYNAMO)
     said = filename.startswith((STDLIB + "logging" + os.sep, STDLIB + "warnings.py", "<frozen importlib"))
     return said or any(part in filename for part in parts)
+
+
+def _serves_torch(frame: FrameType) -> bool:
+    """Whether a frame looks up for PyTorch's own machinery what that keeps: the environment, weak dictionaries."""
+    back = frame.f_back
+    if back is None or frame.f_code.co_filename not in _SERVICES:
+        return False
+    return back.f_code.co_filename.startswith(TORCH) and not _watched(back.f_code.co_filename)
 
 
 @cache
@@ -173,7 +183,7 @@ class Frames:
                 self._watcher.walked(frame.f_locals["self"])
         elif id(code) in _starts_threads and self._muted is None:
             self._watcher.leaves(frame.f_back or frame)
-        if self._muted is None and _mutes(code.co_filename, code.co_name):
+        if self._muted is None and (_mutes(code.co_filename, code.co_name) or _serves_torch(frame)):
             self._muted = frame
             frame.f_trace_lines = False
             return self._leave_muted

@@ -1,9 +1,12 @@
 """Frames of any code are followed, and following them breaks nothing."""
 
+import pytest
 import torch
 from harness import config
 
 from graphmod import CUDAGraphModule
+from graphmod.capture.recording import record
+from graphmod.decode.compiled import compiled_code
 from graphmod.guards import frames
 
 
@@ -31,3 +34,16 @@ def test_an_error_in_following_code_is_no_error_of_the_program(device, monkeypat
     for _ in range(6):
         assert wrapper(x).tolist() == [2.0] * 3
     assert wrapper.stats.replays == 0 and wrapper.last_failure
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_what_is_compiled_in_the_recorded_call_is_no_change(backend, fresh_dynamo):
+    compiled = torch.compile(lambda x: x.sin() * 2 + 1, backend=backend)
+
+    def run(x):
+        with compiled_code([x]):
+            return compiled(x)
+
+    with torch.inference_mode():
+        _, recording = record(run, (torch.ones(8),), {}, ["x"], None)
+    assert recording.refused is None
