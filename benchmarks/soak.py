@@ -93,7 +93,7 @@ def work(scope: str, steps: int, device: str) -> dict[str, Any]:
         "scope": scope,
         "steps": steps,
         "sha256": digest.hexdigest(),
-        "step_ms": 1e3 * seconds / max(steps - LOOK, 1),
+        "step_ms": 1e3 * seconds / (steps - LOOK if steps > LOOK else steps),
         "memory_bytes": memory,
         "stats": vars(step.stats),
         "environment": environment(),
