@@ -126,7 +126,7 @@ class ForwardGraph:
             # Kernels that the recorder cannot see may read any of the others.
             early += [tensor for tensor in guards.tensors if address(tensor) not in seen.outside]
             self.watch = Watch(guards, seen.outside, owned, grads, seen.backward, differentiated, early)
-            refuse_unseen(captured.seen, self.watch.unseen)
+            refuse_unseen(seen, self.watch.unseen)
         except BaseException:
             if captured is not None:
                 captured.discard()
@@ -140,7 +140,6 @@ class ForwardGraph:
                     parameter.grad = grad
             raise
         self.graph = captured
-        seen = captured.seen
         left = [(p, p.grad) for p, before in zip(owned, grads_then, strict=True) if p.grad is not before]
         self._grads_after = [(p, lend(p, grad, seen.made, entry) if grad is not None else None) for p, grad in left]
         self._written = [t for t in seen.written.values() if not t.is_inference()]

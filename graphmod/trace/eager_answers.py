@@ -104,20 +104,20 @@ def _made_of_values() -> list[tuple[Any, str, Any]]:
         def make(*args: Any, **kwargs: Any) -> Any:
             if not args and of in kwargs:
                 args = (kwargs.pop(of),)
-            plain = len(args) == 1 and not isinstance(args[0], Tensor)
-            recorder = _on_gpu(kwargs.get("device")) if plain else None
-            return original(*args, **kwargs) if recorder is None else recorder.make(original, args[0], kwargs)
+            return _make(original, args, kwargs, kwargs.get("device"))
 
         return torch, name, make
 
     return [making("tensor", "data"), making("as_tensor", "data"), making("asarray", "obj")]
 
 
-def _on_gpu(device: Any) -> Any:
-    """The recorder of a call that works on the GPU, if `device` is one; else None."""
+def _make(make: Any, args: tuple, kwargs: dict, device: Any) -> Any:
+    """Makes a tensor; one of Python values for a GPU through the recorder of a call that works there."""
     recorder = dispatch.current()
-    there = recorder is not None and recorder.on_gpu and device is not None
-    return recorder if there and torch.device(device).type == "cuda" else None
+    if recorder is None or not recorder.on_gpu or len(args) != 1 or isinstance(args[0], Tensor):
+        return make(*args, **kwargs)
+    there = device is not None and torch.device(device).type == "cuda"
+    return recorder.make(make, args[0], kwargs) if there else make(*args, **kwargs)
 
 
 def _made_like_another() -> list[tuple[Any, str, Any]]:
@@ -129,10 +129,7 @@ def _made_like_another() -> list[tuple[Any, str, Any]]:
     def new(self: Tensor, *args: Any, **kwargs: Any) -> Any:
         if has_torch_function((self,)):
             return handle_torch_function(new_tensor, (self,), self, *args, **kwargs)
-        plain = len(args) == 1 and not isinstance(args[0], Tensor)
-        recorder = _on_gpu(kwargs.get("device") or self.device) if plain else None
-        make = functools.partial(new_tensor, self)
-        return make(*args, **kwargs) if recorder is None else recorder.make(make, args[0], kwargs)
+        return _make(functools.partial(new_tensor, self), args, kwargs, kwargs.get("device") or self.device)
 
     return [(Tensor, "new_tensor", new)]
 

@@ -213,7 +213,12 @@ class Check:
             return _FROM_LIST
         if host and not cuda and about.writes and any(address(tensor) not in self._origins for tensor in host):
             return Reason("changes a host tensor, which a replay would not", "keep it on the GPU")
-        if host and not cuda and about.computes and self._origins.result(about, host) is Origin.data:
+        if (
+            host
+            and not cuda
+            and about.computes
+            and self._origins.result(about, host, list(map(address, host))) is Origin.data
+        ):
             return Reason("computes on the host, which a replay would not", "keep it on the GPU")
         if cuda and any(tensor.dim() for tensor in host):
             return _FROM_LIST

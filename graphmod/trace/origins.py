@@ -9,7 +9,7 @@ from enum import IntEnum
 
 from torch import Tensor
 
-from graphmod.trace.operations import Facts, address
+from graphmod.trace.operations import Facts
 
 # Their results have the shape of what they are given, and nothing of its values.
 _ONLY_SHAPES = {
@@ -61,14 +61,14 @@ class Origins:
             drawn = Origin.chance if random else Origin.unwritten
             self._of.update(dict.fromkeys(fresh_at, max(drawn, self.result(about, given, given_at))))
 
-    def result(self, about: Facts, given: list[Tensor], given_at: Iterable[int] | None = None) -> Origin:
+    def result(self, about: Facts, given: list[Tensor], given_at: list[int]) -> Origin:
         """The origin of what an operation makes of these, chance apart."""
         name = about.name.removeprefix("aten::")
         if name in _NO_VALUES:
             return Origin.unwritten
         if name in _ONLY_SHAPES:
             return Origin.constants
-        return max(Origin.constants, self.greatest(map(address, given) if given_at is None else given_at, given))
+        return max(Origin.constants, self.greatest(given_at, given))
 
     def greatest(self, places: Iterable[int], tensors: Iterable[Tensor]) -> Origin:
         """The origin of what any of these goes into."""

@@ -91,22 +91,20 @@ class Draws:
     def __init__(self, gpu: int | None, known: list[torch.Generator]) -> None:
         self._default = [torch.default_generator] if gpu is None else [torch.cuda.default_generators[gpu]]
         self._last = [(generator, _fingerprint(generator)) for generator in (*self._default, *known)]
-        self._used: list[torch.Generator] = []
         self._fresh: list[torch.Generator] = []  # those that were seeded, and not used, when they were met
 
     def know(self, generator: torch.Generator) -> None:
         """Takes in that code is about to use a generator."""
-        if not any(same_generator(known, generator) for known in self._used):
-            self._used.append(generator)
         if not any(same_generator(known, generator) for known, _ in self._last):
             self._last.append((generator, _fingerprint(generator)))
             if _is_fresh(generator):
                 self._fresh.append(generator)
 
     def moved(self) -> bool:
-        """Whether a generator that code used is not where the last operation that drew from it left it."""
-        last = [(one, state) for one, state in self._last if any(same_generator(one, used) for used in self._used)]
-        return any(state != _fingerprint(one) for one, state in last)
+        """Whether a generator is not where the last operation that drew from it left it; of the default one, others
+        tell."""
+        default = self._default[0]
+        return any(state != _fingerprint(one) for one, state in self._last if not same_generator(one, default))
 
     def before(self, generator: torch.Generator | None) -> Reason | None:
         """Called before an operation draws; None stands for the default generator."""
