@@ -46,7 +46,6 @@ _OF_CORE = (CORE + "train" + os.sep, CORE + "decode" + os.sep)
 _NOT_OF_CORE = (CORE + "train" + os.sep + "draws.py",)  # what a forward keeps for its own backward
 # Where dynamo compiles, and where it runs code of its own that it has written out.
 _DYNAMO = tuple(os.path.join("torch", "_dynamo", name) for name in ("convert_frame.py", "guards.py"))
-_SERVICES = ("<frozen os>", weakref.__file__)
 _FROZEN = ("<frozen os>", "<frozen _collections_abc>")
 _CALL = nn.Module._call_impl.__code__
 # How modules find their parts: `lookup` knows, and what is found is noted where it is read.
@@ -84,14 +83,6 @@ def _mutes(filename: str, name: str) -> bool:
     return said or any(part in filename for part in parts)
 
 
-def _serves_torch(frame: FrameType) -> bool:
-    """Whether a frame looks up for PyTorch's own machinery what that keeps: the environment, weak dictionaries."""
-    back = frame.f_back
-    if back is None or frame.f_code.co_filename not in _SERVICES:
-        return False
-    return back.f_code.co_filename.startswith(TORCH) and not _watched(back.f_code.co_filename)
-
-
 @cache
 def _watched(filename: str) -> bool:
     filename = os.path.normpath(filename)
@@ -101,9 +92,26 @@ def _watched(filename: str) -> bool:
         return filename.startswith(_OF_CORE) and not filename.startswith(_NOT_OF_CORE)
     if filename.startswith("<frozen"):
         return filename in _FROZEN
-    if filename.startswith(STDLIB) and "-packages" not in filename:
+    if _of_stdlib(filename):
         return not filename[len(STDLIB) :].startswith(_NOT_OF_STDLIB)
     return True
+
+
+@cache
+def _of_stdlib(filename: str) -> bool:
+    return filename.startswith("<frozen") or filename.startswith(STDLIB) and "-packages" not in filename
+
+
+def _for_nobody(frame: FrameType) -> bool:
+    """Whether a frame is of the standard library, and looks up for PyTorch's machinery what that keeps there: the
+    environment, weak dictionaries."""
+    caller: FrameType | None = frame
+    while caller is not None and _of_stdlib(caller.f_code.co_filename):
+        caller = caller.f_back
+    if caller is None or caller is frame:
+        return False
+    filename = caller.f_code.co_filename
+    return filename.startswith(TORCH) and not _watched(filename)
 
 
 def _reads_of(code: CodeType) -> Reads | None:
@@ -183,11 +191,13 @@ class Frames:
                 self._watcher.walked(frame.f_locals["self"])
         elif id(code) in _starts_threads and self._muted is None:
             self._watcher.leaves(frame.f_back or frame)
-        if self._muted is None and (_mutes(code.co_filename, code.co_name) or _serves_torch(frame)):
+        if self._muted is None and _mutes(code.co_filename, code.co_name):
             self._muted = frame
             frame.f_trace_lines = False
             return self._leave_muted
         found = None if self._muted is not None else _reads_of(code)
+        if found is not None and _for_nobody(frame):
+            return None
         if found is None:
             if id(frame.f_back) not in self._open:  # nobody waits for what it returns
                 return None
@@ -226,7 +236,9 @@ class Frames:
 
     def reached(self, frame: FrameType, offset: int) -> None:
         """A frame is about to run one instruction."""
-        found = None if self._muted is not None else _reads_of(frame.f_code)
+        if self._muted is not None or frame.f_trace is None:  # not looked at, though others of its code are
+            return
+        found = _reads_of(frame.f_code)
         if found is not None and found.exact:
             self._at_instruction(frame, found.by_offset.get(offset))
 

@@ -1,5 +1,7 @@
 """Frames of any code are followed, and following them breaks nothing."""
 
+import os
+
 import pytest
 import torch
 from harness import config
@@ -8,6 +10,7 @@ from graphmod import CUDAGraphModule
 from graphmod.capture.recording import record
 from graphmod.decode.compiled import compiled_code
 from graphmod.guards import frames
+from graphmod.guards.library import TORCH
 
 
 def test_code_that_dynamo_wrote_is_followed_as_any_other(device):
@@ -47,3 +50,28 @@ def test_what_is_compiled_in_the_recorded_call_is_no_change(backend, fresh_dynam
     with torch.inference_mode():
         _, recording = record(run, (torch.ones(8),), {}, ["x"], None)
     assert recording.refused is None
+
+
+@pytest.mark.parametrize("whose", ["torch", "user"])
+def test_the_environment_is_looked_at_for_users_and_not_for_what_torch_keeps_there(whose, device, tmp_path, monkeypatch):
+    monkeypatch.setenv("GRAPHMOD_TEST", "1")
+    source = """
+import os
+def lookup():
+    found = os.environ.get("GRAPHMOD_TEST")
+    os.environ["GRAPHMOD_TEST"] = found + "1"
+    return os.getenv("GRAPHMOD_TEST")
+"""
+    folder = os.path.join(TORCH, "_made_up") if whose == "torch" else str(tmp_path)
+    made: dict = {}
+    exec(compile(source, os.path.join(folder, "lookup.py"), "exec"), made)
+
+    def run(x):
+        made["lookup"]()
+        return x * 2
+
+    wrapper, x = CUDAGraphModule(run, config()), torch.ones(3, device=device)
+    for _ in range(8):
+        assert wrapper(x).tolist() == [2.0] * 3
+    assert (wrapper.stats.replays > 0) == (whose == "torch")
+    assert (wrapper.last_failure == "") == (whose == "torch")
