@@ -12,7 +12,6 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -39,14 +38,10 @@ def measure(shape: dict[str, int]) -> dict[str, Any]:
     from graphmod.decode.attention import IMPLEMENTATIONS
     from graphmod.decode.cache import PagedCache
     from graphmod.decode.fastest import layers_of, time_graph
+    from graphmod.decode.layers import uniform
 
     rows, context, longest = shape["rows"], shape["context"], shape["max_seq_len"]
-    sizes = SimpleNamespace(
-        num_attention_heads=shape["heads"],
-        num_key_value_heads=shape["kv_heads"],
-        head_dim=HEAD,
-        num_hidden_layers=LAYERS,
-    )
+    sizes = uniform(shape["heads"], shape["kv_heads"], HEAD, LAYERS)
     read = 2 * rows * context * shape["kv_heads"] * HEAD * 2
     found = {}
     for name, one in IMPLEMENTATIONS.items():

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from graphmod.decode.attention import PREFILL, attention
+from graphmod.decode.anatomy import attention
 from graphmod.decode.cache import PagedCache
 from graphmod.decode.graphs import BucketGraphs
 from graphmod.decode.prefill import Prefill
@@ -44,7 +44,7 @@ class ContinuousBatch:
     Args:
         model: with everything for decoding switched on, except its attention, whenever `advance` is called.
         memory, state, scheduler, graphs, prefill, requests: the parts.
-        attention_name: the function decode steps use.
+        attention_name: the function decode steps use; None for the model's own.
         steps: the most decode steps in a chunk; results are read a chunk at a time.
 
     Attributes:
@@ -61,7 +61,7 @@ class ContinuousBatch:
         graphs: BucketGraphs,
         prefill: Prefill,
         requests: RequestReader,
-        attention_name: str,
+        attention_name: str | None,
         steps: int,
     ) -> None:
         self._model, self._memory, self._state, self.scheduler = model, memory, state, scheduler
@@ -103,8 +103,7 @@ class ContinuousBatch:
             return []
         firsts = [group[0] for group in groups]
         try:
-            with attention(self._model, PREFILL):
-                logits = self._prefill([first.prompt for first in firsts], [first.blocks for first in firsts])
+            logits = self._prefill([first.prompt for first in firsts], [first.blocks for first in firsts])
             self._memory.copy_blocks(copies)
             sequences = [sequence for group in groups for sequence in group]
             of_prompt = [number for number, group in enumerate(groups) for _ in group]

@@ -28,6 +28,7 @@ class AttentionName(str, Enum):
     flex = "flex"
     varlen = "varlen"
     flashinfer = "flashinfer"
+    own = "own"
 
 
 class CompileMode(str, Enum):
@@ -48,7 +49,7 @@ class EngineConfig:
         block_size: tokens of a block of the paged cache.
         layout: `paged` or `slots`.
         cache_tokens: tokens the cache holds; null is room for `max_batch_size` sequences of `max_seq_len`.
-        attention: `auto`, `fastest`, `sdpa`, `flex`, `varlen` or `flashinfer`.
+        attention: `auto`, `fastest`, `sdpa`, `flex`, `varlen`, `flashinfer` or `own`, the model's own attention.
         buckets: batch sizes that have a graph; null means 1, 2, 4, 8, 16, 24, 32, ... The maximum is always added.
         steps_per_sync: decode steps launched before results are read.
         prefill_tokens: tokens of prompts that one prefill call works on; longer prompts go in chunks.

@@ -14,17 +14,19 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from graphmod.decode.attention import attention, choose
+from graphmod.decode.anatomy import attention, look_at
+from graphmod.decode.attention import choose
 from graphmod.decode.batch import ContinuousBatch
 from graphmod.decode.blocks import BlockAllocator
-from graphmod.decode.cache import PagedCache, check_layers
+from graphmod.decode.cache import PagedCache
+from graphmod.decode.comparison import compare_made_up, compare_tokens
 from graphmod.decode.config import CompileMode, EngineConfig, Layout, Sampling
 from graphmod.decode.errors import DecodeError, RequestError
 from graphmod.decode.graphs import BucketGraphs, context_sizes
 from graphmod.decode.model_state import decoding
 from graphmod.decode.prefill import Prefill
 from graphmod.decode.requests import Codec, RequestReader, eos_ids
-from graphmod.decode.results import Completion, DecodeStats, TokenEvent, events
+from graphmod.decode.results import Completion, DecodeStats, Run, TokenEvent, events
 from graphmod.decode.sampling import GREEDY
 from graphmod.decode.scheduler import Scheduler, Sequence, prompt_seed
 from graphmod.decode.state import BatchState
@@ -56,14 +58,15 @@ class DecodeEngine:
     model is as it was: training mode, attention, `graph_layers`.
 
     Args:
-        model: a transformers causal LM with full attention, on one device.
+        model: a transformers causal LM whose layers keep keys and values, on one device. It is called on a few tokens,
+            to see how it attends, and its logits are compared with those of its own forward.
         config: settings; None means the defaults.
         codec: turns text into tokens and back, for prompts and stops that are text.
         settings: single fields of `EngineConfig`, such as `max_batch_size=8`.
 
     Raises:
         ConfigError: a setting that cannot be used with this model or here.
-        DecodeError: a model whose cache or attention this engine cannot stand in for.
+        DecodeError: a model that keeps something else than keys and values, or whose logits come out otherwise here.
     """
 
     def __init__(
@@ -83,36 +86,42 @@ class DecodeEngine:
             raise ConfigError("this model does not tell how many positions it has; give max_seq_len")
         if positions is not None and self.max_seq_len > positions:
             raise ConfigError(f"max_seq_len={self.max_seq_len} is more than the {positions} positions of the model")
-        check_layers(text, self.max_seq_len)
         self.device = model.device
+        self._modules = list(model.modules())
+        with decoding(self._modules):
+            anatomy = look_at(model, self.max_seq_len)
         block_size = self.max_seq_len if self.config.layout is Layout.slots else self.config.block_size
         table = -(-self.max_seq_len // block_size)
         rows = self.config.max_batch_size
         blocks = rows * table if self.config.cache_tokens is None else self.config.cache_tokens // block_size
         if blocks < 1:
             raise ConfigError(f"cache_tokens={self.config.cache_tokens} is less than one block of {block_size} tokens")
-        self.memory = PagedCache(text, blocks, block_size, rows, model.dtype, self.device)
+        self.memory = PagedCache(anatomy.layers, blocks, block_size, rows, model.dtype, self.device)
         compiled = self.config.compile is not CompileMode.none
-        self.attention, self.attention_us = choose(self.config.attention, self.memory, compiled, self.max_seq_len)
+        self.attention, self.attention_us = choose(
+            self.config.attention, self.memory, compiled, self.max_seq_len, anatomy.own_reason
+        )
         self.state = BatchState(rows, table, 2 * self.config.steps_per_sync, self.device)
         self.scheduler = Scheduler(BlockAllocator(blocks, block_size, self.memory.first_block), rows)
         contexts = context_sizes(block_size, table * block_size, self.attention.stops_at_context)
-        step = DecodeStep(model, self.memory, self.config.compile)
+        step = DecodeStep(model, self.memory, self.config.compile, own=self.attention.name is None)
         self.graphs = BucketGraphs(step, self.state, self.config, contexts)
         self.requests = RequestReader(text.vocab_size, self.max_seq_len, eos_ids(model), codec, positions)
+        prefill = Prefill(model, self.memory, self.config.prefill_tokens, self.state.to_device)
         self._batch = ContinuousBatch(
             model,
             self.memory,
             self.state,
             self.scheduler,
             self.graphs,
-            Prefill(model, self.memory, self.config.prefill_tokens, self.state.to_device),
+            prefill,
             self.requests,
             self.attention.name,
             self.config.steps_per_sync,
         )
-        self._busy = self._suspended = False
-        self._modules = list(model.modules())
+        self._busy = self._suspended = self._compared = False
+        with decoding(self._modules):
+            compare_made_up(model, self.memory, self.state, prefill, self.attention)
 
     # -- generating ----------------------------------------------------------------------------------------------
 
@@ -139,6 +148,7 @@ class DecodeEngine:
 
         Raises:
             RequestError: a prompt or setting cannot be used; nothing has run.
+            DecodeError: the first tokens of this engine are not those of the model's own forward.
         """
         finished: list[Completion] = []
 
@@ -153,7 +163,7 @@ class DecodeEngine:
         try:
             with decoding(self._modules):
                 while self._batch.unfinished:
-                    ended = [run for run in self._batch.advance() if run.ended]
+                    ended = [run for run in self._advance() if run.ended]
                     for run in sorted(ended, key=lambda run: len(run.tokens)):  # as they finished
                         take(run.completion)
         finally:
@@ -171,10 +181,19 @@ class DecodeEngine:
         try:
             while self._batch.unfinished:
                 with decoding(self._modules):
-                    runs = self._batch.advance()
+                    runs = self._advance()
                 yield from events(runs)
         finally:
             self._end()
+
+    def _advance(self) -> list[Run]:
+        runs = self._batch.advance()
+        for done in () if self._compared else [run.completion for run in runs]:
+            if len(done.tokens) > 1 and len(done.prompt) <= self.config.prefill_tokens:
+                self._compared = True
+                compare_tokens(self.model, done, f"decode steps with {self.attention.name or 'own attention'}")
+                break
+        return runs
 
     def _begin(self, prompts: list[Any], n: int, sampling: Any, settings: dict) -> None:
         if self._busy:

@@ -65,18 +65,22 @@ def layers_of(
         max_seq_len: what block tables have room for.
     """
     size, context = memory.block_size, max(1, context)
-    layers = [SimpleNamespace(layer_idx=number) for number in range(min(memory.layers, _LAYERS))]
+    layers = [SimpleNamespace(layer_idx=number) for number in range(min(len(memory.layers), _LAYERS))]
     width = -(-max_seq_len // size)
     table = torch.arange(rows * width, device=memory.device) % (memory.blocks - memory.first_block)
     table = table.add(memory.first_block).view(rows, width)
     visited = next(n for n in context_sizes(size, width * size, one.stops_at_context) if n is None or n >= context)
     lengths = torch.full((rows,), context, device=memory.device)
-    query = torch.ones((rows, memory.heads, 1, memory.head_dim), dtype=memory.dtype, device=memory.device)
+    sizes = [
+        (rows, memory.layers[layer.layer_idx].heads, 1, memory.layers[layer.layer_idx].head_dim) for layer in layers
+    ]
+    queries = [torch.ones(size, dtype=memory.dtype, device=memory.device) for size in sizes]
     slots = torch.zeros_like(lengths)
 
-    def call(query: Tensor, table: Tensor, lengths: Tensor, slots: Tensor) -> list[Tensor]:
+    def call(table: Tensor, lengths: Tensor, slots: Tensor, *queries: Tensor) -> list[Tensor]:
         view = CacheView(memory, slots, table, lengths, visited)
-        return [one.function(layer, query, None, None, None, None, cache_view=view)[0] for layer in layers]
+        pairs = zip(layers, queries, strict=True)
+        return [one.function(layer, query, None, None, None, None, cache_view=view)[0] for layer, query in pairs]
 
     run = for_decode(call, tuned=False) if compiled else call
 
@@ -85,7 +89,7 @@ def layers_of(
             return run(*given)
 
     # A partial, because the core looks for tensors there, and not in functions of this package.
-    return functools.partial(calls, memory, query, table, lengths, slots), len(layers)
+    return functools.partial(calls, memory, table, lengths, slots, *queries), len(layers)
 
 
 def time_graph(function: Callable[[], Any], parts: int) -> float:

@@ -14,16 +14,16 @@ class Implementation(NamedTuple):
     """An attention for decode steps.
 
     Attributes:
-        name: under which transformers finds it.
-        function: as transformers calls it, with `cache_view` among the keywords.
+        name: under which transformers finds it; None leaves a model its own.
+        function: as transformers calls it, with `cache_view` among the keywords; None with the model's own.
         stops_at_context: whether it does no work beyond the real context. If not, a graph is captured for each of a
             few numbers of visited tokens.
         unavailable: why it cannot be used with a cache, or None; asked of every implementation, so it must be quick.
         prepare: what takes long, for the one that is to be used: loads it, takes memory. Why that failed, or None.
     """
 
-    name: str
-    function: Callable[..., tuple[Tensor, None]]
+    name: str | None
+    function: Callable[..., tuple[Tensor, None]] | None
     stops_at_context: bool
     unavailable: Callable[[PagedCache], str | None]
     prepare: Callable[[PagedCache], str | None] = lambda _: None

@@ -1,15 +1,16 @@
-"""Prefill: prompts go through the model in eager, batched chunks; their keys and values land in the paged cache."""
+"""Prefill: prompts go through the model, with its own attention, in eager, batched chunks; keys and values land in the
+paged cache. Prompts of a batch are padded on the right, where nobody looks back at."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from graphmod.decode.cache import NULL_BLOCK, CacheView, PagedCache, slot_mapping
+from graphmod.decode.anatomy import positions, takes
+from graphmod.decode.cache import NULL_BLOCK, GatheredView, PagedCache, slot_mapping
 
 _MOST_ROWS = 16  # of one call: logits are made for every last position in it
 
@@ -32,7 +33,7 @@ class Prefill:
     """Runs prompts through a model.
 
     Args:
-        model: with the prefill attention of `attention` switched on whenever this is called.
+        model: with its own attention.
         memory: where keys and values go.
         budget: tokens of one call.
         to_device: brings Python lists to the device.
@@ -40,7 +41,7 @@ class Prefill:
 
     def __init__(self, model: PreTrainedModel, memory: PagedCache, budget: int, to_device: ToDevice) -> None:
         self.model, self.memory, self.budget, self.to_device = model, memory, budget, to_device
-        self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._keeps = takes(model, "logits_to_keep")
 
     def __call__(self, prompts: list[list[int]], tables: list[list[int]]) -> Tensor:
         """(prompts, vocabulary): the logits after the last token of each prompt.
@@ -71,23 +72,16 @@ class Prefill:
         real = (offset < lengths.unsqueeze(1)).reshape(-1)
         slots = slot_mapping(position, table.repeat_interleave(longest, 0), real, size)
         spare = memory.spare_slots[torch.arange(len(slots), device=memory.device) % len(memory.spare_slots)]
-        end = start + longest
-        view = CacheView(
-            memory,
-            torch.where(slots < 0, spare, slots),
-            table,
-            start + lengths,
-            end if end <= size else -(-end // size) * size,
-            start=lengths.new_full((len(pieces),), start) if start else None,
+        view = GatheredView(
+            memory, torch.where(slots < 0, spare, slots), table, start + lengths, start + longest, longest
         )
         last = sorted({len(piece) - 1 for piece in pieces})
         keep = self.to_device(last, torch.int64)
         out = self.model(
-            inputs_embeds=self.model.get_input_embeddings()(tokens),
-            position_ids=position.view(len(pieces), longest),
+            input_ids=tokens,
             past_key_values=view,
             use_cache=True,
-            cache_view=view,
+            **positions(self.model, position.view(len(pieces), longest)),
             **({"logits_to_keep": keep} if self._keeps else {}),
         )
         logits = out.logits if self._keeps else out.logits[:, keep]

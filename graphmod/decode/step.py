@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from graphmod.decode.cache import CacheView, PagedCache, slot_mapping
+from graphmod.decode.anatomy import positions
+from graphmod.decode.cache import CacheView, GatheredView, PagedCache, slot_mapping
 from graphmod.decode.compiled import compiled_code, for_decode
 from graphmod.decode.config import CompileMode
 from graphmod.decode.sampling import sample
@@ -34,22 +35,27 @@ from graphmod.decode.state import (
 )
 
 
-def next_logits(model: PreTrainedModel, memory: PagedCache, rows: Rows, visited: int | None) -> Tensor:
-    """(B, vocabulary): the model's logits after each row's token, whose keys and values are stored on the way."""
+def next_logits(model: PreTrainedModel, memory: PagedCache, rows: Rows, visited: int | None, own: bool) -> Tensor:
+    """(B, vocabulary): the model's logits after each row's token, whose keys and values are stored on the way.
+
+    Args:
+        own: whether the model attends by itself; else with the attention function that it is set to.
+    """
     token, position, active = rows.integers[:, TOKEN], rows.integers[:, POSITION], rows.integers[:, ACTIVE] > 0
     slots = slot_mapping(position, rows.block_table, active, memory.block_size)
     slots = torch.where(slots < 0, memory.spare_slots[: len(slots)], slots)
     context = torch.where(active, position + 1, 0)
-    view = CacheView(memory, slots, rows.block_table, context, visited)
-    out = model(
+    position = position.unsqueeze(1)
+    if own:
+        # A padded row sees the token that it stores, for rows that see nothing make NaN in some models' attention.
+        view = GatheredView(memory, slots, rows.block_table, context.clamp(min=1), visited, 1)
+        given = {"input_ids": token.unsqueeze(1), "attention_mask": view.mask, **positions(model, position)}
+    else:
+        view = CacheView(memory, slots, rows.block_table, context, visited)
         # Embeddings and not tokens: with tokens some models look for padding on the host.
-        inputs_embeds=model.get_input_embeddings()(token.unsqueeze(1)),
-        position_ids=position.unsqueeze(1),
-        past_key_values=view,
-        use_cache=True,
-        cache_view=view,
-    )
-    return out.logits[:, -1]
+        embedded = model.get_input_embeddings()(token.unsqueeze(1))
+        given = {"inputs_embeds": embedded, "position_ids": position, "cache_view": view}
+    return model(past_key_values=view, use_cache=True, **given).logits[:, -1]
 
 
 def take_token(logits: Tensor, rows: Rows, kind: int) -> None:
@@ -86,12 +92,13 @@ class DecodeStep(nn.Module):
     Args:
         model: a transformers causal LM; used as it is, with the attention it is set to at that moment.
         memory: the KV cache.
+        own: whether the model attends by itself.
         compile_mode: compile model and sampler. In emulated graphs what they compile is recorded uncompiled.
     """
 
-    def __init__(self, model: PreTrainedModel, memory: PagedCache, compile_mode: CompileMode) -> None:
+    def __init__(self, model: PreTrainedModel, memory: PagedCache, compile_mode: CompileMode, own: bool) -> None:
         super().__init__()
-        self.model, self.memory = model, memory
+        self.model, self.memory, self.own = model, memory, own
         self._logits: Callable = next_logits
         self._take: Callable = take_token
         self._compiled = compile_mode is not CompileMode.none and memory.device.type == "cuda"
@@ -108,7 +115,7 @@ class DecodeStep(nn.Module):
             kind: see `sampling.sample`.
         """
         with compiled_code(self._read_by_address(rows)) if self._compiled else contextlib.nullcontext():
-            self._take(self._logits(self.model, self.memory, rows, visited), rows, kind)
+            self._take(self._logits(self.model, self.memory, rows, visited, self.own), rows, kind)
 
     def _read_by_address(self, rows: Rows) -> Iterator[Tensor]:
         yield from self.model.parameters()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from graphmod.decode.cache import CacheView, PagedCache
+from graphmod.decode.layers import not_plain
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -23,6 +24,8 @@ def unavailable(memory: PagedCache) -> str | None:
     """Why it cannot be used with this cache, or None."""
     if varlen_attn is None or not set(inspect.signature(varlen_attn).parameters) >= _NEEDED:
         return f"varlen_attn of torch {torch.__version__} takes no block table"
+    if not_plain(memory.layers):
+        return not_plain(memory.layers)
     if memory.device.type != "cuda":
         return f"it needs a GPU, and the cache is on {memory.device}"
     if memory.dtype not in (torch.bfloat16, torch.float16):
@@ -46,10 +49,10 @@ def paged_varlen(
     """As `attention.paged_sdpa`. One split only: with several, results are wrong (pytorch #194167)."""
     view, memory = cache_view, cache_view.memory
     rows = query.shape[0]
-    if view.shared is None:
+    if not view.shared:
         starts = torch.arange(rows + 1, device=query.device, dtype=torch.int32)
-        view.shared = starts, view.context.to(torch.int32), view.block_table.to(torch.int32)
-    starts, used, table = view.shared
+        view.shared[None] = starts, view.context.to(torch.int32), view.block_table.to(torch.int32)
+    starts, used, table = view.shared[None]
     out = varlen_attn(
         query.squeeze(2).to(memory.dtype),
         memory.keys[module.layer_idx],
@@ -59,7 +62,7 @@ def paged_varlen(
         1,
         table.shape[1] * memory.block_size,
         scale=scaling,
-        enable_gqa=query.shape[1] != memory.kv_heads,
+        enable_gqa=query.shape[1] != memory.layers[0].kv_heads,
         seqused_k=used,
         block_table=table,
         num_splits=1,

@@ -103,7 +103,9 @@ def prepare(memory: PagedCache) -> str | None:
                 return f"the kernel of this FlashInfer does not take {', '.join(sorted(missing))}"
             memory.scratch = scratch(memory, _parts(memory.device))
             settings = {"device": memory.device, "dtype": torch.int32}
-            query = torch.zeros((1, 1, memory.heads, memory.head_dim), dtype=memory.dtype, device=memory.device)
+            query = torch.zeros(
+                (1, 1, memory.layers[0].heads, memory.layers[0].head_dim), dtype=memory.dtype, device=memory.device
+            )
             table, lengths = torch.zeros((1, 1), **settings), torch.ones((1, 1), **settings)
             with torch.inference_mode():
                 xqa_decode(query, memory.keys[0], memory.values[0], table, lengths, *memory.scratch, 1.0)
@@ -122,11 +124,12 @@ def _gist(error: Exception) -> str:
 
 def scratch(memory: PagedCache, parts: int) -> tuple[Tensor, Tensor]:
     """What the kernel writes beside its result, zeroed: workspace and semaphores, for at most `parts` parts."""
-    group = padded(memory.heads // memory.kv_heads, 16)
+    heads, kv_heads = memory.layers[0][:2]
+    group = padded(heads // kv_heads, 16)
     # A part leaves maximum, sum and result of each query head of a KV head; twice that, for what other versions add.
     part = 2 * group * (2 * 4 + padded_head(memory) * 2) + 512
     workspace = torch.zeros(parts * part, dtype=torch.uint8, device=memory.device)
-    return workspace, torch.zeros(memory.rows * memory.kv_heads, dtype=torch.int32, device=memory.device)
+    return workspace, torch.zeros(memory.rows * kv_heads, dtype=torch.int32, device=memory.device)
 
 
 def paged_xqa(
@@ -145,15 +148,15 @@ def paged_xqa(
     A padded row has no context and looks at one token of its first block instead, which is finite.
     """
     view, memory = cache_view, cache_view.memory
-    if view.shared is None:
+    if not view.shared:
         lengths = view.context.clamp(min=1).to(torch.int32).unsqueeze(1)
-        view.shared = view.block_table.to(torch.int32), lengths
+        view.shared[None] = view.block_table.to(torch.int32), lengths
     out = xqa_decode(
         query.transpose(1, 2).to(memory.dtype),
         memory.keys[module.layer_idx],
         memory.values[module.layer_idx],
-        *view.shared,
+        *view.shared[None],
         *memory.scratch,
-        1.0 if scaling is None else scaling * math.sqrt(memory.head_dim),
+        1.0 if scaling is None else scaling * math.sqrt(query.shape[-1]),
     )
     return out.to(query.dtype), None

@@ -7,6 +7,7 @@ import torch
 from packaging.version import InvalidVersion, Version
 
 from graphmod.decode.cache import PagedCache
+from graphmod.decode.layers import not_plain
 
 _PACKAGE = "flashinfer-python"
 # Before, every split of a row wrote the result, and not only the one that adds them up (flashinfer #4161).
@@ -19,6 +20,8 @@ _QUERY_BYTES = 16 * 2**10  # of the query heads of one KV head, which the kernel
 
 def unavailable(memory: PagedCache) -> str | None:
     """Why it cannot be used with this cache, or None. Imports nothing of FlashInfer."""
+    if not_plain(memory.layers):
+        return not_plain(memory.layers)
     if memory.device.type != "cuda":
         return f"it needs a GPU, and the cache is on {memory.device}"
     if torch.cuda.get_device_capability(memory.device)[0] not in _CAPABILITIES:
@@ -27,11 +30,11 @@ def unavailable(memory: PagedCache) -> str | None:
         return f"it needs bfloat16 or float16, and the model has {memory.dtype}"
     if memory.block_size not in _PAGES:
         return f"block_size={memory.block_size} is none of {', '.join(map(str, _PAGES))}"
-    if memory.head_dim % 16 or memory.head_dim > _WIDEST_HEAD:
-        return f"heads of {memory.head_dim} are no multiple of 16 up to {_WIDEST_HEAD}"
-    group = memory.heads // memory.kv_heads
-    if memory.heads % memory.kv_heads or padded(group, 16) * padded_head(memory) * 2 > _QUERY_BYTES:
-        return f"{memory.heads} query heads of {memory.head_dim} do not fit its {memory.kv_heads} KV heads"
+    heads, kv_heads, width = memory.layers[0][:3]
+    if width % 16 or width > _WIDEST_HEAD:
+        return f"heads of {width} are no multiple of 16 up to {_WIDEST_HEAD}"
+    if heads % kv_heads or padded(heads // kv_heads, 16) * padded_head(memory) * 2 > _QUERY_BYTES:
+        return f"{heads} query heads of {width} do not fit its {kv_heads} KV heads"
     return _not_installed()
 
 
@@ -52,4 +55,4 @@ def padded(number: int, to: int) -> int:
 
 
 def padded_head(memory: PagedCache) -> int:
-    return max(64, 1 << (memory.head_dim - 1).bit_length())
+    return max(64, 1 << (memory.layers[0].head_dim - 1).bit_length())

@@ -99,7 +99,7 @@ def _watched(filename: str) -> bool:
 
 @cache
 def _of_stdlib(filename: str) -> bool:
-    return filename.startswith("<frozen") or filename.startswith(STDLIB) and "-packages" not in filename
+    return filename.startswith("<frozen") or (filename.startswith(STDLIB) and "-packages" not in filename)
 
 
 def _for_nobody(frame: FrameType) -> bool:

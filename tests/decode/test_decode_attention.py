@@ -15,6 +15,7 @@ from graphmod.decode.cache import CacheView, PagedCache, slot_mapping
 from graphmod.decode.compiled import compiled_code
 from graphmod.decode.config import AttentionName, CompileMode
 from graphmod.decode.graphs import context_sizes
+from graphmod.decode.layers import uniform
 from graphmod.trace.operations import address
 from graphmod.trace.recorder import Recorder
 from graphmod.trace.tracer import is_recording
@@ -22,8 +23,7 @@ from graphmod.trace.tracer import is_recording
 HEADS, KV_HEADS, WIDTH = 8, 2, 32
 
 
-class Sizes:
-    num_attention_heads, num_key_value_heads, head_dim, num_hidden_layers = HEADS, KV_HEADS, WIDTH, 2
+LAYERS = uniform(HEADS, KV_HEADS, WIDTH, 2)
 
 
 class Layer:
@@ -33,7 +33,7 @@ class Layer:
 def filled(block_size, device, dtype=torch.float32):
     """A cache of random numbers, and rows of 5, 37, 64 and 100 tokens whose blocks lie scattered in it."""
     torch.manual_seed(0)
-    memory = PagedCache(Sizes, 40 * 64 // block_size, block_size, 4, dtype, device)
+    memory = PagedCache(LAYERS, 40 * 64 // block_size, block_size, 4, dtype, device)
     for tensor in (*memory.keys, *memory.values):
         tensor.normal_()
     context = [5, 37, 64, 100]
@@ -189,6 +189,5 @@ def test_compiled_code_is_used_in_a_capture_and_what_it_reads_is_known(device):
 def test_flex_attention_takes_what_fits_in_shared_memory(heads, dtype, shared_memory, expected, monkeypatch):
     properties = SimpleNamespace(shared_memory_per_block_optin=shared_memory)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    sizes = SimpleNamespace(num_attention_heads=heads, num_key_value_heads=8, head_dim=128, num_hidden_layers=1)
-    memory = PagedCache(sizes, 2, 64, 2, dtype, torch.device("cpu"))
+    memory = PagedCache(uniform(heads, 8, 128, 1), 2, 64, 2, dtype, torch.device("cpu"))
     assert flex.prepare(memory) is None and memory.kernel_options == expected

@@ -118,7 +118,7 @@ def test_what_is_timed_attends_to_that_context_in_every_layer(context, monkeypat
     one = IMPLEMENTATIONS[AttentionName.sdpa]
     calls, layers = fastest.layers_of(one, memory, 4, context, 128, False)
     results = calls()
-    assert layers == memory.layers == len(results)
+    assert layers == len(memory.layers) == len(results)
     table = torch.arange(32).view(4, 8) + memory.first_block
     lengths = torch.full((4,), max(1, context))
     expected = attend(one.function, memory, table, lengths, torch.ones_like(query), 128)

@@ -325,10 +325,6 @@ def test_settings_that_cannot_be_used_name_the_way_out(device):
         DecodeEngine(model, max_batch_size=2).warm_up([3])
     with pytest.raises(ConfigError, match="warmup_steps"):
         DecodeEngine(model, warmup_steps=0)
-    model.config.layer_types = ["full_attention", "sliding_attention"]
-    model.config.sliding_window = 16
-    with pytest.raises(DecodeError, match="sliding_attention"):
-        DecodeEngine(model)
 
 
 def test_an_attention_that_is_not_available_says_why():

@@ -10,15 +10,15 @@ from graphmod import CUDAGraphModule
 from graphmod.decode.attention import IMPLEMENTATIONS, paged_sdpa
 from graphmod.decode.cache import CacheView, PagedCache
 from graphmod.decode.config import AttentionName
+from graphmod.decode.layers import uniform
 
 LAYERS = 2
 
 
 def cache(rows, heads, tokens, block_size, device):
     """A bf16 cache of random numbers, and a scattered block table for `tokens` tokens a row."""
-    sizes = SimpleNamespace(num_attention_heads=heads, num_key_value_heads=8, head_dim=128, num_hidden_layers=LAYERS)
     width = tokens // block_size
-    memory = PagedCache(sizes, rows * width, block_size, rows, torch.bfloat16, device)
+    memory = PagedCache(uniform(heads, 8, 128, LAYERS), rows * width, block_size, rows, torch.bfloat16, device)
     torch.manual_seed(0)
     for tensor in (*memory.keys, *memory.values):
         tensor[memory.first_block :].normal_()

@@ -17,14 +17,17 @@ from graphmod.decode.attention import IMPLEMENTATIONS, paged_sdpa
 from graphmod.decode.cache import CacheView, PagedCache
 from graphmod.decode.compiled import compiled_code, for_decode
 from graphmod.decode.config import AttentionName
+from graphmod.decode.layers import uniform
 from graphmod.errors import ConfigError
 from graphmod.trace.dispatch import hidden
 
 
 def cache(**changes):
     """What `unavailable` looks at: a cache the kernel would take, but for the changes."""
-    wanted = {"dtype": torch.bfloat16, "block_size": 64, "head_dim": 128, "heads": 32, "kv_heads": 8}
-    return SimpleNamespace(**wanted | {"device": torch.device("cuda")} | changes)
+    wanted = {"dtype": torch.bfloat16, "block_size": 64, "device": torch.device("cuda")}
+    sizes = {"heads": 32, "kv_heads": 8, "width": 128} | changes
+    layers = uniform(sizes.pop("heads"), sizes.pop("kv_heads"), sizes.pop("width"), 2)
+    return SimpleNamespace(**wanted | {"layers": layers} | sizes)
 
 
 @pytest.fixture
@@ -39,8 +42,8 @@ def hopper(monkeypatch):
         ({"dtype": torch.float32}, "needs bfloat16 or float16, and the model has torch.float32"),
         ({"block_size": 8}, "block_size=8 is none of 16, 32, 64, 128"),
         ({"block_size": 256}, "block_size=256"),
-        ({"head_dim": 40}, "heads of 40"),
-        ({"head_dim": 288}, "heads of 288"),
+        ({"width": 40}, "heads of 40"),
+        ({"width": 288}, "heads of 288"),
         ({"heads": 71, "kv_heads": 1}, "71 query heads"),
         ({"heads": 12}, "12 query heads"),
     ],
@@ -166,11 +169,8 @@ def test_an_engine_with_it_decodes_the_tokens_of_generate(kernel, monkeypatch):
 
 def gpu_cache(heads, kv_heads, width, block_size, rows, tokens, dtype=torch.bfloat16):
     """A prepared cache of random numbers, a scattered block table for `tokens` tokens a row, and queries."""
-    sizes = SimpleNamespace(
-        num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=width, num_hidden_layers=2
-    )
     device, table = torch.device("cuda"), -(-tokens // block_size)
-    memory = PagedCache(sizes, rows * table, block_size, rows, dtype, device)
+    memory = PagedCache(uniform(heads, kv_heads, width, 2), rows * table, block_size, rows, dtype, device)
     reason = xqa.unavailable(memory) or xqa.prepare(memory)
     if reason is not None:
         pytest.skip(reason)
@@ -197,7 +197,7 @@ def compare(memory, table, context, query, visited):
 def on_gpu(function, memory, table, context, query, visited):
     with torch.inference_mode():
         view = CacheView(memory, table.new_zeros(len(table)), table, context, visited)
-        return function(Layer, query, None, None, None, 1 / math.sqrt(memory.head_dim), cache_view=view)[0]
+        return function(Layer, query, None, None, None, 1 / math.sqrt(query.shape[-1]), cache_view=view)[0]
 
 
 # Query heads, KV heads, head_dim, block_size. FlashInfer compiles a kernel for each, so there are few.

@@ -53,7 +53,7 @@ def test_what_is_compiled_in_the_recorded_call_is_no_change(backend, fresh_dynam
 
 
 @pytest.mark.parametrize("whose", ["torch", "user"])
-def test_the_environment_is_looked_at_for_users_and_not_for_what_torch_keeps_there(whose, device, tmp_path, monkeypatch):
+def test_the_environment_is_looked_at_for_users_and_not_for_torch(whose, device, tmp_path, monkeypatch):
     monkeypatch.setenv("GRAPHMOD_TEST", "1")
     source = """
 import os

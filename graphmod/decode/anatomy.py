@@ -1,0 +1,256 @@
+"""Looks at how a model attends and what it keeps, by calling it on a few tokens when an engine is made.
+
+Nothing is taken from its config: what a layer stores, which tokens it sees and what its attention is asked for are seen
+as the model's own code hands them over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from graphmod.decode.errors import DecodeError, reason
+from graphmod.decode.layers import Layer
+
+PROBE = "graphmod_probe"
+_TOKENS = 4
+# What attention functions of this package compute with, and what has no meaning for one new token of each row.
+_UNDERSTOOD = {"scaling", "softcap", "s_aux", "cache_view"}
+_OF_NO_MEANING = {"dropout", "sliding_window", "is_causal", "use_cache", "position_ids", "cache_position"}
+_OF_NO_MEANING |= {"output_attentions", "output_hidden_states", "return_dict", "output_router_logits"}
+
+
+class Anatomy(NamedTuple):
+    """What there is to know of a model for decoding.
+
+    Attributes:
+        layers: that keep keys and values, in order.
+        own_reason: why only the model's own attention can be used; "" if an attention of this package can.
+    """
+
+    layers: tuple[Layer, ...]
+    own_reason: str
+
+
+class _Unclear(Exception):
+    """An attention that is not understood; the message says what of it."""
+
+
+@dataclass
+class _Mask:
+    """Stands for the mask of a layer: its rule, and nothing else."""
+
+    window: int | None
+    chunk: int | None
+
+
+class _Notes(Cache):
+    """A cache that holds nothing and notes what a model stores."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+        self.kept: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any):
+        if layer_idx in self.kept:
+            raise DecodeError(f"layer {layer_idx} stores keys and values twice")
+        self.kept[layer_idx] = key_states, value_states
+        return key_states, value_states
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("update_"):
+            raise DecodeError(f"it keeps a state of another kind ({name.removeprefix('update_').replace('_', ' ')})")
+        return super().__getattribute__(name)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return query_length, 0
+
+
+@dataclass
+class _Probe:
+    """What is seen in one forward call with the attention exchanged."""
+
+    notes: _Notes
+    reach: int  # how many tokens a sequence may have
+    layers: dict[int, Layer] = field(default_factory=dict)
+
+    def mask(self, mask_function: Callable, batch_size: int, device: Any = "cpu", **given: Any) -> _Mask:
+        """In the place of transformers' mask functions."""
+        if given.get("attention_mask") is not None:
+            raise _Unclear("it makes a padding mask of its own")
+        return _Mask(*rule_of(mask_function, self.reach, torch.device(device)))
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any,
+        *more: Any,
+        **given: Any,
+    ) -> tuple[Tensor, None]:
+        """In the place of an attention function."""
+        index = getattr(module, "layer_idx", None)
+        kept = self.notes.kept.get(index)
+        if more or kept is None or kept[0] is not key or kept[1] is not value or index in self.layers:
+            raise _Unclear("it attends to something else than the keys and values that a layer stores")
+        if not isinstance(attention_mask, _Mask):
+            raise _Unclear("it makes a mask of its own")
+        if given.get("cache_view") is not self.notes:
+            raise _Unclear("it hands no keywords on to its attention")
+        asked = {name for name, value in given.items() if value is not None}
+        strange = sorted(asked - _UNDERSTOOD - _OF_NO_MEANING)
+        if strange:
+            raise _Unclear(f"it asks its attention for {', '.join(strange)}")
+        rows, heads, tokens, width = query.shape
+        if width != key.shape[-1] or heads % key.shape[1] or given.get("is_causal") is False:
+            raise _Unclear("it attends with other heads than it stores, or not causally")
+        sizes = heads, key.shape[1], width, value.shape[-1]
+        self.layers[index] = Layer(
+            *sizes, attention_mask.window, attention_mask.chunk, "softcap" in asked, "s_aux" in asked
+        )
+        return value.new_zeros((rows, tokens, heads, value.shape[-1])), None
+
+
+def rule_of(mask_function: Callable, reach: int, device: torch.device) -> tuple[int | None, int | None]:
+    """The window and the chunk that a mask function of transformers stands for; None where it sees everything before.
+
+    It is called with numbers, for up to 64 tokens of a sequence and all that come before and after them.
+
+    Args:
+        reach: how many tokens a sequence may have.
+
+    Raises:
+        _Unclear: it is none of these.
+    """
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    keys = torch.arange(reach, device=device)
+    last = int(mask_function(zero, zero, keys[-1], keys).sum())
+    blind = ~mask_function(zero, zero, keys, zero).expand(reach)
+    chunk = int(blind.to(torch.int8).argmax())  # the first token that does not see token 0
+    near = [one + step for edge in (0, last, chunk, reach) for one in (edge, 2 * edge) for step in range(-4, 5)]
+    spread = range(0, reach, max(1, reach // 32))
+    queries = torch.tensor(sorted({one for one in (*near, *spread) if 0 <= one < reach}), device=device)
+    seen = mask_function(zero, zero, queries[:, None], keys[None, :]).expand(len(queries), reach)
+    causal = keys[None, :] <= queries[:, None]
+    if torch.equal(seen, causal):
+        return None, None
+    if torch.equal(seen, causal & (keys[None, :] > queries[:, None] - last)):
+        return last, None
+    if chunk and torch.equal(seen, causal & (keys[None, :] // chunk == queries[:, None] // chunk)):
+        return None, chunk
+    raise _Unclear("it has a mask that is neither causal, nor of a window, nor of chunks")
+
+
+def look_at(model: PreTrainedModel, reach: int) -> Anatomy:
+    """Calls the model on a few tokens, once as it is and once with its attention exchanged.
+
+    Call it in inference and evaluation mode.
+
+    Args:
+        reach: how many tokens a sequence may have.
+
+    Raises:
+        DecodeError: it keeps something else than keys and values, or cannot be called with a cache.
+    """
+    plain = _Notes()
+    try:
+        _call(model, plain)
+    except Exception as error:
+        raise DecodeError(
+            _refusal(model, f"it cannot be called with a cache of keys and values: {reason(error)}")
+        ) from error
+    layers = _stored(model, plain)
+    notes = _Notes()
+    probe = _Probe(notes, reach)
+    try:
+        with attention(model, PROBE, probe.attend, probe.mask):
+            _call(model, notes, cache_view=notes)
+        if sorted(probe.layers) != list(range(len(layers))):
+            raise _Unclear("not all of its layers go through transformers' attention interface")
+    except Exception as error:  # whatever a model's code raises that meets what it does not know
+        why = str(error) if isinstance(error, _Unclear) else f"with an exchanged attention, it fails: {reason(error)}"
+        return Anatomy(layers, why)
+    return Anatomy(tuple(probe.layers[number] for number in range(len(layers))), "")
+
+
+def _stored(model: PreTrainedModel, notes: _Notes) -> tuple[Layer, ...]:
+    if sorted(notes.kept) != list(range(len(notes.kept))) or not notes.kept:
+        found = f"layers {sorted(notes.kept)} do" if notes.kept else "no layer does"
+        raise DecodeError(_refusal(model, f"not every layer stores keys and values in the cache it is given: {found}"))
+    layers = []
+    for number, (key, value) in sorted(notes.kept.items()):
+        if key.dim() != 4 or key.shape[:3] != value.shape[:3] or key.shape[2] != _TOKENS:
+            shapes = f"{tuple(key.shape)} and {tuple(value.shape)}"
+            raise DecodeError(_refusal(model, f"layer {number} stores keys and values of shapes {shapes}"))
+        layers.append(Layer(key.shape[1], key.shape[1], key.shape[3], value.shape[3]))
+    return tuple(layers)
+
+
+def _refusal(model: PreTrainedModel, why: str) -> str:
+    return f"{type(model).__name__} cannot be decoded here, because {why}. Use model.generate"
+
+
+def _call(model: PreTrainedModel, cache: Cache, **more: Any) -> None:
+    tokens = torch.arange(_TOKENS, device=model.device).unsqueeze(0) % model.config.get_text_config().vocab_size
+    model(input_ids=tokens, past_key_values=cache, use_cache=True, **positions(model, tokens), **more)
+
+
+def positions(model: PreTrainedModel, position: Tensor) -> dict[str, Tensor]:
+    """`position_ids` for a model that takes them; a model that does not counts what is in the mask and the cache."""
+    return {"position_ids": position} if takes(model, "position_ids") else {}
+
+
+def takes(model: PreTrainedModel, name: str) -> bool:
+    """Whether a model's forward has a parameter of this name."""
+    return name in inspect.signature(model.forward).parameters
+
+
+@contextlib.contextmanager
+def attention(
+    model: PreTrainedModel, name: str | None, function: Callable | None = None, mask: Callable | None = None
+) -> Iterator[None]:
+    """Lets `model` use the attention function `name` while it is active; None leaves it its own.
+
+    Args:
+        function, mask: registered under that name for as long; None where they are registered already.
+    """
+    if name is None:
+        yield
+        return
+    if function is not None:
+        ALL_ATTENTION_FUNCTIONS.register(name, function)
+        ALL_MASK_ATTENTION_FUNCTIONS.register(name, mask)
+    before = [(one, one._attn_implementation) for one in _configs(model.config)]
+    model.config._attn_implementation = name  # which is set in the configs of its parts too
+    try:
+        yield
+    finally:
+        for one, old in before:
+            one._attn_implementation = old
+        if function is not None:
+            ALL_ATTENTION_FUNCTIONS._global_mapping.pop(name, None)
+            ALL_MASK_ATTENTION_FUNCTIONS._global_mapping.pop(name, None)
+
+
+def _configs(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
+    """A config, then those of its parts."""
+    yield config
+    for name in config.sub_configs:
+        part = getattr(config, name, None)
+        if part is not None:
+            yield from _configs(part)
