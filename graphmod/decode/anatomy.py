@@ -54,11 +54,21 @@ class _Mask:
     chunk: int | None
 
 
-class _Notes(Cache):
-    """A cache that holds nothing and notes what a model stores."""
+class _Nothing(list):
+    def __getitem__(self, _: Any) -> Any:
+        raise DecodeError("it keeps a state of its own in the layers of its cache")
 
-    def __init__(self) -> None:
-        super().__init__(layers=[])
+
+class _Notes(Cache):
+    """A cache that holds nothing and notes what a model stores.
+
+    Args:
+        counts: whether it says how many tokens it holds.
+    """
+
+    def __init__(self, counts: bool = True) -> None:
+        super().__init__(layers=_Nothing())
+        self._counts = counts
         self.kept: dict[int, tuple[Tensor, Tensor]] = {}
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any):
@@ -73,6 +83,11 @@ class _Notes(Cache):
         return super().__getattribute__(name)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
+        if not self._counts:
+            raise _Unclear("it asks how many tokens are in the cache")
+        return 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
         return 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
@@ -167,19 +182,20 @@ def look_at(model: PreTrainedModel, reach: int) -> Anatomy:
     Raises:
         DecodeError: it keeps something else than keys and values, or cannot be called with a cache.
     """
+    tokens = torch.arange(_TOKENS, device=model.device).unsqueeze(0) % model.config.get_text_config().vocab_size
     plain = _Notes()
     try:
-        _call(model, plain)
+        model(input_ids=tokens, past_key_values=plain, use_cache=True, **positions(model, tokens))
     except Exception as error:
         raise DecodeError(
-            _refusal(model, f"it cannot be called with a cache of keys and values: {reason(error)}")
+            refusal(model, f"it cannot be called with a cache of keys and values: {reason(error)}")
         ) from error
     layers = _stored(model, plain)
-    notes = _Notes()
+    notes = _Notes(counts=False)
     probe = _Probe(notes, reach)
     try:
         with attention(model, PROBE, probe.attend, probe.mask):
-            _call(model, notes, cache_view=notes)
+            model(**step_arguments(model, tokens, tokens, notes))
         if sorted(probe.layers) != list(range(len(layers))):
             raise _Unclear("not all of its layers go through transformers' attention interface")
     except Exception as error:  # whatever a model's code raises that meets what it does not know
@@ -191,23 +207,31 @@ def look_at(model: PreTrainedModel, reach: int) -> Anatomy:
 def _stored(model: PreTrainedModel, notes: _Notes) -> tuple[Layer, ...]:
     if sorted(notes.kept) != list(range(len(notes.kept))) or not notes.kept:
         found = f"layers {sorted(notes.kept)} do" if notes.kept else "no layer does"
-        raise DecodeError(_refusal(model, f"not every layer stores keys and values in the cache it is given: {found}"))
+        raise DecodeError(refusal(model, f"not every layer stores keys and values in the cache it is given: {found}"))
     layers = []
     for number, (key, value) in sorted(notes.kept.items()):
         if key.dim() != 4 or key.shape[:3] != value.shape[:3] or key.shape[2] != _TOKENS:
             shapes = f"{tuple(key.shape)} and {tuple(value.shape)}"
-            raise DecodeError(_refusal(model, f"layer {number} stores keys and values of shapes {shapes}"))
+            raise DecodeError(refusal(model, f"layer {number} stores keys and values of shapes {shapes}"))
         layers.append(Layer(key.shape[1], key.shape[1], key.shape[3], value.shape[3]))
     return tuple(layers)
 
 
-def _refusal(model: PreTrainedModel, why: str) -> str:
+def refusal(model: PreTrainedModel, why: str) -> str:
+    """The message of a model that cannot be decoded."""
     return f"{type(model).__name__} cannot be decoded here, because {why}. Use model.generate"
 
 
-def _call(model: PreTrainedModel, cache: Cache, **more: Any) -> None:
-    tokens = torch.arange(_TOKENS, device=model.device).unsqueeze(0) % model.config.get_text_config().vocab_size
-    model(input_ids=tokens, past_key_values=cache, use_cache=True, **positions(model, tokens), **more)
+def step_arguments(model: PreTrainedModel, tokens: Tensor, position: Tensor, view: Cache) -> dict[str, Any]:
+    """What a model is called with where its attention is exchanged.
+
+    Args:
+        tokens, position: (B, S) int64.
+    """
+    # Embeddings and not tokens: with tokens some models look for padding on the host.
+    embedded = model.get_input_embeddings()(tokens)
+    given = {"inputs_embeds": embedded, "position_ids": position, "cache_view": view}
+    return {**given, "past_key_values": view, "use_cache": True}
 
 
 def positions(model: PreTrainedModel, position: Tensor) -> dict[str, Tensor]:

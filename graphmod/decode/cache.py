@@ -20,8 +20,8 @@ class PagedCache:
     """Keys and values of all layers at fixed addresses.
 
     `keys[i]` and `values[i]` are (blocks, block_size, kv_heads, head_dim) tensors of layer i, whose sizes
-    are its own. The first blocks are not for sequences: `NULL_BLOCK`, and then those that padded rows write to, one slot
-    for each row, which nobody reads.
+    are its own. The first blocks are not for sequences: `NULL_BLOCK`, and then those that padded rows write to, one
+    slot for each row, which nobody reads.
     `scratch` is what an attention writes to beside its result, for as long as the cache lives; most need none.
     `kernel_options` are what an attention found to fit this cache.
 
@@ -200,7 +200,9 @@ class GatheredView(Cache):
         rows, found = len(key_states), []
         for memory in (self.memory.keys[layer_idx], self.memory.values[layer_idx]):
             taken = memory.flatten(0, 1).index_select(0, self._index)
-            found.append(taken.view(rows, self.columns, *memory.shape[2:]).transpose(1, 2).to(key_states.dtype))
+            found.append(
+                taken.view(rows, self.columns, *memory.shape[2:]).transpose(1, 2).to(key_states.dtype).contiguous()
+            )
         return found[0], found[1]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

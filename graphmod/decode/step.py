@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from graphmod.decode.anatomy import positions
+from graphmod.decode.anatomy import positions, step_arguments
 from graphmod.decode.cache import CacheView, GatheredView, PagedCache, slot_mapping
 from graphmod.decode.compiled import compiled_code, for_decode
 from graphmod.decode.config import CompileMode
@@ -50,12 +50,11 @@ def next_logits(model: PreTrainedModel, memory: PagedCache, rows: Rows, visited:
         # A padded row sees the token that it stores, for rows that see nothing make NaN in some models' attention.
         view = GatheredView(memory, slots, rows.block_table, context.clamp(min=1), visited, 1)
         given = {"input_ids": token.unsqueeze(1), "attention_mask": view.mask, **positions(model, position)}
+        given |= {"past_key_values": view, "use_cache": True}
     else:
         view = CacheView(memory, slots, rows.block_table, context, visited)
-        # Embeddings and not tokens: with tokens some models look for padding on the host.
-        embedded = model.get_input_embeddings()(token.unsqueeze(1))
-        given = {"inputs_embeds": embedded, "position_ids": position, "cache_view": view}
-    return model(past_key_values=view, use_cache=True, **given).logits[:, -1]
+        given = step_arguments(model, token.unsqueeze(1), position, view)
+    return model(**given).logits[:, -1]
 
 
 def take_token(logits: Tensor, rows: Rows, kind: int) -> None:
