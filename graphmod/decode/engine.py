@@ -190,8 +190,8 @@ class DecodeEngine:
         runs = self._batch.advance()
         for done in () if self._compared else [run.completion for run in runs]:
             if len(done.tokens) > 1 and len(done.prompt) <= self.config.prefill_tokens:
-                self._compared = True
                 compare_tokens(self.model, done, f"decode steps with {self.attention.name or 'own attention'}")
+                self._compared = True
                 break
         return runs
 
