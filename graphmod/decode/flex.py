@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.nn.functional import pad
 
 from graphmod.decode.cache import CacheView, PagedCache
@@ -137,7 +137,7 @@ def paged_flex(
     if softcap is not None:
         settings["score_mod"] = _capped(softcap)
     if s_aux is not None:
-        settings["return_lse"] = True
+        settings["return_aux"] = AuxRequest(lse=True)
     if torch.compiler.is_compiling():
         out = flex_attention(query, keys, values, **settings)
     else:
@@ -145,8 +145,8 @@ def paged_flex(
             out = _compiled()(query, keys, values, **settings)
     if s_aux is not None:
         # A sink adds its exponential to the denominator and nothing to the numerator.
-        out, lse = out
-        out = out * torch.sigmoid(lse - s_aux.to(lse.dtype)[None, :, None]).unsqueeze(-1)
+        out, aux = out
+        out = out * torch.sigmoid(aux.lse - s_aux.to(aux.lse.dtype)[None, :, None]).unsqueeze(-1)
     return out.transpose(1, 2).to(query.dtype), None
 
 

@@ -24,6 +24,7 @@ _UNREPEATABLE = {
     "aten::_linalg_svd": "a decomposition that checks on the host whether it has converged",
     "aten::linalg_lstsq": "a solver that checks on the host whether it has converged",
 }
+_GROUPED = "aten::_grouped_mm"
 _SPARSE_GRADIENT = {"aten::embedding": (4, "sparse"), "aten::_embedding_bag": (5, "sparse")}
 _PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 OUTSIDE = "keep it outside the captured module"
@@ -95,6 +96,12 @@ _FROM_LIST = Reason(
 )
 
 
+_GROUPS = Reason(
+    "reads on the host where each group of rows ends, which it does for all numbers but bfloat16",
+    "use bfloat16; or, for the experts of a transformers model, model.set_experts_implementation('batched_mm')",
+)
+
+
 class Check:
     """The check of one call.
 
@@ -143,6 +150,8 @@ class Check:
             )
         if name in _UNREPEATABLE:
             return Reason(f"cannot be repeated from a recording: {_UNREPEATABLE[name]}", OUTSIDE)
+        if name == _GROUPED and self.on_gpu and given[0].dtype is not torch.bfloat16:
+            return _GROUPS
         if name in _SPARSE_GRADIENT and torch.is_grad_enabled():
             position, keyword = _SPARSE_GRADIENT[name]
             if (args[position] if len(args) > position else kwargs.get(keyword, False)) and given[0].requires_grad:

@@ -107,6 +107,8 @@ def remedy_for(optimizer: torch.optim.Optimizer, on_gpu: bool) -> str:
 _REMEDIES_IN = {
     f"{_PACKAGES}/transformers/masking_utils.py": "pass no attention_mask where nothing is padded, or load the "
     "model with attn_implementation='eager'",
+    f"{_PACKAGES}/transformers/modeling_utils.py": "pass attention_mask=torch.ones_like(input_ids) where nothing is "
+    "padded, or set model.config.pad_token_id = None",
     f"{_TORCH}/amp/grad_scaler.py": "keep the GradScaler's step() and update() outside of the captured call",
     f"{_TORCH}/distributions/": "build the distribution with validate_args=False",
     f"{_TORCH}/nn/utils/clip_grad.py": "call it with error_if_nonfinite=False",

@@ -10,6 +10,11 @@ import torch
 from harness import loss_of, mlp, play
 from torch import nn
 
+from graphmod import CUDAGraphModule
+from graphmod.trace.hazards import Check
+from graphmod.trace.operations import facts
+from graphmod.trace.origins import Origins
+
 
 def takes_a_branch(self, x):
     return x * 2 if x.sum() > 0 else x * 3
@@ -313,3 +318,29 @@ def test_a_tensor_from_outside_with_a_history_of_its_own(device):
         side.model.gate = None
 
     play(lambda d: Modulated().to(d), step, device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_grouped_products_read_on_the_host_but_for_bfloat16(dtype, monkeypatch):
+    op = torch.ops.aten._grouped_mm.default
+    rows, weights, ends = torch.ones(4, 16, dtype=dtype), torch.ones(2, 16, 16, dtype=dtype), torch.tensor([1, 4])
+    check = Check(0, Origins())
+    monkeypatch.setattr(check, "_gpu_reason", lambda *_: None)
+    found = check.reason(facts(op), (rows, weights, ends), {}, [rows, weights, ends])
+    assert (found is None) == (dtype is torch.bfloat16)
+    if found is not None:
+        assert "set_experts_implementation('batched_mm')" in found.remedy
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_grouped_products_are_captured_in_bfloat16_and_told_else(dtype):
+    weights = torch.randn(2, 64, 64, device="cuda", dtype=dtype)
+    ends = torch.tensor([3, 16], device="cuda", dtype=torch.int32)
+    wrapper = CUDAGraphModule(lambda x: torch.nn.functional.grouped_mm(x, weights, offs=ends))
+    for step in range(6):
+        torch.manual_seed(step)
+        x = torch.randn(16, 64, device="cuda", dtype=dtype)
+        assert torch.equal(wrapper(x), torch.nn.functional.grouped_mm(x, weights, offs=ends))
+    assert (wrapper.stats.replays > 0) == (dtype is torch.bfloat16)
+    assert dtype is torch.bfloat16 or "where each group of rows ends" in wrapper.last_failure
