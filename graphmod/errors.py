@@ -1,4 +1,4 @@
-"""The exceptions users of graphmod see."""
+"""The exceptions users of graphmod see, and how those of libraries are worded."""
 
 
 class GraphmodError(Exception):
@@ -27,3 +27,14 @@ class BackwardUnavailable(GraphmodError, RuntimeError):
 
 class VerificationFailed(GraphmodError, RuntimeError):
     """With `verify=always`, a call did other operations than the graph that would have been replayed for it."""
+
+
+def reason(error: BaseException) -> str:
+    """What an exception of a library says, in one line: its first, and those after it that a colon announces."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = lines[:1] or [type(error).__name__]
+    for line in lines[1:]:
+        if not said[-1].endswith(":"):
+            break
+        said.append(line)
+    return " ".join(said)

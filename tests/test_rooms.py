@@ -12,7 +12,7 @@ import graphmod
 HOUSE = Path(graphmod.__file__).parent
 ROOMS = (
     *("errors", "config", "torch_private", "trace", "guards", "signature", "state", "backend", "graph", "capture"),
-    *("call", "wrap", "check", "decode", "train"),
+    *("call", "wrap", "check", "models", "decode", "train"),
 )
 UPWARDS = {("decode.cli", "train"), ("decode.run", "train")}  # the command line's words are in one place
 

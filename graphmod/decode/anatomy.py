@@ -6,23 +6,21 @@ as the model's own code hands them over.
 
 from __future__ import annotations
 
-import contextlib
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from graphmod.decode.errors import DecodeError, reason
+from graphmod.decode.errors import DecodeError
 from graphmod.decode.layers import Layer
+from graphmod.errors import reason
+from graphmod.models.exchange import PROBE, attention, takes
+from graphmod.models.masks import Rule, Unclear, rule_of
 
-PROBE = "graphmod_probe"
 _TOKENS = 4
 # What attention functions of this package compute with, and what has no meaning for one new token of each row.
 _UNDERSTOOD = {"scaling", "softcap", "s_aux", "cache_view"}
@@ -40,18 +38,6 @@ class Anatomy(NamedTuple):
 
     layers: tuple[Layer, ...]
     own_reason: str
-
-
-class _Unclear(Exception):
-    """An attention that is not understood; the message says what of it."""
-
-
-@dataclass
-class _Mask:
-    """Stands for the mask of a layer: its rule, and nothing else."""
-
-    window: int | None
-    chunk: int | None
 
 
 class _Nothing(list):
@@ -84,7 +70,7 @@ class _Notes(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         if not self._counts:
-            raise _Unclear("it asks how many tokens are in the cache")
+            raise Unclear("it asks how many tokens are in the cache")
         return 0
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
@@ -102,11 +88,11 @@ class _Probe:
     reach: int  # how many tokens a sequence may have
     layers: dict[int, Layer] = field(default_factory=dict)
 
-    def mask(self, mask_function: Callable, batch_size: int, device: Any = "cpu", **given: Any) -> _Mask:
+    def mask(self, mask_function: Callable, batch_size: int, device: Any = "cpu", **given: Any) -> Rule:
         """In the place of transformers' mask functions."""
         if given.get("attention_mask") is not None:
-            raise _Unclear("it makes a padding mask of its own")
-        return _Mask(*rule_of(mask_function, self.reach, torch.device(device)))
+            raise Unclear("it makes a padding mask of its own")
+        return rule_of(mask_function, self.reach, torch.device(device))
 
     def attend(
         self,
@@ -122,53 +108,21 @@ class _Probe:
         index = getattr(module, "layer_idx", None)
         kept = self.notes.kept.get(index)
         if more or kept is None or kept[0] is not key or kept[1] is not value or index in self.layers:
-            raise _Unclear("it attends to something else than the keys and values that a layer stores")
-        if not isinstance(attention_mask, _Mask):
-            raise _Unclear("it makes a mask of its own")
+            raise Unclear("it attends to something else than the keys and values that a layer stores")
+        if not isinstance(attention_mask, Rule):
+            raise Unclear("it makes a mask of its own")
         if given.get("cache_view") is not self.notes:
-            raise _Unclear("it hands no keywords on to its attention")
+            raise Unclear("it hands no keywords on to its attention")
         asked = {name for name, value in given.items() if value is not None}
         strange = sorted(asked - _UNDERSTOOD - _OF_NO_MEANING)
         if strange:
-            raise _Unclear(f"it asks its attention for {', '.join(strange)}")
+            raise Unclear(f"it asks its attention for {', '.join(strange)}")
         rows, heads, tokens, width = query.shape
         if width != key.shape[-1] or heads % key.shape[1] or given.get("is_causal") is False:
-            raise _Unclear("it attends with other heads than it stores, or not causally")
+            raise Unclear("it attends with other heads than it stores, or not causally")
         sizes = heads, key.shape[1], width, value.shape[-1]
-        self.layers[index] = Layer(
-            *sizes, attention_mask.window, attention_mask.chunk, "softcap" in asked, "s_aux" in asked
-        )
+        self.layers[index] = Layer(*sizes, attention_mask, "softcap" in asked, "s_aux" in asked)
         return value.new_zeros((rows, tokens, heads, value.shape[-1])), None
-
-
-def rule_of(mask_function: Callable, reach: int, device: torch.device) -> tuple[int | None, int | None]:
-    """The window and the chunk that a mask function of transformers stands for; None where it sees everything before.
-
-    It is called with numbers, for up to 64 tokens of a sequence and all that come before and after them.
-
-    Args:
-        reach: how many tokens a sequence may have.
-
-    Raises:
-        _Unclear: it is none of these.
-    """
-    zero = torch.zeros((), dtype=torch.int64, device=device)
-    keys = torch.arange(reach, device=device)
-    last = int(mask_function(zero, zero, keys[-1], keys).sum())
-    blind = ~mask_function(zero, zero, keys, zero).expand(reach)
-    chunk = int(blind.to(torch.int8).argmax())  # the first token that does not see token 0
-    near = [one + step for edge in (0, last, chunk, reach) for one in (edge, 2 * edge) for step in range(-4, 5)]
-    spread = range(0, reach, max(1, reach // 32))
-    queries = torch.tensor(sorted({one for one in (*near, *spread) if 0 <= one < reach}), device=device)
-    seen = mask_function(zero, zero, queries[:, None], keys[None, :]).expand(len(queries), reach)
-    causal = keys[None, :] <= queries[:, None]
-    if torch.equal(seen, causal):
-        return None, None
-    if torch.equal(seen, causal & (keys[None, :] > queries[:, None] - last)):
-        return last, None
-    if chunk and torch.equal(seen, causal & (keys[None, :] // chunk == queries[:, None] // chunk)):
-        return None, chunk
-    raise _Unclear("it has a mask that is neither causal, nor of a window, nor of chunks")
 
 
 def look_at(model: PreTrainedModel, reach: int) -> Anatomy:
@@ -197,9 +151,9 @@ def look_at(model: PreTrainedModel, reach: int) -> Anatomy:
         with attention(model, PROBE, probe.attend, probe.mask):
             model(**step_arguments(model, tokens, tokens, notes))
         if sorted(probe.layers) != list(range(len(layers))):
-            raise _Unclear("not all of its layers go through transformers' attention interface")
+            raise Unclear("not all of its layers go through transformers' attention interface")
     except Exception as error:  # whatever a model's code raises that meets what it does not know
-        why = str(error) if isinstance(error, _Unclear) else f"with an exchanged attention, it fails: {reason(error)}"
+        why = str(error) if isinstance(error, Unclear) else f"with an exchanged attention, it fails: {reason(error)}"
         return Anatomy(layers, why)
     return Anatomy(tuple(probe.layers[number] for number in range(len(layers))), "")
 
@@ -237,44 +191,3 @@ def step_arguments(model: PreTrainedModel, tokens: Tensor, position: Tensor, vie
 def positions(model: PreTrainedModel, position: Tensor) -> dict[str, Tensor]:
     """`position_ids` for a model that takes them; a model that does not counts what is in the mask and the cache."""
     return {"position_ids": position} if takes(model, "position_ids") else {}
-
-
-def takes(model: PreTrainedModel, name: str) -> bool:
-    """Whether a model's forward has a parameter of this name."""
-    return name in inspect.signature(model.forward).parameters
-
-
-@contextlib.contextmanager
-def attention(
-    model: PreTrainedModel, name: str | None, function: Callable | None = None, mask: Callable | None = None
-) -> Iterator[None]:
-    """Lets `model` use the attention function `name` while it is active; None leaves it its own.
-
-    Args:
-        function, mask: registered under that name for as long; None where they are registered already.
-    """
-    if name is None:
-        yield
-        return
-    if function is not None:
-        ALL_ATTENTION_FUNCTIONS.register(name, function)
-        ALL_MASK_ATTENTION_FUNCTIONS.register(name, mask)
-    before = [(one, one._attn_implementation) for one in _configs(model.config)]
-    model.config._attn_implementation = name  # which is set in the configs of its parts too
-    try:
-        yield
-    finally:
-        for one, old in before:
-            one._attn_implementation = old
-        if function is not None:
-            ALL_ATTENTION_FUNCTIONS._global_mapping.pop(name, None)
-            ALL_MASK_ATTENTION_FUNCTIONS._global_mapping.pop(name, None)
-
-
-def _configs(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
-    """A config, then those of its parts."""
-    yield config
-    for name in config.sub_configs:
-        part = getattr(config, name, None)
-        if part is not None:
-            yield from _configs(part)

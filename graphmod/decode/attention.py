@@ -51,14 +51,14 @@ def paged_sdpa(
     view, layer = cache_view, cache_view.memory.layers[module.layer_idx]
     rows, heads, _, width = query.shape
     keys, values = view.memory.read(module.layer_idx, view.block_table, view.visited)
-    seen = view.shared.get(layer.reach)
+    seen = view.shared.get(layer.rule)
     if seen is None:
         token = torch.arange(view.visited, device=query.device)
         seen = token < view.context.unsqueeze(1)
-        first = layer.first_seen(view.context)
+        first = layer.rule.first_seen(view.context)
         if first is not None:
             seen = seen & (token >= first.unsqueeze(1))
-        seen = view.shared[layer.reach] = seen[:, None, None, :]
+        seen = view.shared[layer.rule] = seen[:, None, None, :]
     # The query heads that share a KV head stand where SDPA has queries of different positions: nothing is repeated.
     grouped = query.reshape(rows, layer.kv_heads, -1, width)
     keys, values = keys.to(query.dtype), values.to(query.dtype)

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from graphmod.decode.anatomy import attention
 from graphmod.decode.cache import PagedCache
 from graphmod.decode.graphs import BucketGraphs
 from graphmod.decode.prefill import Prefill
@@ -21,6 +20,7 @@ from graphmod.decode.results import Run
 from graphmod.decode.sampling import sample
 from graphmod.decode.scheduler import Scheduler, Sequence
 from graphmod.decode.state import BAD, FULL, NOTHING, STOPPED, BatchState
+from graphmod.models.exchange import attention
 
 _NO_NUMBERS = (
     "the model's logits hold NaN or infinity, so no token can be chosen; look at its weights (a diverged training run, "

@@ -10,16 +10,18 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from graphmod.decode.anatomy import attention, refusal, takes
+from graphmod.decode.anatomy import refusal
 from graphmod.decode.attention import reference
 from graphmod.decode.cache import PagedCache
-from graphmod.decode.errors import DecodeError, reason
+from graphmod.decode.errors import DecodeError
 from graphmod.decode.graphs import context_sizes
 from graphmod.decode.implementation import Implementation
 from graphmod.decode.prefill import Prefill
 from graphmod.decode.results import Completion
 from graphmod.decode.state import BatchState, RowValues
 from graphmod.decode.step import next_logits
+from graphmod.errors import reason
+from graphmod.models.exchange import attention, takes
 
 _TOKENS = 24
 _MOST_TOKENS = 512  # beyond a window that is looked at
@@ -31,7 +33,7 @@ _HALF = (torch.float16, torch.bfloat16)
 def _made_up(model: PreTrainedModel, memory: PagedCache, most: int) -> list[int]:
     """Tokens for a first look: more than windows and chunks, where these are not long."""
     text = model.config.get_text_config()
-    edges = [edge for layer in memory.layers for edge in layer.reach if edge is not None and edge + 8 <= _MOST_TOKENS]
+    edges = [edge for layer in memory.layers for edge in layer.rule if edge is not None and edge + 8 <= _MOST_TOKENS]
     count = min(most, max([_TOKENS, *(edge + 8 for edge in edges)]))
     configs = (text, model.config)
     ids = [value for one in configs for name, value in vars(one).items() if name.endswith("token_id")]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from graphmod.decode.anatomy import attention, look_at
+from graphmod.decode.anatomy import look_at
 from graphmod.decode.attention import choose
 from graphmod.decode.batch import ContinuousBatch
 from graphmod.decode.blocks import BlockAllocator
@@ -32,6 +32,7 @@ from graphmod.decode.scheduler import Scheduler, Sequence, prompt_seed
 from graphmod.decode.state import BatchState
 from graphmod.decode.step import DecodeStep
 from graphmod.errors import ConfigError
+from graphmod.models.exchange import attention
 
 log = logging.getLogger("graphmod")
 

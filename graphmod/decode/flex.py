@@ -72,7 +72,7 @@ def block_mask(view: CacheView, tokens: int, layer: Layer) -> BlockMask:
     count = (view.context + (size - 1)) // size
     last = table.gather(1, (count - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
     filled = view.context - (count - 1) * size
-    seen = layer.first_seen(view.context)
+    seen = layer.rule.first_seen(view.context)
 
     def in_context(row: Tensor, head: Tensor, query: Tensor, slot: Tensor) -> Tensor:
         return (slot // size != last[row]) | (slot % size < filled[row])
@@ -122,14 +122,14 @@ def paged_flex(
     """
     view, memory = cache_view, cache_view.memory
     layer, tokens = memory.layers[module.layer_idx], memory.blocks * memory.block_size
-    if layer.reach not in view.shared:
-        view.shared[layer.reach] = block_mask(view, tokens, layer)
+    if layer.rule not in view.shared:
+        view.shared[layer.rule] = block_mask(view, tokens, layer)
     keys, values = (
         held[module.layer_idx].flatten(0, 1).unsqueeze(0).transpose(1, 2) for held in (memory.keys, memory.values)
     )
     query = query.to(keys.dtype)
     settings = {
-        "block_mask": view.shared[layer.reach],
+        "block_mask": view.shared[layer.rule],
         "scale": scaling,
         "enable_gqa": query.shape[1] != layer.kv_heads,
         "kernel_options": dict(memory.kernel_options),

@@ -8,9 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from graphmod.decode.errors import reason
 from graphmod.decode.schema import DeviceName, ModelSource, Precision
-from graphmod.errors import ConfigError
+from graphmod.errors import ConfigError, reason
 
 _DTYPES = {Precision.saved: "auto", Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16}
 

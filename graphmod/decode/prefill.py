@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from graphmod.decode.anatomy import positions, takes
+from graphmod.decode.anatomy import positions
 from graphmod.decode.cache import NULL_BLOCK, GatheredView, PagedCache, slot_mapping
+from graphmod.models.exchange import takes
 
 _MOST_ROWS = 16  # of one call: logits are made for every last position in it
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from graphmod.decode.errors import reason
 from graphmod.decode.requests import Codec
-from graphmod.errors import ConfigError
+from graphmod.errors import ConfigError, reason
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 _TRAINING_STATE = "training_state.pt"  # beside the model in a checkpoint of train.py

@@ -1,25 +1,18 @@
 """Models of many kinds, against what knows nothing of this package: their own forward, and `generate`."""
 
-from importlib import util
-from pathlib import Path
-
 import pytest
 import torch
 from decode_models import prompts_of, reference
+from small_models import causal_models
 from torch import nn
 from transformers import masking_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from graphmod.decode import DecodeEngine
-from graphmod.decode.anatomy import _Unclear, look_at, rule_of
+from graphmod.decode.anatomy import look_at
 from graphmod.decode.errors import DecodeError
 from graphmod.errors import ConfigError
-
-_spec = util.spec_from_file_location(
-    "causal_models", Path(__file__).parent.parent.parent / "benchmarks" / "causal_models.py"
-)
-causal_models = util.module_from_spec(_spec)
-_spec.loader.exec_module(causal_models)
+from graphmod.models.masks import Unclear, rule_of
 
 # Windows in all layers and in some, chunks, sinks, capped scores, ALiBi, positions that are counted, several queries to
 # a head and one for all, keys and values of different size, experts, partial rotary embeddings.
@@ -208,7 +201,7 @@ def test_the_rule_of_a_mask_is_found_by_asking_it(function, expected):
     ],
 )
 def test_a_mask_of_another_rule_is_told(function):
-    with pytest.raises(_Unclear, match="neither causal, nor of a window, nor of chunks"):
+    with pytest.raises(Unclear, match="neither causal, nor of a window, nor of chunks"):
         rule_of(function, 200, torch.device("cpu"))
 
 
@@ -218,6 +211,6 @@ def test_looking_at_a_model_leaves_it_and_transformers_as_they_were():
     names = set(ALL_ATTENTION_FUNCTIONS.valid_keys())
     with torch.inference_mode():
         anatomy = look_at(model, 100)
-    assert {layer.window for layer in anatomy.layers} >= {16} and not anatomy.own_reason
+    assert {layer.rule.window for layer in anatomy.layers} >= {16} and not anatomy.own_reason
     assert model.config._attn_implementation == before
     assert set(ALL_ATTENTION_FUNCTIONS.valid_keys()) == names

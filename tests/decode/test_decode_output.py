@@ -15,10 +15,10 @@ from torch import nn
 from graphmod.decode import DecodeEngine
 from graphmod.decode import cli as decode_cli
 from graphmod.decode import run as decode_run
-from graphmod.decode.errors import OutputError, reason
+from graphmod.decode.errors import OutputError
 from graphmod.decode.output import OutputFile, open_output
 from graphmod.decode.text import ByteCodec
-from graphmod.errors import ConfigError
+from graphmod.errors import ConfigError, reason
 
 
 @pytest.fixture(scope="module")

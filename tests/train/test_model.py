@@ -1,12 +1,19 @@
 """Models have the sizes they were told, seeded weights, and attention that asks the host nothing."""
 
+import copy
+
 import pytest
 import torch
 from safetensors.torch import save_file
+from small_models import causal_models
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import BertConfig, BertForMaskedLM
 
+from graphmod import graph_layers
 from graphmod.errors import ConfigError
+from graphmod.train.attention import use_static_causal_attention
 from graphmod.train.model import build_model, model_config
+from graphmod.train.packing import block_mask
 from graphmod.train.schema import Architecture, ModelConfig, Precision
 
 CPU = torch.device("cpu")
@@ -87,24 +94,102 @@ def test_a_cache_is_refused_because_the_mask_would_mean_something_else():
         model(input_ids=torch.zeros(1, 1, dtype=torch.int64), past_key_values=first.past_key_values)
 
 
-def test_a_sliding_window_shorter_than_the_sequence_is_refused():
-    from transformers import MistralConfig, MistralForCausalLM
+def plain(kind):
+    """A small model of transformers, and a copy of it, with its own SDPA."""
+    model = causal_models.small_model(kind)
+    model.set_attn_implementation("sdpa")
+    return model, copy.deepcopy(model)
 
-    from graphmod.train.attention import use_static_causal_attention
 
-    config = MistralConfig(
-        vocab_size=64,
-        hidden_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        intermediate_size=32,
-        sliding_window=8,
-    )
-    model = use_static_causal_attention(MistralForCausalLM(config))
-    model(input_ids=torch.zeros(1, 8, dtype=torch.int64), use_cache=False)
-    with pytest.raises(ConfigError, match=r"data\.seq_len=8"):
-        model(input_ids=torch.zeros(1, 9, dtype=torch.int64), use_cache=False)
+# Windows in all layers and in some, chunks, whole attention.
+@pytest.mark.parametrize("kind", ["mistral", "gemma3_text", "llama4_text", "cohere2", "gpt2", "phi3", "starcoder2"])
+@pytest.mark.parametrize("length", [8, 16, 40])
+def test_it_computes_what_the_models_own_attention_does_bit_for_bit(kind, length):
+    model, own = plain(kind)
+    use_static_causal_attention(model)
+    tokens = torch.randint(3, 90, (2, length), generator=torch.Generator().manual_seed(0))
+    losses = [one(input_ids=tokens, labels=tokens, use_cache=False).loss for one in (model, own)]
+    assert torch.equal(*losses)
+    for loss in losses:
+        loss.backward()
+    for mine, theirs in zip(model.parameters(), own.parameters(), strict=True):
+        assert (mine.grad is None) == (theirs.grad is None)
+        assert mine.grad is None or torch.equal(mine.grad, theirs.grad)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("gemma2", "does not compute softcap"),
+        ("gpt_oss", "does not compute s_aux"),
+        ("falcon", "FalconForCausalLM: it fails with an exchanged attention"),
+        ("opt", "it makes a padding mask of its own"),
+        ("mamba", "does not let its attention be chosen"),
+    ],
+)
+def test_what_is_more_than_causal_is_refused_and_the_model_left_alone(kind, reason):
+    model = causal_models.small_model(kind)
+    before = model.config._attn_implementation
+    with pytest.raises(ConfigError, match=reason):
+        use_static_causal_attention(model)
+    assert model.config._attn_implementation == before and not model._forward_pre_hooks
+
+
+def test_a_model_that_looks_ahead_is_refused():
+    config = BertConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
+    with pytest.raises(ConfigError, match=r"neither causal, nor of a window|not causal|mask of its own"):
+        use_static_causal_attention(BertForMaskedLM(config))
+
+
+def test_positions_that_may_be_packed_and_unknown_keywords_are_refused():
+    model, _ = plain("llama")
+    use_static_causal_attention(model)
+    tokens = torch.randint(3, 90, (1, 8))
+    packed = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
+    with pytest.raises(ConfigError, match="position_ids, which may be those of packed sequences"):
+        model(input_ids=tokens, position_ids=packed, use_cache=False)
+    with pytest.raises(ConfigError, match="does not compute cu_seq_lens_q"):
+        model(input_ids=tokens, cu_seq_lens_q=torch.tensor([0, 4, 8]), use_cache=False)
+
+
+def test_a_window_and_a_block_mask_are_both_kept_to():
+    model, own = plain("mistral")
+    use_static_causal_attention(model)
+    tokens = torch.randint(3, 90, (1, 40), generator=torch.Generator().manual_seed(0))
+    documents = torch.tensor([[0] * 22 + [1] * 18])
+    positions = torch.cat((torch.arange(22), torch.arange(18)))[None]
+    mine = model(input_ids=tokens, position_ids=positions, block_mask=block_mask(documents), use_cache=False).logits
+    theirs = own(input_ids=tokens, position_ids=positions, use_cache=False).logits
+    assert torch.equal(mine, theirs)
+
+
+def test_a_layer_that_came_later_is_told():
+    model, other = plain("llama")
+    use_static_causal_attention(model)
+    model.model.layers[0] = other.model.layers[0]
+    model.model.layers[0].self_attn.config = model.config
+    with pytest.raises(ConfigError, match="came into the model after"):
+        model(input_ids=torch.zeros(1, 8, dtype=torch.int64), use_cache=False)
+
+
+def test_layers_with_windows_are_captured_and_equal_eager(device):
+    model, own = plain("gemma3_text")
+    results = []
+    for one in (use_static_causal_attention(model), own):
+        one.to(device).train()
+        wrappers = graph_layers(one) if one is model else []
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.01)
+        losses = []
+        for step in range(7):
+            tokens = torch.randint(3, 90, (2, 24), generator=torch.Generator().manual_seed(step)).to(device)
+            loss = one(input_ids=tokens, labels=tokens, use_cache=False).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        results.append((losses, [p.detach().clone() for p in one.parameters()]))
+        assert all(wrapper.stats.replays > 0 for wrapper in wrappers)
+    assert results[0][0] == results[1][0] and all(map(torch.equal, results[0][1], results[1][1]))
 
 
 def test_weights_depend_on_the_seed_and_leave_the_random_state_alone():

@@ -1,0 +1,1 @@
+"""What transformers models do, as their own code says it when it runs."""

@@ -1,0 +1,83 @@
+"""Which tokens a layer sees, found out by asking the rule by which a model makes its mask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Unclear(Exception):
+    """An attention, or a mask, that is not understood; the message says what of it."""
+
+
+class Rule(NamedTuple):
+    """Which tokens a token sees, among those before it and itself.
+
+    Attributes:
+        window: so many, the last ones; None for all.
+        chunk: those of its own chunk of so many; None for all.
+    """
+
+    window: int | None = None
+    chunk: int | None = None
+
+    def first_seen(self, context: Tensor) -> Tensor | None:
+        """(B,) int64: the first token that the last of `context` tokens sees; None if that is always the first."""
+        if self.window is not None:
+            return (context - self.window).clamp(min=0)
+        if self.chunk is not None:
+            return torch.div((context - 1).clamp(min=0), self.chunk, rounding_mode="floor") * self.chunk
+        return None
+
+    def mask(self, length: int, device: torch.device) -> Tensor:
+        """(length, length) bool: whether a query, in rows, sees a key."""
+        token = torch.arange(length, device=device)
+        query, key = token[:, None], token[None, :]
+        seen = key <= query
+        if self.window is not None:
+            seen = seen & (key > query - self.window)
+        if self.chunk is not None:
+            seen = seen & (key // self.chunk == query // self.chunk)
+        return seen
+
+    def __str__(self) -> str:
+        if self.window is not None:
+            return f"a window of {self.window} tokens"
+        return "everything before" if self.chunk is None else f"chunks of {self.chunk} tokens"
+
+    def matters(self, length: int) -> bool:
+        """Whether a sequence is so long that transformers makes a mask of this rule: as long as what a token sees."""
+        return any(one is not None and one <= length for one in self)
+
+
+def rule_of(mask_function: Callable, reach: int, device: torch.device) -> Rule:
+    """The rule that a mask function of transformers stands for.
+
+    It is called with numbers, for up to 64 tokens of a sequence and all that come before and after them.
+
+    Args:
+        reach: how many tokens a sequence may have.
+
+    Raises:
+        Unclear: it is none of these.
+    """
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    keys = torch.arange(reach, device=device)
+    last = int(mask_function(zero, zero, keys[-1], keys).sum())
+    blind = ~mask_function(zero, zero, keys, zero).expand(reach)
+    chunk = int(blind.to(torch.int8).argmax())  # the first token that does not see token 0
+    near = [one + step for edge in (0, last, chunk, reach) for one in (edge, 2 * edge) for step in range(-4, 5)]
+    spread = range(0, reach, max(1, reach // 32))
+    queries = torch.tensor(sorted({one for one in (*near, *spread) if 0 <= one < reach}), device=device)
+    seen = mask_function(zero, zero, queries[:, None], keys[None, :]).expand(len(queries), reach)
+    causal = keys[None, :] <= queries[:, None]
+    if torch.equal(seen, causal):
+        return Rule()
+    if torch.equal(seen, causal & (keys[None, :] > queries[:, None] - last)):
+        return Rule(window=last)
+    if chunk and torch.equal(seen, causal & (keys[None, :] // chunk == queries[:, None] // chunk)):
+        return Rule(chunk=chunk)
+    raise Unclear("it has a mask that is neither causal, nor of a window, nor of chunks")
