@@ -11,10 +11,12 @@ from graphmod.capture.recording import record
 from graphmod.errors import CaptureRefused
 from graphmod.graph.context import Context
 from graphmod.graph.group import EagerCall
+from graphmod.graph.uses import learn_uses
 from graphmod.signature.flattening import flatten
 from graphmod.signature.modes import difference
 from graphmod.signature.signature import parameter_names
 from graphmod.state.entry import Entry
+from graphmod.trace import dispatch
 
 
 def warm_up(context: Context, entry: Entry, args: tuple, kwargs: dict) -> Any:
@@ -39,6 +41,10 @@ def warm_up(context: Context, entry: Entry, args: tuple, kwargs: dict) -> Any:
         if modes and recording.refused is None:
             recording.refused = f"changes a mode of PyTorch ({modes[0]}), which no replay does; do it around the call"
         entry.add(recording)
+        if dispatch.current() is None:  # else it is part of a larger recording
+            leaves: list[Tensor] = []
+            flatten((args, kwargs), leaves, {})
+            learn_uses(entry, leaves, differentiable(result))
         context.learn(recording.guards)
         entry.calls = 0
         if recording.refused is not None:

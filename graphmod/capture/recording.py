@@ -79,8 +79,8 @@ def watch(
     """Makes a call; returns its result and all that watched it, before anything is made of that. See `record`."""
     given = Given(args, kwargs, names)
     notes = noting(call, args, kwargs, *roots)
-    result, recorder, entered = follow(call, args, kwargs, gpu, notes, given)  # which must not see what `given` does
-    return result, recorder, entered[0], given
+    result, recorder, entered = follow(call, args, kwargs, gpu, given, notes)  # which must not see what `given` does
+    return result, recorder, entered[1], given
 
 
 def follow(

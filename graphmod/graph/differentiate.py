@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -11,6 +13,7 @@ from torch.autograd.graph import GradientEdge
 from graphmod.graph.context import Context
 from graphmod.graph.forward import ForwardGraph
 from graphmod.graph.placement import Gradients
+from graphmod.graph.uses import apart
 from graphmod.guards.hooks import without_gradient_hooks
 
 
@@ -22,18 +25,24 @@ def differentiate(
     direct: Sequence[Tensor],
     edges: Mapping[int, GradientEdge],
 ) -> tuple[list[Tensor | None], Gradients]:
-    """Gradients of `outputs`: of the differentiable inputs and hooked parameters, and of the `direct` parameters.
+    """Gradients of `outputs`: of the differentiable inputs (one for each time that `graph.differentiable` names them)
+    and hooked parameters, and of the `direct` parameters.
 
     Args:
         edges: parameter (by identity) -> where the autograd graph of `outputs` ends for it, if not at the
             AccumulateGrad node that the parameter has now.
     """
     pairs = [(out, grad) for out, grad in zip(outputs, grads, strict=True) if grad is not None]
-    through = [*(inputs[i] for i in graph.differentiable), *(edges.get(id(p), p) for p in graph.hooked)]
+    times = Counter(graph.differentiable)
+    through = [*(inputs[i] for i in times), *(edges.get(id(p), p) for p in graph.hooked)]
     wanted = [*through, *(edges.get(id(p), p) for p in direct)]
     found: Sequence[Tensor | None] = [None] * len(wanted)
+    parts: dict[int, list[Tensor]] = {}
     if pairs and wanted:
-        with without_gradient_hooks(graph.hooked):  # autograd runs them when the gradients come out of this node
+        repeated = {i: inputs[i] for i, count in times.items() if count > 1}
+        separately = apart(repeated, outputs) if repeated else contextlib.nullcontext(parts)
+        # Autograd runs the hooks when the gradients come out of this node.
+        with separately as parts, without_gradient_hooks(graph.hooked):
             found = torch.autograd.grad(
                 [out for out, _ in pairs],
                 wanted,
@@ -41,7 +50,12 @@ def differentiate(
                 retain_graph=True,  # a capture may be made twice
                 allow_unused=True,
             )
-    return list(found[: len(through)]), list(zip(direct, found[len(through) :], strict=True))
+    of_uses: list[Tensor | None] = []
+    for (index, count), whole in zip(times.items(), found, strict=False):
+        apart_ones = parts.get(index, [] if whole is None else [whole])
+        of_uses += [*apart_ones, *[None] * (count - len(apart_ones))]
+    of_hooked = found[len(times) : len(through)]
+    return [*of_uses, *of_hooked], list(zip(direct, found[len(through) :], strict=True))
 
 
 def deliver(direct: list[tuple[Tensor, Tensor | None]]) -> None:

@@ -80,6 +80,7 @@ class Entry:
         "replays",
         "signature",
         "unfinished",
+        "used_outside",
         "verified_at",
         "verified_in",
         "waits",
@@ -113,6 +114,7 @@ class Entry:
         self.backwards = 0
         self.unfinished = 0  # backwards in a row of forwards that were captured in a pass without one
         self.capture_in = 0  # calls after which one is captured that may have a backward; 0 where none is to be
+        self.used_outside: set[int] = set()  # tensor arguments that it uses several times, and code outside too
         self.copies_out = False  # results are held in a way that does not let them be moved: hand out copies
 
     def recording_of_now(self) -> Any:

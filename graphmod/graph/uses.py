@@ -1,0 +1,132 @@
+"""The gradients of a tensor's several uses, apart.
+
+Autograd adds them up one by one, as they come. Where code outside of a captured call uses one of its arguments too, the
+sum of those inside, added as a whole, would be rounded otherwise than eager's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from graphmod.state.entry import Entry
+
+Uses = dict[Node, list[int]]  # a node -> which of its gradients are for one tensor
+
+
+def uses_of(edges: Mapping[int, GradientEdge], outputs: Sequence[Tensor]) -> dict[int, Uses]:
+    """Where the gradients of some tensors come from, in the autograd graph of `outputs`.
+
+    Args:
+        edges: key -> where the autograd graph goes on, or ends, for a tensor.
+    """
+    keys = {(edge.node, edge.output_nr): key for key, edge in edges.items()}
+    ends = {edge.node for edge in edges.values()}
+    found: dict[int, Uses] = {key: {} for key in edges}
+    queue = [out.grad_fn for out in outputs if out.grad_fn is not None and out.grad_fn not in ends]
+    seen = set(queue)
+    while queue:
+        node = queue.pop()
+        for position, (following, number) in enumerate(node.next_functions):
+            if following is None:
+                continue
+            key = keys.get((following, number))
+            if key is not None:
+                found[key].setdefault(node, []).append(position)
+            if following not in seen and following not in ends:
+                seen.add(following)
+                queue.append(following)
+    return found
+
+
+def several(uses: Uses) -> int:
+    """How many there are; 0 for one alone, which needs nothing."""
+    count = sum(map(len, uses.values()))
+    return count if count > 1 else 0
+
+
+def learn_uses(entry: Entry, leaves: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+    """Lets an entry know in the backward of an eager call which arguments code outside uses too: those for which
+    autograd has more, or something else, than the sum of what the call gives.
+
+    Args:
+        leaves: the tensor arguments of the call; outputs: its results that have a backward.
+    """
+    edges = {
+        index: get_gradient_edge(leaf)
+        for index, leaf in enumerate(leaves)
+        if leaf.requires_grad and leaf.grad_fn is not None and index not in entry.used_outside
+    }
+    if len({(edge.node, edge.output_nr) for edge in edges.values()}) < len(edges):
+        return  # the same tensor twice: nobody could tell the arguments apart
+    for index, uses in uses_of(edges, outputs).items():
+        if several(uses):
+            _Sum(entry, index, uses, edges[index])
+
+
+class _Sum:
+    def __init__(self, entry: Entry, index: int, uses: Uses, edge: GradientEdge) -> None:
+        self._entry, self._index, self._number = entry, index, edge.output_nr
+        self._parts: list[Tensor] = []
+        self._handles = [node.register_hook(self._collector(positions)) for node, positions in uses.items()]
+        self._handles.append(edge.node.register_prehook(self._compare))
+
+    def _collector(self, positions: list[int]) -> Any:
+        def collect(gradients: Sequence[Tensor | None], _: Any) -> None:
+            self._parts += [gradients[one] for one in positions if gradients[one] is not None]
+
+        return collect
+
+    def _compare(self, totals: Sequence[Tensor | None]) -> None:
+        for handle in self._handles:
+            handle.remove()
+        parts, total = self._parts, totals[self._number]
+        self._parts = []
+        if total is None or len(parts) < 2:
+            return
+        with torch.no_grad():
+            whole = parts[0]
+            for part in parts[1:]:
+                whole = whole + part
+            if whole.shape != total.shape or not torch.equal(whole, total):
+                self._entry.used_outside.add(self._index)
+
+
+@contextlib.contextmanager
+def apart(tensors: Mapping[int, Tensor], outputs: Sequence[Tensor]) -> Iterator[dict[int, list[Tensor]]]:
+    """Keeps autograd from adding up the gradients of some leaf tensors' uses, while it differentiates `outputs`.
+
+    Yields:
+        key -> the gradients of its uses, in the order in which they came.
+    """
+    parts: dict[int, list[Tensor]] = {key: [] for key in tensors}
+    handles = []
+
+    def taker(found: list[tuple[int, int]]) -> Any:
+        def take(gradients: Sequence[Tensor | None], _: Any) -> tuple[Tensor | None, ...]:
+            left = list(gradients)
+            for position, key in sorted(found):
+                if left[position] is not None:
+                    parts[key].append(left[position])
+                    left[position] = None
+            return tuple(left)
+
+        return take
+
+    by_node: dict[Node, list[tuple[int, int]]] = {}
+    with torch.enable_grad():
+        edges = {key: get_gradient_edge(tensor) for key, tensor in tensors.items()}
+    for key, uses in uses_of(edges, outputs).items():
+        for node, positions in uses.items():
+            by_node.setdefault(node, []).extend((position, key) for position in positions)
+    try:
+        handles = [node.register_hook(taker(found)) for node, found in by_node.items()]
+        yield parts
+    finally:
+        for handle in handles:
+            handle.remove()
