@@ -1,7 +1,9 @@
 """What a value looks like when it was taken apart: what stands for its tensors, its objects and its containers."""
 
+import contextlib
 import dataclasses
 import types
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -49,16 +51,35 @@ class Again:
 class Opaque:
     """An object graphmod cannot look into: equal to itself only, and kept alive so that its identity stays its own."""
 
-    __slots__ = ("value",)
+    __slots__ = ("_hash", "_held", "_weak")
 
     def __init__(self, value: Any) -> None:
-        self.value = value
+        self._held, self._weak, self._hash = value, None, id(value)
+
+    @property
+    def value(self) -> Any:
+        """The object; None once it is gone."""
+        return self._held if self._weak is None else self._weak()
+
+    def let_go(self) -> None:
+        """Keeps the object alive no longer, where Python can tell when it is gone."""
+        if self._weak is None:
+            with contextlib.suppress(TypeError):  # not all kinds of objects can be held weakly
+                self._weak = weakref.ref(self._held)
+                self._held = None
+
+    def hold(self) -> None:
+        """Keeps the object alive again, if it is there."""
+        self._held, self._weak = self.value, None
 
     def __eq__(self, other: object) -> bool:
-        return other.__class__ is self.__class__ and other.value is self.value
+        if other is self:
+            return True
+        value = self.value
+        return other.__class__ is self.__class__ and value is not None and other.value is value
 
     def __hash__(self) -> int:
-        return id(self.value)
+        return self._hash
 
 
 class Constant(Opaque):
@@ -136,9 +157,9 @@ def parts(structure: Any) -> "Iterator[Any]":
         yield from parts(item)
 
 
-def opaque_parts(structure: Any) -> "Iterator[Any]":
-    """The objects inside a structure that `flatten` could not look into, and that may change."""
-    return (part.value for part in parts(structure) if part.__class__ is Opaque)
+def opaque_parts(structure: Any) -> "Iterator[Opaque]":
+    """What stands for objects inside a structure that `flatten` could not look into, and that may change."""
+    return (part for part in parts(structure) if part.__class__ is Opaque)
 
 
 def unrepeatable(structure: Any, path: str = "", named: Sequence[str] = ()) -> tuple[str, str] | None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from graphmod.signature.matcher import Matcher
 from graphmod.signature.signature import Signature
+from graphmod.signature.structure import opaque_parts
 from graphmod.state.budget import Budget
 
 
@@ -151,6 +152,9 @@ class Entry:
         self.failures_in_a_row += 1
         if self.failures_in_a_row >= most and not self.disabled:
             self.disabled = True
+            for part in opaque_parts(self.signature.structure):  # a cache of gigabytes, for one
+                part.let_go()
+            self.recordings = []
             return True
         return False
 
@@ -186,5 +190,7 @@ class Entry:
 
     def rearm(self) -> None:
         self.disabled = False
+        for part in opaque_parts(self.signature.structure):
+            part.hold()
         self.failures_in_a_row = self.fruitless = 0
         self.budget = Budget(_CAPTURES)

@@ -12,6 +12,11 @@ _MOST_OPAQUE = 4
 _MOST_UNCAPTURED = 64  # signatures without a graph that are remembered; more means that one of them changes each call
 
 
+def _gone(signature: Signature) -> bool:
+    """Whether no call can have this signature any more, because an object in it is gone."""
+    return any(part.value is None for part in opaque_parts(signature.structure))
+
+
 class Registry:
     """Finds the entry of a signature, and forgets those that lead nowhere.
 
@@ -40,6 +45,8 @@ class Registry:
 
     def add(self, signature: Signature) -> Entry:
         """A new entry. Beyond a number, the least recently used of those that have no graph goes."""
+        for known in [one for one in self if one.disabled and _gone(one.signature)]:
+            del self._known[known.signature]
         uncaptured = [entry for entry in self if not entry.graphs and not entry.disabled]
         opaque = any(True for _ in opaque_parts(signature.structure))  # such a signature keeps an object alive
         if len(uncaptured) >= (_MOST_OPAQUE if opaque else _MOST_UNCAPTURED):

@@ -38,8 +38,8 @@ def graph_layers(
     Returns:
         The wrappers, in the order of `model.named_modules()`, for their `stats` and `reset()`.
 
-    A transformers model in training is called with `use_cache=False` from now on: a key-value cache that is made anew
-    in each step can be in no graph.
+    A transformers model in training is called with `use_cache=False` from now on, unless it is given `position_ids`,
+    which it would then read in another way: a key-value cache that is made anew in each step can be in no graph.
 
     Raises:
         ConfigError: nothing matches, a match lies inside another, or a layer has graphs already.
@@ -190,7 +190,9 @@ def _train_without_cache(model: nn.Module) -> None:
         return
 
     def no_cache(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        if module.training and torch.is_grad_enabled():
+        # With a cache transformers does not look for packed sequences in the positions that it is given.
+        packed = kwargs.get("position_ids") is not None and kwargs.get("attention_mask") is None
+        if module.training and torch.is_grad_enabled() and not packed:
             kwargs.setdefault("use_cache", False)
         return args, kwargs
 

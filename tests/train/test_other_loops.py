@@ -1,9 +1,11 @@
 """Layers and steps inside the training loops of other libraries: transformers' Trainer and Accelerate."""
 
+import gc
+
 import pytest
 import torch
 from harness import config
-from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, TrainingArguments
 from transformers import Trainer as HuggingFaceTrainer
 
 from graphmod import CUDAGraphModule, graph_layers
@@ -89,3 +91,40 @@ def test_a_whole_step_through_accelerate(precision, device):
     losses, stats = accelerated(device, True, precision)
     assert losses == expected and len(set(losses)) == STEPS
     assert stats.replays >= STEPS - 3 and stats.failures == 0, stats
+
+
+def test_generating_keeps_no_caches_alive():
+    model = llama()
+    graph_layers(model)
+    prompt = torch.ones((2, 8), dtype=torch.int64)
+
+    def alive(times):
+        for _ in range(times):
+            model.generate(prompt, max_new_tokens=8, do_sample=False, pad_token_id=0)
+        gc.collect()
+        return sum(type(one) is DynamicCache for one in gc.get_objects())
+
+    first = alive(4)
+    assert alive(12) <= max(first, 5)
+
+
+@pytest.mark.parametrize("use_cache", [None, False])
+def test_packed_positions_mean_what_they_mean_in_eager(use_cache):
+    positions = torch.cat((torch.arange(10), torch.arange(6)))[None]
+    more = {} if use_cache is None else {"use_cache": use_cache}
+    losses = []
+    for wrap in (False, True):
+        model = llama().train()
+        if wrap:
+            graph_layers(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        found = []
+        for step in range(7):
+            tokens = torch.randint(3, 64, (1, 16), generator=torch.Generator().manual_seed(step))
+            loss = model(input_ids=tokens, labels=tokens, position_ids=positions, **more).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        losses.append(found)
+    assert losses[0] == losses[1]
