@@ -10,6 +10,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+STATIC = "causal_sdpa"
+"""The attention of training on whole sequences (`train.attention`), which knows no cache and no mask."""
 PROBE = "graphmod_probe"
 """The name under which what looks at a model stands in for its attention."""
 

@@ -12,11 +12,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from graphmod.decode.model_state import decoding
 from graphmod.errors import ConfigError, reason
-from graphmod.models.exchange import PROBE, attention, takes
+from graphmod.models.exchange import PROBE, STATIC, attention, takes
 from graphmod.models.masks import Rule, Unclear, rule_of
 from graphmod.train.varlen import within_documents
 
-NAME = "causal_sdpa"
+NAME = STATIC
 BLOCK_MASK, DOCUMENT_BOUNDS = "block_mask", "document_bounds"
 _MASKS = "causal_masks"  # of what sees less than everything before: made once for all layers of a rule
 _RULE, _RULES = "_causal_rule", "_causal_rules"  # of an attention module; of a model, those that differ

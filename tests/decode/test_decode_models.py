@@ -18,9 +18,7 @@ from graphmod.models.masks import Unclear, rule_of
 # a head and one for all, keys and values of different size, experts, partial rotary embeddings.
 RIGHT = {
     "bloom": "own",
-    "cohere2": "graphmod_sdpa",
     "deepseek_v3": "own",
-    "diffllama": "own",
     "falcon": "own",
     "gemma2": "own",
     "gemma3_text": "graphmod_sdpa",
@@ -28,15 +26,11 @@ RIGHT = {
     "gpt_neo": "own",
     "gpt_neox": "graphmod_sdpa",
     "gpt_oss": "graphmod_sdpa",
-    "gptj": "own",
     "llama4_text": "graphmod_sdpa",
     "mistral": "graphmod_sdpa",
     "mixtral": "graphmod_sdpa",
     "opt": "own",
-    "phi3": "graphmod_sdpa",
     "qwen3_moe": "graphmod_sdpa",
-    "stablelm": "own",
-    "starcoder2": "graphmod_sdpa",
 }
 REFUSED = {
     "mamba": "not every layer stores keys and values",

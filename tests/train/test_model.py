@@ -102,8 +102,8 @@ def plain(kind):
 
 
 # Windows in all layers and in some, chunks, whole attention.
-@pytest.mark.parametrize("kind", ["mistral", "gemma3_text", "llama4_text", "cohere2", "gpt2", "phi3", "starcoder2"])
-@pytest.mark.parametrize("length", [8, 16, 40])
+@pytest.mark.parametrize("kind", ["mistral", "gemma3_text", "llama4_text", "gpt2"])
+@pytest.mark.parametrize("length", [16, 40])
 def test_it_computes_what_the_models_own_attention_does_bit_for_bit(kind, length):
     model, own = plain(kind)
     use_static_causal_attention(model)
