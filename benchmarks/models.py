@@ -18,6 +18,7 @@ import json
 import logging
 import os
 import platform
+import re
 import subprocess
 import sys
 import warnings
@@ -145,6 +146,11 @@ def one_model(kind: str, ways: list[str]) -> dict[str, Any]:
     return found
 
 
+def without_paths(text: str) -> str:
+    """A message without where things are installed."""
+    return re.sub(r"/\S*/site-packages/", "", text).replace(f"{ROOT}{os.sep}", "")
+
+
 def in_process(kind: str, ways: list[str]) -> dict[str, Any]:
     command = [sys.executable, __file__, "--one", kind, "--ways", ",".join(ways)]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
@@ -153,7 +159,7 @@ def in_process(kind: str, ways: list[str]) -> dict[str, Any]:
     except subprocess.TimeoutExpired:
         return {"model": kind, **{way: {"outcome": "raises", "detail": f"took over {_TIMEOUT} s"} for way in ways}}
     try:
-        return json.loads(done.stdout.splitlines()[-1])
+        return json.loads(without_paths(done.stdout.splitlines()[-1]))
     except (IndexError, ValueError):
         said = (done.stderr.strip().splitlines() or [""])[-1][:200]
         return {"model": kind, **{way: {"outcome": "raises", "detail": f"process ended: {said}"} for way in ways}}
