@@ -87,7 +87,7 @@ class _Sum:
             handle.remove()
         parts, total = self._parts, totals[self._number]
         self._parts = []
-        if total is None or len(parts) < 2:
+        if total is None or len(parts) < 2 or (total.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
         with torch.no_grad():
             whole = parts[0]
