@@ -6,7 +6,6 @@ as the model's own code hands them over.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -18,14 +17,12 @@ from transformers.cache_utils import Cache
 from graphmod.decode.errors import DecodeError
 from graphmod.decode.layers import Layer
 from graphmod.errors import reason
-from graphmod.models.exchange import PROBE, attention, takes
-from graphmod.models.masks import Rule, Unclear, rule_of
+from graphmod.models.exchange import BESIDE, PROBE, attention, takes
+from graphmod.models.masks import Rule, Unclear, asker
 
 _TOKENS = 4
-# What attention functions of this package compute with, and what has no meaning for one new token of each row.
+# What attention functions of this package compute with.
 _UNDERSTOOD = {"scaling", "softcap", "s_aux", "cache_view"}
-_OF_NO_MEANING = {"dropout", "sliding_window", "is_causal", "use_cache", "position_ids", "cache_position"}
-_OF_NO_MEANING |= {"output_attentions", "output_hidden_states", "return_dict", "output_router_logits"}
 
 
 class Anatomy(NamedTuple):
@@ -85,14 +82,7 @@ class _Probe:
     """What is seen in one forward call with the attention exchanged."""
 
     notes: _Notes
-    reach: int  # how many tokens a sequence may have
     layers: dict[int, Layer] = field(default_factory=dict)
-
-    def mask(self, mask_function: Callable, batch_size: int, device: Any = "cpu", **given: Any) -> Rule:
-        """In the place of transformers' mask functions."""
-        if given.get("attention_mask") is not None:
-            raise Unclear("it makes a padding mask of its own")
-        return rule_of(mask_function, self.reach, torch.device(device))
 
     def attend(
         self,
@@ -114,7 +104,7 @@ class _Probe:
         if given.get("cache_view") is not self.notes:
             raise Unclear("it hands no keywords on to its attention")
         asked = {name for name, value in given.items() if value is not None}
-        strange = sorted(asked - _UNDERSTOOD - _OF_NO_MEANING)
+        strange = sorted(asked - _UNDERSTOOD - BESIDE)
         if strange:
             raise Unclear(f"it asks its attention for {', '.join(strange)}")
         rows, heads, tokens, width = query.shape
@@ -140,15 +130,17 @@ def look_at(model: PreTrainedModel, reach: int) -> Anatomy:
     plain = _Notes()
     try:
         model(input_ids=tokens, past_key_values=plain, use_cache=True, **positions(model, tokens))
-    except Exception as error:
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # of a model's own code: anything
         raise DecodeError(
             refusal(model, f"it cannot be called with a cache of keys and values: {reason(error)}")
         ) from error
     layers = _stored(model, plain)
     notes = _Notes(counts=False)
-    probe = _Probe(notes, reach)
+    probe = _Probe(notes)
     try:
-        with attention(model, PROBE, probe.attend, probe.mask):
+        with attention(model, PROBE, probe.attend, asker(reach)):
             model(**step_arguments(model, tokens, tokens, notes))
         if sorted(probe.layers) != list(range(len(layers))):
             raise Unclear("not all of its layers go through transformers' attention interface")

@@ -19,7 +19,7 @@ from graphmod.graph.gradients import GradientBuffer, as_memory, lend, memory_of
 from graphmod.graph.results import Results, resolved
 from graphmod.graph.static_inputs import Sources, static_inputs
 from graphmod.graph.tape import Tape
-from graphmod.graph.uses import several, uses_of
+from graphmod.graph.uses import times, uses_of
 from graphmod.graph.watch import Watch, refuse_unseen
 from graphmod.guards.changes import NOT_REPLAYED
 from graphmod.guards.hooks import has_gradient_hooks
@@ -212,9 +212,9 @@ class ForwardGraph:
         first = next((p for p in self.context.around.parameters if any(p is d for d in self.direct)), None)
         self.witness = first if len(self.direct) > 1 else None
         shared_inputs = {i: get_gradient_edge(given[i]) for i in self.entry.used_outside if given[i].requires_grad}
-        times = {i: several(uses) or 1 for i, uses in uses_of(shared_inputs, self.results.retained).items()}
+        counts = {i: max(1, times(uses)) for i, uses in uses_of(shared_inputs, self.results.retained).items()}
         self.differentiable = [
-            i for i, tensor in enumerate(given) if tensor.requires_grad for _ in range(times.get(i, 1))
+            i for i, tensor in enumerate(given) if tensor.requires_grad for _ in range(counts.get(i, 1))
         ]
         self.through_autograd = (*self.hooked, *(() if self.witness is None else (self.witness,)))
 

@@ -44,10 +44,9 @@ def uses_of(edges: Mapping[int, GradientEdge], outputs: Sequence[Tensor]) -> dic
     return found
 
 
-def several(uses: Uses) -> int:
-    """How many there are; 0 for one alone, which needs nothing."""
-    count = sum(map(len, uses.values()))
-    return count if count > 1 else 0
+def times(uses: Uses) -> int:
+    """How often a tensor is used."""
+    return sum(map(len, uses.values()))
 
 
 def learn_uses(entry: Entry, leaves: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
@@ -65,7 +64,7 @@ def learn_uses(entry: Entry, leaves: Sequence[Tensor], outputs: Sequence[Tensor]
     if len({(edge.node, edge.output_nr) for edge in edges.values()}) < len(edges):
         return  # the same tensor twice: nobody could tell the arguments apart
     for index, uses in uses_of(edges, outputs).items():
-        if several(uses):
+        if times(uses) > 1:
             _Sum(entry, index, uses, edges[index])
 
 

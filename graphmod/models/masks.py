@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,6 +51,21 @@ class Rule(NamedTuple):
     def matters(self, length: int) -> bool:
         """Whether a sequence is so long that transformers makes a mask of this rule: as long as what a token sees."""
         return any(one is not None and one <= length for one in self)
+
+
+def asker(reach: int) -> Callable[..., Rule]:
+    """What stands in for a mask function of transformers, and gives the rule in the place of a mask.
+
+    Args:
+        reach: how many tokens a sequence may have.
+    """
+
+    def ask(mask_function: Callable, device: Any = "cpu", **given: Any) -> Rule:
+        if given.get("attention_mask") is not None:
+            raise Unclear("it makes a padding mask of its own")
+        return rule_of(mask_function, reach, torch.device(device))
+
+    return ask
 
 
 def rule_of(mask_function: Callable, reach: int, device: torch.device) -> Rule:

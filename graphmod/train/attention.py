@@ -12,8 +12,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from graphmod.decode.model_state import decoding
 from graphmod.errors import ConfigError, reason
-from graphmod.models.exchange import PROBE, STATIC, attention, takes
-from graphmod.models.masks import Rule, Unclear, rule_of
+from graphmod.models.exchange import BESIDE, PROBE, STATIC, attention, takes
+from graphmod.models.masks import Rule, Unclear, asker
 from graphmod.train.varlen import within_documents
 
 NAME = STATIC
@@ -22,23 +22,7 @@ _MASKS = "causal_masks"  # of what sees less than everything before: made once f
 _RULE, _RULES = "_causal_rule", "_causal_rules"  # of an attention module; of a model, those that differ
 _TOKENS = 4
 _REACH = 4096  # for models that tell no number of positions
-_UNDERSTOOD = {
-    "dropout",
-    "scaling",
-    "is_causal",
-    "sliding_window",
-    "position_ids",
-    "cache_position",
-    "use_cache",
-    _MASKS,
-}
-_UNDERSTOOD |= {
-    "output_attentions",
-    "output_hidden_states",
-    "output_router_logits",
-    "return_dict",
-    "num_items_in_batch",
-}
+_UNDERSTOOD = BESIDE | {"scaling", _MASKS}
 _WAY_OUT = "use model.set_attn_implementation('sdpa')"
 
 
@@ -176,11 +160,6 @@ def _rules(model: PreTrainedModel) -> list[tuple[nn.Module, Rule]]:
     reach = getattr(text, "max_position_embeddings", None) or _REACH
     found: dict[int, tuple[nn.Module, Rule]] = {}
 
-    def mask(mask_function: Any, device: Any = "cpu", **given: Any) -> Rule:
-        if given.get("attention_mask") is not None:
-            raise Unclear("it makes a padding mask of its own")
-        return rule_of(mask_function, reach, torch.device(device))
-
     def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **given: Any) -> Any:
         if not isinstance(attention_mask, Rule):
             raise Unclear("it makes a mask of its own, or none")
@@ -196,7 +175,7 @@ def _rules(model: PreTrainedModel) -> list[tuple[nn.Module, Rule]]:
     tokens = torch.arange(_TOKENS, device=model.device).unsqueeze(0) % text.vocab_size
     more: dict[str, Any] = {"use_cache": False} if takes(model, "use_cache") else {}
     try:
-        with decoding(list(model.modules())), attention(model, PROBE, attend, mask):
+        with decoding(list(model.modules())), attention(model, PROBE, attend, asker(reach)):
             try:
                 model(input_ids=tokens, **more, **{_MASKS: {}})
             except TypeError:  # it takes no keywords for its attention
