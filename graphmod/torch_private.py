@@ -7,6 +7,7 @@ What cannot be replaced, `self_test` names when the package is imported.
 import contextlib
 import functools
 import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -85,6 +86,35 @@ def dynamo_stance() -> str:
     frames = sys.modules.get("torch._dynamo.eval_frame")
     stance = getattr(frames, "_stance", None)
     return "default" if stance is None else stance.stance
+
+
+def is_compiling() -> bool:
+    """Whether torch.compile, or what comes after dynamo in it, compiles now in this thread."""
+    return torch._guards.TracingContext.try_get() is not None
+
+
+def frames_compiled() -> int:
+    """How often dynamo has compiled something in this process."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    return 0 if utils is None else utils.counters["frames"]["total"]
+
+
+def written_by_dynamo() -> Any:
+    """A mapping of code that dynamo has put in the place of other code to that other; empty where there is none."""
+    return getattr(sys.modules.get("torch._dynamo.utils"), "orig_code_map", {})
+
+
+def dynamo_guards(code: types.CodeType) -> Any:
+    """The guards under which dynamo runs code that it has written: `check(variables)` compares the present with what
+    it was compiled for, and `check_verbose` gives an object that says what differs. None where it keeps none."""
+    entries = _C._dynamo.eval_frame._debug_get_cache_entry_list(written_by_dynamo()[code])
+    return next((entry.guard_manager for entry in entries if entry.code is code), None)
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether a module is what torch.compile made of another, or was compiled in place."""
+    kind = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", ())
+    return isinstance(module, kind) or module._compiled_call_impl is not None
 
 
 def is_fx_tracing() -> bool:

@@ -85,9 +85,7 @@ def shell(folder: Path, *arguments: str, **variables: str) -> subprocess.Popen:
 def fresh_dynamo():
     """Nothing is compiled yet, and nothing that is stays."""
     torch._dynamo.reset()
-    donated = torch._functorch.config.donated_buffer
     yield
-    torch._functorch.config.donated_buffer = donated
     torch._dynamo.reset()
 
 

@@ -46,9 +46,7 @@ class CudaCapture:
         self.seen = seen
         self._graphs = graphs
         self.replay = graphs[0].replay if len(graphs) == 1 else self._replay_all
-        if seen.wrote_unseen:
-            self.start, self.finish = None, self.replay
-        elif len(graphs) == 2:
+        if len(graphs) == 2:
             self.start, self.finish = graphs[0].replay, graphs[1].replay
         elif seen.written or seen.inputs_written:
             self.start, self.finish = None, self.replay

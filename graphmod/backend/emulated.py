@@ -234,7 +234,7 @@ class EmulatedBackend:
                 generator.set_state(state)
             raise
         graph.seen = recorder.finish()
-        if recorder.wrote_unseen or (not split and (recorder.written or recorder.inputs_written)):
+        if not split and (recorder.written or recorder.inputs_written):
             graph.keep_whole()
         for _, args, kwargs in graph._calls:
             for tensor in tensors_in((*args, *kwargs.values())):

@@ -37,6 +37,12 @@ def warm_up(context: Context, entry: Entry, args: tuple, kwargs: dict) -> Any:
         result, recording = record(
             context.call, args, kwargs, parameter_names(context.call), context.group.gpu, context.root
         )
+        if recording.compiles and entry.compiled_again < _MOST_COMPILED:
+            # Under the recorder functions of PyTorch are others, which compiled code may stand on. It may be compiled
+            # once more, in a call like any other, and the one after that is recorded.
+            entry.compiled_again += 1
+            entry.calls = context.config.warmup_steps - 2
+            return track(context, entry, result)
         modes = difference(entry.signature.modes, context.group.modes())
         if modes and recording.refused is None:
             recording.refused = f"changes a mode of PyTorch ({modes[0]}), which no replay does; do it around the call"
@@ -64,6 +70,7 @@ def warm_up(context: Context, entry: Entry, args: tuple, kwargs: dict) -> Any:
     return track(context, entry, result)
 
 
+_MOST_COMPILED = 4  # recorded calls in which torch.compile compiled
 MOST_FRUITLESS = 8  # recordings in a row that led to no replay
 
 

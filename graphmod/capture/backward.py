@@ -88,9 +88,12 @@ def capture_backward(graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> B
         sizes = tuple((tensor.size(), tensor.dtype) for tensor in (*direct, *given, *(s.tensor for s in graph.inputs)))
         shape = (type(context.root), *sizes)
         state = group.backend.random_state()
-        places = group.places.get(shape)
+        # A compiled backward writes over what its forward saved, so that there is only one of it. And nobody sees where
+        # it makes its gradients.
+        once = graph.graph.seen.compiled
+        places = None if once else group.places.get(shape)
         found, missed = capture(places)
-        if places is None or missed:  # the first of its kind, or not the operations that the first of its kind had
+        if not once and (places is None or missed):  # the first of its kind, or other operations than the first had
             if places is not None:
                 known.graph.discard()
                 known.graph = None
@@ -160,10 +163,7 @@ def _watch_others(graph: ForwardGraph, known: BackwardGraph, guards: Guards, giv
     }
     if others:
         places = {address(tensor) for tensor in guards.tensors}
-        if before.seen_until is None:
-            refuse_unseen(seen, [where for where in others if where not in places])
-        else:  # compiled code may have made the others in the forward: activations too
-            others = {where: tensor for where, tensor in others.items() if where in places}
+        refuse_unseen(seen, [where for where in others if where not in places])
     graph.watch.also(guards, others)
     seen.outside.clear()
 

@@ -18,6 +18,7 @@ from graphmod.guards.notes import Notes
 from graphmod.guards.watching import noting
 from graphmod.signature.arguments import Given
 from graphmod.signature.flattening import flatten
+from graphmod.torch_private import frames_compiled
 from graphmod.trace import dispatch
 from graphmod.trace.garbage import no_garbage_collection
 from graphmod.trace.recorder import Recorder
@@ -35,10 +36,11 @@ class Recording:
         returned: the outline of its result.
         refused: why it is not to be captured; None where it may be.
         seconds: that it took.
+        compiles: whether torch.compile compiled something in it, so that what it showed is not what the next call does.
     """
 
     def __init__(
-        self, recorder: Recorder, guards: Guards, returned: tuple, refused: str | None, seconds: float
+        self, recorder: Recorder, guards: Guards, returned: tuple, refused: str | None, seconds: float, compiles: bool
     ) -> None:
         self.script = recorder.script()
         self.generators = recorder.generators
@@ -48,6 +50,7 @@ class Recording:
         self.returned = returned
         self.refused = refused
         self.seconds = seconds
+        self.compiles = compiles
 
 
 def record(
@@ -63,14 +66,15 @@ def record(
     Returns:
         The result, and what was seen.
     """
-    began = time.perf_counter()
+    began, compiled = time.perf_counter(), frames_compiled()
     result, recorder, notes, given = watch(call, args, kwargs, names, gpu, *roots)
     returned = outline(result)
     refused = str(recorder.hazards[0]) if recorder.hazards else None
     refused = refused or given.changed() or given.returned(result) or not_to_be_made_again(returned[0])
     refused = refused or what_changed(notes)
     guards = Guards(notes, recorder.backward)
-    return result, Recording(recorder, guards, returned, refused, time.perf_counter() - began)
+    compiles = recorder.compiles or frames_compiled() != compiled
+    return result, Recording(recorder, guards, returned, refused, time.perf_counter() - began, compiles)
 
 
 def watch(

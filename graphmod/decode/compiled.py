@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from graphmod.decode.products import join_products
-from graphmod.trace.compiled import shown
 
 _MOST_COMPILED = 256  # batch sizes times kinds of sampling; dynamo's own limit is 8, and beyond it goes on uncompiled
 # Bytes of a weight whose product takes longer than the launch of one more kernel (4 us on an H200).
@@ -96,14 +95,6 @@ def every_kernel_waits() -> Iterator[None]:
         TritonKernel._filter_pdl = before
 
 
-@contextlib.contextmanager
-def compiled_code(reads: Iterable[Tensor]) -> Iterator[None]:
-    """Runs compiled code unseen by the recorder of a capture; `reads` are the tensors it reads by address.
-
-    Raises:
-        RuntimeError: in a capture, something would have to be compiled again.
-    """
-    capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    stance = torch.compiler.set_stance("fail_on_recompile") if capturing else contextlib.nullcontext()
-    with shown(reads), stance, torch._dynamo.config.patch(recompile_limit=_MOST_COMPILED):
-        yield
+def compiled_code() -> contextlib.AbstractContextManager:
+    """For compiled code to run in: it may be compiled for as many batch sizes and kinds of sampling as there are."""
+    return torch._dynamo.config.patch(recompile_limit=_MOST_COMPILED)

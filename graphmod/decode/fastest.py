@@ -85,7 +85,7 @@ def layers_of(
     run = for_decode(call, tuned=False) if compiled else call
 
     def calls(memory: PagedCache, *given: Tensor) -> list[Tensor]:
-        with compiled_code(memory.tensors()) if compiled else contextlib.nullcontext():
+        with compiled_code() if compiled else contextlib.nullcontext():
             return run(*given)
 
     # A partial, because the core looks for tensors there, and not in functions of this package.

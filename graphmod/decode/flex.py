@@ -141,7 +141,7 @@ def paged_flex(
     if torch.compiler.is_compiling():
         out = flex_attention(query, keys, values, **settings)
     else:
-        with compiled_code((keys, values)):
+        with compiled_code():
             out = _compiled()(query, keys, values, **settings)
     if s_aux is not None:
         # A sink adds its exponential to the denominator and nothing to the numerator.

@@ -6,7 +6,7 @@ Reads and writes static tensors only (`state`, `cache`, the model's weights).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -113,11 +113,5 @@ class DecodeStep(nn.Module):
             visited: see `CacheView`.
             kind: see `sampling.sample`.
         """
-        with compiled_code(self._read_by_address(rows)) if self._compiled else contextlib.nullcontext():
+        with compiled_code() if self._compiled else contextlib.nullcontext():
             self._take(self._logits(self.model, self.memory, rows, visited, self.own), rows, kind)
-
-    def _read_by_address(self, rows: Rows) -> Iterator[Tensor]:
-        yield from self.model.parameters()
-        yield from self.model.buffers()
-        yield from self.memory.tensors()
-        yield from rows

@@ -47,7 +47,7 @@ def differentiate(
                 [out for out, _ in pairs],
                 wanted,
                 [grad for _, grad in pairs],
-                retain_graph=True,  # a capture may be made twice
+                retain_graph=not graph.graph.seen.compiled,  # a capture may be made twice; see `capture_backward`
                 allow_unused=True,
             )
     of_uses: list[Tensor | None] = []

@@ -144,8 +144,7 @@ class Results:
             return False
         if not tensor.is_leaf:
             return recorder.is_host(tensor)
-        # What compiled code makes, nobody sees.
-        untouched = bool(where) and recorder.seen_until is None and not recorder.made(where)
+        untouched = bool(where) and not recorder.made(where)
         return where in recorder.outside or recorder.is_host(tensor) or untouched
 
     def _pass_on(self, tensor: Tensor, recorder: Recorder, held: bool) -> None:

@@ -113,8 +113,6 @@ def refuse_unseen(seen: Recorder, unseen: Iterable[int]) -> None:
         if index is None:
             continue  # returned as it is, and never read
         step = seen.trace[index]
-        if seen.seen_until is not None and index >= seen.seen_until:
-            continue  # compiled code may have made it
         if step.op is torch.ops.aten.lift_fresh.default or where in seen.static:
             continue  # a number in the code; or promised to stay
         kind = f"{str(tensor.dtype).removeprefix('torch.')} tensor of shape {tuple(tensor.shape)}"

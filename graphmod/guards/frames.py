@@ -20,7 +20,7 @@ from torch import nn
 from graphmod.guards import instructions
 from graphmod.guards.library import CORE, STDLIB, TORCH
 from graphmod.guards.reads import Read, Reads, reads
-from graphmod.torch_private import beside_dynamo
+from graphmod.torch_private import beside_dynamo, written_by_dynamo
 
 log = logging.getLogger("graphmod")
 
@@ -103,22 +103,23 @@ def _of_stdlib(filename: str) -> bool:
 
 
 def _for_nobody(frame: FrameType) -> bool:
-    """Whether a frame is of the standard library, and looks up for PyTorch's machinery what that keeps there: the
-    environment, weak dictionaries."""
+    """Whether a frame is of the standard library, and looks up for PyTorch's machinery, or for this package's, what
+    that keeps there: the environment, weak dictionaries."""
     caller: FrameType | None = frame
     while caller is not None and _of_stdlib(caller.f_code.co_filename):
         caller = caller.f_back
     if caller is None or caller is frame:
         return False
     filename = caller.f_code.co_filename
-    return filename.startswith(TORCH) and not _watched(filename)
+    return filename.startswith((TORCH, CORE)) and not _watched(filename)
 
 
 def _reads_of(code: CodeType) -> Reads | None:
     where = id(code)
     known = _known.get(where)
     if known is None:
-        found = None if where in _machinery or where in _walks or not _watched(code.co_filename) else reads(code)
+        looked_at = _watched(code.co_filename) or code in written_by_dynamo()
+        found = None if where in _machinery or where in _walks or not looked_at else reads(code)
         gone = weakref.ref(code, lambda _: _known.pop(where, None))
         known = _known[where] = found if found is not None and found.by_line else None, gone
     return known[0]
@@ -146,6 +147,9 @@ class Watcher(Protocol):
     def leaves(self, frame: FrameType) -> None:
         """Code is sent to another thread."""
 
+    def compiled(self, frame: FrameType) -> None:
+        """Code that dynamo has written is about to run."""
+
 
 class Frames:
     """While it is active, tells a watcher before each line, or instruction, that reads something."""
@@ -158,6 +162,7 @@ class Frames:
         self.heard = False  # whether anything was told
         self.missed = False  # whether instructions were asked for in vain
         self._before: Any = None
+        self._written = written_by_dynamo()
 
     def __enter__(self) -> "Frames":
         self._before = sys.gettrace(), instructions.begin(self.reached)
@@ -191,12 +196,14 @@ class Frames:
                 self._watcher.walked(frame.f_locals["self"])
         elif id(code) in _starts_threads and self._muted is None:
             self._watcher.leaves(frame.f_back or frame)
+        elif self._muted is None and code in self._written:
+            self._watcher.compiled(frame)
         if self._muted is None and _mutes(code.co_filename, code.co_name):
             self._muted = frame
             frame.f_trace_lines = False
             return self._leave_muted
         found = None if self._muted is not None else _reads_of(code)
-        if found is not None and _for_nobody(frame):
+        if found is not None and code not in self._written and _for_nobody(frame):
             return None
         if found is None:
             if id(frame.f_back) not in self._open:  # nobody waits for what it returns

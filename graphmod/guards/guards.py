@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from graphmod.guards.changes import name_of, replacements
+from graphmod.guards.compiled import modes
 from graphmod.guards.containers import Contents
 from graphmod.guards.contents import CONTAINERS, describe, is_plain, same
 from graphmod.guards.hooks import HookWatch
@@ -76,6 +77,7 @@ class Guards:
         owners = {id(note.owner): note.owner for note in kept}
         self.optimizers = [one for one in owners.values() if isinstance(one, torch.optim.Optimizer)]
         self.contents.names = {id(group): type(one).__name__ for one in self.optimizers for group in one.param_groups}
+        self._of_dynamo = notes.of_dynamo
         self._take_places(kept)
         self._take_tensors(notes, backward)
 
@@ -200,7 +202,7 @@ class Guards:
                 return f"{name_of(note)} was nothing when it was captured and is {describe(note.now())}"
         if any(self._hooks_of):
             return "hooks were added to a module in it"
-        reason = self.contents.changed()
+        reason = self.contents.changed() or (self._recompiles() if self._of_dynamo else None)
         if reason is not None:
             return reason
         if list(map(type, self._objects)) != self._kinds:
@@ -208,6 +210,11 @@ class Guards:
         if gradients and self._leaves and list(map(_has_none, self._leaves)) != self._absent_gradients:
             return "other gradients are there, or absent, than when it was captured"
         return self._gradient_hooks.changed() if self._leaves else None
+
+    def _recompiles(self) -> str | None:
+        """What torch.compile would compile anew for, in words."""
+        now = modes()
+        return next((reason for one in self._of_dynamo if (reason := one.changed(now)) is not None), None)
 
     def _of_other_class(self) -> str:
         found = next(kind for one, kind in zip(self._objects, self._kinds, strict=True) if type(one) is not kind)
@@ -282,7 +289,7 @@ class Guards:
     def __bool__(self) -> bool:
         """Whether there is anything to look at."""
         looked_at = (self._notes, self._without, self._unset, self._hooks_of, self._objects, self.tensors, self._leaves)
-        return any(looked_at) or bool(self.contents.found)
+        return any(looked_at) or bool(self._of_dynamo) or bool(self.contents.found)
 
     # -- what was met --------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from graphmod.guards.chance import Chance
+from graphmod.guards.compiled import CompiledFrame
 from graphmod.guards.contents import CONTAINERS, Whole, content, is_plain
 from graphmod.guards.library import is_library, is_library_module, is_of_core, means_nothing, package_of
 from graphmod.guards.lookup import MISSING, Place, dict_of, find, find_item, is_made_by_code
@@ -39,6 +40,7 @@ class Notes(Values):
 
     Attributes:
         modules: the modules that were called, each once.
+        of_dynamo: the runs of code that dynamo has written.
         chance: the random generators of the host.
         holders: the objects, by identity of what is theirs, with which that is as old or as new.
         roots: identities of what was there before, whatever the collector says.
@@ -50,6 +52,7 @@ class Notes(Values):
     def __init__(self) -> None:
         super().__init__()
         self.modules: dict[int, nn.Module] = {}
+        self.of_dynamo: list[CompiledFrame] = []
         self.chance = Chance()
         self.unreadable: tuple[str, tuple] | None = None
         self.elsewhere: tuple | None = None
@@ -86,12 +89,14 @@ class Notes(Values):
                 self.look_inside(getattr(nn.modules.module, hooks, {}))
         if self.modules.setdefault(id(module), module) is not module:
             return
-        if isinstance(module, torch.jit.ScriptModule) or module.__dict__.get("_compiled_call_impl") is not None:
+        if isinstance(module, torch.jit.ScriptModule):
             self.whole(module)
-        elif isinstance(module, _compiled_kind()):
-            self.whole(module._orig_mod)
         else:
             self.attribute(module, "forward")
+
+    def compiled(self, frame: types.FrameType) -> None:
+        """Takes in that code which dynamo has written runs, under guards of its own."""
+        self.of_dynamo.append(CompiledFrame(frame))
 
     def walked(self, module: nn.Module) -> None:
         """Takes in that code goes through a module and all that is in it."""
@@ -246,12 +251,6 @@ class Notes(Values):
         if not isinstance(owner, tuple):
             self._note(owner, place)
         return place.value
-
-
-def _compiled_kind() -> Any:
-    """The class of compiled modules; nothing where torch.compile was never used."""
-    compiler = sys.modules.get("torch._dynamo.eval_frame")
-    return getattr(compiler, "OptimizedModule", ())
 
 
 def _of_c(owner: Any, name: str) -> Any:

@@ -10,7 +10,6 @@ import contextlib
 import gc
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextvars import ContextVar
 from types import FrameType
 from typing import Any
 
@@ -38,24 +37,10 @@ def noting(*roots: Any) -> Iterator[Notes]:
     for root in roots:
         watcher.take(notes.root, root)
     with _telling_new_objects():
-        token = _current.set(notes)
-        try:
-            with Frames(watcher) as frames:
-                yield notes
-            notes.watched = frames.heard and not frames.missed
-        finally:
-            _current.reset(token)
+        with Frames(watcher) as frames:
+            yield notes
+        notes.watched = frames.heard and not frames.missed
         _forget_new(notes)
-
-
-_current: ContextVar[Notes | None] = ContextVar("notes", default=None)
-
-
-def note_whole(modules: Iterable[nn.Module]) -> None:
-    """Takes in that code reads modules which nobody can watch reading: compiled code. Does nothing elsewhere."""
-    notes = _current.get()
-    for module in modules if notes is not None else ():
-        notes.whole(module)
 
 
 class _Watcher:
@@ -93,6 +78,11 @@ class _Watcher:
     def leaves(self, frame: FrameType) -> None:
         """Takes in that code is sent to another thread."""
         self._notes.elsewhere = self._notes.elsewhere or (frame.f_code, frame.f_lineno)
+
+    def compiled(self, frame: FrameType) -> None:
+        """Takes in that code which dynamo has written is about to run."""
+        self._notes.where = (frame.f_code, frame.f_lineno)
+        self.take(self._notes.compiled, frame)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from graphmod.signature.flattening import flatten
-from graphmod.signature.signature import PLAIN_TENSORS, argument_names
+from graphmod.signature.signature import PLAIN_TENSORS, argument_names, attributes_of
 
 
 def _state(tensor: Tensor) -> dict[str, Any]:
@@ -25,7 +25,7 @@ def _state(tensor: Tensor) -> dict[str, Any]:
         "class": tensor.__class__,
         "dtype": tensor.dtype,
         "device": tensor.device,
-        "attributes": {name: id(value) for name, value in tensor.__dict__.items()},
+        "attributes": {name: id(value) for name, value in attributes_of(tensor).items()},
         "retain_grad": tensor.retains_grad,
         "hooks": [*(tensor._backward_hooks or ()), *(getattr(tensor, "_post_accumulate_grad_hooks", None) or ())],
     }

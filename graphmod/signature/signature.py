@@ -22,9 +22,12 @@ PLAIN_KEY = 6
 """How many parts the key of a tensor has about which nothing is unusual."""
 
 
+_NO_MATTER = (STATIC, "_dynamo_propagated_dynamic_indices")
+
+
 def attributes_of(tensor: Tensor) -> dict[str, Any]:
-    """The attributes that Python code has set on a tensor."""
-    return {name: value for name, value in tensor.__dict__.items() if name != STATIC}
+    """The attributes that Python code has set on a tensor, torch.compile's notes to itself apart."""
+    return {name: value for name, value in tensor.__dict__.items() if name not in _NO_MATTER}
 
 
 def _attributes_key(tensor: Tensor) -> Any:

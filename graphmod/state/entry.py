@@ -62,6 +62,7 @@ class Entry:
         "called_forward",
         "calls",
         "capture_in",
+        "compiled_again",
         "copies_out",
         "difference",
         "disabled",
@@ -116,6 +117,7 @@ class Entry:
         self.unfinished = 0  # backwards in a row of forwards that were captured in a pass without one
         self.capture_in = 0  # calls after which one is captured that may have a backward; 0 where none is to be
         self.used_outside: set[int] = set()  # tensor arguments that it uses several times, and code outside too
+        self.compiled_again = 0  # recorded calls in which torch.compile compiled
         self.copies_out = False  # results are held in a way that does not let them be moved: hand out copies
 
     def recording_of_now(self) -> Any:

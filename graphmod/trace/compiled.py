@@ -1,24 +1,23 @@
-"""Code compiled with torch.compile inside a capture.
+"""Code that torch.compile made, inside a call that is recorded or captured.
 
-Two things stand between compiled code and a capture. Dynamo compiles anew for the keys under which the recorder sees
-operations, and steps aside for every dispatch mode, so that the eager code would run, and be captured. And the kernels
-that inductor generates are launched past the dispatcher, so that the recorder would see half of what happens: buffers
-that come from nowhere, and arguments nobody seems to read. So compiled code runs out of the recorder's sight, and the
-recorder is shown what that code reads by a `detach` of each tensor, which launches nothing.
+Two things stand between the two. Dynamo compiles anew for the keys under which a recorder sees operations, steps aside
+for every dispatch mode, and would go on to compile the recorder. And the kernels that inductor generates are launched
+past the dispatcher. So for as long as dynamo decides what runs, operations are shown by way of a mode of which it
+knows nothing; and each graph that inductor has compiled is one operation, which is shown with all that it is given.
 """
 
 import contextlib
+import sys
 import threading
-from collections.abc import Iterable, Iterator
-from contextvars import ContextVar
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils import _python_dispatch as dispatch
+from torch.utils import _python_dispatch
 
-from graphmod.trace.dispatch import hidden, through_a_mode
-from graphmod.trace.tracer import Tracer, current_tracer
+from graphmod.trace import dispatch
+from graphmod.trace.operations import Facts
 
 # What dynamo looks at to see whether a dispatch mode is active; which of them depends on the release.
 _MODE_FLAGS = (
@@ -26,6 +25,117 @@ _MODE_FLAGS = (
     "_is_in_non_infra_torch_dispatch_mode",
     "_is_in_any_mode_without_ignore_compile_internals",
 )
+_BEGINS = "set_skip_guard_eval_unsafe"  # called when compiled code is called, and before that returns
+_ENDS = "_maybe_set_eval_frame"  # called when it has begun, and when it has returned
+
+
+class CompiledGraph:
+    """A graph that inductor has compiled, as an operation on the inputs of that graph.
+
+    Args:
+        code: inductor's object.
+        run: the method of its class that runs it.
+
+    Attributes:
+        about: as of any operation.
+        has_graphs: whether it makes CUDA graphs of its own (`mode="reduce-overhead"`).
+    """
+
+    def __init__(self, code: Any, run: Callable) -> None:
+        self._code, self._run = code, run
+        writes = frozenset(getattr(code, "mutated_input_idxs", ()))
+        self.about = Facts(writes, True, False, False, -1, False, False, False, False, False, "compiled code")
+        self.has_graphs = bool((getattr(code, "fx_kwargs", None) or {}).get("cudagraphs"))
+        self._op = self
+
+    def __call__(self, *inputs: Any) -> Any:
+        with dispatch.hidden():
+            return self._run(self._code, list(inputs))
+
+    def note_random(self) -> None:
+        """Takes in that it draws random numbers: that is seen when it first runs."""
+        self.about = self.about._replace(random=True)
+
+
+# By identity, as long as anybody holds the operation, which holds the code: the code has no hash.
+_operations: weakref.WeakValueDictionary[int, CompiledGraph] = weakref.WeakValueDictionary()
+
+
+def replacements() -> list[tuple[Any, str, Any]]:
+    """Replacements for what runs compiled code, while somebody records."""
+    found = []
+    for module, name in (("output_code", "CompiledFxGraph"), ("output_code", "CompiledAOTI")):
+        kind = getattr(sys.modules.get(f"torch._inductor.{module}"), name, None)
+        if kind is not None:
+            found.append((kind, "__call__", _shown(kind.__call__)))
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    if dynamo is not None and hasattr(dynamo, _BEGINS) and hasattr(dynamo, _ENDS):
+        found.append((dynamo, _BEGINS, _beginning(getattr(dynamo, _BEGINS))))
+        found.append((dynamo, _ENDS, _ending(getattr(dynamo, _ENDS))))
+    return found
+
+
+def _shown(run: Callable) -> Callable:
+    def call(code: Any, inputs: Any) -> Any:
+        recorder = dispatch.current()
+        if recorder is None:
+            return run(code, inputs)
+        operation = _operations.get(id(code))
+        if operation is None:
+            operation = _operations[id(code)] = CompiledGraph(code, run)
+        given = tuple(inputs)
+        if isinstance(inputs, list):
+            inputs.clear()  # as it would do itself, so that what nobody else holds can go
+        with dispatch.beside_the_call():
+            return recorder.see(operation, given, {})
+
+    return call
+
+
+class _Regions(threading.local):
+    """Calls of compiled code that this thread is in: the frame that made it, and whether it is over."""
+
+    def __init__(self) -> None:
+        self.open: list[list[Any]] = []
+
+
+_regions = _Regions()
+
+
+def _beginning(begins: Callable) -> Callable:
+    def begin(*args: Any) -> Any:
+        frame = sys._getframe(1)
+        top = _regions.open[-1] if _regions.open else None
+        if top is not None and (top[0] == id(frame) or frame.f_code.co_name == "__exit__"):
+            top[1] = True
+        elif top is not None or dispatch.current() is not None:
+            context = contextlib.ExitStack()
+            if top is None:
+                recorder = dispatch.current()
+                recorder.compiled = True
+                context.enter_context(dispatch.through_a_mode())
+                context.enter_context(_dynamo_unaware_of_modes())
+                if not getattr(recorder, "watching", True):
+                    context.enter_context(torch.compiler.set_stance("fail_on_recompile"))
+            _regions.open.append([id(frame), False, context])
+        return begins(*args)
+
+    return begin
+
+
+def _ending(ends: Callable) -> Callable:
+    def end(*args: Any) -> Any:
+        result = ends(*args)
+        if _regions.open and _regions.open[-1][1]:
+            _regions.open.pop()[2].close()
+        return result
+
+    return end
+
+
+def inside() -> bool:
+    """Whether dynamo decides what runs now, in this thread."""
+    return bool(_regions.open)
 
 
 _one_at_a_time = threading.RLock()  # these flags belong to the process
@@ -33,70 +143,19 @@ _one_at_a_time = threading.RLock()  # these flags belong to the process
 
 @contextlib.contextmanager
 def _dynamo_unaware_of_modes() -> Iterator[None]:
-    """Lets compiled code run although a dispatch mode is active, and without the hooks that watch a capture."""
-    with _one_at_a_time:
-        yield from _set_aside()
-
-
-def _set_aside() -> Iterator[None]:
-    hooks = nn.modules.module._global_forward_pre_hooks
-    set_aside = dict(hooks)
-    flags = {name: getattr(dispatch, name) for name in _MODE_FLAGS if hasattr(dispatch, name)}
+    """Lets compiled code run although a dispatch mode is active."""
+    flags = {name: getattr(_python_dispatch, name) for name in _MODE_FLAGS if hasattr(_python_dispatch, name)}
     tell_dynamo = getattr(torch._C._dynamo.guards, "set_is_in_mode_without_ignore_compile_internals", None)
 
     def set_flags(values: dict[str, bool]) -> None:
         for name, value in values.items():
-            setattr(dispatch, name, value)
+            setattr(_python_dispatch, name, value)
         if tell_dynamo is not None:
             tell_dynamo(values.get(_MODE_FLAGS[-1], False))
 
-    hooks.clear()
-    set_flags(dict.fromkeys(flags, False))
-    try:
-        yield
-    finally:
-        set_flags(flags)
-        hooks.update(set_aside)
-
-
-def _version(tensor: Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version
-
-
-# The recorder out of whose sight code runs now.
-_out_of_sight_of: ContextVar[Tracer | None] = ContextVar("out_of_sight_of", default=None)
-
-
-def note_random() -> None:
-    """To be called by compiled code that draws random numbers, before it does."""
-    recorder = current_tracer() or _out_of_sight_of.get()
-    if recorder is not None:
-        recorder.random = True
-
-
-@contextlib.contextmanager
-def shown(tensors: Iterable[Any], hide: bool = True) -> Iterator[None]:
-    """Runs compiled code in a call that is captured, or recorded before that. Does nothing elsewhere.
-
-    Args:
-        tensors: what it reads; others than tensors are left out. The recorder is shown these.
-        hide: whether the recorder is kept from seeing the code itself.
-    """
-    recorder = current_tracer()
-    if recorder is None:
-        yield
-        return
-    given = [tensor for tensor in tensors if isinstance(tensor, Tensor)]
-    for tensor in given:
-        tensor.detach()
-    recorder.note_compiled()
-    before = list(map(_version, given))
-    token = _out_of_sight_of.set(recorder if hide else None)
-    try:
-        with hidden() if hide else through_a_mode(), _dynamo_unaware_of_modes():
+    with _one_at_a_time:
+        set_flags(dict.fromkeys(flags, False))
+        try:
             yield
-    finally:
-        _out_of_sight_of.reset(token)
-    if hide:
-        changed = (t for t, version in zip(given, before, strict=True) if version is None or _version(t) != version)
-        recorder.note_unseen(changed)
+        finally:
+            set_flags(flags)

@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
 
+from graphmod.torch_private import beside_dynamo, is_compiling
+
 log = logging.getLogger("graphmod")
 
 _KEY_NAME = "Fake"
@@ -36,6 +38,9 @@ class Sees(Protocol):
 
     def note_mode(self, mode: TorchDispatchMode) -> None:
         """Takes in that from here to the end of the call nothing can be seen, because of a mode."""
+
+    def note_compilation(self) -> None:
+        """Takes in that from here to the end of the call nothing can be seen, because torch.compile compiles."""
 
 
 class _OfThread(threading.local):
@@ -80,6 +85,11 @@ class Mode(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # the wrapper it stands for costs as much as the rest of the recording
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # else dynamo would leave all code uncompiled
+
+    @beside_dynamo
     def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         return self._recorder.see(op, args, kwargs or {})
 
@@ -198,6 +208,13 @@ def hidden() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def beside_the_call() -> Iterator[None]:
+    """For what a recorder itself does, where no operation led to it: none of that is seen."""
+    with torch._C._ExcludeDispatchKeyGuard(_keys()), _disable_current_modes():
+        yield
+
+
+@contextlib.contextmanager
 def through_a_mode() -> Iterator[None]:
     """Shows operations to the recorder of now by way of a mode: for code that depends on which keys are active."""
     recorder = current()
@@ -253,7 +270,7 @@ def replacements() -> list[tuple[Any, str, Any]]:
     def push_mode(mode: Any, *args: Any, **kwargs: Any) -> Any:
         recorder = current()
         if recorder is not None and by_key() and type(mode).__name__ == "FakeTensorMode":
-            recorder.note_mode(mode)
+            recorder.note_compilation() if is_compiling() else recorder.note_mode(mode)
             stop_showing()
         return push(mode, *args, **kwargs)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils._device import _device_constructors
 
-from graphmod.trace import dispatch, seeds
+from graphmod.trace import compiled, dispatch, seeds
 from graphmod.trace.hazards import Reason
 from graphmod.trace.lines import asked_by
 from graphmod.trace.patches import Patch
@@ -25,11 +25,6 @@ _NEED_THE_TRUTH = (
     "torch.cuda", "torch.optim", "torch._dynamo", "torch._inductor", "torch._functorch", "torch.utils",
     "torch.distributed", "torch.accelerator", "torch._higher_order_ops", "graphmod.backend",
 )  # fmt: skip
-_COMPILED = Reason(
-    "runs code through torch.compile, or an operator on functions that does (torch.cond, while_loop, scan, "
-    "flex_attention), which is not seen here and which a capture would leave to chance",
-    "use graph.compile, or torch.where in place of torch.cond, or keep it outside the captured module",
-)
 _SCRIPTED = Reason(
     "runs code of torch.jit, whose fused kernels are not seen here",
     "use the function that it was made of, or keep it outside the captured module",
@@ -114,10 +109,18 @@ def _made_of_values() -> list[tuple[Any, str, Any]]:
 def _make(make: Any, args: tuple, kwargs: dict, device: Any) -> Any:
     """Makes a tensor; one of Python values for a GPU through the recorder of a call that works there."""
     recorder = dispatch.current()
-    if recorder is None or not recorder.on_gpu or len(args) != 1 or isinstance(args[0], Tensor):
+    if recorder is None or len(args) != 1 or isinstance(args[0], Tensor):
         return make(*args, **kwargs)
+    if not recorder.on_gpu:
+        return _lifted(make, args, kwargs)
     there = device is not None and torch.device(device).type == "cuda"
-    return recorder.make(make, args[0], kwargs) if there else make(*args, **kwargs)
+    return recorder.make(make, args[0], kwargs) if there else _lifted(make, args, kwargs)
+
+
+def _lifted(make: Any, args: tuple, kwargs: dict) -> Any:
+    """A tensor of numbers in Python, shown to the recorder as `torch.tensor` shows it, which `as_tensor` does not."""
+    made = make(*args, **kwargs)
+    return torch.ops.aten.lift_fresh(made) if isinstance(args[0], (bool, int, float, complex)) else made
 
 
 def _made_like_another() -> list[tuple[Any, str, Any]]:
@@ -156,7 +159,7 @@ def _fuses(on_gpu: bool) -> bool:
     return fuses and torch._C._jit_texpr_fuser_enabled()
 
 
-def _past_the_dispatcher() -> list[tuple[Any, str, Any]]:
+def _scripted() -> list[tuple[Any, str, Any]]:
     def scripted(kind: Any) -> Any:
         original = kind.__call__
 
@@ -168,26 +171,15 @@ def _past_the_dispatcher() -> list[tuple[Any, str, Any]]:
 
         return call
 
-    found = [(kind, "__call__", scripted(kind)) for kind in (torch._C.ScriptFunction, torch._C.ScriptMethod)]
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    begins = getattr(dynamo, _BEGINS, None)
-    if begins is not None:
-
-        def begin(*args: Any) -> Any:
-            recorder = dispatch.current()
-            if recorder is not None and dispatch.by_key():
-                recorder.refuse("compiled code", _COMPILED)
-                dispatch.stop_showing()  # dynamo compiles anew for keys that it does not know
-            return begins(*args)
-
-        found.append((dynamo, _BEGINS, begin))
-    return found
+    return [(kind, "__call__", scripted(kind)) for kind in (torch._C.ScriptFunction, torch._C.ScriptMethod)]
 
 
-_BEGINS = "set_skip_guard_eval_unsafe"  # what dynamo calls first, when a compiled function is called
 _patches = [
     Patch(make)
-    for make in (_is_capturing, _host_reads, _made_of_values, _one_hot, _past_the_dispatcher, seeds.replacements)
+    for make in (
+        *(_is_capturing, _host_reads, _made_of_values, _one_hot, _scripted, seeds.replacements),
+        compiled.replacements,
+    )
 ]
 _patch_on_gpu = Patch(_made_like_another)
 

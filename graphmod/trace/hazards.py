@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from graphmod.trace.compiled import CompiledGraph
 from graphmod.trace.lines import Lines, remedy_for, remedy_in
 from graphmod.trace.operations import Facts, address
 from graphmod.trace.origins import Origin, Origins
@@ -102,6 +103,18 @@ _GROUPS = Reason(
 )
 
 
+COMPILES = Reason("compiles with torch.compile, for which no capture can wait", "call it once before, on equal shapes")
+_ON_HOST = Reason(
+    "passes a tensor on the host to compiled code, which computes with it there or reads its value, and a replay does "
+    "neither",
+    "keep it on the GPU",
+)
+_OWN_GRAPHS = Reason(
+    'runs code compiled with mode="reduce-overhead", which makes CUDA graphs of its own',
+    'compile it with mode="default" or "max-autotune-no-cudagraphs": it becomes part of the graph made here',
+)
+
+
 class Check:
     """The check of one call.
 
@@ -179,6 +192,15 @@ class Check:
         if self.on_gpu and (host or name == "aten::_to_copy"):
             return self._gpu_reason(about, args, kwargs, given)
         return None
+
+    def compiled(self, code: CompiledGraph, given: list[Tensor]) -> Reason | None:
+        """Why a graph cannot repeat what inductor has compiled."""
+        if not self.on_gpu:
+            return None
+        if code.has_graphs:
+            return _OWN_GRAPHS
+        host = [tensor for tensor in given if not tensor.is_cuda and not self._origins.of_kernels(address(tensor))]
+        return None if self._constant(host) else _ON_HOST
 
     def result_reason(self, results: list[Tensor]) -> Reason | None:
         """Why a graph cannot hold these results of an operation."""

@@ -48,7 +48,7 @@ class Lines(NamedTuple):
 
 @functools.cache
 def _kind(path: str) -> str:
-    if path.startswith(_PLUMBING) or path.startswith("<frozen"):
+    if path.startswith(_PLUMBING) or path.startswith(("<frozen", "<eval_with_key>")):
         return "plumbing"
     if "site-packages" in path or "dist-packages" in path or path.startswith((_TORCH, _STDLIB)):
         return "library"

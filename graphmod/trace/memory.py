@@ -60,10 +60,6 @@ class MemoryTrace(Tracer):
         inputs_written: the addresses of inputs that it changed.
         read: every address it read.
         made_by: address -> index in the trace, operation, size and strides of what was made there last.
-        seen_until: index in the trace at which compiled code ran first, so that tensors which come up later may have
-            been made inside; None where none ran.
-        wrote_unseen: whether code ran that it could not see, and that changed something from outside before anything
-            that it saw did.
 
     Args:
         inputs: the tensors the call was given; reading them is no surprise.
@@ -82,32 +78,10 @@ class MemoryTrace(Tracer):
         self.read: set[int] = set()
         self.inputs_written: set[int] = set()
         self.made_by: dict[int, tuple[int, Any, torch.Size, tuple]] = {}
-        self.seen_until: int | None = None
-        self.wrote_unseen = False
         self._inputs = {address(tensor) for tensor in self._given} - {0}  # nothing lies there
         self._known_leaves: set[int] = set()
         self._origins = Origins()
         self._before_write = before_write
-
-    def note_compiled(self) -> None:
-        """Takes in that compiled code runs now, which makes tensors out of its sight."""
-        if self.seen_until is None:
-            self.seen_until = len(self.trace)
-
-    def note_unseen(self, changed: Iterable[Tensor]) -> None:
-        """Takes in that code out of its sight changed tensors, or may have."""
-        before_any = not self.written and not self.inputs_written
-        for tensor in changed:
-            where = address(tensor)
-            if where not in self.outside and where not in self._inputs:
-                continue
-            self.wrote_unseen = self.wrote_unseen or before_any
-            if tensor.is_inference():
-                continue  # such tensors count no versions: whether it was changed nobody can tell
-            if where in self.outside:
-                self.written.setdefault(where, self.outside[where])
-            else:
-                self.inputs_written.add(where)
 
     def made(self, where: int) -> bool:
         """Whether an operation made what lies at an address."""

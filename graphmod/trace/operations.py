@@ -42,6 +42,7 @@ class Facts(NamedTuple):
     profiler: bool  # no operation but a mark
     lists: bool  # works on lists of tensors, maybe with several launches of one kernel
     lifts: bool  # takes in a tensor made of values in Python
+    views: bool  # all that it gives is memory that it was given
     name: str
 
 
@@ -50,7 +51,7 @@ _is_internal: dict[str, bool] = {}
 
 
 def facts(op: Any) -> Facts:
-    found = _facts_of.get(op)
+    found = _facts_of.get(op) or getattr(op, "about", None)
     if found is None:
         schema = getattr(op, "_schema", None)
         writes: set = set()
@@ -59,6 +60,7 @@ def facts(op: Any) -> Facts:
                 writes |= {position, argument.name}
         tags = getattr(op, "tags", ())
         name = schema.name if schema else str(op)
+        returned = [one.alias_info for one in (schema.returns if schema else ()) if "Tensor" in str(one.type)]
         found = Facts(
             frozenset(writes),
             any("Tensor" in str(one.type) and one.alias_info is None for one in (schema.returns if schema else ())),
@@ -69,6 +71,7 @@ def facts(op: Any) -> Facts:
             name.startswith("profiler::"),
             name.startswith(_ON_LISTS),
             name == "aten::lift_fresh",
+            bool(returned) and None not in returned and not writes,
             name,
         )
         _facts_of[op] = found
@@ -151,7 +154,7 @@ def user_frame() -> tuple[Any, int]:
 def _internal(name: str) -> bool:
     internal = _is_internal.get(name)
     if internal is None:
-        internal = _is_internal[name] = name.startswith(_INTERNAL) or "/torch/" in name
+        internal = _is_internal[name] = name.startswith((*_INTERNAL, "<eval_with_key>")) or "/torch/" in name
     return internal
 
 

@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphmod.errors import CaptureRefused, Diverged
+from graphmod.trace.compiled import CompiledGraph
 from graphmod.trace.dispatch import hidden
 from graphmod.trace.eager_answers import asking
-from graphmod.trace.hazards import OUTSIDE, UNDER_A_MODE, Check, Hazard, Reason, hazard
+from graphmod.trace.hazards import COMPILES, OUTSIDE, UNDER_A_MODE, Check, Hazard, Reason, hazard
 from graphmod.trace.lines import Lines, lines
 from graphmod.trace.memory import Call, MemoryTrace
 from graphmod.trace.operations import Facts, Step, address, tensors_in
@@ -41,6 +42,7 @@ class Recorder(MemoryTrace):
         times: how often the call did each of them.
         kept_at: the addresses of tensors of the recorded call that a capture goes on to use.
         host_random: where the call drew from a generator on the host although it works on a GPU; None if nowhere.
+        compiles: whether torch.compile compiled something where it could be seen: a backward, for the first time.
 
     Args:
         inputs, before_write: see `MemoryTrace`.
@@ -73,6 +75,7 @@ class Recorder(MemoryTrace):
         self.times: list[int] = []
         self.kept_at: set[int] = set()
         self.host_random: str | None = None
+        self.compiles = False
         self._check = Check(gpu, self._origins)
         self._draws: Draws | None = None
         self._generators = generators
@@ -143,11 +146,6 @@ class Recorder(MemoryTrace):
         """Whether a tensor lies on the host while the capture works on a GPU."""
         return self.on_gpu and not tensor.is_cuda
 
-    def note_unseen(self, changed: Iterable[Tensor]) -> None:
-        super().note_unseen(changed)
-        if self._draws is not None:
-            self._draws.after_unseen()
-
     def note_host_read(self, tensor: Tensor, name: str) -> None:
         """Takes in that a function which is no operation reads a tensor on the host."""
         reason = self._check.read([tensor])
@@ -168,6 +166,12 @@ class Recorder(MemoryTrace):
     def note_mode(self, mode: TorchDispatchMode) -> None:
         """Refuses code that computes under a dispatch mode which hides its operations."""
         self.refuse(type(mode).__name__, UNDER_A_MODE)
+
+    def note_compilation(self) -> None:
+        """Refuses a capture in which torch.compile compiles. A call that was watched is to be recorded again."""
+        self.compiles = True
+        if not self.watching:
+            self.refuse("torch.compile", COMPILES)
 
     def refuse(self, operation: str, reason: Reason) -> None:
         """Takes in that the call does what a graph cannot repeat.
@@ -222,8 +226,15 @@ class Recorder(MemoryTrace):
             kept = self._before(call)
         except Exception as error:
             kept = self._cannot_follow(call, error)
+        draws = self._draws if isinstance(step.op, CompiledGraph) and not random else None
+        drawing, state = (None, None) if draws is None else (draws.before(None), draws.state())
         result = self._do(step.op, args, kwargs)
         try:
+            if draws is not None and draws.state() != state:
+                step.op.note_random()
+                self.random = call.random = True
+                if drawing is not None:
+                    self.refuse(call.name, drawing)
             if kept is not None:
                 kept.keep(result)
             self._done(call, result)
@@ -296,8 +307,14 @@ class Recorder(MemoryTrace):
             self._after(call.step.op, call.args, call.kwargs, result, fresh)
 
     def _reason(self, call: Call) -> Reason | None:
+        if isinstance(call.step.op, CompiledGraph):
+            return self._check.compiled(call.step.op, call.given)
         if not isinstance(call.step.op, torch._ops.OpOverload):
-            return Reason("is an operator on functions, which runs code of its own choice", OUTSIDE)
+            return Reason(
+                "is an operator on functions (torch.cond, while_loop, scan, flex_attention), which runs code of its "
+                "own choice",
+                f"compile what calls it, use torch.where in place of torch.cond, or {OUTSIDE}",
+            )
         return self._check.reason(call.about, call.args, call.kwargs, call.given)
 
     def _take(self, result: Any) -> Any:

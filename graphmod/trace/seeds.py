@@ -123,9 +123,9 @@ class Draws:
             self._last = [pair for pair in self._last if not same_generator(pair[0], one)]
             self._last.append((one, _fingerprint(one)))
 
-    def after_unseen(self) -> None:
-        """Called when code may have drawn that nobody saw."""
-        self._last = [(generator, _fingerprint(generator)) for generator, _ in self._last]
+    def state(self) -> Any:
+        """Where the default generator is."""
+        return _fingerprint(self._default[0])
 
 
 def _fingerprint(generator: torch.Generator) -> Any:

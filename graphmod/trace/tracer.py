@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphmod.trace import dispatch
+from graphmod.trace import compiled, dispatch
 from graphmod.trace.operations import Facts, Step, draws, facts, same_generator, scalars_of, user_frame
 from graphmod.trace.patches import Patch
 from graphmod.trace.untraced import traced, untraced
@@ -23,7 +23,7 @@ class Tracer:
     Attributes:
         trace: the operations, in order.
         generators: those passed to random operations.
-        random, backward: whether it drew random numbers, or ran a backward pass.
+        random, backward, compiled: whether it drew random numbers, ran a backward pass, ran compiled code.
 
     Args:
         given: the tensors the call was given.
@@ -35,6 +35,7 @@ class Tracer:
         self.generators: list[torch.Generator] = []
         self.random = False
         self.backward = False
+        self.compiled = False
         self._context = contextlib.ExitStack()
 
     def __enter__(self) -> "Tracer":
@@ -52,14 +53,11 @@ class Tracer:
     def _enter(self, context: contextlib.ExitStack) -> None:
         """Takes into the context what else is needed while it watches."""
 
-    def note_compiled(self) -> None:
-        """Takes in that compiled code runs now."""
-
-    def note_unseen(self, changed: Iterable[Tensor]) -> None:
-        """Takes in that code out of its sight changed tensors, or may have."""
-
     def note_mode(self, mode: TorchDispatchMode) -> None:
         """Takes in that from here to the end of the call nothing can be seen, because of a mode."""
+
+    def note_compilation(self) -> None:
+        """Takes in that from here to the end of the call nothing can be seen, because torch.compile compiles."""
 
     def see(self, op: Any, args: tuple, kwargs: dict) -> Any:
         """Runs an operation and takes it in."""
@@ -67,7 +65,8 @@ class Tracer:
 
     def _see(self, op: Any, args: tuple, kwargs: dict) -> Any:
         about = facts(op)
-        if about.profiler:
+        # What surrounds compiled code takes views as it sees fit: of arguments that are views themselves, for one.
+        if about.profiler or (about.views and compiled.inside()):
             return self._do(op, args, kwargs)
         if torch._C._current_autograd_node() is None:
             code, line = user_frame()

@@ -136,7 +136,7 @@ class TrainStep:
         device = next(self.model.parameters()).device
         again = recomputed_layers(self.model)
         if self.config.scope is not Scope.per_layer and not again:
-            return compiled(loss_fn, how, [self.model], device)
+            return compiled(loss_fn, how, device)
         names = self._layers() if self.config.scope is Scope.per_layer else again
         self._undo_compile = compile_layers(self.model, names, how, device)
         return loss_fn

@@ -122,7 +122,7 @@ def _compiled_for(optimizer: torch.optim.Optimizer, how: str, device: torch.devi
     the process lives, so each optimizer gets a copy."""
     known, key = _of_optimizers.setdefault(optimizer, {}), (how, device)
     if key not in known:
-        known[key] = compiled(types.FunctionType(_adam.__code__.replace(), globals()), how, [], device)
+        known[key] = compiled(types.FunctionType(_adam.__code__.replace(), globals()), how, device)
     return known[key]
 
 

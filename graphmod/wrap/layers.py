@@ -19,6 +19,7 @@ from torch import nn
 from graphmod.config import CUDAGraphConfig, settings
 from graphmod.errors import ConfigError
 from graphmod.graph.group import Group
+from graphmod.torch_private import is_compiled
 from graphmod.wrap.module import CUDAGraphModule
 from graphmod.wrap.target import MARK, Mark, Target
 
@@ -42,7 +43,8 @@ def graph_layers(
     which it would then read in another way: a key-value cache that is made anew in each step can be in no graph.
 
     Raises:
-        ConfigError: nothing matches, a match lies inside another, or a layer has graphs already.
+        ConfigError: nothing matches, a match lies inside another, a layer has graphs already, or lies in a model that
+            is compiled as a whole.
         TypeError: `model` is no module, or `config` no CUDAGraphConfig.
     """
     if not isinstance(model, nn.Module):
@@ -56,6 +58,7 @@ def graph_layers(
         layer = model.get_submodule(name)
         if MARK in layer.__dict__:
             raise ConfigError(f"{name!r} has graphs already; call ungraph(model) first")
+        _refuse_compiled(model, name)
     for name in names:
         layer = model.get_submodule(name)
         tensors = itertools.chain(layer.parameters(), layer.buffers())
@@ -69,6 +72,20 @@ def graph_layers(
         graphed._context.group.share(_tied_outside(model, names, graphed._root), lasting=True)
     _train_without_cache(model)
     return wrapped
+
+
+def _refuse_compiled(model: nn.Module, name: str) -> None:
+    """Compiled code passes over wrapped layers inside it, and a module compiled in place over its own `forward`."""
+    parts = name.split(".")
+    around = ["", *(".".join(parts[:count]) for count in range(1, len(parts)))]
+    compiled = [outer for outer in around if is_compiled(model.get_submodule(outer))]
+    if compiled or model.get_submodule(name)._compiled_call_impl is not None:
+        outer = repr(compiled[0]) if compiled and compiled[0] else type(model).__name__
+        what = f"{outer}, which holds {name!r}, is compiled" if compiled else f"{name!r} was compiled in place"
+        raise ConfigError(
+            f"{what}, and compiled code passes over the graphs of layers. Compile the layers themselves (layers[i] = "
+            "torch.compile(layers[i])), or capture the whole step: CUDAGraphModule(step)"
+        )
 
 
 def _tied_outside(model: nn.Module, layers: list[str], layer: nn.Module) -> list[nn.Parameter]:

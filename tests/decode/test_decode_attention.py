@@ -165,14 +165,14 @@ def test_compiled_code_is_used_in_a_capture_and_what_it_reads_is_known(device):
     weight = torch.randn(4, 4, device=device)
     product = torch.compile(lambda x: x @ weight, backend=backend, dynamic=False)
     x = torch.randn(2, 4, device=device)
-    with compiled_code([weight]):
+    with compiled_code():
         expected = product(x)
     recorder = Recorder([x], gpu=device.index or 0 if device.type == "cuda" else None)
     with recorder:
-        with compiled_code([weight]):
+        with compiled_code():
             got = product(x)
         assert is_recording(), "the recorder is back"
-    assert len(compiled) == 1 and runs == [False, False]
+    assert len(compiled) == 1 and runs == [False, True]
     assert torch.equal(got, expected) and address(weight) in recorder.outside
 
 

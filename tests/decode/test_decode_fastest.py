@@ -149,7 +149,7 @@ def test_what_is_timed_runs_on_the_gpu_in_every_replay(compiled):
     add_one = torch.compile(lambda t: t.add_(1)) if compiled else (lambda t: t.add_(1))
 
     def add():
-        with compiled_code([tensor]) if compiled else contextlib.nullcontext():
+        with compiled_code() if compiled else contextlib.nullcontext():
             add_one(tensor)
 
     assert 0 < fastest.time_graph(add, 1) < 1e5

@@ -244,7 +244,7 @@ def test_a_graph_follows_contexts_that_change(compiled):
         return xqa.paged_xqa(Layer, query, None, None, None, None, cache_view=view)[0] * 1
 
     run = for_decode(call, tuned=False) if compiled else call
-    with torch.inference_mode(), compiled_code(memory.tensors()):
+    with torch.inference_mode(), compiled_code():
         run(query, table, context)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()

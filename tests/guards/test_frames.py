@@ -44,7 +44,7 @@ def test_what_is_compiled_in_the_recorded_call_is_no_change(backend, fresh_dynam
     compiled = torch.compile(lambda x: x.sin() * 2 + 1, backend=backend)
 
     def run(x):
-        with compiled_code([x]):
+        with compiled_code():
             return compiled(x)
 
     with torch.inference_mode():

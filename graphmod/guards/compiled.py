@@ -1,0 +1,96 @@
+"""Guards of code that torch.compile made: those that dynamo compares itself before it runs that code.
+
+They are compared with the variables of the recorded call, because a replay has none. What is in those and was there
+before the call is the very object; of tensors only what kind they are matters, so that none is kept alive.
+"""
+
+from __future__ import annotations
+
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from graphmod.torch_private import dynamo_guards, written_by_dynamo
+from graphmod.trace.dispatch import hidden
+
+_DEVICES = ("cpu", "cuda")
+
+
+class CompiledFrame:
+    """One run of code that dynamo has written.
+
+    Args:
+        frame: of that code, which is about to run.
+
+    Raises:
+        LookupError: dynamo keeps no guards of it, or such as do not hold as the code runs.
+    """
+
+    def __init__(self, frame: FrameType) -> None:
+        self.code: CodeType = written_by_dynamo()[frame.f_code]
+        self._guards = dynamo_guards(frame.f_code)
+        self._modes = modes()
+        if self._guards is None:
+            raise LookupError(f"dynamo keeps no guards of {self.code.co_name}")
+        made: dict[int, Tensor] = {}
+        given = dict(frame.f_locals)
+        with hidden(), _disable_current_modes():
+            self._variables = {name: _without_memory(value, made) for name, value in given.items()}
+        if not self._guards.check(self._variables):
+            self._variables = given
+            if not self._guards.check(given):
+                raise LookupError(f"the guards of {self.code.co_name} do not hold: {self._difference()}")
+
+    def changed(self, now: tuple) -> str | None:
+        """What dynamo would compile anew for, in words; None where it would run the same code.
+
+        Args:
+            now: the `modes` of the present.
+        """
+        if now == self._modes:
+            return None if self._guards.check(self._variables) else self._difference()
+        _set(self._modes)
+        try:
+            return None if self._guards.check(self._variables) else self._difference()
+        finally:
+            _set(now)
+
+    def _difference(self) -> str:
+        parts = getattr(self._guards.check_verbose(self._variables), "verbose_code_parts", [])
+        why = parts[0].split("#")[0].strip() if parts else "its guards"
+        return f"torch.compile made {self.code.co_name!r} for other values ({why})"
+
+
+def _without_memory(value: Any, made: dict[int, Tensor]) -> Any:
+    """The value, with each tensor that is no parameter or buffer replaced by one of its kind without memory."""
+    if type(value) in (tuple, list):
+        return type(value)([_without_memory(one, made) for one in value])
+    if type(value) is dict:
+        return {key: _without_memory(one, made) for key, one in value.items()}
+    if type(value) is not Tensor or value.layout is not torch.strided:
+        return value
+    if id(value) not in made:
+        with torch.no_grad(), torch.inference_mode(value.is_inference()):
+            twin = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)
+            twin.untyped_storage().resize_(0)
+            twin.__dict__.update(value.__dict__)
+        made[id(value)] = twin.requires_grad_(value.requires_grad)
+    return made[id(value)]
+
+
+def modes() -> tuple:
+    """The modes that code turns on and off around a part of a call, and that dynamo compares."""
+    casts = [(torch.is_autocast_enabled(one), torch.get_autocast_dtype(one)) for one in _DEVICES]
+    return torch.is_grad_enabled(), torch.is_autocast_cache_enabled(), *casts
+
+
+def _set(modes: tuple) -> None:
+    grad, cached, *casts = modes
+    torch._C._set_grad_enabled(grad)
+    torch.set_autocast_cache_enabled(cached)
+    for device, (enabled, dtype) in zip(_DEVICES, casts, strict=True):
+        torch.set_autocast_enabled(device, enabled)
+        torch.set_autocast_dtype(device, dtype)

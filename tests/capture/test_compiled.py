@@ -1,0 +1,261 @@
+"""A model that the user compiled himself, in a step or in layers: the numbers that it has without graphs, from graphs,
+and nothing compiled that would not be compiled anyway."""
+
+import shutil
+
+import pytest
+import torch
+from harness import config
+from torch import nn
+from torch._dynamo.utils import counters
+
+from graphmod import CUDAGraphModule, graph_layers
+from graphmod.errors import ConfigError
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.skipif(not shutil.which("g++"), reason="no g++"))]
+backends = pytest.mark.parametrize("backend", BACKENDS)
+STEPS = 10
+SCALE = 1.0
+
+
+class Block(nn.Module):
+    def __init__(self, width=8, dropout=0.0):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.norm, self.dropout = nn.LayerNorm(width), dropout
+        self.scale, self.calls = 1.0, 0
+
+    def forward(self, x):
+        hidden = nn.functional.gelu(self.up(self.norm(x)))
+        return x + self.scale * nn.functional.dropout(self.down(hidden), self.dropout, self.training)
+
+
+class Broken(Block):
+    def forward(self, x):
+        x = super().forward(x)
+        torch._dynamo.graph_break()
+        return super().forward(x) * SCALE
+
+
+class Counting(Block):
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x)
+
+
+class Program:
+    """A training step around a compiled model, on one device."""
+
+    def __init__(self, device, backend, kind=Block, autocast=False, how="module", **settings):
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        self.model = nn.Sequential(kind(**settings), kind(**settings)).to(device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=torch.tensor(0.01, device=device), fused=True)
+        self.device, self.autocast, self.call = device, autocast, self.model
+        if how == "module":
+            self.call = torch.compile(self.model, backend=backend)
+        elif how == "in place":
+            self.model.compile(backend=backend)
+        elif how == "function":
+            self.call = torch.compile(lambda x: self.model(x) * 2, backend=backend)
+        elif how == "layers":
+            for index, layer in enumerate(self.model):
+                self.model[index] = torch.compile(layer, backend=backend)
+        elif how == "layers in place":
+            for layer in self.model:
+                layer.compile(backend=backend)
+        self.step = self._step
+
+    def _step(self, x, y):
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
+            loss = ((self.call(x) - y) ** 2).mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def run(self, change=None, at=6, steps=STEPS, rows=None):
+        losses = []
+        for i in range(steps):
+            if change is not None and i == at:
+                change(self)
+            generator = torch.Generator().manual_seed(i)
+            shape = (rows(i) if rows else 4, 8)
+            x, y = (torch.randn(shape, generator=generator).to(self.device) for _ in range(2))
+            losses.append(self.step(x, y).clone())
+        return [*losses, *(parameter.detach().clone() for parameter in self.model.parameters())]
+
+
+def both(device, backend, wrap=None, run=None, **settings):
+    """Runs a program without graphs and with them; returns the wrapper and how often each compiled."""
+    results, compiled = [], []
+    for graphed in (False, True):
+        before = counters["frames"]["total"]
+        program = Program(device, backend, **settings)
+        if graphed:
+            wrapper = (wrap or whole)(program)
+        torch.manual_seed(1)
+        results.append(program.run(**(run or {})))
+        compiled.append(counters["frames"]["total"] - before)
+    for index, (expected, found) in enumerate(zip(*results, strict=True)):
+        assert torch.equal(expected, found), f"result {index} differs"
+    return wrapper, compiled
+
+
+def whole(program, **settings):
+    program.step = wrapper = CUDAGraphModule(program.step, config(**settings))
+    return wrapper
+
+
+@backends
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"how": how} for how in ("module", "in place", "function", "layers")),
+        {"kind": Broken},
+        {"dropout": 0.5},
+        {"autocast": True},
+    ],
+    ids=lambda settings: "-".join(map(str, settings.values())),
+)
+def test_a_step_around_compiled_code_is_captured_and_compiles_no_more(settings, backend, device):
+    wrapper, compiled = both(device, backend, **settings)
+    assert wrapper.stats.replays == STEPS - 2 and wrapper.stats.failures == 0, wrapper.last_failure
+    assert compiled[0] == compiled[1]
+
+
+def _scale(program):
+    program.model[1].scale = 0.5
+
+
+def _weight(program):
+    program.model[0].up.weight = nn.Parameter(program.model[0].up.weight.detach() * 2)
+    program.optimizer.param_groups[0]["params"] = list(program.model.parameters())
+
+
+def _evaluation(program):
+    program.model.eval()
+
+
+def _layer(program):
+    program.model[1] = Block(dropout=0.5).to(program.device).requires_grad_(False)
+
+
+def _global(program):
+    globals()["SCALE"] = 0.5
+
+
+def _forgotten(program):
+    torch._dynamo.reset()
+
+
+@backends
+@pytest.mark.parametrize("change", [_scale, _weight, _evaluation, _layer, _global, _forgotten])
+def test_what_compiled_code_read_is_guarded(change, backend, device, monkeypatch):
+    monkeypatch.setitem(globals(), "SCALE", 1.0)
+
+    def run(program):
+        globals()["SCALE"] = 1.0
+        change(program)
+
+    settings = {"kind": Broken, "dropout": 0.5} if change is not _global else {"kind": Broken}
+    results = []
+    for graphed in (False, True):
+        globals()["SCALE"] = 1.0
+        program = Program(device, backend, **settings)
+        if graphed:
+            wrapper = whole(program)
+        torch.manual_seed(1)
+        results.append(program.run(change))
+    assert all(map(torch.equal, *results))
+    assert wrapper.stats.replays >= 4 and wrapper.stats.state == "captured"
+
+
+@backends
+def test_what_compiled_code_changes_in_python_is_refused(backend, device):
+    wrapper, _ = both(device, backend, kind=Counting)
+    assert wrapper.stats.replays == 0 and "'calls'" in wrapper.last_failure
+
+
+@backends
+def test_shapes_that_torch_compile_makes_dynamic_are_captured_each(backend, device):
+    run = {"rows": lambda i: (4, 6, 7)[i % 3], "steps": 18}
+    wrapper, compiled = both(device, backend, run=run)
+    assert wrapper.stats.replays >= 6 and wrapper.stats.failures == 0, wrapper.last_failure
+    assert compiled[0] == compiled[1]
+
+
+@backends
+def test_with_one_warm_up_call_what_compiles_is_recorded_once_more(backend, device):
+    wrapper, _ = both(device, backend, lambda program: whole(program, warmup_steps=1))
+    assert wrapper.stats.replays == STEPS - 3 and wrapper.stats.failures == 0, wrapper.last_failure
+
+
+@backends
+def test_compiled_layers_are_captured_one_by_one(backend, device):
+    def wrap(program):
+        return graph_layers(program.model, layers=["0", "1"], config=config())
+
+    wrappers, _ = both(device, backend, wrap, how="layers")
+    for wrapper in wrappers:
+        assert wrapper.stats.replays >= 2 * (STEPS - 3) and wrapper.stats.failures == 0, wrapper.last_failure
+
+
+@pytest.mark.parametrize(
+    "how, told",
+    [("module", "OptimizedModule"), ("in place", "Sequential"), ("layers in place", "'0' was compiled in place")],
+)
+def test_layers_that_compiled_code_would_pass_over_are_refused(how, told, device):
+    program = Program(device, "eager", how=how)
+    model = program.call if how == "module" else program.model
+    with pytest.raises(ConfigError, match=told):
+        graph_layers(model, layers=["_orig_mod.0", "_orig_mod.1"] if how == "module" else ["0", "1"])
+
+
+@backends
+def test_inference(backend, device):
+    torch.manual_seed(0)
+    model = Block().to(device).eval()
+    compiled = torch.compile(model, backend=backend)
+    graphed = CUDAGraphModule(compiled, config())
+    with torch.inference_mode():
+        for i in range(8):
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(i)).to(device)
+            assert torch.equal(graphed(x), compiled(x)), i
+            if i == 5:
+                model.scale = 2.0
+    assert graphed.stats.replays >= 3
+
+
+@backends
+def test_an_optimizer_that_is_compiled(backend, device):
+    results = []
+    for graphed in (False, True):
+        program = Program(device, backend, how="none")
+        program.optimizer = torch.optim.AdamW(
+            program.model.parameters(), lr=torch.tensor(0.01, device=device), capturable=device.type == "cuda"
+        )
+        update = torch.compile(program.optimizer.step, backend=backend)
+
+        def step(x, y, program=program, update=update):
+            loss = ((program.model(x) - y) ** 2).mean()
+            loss.backward()
+            update()
+            program.optimizer.zero_grad()
+            return loss.detach()
+
+        program.step = CUDAGraphModule(step, config()) if graphed else step
+        results.append(program.run())
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_code_with_graphs_of_its_own_is_told_about(device):
+    wrapper, _ = both(device, "inductor", how="none", wrap=lambda program: whole(program))
+    assert wrapper.stats.failures == 0
+    program = Program(device, "inductor", how="none")
+    program.call = torch.compile(program.model, mode="reduce-overhead")
+    wrapper = whole(program)
+    program.run()
+    assert "reduce-overhead" in wrapper.last_failure
