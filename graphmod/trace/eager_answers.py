@@ -29,6 +29,7 @@ _SCRIPTED = Reason(
     "runs code of torch.jit, whose fused kernels are not seen here",
     "use the function that it was made of, or keep it outside the captured module",
 )
+_as_tensor = torch.as_tensor
 _SAVED = Reason("writes a tensor to a file, and a replay writes nothing", "save it after the call")
 
 
@@ -120,7 +121,8 @@ def _make(make: Any, args: tuple, kwargs: dict, device: Any) -> Any:
 def _lifted(make: Any, args: tuple, kwargs: dict) -> Any:
     """A tensor of numbers in Python, shown to the recorder as `torch.tensor` shows it, which `as_tensor` does not."""
     made = make(*args, **kwargs)
-    return torch.ops.aten.lift_fresh(made) if isinstance(args[0], (bool, int, float, complex)) else made
+    lifts = make is _as_tensor and isinstance(args[0], (bool, int, float, complex))
+    return torch.ops.aten.lift_fresh(made) if lifts else made
 
 
 def _made_like_another() -> list[tuple[Any, str, Any]]:

@@ -88,6 +88,10 @@ class Iteration:
         self.nonfinite, self.ema_decay = nonfinite, ema_decay
         device = self.device = next(model.parameters()).device
         self.trained = [p for group in optimizer.param_groups for p in group["params"]]
+        # In the order in which `clip_grad_norm_(model.parameters())` adds their squares up: the sum's last bit depends
+        # on it, and the optimizer's groups have another.
+        known = {id(p): p for p in self.trained}
+        self._clipped = [known.pop(id(p)) for p in model.parameters() if id(p) in known] + [*known.values()]
         self.rates: Tensor | None = None
         if learning_rates is not None:
             self.rates = torch.tensor(list(learning_rates), dtype=torch.float32, device=device)
@@ -144,9 +148,9 @@ class Iteration:
         norm = None
         compiled = self.compiled_update is not None and self.compiled_update.ready()
         if self.max_grad_norm is not None and not compiled:
-            norm = nn.utils.clip_grad_norm_(self.trained, self.max_grad_norm)
+            norm = nn.utils.clip_grad_norm_(self._clipped, self.max_grad_norm)
         elif self.max_grad_norm is not None or (self.guarded and overflow is None):
-            norm = nn.utils.get_total_norm([p.grad for p in self.trained if p.grad is not None])
+            norm = nn.utils.get_total_norm([p.grad for p in self._clipped if p.grad is not None])
         if self.guarded:
             self._guard(loss, norm, overflow)
         self.position += 1

@@ -56,7 +56,7 @@ def by_hand(config) -> list[float]:
         total = torch.zeros(())
         batch = sampler(step)
         for tokens in batch:
-            logits = model(input_ids=tokens[:, :-1]).logits
+            logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()) / len(batch)
             loss.backward()
             total += loss.detach()
