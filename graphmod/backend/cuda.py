@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphmod.backend.branches import divisible, spread
 from graphmod.backend.driver import last_captured
+from graphmod.backend.lifetime import Graphs, capturing
 from graphmod.backend.nodes import use_kernels
 from graphmod.backend.pool import CudaPool
 from graphmod.backend.streams import renew_gradient_accumulators, stream_for
@@ -42,9 +43,10 @@ class CudaCapture:
         replay: launches all of it.
     """
 
-    def __init__(self, graphs: list[torch.cuda.CUDAGraph], seen: Recorder) -> None:
+    def __init__(self, held: Graphs, seen: Recorder) -> None:
         self.seen = seen
-        self._graphs = graphs
+        self._held = held
+        graphs = self._graphs = held.graphs
         self.replay = graphs[0].replay if len(graphs) == 1 else self._replay_all
         if len(graphs) == 2:
             self.start, self.finish = graphs[0].replay, graphs[1].replay
@@ -169,7 +171,8 @@ class CudaBackend:
             Exception: whatever `run` raised, or what CUDA said; stream and generators are usable again.
         """
         reserved = torch.cuda.memory_reserved(self.device)
-        graphs: list[torch.cuda.CUDAGraph] = []
+        held = Graphs()
+        graphs = held.graphs
         thread = threading.get_ident()
 
         def before_write(_: Tensor) -> None:
@@ -196,7 +199,7 @@ class CudaBackend:
         )
         spare = [(g, g.clone_state()) for g in (self._generator, *generators) if g.device.type == "cuda"]
         caller = torch.cuda.current_stream(self.device)
-        with no_garbage_collection(), on_this_thread(False), torch.cuda.stream(self.stream):
+        with capturing(), no_garbage_collection(), on_this_thread(False), torch.cuda.stream(self.stream):
             torch.cuda.current_blas_handle()  # makes the workspace of this stream, which outlives every pool
             try:
                 self._begin(graphs, pool, generators, caller)
@@ -220,7 +223,7 @@ class CudaBackend:
             for graph, operations in zip(graphs, spans, strict=False):
                 self._instantiate(graph, operations)
         pool.grew(torch.cuda.memory_reserved(self.device) - reserved)
-        return CudaCapture(graphs, recorder.finish()), result
+        return CudaCapture(held, recorder.finish()), result
 
     def _begin(
         self,

@@ -92,8 +92,21 @@ class _Sum:
             whole = parts[0]
             for part in parts[1:]:
                 whole = whole + part
-            if whole.shape != total.shape or not torch.equal(whole, total):
+            if whole.shape != total.shape or not _equal(whole, total):
                 self._entry.used_outside.add(self._index)
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are the same. Waits for the GPU, which a warm-up step may do, also in a program that has
+    torch forbid it (`torch.cuda.set_sync_debug_mode`)."""
+    if not one.is_cuda:
+        return torch.equal(one, other)
+    forbidden = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("default")
+    try:
+        return torch.equal(one, other)
+    finally:
+        torch.cuda.set_sync_debug_mode(forbidden)
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ import torch
 from harness import loss_of, twins, wrapped
 from torch import nn
 
+from graphmod.backend.cuda import CudaBackend
 from graphmod.backend.driver import node_types
 from graphmod.backend.nodes import use_kernels
 
@@ -121,3 +122,17 @@ def test_graphs_of_modules_have_none_left():
     parts = [part for graph in graphs for half in (graph.graph, graph.backward.graph) for part in half._graphs]
     kinds = [node_types(part.raw_cuda_graph()) for part in parts]
     assert kinds and all(set(kind) == {KERNEL} for kind in kinds), kinds
+
+
+def test_a_graph_that_dies_in_a_capture_does_not_end_it(device):
+    backend = CudaBackend(device)
+    x = torch.ones(8, device=device)
+    held = [backend.capture(lambda: x * 2, backend.new_pool(), [x], [])[0]]
+
+    def run():
+        held.clear()
+        return x + 1
+
+    graph, result = backend.capture(run, backend.new_pool(), [x], [])
+    graph.replay()
+    assert result.tolist() == [2.0] * 8
