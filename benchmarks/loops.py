@@ -6,7 +6,8 @@
 
 `compiled`: a step of one's own around `torch.compile(model)`, wrapped, beside `TrainStep(compile="default")`.
 `plain`: a transformers model as it comes in such a step, beside the same with `use_static_causal_attention`.
-`moe`: a mixture of experts, whole step, beside eager. `decode`: models with sliding windows beside a Llama of equal size.
+`moe`: a mixture of experts, whole step, beside eager.
+`decode`, `decode_compiled`: models with sliding windows beside a Llama of equal size.
 """
 
 import argparse
@@ -148,11 +149,7 @@ def measure_decode(program: str, size: dict[str, int], steps: int, device: str, 
 
     if device == "cuda":
         size = size | {"width": 1024, "layers": 28}
-    more: dict[str, Any] = {}
-    if program == "mistral_window":
-        more = {"sliding_window": size["window"]}
-    elif program == "gemma3":
-        more = {"sliding_window": size["window"]}
+    more: dict[str, Any] = {} if program == "llama" else {"sliding_window": size["window"]}
     kind = {"mistral_window": "mistral", "gemma3": "gemma3_text"}.get(program, program)
     if device == "cuda":  # heads as of Qwen3 0.6B
         more |= {"head_dim": 128, "num_attention_heads": 16, "num_key_value_heads": 8, "intermediate_size": 3072}
