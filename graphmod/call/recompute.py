@@ -86,7 +86,10 @@ def _run_again(ticket: Ticket, graph: ForwardGraph) -> tuple[Sequence[Tensor], l
     try:
         for tensor, value in zip(graph.advanced, ticket.before or (), strict=True):
             tensor.copy_(value)
-        leaves = [s.tensor.detach().requires_grad_(s.tensor.requires_grad) for s in graph.inputs]
+        with torch.no_grad():  # autocast keeps its casts of leaves that are no views: see `static_inputs`
+            leaves = [s.tensor.view_as(s.tensor) if s.tensor._is_view() else s.tensor.detach() for s in graph.inputs]
+        for leaf, static in zip(leaves, graph.inputs, strict=True):
+            leaf.requires_grad_(static.tensor.requires_grad)
         args, kwargs = rebuild(graph.entry.signature.structure, leaves)
         with torch.enable_grad(), entered_again(graph.entry.signature.modes, backend.device_type):
             outputs = graph.results.of_node(context.call(*args, **kwargs))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from graphmod.capture.recording import record
 from graphmod.errors import CaptureRefused
+from graphmod.graph.casts import block_of_now, learn_casts, share_casts
 from graphmod.graph.context import Context
 from graphmod.graph.group import EagerCall
 from graphmod.graph.uses import learn_uses
@@ -25,13 +26,16 @@ def warm_up(context: Context, entry: Entry, args: tuple, kwargs: dict) -> Any:
     context.counters.eager_calls += 1
     context.served, context.eager_in = None, context.group.begun
     entry.calls += 1
+    nested = dispatch.current() is not None  # it is part of a larger recording
+    block = None if nested else block_of_now(context)
+    if share_casts(context, entry, block):
+        return track(context, entry, context.call(*args, **kwargs))
     if entry.calls < context.config.warmup_steps:
         if entry.graphs:
             context.log_once(
                 f"{context.name!r} runs eagerly: {entry.difference}. It is recorded and captured again, as after each "
                 "such change"
             )
-        torch.clear_autocast_cache()
         result = context.call(*args, **kwargs)
     else:
         result, recording = record(
@@ -47,10 +51,12 @@ def warm_up(context: Context, entry: Entry, args: tuple, kwargs: dict) -> Any:
         if modes and recording.refused is None:
             recording.refused = f"changes a mode of PyTorch ({modes[0]}), which no replay does; do it around the call"
         entry.add(recording)
-        if dispatch.current() is None:  # else it is part of a larger recording
+        if not nested:
             leaves: list[Tensor] = []
             flatten((args, kwargs), leaves, {})
             learn_uses(entry, leaves, differentiable(result))
+            if block is not None:
+                learn_casts(context, entry, leaves, differentiable(result))
         context.learn(recording.guards)
         entry.calls = 0
         if recording.refused is not None:

@@ -86,7 +86,8 @@ def capture_backward(graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> B
             return found, missed
 
         sizes = tuple((tensor.size(), tensor.dtype) for tensor in (*direct, *given, *(s.tensor for s in graph.inputs)))
-        shape = (type(context.root), *sizes)
+        trained = tuple(item.tensor.requires_grad for item in graph.inputs)
+        shape = (type(context.root), len(graph.graph.seen.trace), trained, *sizes)
         state = group.backend.random_state()
         # A compiled backward writes over what its forward saved, so that there is only one of it. And nobody sees where
         # it makes its gradients.

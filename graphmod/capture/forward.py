@@ -10,6 +10,7 @@ from torch import Tensor
 
 from graphmod.capture.recording import Recording
 from graphmod.errors import CaptureRefused, Diverged
+from graphmod.graph.casts import stays_eager
 from graphmod.graph.context import Context
 from graphmod.graph.forward import ForwardGraph
 from graphmod.graph.tape import Tape
@@ -39,6 +40,8 @@ def place(context: Context, entry: Entry, reason: str, recording: Recording) -> 
     group, patience = context.group, context.config.warmup_steps
     if entry.called_forward and not entry.graphs and torch._C._current_autograd_node() is not None:
         return None  # a checkpoint runs an eager forward again, and counts what it saves
+    if stays_eager(context, entry):
+        return None
     tape = group.growing_tape(entry)
     again = tape is not None and any(graph.tape is tape for graph in entry.graphs)
     known = any(graph.recording is recording for graph in entry.graphs)

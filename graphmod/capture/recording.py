@@ -102,7 +102,8 @@ def follow(
     flatten((args, kwargs), leaves, {})
     recorder = Recorder(leaves, gpu=gpu, watching=True)
     dispatch.has_key()  # which imports much when it is first asked: not while frames are watched
-    torch.clear_autocast_cache()  # what a graph casts, it casts itself; the recorded call must do so too
+    if not torch.is_grad_enabled():  # with gradients, `casts` sees to it that this changes nothing
+        torch.clear_autocast_cache()  # what a graph casts, it casts itself; the recorded call must do so too
     with contextlib.ExitStack() as following:
         following.enter_context(no_garbage_collection())
         # What a backward runs in Python has to be seen as well.

@@ -47,7 +47,8 @@ def stood_in(graph: Any, found: Guards) -> Iterator[None]:
     elsewhere = {id(tensor) for container, _, tensor in found.slots if id(container) not in held}
     wanted = {*context.group.shared, *map(id, kept)} - elsewhere if torch.is_grad_enabled() else set()
     # Autocast keeps its casts of parameters, not of views. What a first attempt trips over, a second goes without.
-    if entry.signature.modes[AUTOCAST] is not None or entry.failures_in_a_row:
+    casts = entry.signature.modes[AUTOCAST]
+    if (casts is not None and casts[-1]) or entry.failures_in_a_row:
         wanted = set()
     places = [place for place in found.attributes if id(place[2]) in wanted and place[2].requires_grad]
     parameters = list({id(parameter): parameter for _, _, parameter in places}.values())

@@ -45,6 +45,7 @@ class Context:
         served: the graph behind the last call; None where that had none.
         eager_in: the pass of the group in which it last ran without a graph.
         eager_calls: calls without a graph that wait for their backward.
+        in_block: the autocast block of its last warm-up call.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Context:
         self.served: Any = None
         self.budget = Budget(max(_CAPTURES, 8 * self.config.max_graphs))
         self.eager_in = -1
+        self.in_block: Any = None
 
     @property
     def training(self) -> bool | None:

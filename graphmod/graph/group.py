@@ -86,6 +86,7 @@ class Group:
         self.gradients: weakref.WeakValueDictionary[int, GradientBuffer] = weakref.WeakValueDictionary()
         self.buffers: weakref.WeakSet[Any] = weakref.WeakSet()
         self.shared: dict[int, Tensor] = {}
+        self.shares_casts = False  # see `casts`
         self.tied: dict[int, Tensor] = {}
         self.stash: dict[int, Tensor] = {}
         self.places: dict[tuple, list] = {}

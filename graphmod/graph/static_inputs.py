@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from graphmod.errors import CaptureRefused
@@ -83,8 +84,11 @@ def _like(source: Tensor, memory: Tensor) -> Tensor:
     """A leaf over `memory` that looks to code like the argument `source`."""
     if type(source) is nn.Parameter:
         made: Tensor = nn.Parameter(memory, source.requires_grad)
-    else:
+    elif source.is_leaf:
         made = memory.requires_grad_(source.requires_grad)
+    else:  # a view, because autocast keeps its casts of leaves
+        with torch.no_grad():
+            made = memory.view_as(memory).requires_grad_(source.requires_grad)
     for name, value in attributes_of(source).items():
         setattr(made, name, value)
     if has_own_gradient(source):

@@ -7,7 +7,8 @@ sum of those inside, added as a whole, would be rounded otherwise than eager's.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -65,12 +66,19 @@ def learn_uses(entry: Entry, leaves: Sequence[Tensor], outputs: Sequence[Tensor]
         return  # the same tensor twice: nobody could tell the arguments apart
     for index, uses in uses_of(edges, outputs).items():
         if times(uses) > 1:
-            _Sum(entry, index, uses, edges[index])
+            Sum(uses, edges[index], functools.partial(entry.used_outside.add, index))
 
 
-class _Sum:
-    def __init__(self, entry: Entry, index: int, uses: Uses, edge: GradientEdge) -> None:
-        self._entry, self._index, self._number = entry, index, edge.output_nr
+class Sum:
+    """Compares the gradient that a node gets in the next backward with the sum of what some uses give.
+
+    Args:
+        uses: those; edge: where they come together.
+        otherwise: called if it is another.
+    """
+
+    def __init__(self, uses: Uses, edge: GradientEdge, otherwise: Callable[[], None]) -> None:
+        self._otherwise, self._number = otherwise, edge.output_nr
         self._parts: list[Tensor] = []
         self._handles = [node.register_hook(self._collector(positions)) for node, positions in uses.items()]
         self._handles.append(edge.node.register_prehook(self._compare))
@@ -86,14 +94,14 @@ class _Sum:
             handle.remove()
         parts, total = self._parts, totals[self._number]
         self._parts = []
-        if total is None or len(parts) < 2 or (total.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if total is None or not parts or (total.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
         with torch.no_grad():
             whole = parts[0]
             for part in parts[1:]:
                 whole = whole + part
             if whole.shape != total.shape or not _equal(whole, total):
-                self._entry.used_outside.add(self._index)
+                self._otherwise()
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:

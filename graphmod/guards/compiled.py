@@ -13,10 +13,26 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from graphmod.guards.contents import is_plain
+from graphmod.guards.library import CORE
 from graphmod.torch_private import dynamo_guards, written_by_dynamo
 from graphmod.trace.dispatch import hidden
 
 _DEVICES = ("cpu", "cuda")
+
+
+def is_arithmetic(frame: FrameType) -> bool:
+    """Whether code of this package works on tensors and numbers alone, such as the update of an optimizer: then there
+    is nothing that could change, and on hundreds of tensors the guards would take milliseconds."""
+    return frame.f_code.co_filename.startswith(CORE) and all(map(_is_data, frame.f_locals.values()))
+
+
+def _is_data(value: Any) -> bool:
+    if type(value) in (tuple, list):
+        return all(map(_is_data, value))
+    if type(value) is dict:
+        return all(map(_is_data, value.values()))
+    return isinstance(value, Tensor) or is_plain(value)
 
 
 class CompiledFrame:

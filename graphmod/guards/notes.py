@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from graphmod.guards.chance import Chance
-from graphmod.guards.compiled import CompiledFrame
+from graphmod.guards.compiled import CompiledFrame, is_arithmetic
 from graphmod.guards.contents import CONTAINERS, Whole, content, is_plain
 from graphmod.guards.library import is_library, is_library_module, is_of_core, means_nothing, package_of
 from graphmod.guards.lookup import MISSING, Place, dict_of, find, find_item, is_made_by_code
@@ -96,7 +96,8 @@ class Notes(Values):
 
     def compiled(self, frame: types.FrameType) -> None:
         """Takes in that code which dynamo has written runs, under guards of its own."""
-        self.of_dynamo.append(CompiledFrame(frame))
+        if not is_arithmetic(frame):
+            self.of_dynamo.append(CompiledFrame(frame))
 
     def walked(self, module: nn.Module) -> None:
         """Takes in that code goes through a module and all that is in it."""

@@ -51,7 +51,8 @@ class Program:
         torch.manual_seed(0)
         torch._dynamo.reset()
         self.model = nn.Sequential(kind(**settings), kind(**settings)).to(device)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=torch.tensor(0.01, device=device), fused=True)
+        rate, capturable = torch.tensor(0.01, device=device), device.type == "cuda"
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=rate, fused=True, capturable=capturable)
         self.device, self.autocast, self.call = device, autocast, self.model
         if how == "module":
             self.call = torch.compile(self.model, backend=backend)

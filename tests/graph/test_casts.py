@@ -1,0 +1,79 @@
+"""Under autocast a weight is cast once for all of its uses in a block: where a layer's weights have others, it stays
+eager, and nowhere else."""
+
+import pytest
+import torch
+from harness import config
+from torch import nn
+
+from graphmod import graph_layers
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.embed = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return x + self.second(torch.tanh(self.first(x)) * self.embed(x).sigmoid())
+
+
+class Net(nn.Module):
+    def __init__(self, times, outside):
+        super().__init__()
+        self.layers = nn.ModuleList([Block() for _ in range(2)])
+        self.times, self.outside = times, outside
+
+    def forward(self, x):
+        before = self.layers[0].embed(x).float() if self.outside == "before" else 0
+        h = x
+        for _ in range(self.times):
+            for layer in self.layers:
+                h = layer(h).float()
+        after = self.layers[0].embed(h).float() if self.outside == "after" else 0
+        return (h + before + after).square().mean()
+
+
+def run(device, graphed, times=1, outside="", microbatches=1, cache=True, blocks=1):
+    torch.manual_seed(0)
+    net = Net(times, outside).to(device)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    wrappers = graph_layers(net, config()) if graphed else []
+    seen = []
+    for i in range(10):
+        parts = torch.randn(microbatches * blocks, 4, 8, generator=torch.Generator().manual_seed(i)).to(device)
+        for block in parts.split(microbatches):
+            with torch.autocast(device.type, torch.bfloat16, cache_enabled=cache):
+                losses = [net(part) for part in block]
+            for loss in losses:
+                loss.backward()
+                seen.append(loss.detach().clone())
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*seen, *net.parameters()], wrappers
+
+
+@pytest.mark.parametrize(
+    "program, eager",
+    [
+        ({}, []),
+        ({"blocks": 3}, []),
+        ({"times": 2}, [0, 1]),
+        ({"times": 2, "cache": False}, []),
+        ({"microbatches": 2}, [0, 1]),
+        ({"outside": "after"}, [0, 1]),
+        ({"outside": "before"}, [0, 1]),
+        ({"outside": "after", "cache": False}, []),
+    ],
+    ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else "",
+)
+def test_layers_share_no_casts_with_other_code(program, eager, device):
+    expected, _ = run(device, False, **program)
+    found, wrappers = run(device, True, **program)
+    for index, (one, other) in enumerate(zip(expected, found, strict=True)):
+        assert torch.equal(one, other), f"{index}: {(one - other).abs().max()}"
+    for index, wrapper in enumerate(wrappers):
+        if index in eager:
+            assert wrapper.stats.replays == 0 and wrapper.stats.eager_calls
+        else:
+            assert wrapper.stats.replays > 10 and wrapper.stats.failures == 0, wrapper.last_failure
