@@ -23,9 +23,10 @@ def main(steps: int = 16, graphs: bool = True) -> list[float]:
         use_static_causal_attention(model)  # rows are of one length; leave it out for batches with padding
         # Layers, not the step: `accumulate()` counts in Python, which a replay would not do.
         layers = graph_layers(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     schedule = get_cosine_schedule_with_warmup(optimizer, 2, steps)
-    loader = DataLoader(TensorDataset(torch.randint(64, (2 * steps, 16))), batch_size=2)
+    rows = (torch.randint(64, (2 * steps, 1)) + torch.arange(16)) % 64
+    loader = DataLoader(TensorDataset(rows), batch_size=2)
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
 
     losses = []

@@ -64,8 +64,8 @@ def main(steps: int = 16, graphs: bool = True) -> list[float]:
 
     losses = []
     for step in range(steps):
-        batch = torch.randint(VOCAB, (MICROBATCHES, 4, LENGTH + 1)).to(device)
-        losses.append(train_step(batch).item())
+        batch = (torch.randint(VOCAB, (MICROBATCHES, 4, 1)) + torch.arange(LENGTH + 1)) % VOCAB
+        losses.append(train_step(batch.to(device)).item())
         schedule.step()  # outside of the step: it counts in Python, which a replay would not do
         print(f"step {step}: loss {losses[-1]:.4f}")
     if graphs:

@@ -20,7 +20,9 @@ def main(steps: int = 16, graphs: bool = True) -> list[float]:
     model = LlamaForCausalLM(LlamaConfig(**SIZES)).to(device)
     layers = []
     if graphs:
-        use_static_causal_attention(model)  # for batches without padding: transformers looks for packed ones on the host
+        use_static_causal_attention(
+            model
+        )  # for batches without padding: transformers looks for packed ones on the host
         layers = graph_layers(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
@@ -30,7 +32,7 @@ def main(steps: int = 16, graphs: bool = True) -> list[float]:
             group["lr"] = 3e-3 * (1 + math.cos(math.pi * step / steps)) / 2
         total = 0.0
         for _ in range(MICROBATCHES):
-            tokens = torch.randint(64, (4, 32)).to(device)
+            tokens = ((torch.randint(64, (4, 1)) + torch.arange(32)) % 64).to(device)
             with torch.autocast(device, torch.bfloat16):
                 loss = model(input_ids=tokens, labels=tokens).loss / MICROBATCHES
             if not loss.isfinite():

@@ -22,7 +22,9 @@ def main(steps: int = 12, graphs: bool = True) -> list[float]:
         use_static_causal_attention(model)  # rows are of one length; leave it out for batches with padding
         layers = graph_layers(model)
 
-    rows = [{"input_ids": row, "labels": row} for row in torch.randint(64, (128, 16)).tolist()]
+    rows = [
+        {"input_ids": row, "labels": row} for row in ((torch.randint(64, (128, 1)) + torch.arange(16)) % 64).tolist()
+    ]
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             folder,
@@ -30,7 +32,7 @@ def main(steps: int = 12, graphs: bool = True) -> list[float]:
             per_device_train_batch_size=2,
             gradient_accumulation_steps=2,
             bf16=True,
-            learning_rate=1e-3,
+            learning_rate=3e-3,
             lr_scheduler_type="cosine",
             warmup_steps=2,
             eval_strategy="steps",

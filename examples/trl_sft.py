@@ -1,0 +1,56 @@
+"""Supervised fine-tuning with TRL: SFTTrainer gets a model whose layers run from graphs."""
+
+import argparse
+import tempfile
+
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from trl import SFTConfig, SFTTrainer
+
+from graphmod import GraphStats, graph_layers
+
+SIZES = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=258)
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    alphabet = ["<pad>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE(vocab={token: number for number, token in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+
+
+def main(steps: int = 12, graphs: bool = True) -> list[float]:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, pad_token_id=0, eos_token_id=1))
+    layers = graph_layers(model) if graphs else []
+    texts = [{"text": f"The square of {n} is {n * n}" + ", of course" * (n % 3)} for n in range(64)]
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = SFTConfig(
+            folder,
+            max_steps=steps,
+            per_device_train_batch_size=4,
+            learning_rate=1e-3,
+            pad_to_multiple_of=64,  # else each batch has a length of its own, and needs graphs of its own
+            gradient_checkpointing=False,  # TRL's default is True; the graphs of a layer keep what it saved anyway
+            bf16=torch.cuda.is_available(),
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            use_cpu=not torch.cuda.is_available(),
+        )
+        trainer = SFTTrainer(
+            model, arguments, train_dataset=Dataset.from_list(texts), processing_class=byte_tokenizer()
+        )
+        trainer.train()
+    if graphs:
+        print(sum((layer.stats for layer in layers), GraphStats()))
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=12)
+    main(parser.parse_args().steps)

@@ -1,0 +1,87 @@
+"""Layers inside a checkpoint (`torch.utils.checkpoint`), which keeps nothing of them and runs them again.
+
+A graph has memory of its own, of which that checkpoint knows nothing. So a capture does what the checkpoint does: the
+graph of the forward keeps its arguments, and that of the backward computes the rest again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from graphmod.errors import CaptureRefused
+from graphmod.signature.modes import entered_again
+from graphmod.torch_private import current_backward, top_saved_tensors_hooks
+
+DRAWS = (
+    "draws random numbers inside a checkpoint, which would draw others when it runs again in a graph; set dropout to "
+    "0, or take it out of the checkpointed part"
+)
+
+
+def in_checkpoint() -> bool:
+    """Whether a checkpoint runs this call, to run it again in the backward."""
+    hooks = top_saved_tensors_hooks(True)
+    name = "" if hooks is None else getattr(hooks[0], "__qualname__", "")
+    return name.startswith("_checkpoint_hook.") and torch.is_grad_enabled()
+
+
+class _Enough(BaseException):
+    """All that the backward needs has been computed again."""
+
+
+class RunAgain(torch.autograd.graph.saved_tensors_hooks):
+    """Within it autograd saves nothing: what a backward asks for is computed again, once for each backward.
+
+    Args:
+        call, args, kwargs: what is computed within.
+        modes: PyTorch's, as they are now; see `signature`.
+        device_type: `cpu` or `cuda`.
+    """
+
+    def __init__(self, call: Callable, args: tuple, kwargs: dict, modes: tuple, device_type: str) -> None:
+        self._call, self._given = call, (args, kwargs)
+        self._modes, self._device_type = modes, device_type
+        self._count = 0
+        self._computed: list[Any] = []
+        self._computed_in = -1
+        super().__init__(self._leave_out, self._compute)
+
+    def _leave_out(self, tensor: Tensor) -> int:
+        self._count += 1
+        return self._count - 1
+
+    def _compute(self, index: int) -> Tensor:
+        if self._computed_in != current_backward():
+            self._computed, self._computed_in = [], current_backward()
+            args, kwargs = tree_map_only(Tensor, _apart, self._given)
+            hooks = torch.autograd.graph.saved_tensors_hooks(self._keep, _never)
+            modes = entered_again(self._modes, self._device_type)
+            with torch.enable_grad(), modes, hooks, contextlib.suppress(_Enough):
+                self._call(*args, **kwargs)
+            if len(self._computed) != self._count:
+                raise CaptureRefused("saves other tensors for its backward when it runs again inside a checkpoint")
+        found = self._computed[index]
+        self._computed[index] = None  # its memory is for others, once autograd is done with it
+        return found
+
+    def _keep(self, tensor: Tensor) -> None:
+        self._computed.append(tensor.detach())
+        if len(self._computed) == self._count:
+            raise _Enough
+
+
+def _apart(tensor: Tensor) -> Tensor:
+    """The same memory, without the autograd graph that led to it."""
+    with torch.no_grad():  # to autocast, an argument that is a view is no leaf: see `static_inputs`
+        made = tensor.view_as(tensor) if tensor._is_view() else tensor.detach()
+    return made.requires_grad_(tensor.requires_grad)
+
+
+def _never(_: Any) -> Tensor:
+    raise RuntimeError("nothing of a forward that runs again has a backward")
