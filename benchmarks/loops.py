@@ -16,6 +16,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -218,11 +219,13 @@ def main() -> int:
             command = [sys.executable, __file__, "--worker", group, program, "--steps", str(options.steps)]
             command += ["--smoke"] if options.smoke else []
             done, tail = None, f"no result after {options.timeout} s"
-            try:
-                done = subprocess.run(command, capture_output=True, text=True, timeout=options.timeout, env=os.environ)
-                tail = (done.stderr.strip().splitlines() or ["no output"])[-1]
-            except subprocess.TimeoutExpired:
-                pass
+            with tempfile.TemporaryDirectory() as cache:  # each compiles what it needs itself
+                settings = {"env": {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}, "timeout": options.timeout}
+                try:
+                    done = subprocess.run(command, capture_output=True, text=True, **settings)
+                    tail = (done.stderr.strip().splitlines() or ["no output"])[-1]
+                except subprocess.TimeoutExpired:
+                    pass
             line = next((x for x in (done.stdout if done else "").splitlines() if x.startswith("RESULT ")), None)
             if line is None:
                 print(f"{group:16} {program:16} failed: {tail[:300]}", flush=True)
@@ -234,14 +237,21 @@ def main() -> int:
             result["against"] = reference["program"] if reference else None
             results.append(result)
             print(f"{group:16} {program:16} {report(result, reference)}", flush=True)
-    if options.out is not None:
-        flags = [
-            f"--{name} {sys.argv[i + 1]}" for i, arg in enumerate(sys.argv) for name in FLAGS if arg == f"--{name}"
-        ]
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        command = " ".join(["python benchmarks/loops.py", *flags])
-        options.out.write_text(json.dumps({"command": command, "results": results}, indent=1) + "\n")
+            write(options.out, results)
     return int(failed)
+
+
+def write(out: Path | None, results: list[dict[str, Any]]) -> None:
+    """Puts the results into `out`, in place of earlier ones of the same programs."""
+    if out is None:
+        return
+    flags = [f"--{name} {sys.argv[i + 1]}" for i, arg in enumerate(sys.argv) for name in FLAGS if arg == f"--{name}"]
+    command = " ".join(["python benchmarks/loops.py", *flags])
+    new = {(one["group"], one["program"]): {"command": command, **one} for one in results}
+    old = json.loads(out.read_text())["results"] if out.is_file() else []
+    known = {(one["group"], one["program"]): one for one in old}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps({"results": list((known | new).values())}, indent=1) + "\n")
 
 
 def report(result: dict[str, Any], reference: dict[str, Any] | None) -> str:
