@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, get_cosine_schedule_with
 from graphmod import GraphStats, graph_layers
 from graphmod.train.attention import use_static_causal_attention
 
-SIZES = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2)
+SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
 
 
 def main(steps: int = 16, graphs: bool = True) -> list[float]:

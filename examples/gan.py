@@ -22,7 +22,7 @@ def main(steps: int = 16, graphs: bool = True) -> list[float]:
         *(nn.Conv2d(3, 16, 4, stride=2, padding=1), nn.LeakyReLU(0.2)),
         nn.Conv2d(16, 1, 4),
     ).to(device)
-    settings = dict(lr=2e-4, betas=(0.5, 0.999), fused=True, capturable=True)
+    settings = {"lr": 2e-4, "betas": (0.5, 0.999), "fused": True, "capturable": True}
     generator_optimizer = torch.optim.Adam(generator.parameters(), **settings)
     discriminator_optimizer = torch.optim.Adam(discriminator.parameters(), **settings)
 

@@ -11,7 +11,7 @@ from graphmod.decode import DecodeEngine
 from graphmod.train.attention import use_static_causal_attention
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
-SIZES = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
+SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 PROMPTS, GROUP, LENGTH = 2, 4, 8
 
 
@@ -20,7 +20,8 @@ def main(steps: int = 12, graphs: bool = True) -> list[float]:
     model = LlamaForCausalLM(LlamaConfig(**SIZES, bos_token_id=None, eos_token_id=None)).to(device)
     rate = torch.tensor(3e-3, device=device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, fused=True, capturable=True)
-    engine = DecodeEngine(model, max_batch_size=PROMPTS * GROUP, max_seq_len=32, graphs=graphs)
+    rows = PROMPTS * GROUP  # decoded together, from the first step to the last: one batch size is enough
+    engine = DecodeEngine(model, max_batch_size=rows, max_seq_len=32, buckets=[rows], graphs=graphs)
 
     def train_step(tokens, old, advantage):
         logits = model(input_ids=tokens, use_cache=False).logits[:, -LENGTH - 1 : -1]

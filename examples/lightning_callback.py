@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from graphmod import GraphStats, graph_layers, ungraph
 from graphmod.train.attention import use_static_causal_attention
 
-SIZES = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2)
+SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
 
 
 class GraphLayers(L.Callback):
@@ -27,7 +27,7 @@ class GraphLayers(L.Callback):
 class Model(L.LightningModule):
     def __init__(self):
         super().__init__()
-        # Validation would make a key-value cache in each call, and no graph can hold one.
+        # A graph can hold no key-value cache. graph_layers turns it off, but in training only.
         self.model = LlamaForCausalLM(LlamaConfig(**SIZES, use_cache=False))
         self.losses = []
 

@@ -11,7 +11,7 @@ from graphmod import GraphStats, graph_layers
 from graphmod.train.attention import use_static_causal_attention
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
-SIZES = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2)
+SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
 MICROBATCHES = 2
 
 
@@ -20,9 +20,7 @@ def main(steps: int = 16, graphs: bool = True) -> list[float]:
     model = LlamaForCausalLM(LlamaConfig(**SIZES)).to(device)
     layers = []
     if graphs:
-        use_static_causal_attention(
-            model
-        )  # for batches without padding: transformers looks for packed ones on the host
+        use_static_causal_attention(model)  # rows are of one length; leave it out for batches with padding
         layers = graph_layers(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 

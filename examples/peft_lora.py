@@ -10,18 +10,18 @@ from graphmod import GraphStats, graph_layers
 from graphmod.train.attention import use_static_causal_attention
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
-SIZES = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2)
-LORA = dict(r=4, lora_alpha=8, lora_dropout=0.05, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
+LORA = {"r": 4, "lora_alpha": 8, "lora_dropout": 0.05, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
 
 
 def main(steps: int = 16, graphs: bool = True) -> list[float]:
     torch.manual_seed(0)
-    # PEFT calls its base past the hook with which graph_layers turns the key-value cache off, so it is off from the start.
+    # A graph can hold no key-value cache. graph_layers turns it off in calls of the model, but PEFT calls past that.
     base = LlamaForCausalLM(LlamaConfig(**SIZES, use_cache=False))
     model = get_peft_model(base, LoraConfig(**LORA)).to(device)
     layers = []
     if graphs:
-        use_static_causal_attention(base)  # for batches without padding
+        use_static_causal_attention(base)  # rows are of one length; leave it out for batches with padding
         layers = graph_layers(model)
     optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad], lr=1e-2)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)

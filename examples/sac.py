@@ -1,5 +1,4 @@
-"""Soft actor critic: one update of critics, actor, temperature and target networks, with three optimizers, is one
-graph."""
+"""Soft actor critic: an update of critics, actor, temperature and targets, with three optimizers, is one graph."""
 
 import argparse
 import copy
@@ -28,9 +27,8 @@ def main(steps: int = 16, graphs: bool = True) -> list[float]:
     actor, critics = mlp(STATE, 2 * ACTION).to(device), nn.ModuleList(mlp(STATE + ACTION, 1) for _ in "12").to(device)
     targets = copy.deepcopy(critics).requires_grad_(False)
     log_alpha = torch.zeros((), device=device, requires_grad=True)
-    actor_optimizer, critic_optimizer, alpha_optimizer = map(
-        adam, (actor.parameters(), critics.parameters(), [log_alpha])
-    )
+    optimizers = adam(actor.parameters()), adam(critics.parameters()), adam([log_alpha])
+    actor_optimizer, critic_optimizer, alpha_optimizer = optimizers
 
     def act(state):
         mean, spread = actor(state).chunk(2, -1)

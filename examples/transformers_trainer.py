@@ -11,7 +11,7 @@ from graphmod import GraphStats, graph_layers
 from graphmod.train.attention import use_static_causal_attention
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
-SIZES = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2)
+SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
 
 
 def main(steps: int = 12, graphs: bool = True) -> list[float]:
@@ -22,9 +22,8 @@ def main(steps: int = 12, graphs: bool = True) -> list[float]:
         use_static_causal_attention(model)  # rows are of one length; leave it out for batches with padding
         layers = graph_layers(model)
 
-    rows = [
-        {"input_ids": row, "labels": row} for row in ((torch.randint(64, (128, 1)) + torch.arange(16)) % 64).tolist()
-    ]
+    rows = (torch.randint(64, (128, 1)) + torch.arange(16)) % 64
+    rows = [{"input_ids": row, "labels": row} for row in rows.tolist()]
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             folder,
@@ -43,7 +42,7 @@ def main(steps: int = 12, graphs: bool = True) -> list[float]:
             disable_tqdm=True,
             use_cpu=device == "cpu",
         )
-        trainer = Trainer(model, arguments, train_dataset=rows, eval_dataset=rows[:8])
+        trainer = Trainer(model, arguments, train_dataset=rows, eval_dataset=rows[:32])
         trainer.train()
     if graphs:
         print(sum((layer.stats for layer in layers), GraphStats()))

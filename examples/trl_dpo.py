@@ -12,7 +12,7 @@ from trl import DPOConfig, DPOTrainer
 
 from graphmod import GraphStats, graph_layers
 
-SIZES = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=258)
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -24,7 +24,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 def main(steps: int = 12, graphs: bool = True) -> list[float]:
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**SIZES, pad_token_id=0, eos_token_id=1))
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, vocab_size=258))
     reference = copy.deepcopy(model)
     layers = graph_layers(model) + graph_layers(reference) if graphs else []
     pairs = [{"prompt": f"Twice {n} is ", "chosen": f"{2 * n}", "rejected": "unknown to me"} for n in range(64)]
@@ -35,7 +35,7 @@ def main(steps: int = 12, graphs: bool = True) -> list[float]:
             per_device_train_batch_size=4,
             learning_rate=1e-3,
             pad_to_multiple_of=64,  # else each batch has a length of its own, and needs graphs of its own
-            gradient_checkpointing=False,  # TRL's default is True; the graphs of a layer keep what it saved anyway
+            gradient_checkpointing=False,  # True is TRL's default, and saves nothing: graphs keep what a layer saved
             bf16=torch.cuda.is_available(),
             logging_steps=1,
             save_strategy="no",

@@ -11,7 +11,7 @@ from trl import SFTConfig, SFTTrainer
 
 from graphmod import GraphStats, graph_layers
 
-SIZES = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=258)
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -23,7 +23,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 def main(steps: int = 12, graphs: bool = True) -> list[float]:
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**SIZES, pad_token_id=0, eos_token_id=1))
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, vocab_size=258))
     layers = graph_layers(model) if graphs else []
     texts = [{"text": f"The square of {n} is {n * n}" + ", of course" * (n % 3)} for n in range(64)]
     with tempfile.TemporaryDirectory() as folder:
@@ -33,7 +33,7 @@ def main(steps: int = 12, graphs: bool = True) -> list[float]:
             per_device_train_batch_size=4,
             learning_rate=1e-3,
             pad_to_multiple_of=64,  # else each batch has a length of its own, and needs graphs of its own
-            gradient_checkpointing=False,  # TRL's default is True; the graphs of a layer keep what it saved anyway
+            gradient_checkpointing=False,  # True is TRL's default, and saves nothing: graphs keep what a layer saved
             bf16=torch.cuda.is_available(),
             logging_steps=1,
             save_strategy="no",
@@ -41,9 +41,8 @@ def main(steps: int = 12, graphs: bool = True) -> list[float]:
             disable_tqdm=True,
             use_cpu=not torch.cuda.is_available(),
         )
-        trainer = SFTTrainer(
-            model, arguments, train_dataset=Dataset.from_list(texts), processing_class=byte_tokenizer()
-        )
+        texts = Dataset.from_list(texts)
+        trainer = SFTTrainer(model, arguments, train_dataset=texts, processing_class=byte_tokenizer())
         trainer.train()
     if graphs:
         print(sum((layer.stats for layer in layers), GraphStats()))

@@ -19,9 +19,9 @@ device = "cuda" if torch.cuda.is_available() else "cpu"
 
 def vision_transformer() -> torch.nn.Module:
     if timm is not None:
-        sizes = dict(img_size=32, patch_size=8, embed_dim=32, depth=3, num_heads=2, num_classes=10)
+        sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 3, "num_heads": 2, "num_classes": 10}
         return timm.create_model("vit_tiny_patch16_224", **sizes, drop_path_rate=0.1)
-    sizes = dict(image_size=32, patch_size=8, hidden_size=32, num_hidden_layers=3, num_attention_heads=2)
+    sizes = {"image_size": 32, "patch_size": 8, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
     return ViTForImageClassification(ViTConfig(**sizes, intermediate_size=128, num_labels=10))
 
 
