@@ -35,7 +35,6 @@ def main(steps: int = 12, graphs: bool = True) -> list[float]:
             per_device_train_batch_size=4,
             learning_rate=1e-3,
             pad_to_multiple_of=64,  # else each batch has a length of its own, and needs graphs of its own
-            gradient_checkpointing=False,  # True is TRL's default, and saves nothing: graphs keep what a layer saved
             bf16=torch.cuda.is_available(),
             logging_steps=1,
             save_strategy="no",

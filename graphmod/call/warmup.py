@@ -54,9 +54,10 @@ def warm_up(context: Context, entry: Entry, args: tuple, kwargs: dict) -> Any:
         if not nested:
             leaves: list[Tensor] = []
             flatten((args, kwargs), leaves, {})
-            learn_uses(entry, leaves, differentiable(result))
+            outputs = differentiable(result)
+            learn_uses(entry, leaves, outputs, context.around.parameters, context.group.share)
             if block is not None:
-                learn_casts(context, entry, leaves, differentiable(result))
+                learn_casts(context, entry, leaves, outputs)
         context.learn(recording.guards)
         entry.calls = 0
         if recording.refused is not None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from graphmod.graph.context import Context
 from graphmod.graph.forward import ForwardGraph
@@ -25,8 +25,8 @@ def differentiate(
     direct: Sequence[Tensor],
     edges: Mapping[int, GradientEdge],
 ) -> tuple[list[Tensor | None], Gradients]:
-    """Gradients of `outputs`: of the differentiable inputs (one for each time that `graph.differentiable` names them)
-    and hooked parameters, and of the `direct` parameters.
+    """Gradients of `outputs`: of the differentiable inputs and hooked parameters, one for each use that is to be kept
+    apart, and of the `direct` parameters.
 
     Args:
         edges: parameter (by identity) -> where the autograd graph of `outputs` ends for it, if not at the
@@ -34,12 +34,15 @@ def differentiate(
     """
     pairs = [(out, grad) for out, grad in zip(outputs, grads, strict=True) if grad is not None]
     times = Counter(graph.differentiable)
-    through = [*(inputs[i] for i in times), *(edges.get(id(p), p) for p in graph.hooked)]
-    wanted = [*through, *(edges.get(id(p), p) for p in direct)]
+    with torch.enable_grad():
+        ends = [get_gradient_edge(inputs[i]) for i in times]
+        ends += [edges.get(id(p)) or get_gradient_edge(p) for p in graph.hooked]
+    counts = [*times.values(), *graph.hooked_uses]
+    wanted = [*ends, *(edges.get(id(p), p) for p in direct)]
     found: Sequence[Tensor | None] = [None] * len(wanted)
     parts: dict[int, list[Tensor]] = {}
     if pairs and wanted:
-        repeated = {i: inputs[i] for i, count in times.items() if count > 1}
+        repeated = {place: ends[place] for place, count in enumerate(counts) if count > 1}
         separately = apart(repeated, outputs) if repeated else contextlib.nullcontext(parts)
         # Autograd runs the hooks when the gradients come out of this node.
         with separately as parts, without_gradient_hooks(graph.hooked):
@@ -50,12 +53,12 @@ def differentiate(
                 retain_graph=not graph.graph.seen.compiled,  # a capture may be made twice; see `capture_backward`
                 allow_unused=True,
             )
-    of_uses: list[Tensor | None] = []
-    for (index, count), whole in zip(times.items(), found, strict=False):
-        apart_ones = parts.get(index, [] if whole is None else [whole])
-        of_uses += [*apart_ones, *[None] * (count - len(apart_ones))]
-    of_hooked = found[len(times) : len(through)]
-    return [*of_uses, *of_hooked], list(zip(direct, found[len(through) :], strict=True))
+    through: list[Tensor | None] = []
+    for place, count in enumerate(counts):
+        whole = found[place]
+        of_uses = parts.get(place, [] if whole is None else [whole])
+        through += [*of_uses, *[None] * (count - len(of_uses))]
+    return through, list(zip(direct, found[len(counts) :], strict=True))
 
 
 def deliver(direct: list[tuple[Tensor, Tensor | None]]) -> None:

@@ -68,6 +68,7 @@ class ForwardGraph:
         self.inputs: list[StaticInput] = []
         self.parameters: list[Tensor] = []
         self.hooked: list[Tensor] = []
+        self.hooked_uses: list[int] = []
         self.direct: list[Tensor] = []
         self.backward: BackwardGraph | None = None
         self.backward_settings: tuple = ()
@@ -225,7 +226,10 @@ class ForwardGraph:
         self.differentiable = [
             i for i, tensor in enumerate(given) if tensor.requires_grad for _ in range(counts.get(i, 1))
         ]
-        self.through_autograd = (*self.hooked, *(() if self.witness is None else (self.witness,)))
+        hooked = {i: self.edges[id(parameter)] for i, parameter in enumerate(self.hooked)}
+        self.hooked_uses = [max(1, times(uses)) for uses in uses_of(hooked, self.results.retained).values()]
+        of_hooked = [p for p, count in zip(self.hooked, self.hooked_uses, strict=True) for _ in range(count)]
+        self.through_autograd = (*of_hooked, *(() if self.witness is None else (self.witness,)))
 
     def forget_autograd(self) -> None:
         """Lets go of the autograd graph of the capture, which serves to capture the backward of its own pass only."""

@@ -50,13 +50,26 @@ def times(uses: Uses) -> int:
     return sum(map(len, uses.values()))
 
 
-def learn_uses(entry: Entry, leaves: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+def learn_uses(
+    entry: Entry,
+    leaves: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    parameters: Sequence[Tensor],
+    share: Callable[[list[Tensor]], None],
+) -> None:
     """Lets an entry know in the backward of an eager call which arguments code outside uses too: those for which
-    autograd has more, or something else, than the sum of what the call gives.
+    autograd has more, or something else, than the sum of what the call gives. Likewise of parameters.
 
     Args:
         leaves: the tensor arguments of the call; outputs: its results that have a backward.
+        parameters: what it may read besides; `share` is called with each that others use.
     """
+    trained = [parameter for parameter in parameters if parameter.requires_grad] if outputs else []
+    with torch.enable_grad():
+        ends = {place: get_gradient_edge(parameter) for place, parameter in enumerate(trained)}
+    for place, uses in uses_of(ends, outputs).items():
+        if uses:
+            Sum(uses, ends[place], functools.partial(share, [trained[place]]))
     edges = {
         index: get_gradient_edge(leaf)
         for index, leaf in enumerate(leaves)
@@ -118,13 +131,16 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def apart(tensors: Mapping[int, Tensor], outputs: Sequence[Tensor]) -> Iterator[dict[int, list[Tensor]]]:
-    """Keeps autograd from adding up the gradients of some leaf tensors' uses, while it differentiates `outputs`.
+def apart(edges: Mapping[int, GradientEdge], outputs: Sequence[Tensor]) -> Iterator[dict[int, list[Tensor]]]:
+    """Keeps autograd from adding up the gradients of some tensors' uses, while it differentiates `outputs`.
+
+    Args:
+        edges: key -> where the autograd graph ends for a tensor.
 
     Yields:
         key -> the gradients of its uses, in the order in which they came.
     """
-    parts: dict[int, list[Tensor]] = {key: [] for key in tensors}
+    parts: dict[int, list[Tensor]] = {key: [] for key in edges}
     handles = []
 
     def taker(found: list[tuple[int, int]]) -> Any:
@@ -139,8 +155,6 @@ def apart(tensors: Mapping[int, Tensor], outputs: Sequence[Tensor]) -> Iterator[
         return take
 
     by_node: dict[Node, list[tuple[int, int]]] = {}
-    with torch.enable_grad():
-        edges = {key: get_gradient_edge(tensor) for key, tensor in tensors.items()}
     for key, uses in uses_of(edges, outputs).items():
         for node, positions in uses.items():
             by_node.setdefault(node, []).extend((position, key) for position in positions)
