@@ -95,7 +95,7 @@ def training(group: str, program: str, size: dict[str, int], device: str) -> tup
     if group == "compiled" or program.endswith("_static"):
         use_static_causal_attention(model)
     if program == "train_step":
-        step = TrainStep(model, optimizer, compile="default", config=TrainGraphConfig())
+        step = TrainStep(model, optimizer, compile="default", config=TrainGraphConfig(scope="full_iteration"))
         return lambda tokens: step(tokens.unsqueeze(0)), [step]
     called = torch.compile(model) if group == "compiled" else model
 

@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import LlamaConfig, LlamaForCausalLM, get_cosine_schedule_with_warmup
 
-from graphmod import GraphStats, graph_layers
+from graphmod import graph_layers
 from graphmod.train.attention import use_static_causal_attention
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
@@ -42,7 +42,7 @@ def main(steps: int = 16, graphs: bool = True) -> list[float]:
         losses.append(loss.item())
         print(f"step {step}: loss {losses[-1]:.4f}")
     if graphs:
-        print(sum((layer.stats for layer in layers), GraphStats()))
+        print(sum(layer.stats for layer in layers))
     return losses
 
 

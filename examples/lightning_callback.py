@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from graphmod import GraphStats, graph_layers, ungraph
+from graphmod import graph_layers, ungraph
 from graphmod.train.attention import use_static_causal_attention
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
@@ -20,7 +20,7 @@ class GraphLayers(L.Callback):
         self.layers = graph_layers(module.model)
 
     def on_fit_end(self, trainer, module):
-        print(sum((layer.stats for layer in self.layers), GraphStats()))
+        print(sum(layer.stats for layer in self.layers))
         ungraph(module.model)
 
 
@@ -28,7 +28,7 @@ class Model(L.LightningModule):
     def __init__(self):
         super().__init__()
         # A graph can hold no key-value cache. graph_layers turns it off, but in training only.
-        self.model = LlamaForCausalLM(LlamaConfig(**SIZES, use_cache=False))
+        self.model = LlamaForCausalLM(LlamaConfig(**SIZES))
         self.losses = []
 
     def training_step(self, batch, index):

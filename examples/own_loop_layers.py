@@ -7,7 +7,7 @@ import math
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from graphmod import GraphStats, graph_layers
+from graphmod import graph_layers
 from graphmod.train.attention import use_static_causal_attention
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -44,7 +44,7 @@ def main(steps: int = 16, graphs: bool = True) -> list[float]:
         losses.append(total)
         print(f"step {step}: loss {total:.4f}, norm {norm:.3f}")
     if graphs:
-        print(sum((layer.stats for layer in layers), GraphStats()))
+        print(sum(layer.stats for layer in layers))
     return losses
 
 

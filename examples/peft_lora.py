@@ -6,7 +6,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from graphmod import GraphStats, graph_layers
+from graphmod import graph_layers
 from graphmod.train.attention import use_static_causal_attention
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -17,7 +17,7 @@ LORA = {"r": 4, "lora_alpha": 8, "lora_dropout": 0.05, "target_modules": ["q_pro
 def main(steps: int = 16, graphs: bool = True) -> list[float]:
     torch.manual_seed(0)
     # A graph can hold no key-value cache. graph_layers turns it off in calls of the model, but PEFT calls past that.
-    base = LlamaForCausalLM(LlamaConfig(**SIZES, use_cache=False))
+    base = LlamaForCausalLM(LlamaConfig(**SIZES))
     model = get_peft_model(base, LoraConfig(**LORA)).to(device)
     layers = []
     if graphs:
@@ -37,7 +37,7 @@ def main(steps: int = 16, graphs: bool = True) -> list[float]:
         losses.append(loss.item())
         print(f"step {step}: loss {losses[-1]:.4f}")
     if graphs:
-        print(sum((layer.stats for layer in layers), GraphStats()))
+        print(sum(layer.stats for layer in layers))
     return losses
 
 

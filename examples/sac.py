@@ -24,11 +24,11 @@ def adam(parameters) -> torch.optim.Adam:
 
 def main(steps: int = 16, graphs: bool = True) -> list[float]:
     torch.manual_seed(0)
-    actor, critics = mlp(STATE, 2 * ACTION).to(device), nn.ModuleList(mlp(STATE + ACTION, 1) for _ in "12").to(device)
+    actor = mlp(STATE, 2 * ACTION).to(device)
+    critics = nn.ModuleList(mlp(STATE + ACTION, 1) for _ in range(2)).to(device)
     targets = copy.deepcopy(critics).requires_grad_(False)
     log_alpha = torch.zeros((), device=device, requires_grad=True)
-    optimizers = adam(actor.parameters()), adam(critics.parameters()), adam([log_alpha])
-    actor_optimizer, critic_optimizer, alpha_optimizer = optimizers
+    actor_adam, critic_adam, alpha_adam = adam(actor.parameters()), adam(critics.parameters()), adam([log_alpha])
 
     def act(state):
         mean, spread = actor(state).chunk(2, -1)
@@ -46,17 +46,17 @@ def main(steps: int = 16, graphs: bool = True) -> list[float]:
             chosen, log_prob = act(following)
             goal = reward + 0.99 * (lowest(targets, following, chosen) - log_alpha.exp() * log_prob)
         critic_loss = sum(F.mse_loss(critic(torch.cat([state, action], -1)), goal) for critic in critics)
-        critic_optimizer.zero_grad()
+        critic_adam.zero_grad()
         critic_loss.backward()
-        critic_optimizer.step()
+        critic_adam.step()
         chosen, log_prob = act(state)
         actor_loss = (log_alpha.exp().detach() * log_prob - lowest(critics, state, chosen)).mean()
-        actor_optimizer.zero_grad()
+        actor_adam.zero_grad()
         actor_loss.backward()
-        actor_optimizer.step()
-        alpha_optimizer.zero_grad()
+        actor_adam.step()
+        alpha_adam.zero_grad()
         (-log_alpha * (log_prob.detach() - ACTION).mean()).backward()
-        alpha_optimizer.step()
+        alpha_adam.step()
         with torch.no_grad():
             torch._foreach_lerp_(list(targets.parameters()), list(critics.parameters()), 0.005)
         return critic_loss.detach(), actor_loss.detach()

@@ -7,7 +7,7 @@ import tempfile
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from graphmod import GraphStats, graph_layers
+from graphmod import graph_layers
 from graphmod.train.attention import use_static_causal_attention
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -45,7 +45,7 @@ def main(steps: int = 12, graphs: bool = True) -> list[float]:
         trainer = Trainer(model, arguments, train_dataset=rows, eval_dataset=rows[:32])
         trainer.train()
     if graphs:
-        print(sum((layer.stats for layer in layers), GraphStats()))
+        print(sum(layer.stats for layer in layers))
     logged = [entry.get("loss", entry.get("eval_loss")) for entry in trainer.state.log_history]
     return [loss for loss in logged if loss is not None]
 

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer
 
-from graphmod import GraphStats, graph_layers
+from graphmod import graph_layers
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 
@@ -46,7 +46,7 @@ def main(steps: int = 12, graphs: bool = True) -> list[float]:
         trainer = DPOTrainer(model, reference, arguments, train_dataset=pairs, processing_class=byte_tokenizer())
         trainer.train()
     if graphs:
-        print(sum((layer.stats for layer in layers), GraphStats()))
+        print(sum(layer.stats for layer in layers))
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 

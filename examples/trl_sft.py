@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
-from graphmod import GraphStats, graph_layers
+from graphmod import graph_layers
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 
@@ -44,7 +44,7 @@ def main(steps: int = 12, graphs: bool = True) -> list[float]:
         trainer = SFTTrainer(model, arguments, train_dataset=texts, processing_class=byte_tokenizer())
         trainer.train()
     if graphs:
-        print(sum((layer.stats for layer in layers), GraphStats()))
+        print(sum(layer.stats for layer in layers))
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 

@@ -5,7 +5,7 @@ import argparse
 import torch
 from torch.nn import functional as F
 
-from graphmod import GraphStats, graph_layers
+from graphmod import graph_layers
 
 try:
     import timm
@@ -47,7 +47,7 @@ def main(steps: int = 16, graphs: bool = True) -> list[float]:
         losses.append(loss.item())
         print(f"step {step}: loss {losses[-1]:.4f}")
     if graphs:
-        print(sum((layer.stats for layer in layers), GraphStats()))
+        print(sum(layer.stats for layer in layers))
     return losses
 
 

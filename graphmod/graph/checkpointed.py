@@ -20,7 +20,7 @@ from graphmod.torch_private import current_backward, top_saved_tensors_hooks
 
 DRAWS = (
     "draws random numbers inside a checkpoint, which would draw others when it runs again in a graph; set dropout to "
-    "0, or take it out of the checkpointed part"
+    "0, take it out of the checkpointed part, or do without the checkpoint (gradient_checkpointing=False)"
 )
 
 

@@ -43,6 +43,10 @@ class GraphStats:
         order = ("eager", "warm-up", "captured", "disabled")
         return GraphStats(state=max(self.state, other.state, key=order.index), **summed)
 
+    def __radd__(self, other: Any) -> GraphStats:
+        """For `sum(wrapper.stats for wrapper in wrappers)`, which begins with 0."""
+        return self if other == 0 else NotImplemented
+
 
 _CAPTURES = 12  # of one signature, without enough replays in between
 _MOST_RECORDINGS = 4

@@ -39,8 +39,9 @@ def graph_layers(
     Returns:
         The wrappers, in the order of `model.named_modules()`, for their `stats` and `reset()`.
 
-    A transformers model in training is called with `use_cache=False` from now on, unless it is given `position_ids`,
-    which it would then read in another way: a key-value cache that is made anew in each step can be in no graph.
+    A transformers model in training, or with `labels`, is called with `use_cache=False` from now on, where nothing else
+    is asked for, unless it is given `position_ids`, which it would then read in another way: a key-value cache that is
+    made anew in each step can be in no graph.
 
     Raises:
         ConfigError: nothing matches, a match lies inside another, a layer has graphs already, or lies in a model that
@@ -107,9 +108,8 @@ def ungraph(model: nn.Module) -> nn.Module:
             if mark.forward is not None:
                 module.__dict__["forward"] = mark.forward
         del module.__dict__[MARK]
-    handle = model.__dict__.pop(f"{MARK}_hook", None)
-    if handle is not None:
-        handle.remove()
+    for hook in model.__dict__.pop(f"{MARK}_hooks", ()):
+        hook.remove()
     return model
 
 
@@ -203,14 +203,23 @@ def edge_modules(model: nn.Module, layers: list[str]) -> list[str]:
 
 
 def _train_without_cache(model: nn.Module) -> None:
-    if "use_cache" not in inspect.signature(model.forward).parameters or f"{MARK}_hook" in model.__dict__:
-        return
+    """Also where a library calls past the hooks of the model that it was given (PEFT): its parts have them, too."""
+    hooks = [
+        module.register_forward_pre_hook(_without_cache, with_kwargs=True)
+        for module in model.modules()
+        if "use_cache" in inspect.signature(module.forward).parameters
+    ]
+    if hooks and not model.__dict__.get(f"{MARK}_hooks"):
+        model.__dict__[f"{MARK}_hooks"] = hooks
+    else:
+        for hook in hooks:
+            hook.remove()
 
-    def no_cache(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        # With a cache transformers does not look for packed sequences in the positions that it is given.
-        packed = kwargs.get("position_ids") is not None and kwargs.get("attention_mask") is None
-        if module.training and torch.is_grad_enabled() and not packed:
-            kwargs.setdefault("use_cache", False)
-        return args, kwargs
 
-    model.__dict__[f"{MARK}_hook"] = model.register_forward_pre_hook(no_cache, with_kwargs=True)
+def _without_cache(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    # With a cache transformers does not look for packed sequences in the positions that it is given.
+    packed = kwargs.get("position_ids") is not None and kwargs.get("attention_mask") is None
+    trains = (module.training and torch.is_grad_enabled()) or kwargs.get("labels") is not None
+    if trains and not packed and kwargs.get("use_cache") is None:
+        kwargs["use_cache"] = False
+    return args, kwargs

@@ -124,7 +124,8 @@ def test_graphs_of_modules_have_none_left():
     assert kinds and all(set(kind) == {KERNEL} for kind in kinds), kinds
 
 
-def test_a_graph_that_dies_in_a_capture_does_not_end_it(device):
+def test_a_graph_that_dies_in_a_capture_does_not_end_it():
+    device = torch.device("cuda")
     backend = CudaBackend(device)
     x = torch.ones(8, device=device)
     held = [backend.capture(lambda: x * 2, backend.new_pool(), [x], [])[0]]

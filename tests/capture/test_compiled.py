@@ -252,10 +252,8 @@ def test_an_optimizer_that_is_compiled(backend, device):
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_code_with_graphs_of_its_own_is_told_about(device):
-    wrapper, _ = both(device, "inductor", how="none", wrap=lambda program: whole(program))
-    assert wrapper.stats.failures == 0
-    program = Program(device, "inductor", how="none")
+def test_on_a_gpu_code_with_graphs_of_its_own_is_told_about():
+    program = Program(torch.device("cuda"), "inductor", how="none")
     program.call = torch.compile(program.model, mode="reduce-overhead")
     wrapper = whole(program)
     program.run()

@@ -21,9 +21,9 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self, width=8, dropout=0.0, **how):
+    def __init__(self, width=8, layers=3, dropout=0.0, **how):
         super().__init__()
-        self.layers = nn.ModuleList([Block(width, dropout) for _ in range(3)])
+        self.layers = nn.ModuleList([Block(width, dropout) for _ in range(layers)])
         self.how = how
 
     def forward(self, x):
@@ -63,9 +63,9 @@ def test_numbers_are_eagers(reentrant, preserve, dropout, device):
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_a_checkpoint_saves_memory(device):
-    sizes = {"rows": 1024, "width": 512}
-    _, plain = run(device, True, **sizes)
-    _, saving = run(device, True, use_reentrant=False, **sizes)
+def test_on_a_gpu_a_checkpoint_saves_memory():
+    sizes = {"rows": 4096, "width": 512, "layers": 12}
+    _, plain = run(torch.device("cuda"), True, **sizes)
+    _, saving = run(torch.device("cuda"), True, use_reentrant=False, **sizes)
     assert all(wrapper.stats.replays >= 5 for wrapper in saving)
-    assert saving[0].stats.pool_bytes < 0.6 * plain[0].stats.pool_bytes
+    assert saving[0].stats.pool_bytes < 0.5 * plain[0].stats.pool_bytes
