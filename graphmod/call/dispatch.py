@@ -10,6 +10,7 @@ from graphmod.call.replay import find, launch, results
 from graphmod.call.verify import due, verify
 from graphmod.call.warmup import track, warm_up
 from graphmod.capture.forward import capture, place
+from graphmod.graph.casts import share_casts
 from graphmod.graph.context import Context
 from graphmod.signature.flattening import flatten
 from graphmod.signature.modes import FOREIGN
@@ -51,6 +52,8 @@ def run(context: Context, args: tuple, kwargs: dict) -> Any:
             return eager(context, args, kwargs)
     if entry.disabled:
         return eager(context, args, kwargs)
+    if entry.keeps_casts and share_casts(context, entry):
+        return eager(context, args, kwargs, entry)
     if entry.needs_grad and not group.busy:
         group.begin_pass()
     if (entry.verified_in != group.verification.round or not entry.replays % LOOKS) and entry.graphs:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from graphmod.capture.recording import record
 from graphmod.errors import CaptureRefused
-from graphmod.graph.casts import block_of_now, learn_casts, share_casts
+from graphmod.graph.casts import learn_casts
 from graphmod.graph.context import Context
 from graphmod.graph.group import EagerCall
 from graphmod.graph.uses import learn_uses
@@ -18,6 +18,7 @@ from graphmod.signature.modes import difference
 from graphmod.signature.signature import parameter_names
 from graphmod.state.entry import Entry
 from graphmod.trace import dispatch
+from graphmod.trace.hazards import COMPILES
 
 
 def warm_up(context: Context, entry: Entry, args: tuple, kwargs: dict) -> Any:
@@ -26,10 +27,6 @@ def warm_up(context: Context, entry: Entry, args: tuple, kwargs: dict) -> Any:
     context.counters.eager_calls += 1
     context.served, context.eager_in = None, context.group.begun
     entry.calls += 1
-    nested = dispatch.current() is not None  # it is part of a larger recording
-    block = None if nested else block_of_now(context)
-    if share_casts(context, entry, block):
-        return track(context, entry, context.call(*args, **kwargs))
     if entry.calls < context.config.warmup_steps:
         if entry.graphs:
             context.log_once(
@@ -47,16 +44,18 @@ def warm_up(context: Context, entry: Entry, args: tuple, kwargs: dict) -> Any:
             entry.compiled_again += 1
             entry.calls = context.config.warmup_steps - 2
             return track(context, entry, result)
+        if recording.compiles:
+            recording.refused = recording.refused or f"it {COMPILES.effect}, in each call"
         modes = difference(entry.signature.modes, context.group.modes())
         if modes and recording.refused is None:
             recording.refused = f"changes a mode of PyTorch ({modes[0]}), which no replay does; do it around the call"
         entry.add(recording)
-        if not nested:
+        if dispatch.current() is None:  # else it is part of a larger recording
             leaves: list[Tensor] = []
             flatten((args, kwargs), leaves, {})
             outputs = differentiable(result)
             learn_uses(entry, leaves, outputs, context.around.parameters, context.group.share)
-            if block is not None:
+            if entry.keeps_casts:
                 learn_casts(context, entry, leaves, outputs)
         context.learn(recording.guards)
         entry.calls = 0

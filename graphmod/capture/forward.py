@@ -10,7 +10,7 @@ from torch import Tensor
 
 from graphmod.capture.recording import Recording
 from graphmod.errors import CaptureRefused, Diverged
-from graphmod.graph.casts import stays_eager
+from graphmod.graph.casts import device_of, keep_open, open_block
 from graphmod.graph.context import Context
 from graphmod.graph.forward import ForwardGraph
 from graphmod.graph.tape import Tape
@@ -40,8 +40,6 @@ def place(context: Context, entry: Entry, reason: str, recording: Recording) -> 
     group, patience = context.group, context.config.warmup_steps
     if entry.called_forward and not entry.graphs and torch._C._current_autograd_node() is not None:
         return None  # a checkpoint runs an eager forward again, and counts what it saves
-    if stays_eager(context, entry):
-        return None
     tape = group.growing_tape(entry)
     again = tape is not None and any(graph.tape is tape for graph in entry.graphs)
     known = any(graph.recording is recording for graph in entry.graphs)
@@ -136,11 +134,13 @@ def capture(
                 raise CaptureRefused(CANNOT_MOVE)
         graph = ForwardGraph(context, entry, tape, recording)
         state = backend.random_state()
+        block = open_block(device_of(context)) if entry.keeps_casts else None
         torch.clear_autocast_cache()
         try:
             graph.capture(leaves)
         finally:
             torch.clear_autocast_cache()
+            keep_open(device_of(context), block)
         if graph.advanced:
             graph.before = graph.graph.before(graph.advanced)
         graph.launch()

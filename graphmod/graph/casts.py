@@ -8,32 +8,61 @@ neighbours: their captures would make autocast forget all casts.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge
 
 from graphmod.graph.context import Context
 from graphmod.graph.uses import Sum, uses_of
-from graphmod.signature.modes import AUTOCAST, GRAD
 from graphmod.state.entry import Entry
 
 _REMEDY = "Keep that as it is, or pass cache_enabled=False to torch.autocast, where each use is cast for itself"
 
 
-def block_of_now(context: Context) -> Node | None:
-    """An object that stands for the autocast block that the program is in; None where none keeps casts of weights that
-    are trained."""
-    gpu = context.group.gpu
-    device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
-    keeps = torch.is_autocast_enabled(device.type) and torch.is_autocast_cache_enabled() and torch.is_grad_enabled()
-    if not keeps or not any(p.requires_grad and p.dtype is torch.float32 for p in context.around.parameters):
-        return None
+class Block:
+    """Stands for an autocast block, as long as autocast keeps its casts."""
+
+    __slots__ = ("__weakref__",)
+
+
+_open: dict[torch.device, weakref.ref[Block]] = {}
+
+
+def block_of_now(device: torch.device) -> Block:
+    """The autocast block that the program is in, which keeps casts."""
+    known = _open.get(device)
+    block = None if known is None else known()
+    if block is None:
+        block = Block()
+        keep_open(device, block)
+        _open[device] = weakref.ref(block)
+    return block
+
+
+def keep_open(device: torch.device, block: Block | None) -> None:
+    """Lets a block last as long as the casts that autocast keeps from here on. Nothing but the cast of the probe holds
+    its node, and nothing but that node the block."""
+    if block is None:
+        return
     probe = _probe(device)
-    return torch.nn.functional.linear(probe, probe).grad_fn.next_functions[0][0]
+    with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):  # of which a checkpoint around must not know
+        node = torch.nn.functional.linear(probe, probe).grad_fn.next_functions[0][0]
+    node.metadata["graphmod"] = block
+
+
+def open_block(device: torch.device) -> Block | None:
+    """The last block that was asked for, if it is still open."""
+    known = _open.get(device)
+    return None if known is None else known()
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 @cache
@@ -42,21 +71,31 @@ def _probe(device: torch.device) -> Tensor:
         return torch.zeros(1, 1, device=device, requires_grad=True)
 
 
-def share_casts(context: Context, entry: Entry, block: Node | None) -> bool:
-    """Whether a call shares casts with others; if so, its signature stays eager from now on."""
-    if block is not None and block is context.in_block:
+def device_of(context: Context) -> torch.device:
+    """Where a wrapped callable works."""
+    gpu = context.group.gpu
+    return torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
+
+
+def share_casts(context: Context, entry: Entry) -> bool:
+    """Whether a call, whose signature keeps casts, shares some with others. Then the signature stays eager from now on.
+    To be asked in each call."""
+    if not any(p.requires_grad and p.dtype is torch.float32 for p in context.around.parameters):
+        return False
+    block = block_of_now(device_of(context))
+    before = None if context.in_block is None else context.in_block()
+    context.in_block = weakref.ref(block)
+    if before is block:
         context.group.shares_casts = True  # called before in this block
-    context.in_block = block
-    return block is not None and stays_eager(context, entry)
-
-
-def stays_eager(context: Context, entry: Entry) -> bool:
-    """Whether a signature is one under which casts are kept that this call or others of its group share."""
-    casts = entry.signature.modes[AUTOCAST]
-    shares = context.group.shares_casts and casts is not None and casts[-1] and entry.signature.modes[GRAD]
-    if shares:
+        if entry.graphs:
+            context.log_once(
+                f"{context.name!r} was replayed before in this autocast block. The last bits of its gradients may "
+                "differ from eager's, this once",
+                key="casts, once",
+            )
+    if context.group.shares_casts:
         _stay_eager(context, entry)
-    return bool(shares)
+    return context.group.shares_casts
 
 
 def _stay_eager(context: Context, entry: Entry) -> None:

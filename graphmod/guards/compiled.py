@@ -1,7 +1,8 @@
 """Guards of code that torch.compile made: those that dynamo compares itself before it runs that code.
 
 They are compared with the variables of the recorded call, because a replay has none. What is in those and was there
-before the call is the very object; of tensors only what kind they are matters, so that none is kept alive.
+before the call is the very object; of tensors only what kind they are matters, so that none is kept alive but those in
+objects of classes of one's own.
 """
 
 from __future__ import annotations

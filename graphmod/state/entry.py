@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from graphmod.signature.matcher import Matcher
+from graphmod.signature.modes import AUTOCAST, GRAD
 from graphmod.signature.signature import Signature
 from graphmod.signature.structure import opaque_parts
 from graphmod.state.budget import Budget
@@ -73,6 +74,7 @@ class Entry:
         "failures_in_a_row",
         "fruitless",
         "graphs",
+        "keeps_casts",
         "last_used",
         "lost",
         "match",
@@ -96,6 +98,8 @@ class Entry:
         self.signature = signature
         self.calls = 0  # eager ones in a state that is new, since the last recording
         self.graphs: list[Any] = []
+        casts = signature.modes[AUTOCAST]
+        self.keeps_casts = bool(casts is not None and casts[-1] and signature.modes[GRAD])  # autocast, of weights
         self.failures_in_a_row = 0
         self.disabled = False
         self.misses = 0

@@ -39,6 +39,7 @@ class CompiledGraph:
     Attributes:
         about: as of any operation.
         has_graphs: whether it makes CUDA graphs of its own (`mode="reduce-overhead"`).
+        known: whether it tells which of its inputs it writes.
     """
 
     def __init__(self, code: Any, run: Callable) -> None:
@@ -46,7 +47,11 @@ class CompiledGraph:
         writes = frozenset(getattr(code, "mutated_input_idxs", ()))
         self.about = Facts(writes, True, False, False, -1, False, False, False, False, False, "compiled code")
         self.has_graphs = bool((getattr(code, "fx_kwargs", None) or {}).get("cudagraphs"))
-        self._op = self
+        self.known = hasattr(code, "mutated_input_idxs")
+
+    @property
+    def _op(self) -> "CompiledGraph":
+        return self
 
     def __call__(self, *inputs: Any) -> Any:
         with dispatch.hidden():
@@ -109,15 +114,15 @@ def _beginning(begins: Callable) -> Callable:
         if top is not None and (top[0] == id(frame) or frame.f_code.co_name == "__exit__"):
             top[1] = True
         elif top is not None or dispatch.current() is not None:
-            context = contextlib.ExitStack()
-            if top is None:
-                recorder = dispatch.current()
-                recorder.compiled = True
-                context.enter_context(dispatch.through_a_mode())
-                context.enter_context(_dynamo_unaware_of_modes())
-                if not getattr(recorder, "watching", True):
-                    context.enter_context(torch.compiler.set_stance("fail_on_recompile"))
-            _regions.open.append([id(frame), False, context])
+            with contextlib.ExitStack() as entering:
+                if top is None:
+                    recorder = dispatch.current()
+                    recorder.compiled = True
+                    entering.enter_context(dispatch.through_a_mode())
+                    entering.enter_context(_dynamo_unaware_of_modes())
+                    if not getattr(recorder, "watching", True):
+                        entering.enter_context(torch.compiler.set_stance("fail_on_recompile"))
+                _regions.open.append([id(frame), False, entering.pop_all()])
         return begins(*args)
 
     return begin
@@ -126,16 +131,24 @@ def _beginning(begins: Callable) -> Callable:
 def _ending(ends: Callable) -> Callable:
     def end(*args: Any) -> Any:
         result = ends(*args)
-        if _regions.open and _regions.open[-1][1]:
+        top = _regions.open[-1] if _regions.open else None
+        # Where an error comes before the last of the other calls, it is put back what was there before: nothing.
+        if top is not None and (top[1] or (top[0] == id(sys._getframe(1)) and not callable(args[0]))):
             _regions.open.pop()[2].close()
         return result
 
     return end
 
 
-def inside() -> bool:
-    """Whether dynamo decides what runs now, in this thread."""
-    return bool(_regions.open)
+def depth() -> int:
+    """In how many calls of compiled code this thread is."""
+    return len(_regions.open)
+
+
+def leave(depth: int) -> None:
+    """Leaves those calls that were not left as they should be, down to a number of them."""
+    while len(_regions.open) > depth:
+        _regions.open.pop()[2].close()
 
 
 _one_at_a_time = threading.RLock()  # these flags belong to the process

@@ -195,6 +195,8 @@ class Check:
 
     def compiled(self, code: CompiledGraph, given: list[Tensor]) -> Reason | None:
         """Why a graph cannot repeat what inductor has compiled."""
+        if not code.known:
+            return Reason("runs compiled code that does not tell what it writes", OUTSIDE)
         if not self.on_gpu:
             return None
         if code.has_graphs:

@@ -39,6 +39,7 @@ class Tracer:
         self._context = contextlib.ExitStack()
 
     def __enter__(self) -> "Tracer":
+        self._depth = compiled.depth()
         with contextlib.ExitStack() as context:
             if dispatch.has_key():
                 context.enter_context(_beside_the_key)
@@ -48,6 +49,7 @@ class Tracer:
         return self
 
     def __exit__(self, *error: Any) -> None:
+        compiled.leave(self._depth)
         self._context.__exit__(*error)
 
     def _enter(self, context: contextlib.ExitStack) -> None:
@@ -66,7 +68,7 @@ class Tracer:
     def _see(self, op: Any, args: tuple, kwargs: dict) -> Any:
         about = facts(op)
         # What surrounds compiled code takes views as it sees fit: of arguments that are views themselves, for one.
-        if about.profiler or (about.views and compiled.inside()):
+        if about.profiler or (about.views and compiled.depth()):
             return self._do(op, args, kwargs)
         if torch._C._current_autograd_node() is None:
             code, line = user_frame()

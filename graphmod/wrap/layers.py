@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import inspect
 import itertools
+import sys
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 
@@ -204,22 +206,22 @@ def edge_modules(model: nn.Module, layers: list[str]) -> list[str]:
 
 def _train_without_cache(model: nn.Module) -> None:
     """Also where a library calls past the hooks of the model that it was given (PEFT): its parts have them, too."""
-    hooks = [
-        module.register_forward_pre_hook(_without_cache, with_kwargs=True)
-        for module in model.modules()
-        if "use_cache" in inspect.signature(module.forward).parameters
-    ]
-    if hooks and not model.__dict__.get(f"{MARK}_hooks"):
-        model.__dict__[f"{MARK}_hooks"] = hooks
-    else:
-        for hook in hooks:
-            hook.remove()
+    kind = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", ())
+    if model.__dict__.get(f"{MARK}_hooks"):
+        return
+    hooks = []
+    for module in model.modules():
+        names = list(inspect.signature(module.forward).parameters) if isinstance(module, kind) else []
+        if "use_cache" in names:
+            hook = functools.partial(_without_cache, names.index("use_cache"))
+            hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+    model.__dict__[f"{MARK}_hooks"] = hooks
 
 
-def _without_cache(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+def _without_cache(place: int, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     # With a cache transformers does not look for packed sequences in the positions that it is given.
     packed = kwargs.get("position_ids") is not None and kwargs.get("attention_mask") is None
     trains = (module.training and torch.is_grad_enabled()) or kwargs.get("labels") is not None
-    if trains and not packed and kwargs.get("use_cache") is None:
+    if trains and not packed and kwargs.get("use_cache") is None and len(args) <= place:
         kwargs["use_cache"] = False
     return args, kwargs

@@ -11,6 +11,7 @@ from torch._dynamo.utils import counters
 
 from graphmod import CUDAGraphModule, graph_layers
 from graphmod.errors import ConfigError
+from graphmod.trace import compiled
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 INDUCTOR = pytest.param("inductor", marks=pytest.mark.skipif(not shutil.which("g++"), reason="no g++"))
@@ -91,7 +92,7 @@ class Program:
 
 def both(device, backend, wrap=None, run=None, **settings):
     """Runs a program without graphs and with them; returns the wrapper and how often each compiled."""
-    results, compiled = [], []
+    results, counts = [], []
     for graphed in (False, True):
         before = counters["frames"]["total"]
         program = Program(device, backend, **settings)
@@ -99,10 +100,10 @@ def both(device, backend, wrap=None, run=None, **settings):
             wrapper = (wrap or whole)(program)
         torch.manual_seed(1)
         results.append(program.run(**(run or {})))
-        compiled.append(counters["frames"]["total"] - before)
+        counts.append(counters["frames"]["total"] - before)
     for index, (expected, found) in enumerate(zip(*results, strict=True)):
         assert torch.equal(expected, found), f"result {index} differs"
-    return wrapper, compiled
+    return wrapper, counts
 
 
 def whole(program, **settings):
@@ -121,9 +122,9 @@ def whole(program, **settings):
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else value,
 )
 def test_a_step_around_compiled_code_is_captured_and_compiles_no_more(settings, backend, device):
-    wrapper, compiled = both(device, backend, **settings)
+    wrapper, counts = both(device, backend, **settings)
     assert wrapper.stats.replays == STEPS - 2 and wrapper.stats.failures == 0, wrapper.last_failure
-    assert compiled[0] == compiled[1]
+    assert counts[0] == counts[1]
 
 
 def _scale(program):
@@ -182,9 +183,9 @@ def test_what_compiled_code_changes_in_python_is_refused(backend, device):
 @no_inductor
 def test_shapes_that_torch_compile_makes_dynamic_are_captured_each(backend, device):
     run = {"rows": lambda i: (4, 6, 7)[i % 3], "steps": 18}
-    wrapper, compiled = both(device, backend, run=run)
+    wrapper, counts = both(device, backend, run=run)
     assert wrapper.stats.replays >= 6 and wrapper.stats.failures == 0, wrapper.last_failure
-    assert compiled[0] == compiled[1]
+    assert counts[0] == counts[1]
 
 
 @no_inductor
@@ -218,12 +219,12 @@ def test_layers_that_compiled_code_would_pass_over_are_refused(how, told, device
 def test_inference(backend, device):
     torch.manual_seed(0)
     model = Block().to(device).eval()
-    compiled = torch.compile(model, backend=backend)
-    graphed = CUDAGraphModule(compiled, config())
+    made = torch.compile(model, backend=backend)
+    graphed = CUDAGraphModule(made, config())
     with torch.inference_mode():
         for i in range(8):
             x = torch.randn(4, 8, generator=torch.Generator().manual_seed(i)).to(device)
-            assert torch.equal(graphed(x), compiled(x)), i
+            assert torch.equal(graphed(x), made(x)), i
             if i == 5:
                 model.scale = 2.0
     assert graphed.stats.replays >= 3
@@ -258,3 +259,22 @@ def test_on_a_gpu_code_with_graphs_of_its_own_is_told_about():
     wrapper = whole(program)
     program.run()
     assert "reduce-overhead" in wrapper.last_failure
+
+
+def test_an_error_of_torch_compile_leaves_nothing_behind(device):
+    def skipped(x):
+        return x * 2
+
+    broken = torch.compile(torch._dynamo.disable(skipped), backend="eager", fullgraph=True)
+
+    def step(x):
+        try:
+            return broken(x)
+        except Exception:
+            return skipped(x)
+
+    graphed = CUDAGraphModule(step, config())
+    for _ in range(5):
+        assert graphed(torch.ones(3, device=device)).tolist() == [2.0] * 3
+        assert torch._C._len_torch_dispatch_stack() == 0
+    assert compiled.depth() == 0 and graphed.stats.state != "eager"

@@ -77,3 +77,29 @@ def test_layers_share_no_casts_with_other_code(program, eager, device):
             assert wrapper.stats.replays == 0 and wrapper.stats.eager_calls
         else:
             assert wrapper.stats.replays > 10 and wrapper.stats.failures == 0, wrapper.last_failure
+
+
+def test_a_layer_that_is_called_again_in_a_block_later_says_so_once(device, caplog):
+    torch.manual_seed(0)
+    net = Net(1, "").to(device)
+    wrappers = graph_layers(net, config())
+    for i in range(8):
+        net.times = 1 if i < 6 else 2
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = net(torch.randn(4, 8, device=device))
+        loss.backward()
+        net.zero_grad()
+        assert all((wrapper.stats.state == "captured") is (i in range(2, 6)) for wrapper in wrappers), i
+    assert "this once" in caplog.text and "cache_enabled=False" in caplog.text
+
+
+def test_a_gradient_that_is_not_finite_teaches_nothing(device):
+    torch.manual_seed(0)
+    net = Net(1, "").to(device)
+    wrappers = graph_layers(net, config())
+    for i in range(8):
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = net(torch.randn(4, 8, device=device)) * (float("nan") if i < 2 else 1.0)
+        loss.backward()
+        net.zero_grad()
+    assert all(wrapper.stats.replays > 4 for wrapper in wrappers)
