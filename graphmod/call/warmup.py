@@ -10,6 +10,7 @@ from torch import Tensor
 from graphmod.capture.recording import record
 from graphmod.errors import CaptureRefused
 from graphmod.graph.casts import learn_casts
+from graphmod.graph.checkpointed import DRAWS, draws_anew
 from graphmod.graph.context import Context
 from graphmod.graph.group import EagerCall
 from graphmod.graph.uses import learn_uses
@@ -44,6 +45,8 @@ def warm_up(context: Context, entry: Entry, args: tuple, kwargs: dict) -> Any:
             entry.compiled_again += 1
             entry.calls = context.config.warmup_steps - 2
             return track(context, entry, result)
+        if recording.random and draws_anew():
+            recording.refused = recording.refused or DRAWS
         if recording.compiles:
             recording.refused = recording.refused or f"it {COMPILES.effect}, in each call"
         modes = difference(entry.signature.modes, context.group.modes())
@@ -53,8 +56,10 @@ def warm_up(context: Context, entry: Entry, args: tuple, kwargs: dict) -> Any:
         if dispatch.current() is None:  # else it is part of a larger recording
             leaves: list[Tensor] = []
             flatten((args, kwargs), leaves, {})
-            outputs = differentiable(result)
-            learn_uses(entry, leaves, outputs, context.around.parameters, context.group.share)
+            outputs, returned = differentiable(result), []
+            flatten(result, returned, {})  # these the caller may use as he likes, which `ForwardGraph` sees to
+            others = [one for one in context.around.parameters if not any(one is leaf for leaf in returned)]
+            learn_uses(entry, leaves, outputs, others, context.group.share)
             if entry.keeps_casts:
                 learn_casts(context, entry, leaves, outputs)
         context.learn(recording.guards)

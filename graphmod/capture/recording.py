@@ -30,7 +30,7 @@ class Recording:
     Attributes:
         script: its operations, and what it made of constants.
         generators: those it passed to random operations.
-        backward: whether a backward ran inside.
+        backward, random: whether a backward ran inside; whether random numbers were drawn.
         hazards: what of it a graph cannot repeat.
         guards: what its code read.
         returned: the outline of its result.
@@ -45,6 +45,7 @@ class Recording:
         self.script = recorder.script()
         self.generators = recorder.generators
         self.backward = recorder.backward
+        self.random = recorder.random
         self.hazards = recorder.hazards
         self.guards = guards
         self.returned = returned

@@ -7,20 +7,28 @@ graph of the forward keeps its arguments, and that of the backward computes the 
 from __future__ import annotations
 
 import contextlib
+import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import checkpoint as checkpoints
 from torch.utils._pytree import tree_map_only
 
 from graphmod.errors import CaptureRefused
 from graphmod.signature.modes import entered_again
 from graphmod.torch_private import current_backward, top_saved_tensors_hooks
 
+_CODE = inspect.unwrap(checkpoints.checkpoint).__code__
 DRAWS = (
-    "draws random numbers inside a checkpoint, which would draw others when it runs again in a graph; set dropout to "
-    "0, take it out of the checkpointed part, or do without the checkpoint (gradient_checkpointing=False)"
+    "draws random numbers inside a checkpoint that draws others when it runs again (preserve_rng_state=False), which "
+    "no replay would do; leave preserve_rng_state as it is, set dropout to 0, or do without the checkpoint"
+)
+KEPT = (
+    "keeps in its graph what the checkpoint around it would not: it draws random numbers, which a graph cannot draw "
+    "twice. Set dropout to 0, or do without the checkpoint (gradient_checkpointing=False)"
 )
 
 
@@ -29,6 +37,16 @@ def in_checkpoint() -> bool:
     hooks = top_saved_tensors_hooks(True)
     name = "" if hooks is None else getattr(hooks[0], "__qualname__", "")
     return name.startswith("_checkpoint_hook.") and torch.is_grad_enabled()
+
+
+def draws_anew() -> bool:
+    """Whether a checkpoint runs this call that does not put back the random state when it runs it again."""
+    frame = sys._getframe(1) if in_checkpoint() else None
+    while frame is not None:
+        if frame.f_code is _CODE:
+            return not frame.f_locals.get("preserve", True)
+        frame = frame.f_back
+    return False
 
 
 class _Enough(BaseException):

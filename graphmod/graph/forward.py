@@ -14,7 +14,7 @@ from graphmod.errors import CaptureRefused
 from graphmod.graph.accumulators import own_accumulators, stood_in
 from graphmod.graph.backward import BackwardGraph
 from graphmod.graph.buffers import StaticInput
-from graphmod.graph.checkpointed import DRAWS, RunAgain, in_checkpoint
+from graphmod.graph.checkpointed import KEPT, RunAgain, in_checkpoint
 from graphmod.graph.context import Context
 from graphmod.graph.gradients import GradientBuffer, as_memory, lend, memory_of
 from graphmod.graph.results import Results, resolved
@@ -96,21 +96,18 @@ class ForwardGraph:
         grads_then = [parameter.grad for parameter in owned]
         grads = list(map(memory_of, grads_then))
         oldest = _next_sequence_number()
-        again = in_checkpoint() and RunAgain(
-            context.call, args, kwargs, entry.signature.modes, group.backend.device_type
-        )
+        again = None
+        if in_checkpoint() and recording.random:
+            context.log_once(f"{context.name!r} {KEPT}", key="checkpoint")
+        elif in_checkpoint():
+            again = RunAgain(context.call, args, kwargs, entry.signature.modes, group.backend.device_type)
 
         def run() -> Any:
             with again or _own_saved_tensors():
                 return resolved(context.call(*args, **kwargs))
 
         def check(recorder: Recorder, result: Any) -> None:
-            reason = (
-                (DRAWS if again and recorder.random else None)
-                or passed.changed()
-                or passed.returned(result)
-                or self._sources.unlike_eager(self.inputs, recorder)
-            )
+            reason = passed.changed() or passed.returned(result) or self._sources.unlike_eager(self.inputs, recorder)
             if reason is not None:
                 raise CaptureRefused(reason)
             stood_in = {id(view): view._base for view in self.stand_ins.values()}

@@ -107,7 +107,12 @@ class Sum:
             handle.remove()
         parts, total = self._parts, totals[self._number]
         self._parts = []
-        if total is None or not parts or (total.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if (
+            total is None
+            or not parts
+            or total.layout is not torch.strided
+            or (total.is_cuda and torch.cuda.is_current_stream_capturing())
+        ):
             return
         with torch.no_grad():
             whole = parts[0]

@@ -117,7 +117,7 @@ def whole(program, **settings):
         *(({"how": how}, "aot_eager") for how in ("module", "in place", "function", "layers")),
         ({"kind": Broken}, "aot_eager"),
         ({"autocast": True}, "aot_eager"),
-        *(pytest.param(one, "inductor", marks=INDUCTOR.marks) for one in ({"dropout": 0.5}, {"kind": Broken})),
+        *(pytest.param(one, "inductor", marks=INDUCTOR.marks) for one in ({"kind": Broken, "dropout": 0.5},)),
     ],
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else value,
 )

@@ -77,7 +77,7 @@ def test_a_capture_holds_compiled_code_and_compiles_nothing(scope, ran):
     assert run.stats.failures == 0
 
 
-@pytest.mark.parametrize("warmup_steps", [1, 2, 3, 4])
+@pytest.mark.parametrize("warmup_steps", [1, 3])
 def test_the_step_that_captures_is_not_measured(warmup_steps, tiny, tmp_path, monkeypatch):
     captures, original = [], TrainStep.__call__
 
@@ -138,7 +138,7 @@ def test_reset_takes_compiled_code_out_of_the_layers(device):
 
 def test_many_layers_compile_once_not_once_each(ran, tiny, tmp_path):
     counts = []
-    for layers in (6, 12):
+    for layers in (3, 6):
         torch._dynamo.reset()
         ran.clear()
         settings = [f"model.layers={layers}", "graph.compile=default", "train.steps=3", "data.max_bytes=20000"]
@@ -161,11 +161,10 @@ def test_a_run_compiles_on_request_and_evaluates(tiny, tmp_path, scope):
 AGAIN = ["graph.compile=default", "train.activation_checkpointing=true", "data.max_bytes=20000"]
 
 
-@pytest.mark.parametrize("model", [["model=llama_tiny"], ["model=gpt2_tiny", "model.dropout=0"]], ids=["llama", "gpt2"])
-def test_layers_that_run_again_are_compiled_one_by_one_in_every_scope(tiny, tmp_path, model):
-    plain = train(tiny(*AGAIN, *model, "graph=none"), tmp_path / "none")
+def test_layers_that_run_again_are_compiled_one_by_one_in_every_scope(tiny, tmp_path):
+    plain = train(tiny(*AGAIN, "model=llama_tiny", "graph=none"), tmp_path / "none")
     for scope in SCOPES:
-        graphed = train(tiny(*AGAIN, *model, f"graph={scope}"), tmp_path / scope)
+        graphed = train(tiny(*AGAIN, "model=llama_tiny", f"graph={scope}"), tmp_path / scope)
         assert graphed.losses == plain.losses, scope
         assert graphed.graph["failures"] == 0 and graphed.graph["replays"] > 0
 

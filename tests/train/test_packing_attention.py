@@ -1,5 +1,7 @@
 """Attention that is told where packed documents begin computes what a mask does, in graphs as in eager."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -97,8 +99,14 @@ def test_it_computes_what_a_mask_does(tiny, stand_in, name):
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("scope", SCOPES)
-@pytest.mark.parametrize("more", [[], ["train.precision=bf16_mixed"], ["graph.compile=default"]], ids=str)
+@pytest.mark.parametrize(
+    "more, scope",
+    [
+        *itertools.product([[], ["train.precision=bf16_mixed"]], SCOPES),
+        (["graph.compile=default"], "full_iteration"),
+    ],
+    ids=str,
+)
 def test_graphs_have_the_losses_of_eager(lines, tmp_path, stand_in, scope, more):
     settings = ["data.packing_attention=varlen", "train.eval_every=6", "train.eval_batches=2", *more]
     plain = train(lines(*settings, "graph=none"), tmp_path / "none")
