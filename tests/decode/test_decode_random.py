@@ -33,7 +33,7 @@ def alone(device):
     return DecodeEngine(model(device), max_batch_size=1, max_seq_len=64, graphs=False)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     requests=st.lists(request, min_size=1, max_size=9),
     n=st.integers(1, 3),

@@ -35,6 +35,9 @@ def database() -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from torch.testing._internal import common_methods_invocations as invocations
+
+        # That import forbids the process to set flags of backends but in a context; other tests set them.
+        torch.backends.flags_frozen.__globals__["__allow_nonbracketed_mutation_flag"] = True
     invocations.wrapper_set_seed = lambda function, *args, **kwargs: function(*args, **kwargs)  # would seed inside
     op_db = invocations.op_db
     return {f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name: op for op in op_db}

@@ -229,7 +229,7 @@ def run_program(device, specs, order, program, graph):
 
 
 SEARCH = settings(
-    max_examples=25,
+    max_examples=12,
     derandomize=True,
     deadline=None,
     database=None,
