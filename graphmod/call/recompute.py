@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from graphmod.errors import BackwardUnavailable
+from graphmod.graph.buffers import apart
 from graphmod.graph.differentiate import changed_in_place, deliver, differentiate
 from graphmod.graph.forward import ForwardGraph
 from graphmod.graph.tape import Ticket
@@ -86,10 +87,7 @@ def _run_again(ticket: Ticket, graph: ForwardGraph) -> tuple[Sequence[Tensor], l
     try:
         for tensor, value in zip(graph.advanced, ticket.before or (), strict=True):
             tensor.copy_(value)
-        with torch.no_grad():  # autocast keeps its casts of leaves that are no views: see `static_inputs`
-            leaves = [s.tensor.view_as(s.tensor) if s.tensor._is_view() else s.tensor.detach() for s in graph.inputs]
-        for leaf, static in zip(leaves, graph.inputs, strict=True):
-            leaf.requires_grad_(static.tensor.requires_grad)
+        leaves = [apart(static.tensor) for static in graph.inputs]
         args, kwargs = rebuild(graph.entry.signature.structure, leaves)
         with torch.enable_grad(), entered_again(graph.entry.signature.modes, backend.device_type):
             outputs = graph.results.of_node(context.call(*args, **kwargs))

@@ -28,6 +28,7 @@ def warm_up(context: Context, entry: Entry, args: tuple, kwargs: dict) -> Any:
     context.counters.eager_calls += 1
     context.served, context.eager_in = None, context.group.begun
     entry.calls += 1
+    entry.called_forward = entry.called_forward or torch._C._current_autograd_node() is None
     if entry.calls < context.config.warmup_steps:
         if entry.graphs:
             context.log_once(
@@ -77,7 +78,6 @@ def warm_up(context: Context, entry: Entry, args: tuple, kwargs: dict) -> Any:
                 f"{context.name!r} stays eager: {entry.reason}. Keep that as it is, or change a tensor in place; "
                 "force_enable() tries again"
             )
-    entry.called_forward = entry.called_forward or torch._C._current_autograd_node() is None
     return track(context, entry, result)
 
 

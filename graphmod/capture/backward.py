@@ -91,7 +91,7 @@ def capture_backward(graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> B
         state = group.backend.random_state()
         # A compiled backward writes over what its forward saved, so that there is only one of it. And nobody sees where
         # it makes its gradients.
-        once = graph.graph.seen.compiled
+        once = graph.graph.seen.ran_compiled
         places = None if once else group.places.get(shape)
         found, missed = capture(places)
         if not once and (places is None or missed):  # the first of its kind, or other operations than the first had

@@ -122,6 +122,13 @@ def adopted(source: Tensor, static: Any) -> Tensor | None:
     return owner.as_strided(source.size(), source.stride(), source.storage_offset() + owner.storage_offset())
 
 
+def apart(tensor: Tensor) -> Tensor:
+    """The same memory, without the autograd graph that led to it."""
+    with torch.no_grad():  # a view stays one, because autocast keeps its casts of leaves that are none
+        made = tensor.view_as(tensor) if tensor._is_view() else tensor.detach()
+    return made.requires_grad_(tensor.requires_grad)
+
+
 class StaticOutput:
     """One tensor result of a graph; `entry` is the signature it belongs to.
 

@@ -35,8 +35,7 @@ _open: dict[torch.device, weakref.ref[Block]] = {}
 
 def block_of_now(device: torch.device) -> Block:
     """The autocast block that the program is in, which keeps casts."""
-    known = _open.get(device)
-    block = None if known is None else known()
+    block = open_block(device)
     if block is None:
         block = Block()
         keep_open(device, block)

@@ -18,6 +18,7 @@ from torch.utils import checkpoint as checkpoints
 from torch.utils._pytree import tree_map_only
 
 from graphmod.errors import CaptureRefused
+from graphmod.graph.buffers import apart
 from graphmod.signature.modes import entered_again
 from graphmod.torch_private import current_backward, top_saved_tensors_hooks
 
@@ -77,7 +78,7 @@ class RunAgain(torch.autograd.graph.saved_tensors_hooks):
     def _compute(self, index: int) -> Tensor:
         if self._computed_in != current_backward():
             self._computed, self._computed_in = [], current_backward()
-            args, kwargs = tree_map_only(Tensor, _apart, self._given)
+            args, kwargs = tree_map_only(Tensor, apart, self._given)
             hooks = torch.autograd.graph.saved_tensors_hooks(self._keep, _never)
             modes = entered_again(self._modes, self._device_type)
             with torch.enable_grad(), modes, hooks, contextlib.suppress(_Enough):
@@ -92,13 +93,6 @@ class RunAgain(torch.autograd.graph.saved_tensors_hooks):
         self._computed.append(tensor.detach())
         if len(self._computed) == self._count:
             raise _Enough
-
-
-def _apart(tensor: Tensor) -> Tensor:
-    """The same memory, without the autograd graph that led to it."""
-    with torch.no_grad():  # to autocast, an argument that is a view is no leaf: see `static_inputs`
-        made = tensor.view_as(tensor) if tensor._is_view() else tensor.detach()
-    return made.requires_grad_(tensor.requires_grad)
 
 
 def _never(_: Any) -> Tensor:

@@ -45,7 +45,7 @@ class Context:
         served: the graph behind the last call; None where that had none.
         eager_in: the pass of the group in which it last ran without a graph.
         eager_calls: calls without a graph that wait for their backward.
-        in_block: the autocast block of its last warm-up call.
+        in_block: a weak reference to the autocast block of its last call that keeps casts.
     """
 
     def __init__(

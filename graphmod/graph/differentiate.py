@@ -50,7 +50,7 @@ def differentiate(
                 [out for out, _ in pairs],
                 wanted,
                 [grad for _, grad in pairs],
-                retain_graph=not graph.graph.seen.compiled,  # a capture may be made twice; see `capture_backward`
+                retain_graph=not graph.graph.seen.ran_compiled,  # a capture may be made twice; see `capture_backward`
                 allow_unused=True,
             )
     through: list[Tensor | None] = []

@@ -69,8 +69,9 @@ _operations: weakref.WeakValueDictionary[int, CompiledGraph] = weakref.WeakValue
 def replacements() -> list[tuple[Any, str, Any]]:
     """Replacements for what runs compiled code, while somebody records."""
     found = []
-    for module, name in (("output_code", "CompiledFxGraph"), ("output_code", "CompiledAOTI")):
-        kind = getattr(sys.modules.get(f"torch._inductor.{module}"), name, None)
+    inductor = sys.modules.get("torch._inductor.output_code")
+    for name in ("CompiledFxGraph", "CompiledAOTI"):
+        kind = getattr(inductor, name, None)
         if kind is not None:
             found.append((kind, "__call__", _shown(kind.__call__)))
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
@@ -117,7 +118,7 @@ def _beginning(begins: Callable) -> Callable:
             with contextlib.ExitStack() as entering:
                 if top is None:
                     recorder = dispatch.current()
-                    recorder.compiled = True
+                    recorder.ran_compiled = True
                     entering.enter_context(dispatch.through_a_mode())
                     entering.enter_context(_dynamo_unaware_of_modes())
                     if not getattr(recorder, "watching", True):

@@ -23,7 +23,7 @@ class Tracer:
     Attributes:
         trace: the operations, in order.
         generators: those passed to random operations.
-        random, backward, compiled: whether it drew random numbers, ran a backward pass, ran compiled code.
+        random, backward, ran_compiled: whether it drew random numbers, ran a backward pass, ran compiled code.
 
     Args:
         given: the tensors the call was given.
@@ -35,7 +35,7 @@ class Tracer:
         self.generators: list[torch.Generator] = []
         self.random = False
         self.backward = False
-        self.compiled = False
+        self.ran_compiled = False
         self._context = contextlib.ExitStack()
 
     def __enter__(self) -> "Tracer":
@@ -90,11 +90,6 @@ class Tracer:
     def _do(self, op: Any, args: tuple, kwargs: dict) -> Any:
         """Runs an operation, and whatever Python that runs."""
         return op(*args, **kwargs) if sys.gettrace() is None else traced(op, args, kwargs)
-
-
-def current_tracer() -> Tracer | None:
-    """The tracer, or recorder, that watches the present call."""
-    return dispatch.current()
 
 
 def is_recording() -> bool:
