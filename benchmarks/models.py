@@ -1,12 +1,15 @@
-"""What graphmod makes of every causal LM of the installed transformers, small and with random weights.
+"""What graphmod makes of every causal LM of the installed transformers, and of other models, small and with random
+weights.
 
     python benchmarks/models.py                      # all, to benchmarks/results/models.json; some minutes
-    python benchmarks/models.py --models llama,gemma3_text
+    python benchmarks/models.py --models "llama,gemma3_text,T5"
     python benchmarks/models.py --table              # writes docs/models.md from the results
 
 Training: seven steps with `graph_layers` and with the whole step as one graph, losses and weights compared with plain
 PyTorch, bit for bit. Decode: the greedy tokens and log-probabilities of `DecodeEngine`, compared with the model's own
-forward over the whole text, without a cache. On a GPU where there is one, else with emulated graphs.
+forward over the whole text, without a cache. Other models (encoders, images, sound, diffusion) train in fp32 and under
+autocast to bf16; those of diffusers and timm where these are installed. On a GPU where there is one, else with
+emulated graphs.
 """
 
 from __future__ import annotations
@@ -21,24 +24,26 @@ import platform
 import re
 import subprocess
 import sys
+import textwrap
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "models.json"
 PAGE = ROOT / "docs" / "models.md"
 WAYS = ("layers", "step", "decode")
+OTHER_WAYS = ("layers", "step", "layers in bf16", "step in bf16")
 _ALLOWED = 2e-3  # of log-probabilities, in fp32
 _TIMEOUT = 300  # seconds for one model
 
 
 def decode(model: Any) -> dict[str, Any]:
     """Tokens and log-probabilities against those of the model's own forward."""
-    import torch
-
     from graphmod.decode import DecodeEngine
     from graphmod.decode.errors import DecodeError
 
@@ -72,17 +77,35 @@ def decode(model: Any) -> dict[str, Any]:
     }
 
 
-def train(model: Any, how: str) -> tuple[list[float], list[Any], dict[str, Any]]:
-    """Losses of seven steps, the weights after them, and what was captured."""
-    import torch
+def own_loss(model: Any, batch: dict[str, Any]) -> torch.Tensor:
+    return model(**batch).loss
+
+
+def text(number: int) -> dict[str, Any]:
+    """The arguments of a causal LM in step `number`."""
+    tokens = torch.randint(3, 90, (2, 24), generator=torch.Generator().manual_seed(number))
+    return {"input_ids": tokens, "labels": tokens, "use_cache": False}
+
+
+def train(
+    model: Any, batch: Callable = text, loss_of: Callable = own_loss, how: str = "eager"
+) -> tuple[list[float], list[Any], dict[str, Any]]:
+    """Losses of seven steps, the weights after them, and what was captured.
+
+    Args:
+        batch: step number -> arguments; loss_of: the loss of the model and those; how: one of the ways, or `eager`.
+    """
+    from transformers import set_seed
 
     from graphmod import CUDAGraphModule, graph_layers
 
-    device = model.device
+    way, _, precision = how.partition(" in ")
+    device = next(model.parameters()).device
     optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.01)
 
-    def step(tokens: torch.Tensor) -> torch.Tensor:
-        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+    def step(given: dict[str, Any]) -> torch.Tensor:
+        with torch.autocast(device.type, torch.bfloat16, enabled=bool(precision)):
+            loss = loss_of(model, given)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -90,25 +113,43 @@ def train(model: Any, how: str) -> tuple[list[float], list[Any], dict[str, Any]]
 
     run: Callable = step
     wrappers = []
-    if how == "layers":
+    if way == "layers":
         wrappers = graph_layers(model)
-    if how == "step":
+    if way == "step":
         run = CUDAGraphModule(step)
         wrappers = [run]
-    generator, losses = torch.Generator().manual_seed(3), []
+    losses = []
     for number in range(7):
-        torch.manual_seed(number)
-        losses.append(run(torch.randint(3, 90, (2, 24), generator=generator).to(device)).item())
+        set_seed(number)  # numpy's too, which masks what wav2vec 2 hears
+        given = {name: one.to(device) if isinstance(one, torch.Tensor) else one for name, one in batch(number).items()}
+        losses.append(run(given).item())
     said = [one.last_failure for one in wrappers if one.last_failure]
     captured = sum(one.stats.replays > 0 for one in wrappers)
     about = {"captured": captured, "wrapped": len(wrappers), "detail": said[0] if said else ""}
     return losses, [one.detach().clone() for one in model.parameters()], about
 
 
+def small(kind: str) -> tuple[torch.nn.Module, tuple]:
+    """The model, and how to train it: its arguments and loss.
+
+    Raises:
+        NotSmall: it cannot be built.
+    """
+    from causal_models import NotSmall, small_model
+    from other_models import OTHERS
+
+    if kind not in OTHERS:
+        return small_model(kind), (text, own_loss)
+    torch.manual_seed(0)
+    try:
+        return OTHERS[kind].make(), OTHERS[kind][1:]
+    except ImportError as error:
+        raise NotSmall(str(error)) from error
+
+
 def one_model(kind: str, ways: list[str]) -> dict[str, Any]:
     """The results of one model; in a process of its own."""
-    import torch
-    from causal_models import NotSmall, small_model
+    from causal_models import NotSmall
 
     from graphmod.errors import ConfigError
 
@@ -118,26 +159,28 @@ def one_model(kind: str, ways: list[str]) -> dict[str, Any]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        model = small_model(kind).to(device)
+        model, task = small(kind)
     except NotSmall as error:
         return {"model": kind, "not_built": str(error)}
+    model = model.to(device)
     found: dict[str, Any] = {"model": kind, "class": type(model).__name__}
-    expected = None
+    expected: dict[str, Any] = {}
     for way in ways:
         try:
             if way == "decode":
                 found[way] = decode(copy.deepcopy(model).eval())
                 continue
-            if expected is None:
+            plain = way.replace("layers", "eager").replace("step", "eager")
+            if plain not in expected:
                 try:
-                    expected = train(copy.deepcopy(model).train(), "eager")
+                    expected[plain] = train(copy.deepcopy(model).train(), *task, plain)
                 except Exception as error:  # of a model's own code: it does not train as it is
-                    expected = f"{type(error).__name__}: {error}"[:200]
-            if isinstance(expected, str):
-                found[way] = {"outcome": "-", "detail": expected}
+                    expected[plain] = f"{type(error).__name__}: {error}"[:200]
+            if isinstance(expected[plain], str):
+                found[way] = {"outcome": "-", "detail": expected[plain]}
                 continue
-            losses, weights, about = train(copy.deepcopy(model).train(), way)
-            same = losses == expected[0] and all(map(torch.equal, weights, expected[1]))
+            losses, weights, about = train(copy.deepcopy(model).train(), *task, way)
+            same = losses == expected[plain][0] and all(map(torch.equal, weights, expected[plain][1]))
             found[way] = {"outcome": "right" if same else "wrong", **about}
         except ConfigError as error:  # what to name instead
             found[way] = {"outcome": "refused", "detail": f"because {error}"}
@@ -153,7 +196,8 @@ def without_paths(text: str) -> str:
 
 def in_process(kind: str, ways: list[str]) -> dict[str, Any]:
     command = [sys.executable, __file__, "--one", kind, "--ways", ",".join(ways)]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "PYTHONPATH": path}
     try:
         done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=_TIMEOUT)
     except subprocess.TimeoutExpired:
@@ -176,19 +220,33 @@ def _word(found: dict[str, Any] | None) -> str:
         attention = {"own": ", own attention"}.get(found["attention"], "")
         return f"right{attention}" if found["captured"] else f"right, eager{attention}: {_cause(detail)}"
     if found["outcome"] == "refused":
-        return "refused: " + detail.partition("because ")[2].removesuffix(". Use model.generate")[:110]
-    return f"**{found['outcome']}** {detail[:90]}"
+        return "refused: " + _short(detail.partition("because ")[2].removesuffix(". Use model.generate"), 160)
+    return f"**{found['outcome']}** {_short(detail, 90)}"
+
+
+def _short(text: str, most: int) -> str:
+    return textwrap.shorten(text, most, placeholder=" ...")
 
 
 def _cause(detail: str) -> str:
-    operation, _, rest = detail.partition(" at ")
-    return (operation if rest else detail.partition(" (")[0])[:60] or "not captured"
+    """The first clause of a reason, without the operation that it is about and where that is."""
+    where, _, why = detail.partition(": ")
+    cause = (why if why and " at " in where else detail).partition(" at ")[0]
+    return _short(re.split(r" \(|, |; ", cause)[0], 80) or "not captured"
+
+
+def _rows(found: list[dict[str, Any]], ways: Sequence[str], headings: Sequence[str]) -> list[str]:
+    lines = [f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
+    for one in found:
+        lines.append(f"| {one['model']} | {' | '.join(_word(one.get(way)) for way in ways)} |")
+    return lines
 
 
 def table(results: dict[str, Any]) -> str:
     """The page docs/models.md."""
-    found = [one for one in results["models"] if "not_built" not in one]
-    others = [one for one in results["models"] if "not_built" in one]
+    causal = [one for one in results["models"] if not one.get("other")]
+    found, missing = [one for one in causal if "not_built" not in one], [one for one in causal if "not_built" in one]
+    others = [one for one in results["models"] if one.get("other") and "not_built" not in one]
     counts = {way: sum(one.get(way, {}).get("outcome") == "right" for one in found) for way in WAYS}
     refused = sum(one.get("decode", {}).get("outcome") == "refused" for one in found)
     lines = [
@@ -206,31 +264,42 @@ def table(results: dict[str, Any]) -> str:
         f"{results['environment']}. {len(found)} models; equal to plain PyTorch: {counts['layers']} with",
         f"`graph_layers`, {counts['step']} as a whole step; decode: {counts['decode']} right, {refused} refused.",
         "",
-        "| model | `graph_layers` | whole step | decode |",
-        "|---|---|---|---|",
+        *_rows(found, WAYS, ("model", "`graph_layers`", "whole step", "decode")),
+        "",
+        f"Not built small from their config alone ({len(missing)}): {', '.join(one['model'] for one in missing)}.",
+        "",
+        "## Encoders, images, sound, diffusion",
+        "",
+        "In fp32, and under autocast to bf16. **in part**: some layers stay eager.",
+        "",
+        *_rows(
+            others,
+            OTHER_WAYS,
+            ("model", "`graph_layers`", "whole step", "`graph_layers`, bf16", "whole step, bf16"),
+        ),
     ]
-    for one in found:
-        lines.append(f"| {one['model']} | {' | '.join(_word(one.get(way)) for way in WAYS)} |")
-    lines += ["", f"Not built small from their config alone ({len(others)}): "]
-    lines[-1] += ", ".join(one["model"] for one in others) + "."
     return "\n".join(lines) + "\n"
 
 
 def main() -> int:
+    from causal_models import kinds
+    from other_models import OTHERS
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", help="model types, with commas; all without")
-    parser.add_argument("--ways", default=",".join(WAYS), help=f"of {', '.join(WAYS)}")
+    parser.add_argument("--models", help="model types, or names of other models, with commas; all without")
+    parser.add_argument("--ways", help=f"of {', '.join(dict.fromkeys(WAYS + OTHER_WAYS))}, with commas; all without")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--table", action="store_true", help="only write docs/models.md from the results")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    ways = options.ways.split(",")
-    unknown = [way for way in ways if way not in WAYS]
+    every = dict.fromkeys(WAYS + OTHER_WAYS)
+    chosen_ways = options.ways.split(",") if options.ways else list(every)
+    unknown = [way for way in chosen_ways if way not in every]
     if unknown:
-        parser.error(f"--ways: {', '.join(unknown)} is none of {', '.join(WAYS)}")
+        parser.error(f"--ways: {', '.join(unknown)} is none of {', '.join(every)}")
     if options.one:
-        print(json.dumps(one_model(options.one, ways)))
+        print(json.dumps(one_model(options.one, chosen_ways)))
         return 0
     if options.table:
         try:
@@ -239,19 +308,23 @@ def main() -> int:
             print(f"error: no results to show: {error}; run python benchmarks/models.py", file=sys.stderr)
             return 2
         return 0
-    import torch
     import transformers
-    from causal_models import kinds
 
-    chosen = options.models.split(",") if options.models else kinds()
-    unknown = [kind for kind in chosen if kind not in kinds()]
+    known = [*kinds(), *OTHERS]
+    chosen = options.models.split(",") if options.models else known
+    unknown = [kind for kind in chosen if kind not in known]
     if unknown:
-        parser.error(f"--models: {', '.join(unknown)}: transformers has no such causal LM")
+        parser.error(f"--models: {', '.join(unknown)}: no causal LM of transformers, and none of {', '.join(OTHERS)}")
+
+    def run(kind: str) -> dict[str, Any]:
+        of_kind = OTHER_WAYS if kind in OTHERS else WAYS
+        return {**in_process(kind, [way for way in chosen_ways if way in of_kind]), "other": kind in OTHERS}
+
     with ThreadPoolExecutor(options.processes) as pool:
         models = []
-        for one in pool.map(lambda kind: in_process(kind, ways), chosen):
+        for one in pool.map(run, chosen):
             models.append(one)
-            said = one.get("not_built") or ", ".join(f"{way} {one[way]['outcome']}" for way in ways if way in one)
+            said = one.get("not_built") or ", ".join(f"{way} {one[way]['outcome']}" for way in every if way in one)
             print(f"{one['model']:28s} {said}", flush=True)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU, emulated graphs"
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}"
@@ -262,8 +335,8 @@ def main() -> int:
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(results, indent=1) + "\n")
-    bad = [one["model"] for one in models for way in ways if one.get(way, {}).get("outcome") in ("wrong", "raises")]
-    print(f"wrong, or raises: {', '.join(bad) or 'none'}")
+    bad = [one["model"] for one in models for way in every if one.get(way, {}).get("outcome") in ("wrong", "raises")]
+    print(f"wrong, or raises: {', '.join(dict.fromkeys(bad)) or 'none'}")
     return 1 if bad else 0
 
 

@@ -1,8 +1,16 @@
-"""Every causal LM of transformers, small: `benchmarks/causal_models.py`, for the tests."""
+"""The small models of `benchmarks/`, and how they are trained there, for the tests."""
 
+import sys
 from importlib import util
 from pathlib import Path
 
-_spec = util.spec_from_file_location("causal_models", Path(__file__).parent.parent / "benchmarks" / "causal_models.py")
-causal_models = util.module_from_spec(_spec)
-_spec.loader.exec_module(causal_models)
+
+def _module(name):
+    spec = util.spec_from_file_location(name, Path(__file__).parent.parent / "benchmarks" / f"{name}.py")
+    sys.modules[name] = module = util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+causal_models = _module("causal_models")
+other_models = _module("other_models")

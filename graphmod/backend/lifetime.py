@@ -1,4 +1,8 @@
-"""When CUDA graphs are destroyed: not while one is captured."""
+"""When CUDA graphs are captured and destroyed: one capture at a time, and nothing is destroyed during one.
+
+PyTorch keeps, for each random number generator, a set of the graphs that use it, and whether a capture is under way,
+without a lock around either.
+"""
 
 import contextlib
 import threading
@@ -7,15 +11,16 @@ from collections.abc import Iterator
 
 import torch
 
-_lock = threading.RLock()
+_turn = threading.RLock()  # to capture
+_lock = threading.RLock()  # of what follows
 _under_way = 0  # captures
 _waiting: list[torch.cuda.CUDAGraph] = []
+_PATIENCE = 10.0  # seconds; a capture that waits for this very thread would never end
 
 
 class Graphs:
-    """Holds the graphs of one capture. To destroy a graph while its thread captures would end that capture, and the
-    last to hold some may let go at any time: an error that Python forgets, a result. So they wait until no capture is
-    under way."""
+    """Holds the graphs of one capture. The last to hold some may let go at any time: an error that Python forgets, a
+    result. While a capture is under way, in any thread, they wait."""
 
     def __init__(self) -> None:
         self.graphs: list[torch.cuda.CUDAGraph] = []
@@ -26,21 +31,28 @@ def _let_go(graphs: list[torch.cuda.CUDAGraph]) -> None:
     with _lock:
         if _under_way:
             _waiting.extend(graphs)
-    graphs.clear()
+        graphs.clear()
 
 
 @contextlib.contextmanager
 def capturing() -> Iterator[None]:
-    """For a capture to run in."""
+    """For a capture to run in.
+
+    Raises:
+        RuntimeError: another thread captures, and has not come to its end for a while.
+    """
     global _under_way
-    with _lock:
-        _under_way += 1
+    if not _turn.acquire(timeout=_PATIENCE):
+        raise RuntimeError(f"another thread has been capturing for over {_PATIENCE:.0f} s")
     try:
-        yield
-    finally:
         with _lock:
-            _under_way -= 1
-            gone = [] if _under_way else _waiting[:]
-            if gone:
-                _waiting.clear()
-        del gone
+            _under_way += 1
+        try:
+            yield
+        finally:
+            with _lock:
+                _under_way -= 1
+                if not _under_way:
+                    _waiting.clear()
+    finally:
+        _turn.release()

@@ -35,8 +35,8 @@ def graph_layers(
         model: any module, such as a transformers causal LM.
         config: settings; None means the defaults.
         layers: name patterns (`layers.*.mlp`; matched against the end of a module's name, `*` within one part) of the
-            modules to wrap. None takes `config.layers`, or finds the decoder layers: the outermost `nn.ModuleList`s
-            whose items are of one class.
+            modules to wrap. None takes `config.layers`, or finds the layers: the outermost `nn.ModuleList`s and
+            `nn.Sequential`s whose items are of one class.
 
     Returns:
         The wrappers, in the order of `model.named_modules()`, for their `stats` and `reset()`.
@@ -133,7 +133,8 @@ def without_graphs(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def find_layers(model: nn.Module) -> list[str]:
-    """The names of the items of the outermost module lists whose items are of one class and have parameters.
+    """The names of the items of the outermost module lists and sequences whose items are of one class and have
+    parameters; a sequence of plain operations, such as two `nn.Linear`, is none.
 
     Raises:
         ConfigError: the model has no such list.
@@ -141,17 +142,17 @@ def find_layers(model: nn.Module) -> list[str]:
     found: list[str] = []
     for name, module in model.named_modules():
         inside = any(name == layer or name.startswith(layer + ".") for layer in found)
-        if inside or not isinstance(module, nn.ModuleList) or not len(module):
+        if inside or not isinstance(module, (nn.ModuleList, nn.Sequential)) or not len(module):
+            continue
+        if isinstance(module, nn.Sequential) and not any(True for _ in module[0].children()):
             continue
         if len({type(item) for item in module}) == 1 and any(True for _ in module.parameters()):
-            distinct = {
-                id(item): index for index, item in reversed(list(enumerate(module)))
-            }  # one may stand there twice
-            found += [f"{name}.{index}" if name else str(index) for index in sorted(distinct.values())]
+            # Distinct ones: one may stand there twice.
+            found += [f"{name}.{index}" if name else index for index, _ in module.named_children()]
     if not found:
         raise ConfigError(
-            f"{type(model).__name__} has no nn.ModuleList of like layers to wrap; name the modules, for example "
-            'graph_layers(model, layers="blocks.*"), or wrap one: CUDAGraphModule(module)'
+            f"{type(model).__name__} has no list of like layers (nn.ModuleList, nn.Sequential) to wrap; name the "
+            'modules, for example graph_layers(model, layers="blocks.*"), or wrap one: CUDAGraphModule(module)'
         )
     return found
 

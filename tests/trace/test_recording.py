@@ -16,7 +16,7 @@ from graphmod.trace import dispatch, eager_answers
 from graphmod.trace.hazards import Hazard
 from graphmod.trace.patches import Patch
 from graphmod.trace.recorder import Recorder
-from graphmod.trace.tracer import Tracer, current_tracer, is_recording
+from graphmod.trace.tracer import Tracer, is_recording
 
 
 def on(device):
@@ -405,7 +405,7 @@ def test_the_trace_of_a_refused_capture_is_never_the_reference(device):
     """Code that does something else in a capture is refused each time, and not taken for what it is from then on."""
 
     def knows(self, x):
-        recorder = current_tracer()
+        recorder = dispatch.current()
         return x * 3 if recorder is not None and not recorder.watching else x * 2
 
     side, history = play(lambda d: Program(knows, d).to(d), step, device, steps=16)
@@ -425,7 +425,7 @@ def test_code_that_asks_whether_a_stream_captures_takes_eagers_way(device, monke
     exec("def asks(): return torch.cuda.is_current_stream_capturing()", internal)
 
     def asks(self, x):
-        recorder = current_tracer()
+        recorder = dispatch.current()
         if recorder is not None and not recorder.watching:
             TOLD.put(internal["asks"]())
         from_torch, from_c = torch.cuda.is_current_stream_capturing(), torch._C._cuda_isCurrentStreamCapturing()
@@ -462,7 +462,7 @@ def test_patches_are_undone_however_a_call_ends(error):
             graph(torch.ones(2))
     with pytest.raises(error), Recorder():
         raise error
-    assert patched() == before and current_tracer() is None
+    assert patched() == before and dispatch.current() is None
 
 
 def test_two_threads_that_record_at_once_leave_nothing_behind():
@@ -480,14 +480,14 @@ def test_two_threads_that_record_at_once_leave_nothing_behind():
         with Recorder(watching=True) as recorder:
             inside[1].set()
             inside[2].wait(20)
-            seen["second"] = patched() != before and current_tracer() is recorder
+            seen["second"] = patched() != before and dispatch.current() is recorder
 
     seen: dict[str, object] = {}
     threads = [threading.Thread(target=run) for run in (first, second)]
     for thread in threads:
         thread.start()
     inside[0].wait(20)
-    seen["main"] = current_tracer()
+    seen["main"] = dispatch.current()
     for thread in threads:
         thread.join()
     assert seen == {"second": True, "main": None} and patched() == before

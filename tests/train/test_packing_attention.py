@@ -223,6 +223,9 @@ def test_on_a_gpu_graphs_have_the_losses_of_eager(lines, tmp_path, monkeypatch, 
     masked = train(lines(*settings, "data.packing_attention=mask", graph), tmp_path / "mask")
     assert set(taken) == {PackingAttention.mask}
     ours, theirs = ([float.fromhex(loss) for loss in result.losses] for result in (graphed, masked))
+    if graphed.skipped_steps != masked.skipped_steps:  # a gradient overflowed in one alone, which updates once less
+        assert precision == "fp16_mixed", (graphed.skipped_steps, masked.skipped_steps)
+        ours, theirs = ours[:2], theirs[:2]
     assert ours == pytest.approx(theirs, rel=2e-2)
 
 

@@ -1,0 +1,74 @@
+"""Encoders, models of images and sound, and diffusion models: losses and weights after some steps are eager's."""
+
+import copy
+import random
+
+import numpy
+import pytest
+import torch
+from harness import config
+from small_models import other_models
+from torch import nn
+
+from graphmod import ConfigError, CUDAGraphModule, graph_layers
+
+# Padding is looked for on the host, what a random number leaves out is decided there, and TorchScript is not seen.
+EAGER_STEPS = {"BERT", "RoBERTa", "ALBERT", "DistilBERT", "ELECTRA", "ModernBERT", "DeBERTa", "T5", "BART", "Whisper"}
+EAGER_STEPS |= {"wav2vec"}
+# TorchScript; under autocast, weights with several uses, each of which would be cast for itself in a graph.
+EAGER_LAYERS = {False: {"DeBERTa"}, True: {"DeBERTa", "ALBERT", "DiTTransformer2DModel"}}
+
+
+def trained(model, task, way, bf16):
+    """Losses, weights and wrappers after some steps."""
+    device = next(model.parameters()).device
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-3, device=device), fused=True)
+
+    def step(given):
+        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+            loss = task.loss(model, given)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    wrapped = graph_layers(model, config()) if way == "layers" else []
+    if way == "step":
+        step = CUDAGraphModule(step, config())
+        wrapped = [step]
+    losses = []
+    for number in range(6):
+        for seed in (torch.manual_seed, numpy.random.seed, random.seed):
+            seed(number)
+        given = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in task.batch(number).items()}
+        losses.append(step(given).item())
+    return losses, list(model.parameters()), wrapped
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("way", ["layers", "step"])
+@pytest.mark.parametrize("name", other_models.OTHERS)
+def test_training_is_that_of_eager(name, way, bf16, device):
+    words = name.split()
+    if words[0] in ("diffusers", "timm"):
+        pytest.importorskip(words[0])
+    task = other_models.OTHERS[name]
+    torch.manual_seed(0)
+    model = task.make().to(device).train()
+    expected, weights, _ = trained(copy.deepcopy(model), task, None, bf16)
+    losses, found, wrapped = trained(model, task, way, bf16)
+    assert losses == expected
+    assert all(map(torch.equal, found, weights))
+    eager = {*words} & (EAGER_STEPS if way == "step" else EAGER_LAYERS[bf16])
+    assert all((one.stats.replays == 0) is bool(eager) for one in wrapped), wrapped[0].last_failure
+
+
+def test_layers_may_stand_in_a_sequence(device):
+    def block():
+        return nn.Sequential(nn.Linear(8, 8), nn.GELU())
+
+    blocks = nn.Sequential(*[block() for _ in range(3)])
+    model = nn.ModuleDict({"blocks": blocks, "head": nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))})
+    assert len(graph_layers(model, config())) == 3 and all("forward" in one.__dict__ for one in blocks)
+    with pytest.raises(ConfigError, match="Sequential has no list of like layers"):
+        graph_layers(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
