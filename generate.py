@@ -21,7 +21,7 @@ if __name__ == "__main__":
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
-    from graphmod.decode.cli import main
+    from graphmod.cli.generation.main import main
 
     signal.signal(signal.SIGINT, before)
     sys.exit(main(Path(__file__).parent / "configs_generate"))

@@ -74,9 +74,9 @@ def training(group: str, program: str, size: dict[str, int], device: str) -> tup
     import torch
 
     from graphmod import CUDAGraphModule, graph_layers
-    from graphmod.train.attention import use_static_causal_attention
+    from graphmod.train.models.attention import use_static_causal_attention
     from graphmod.train.settings import TrainGraphConfig
-    from graphmod.train.step import TrainStep
+    from graphmod.train.step.step import TrainStep
 
     kind, more = "llama", {}
     if group == "plain":

@@ -14,8 +14,8 @@ import stream_rules
 import torch
 from hydra import compose, initialize_config_dir
 
-from graphmod.train.config import parse, register
-from graphmod.train.step import TrainStep
+from graphmod.cli.training.compose import parse, register
+from graphmod.train.step.step import TrainStep
 
 ROOT = Path(__file__).parent.parent
 

@@ -14,23 +14,23 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from graphmod.decode.anatomy import look_at
-from graphmod.decode.attention import choose
-from graphmod.decode.batch import ContinuousBatch
-from graphmod.decode.blocks import BlockAllocator
-from graphmod.decode.cache import PagedCache
-from graphmod.decode.comparison import compare_made_up, compare_tokens
+from graphmod.decode.attention.choice import choose
+from graphmod.decode.batching.batch import ContinuousBatch
+from graphmod.decode.batching.prefill import Prefill
+from graphmod.decode.batching.requests import Codec, RequestReader, eos_ids
+from graphmod.decode.batching.scheduler import Scheduler, Sequence, prompt_seed
+from graphmod.decode.cache.blocks import BlockAllocator
+from graphmod.decode.cache.cache import PagedCache
 from graphmod.decode.config import CompileMode, EngineConfig, Layout, Sampling
 from graphmod.decode.errors import DecodeError, RequestError
-from graphmod.decode.graphs import BucketGraphs, context_sizes
 from graphmod.decode.model_state import decoding
-from graphmod.decode.prefill import Prefill
-from graphmod.decode.requests import Codec, RequestReader, eos_ids
 from graphmod.decode.results import Completion, DecodeStats, Run, TokenEvent, events
-from graphmod.decode.sampling import GREEDY
-from graphmod.decode.scheduler import Scheduler, Sequence, prompt_seed
-from graphmod.decode.state import BatchState
-from graphmod.decode.step import DecodeStep
+from graphmod.decode.step.anatomy import look_at
+from graphmod.decode.step.graphs import BucketGraphs, context_sizes
+from graphmod.decode.step.sampling import GREEDY
+from graphmod.decode.step.state import BatchState
+from graphmod.decode.step.step import DecodeStep
+from graphmod.decode.verification import compare_made_up, compare_tokens
 from graphmod.errors import ConfigError
 from graphmod.models.exchange import attention
 
@@ -256,7 +256,7 @@ class DecodeEngine:
             sizes: batch sizes among the buckets; None means all.
             max_context: capture for contexts up to this length; None means `max_seq_len`. Of no importance where
                 attention stops at the context by itself.
-            kinds: of sampling: `GREEDY`, `PLAIN`, `FILTERED` of `graphmod.decode.sampling`.
+            kinds: of sampling: `GREEDY`, `PLAIN`, `FILTERED` of `graphmod.decode.step.sampling`.
             progress: show a bar with the free memory.
         """
         if self._busy or self._suspended:

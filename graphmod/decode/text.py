@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from graphmod.decode.requests import Codec
+from graphmod.decode.batching.requests import Codec
 from graphmod.errors import ConfigError, reason
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")

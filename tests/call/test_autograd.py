@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from graphmod import GraphmodError
-from graphmod.train.draws import kept_draws
+from graphmod.train.step.draws import kept_draws
 
 
 class Two(nn.Module):

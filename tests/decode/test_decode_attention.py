@@ -8,14 +8,15 @@ import pytest
 import torch
 from decode_models import ARCHITECTURES, prompts_of, reference, tiny_model
 
-from graphmod.decode import DecodeEngine, flex
-from graphmod.decode.attention import IMPLEMENTATIONS, paged_sdpa
-from graphmod.decode.blocks import BlockAllocator
-from graphmod.decode.cache import CacheView, PagedCache, slot_mapping
-from graphmod.decode.compiled import compiled_code
+from graphmod.decode import DecodeEngine
+from graphmod.decode.attention import flex
+from graphmod.decode.attention.choice import IMPLEMENTATIONS, paged_sdpa
+from graphmod.decode.cache.blocks import BlockAllocator
+from graphmod.decode.cache.cache import CacheView, PagedCache, slot_mapping
+from graphmod.decode.cache.layers import uniform
 from graphmod.decode.config import AttentionName, CompileMode
-from graphmod.decode.graphs import context_sizes
-from graphmod.decode.layers import uniform
+from graphmod.decode.step.compile import compiled_code
+from graphmod.decode.step.graphs import context_sizes
 from graphmod.trace.operations import address
 from graphmod.trace.recorder import Recorder
 from graphmod.trace.tracer import is_recording

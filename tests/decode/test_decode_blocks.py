@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from graphmod.decode.blocks import BlockAllocator
+from graphmod.decode.cache.blocks import BlockAllocator
 from graphmod.decode.errors import DecodeError
 
 COUNT, SIZE, FIRST = 12, 4, 3

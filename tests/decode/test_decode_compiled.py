@@ -5,7 +5,7 @@ import torch
 from torch._inductor.codegen.triton import TritonKernel
 from torch._inductor.utils import IndentedBuffer
 
-from graphmod.decode import compiled
+from graphmod.decode.step import compile as compiled
 
 WAIT = "tl.extra.cuda.gdc_wait()"
 

@@ -8,10 +8,13 @@ import torch
 from decode_models import prompts_of, reference, tiny_model
 from test_decode_attention import attend, filled
 
-from graphmod.decode import DecodeEngine, attention, fastest, run
-from graphmod.decode.attention import IMPLEMENTATIONS, choose
-from graphmod.decode.compiled import compiled_code
+from graphmod.cli.generation import run
+from graphmod.decode import DecodeEngine
+from graphmod.decode.attention import choice as attention
+from graphmod.decode.attention import fastest
+from graphmod.decode.attention.choice import IMPLEMENTATIONS, choose
 from graphmod.decode.config import AttentionName
+from graphmod.decode.step.compile import compiled_code
 
 ALL = [AttentionName.flashinfer, AttentionName.flex, AttentionName.varlen, AttentionName.sdpa]
 

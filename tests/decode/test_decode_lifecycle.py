@@ -9,9 +9,9 @@ from decode_models import prompts_of, reference, tiny_model
 
 from graphmod import CUDAGraphConfig, graph_layers
 from graphmod.decode import DecodeEngine, DecodeError, RequestError, Sampling
-from graphmod.decode.step import DecodeStep
+from graphmod.decode.step.step import DecodeStep
 from graphmod.errors import ConfigError
-from graphmod.train.attention import use_static_causal_attention
+from graphmod.train.models.attention import use_static_causal_attention
 
 
 def tokens_of(engine, prompts, **settings):

@@ -9,8 +9,8 @@ from transformers import masking_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from graphmod.decode import DecodeEngine
-from graphmod.decode.anatomy import look_at
 from graphmod.decode.errors import DecodeError
+from graphmod.decode.step.anatomy import look_at
 from graphmod.errors import ConfigError
 from graphmod.models.masks import Unclear, rule_of
 

@@ -12,11 +12,11 @@ from conftest import ROOT
 from decode_models import tiny_model
 from torch import nn
 
+from graphmod.cli.generation import main as decode_cli
+from graphmod.cli.generation import run as decode_run
+from graphmod.cli.generation.output import OutputFile, open_output
 from graphmod.decode import DecodeEngine
-from graphmod.decode import cli as decode_cli
-from graphmod.decode import run as decode_run
 from graphmod.decode.errors import OutputError
-from graphmod.decode.output import OutputFile, open_output
 from graphmod.decode.text import ByteCodec
 from graphmod.errors import ConfigError, reason
 

@@ -7,7 +7,7 @@ from torch import library, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from graphmod.decode import DecodeEngine
-from graphmod.decode.products import _has_kernel, join_products, products
+from graphmod.decode.step.products import _has_kernel, join_products, products
 
 FEATURES = 128
 
@@ -156,7 +156,7 @@ def test_few_rows_may_be_left_to_the_compiler(rows, fewest, expected):
 )
 def test_other_devices_have_no_kernel(there, monkeypatch):
     there = {"triton": object(), "hip": None, "gpu": True, "capability": (9, 0)} | there
-    monkeypatch.setattr("graphmod.decode.products.find_spec", lambda name: there[name])
+    monkeypatch.setattr("graphmod.decode.step.products.find_spec", lambda name: there[name])
     monkeypatch.setattr(torch.version, "hip", there["hip"])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: there["gpu"])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: there["capability"])
@@ -214,7 +214,7 @@ def test_a_row_does_not_depend_on_the_others(widths):
 @pytest.mark.gpu
 @pytest.mark.parametrize("compile_mode", ["default", "max"])
 def test_compiled_decode_steps_use_them(compile_mode, monkeypatch):
-    from graphmod.decode import products_kernel
+    from graphmod.decode.step import products_kernel
 
     torch.manual_seed(0)
     device = "cuda"

@@ -7,7 +7,7 @@ import torch
 from decode_models import prompts_of, tiny_model
 
 from graphmod.decode import DecodeEngine, Sampling
-from graphmod.decode.sampling import (
+from graphmod.decode.step.sampling import (
     FILTERED,
     GREEDY,
     PLAIN,

@@ -7,10 +7,10 @@ import torch
 from harness import config
 
 from graphmod import CUDAGraphModule
-from graphmod.decode.attention import IMPLEMENTATIONS, paged_sdpa
-from graphmod.decode.cache import CacheView, PagedCache
+from graphmod.decode.attention.choice import IMPLEMENTATIONS, paged_sdpa
+from graphmod.decode.cache.cache import CacheView, PagedCache
+from graphmod.decode.cache.layers import uniform
 from graphmod.decode.config import AttentionName
-from graphmod.decode.layers import uniform
 
 LAYERS = 2
 

@@ -16,12 +16,12 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
 
+from graphmod.cli.generation.loading import load_model, model_folder
+from graphmod.cli.generation.schema import DeviceName, ModelSource
 from graphmod.decode import DecodeEngine
-from graphmod.decode.loading import load_model, model_folder
-from graphmod.decode.schema import DeviceName, ModelSource
 from graphmod.decode.text import ByteCodec, TextStream, codec_for
 from graphmod.errors import ConfigError
-from graphmod.train.loop import train
+from graphmod.train.run.loop import train
 
 
 @pytest.mark.parametrize("scope", ["none", "per_layer", "full_iteration"])

@@ -12,12 +12,13 @@ from test_decode_attention import KV_HEADS, WIDTH, Layer, attend, filled, plain
 from torch._inductor.utils import run_and_get_code
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from graphmod.decode import DecodeEngine, xqa
-from graphmod.decode.attention import IMPLEMENTATIONS, paged_sdpa
-from graphmod.decode.cache import CacheView, PagedCache
-from graphmod.decode.compiled import compiled_code, for_decode
+from graphmod.decode import DecodeEngine
+from graphmod.decode.attention import xqa
+from graphmod.decode.attention.choice import IMPLEMENTATIONS, paged_sdpa
+from graphmod.decode.cache.cache import CacheView, PagedCache
+from graphmod.decode.cache.layers import uniform
 from graphmod.decode.config import AttentionName
-from graphmod.decode.layers import uniform
+from graphmod.decode.step.compile import compiled_code, for_decode
 from graphmod.errors import ConfigError
 from graphmod.trace.dispatch import hidden
 

@@ -8,7 +8,7 @@ from harness import config
 
 from graphmod import CUDAGraphModule
 from graphmod.capture.recording import record
-from graphmod.decode.compiled import compiled_code
+from graphmod.decode.step.compile import compiled_code
 from graphmod.guards import frames
 from graphmod.guards.library import TORCH
 

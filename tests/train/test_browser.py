@@ -9,10 +9,10 @@ import urllib.request
 import pytest
 from tensorboard import program
 
-from graphmod.train.comparison import compare
-from graphmod.train.loop import train
-from graphmod.train.report import write_report
-from graphmod.train.result import RunResult
+from graphmod.train.report.comparison import compare
+from graphmod.train.report.report import write_report
+from graphmod.train.report.result import RunResult
+from graphmod.train.run.loop import train
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 SCOPES = ("none", "per_layer", "full_iteration")

@@ -11,9 +11,9 @@ from conftest import DROPOUT, TINY, shell
 from transformers import AutoModelForCausalLM
 
 from graphmod.errors import ConfigError, GraphmodError
-from graphmod.train.checkpoint import DamagedCheckpoint, checkpoints, verify
-from graphmod.train.loop import train
-from graphmod.train.step import TrainStep
+from graphmod.train.checkpoints.checkpoint import DamagedCheckpoint, checkpoints, verify
+from graphmod.train.run.loop import train
+from graphmod.train.step.step import TrainStep
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "missing", "no manifest"])

@@ -13,11 +13,11 @@ import pytest
 from conftest import ROOT, TINY, composed
 from transformers import AutoModelForCausalLM
 
+from graphmod.cli.training.arguments import flags_first, for_hydra
+from graphmod.cli.training.compose import parse
+from graphmod.cli.training.main import _way_on
 from graphmod.errors import ConfigError
-from graphmod.train.arguments import flags_first, for_hydra
-from graphmod.train.cli import _way_on
-from graphmod.train.config import parse
-from graphmod.train.folders import unused
+from graphmod.train.run.folders import unused
 
 
 @pytest.fixture

@@ -5,10 +5,10 @@ import sys
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from graphmod.train.comparison import compare
-from graphmod.train.report import markdown, remarks, table, write_report
-from graphmod.train.result import RunResult
-from graphmod.train.words import counted
+from graphmod.train.report.comparison import compare
+from graphmod.train.report.report import markdown, remarks, table, write_report
+from graphmod.train.report.result import RunResult
+from graphmod.words import counted
 
 
 def result(scope: str, step_ms: float, losses=(3.0, 2.0, 1.0), steps: int = 10, seed: int = 0) -> RunResult:

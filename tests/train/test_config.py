@@ -6,11 +6,11 @@ import pytest
 from conftest import ROOT, composed
 from hydra.errors import HydraException
 
+from graphmod.cli.explain import explain, setting_names
+from graphmod.cli.training.arguments import swept_keys
+from graphmod.cli.training.compose import parse
 from graphmod.errors import ConfigError
-from graphmod.train.arguments import swept_keys
-from graphmod.train.config import parse
-from graphmod.train.explain import explain, setting_names
-from graphmod.train.folders import job_folder
+from graphmod.train.run.folders import job_folder
 from graphmod.train.schema import Precision, RunConfig
 from graphmod.train.settings import Scope
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from graphmod.errors import ConfigError
-from graphmod.train.corpus import Corpus, load_corpus, read_pieces, standard_library_files, text_files
-from graphmod.train.data import Prefetcher, WindowSampler, evaluation_batches, split
+from graphmod.train.data.corpus import Corpus, load_corpus, read_pieces, standard_library_files, text_files
+from graphmod.train.data.windows import Prefetcher, WindowSampler, evaluation_batches, split
 from graphmod.train.schema import DataConfig, ModelConfig, Source
 
 

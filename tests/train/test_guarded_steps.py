@@ -10,10 +10,10 @@ from harness import play, twins
 from test_train_step import build, graphs, replays, scopes, stepper
 from torch import nn
 
-from graphmod.train.draws import kept_draws
-from graphmod.train.loop import NonFiniteError, train
-from graphmod.train.recompute import draws_random_numbers
-from graphmod.train.step import TrainStep, next_token_loss
+from graphmod.train.run.loop import NonFiniteError, train
+from graphmod.train.step.activations import draws_random_numbers
+from graphmod.train.step.draws import kept_draws
+from graphmod.train.step.step import TrainStep, next_token_loss
 
 SCOPES = ["none", "per_layer", "full_iteration"]
 POISON = 31  # a token whose presence makes the loss NaN
@@ -90,7 +90,7 @@ def test_an_optimizer_that_cannot_leave_out_an_update_is_refused(device):
 
 @scopes
 def test_a_loss_scale_grows_and_shrinks_as_in_eager(scope, device, monkeypatch):
-    monkeypatch.setattr("graphmod.train.iteration._GROWTH_INTERVAL", 3)
+    monkeypatch.setattr("graphmod.train.step.iteration._GROWTH_INTERVAL", 3)
     settings = {"scale_loss": True, "nonfinite": "stop", "autocast_dtype": torch.float16}
     scales = []
 
@@ -166,7 +166,7 @@ def on_text(tiny, text):
 
 @pytest.mark.parametrize("scope", SCOPES)
 def test_a_run_that_blows_up_stops_and_names_the_step(on_text, tmp_path, scope, monkeypatch):
-    monkeypatch.setattr("graphmod.train.assembly.learning_rates", lambda *args: [1e-3] * 4 + [1e30] * 96)
+    monkeypatch.setattr("graphmod.train.run.assembly.learning_rates", lambda *args: [1e-3] * 4 + [1e30] * 96)
     with pytest.raises(NonFiniteError, match="step 6: the loss or a gradient"):
         train(on_text(f"graph={scope}", "train.steps=100", "train.log_every=7"), tmp_path)
 

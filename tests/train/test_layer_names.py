@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from graphmod.train.layer_names import DIFFERENTIATE, UPDATE, name_replays
-from graphmod.train.loop import train
+from graphmod.train.report.layer_names import DIFFERENTIATE, UPDATE, name_replays
+from graphmod.train.run.loop import train
 
 HOST, DEVICE, STREAM = 11, 0, 7
 RUN, EAGER = "step of the run", "eager step"

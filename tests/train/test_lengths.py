@@ -6,11 +6,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from graphmod.errors import ConfigError
-from graphmod.train.buckets import PADDING, BucketSampler, cut, padded_next_token_loss
-from graphmod.train.iteration import next_token_loss
-from graphmod.train.loop import train
-from graphmod.train.model import build_model, model_config
-from graphmod.train.packing import block_mask, document_numbers, packed_next_token_loss, positions
+from graphmod.train.data.buckets import PADDING, BucketSampler, cut, padded_next_token_loss
+from graphmod.train.data.packing import block_mask, document_numbers, packed_next_token_loss, positions
+from graphmod.train.models.model import build_model, model_config
+from graphmod.train.run.loop import train
+from graphmod.train.step.iteration import next_token_loss
 
 CPU = torch.device("cpu")
 SCOPES = ["per_layer", "full_iteration"]

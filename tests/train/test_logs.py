@@ -7,8 +7,8 @@ import sys
 import pytest
 from tqdm import tqdm
 
-from graphmod.train.logs import beside_bar
-from graphmod.train.loop import train
+from graphmod.train.report.logs import beside_bar
+from graphmod.train.run.loop import train
 
 log = logging.getLogger("graphmod")
 

@@ -10,17 +10,17 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from graphmod.errors import ConfigError, GraphmodError
-from graphmod.train.checkpoint import load_training_state
-from graphmod.train.corpus import load_corpus
-from graphmod.train.data import WindowSampler, split
-from graphmod.train.isolation import isolated
-from graphmod.train.loop import _Run, train
-from graphmod.train.metrics import Metrics
-from graphmod.train.model import build_model, model_config
-from graphmod.train.optim import learning_rates
-from graphmod.train.result import RunResult
-from graphmod.train.step import TrainStep
-from graphmod.train.timing import StepClock
+from graphmod.train.checkpoints.checkpoint import load_training_state
+from graphmod.train.data.corpus import load_corpus
+from graphmod.train.data.windows import WindowSampler, split
+from graphmod.train.models.model import build_model, model_config
+from graphmod.train.report.metrics import Metrics
+from graphmod.train.report.result import RunResult
+from graphmod.train.report.timing import StepClock
+from graphmod.train.run.loop import _Run, train
+from graphmod.train.step.isolation import isolated
+from graphmod.train.step.optim import learning_rates
+from graphmod.train.step.step import TrainStep
 
 CPU = torch.device("cpu")
 
@@ -163,7 +163,7 @@ def test_a_checkpoint_can_be_trained_on_as_a_local_model(on_text, settings, text
 
 
 def test_data_that_is_too_short_is_found_before_a_model_is_built(on_text, tmp_path, monkeypatch):
-    monkeypatch.setattr("graphmod.train.loop.build_model", lambda *args: pytest.fail("a model was built"))
+    monkeypatch.setattr("graphmod.train.run.loop.build_model", lambda *args: pytest.fail("a model was built"))
     with pytest.raises(ConfigError, match="too short"):
         train(on_text("data.max_bytes=100", "data.seq_len=128"), tmp_path)
 

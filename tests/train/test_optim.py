@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from graphmod.train.optim import build_optimizer, learning_rates
 from graphmod.train.schema import OptimConfig
+from graphmod.train.step.optim import build_optimizer, learning_rates
 
 CPU = torch.device("cpu")
 

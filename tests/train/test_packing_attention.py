@@ -7,15 +7,16 @@ import pytest
 import torch
 from torch import nn
 
+from graphmod.cli.training.compose import parse
 from graphmod.errors import ConfigError
 from graphmod.trace import tracer
-from graphmod.train import sampling, varlen
-from graphmod.train.assembly import plain_config
-from graphmod.train.config import parse
-from graphmod.train.loop import train
-from graphmod.train.model import build_model, model_config
-from graphmod.train.packing import choose_attention, document_bounds, most_documents, packed_next_token_loss
-from graphmod.train.resume import decisive_settings
+from graphmod.train.data import batches as sampling
+from graphmod.train.data.packing import choose_attention, document_bounds, most_documents, packed_next_token_loss
+from graphmod.train.models import varlen
+from graphmod.train.models.model import build_model, model_config
+from graphmod.train.run.assembly import plain_config
+from graphmod.train.run.loop import train
+from graphmod.train.run.resume import decisive_settings
 from graphmod.train.schema import PackingAttention, Precision
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -50,8 +51,8 @@ def stand_in(monkeypatch):
     # What it notes is nothing that a step reads: code of the package's own, for the guards.
     noting.__code__ = noting.__code__.replace(co_filename=tracer.__file__)
     monkeypatch.setattr(varlen, "varlen_attn", noting)
-    monkeypatch.setattr("graphmod.train.packing.unavailable", lambda *args: None)
-    monkeypatch.setattr("graphmod.train.checks.unavailable", lambda *args: None)
+    monkeypatch.setattr("graphmod.train.data.packing.unavailable", lambda *args: None)
+    monkeypatch.setattr("graphmod.train.run.checks.unavailable", lambda *args: None)
     return given
 
 

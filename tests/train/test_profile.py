@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.profiler import profile
 
-from graphmod.train.loop import train
-from graphmod.train.profile import busy_us
+from graphmod.train.report.profile import busy_us
+from graphmod.train.run.loop import train
 
 
 def test_overlapping_intervals_count_once():

@@ -14,8 +14,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import AutoModelForCausalLM
 
 from graphmod.errors import ConfigError
-from graphmod.train.checkpoint import checkpoints
-from graphmod.train.loop import train
+from graphmod.train.checkpoints.checkpoint import checkpoints
+from graphmod.train.run.loop import train
 
 SCOPES = ["none", "per_layer", "full_iteration"]
 scopes = pytest.mark.parametrize("scope", SCOPES)

@@ -1,0 +1,1 @@
+"""`generate.py`: its command line and settings, prompts, output."""

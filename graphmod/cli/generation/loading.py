@@ -1,0 +1,69 @@
+"""Finds and loads the model that `generate.py` is to sample from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from graphmod.cli.generation.schema import DeviceName, ModelSource, Precision
+from graphmod.errors import ConfigError, reason
+
+_DTYPES = {Precision.saved: "auto", Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16}
+
+
+def model_folder(path: str) -> Path:
+    """The folder of the model that `path` means: itself, or the latest checkpoint below it.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise ConfigError(
+            f"model.path={path} is not a folder; give that of a saved model, or train one: python train.py"
+        )
+    if (folder / "config.json").is_file():
+        return folder
+    found = [config.parent for config in folder.glob("**/checkpoints/*/config.json") if config.parent.name[0] != "."]
+    if not found:
+        raise ConfigError(
+            f"model.path={path} holds no config.json, so no saved model, and no checkpoint of a run below it; "
+            "train one: python train.py"
+        )
+    return max(found, key=lambda checkpoint: (checkpoint / "config.json").stat().st_mtime)
+
+
+def pick_device(name: DeviceName) -> torch.device:
+    """The device to decode on. Raises ConfigError when a GPU is asked for and there is none."""
+    if name is DeviceName.cuda and not torch.cuda.is_available():
+        raise ConfigError("model.device=cuda, but PyTorch finds no GPU; use model.device=auto or cpu")
+    if name is DeviceName.cpu or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def load_model(folder: Path, source: ModelSource) -> PreTrainedModel:
+    """The model in `folder`, in evaluation mode, on its device.
+
+    Raises:
+        ConfigError: transformers cannot read it, or weights are missing.
+    """
+    device = pick_device(source.device)
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=_DTYPES[source.precision], local_files_only=True, output_loading_info=True
+        )
+    except Exception as error:  # whatever the readers of the many file formats raise
+        raise ConfigError(f"model.path={folder} is no model transformers can read: {reason(error)}") from error
+    finally:
+        if bars:
+            transformers_logging.enable_progress_bar()
+    if info["missing_keys"]:
+        some = ", ".join(sorted(info["missing_keys"])[:3])
+        raise ConfigError(f"model.path={folder} lacks {len(info['missing_keys'])} weights of its model, such as {some}")
+    return model.to(device).eval()

@@ -1,0 +1,156 @@
+"""One run of `generate.py`: loads the model, streams one prompt or writes many completions, and says how fast."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from pathlib import Path
+
+from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
+
+from graphmod.cli.generation.loading import load_model, model_folder
+from graphmod.cli.generation.output import OutputFile, complain, open_output, show
+from graphmod.cli.generation.prompts import Prompt, line_of, read_prompts
+from graphmod.cli.generation.provenance import trained
+from graphmod.cli.generation.schema import GenerateConfig
+from graphmod.decode.batching.requests import Codec
+from graphmod.decode.config import CompileMode
+from graphmod.decode.engine import DecodeEngine
+from graphmod.decode.errors import OutputError, RequestError
+from graphmod.decode.results import Completion
+from graphmod.decode.step.sampling import FILTERED, GREEDY, PLAIN
+from graphmod.decode.text import TextStream, codec_for
+from graphmod.words import counted
+
+
+def speed_of(tokens: int, seconds: float, engine: DecodeEngine) -> str:
+    stats = engine.stats
+    speed = f"{counted(tokens, 'token')} in {seconds:.2f} s, {tokens / max(seconds, 1e-9):.1f} tokens/s"
+    if stats.attention_us:
+        measured = ", ".join(f"{name} {us:.1f} us" for name, us in stats.attention_us.items())
+        speed += f"; attention, a layer: {measured}"
+    eager = counted(stats.total("eager_steps"), "eager step")
+    if not engine.config.graphs:
+        return f"{speed}; without graphs: {eager}"
+    launches = counted(stats.total("launches"), "launch")
+    captures = f"{counted(stats.total('captures'), 'capture')} in {stats.capture_seconds:.2f} s"
+    return f"{speed}; graphs {stats.state}: {launches}, {eager}, {captures}"
+
+
+def _kind(config: GenerateConfig) -> int:
+    decode = config.decode
+    return GREEDY if decode.temperature <= 0 else FILTERED if decode.top_k or decode.top_p < 1 else PLAIN
+
+
+def _stream(engine: DecodeEngine, config: GenerateConfig, codec: Codec) -> int:
+    """Prints one prompt and what follows, as it comes."""
+    (asked,) = engine.requests.sequences(0, config.prompt, 1, config.sampling())
+    length = len(asked.completion.prompt)
+    if engine.config.graphs:
+        if engine.config.compile is not CompileMode.none and engine.device.type == "cuda":
+            print("compiling decode steps; this takes a while", file=sys.stderr, flush=True)
+        # First, so that the text does not stop for it, nor log lines come in between.
+        engine.warm_up(max_context=length + config.decode.max_new_tokens, kinds=(_kind(config),), progress=False)
+    text = TextStream(codec)
+    tokens, began, error, before = 0, time.perf_counter(), None, config.prompt
+    try:
+        for event in engine.stream([config.prompt], sampling=config.sampling()):
+            show(before, end="")  # not earlier: a request may still be refused
+            before, error = "", event.error
+            if event.token is not None:
+                tokens += 1
+                shown = text.add(event.token)
+                show(f"{shown}[{event.logprob:.3f}]" if config.decode.logprobs else shown, end="")
+    finally:
+        # Else there is nothing to write to, or of.
+        if not isinstance(sys.exception(), (BrokenPipeError, OutputError, RequestError)):
+            show(text.rest())
+            print(speed_of(tokens, time.perf_counter() - began, engine), file=sys.stderr, flush=True)
+    if error is not None:
+        complain(error)
+    return int(error is not None)
+
+
+def _with_logprobs(completion: Completion, codec: Codec) -> str:
+    """Its text with the log-probability of each token behind it, as `_stream` shows them."""
+    text = TextStream(codec)
+    pairs = zip(completion.tokens, completion.logprobs, strict=True)
+    return "".join(f"{text.add(token)}[{logprob:.3f}]" for token, logprob in pairs) + text.rest()
+
+
+def _many(engine: DecodeEngine, config: GenerateConfig, prompts: list[Prompt], out: OutputFile | None) -> int:
+    """Writes the completions of all prompts, each as soon as it is there, so that an interruption keeps them."""
+    total, finished, failed, tokens = len(prompts) * config.decode.n, 0, 0, 0
+    began = time.perf_counter()
+    with logging_redirect_tqdm(), tqdm(total=total, unit="sample", disable=out is None) as bar:
+
+        def finish(completion: Completion) -> None:
+            nonlocal finished, failed, tokens
+            prompt = prompts[completion.request]
+            if out is None:
+                shown = _with_logprobs(completion, engine.requests.codec) if config.decode.logprobs else completion.text
+                show(f"--- sample {completion.sample}\n{prompt.text}{shown}")
+            else:
+                if not finished:
+                    out.begin()
+                out.line(line_of(completion, prompt, config.decode.logprobs))
+            finished += 1  # after the line is written: what an interruption reports is there
+            failed += completion.error is not None
+            tokens += len(completion.tokens)
+            bar.update()
+            bar.set_postfix_str(f"{tokens / (time.perf_counter() - began):.0f} tokens/s", refresh=False)
+
+        try:
+            engine.generate([prompt.text for prompt in prompts], config.decode.n, config.sampling(), on_finish=finish)
+        except RequestError as error:
+            raise RequestError(_in_words_of(prompts, config.prompts_file, str(error))) from error
+        finally:
+            bar.close()
+            if not isinstance(sys.exception(), (BrokenPipeError, RequestError)):
+                done = f"{finished:,} of {counted(total, 'sample')} finished"
+                done += f", written to {out.path}" if out and finished else ""
+                print(done, file=sys.stderr)
+                print(speed_of(tokens, time.perf_counter() - began, engine), file=sys.stderr, flush=True)
+    if failed:
+        complain(f'{counted(failed, "sample")} ended with an error; see "error" in the output')
+    return int(failed > 0)
+
+
+def _in_words_of(prompts: list[Prompt], source: str | None, message: str) -> str:
+    """A refusal of the engine, with the line of the file in place of the prompt's number."""
+    found = re.match(r"prompt (\d+)\b", message)
+    if found is None or source is None:
+        return message
+    return f"line {prompts[int(found[1])].line} of {source}{message[found.end() :]}"
+
+
+def _run(config: GenerateConfig, prompts: list[Prompt], out: OutputFile | None) -> int:
+    folder = model_folder(config.model.path)
+    codec = codec_for(folder, config.tokenizer)
+    model = load_model(folder, config.model)
+    print(f"model: {folder}" + (f", {known}" if (known := trained(folder)) else ""), file=sys.stderr)
+    if config.graph.compile is not CompileMode.none and model.device.type != "cuda":
+        said = f"graph.compile={config.graph.compile.value} is for a GPU and is ignored on this {model.device.type}"
+        print(f"note: {said}", file=sys.stderr, flush=True)
+    if config.decode.n > 1 and config.decode.temperature <= 0:
+        print("note: with decode.temperature=0 all samples of a prompt are the same", file=sys.stderr, flush=True)
+    engine = DecodeEngine(model, config.engine(len(prompts) * config.decode.n), codec=codec)
+    if config.graph.ahead and engine.config.graphs:
+        engine.warm_up(kinds=(_kind(config),))
+    if config.prompts_file is None and config.decode.n == 1:
+        return _stream(engine, config, codec)
+    return _many(engine, config, prompts, out)
+
+
+def generate(config: GenerateConfig) -> int:
+    """Runs one command; returns the exit status. Raises GraphmodError."""
+    config.check()
+    if config.prompts_file is None:
+        return _run(config, [Prompt(config.prompt or "")], None)
+    source = Path(config.prompts_file)
+    prompts = read_prompts(source)
+    path = Path(config.out) if config.out else source.with_suffix(".out.jsonl")
+    with open_output(path, source, config.overwrite) as out:  # before the model is loaded, which may take minutes
+        return _run(config, prompts, out)

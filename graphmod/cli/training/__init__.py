@@ -1,0 +1,1 @@
+"""`train.py`: its command line, its settings, what follows a sweep."""

@@ -1,0 +1,128 @@
+"""The command line of train.py as Hydra wants it, and what Hydra would not notice in it."""
+
+import re
+from pathlib import Path
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+
+from graphmod.cli.explain import unknown_flag
+from graphmod.errors import ConfigError
+from graphmod.train.run.resume import holds_finished_runs
+
+NO_PROFILE = (
+    "train.profile=true in a multirun would slow the graph launches of every later job, because a profiler stays "
+    "attached to the process; drop it (the comparison tells how busy the GPU was), or run it alone"
+)
+NO_CHECK = "graph.check=true checks one run and trains none; leave out --multirun"
+_ONE_FOR_ALL = (
+    "train.resume={} in a multirun would let all its jobs go on with one run; drop --multirun, or go on with each "
+    "job in its folder: hydra.sweep.dir=FOLDER train.resume=auto"
+)
+_SWEPT_ALREADY = (
+    "hydra.sweep.dir={} holds runs of an earlier multirun, and new ones would mix with them; give another folder, or "
+    "delete that one (train.resume=auto goes on with runs that have checkpoints)"
+)
+_TEXTS = ("train.sample_prompt",)
+_FOLDERS = ("hydra.run.dir", "hydra.sweep.dir")
+_FLAGS = (
+    *("--help", "-h", "--hydra-help", "--version", "--resolve", "--run", "-r", "--multirun", "-m"),
+    *("--shell-completion", "-sc", "--info", "-i"),
+)
+_FLAGS_WITH_VALUE = (
+    *("--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd"),
+    "--experimental-rerun",
+)
+
+
+def flags_first(arguments: list[str]) -> list[str]:
+    """The arguments, flags before settings: Hydra does not understand `graph=none --multirun train.steps=9`.
+
+    Raises:
+        ConfigError: a flag that Hydra does not have.
+    """
+    flags, settings, left = [], [], list(arguments)
+    while left:
+        argument = left.pop(0)
+        name = argument.partition("=")[0]
+        if not argument.startswith("-"):
+            settings.append(argument)
+        elif name in _FLAGS:
+            flags.append(argument)
+            if name in ("--info", "-i") and left and "=" not in left[0] and not left[0].startswith("-"):
+                flags[-1] = f"--info={left.pop(0)}"
+            elif argument in ("--info", "-i"):
+                flags[-1] = "--info=all"  # it would take the first setting for its value
+        elif name in _FLAGS_WITH_VALUE:
+            flags.append(argument)
+            if "=" not in argument and left:
+                flags.append(left.pop(0))
+        else:
+            raise ConfigError(unknown_flag(argument, left[0] if left else "", [*_FLAGS, *_FLAGS_WITH_VALUE]))
+    return [*flags, *settings]
+
+
+def quoted(text: str) -> str:
+    """`text` so that Hydra and omegaconf, which resolves twice, read it as it is."""
+    text = re.sub(r"(\\*)\$\{", lambda found: found[1] * 4 + r"\\\${", text)
+    text = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), text)
+    return f"'{text}'"
+
+
+def for_hydra(arguments: list[str]) -> list[str]:
+    """The arguments as Hydra wants them: flags first, and texts in quotes, as generate.py takes them without.
+
+    Raises:
+        ConfigError: an unknown flag, a folder without a name, a profile of several jobs, one run that all of them
+            would go on with, or a folder with the runs of another multirun.
+    """
+    found, several = [], bool({"--multirun", "-m"} & set(arguments))
+    resumes = any(re.match(r"train\.resume=(?!none$)", argument) for argument in arguments)
+    for argument in flags_first(arguments):
+        key, equals, value = argument.partition("=")
+        if key in _FOLDERS and value.strip("'\" ") == "" and equals:
+            raise ConfigError(f"{key} is empty; give the folder to write to, such as {key}=runs/mine, or leave it out")
+        # Said here, because the jobs, one by one, would compare what is new without what they may not touch.
+        if several and not resumes and key == "hydra.sweep.dir" and holds_finished_runs(Path(value.strip("'\" "))):
+            raise ConfigError(_SWEPT_ALREADY.format(value))
+        if several and key == "train.resume" and value not in ("none", "auto") and "," not in value:
+            raise ConfigError(_ONE_FOR_ALL.format(value))
+        if several and key == "train.profile" and {"true", "yes", "on", "1"} & set(value.lower().split(",")):
+            raise ConfigError(NO_PROFILE)
+        if several and key == "graph.check" and {"true", "yes", "on", "1"} & set(value.lower().split(",")):
+            raise ConfigError(NO_CHECK)
+        at_home = value.startswith("~/") and "," not in value  # bash leaves it so, and Hydra takes it for a deletion
+        if at_home:
+            value = str(Path(value).expanduser())
+        found.append(f"{key}={quoted(value)}" if at_home or (key in _TEXTS and value) else argument)
+    return found
+
+
+def groups(config_dir: Path) -> str:
+    """The groups and their choices, a line each, with the default one marked; for --help."""
+    defaults: dict[str, str] = {}
+    for entry in OmegaConf.load(config_dir / "config.yaml").defaults:
+        if isinstance(entry, DictConfig):
+            defaults |= {str(group): str(choice) for group, choice in entry.items()}
+    lines = []
+    for folder in sorted(path for path in config_dir.iterdir() if path.is_dir() and path.name in defaults):
+        names = sorted(path.stem for path in folder.glob("*.yaml"))
+        marked = (f"{name} (default)" if name == defaults[folder.name] else name for name in names)
+        lines.append(f"  {folder.name}: {', '.join(marked)}")
+    return "\n".join(lines) + "\n"
+
+
+def swept_keys(arguments: list[str]) -> list[str]:
+    """The keys that a multirun gives several values to, such as `graph` in `graph=none,per_layer`."""
+    parser, keys = OverridesParser.create(), []
+    for argument in arguments:
+        if argument.startswith("-"):
+            continue
+        try:
+            override = parser.parse_override(argument)
+        except HydraException:
+            continue  # Hydra will say so itself, and better
+        if override.is_sweep_override():
+            keys.append(override.get_key_element())
+    return keys

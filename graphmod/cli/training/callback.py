@@ -1,0 +1,126 @@
+"""The Hydra callback that compares the runs of a multirun when the last one is done.
+
+How busy the GPU is takes a profiler, which slows later graph launches of the process; so that is looked at last, when
+all times have been taken, in a few steps of each run anew.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig
+
+from graphmod.cli.training.compose import parse
+from graphmod.train.report.comparison import compare
+from graphmod.train.report.report import JSON_FILE, remarks, table, write_report
+from graphmod.train.report.result import RunResult
+from graphmod.train.run.loop import train
+
+_PROFILED = {
+    "steps": 8,
+    "eval_every": 0,
+    "checkpoint": False,
+    "checkpoint_every": 0,
+    "resume": "none",
+    "profile": True,
+    "ema_decay": None,
+}
+
+
+def gpu_busy_ms(result: RunResult) -> float | None:
+    """Kernel time of a step of the run, in ms, from a few steps done again; None without a GPU, or if that fails."""
+    if not result.device or result.device.startswith("CPU"):
+        return None
+    scope = result.auto.get("chosen") or result.scope
+    graph = {**result.config["graph"], "scope": scope, "auto": False}
+    settings = {**result.config, "graph": graph, "train": {**result.config["train"], **_PROFILED}}
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            return train(parse(settings), Path(folder)).profile["run"].get("busy_ms")
+        except Exception:  # the comparison is worth having without this column
+            return None
+
+
+# Of the multirun under way or just done: Hydra makes the callback, shows it to nobody, and turns what it raises into a
+# warning.
+_running: ComparisonCallback | None = None
+_failure: str | None = None
+
+
+def take_failure() -> str | None:
+    """Why the last comparison could not be written; None where it was, and when asked again."""
+    global _failure
+    said, _failure = _failure, None
+    return said
+
+
+def end_early(folder: Path, reason: str) -> None:
+    """Compares what a multirun under way has done, with a job in `folder` as failed. Does nothing without one."""
+    if _running is not None:
+        _running.end_early(folder, reason)
+
+
+class ComparisonCallback(Callback):
+    """Remembers where each job wrote; at the end prints the table and writes it beside them in several forms."""
+
+    def __init__(self) -> None:
+        self._jobs: dict[Path, tuple[str, Any]] = {}
+        self._config: DictConfig | None = None
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Lets `end_early` know what to compare."""
+        global _running
+        self._config, _running = config, self
+
+    def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
+        """Notes a job that ended: the folder that it wrote to, which is another than its own where it went on with an
+        earlier run, or the result that says why it failed."""
+        folder = Path(config.hydra.runtime.output_dir)
+        outcome = job_return.return_value if job_return.status is JobStatus.COMPLETED else folder
+        self._jobs[folder] = str(config.graph.scope.value), outcome
+
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        """Compares what the jobs left behind; one that left nothing is listed as failed."""
+        global _running, _failure
+        _running, sweep = None, Path(config.hydra.sweep.dir)
+        try:
+            self._compare(sweep)
+        except OSError as error:
+            for path in sweep.glob("comparison*"):
+                if path.is_file() and not path.stat().st_size:
+                    path.unlink()
+            _failure = (
+                f"cannot write the comparison to {sweep}: {error.strerror or error}; what the runs wrote stays. Make "
+                "room, or choose another folder with hydra.sweep.dir=FOLDER"
+            )
+
+    def end_early(self, folder: Path, reason: str) -> None:
+        """Compares what there is when Hydra could not go on, because it could not make the folder of a job."""
+        self._jobs[folder] = "", RunResult(scope="", status="failed", error=reason)
+        self.on_multirun_end(self._config)
+
+    def _compare(self, sweep: Path) -> None:
+        results = {}
+        for folder, (scope, outcome) in self._jobs.items():
+            try:
+                result = outcome if isinstance(outcome, RunResult) else RunResult.read(outcome)
+            except (OSError, ValueError, TypeError) as error:
+                result = RunResult(scope=scope, status="failed", error=f"it left no result ({error})")
+            results[folder.name] = result
+        finished = {name: result for name, result in results.items() if result.status == "finished"}
+        if any(not result.device.startswith("CPU") for result in finished.values()):
+            print("\nprofiling a few steps of each run, to see how busy the GPU is", flush=True)
+        busy = {name: ms for name, result in finished.items() if (ms := gpu_busy_ms(result)) is not None}
+        rows = compare(results, busy)
+        print(f"\n{table(rows)}")
+        for remark in remarks(rows, results):
+            print(remark)
+        if not finished and (sweep / JSON_FILE).exists():
+            print(f"\nno run finished; the comparison in {sweep} is that of before")
+            return
+        files = write_report(sweep, rows, results)
+        print(f"\nwritten to {', '.join(map(str, files))}\nside by side: tensorboard --logdir {sweep}")

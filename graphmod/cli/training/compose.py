@@ -1,0 +1,35 @@
+"""From a composed Hydra config to a checked `RunConfig`; every way this can fail ends in one ConfigError."""
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from graphmod.cli.explain import explain
+from graphmod.errors import ConfigError
+from graphmod.train.run.checks import check
+from graphmod.train.schema import RunConfig
+
+
+def register() -> None:
+    """Makes the schema known to Hydra, as `run_schema`; `configs/config.yaml` lists it first."""
+    ConfigStore.instance().store(name="run_schema", node=RunConfig)
+
+
+def parse(cfg: DictConfig | dict) -> RunConfig:
+    """The typed and checked settings of a composed config.
+
+    Merging into a fresh schema catches what Hydra lets pass: a misspelt key that was added with `+`.
+
+    Raises:
+        ConfigError: an unknown key, a value of the wrong kind, an impossible combination, a path that is not there.
+    """
+    try:
+        plain = OmegaConf.to_container(cfg, resolve=True) if OmegaConf.is_config(cfg) else cfg
+        merged = OmegaConf.merge(OmegaConf.structured(RunConfig), plain)
+        config = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        raise ConfigError(explain(error)) from error
+    except ConfigError as error:  # GraphConfig checks itself and does not know under which name it stands here
+        raise ConfigError(f"graph.{error}") from error
+    check(config)
+    return config

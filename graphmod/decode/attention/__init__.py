@@ -1,0 +1,1 @@
+"""Attention over the cache, and the choice between its kernels."""

@@ -1,0 +1,162 @@
+"""Decode attention with FlashInfer's XQA kernel: bf16 or fp16, on a GPU, with FlashInfer installed beside this package.
+
+Of FlashInfer's decode kernels it is the one that plans nothing on the host: how long each row is and where its blocks
+lie is read on the device, so that one graph serves every context and the host may run ahead. FlashInfer is imported
+when the engine asks for this attention, and not before.
+"""
+
+import functools
+import importlib
+import inspect
+import logging
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, library, nn
+
+from graphmod.decode.attention.xqa_limits import padded, padded_head, unavailable
+from graphmod.decode.cache.cache import CacheView, PagedCache
+
+__all__ = ["paged_xqa", "prepare", "scratch", "unavailable", "xqa_decode"]
+
+log = logging.getLogger("graphmod")
+
+_TAKES = "q k_cache v_cache page_table seq_lens output workspace_buffer semaphores"
+_SETTINGS = "num_kv_heads page_size q_scale sm_count"
+
+
+@functools.cache
+def _kernel() -> Callable[..., None]:
+    # Through the module's full name: the package has a function of the same name as the module.
+    return importlib.import_module("flashinfer.xqa").xqa
+
+
+def _parts(device: torch.device) -> int:
+    """The most parts that contexts are divided into, all rows and KV heads together; beyond that, one for each."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+# It takes query, table and lengths of any strides: for an operation that does not, inductor makes copies of the table
+# and the lengths of its own for each layer.
+@library.custom_op("graphmod::xqa_decode", mutates_args=(), tags=(torch.Tag.flexible_layout,))
+def xqa_decode(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    workspace: Tensor,
+    semaphores: Tensor,
+    scale: float,
+) -> Tensor:
+    """One token of each row against its part of the cache; as large as `query`, (B, 1, heads, head_dim), in its dtype.
+
+    It is said to change nothing: `workspace` holds nothing that anyone else reads, and the kernel leaves `semaphores`
+    zero, as it found them.
+
+    Args:
+        keys, values: (blocks, block_size, kv_heads, head_dim), contiguous, of the dtype of `query`.
+        table: (B, blocks of a sequence) int32.
+        lengths: (B, 1) int32, all of them at least 1: the kernel does not say what it does without a token.
+        workspace: uint8; semaphores: (B * kv_heads or more) int32, zero.
+        scale: of the products of queries and keys, beyond 1 / sqrt(head_dim).
+    """
+    out = query.new_empty(query.shape)
+    with torch.cuda.device_of(query):  # the device whose stream it is launched on
+        _kernel()(
+            q=query.contiguous(),
+            k_cache=keys,
+            v_cache=values,
+            page_table=table.contiguous(),
+            seq_lens=lengths.contiguous().view(torch.uint32),
+            output=out,
+            workspace_buffer=workspace,
+            semaphores=semaphores.view(torch.uint32),
+            num_kv_heads=keys.shape[2],
+            page_size=keys.shape[1],
+            q_scale=scale,
+            sm_count=_parts(query.device),
+        )
+    return out
+
+
+@xqa_decode.register_fake
+def _(query: Tensor, *others: Any) -> Tensor:
+    return query.new_empty(query.shape)
+
+
+def prepare(memory: PagedCache) -> str | None:
+    """Loads the kernel, which FlashInfer compiles where it has not done so before, and takes its memory.
+
+    Outside of any capture: it compiles, allocates and runs once, on a row of one zero token.
+
+    Returns:
+        Why it failed, or None.
+    """
+    log.info("decode attention: loading FlashInfer's kernel; compiling it, the first time, takes up to a minute")
+    try:
+        with torch.cuda.device(memory.device):
+            missing = {*_TAKES.split(), *_SETTINGS.split()} - set(inspect.signature(_kernel()).parameters)
+            if missing:
+                return f"the kernel of this FlashInfer does not take {', '.join(sorted(missing))}"
+            memory.scratch = scratch(memory, _parts(memory.device))
+            settings = {"device": memory.device, "dtype": torch.int32}
+            query = torch.zeros(
+                (1, 1, memory.layers[0].heads, memory.layers[0].head_dim), dtype=memory.dtype, device=memory.device
+            )
+            table, lengths = torch.zeros((1, 1), **settings), torch.ones((1, 1), **settings)
+            with torch.inference_mode():
+                xqa_decode(query, memory.keys[0], memory.values[0], table, lengths, *memory.scratch, 1.0)
+            torch.cuda.synchronize()
+    except Exception as error:  # of imports, compilers and loaders: anything
+        log.debug("FlashInfer failed", exc_info=True)
+        return f"FlashInfer does not run here: {_gist(error)}"
+    return None
+
+
+def _gist(error: Exception) -> str:
+    """The line that says what went wrong; an error of compilation is thousands of lines long."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    return f"{type(error).__name__}: {next((line for line in lines if 'error:' in line), lines[0]):.300}"
+
+
+def scratch(memory: PagedCache, parts: int) -> tuple[Tensor, Tensor]:
+    """What the kernel writes beside its result, zeroed: workspace and semaphores, for at most `parts` parts."""
+    heads, kv_heads = memory.layers[0][:2]
+    group = padded(heads // kv_heads, 16)
+    # A part leaves maximum, sum and result of each query head of a KV head; twice that, for what other versions add.
+    part = 2 * group * (2 * 4 + padded_head(memory) * 2) + 512
+    workspace = torch.zeros(parts * part, dtype=torch.uint8, device=memory.device)
+    return workspace, torch.zeros(memory.rows * kv_heads, dtype=torch.int32, device=memory.device)
+
+
+def paged_xqa(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    *,
+    cache_view: CacheView,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """As `attention.paged_sdpa`: (B, heads, 1, head_dim) to (B, 1, heads, head_dim), the result in `query`'s dtype.
+
+    A padded row has no context and looks at one token of its first block instead, which is finite.
+    """
+    view, memory = cache_view, cache_view.memory
+    if not view.shared:
+        lengths = view.context.clamp(min=1).to(torch.int32).unsqueeze(1)
+        view.shared[None] = view.block_table.to(torch.int32), lengths
+    out = xqa_decode(
+        query.transpose(1, 2).to(memory.dtype),
+        memory.keys[module.layer_idx],
+        memory.values[module.layer_idx],
+        *view.shared[None],
+        *memory.scratch,
+        1.0 if scaling is None else scaling * math.sqrt(query.shape[-1]),
+    )
+    return out.to(query.dtype), None

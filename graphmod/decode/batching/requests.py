@@ -1,0 +1,142 @@
+"""From what a user asks for to sequences the scheduler takes: every way a request can be wrong is found here, before
+anything runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from numbers import Integral
+from typing import Any, Protocol
+
+import torch
+from transformers import PreTrainedModel
+
+from graphmod.decode.batching.scheduler import Sequence
+from graphmod.decode.config import Sampling
+from graphmod.decode.errors import RequestError
+from graphmod.decode.results import Completion
+from graphmod.decode.step.state import MOST_STOPS
+
+
+class Codec(Protocol):
+    """Turns text into token ids and back."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, tokens: list[int]) -> str: ...
+
+
+def eos_ids(model: PreTrainedModel) -> list[int]:
+    """The model's end-of-sequence tokens; [] if it has none."""
+    generation = getattr(model, "generation_config", None)
+    found = getattr(generation, "eos_token_id", None)
+    if found is None:
+        found = getattr(model.config, "eos_token_id", None)
+    return [] if found is None else [found] if isinstance(found, int) else list(found)
+
+
+class RequestReader:
+    """Checks requests and takes them apart.
+
+    Args:
+        vocabulary: number of tokens.
+        max_seq_len: of the engine.
+        eos: tokens that end a sequence unless it ignores them.
+        codec: for prompts and stops that are text; None takes token ids only.
+        positions: of the model; None where it tells no number.
+    """
+
+    def __init__(
+        self, vocabulary: int, max_seq_len: int, eos: list[int], codec: Codec | None, positions: int | None = None
+    ) -> None:
+        full = positions is not None and max_seq_len >= positions
+        self._way_out = ", since the model has no more positions" if full else ", or raise max_seq_len"
+        self.vocabulary, self.max_seq_len, self.eos, self.codec = vocabulary, max_seq_len, eos, codec
+
+    def tokens(self, prompt: Any, number: int) -> list[int]:
+        """The token ids of a prompt.
+
+        Raises:
+            RequestError: it is empty, too long, or holds ids the model does not have.
+        """
+        if isinstance(prompt, str):
+            if self.codec is None:
+                raise RequestError(f"prompt {number} is text and the engine has no codec; give token ids, or codec=")
+            prompt = self.codec.encode(prompt)
+        elif isinstance(prompt, torch.Tensor):
+            if prompt.dim() > 1 and len(prompt) != 1:
+                raise RequestError(
+                    f"prompt {number} is a tensor of shape {tuple(prompt.shape)}; give each row as a prompt of its own"
+                )
+            prompt = prompt.flatten().tolist()
+        try:
+            found = list(prompt)
+        except TypeError:
+            kind = type(prompt).__name__
+            raise RequestError(f"prompt {number} must be token ids or a text, got {kind}") from None
+        if not found:
+            raise RequestError(f"prompt {number} is empty; give at least one token, such as the start-of-text token")
+        if len(found) >= self.max_seq_len:
+            raise RequestError(
+                f"prompt {number} has {len(found)} tokens and max_seq_len={self.max_seq_len} leaves no room for "
+                f"another; shorten it{self._way_out}"
+            )
+        wrong = next((t for t in found if not isinstance(t, Integral) or not 0 <= t < self.vocabulary), None)
+        if wrong is not None:
+            raise RequestError(f"prompt {number} holds {wrong!r}, which is no token id below {self.vocabulary}")
+        return list(map(int, found))
+
+    def stops(self, sampling: Sampling) -> tuple[list[int], list[list[int]], list[str]]:
+        """What ends a request: token ids, sequences of several ids, texts.
+
+        Raises:
+            RequestError: a stop is of an unknown kind, or there are too many.
+        """
+        ids = [] if sampling.ignore_eos else list(self.eos)
+        sequences: list[list[int]] = []
+        texts: list[str] = []
+        for stop in sampling.stop:
+            if isinstance(stop, str) and stop:
+                if self.codec is None:
+                    raise RequestError(f"stop {stop!r} is text and the engine has no codec; give token ids, or codec=")
+                texts.append(stop)
+                continue
+            parts = [stop] if isinstance(stop, int) else list(stop) if isinstance(stop, SequenceOf) else []
+            if not parts or any(not isinstance(t, int) or not 0 <= t < self.vocabulary for t in parts):
+                raise RequestError(
+                    f"unknown stop {stop!r}: expected a token id below {self.vocabulary}, a list of them, or a text"
+                )
+            if len(parts) == 1:
+                ids.append(parts[0])
+            else:
+                sequences.append(parts)
+        ids = list(dict.fromkeys(ids))
+        if len(ids) > MOST_STOPS:
+            raise RequestError(
+                f"{len(ids)} stop tokens (end-of-sequence included) are more than {MOST_STOPS}; use fewer, or "
+                "ignore_eos=True"
+            )
+        return ids, sequences, texts
+
+    def sequences(self, number: int, prompt: Any, n: int, sampling: Sampling) -> list[Sequence]:
+        """The n samples of one request. Raises RequestError."""
+        if not isinstance(n, Integral) or isinstance(n, bool) or n < 1:
+            raise RequestError(f"n must be an integer of at least 1, got {n!r}")
+        sampling.check()
+        tokens = self.tokens(prompt, number)
+        ids, sequences, texts = self.stops(sampling)
+        limit = min(len(tokens) + sampling.max_new_tokens, self.max_seq_len)
+        return [
+            Sequence(Completion(number, sample, tokens), sampling, limit, ids, sequences, texts) for sample in range(n)
+        ]
+
+    def ended_on_host(self, sequence: Sequence) -> bool:
+        """Whether the last token completes a stop of several tokens, or a text."""
+        tokens = sequence.completion.tokens
+        if any(tokens[-len(stop) :] == stop for stop in sequence.stop_sequences):
+            return True
+        if not sequence.stop_texts:
+            return False
+        longest = max(map(len, sequence.stop_texts))
+        tail = self.codec.decode(tokens[-4 * longest - 8 :])
+        return any(stop in tail for stop in sequence.stop_texts)

@@ -1,0 +1,1 @@
+"""One decode step for a batch of rows."""

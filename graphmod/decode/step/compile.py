@@ -1,0 +1,100 @@
+"""How a decode step is compiled, and how compiled code of it runs."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphmod.decode.step.products import join_products
+
+_MOST_COMPILED = 256  # batch sizes times kinds of sampling; dynamo's own limit is 8, and beyond it goes on uncompiled
+# Bytes of a weight whose product takes longer than the launch of one more kernel (4 us on an H200).
+_LARGE_WEIGHT = 16 * 2**20
+_WAIT = "tl.extra.cuda.gdc_wait()"
+
+
+def for_decode(function: Callable, tuned: bool) -> Callable:
+    """`function` compiled for CUDA graphs of fixed shapes.
+
+    Generated kernels use programmatic dependent launch where PyTorch and GPU have it (compute capability 9.0): the next
+    one is set up while the last one ends, and a step of many small kernels has no gaps. (CUDA Programming Guide,
+    "Programmatic Dependent Launch and Synchronization".)
+
+    Args:
+        tuned: coordinate-descent tuning, with which inductor makes batch-1 products generated kernels.
+    """
+    return torch.compile(function, dynamic=False, backend=_inductor(tuned))
+
+
+@functools.cache  # dynamo keeps what it compiled for each backend object
+def _inductor(tuned: bool) -> Callable:
+    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.decomposition import select_decomp_table
+
+    patches: dict[str, Any] = {"coordinate_descent_tuning": True} if tuned else {}
+    waiting: Callable = contextlib.nullcontext
+    if _can_launch_early():
+        patches["triton.enable_pdl"] = True
+        waiting = every_kernel_waits
+    product = torch.ops.aten.mm.default
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        join_products(graph, fewest_rows=2 if tuned else 1)
+        decompositions = dict(select_decomp_table())
+        if tuned:
+            decompositions[product] = functools.partial(_product, decompositions[product])
+        # The cache of whole traced graphs knows neither of the decomposition nor of the kernels that wait.
+        with torch._functorch.config.patch(enable_autograd_cache=False), waiting():
+            return compile_fx(graph, inputs, config_patches=patches, decompositions=decompositions)
+
+    return backend
+
+
+def _product(decompose: Callable, left: Tensor, right: Tensor, *more: Any, **named: Any) -> Tensor:
+    """What inductor does, but the vector that meets a large weight is computed first. Else it is computed again for
+    each row of the weight, inside a kernel that then waits for arithmetic and not for memory."""
+    from torch._inductor.inductor_prims import force_stride_order
+
+    if left.shape[0] == 1 and right.numel() * right.element_size() >= _LARGE_WEIGHT:
+        left = force_stride_order(left, left.stride())
+    return decompose(left, right, *more, **named)
+
+
+def _can_launch_early() -> bool:
+    from torch._inductor.codegen.triton import TritonKernel
+
+    known = hasattr(torch._inductor.config.triton, "enable_pdl") and hasattr(TritonKernel, "_filter_pdl")
+    return known and torch.version.hip is None and torch.cuda.get_device_capability() >= (9, 0)
+
+
+@contextlib.contextmanager
+def every_kernel_waits() -> Iterator[None]:
+    """Lets inductor generate no early-launched kernel that does not wait for the one before.
+
+    It leaves the wait out where a kernel loads nothing. Such a kernel may end before the one before it does, and what
+    comes after would take that one for done.
+    """
+    from torch._inductor.codegen.triton import TritonKernel
+
+    before = TritonKernel._filter_pdl
+
+    def filtered(kernel: Any, code: Any) -> None:
+        before(kernel, code)
+        if not any(_WAIT in str(line) for line in code._lines):
+            code._lines.insert(0, _WAIT)
+
+    TritonKernel._filter_pdl = filtered
+    try:
+        yield
+    finally:
+        TritonKernel._filter_pdl = before
+
+
+def compiled_code() -> contextlib.AbstractContextManager:
+    """For compiled code to run in: it may be compiled for as many batch sizes and kinds of sampling as there are."""
+    return torch._dynamo.config.patch(recompile_limit=_MOST_COMPILED)

@@ -1,0 +1,159 @@
+"""The graphs of the decode step: a wrapper for each batch size, context and kind of sampling, one pool, counters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from tqdm import tqdm
+
+from graphmod.config import CUDAGraphConfig, Verify
+from graphmod.decode.config import EngineConfig
+from graphmod.decode.results import BucketStats
+from graphmod.decode.step.state import BatchState
+from graphmod.decode.step.step import DecodeStep
+from graphmod.graph.group import Group
+from graphmod.wrap.module import CUDAGraphModule
+
+_LEAST_VISITED = 256  # below it attention costs no time to speak of
+
+Key = tuple[int, int | None, int]  # batch size, visited tokens, kind of sampling
+
+
+def context_sizes(block_size: int, most: int, stops_at_context: bool) -> list[int | None]:
+    """Numbers of visited tokens that have graphs of their own, ascending: doubling, the last one `most`.
+
+    Args:
+        block_size: they are multiples of it, or less than one block.
+        most: tokens of a block table.
+        stops_at_context: then there is one graph for all, which None stands for.
+    """
+    if stops_at_context:
+        return [None]
+    size = _LEAST_VISITED if block_size >= _LEAST_VISITED else -(-_LEAST_VISITED // block_size) * block_size
+    found = []
+    while size < most:
+        found.append(size)
+        size *= 2
+    if block_size > _LEAST_VISITED:  # a multiple of a block from the first that is longer than one
+        found = [size if size <= block_size else -(-size // block_size) * block_size for size in found]
+    return sorted({*(size for size in found if size < most), most})
+
+
+def _state(states: list[str]) -> str:
+    if "captured" in states:
+        return "valid"
+    return "disabled" if "disabled" in states else "invalid"
+
+
+class BucketGraphs:
+    """Launches decode steps in the smallest bucket that holds the batch.
+
+    Args:
+        step: what is captured.
+        state: whose rows it works on.
+        config: buckets, warm-up, failures, backend, and whether there are graphs at all.
+        contexts: from `context_sizes`.
+    """
+
+    def __init__(self, step: DecodeStep, state: BatchState, config: EngineConfig, contexts: list[int | None]) -> None:
+        self.step, self.state, self.config, self.contexts = step, state, config, contexts
+        self.sizes = config.bucket_sizes()
+        self._settings = CUDAGraphConfig(
+            warmup_steps=config.warmup_steps,
+            max_failures=config.max_failures,
+            backend=config.backend,
+            max_graphs=1,
+            verify=Verify.off,  # a token would come late
+        )
+        self._group = Group()
+        self.wrappers: dict[Key, CUDAGraphModule] = {}
+        self._counts = {size: BucketStats() for size in self.sizes}
+        self._released = dict.fromkeys(self.sizes, 0)  # captures whose graphs `reset` freed
+        self.capturing: int | None = None
+
+    def bucket(self, rows: int) -> int:
+        """The smallest batch size with a graph that holds `rows` rows."""
+        return next(size for size in self.sizes if size >= rows)
+
+    def visited(self, context: int) -> int | None:
+        """The smallest number of visited tokens that holds `context`."""
+        return next(size for size in self.contexts if size is None or size >= context)
+
+    def launch(self, rows: int, context: int, kind: int, steps: int = 1) -> int:
+        """Launches steps; returns the bucket they run in. Call it in inference mode, with the model's attention set."""
+        size, visited = self.bucket(rows), self.visited(context)
+        if not self.config.graphs:
+            self._counts[size].eager_steps += steps
+            for _ in range(steps):
+                self.step(self.state.rows(size), visited, kind)
+            return size
+        key = (size, visited, kind)
+        wrapper = self.wrappers.get(key)
+        if wrapper is None:
+            name = f"decode step of {size} row{'s' if size != 1 else ''}"
+            wrapper = self.wrappers[key] = CUDAGraphModule(self.step, self._settings, name=name, group=self._group)
+        while steps > 0:
+            wrapper(self.state.rows(size), visited, kind)
+            steps -= 1 + wrapper.replay(steps - 1)
+        return size
+
+    def count(self, size: int, row_steps: int, tokens: int) -> None:
+        """Adds the row steps of a chunk and how many of them made a token."""
+        self._counts[size].row_steps += row_steps
+        self._counts[size].padding_row_steps += row_steps - tokens
+
+    def capture(
+        self, sizes: Iterable[int], contexts: Iterable[int | None], kinds: Iterable[int], progress: bool
+    ) -> None:
+        """Captures ahead of time, largest first, with rows that are all padding: such a step changes nothing."""
+        wanted = [
+            (size, visited, kind)
+            for size in sorted(sizes, reverse=True)
+            for visited in sorted(contexts, key=lambda c: c or 0, reverse=True)
+            for kind in sorted(kinds, reverse=True)
+        ]
+        with tqdm(wanted, desc="capturing", unit="graph", disable=not progress) as bar:
+            for size, visited, kind in bar:
+                self.capturing = size
+                try:
+                    for _ in range(self.config.warmup_steps + 1):
+                        self.launch(size, visited or 1, kind)
+                finally:
+                    self.capturing = None
+                if self.state.device.type == "cuda":
+                    free, _ = torch.cuda.mem_get_info(self.state.device)
+                    bar.set_postfix(rows=size, free=f"{free / 2**30:.1f} GiB", refresh=False)
+                else:
+                    bar.set_postfix(rows=size, refresh=False)
+
+    def stats(self) -> tuple[dict[int, BucketStats], float, int]:
+        """Counters of each bucket, seconds spent capturing, and bytes of the pool."""
+        buckets, seconds, pool = {}, 0.0, 0
+        for size in self.sizes:
+            graphs = [wrapper.stats for (rows, _, _), wrapper in self.wrappers.items() if rows == size]
+            own, captures = self._counts[size], sum(graph.captures for graph in graphs)
+            buckets[size] = BucketStats(
+                state="capturing" if size == self.capturing else _state([graph.state for graph in graphs]),
+                launches=sum(graph.replays for graph in graphs),
+                captures=captures,
+                recaptures=max(0, captures - self._released[size] - sum(graph.captures > 0 for graph in graphs)),
+                eager_steps=own.eager_steps + sum(graph.eager_calls for graph in graphs),
+                failures=sum(graph.failures for graph in graphs),
+                row_steps=own.row_steps,
+                padding_row_steps=own.padding_row_steps,
+            )
+            seconds += sum(graph.capture_seconds for graph in graphs)
+            pool = max([pool, *(graph.pool_bytes for graph in graphs)])
+        return buckets, seconds, pool
+
+    def reset(self) -> None:
+        """Frees the graphs; what was disabled stays so, and what is captured next is no recapture."""
+        for (size, _, _), wrapper in self.wrappers.items():
+            self._released[size] += wrapper.stats.state == "captured"
+            wrapper.reset()
+
+    def force_enable(self) -> None:
+        """Lets buckets that failures disabled be captured again."""
+        for wrapper in self.wrappers.values():
+            wrapper.force_enable()

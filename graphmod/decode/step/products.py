@@ -1,0 +1,140 @@
+"""Products of one small batch with several weights (query, key and value; gate and up) by one kernel.
+
+With few rows a product takes a GPU little more than its launch and the way of the first bytes from memory, and the
+products of one input do not wait for each other. Compiled decode steps call the operation where the model calls linear
+layers one after the other; the weights stay where they are.
+"""
+
+import operator
+from collections import defaultdict
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, library
+from torch.fx import GraphModule, Node
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+__all__ = ["join_products", "products"]
+
+MOST_WEIGHTS = 3  # of one kernel
+_MOST_ROWS = 64
+_LARGEST_WEIGHT = 16 * 2**20  # bytes; for more, reading takes longer than a launch, and the kernel was not measured
+_FEWEST_COLUMNS = 48 * 64  # of all weights of an operation; with fewer, most of a large GPU would read nothing
+_OUT, _DEPTH = 64, 128  # the kernel takes weights of multiples of these
+
+
+@library.custom_op("graphmod::products", mutates_args=())
+def products(x: Tensor, weights: list[Tensor]) -> list[Tensor]:
+    """`[x @ weight.T for weight in weights]`, summed in float32.
+
+    Args:
+        x: (..., features) of 1 to 64 rows in bfloat16 or float16; features a multiple of 128.
+        weights: up to three, (out features, features), contiguous; out features a multiple of 64.
+    """
+    if not x.is_cuda:
+        return [torch.nn.functional.linear(x, weight) for weight in weights]
+    from graphmod.decode.step import products_kernel
+
+    flat = x.reshape(-1, x.shape[-1]).contiguous()
+    outs = [flat.new_empty(len(flat), len(weight)) for weight in weights]
+    with torch.cuda.device_of(x):
+        products_kernel.products(flat, weights, outs)
+    return [out.view(*x.shape[:-1], -1) for out in outs]
+
+
+@products.register_fake
+def _(x: Tensor, weights: list[Tensor]) -> list[Tensor]:
+    return [x.new_empty(*x.shape[:-1], len(weight)) for weight in weights]
+
+
+def join_products(graph: GraphModule, fewest_rows: int = 1, device: str = "cuda") -> int:
+    """Lets linear layers of a traced graph that take the same input be one operation; returns how many operations.
+
+    Args:
+        graph: of `torch.compile`, with example values; changed in place.
+        fewest_rows: of the input; less is left to the compiler.
+        device: where the products are; there are no kernels for others than GPUs.
+    """
+    if device == "cuda" and not _has_kernel():
+        return 0
+    groups: defaultdict[tuple[Node, int], list[Node]] = defaultdict(list)
+    writes = 0  # so far: what is on the two sides of one may not see the same input
+    for node in graph.graph.nodes:
+        writes += _may_write(node)
+        if node.target is torch._C._nn.linear and _fits(node, fewest_rows, device):
+            groups[node.args[0], writes].append(node)
+    joined = 0
+    for (x, _), nodes in groups.items():
+        for start in range(0, len(nodes) - 1, MOST_WEIGHTS):
+            some = nodes[start : start + MOST_WEIGHTS]
+            if sum(len(node.args[1].meta["example_value"]) for node in some) >= _FEWEST_COLUMNS and len(some) > 1:
+                _join(graph, x, some)
+                joined += 1
+    if joined:
+        graph.recompile()
+    return joined
+
+
+def _has_kernel() -> bool:
+    if find_spec("triton") is None or torch.version.hip is not None or not torch.cuda.is_available():
+        return False
+    return torch.cuda.get_device_capability() >= (8, 0)  # before, Triton multiplies without tensor cores
+
+
+def _join(graph: GraphModule, x: Node, nodes: list[Node]) -> None:
+    with graph.graph.inserting_before(nodes[0]):
+        joined = graph.graph.call_function(torch.ops.graphmod.products.default, (x, [node.args[1] for node in nodes]))
+        for index, node in enumerate(nodes):
+            part = graph.graph.call_function(operator.getitem, (joined, index))
+            part.meta = dict(node.meta)
+            node.replace_all_uses_with(part)
+    for node in nodes:
+        graph.graph.erase_node(node)
+
+
+def _may_write(node: Node) -> bool:
+    """Whether a call may change one of its arguments. The graph is not functional yet, and functions say it by their
+    name, by a flag or in their schema; those from outside of torch say nothing."""
+    target = node.target
+    if node.op == "call_method":
+        return target.startswith("__i") or target == "__setitem__" or (target.endswith("_") and target[-2:] != "__")
+    if node.op != "call_function":
+        return node.op == "call_module"
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.is_mutable
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        return any(getattr(target, name)._schema.is_mutable for name in target.overloads())
+    flags = [value for value in (*node.args, *node.kwargs.values()) if value is True]  # one may say "in place"
+    if isinstance(target, torch._ops.HigherOrderOperator) or flags or not {"out", "max_norm"}.isdisjoint(node.kwargs):
+        return True
+    name, module = getattr(target, "__name__", ""), getattr(target, "__module__", None) or "torch"
+    if module.partition(".")[0] not in ("torch", "_operator", "builtins", "math"):
+        return True
+    return name.endswith("_") or name == "setitem" or (module == "_operator" and name.startswith("i"))
+
+
+def _fits(node: Node, fewest_rows: int, device: str) -> bool:
+    """Whether it is a product that the kernel can do: `linear(x, weight)`, of a weight that the graph is given."""
+    x, weight, bias = (*node.args, None)[:3] if 2 <= len(node.args) <= 3 and not node.kwargs else (None, None, None)
+    if not isinstance(x, Node) or not isinstance(weight, Node) or bias is not None or weight.op != "placeholder":
+        return False
+    left, right, out = (one.meta.get("example_value") for one in (x, weight, node))
+    if not _plain(left) or not _plain(right) or not _plain(out) or right.dim() != 2 or not right.is_contiguous():
+        return False
+    if not all(isinstance(size, int) for size in (*left.shape, *right.shape)):
+        return False
+    rows = left.numel() // max(1, left.shape[-1])
+    return (
+        left.device.type == right.device.type == device
+        and left.dtype == right.dtype == out.dtype  # not so under autocast
+        and left.dtype in (torch.bfloat16, torch.float16)
+        and fewest_rows <= rows <= _MOST_ROWS
+        and 0 < right.nbytes < _LARGEST_WEIGHT
+        and right.shape[0] % _OUT == 0
+        and right.shape[1] % _DEPTH == 0
+    )
+
+
+def _plain(value: Any) -> bool:
+    return isinstance(value, Tensor) and not is_traceable_wrapper_subclass(value)

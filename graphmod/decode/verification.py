@@ -1,0 +1,164 @@
+"""Compares what decode computes with the model's own forward, which knows nothing of this package's cache.
+
+Twice: a few made-up tokens when an engine is made, and the first tokens that it generates, as graphs and kernels made
+them. A difference is an error, never a wrong token.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from graphmod.decode.attention.choice import reference
+from graphmod.decode.attention.implementation import Implementation
+from graphmod.decode.batching.prefill import Prefill
+from graphmod.decode.cache.cache import PagedCache
+from graphmod.decode.errors import DecodeError
+from graphmod.decode.results import Completion
+from graphmod.decode.step.anatomy import refusal
+from graphmod.decode.step.graphs import context_sizes
+from graphmod.decode.step.state import BatchState, RowValues
+from graphmod.decode.step.step import next_logits
+from graphmod.errors import reason
+from graphmod.models.exchange import attention, takes
+
+_TOKENS = 24
+_MOST_TOKENS = 512  # beyond a window that is looked at
+_NOISE = 4  # times what the model's own ways to compute the same differ by
+_MOST_NOISE = 10  # times what is allowed without noise: a model that looks ahead agrees with itself even less
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def _made_up(model: PreTrainedModel, memory: PagedCache, most: int) -> list[int]:
+    """Tokens for a first look: more than windows and chunks, where these are not long."""
+    text = model.config.get_text_config()
+    edges = [edge for layer in memory.layers for edge in layer.rule if edge is not None and edge + 8 <= _MOST_TOKENS]
+    count = min(most, max([_TOKENS, *(edge + 8 for edge in edges)]))
+    configs = (text, model.config)
+    ids = [value for one in configs for name, value in vars(one).items() if name.endswith("token_id")]
+    special = {one for value in ids for one in (value if isinstance(value, list) else [value])}
+    usual = [token for token in range(min(text.vocab_size, 4096)) if token not in special] or [0]
+    return [usual[(7919 * number + 13) % len(usual)] for number in range(count)]
+
+
+def compare_made_up(
+    model: PreTrainedModel, memory: PagedCache, state: BatchState, prefill: Prefill, chosen: Implementation
+) -> None:
+    """Compares the logits after the last two of some tokens: the first by prefill, the second by a decode step.
+
+    Of the attentions of this package it uses the reference: others would be compiled for it. All that it writes to is
+    zeroed again.
+
+    Args:
+        memory, state: of an engine that has no sequences yet.
+
+    Raises:
+        DecodeError: they differ from those of the model's own forward by more than kernels do.
+    """
+    size = memory.block_size
+    tokens = _made_up(model, memory, min(state.blocks, memory.blocks - memory.first_block) * size)
+    if len(tokens) < 2:
+        return
+    try:
+        own = _own_logits(model, tokens, 2)
+        if not bool(torch.isfinite(own).all()):  # weights that hold NaN are told with the first token
+            return
+        found = _decoded(model, memory, state, prefill, reference(chosen, memory), tokens)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # of a model's own code: anything
+        raise DecodeError(refusal(model, f"it fails on {len(tokens)} tokens: {reason(error)}")) from error
+    error = _relative(found, own)
+    allowed = 0.05 if model.dtype in _HALF else 1e-2 if _tf32() else 1e-4
+    if error <= allowed or error <= _with_noise(allowed, _relative(_cached_logits(model, tokens, 2), own)):
+        return
+    why = f"after {len(tokens)} tokens its logits differ by {error:.1%} from those of its own forward"
+    raise DecodeError(refusal(model, f"{why}: it keeps, or counts, something that is not known here"))
+
+
+def _decoded(
+    model: PreTrainedModel,
+    memory: PagedCache,
+    state: BatchState,
+    prefill: Prefill,
+    plain: Implementation,
+    tokens: list[int],
+) -> Tensor:
+    """(2, vocabulary) float32: by prefill, and by a decode step for the last token."""
+    size = memory.block_size
+    blocks = list(range(memory.first_block, memory.first_block + -(-len(tokens) // size)))
+    visited = min(one for one in context_sizes(size, state.blocks * size, False) if one >= len(tokens))
+    before = prefill([tokens[:-1]], [blocks])
+    state.set_rows(0, [RowValues([tokens[-1], len(tokens) - 1, 1, 0, 0, 0], [0.0, 1.0], blocks, [])])
+    with attention(model, plain.name):
+        after = next_logits(model, memory, state.rows(1), visited, plain.name is None)
+    state.restart()
+    memory.clear([*range(memory.first_block), *blocks])
+    return torch.cat((before, after)).float()
+
+
+def compare_tokens(model: PreTrainedModel, done: Completion, where: str) -> None:
+    """Compares the log-probabilities of generated tokens.
+
+    Args:
+        done: with some tokens.
+        where: they were made, for the message.
+
+    Raises:
+        DecodeError: they differ by more than kernels do.
+    """
+    tokens = done.prompt + done.tokens
+    chosen = torch.tensor(done.tokens, device=model.device).unsqueeze(1)
+    found = torch.tensor(done.logprobs, device=model.device)
+
+    def logprobs(logits: Tensor) -> Tensor:
+        return logits.log_softmax(-1).gather(1, chosen).squeeze(1)
+
+    own = logprobs(_own_logits(model, tokens[:-1], len(done.tokens)))
+    errors = (found - own).abs()
+    error = float(errors.median() if model.dtype in _HALF else errors.max())
+    allowed = 0.5 if model.dtype in _HALF else 0.02
+    if error <= allowed or not bool(torch.isfinite(own).all()):
+        return
+    noise = (logprobs(_cached_logits(model, tokens[:-1], len(done.tokens))) - own).abs().max()
+    if error <= _with_noise(allowed, float(noise)):
+        return
+    raise DecodeError(
+        f"{where} made tokens whose log-probabilities differ by {error:.3g} from those of the model's own forward "
+        f"(prompt {done.request}, {len(done.tokens)} tokens); nothing of them is given out. Try another attention=, "
+        "compile=none or graphs=False, or use model.generate"
+    )
+
+
+def _with_noise(allowed: float, noise: float) -> float:
+    return min(allowed + _NOISE * noise, _MOST_NOISE * allowed)
+
+
+def _relative(found: Tensor, own: Tensor) -> float:
+    return float((found - own).norm() / own.norm().clamp(min=1e-30))
+
+
+def _own_logits(model: PreTrainedModel, tokens: list[int], last: int) -> Tensor:
+    """(last, vocabulary) float32, after the last tokens, by one forward call without a cache."""
+    return _logits(model, tokens, last, use_cache=False).logits[0, -last:].float()
+
+
+def _cached_logits(model: PreTrainedModel, tokens: list[int], last: int) -> Tensor:
+    """The same with the model's own cache, for how far its own ways to compute them differ."""
+    if len(tokens) <= last:
+        return _own_logits(model, tokens, last)
+    first = _logits(model, tokens[:-last], 1, use_cache=True)
+    rest = []
+    for token in tokens[-last:]:
+        rest.append(_logits(model, [token], 1, use_cache=True, past_key_values=first.past_key_values).logits[0, -1:])
+    return torch.cat(rest).float()
+
+
+def _logits(model: PreTrainedModel, tokens: list[int], last: int, **more: object):
+    kept = {"logits_to_keep": last} if takes(model, "logits_to_keep") else {}
+    return model(input_ids=torch.tensor([tokens], device=model.device), **kept, **more)
+
+
+def _tf32() -> bool:
+    return torch.get_float32_matmul_precision() != "highest"

@@ -1,0 +1,98 @@
+"""Which batches a run sees and which loss they need: plain windows, buckets or packed documents."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphmod.train.data.buckets import BucketSampler, padded_next_token_loss
+from graphmod.train.data.corpus import Corpus
+from graphmod.train.data.packing import (
+    PackedSampler,
+    choose_attention,
+    document_numbers,
+    most_documents,
+    packed_next_token_loss,
+)
+from graphmod.train.data.windows import WindowSampler, evaluation_batches, split
+from graphmod.train.schema import PackingAttention, RunConfig
+from graphmod.train.step.iteration import next_token_loss
+
+_EVALUATION_SEED = 1
+
+
+@dataclass
+class Batches:
+    """Where batches come from.
+
+    Attributes:
+        sampler: from a step, counted from 0, to its batch.
+        evaluation: batches of the evaluation, on the host; the same at every one.
+        loss_fn: the loss that goes with their form.
+    """
+
+    sampler: Callable[[int], Tensor]
+    evaluation: list[Tensor]
+    loss_fn: Callable
+
+    def report(self, captures: dict[int, int]) -> dict[str, dict[str, Any]]:
+        """Padding of each bucket, and its graphs from `captures` by length; empty without buckets."""
+        if not isinstance(self.sampler, BucketSampler):
+            return {}
+        found: dict[str, dict[str, Any]] = self.sampler.waste()
+        for length in self.sampler.buckets:
+            found[str(length)]["graphs"] = captures.get(length, 0)
+        return found
+
+
+def _packed_loss(config: RunConfig, starts: list[Tensor], device: torch.device, dims: Any) -> Callable:
+    chosen = choose_attention(config.data.packing_attention, device, config.train.precision, dims)
+    if chosen is PackingAttention.mask:
+        return packed_next_token_loss
+    most = max(most_documents(begins, config.data.seq_len) for begins in starts)
+    return partial(packed_next_token_loss, most=most)
+
+
+def make_batches(config: RunConfig, corpus: Corpus, device: torch.device, dims: Any) -> Batches:
+    """The batches of a run; evaluation has batches only with `train.eval_every`.
+
+    Args:
+        config: checked settings.
+        corpus: the tokens.
+        device: of the run.
+        dims: the transformers config of the model.
+
+    Raises:
+        ConfigError: the data is too short, or `data.packing_attention` cannot be used.
+    """
+    data, train = config.data, config.train
+    training, held_out = split(corpus, data)
+    count = train.eval_batches if train.eval_every else 0
+    starts = corpus.starts[corpus.starts < len(training)]
+    later = corpus.starts[corpus.starts > len(training)] - len(training)
+    held_starts = torch.cat([torch.zeros(1, dtype=torch.int64), later])
+    if data.buckets is not None:
+        sampler = BucketSampler(training, starts, data.buckets, (train.grad_accumulation, data.batch_size), train.seed)
+        evaluation = []
+        if count:
+            held = BucketSampler(held_out, held_starts, data.buckets, (1, data.batch_size), _EVALUATION_SEED)
+            evaluation = [held(index) for index in range(count)]
+        return Batches(sampler, evaluation, padded_next_token_loss)
+    shape = (train.grad_accumulation, data.batch_size, data.seq_len)
+    if data.packing:
+        sampler = PackedSampler(training, document_numbers(starts, len(training)), shape, train.seed)
+        numbers = document_numbers(held_starts, len(held_out))
+        evaluation = [
+            torch.cat([tokens, documents], dim=1)
+            for tokens, documents in zip(
+                evaluation_batches(held_out, data.batch_size, data.seq_len, count) if count else [],
+                evaluation_batches(numbers, data.batch_size, data.seq_len, count) if count else [],
+                strict=True,
+            )
+        ]
+        return Batches(sampler, evaluation, _packed_loss(config, [starts, held_starts], device, dims))
+    evaluation = evaluation_batches(held_out, data.batch_size, data.seq_len, count) if count else []
+    return Batches(WindowSampler(training, shape, train.seed), evaluation, next_token_loss)

@@ -1,0 +1,205 @@
+"""Turns files into one long row of tokens.
+
+How batches are cut from that row is `train/data/windows.py`'s business.
+"""
+
+import logging
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from graphmod.errors import ConfigError
+from graphmod.train.schema import Architecture, DataConfig, Documents, ModelConfig, Source
+from graphmod.words import counted
+
+log = logging.getLogger("graphmod")
+
+_BYTE_VOCABULARY = 256
+_SYNTHETIC_TOKENS = 1 << 20
+_NOT_SOURCES = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+
+
+@dataclass
+class Corpus:
+    """The tokens of a run.
+
+    Attributes:
+        tokens: (N,) uint8 for bytes, int32 for a tokenizer or random tokens.
+        vocab_size: every token is below it.
+        tokenizer: the transformers tokenizer, or None for bytes and random tokens.
+        description: what it is, for people.
+        starts: (documents,) int64, where each document begins; ascending from 0.
+    """
+
+    tokens: Tensor
+    vocab_size: int
+    tokenizer: Any
+    description: str
+    starts: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.int64))
+
+
+def standard_library_files() -> list[Path]:
+    """The running interpreter's standard library, `.py` files without tests, in sorted order."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = [path for path in root.rglob("*.py") if not _NOT_SOURCES & set(path.relative_to(root).parts)]
+    if not files:
+        raise ConfigError(
+            f"{root} holds no sources of Python's standard library; use data=text data.path=FILE_OR_FOLDER instead"
+        )
+    return sorted(files)
+
+
+def _visible(folder: Path, pattern: str) -> list[Path]:
+    inside = [file for file in folder.rglob(pattern) if file.is_file()]
+    return sorted(f for f in inside if not any(part.startswith(".") for part in f.relative_to(folder).parts))
+
+
+def text_files(paths: list[str], pattern: str) -> list[Path]:
+    """The files named by `paths`, and those of folders (recursively, sorted, none hidden) that match `pattern`."""
+    found: list[Path] = []
+    for path in map(Path, paths):
+        if path.is_dir():
+            found += _visible(path, pattern)
+        else:
+            found.append(path)
+    if not found:
+        shown = paths[0] if len(paths) == 1 else f"[{','.join(paths)}]"
+        there = [file for path in map(Path, paths) for file in _visible(path, "*")]
+        kinds = sorted({f"*{file.suffix}" if file.suffix else file.name for file in there})[:6]
+        what = f"give another pattern: it holds {', '.join(kinds)}" if there else "it holds no file that is not hidden"
+        raise ConfigError(f"data.path={shown} holds no file that matches data.pattern={pattern!r}; {what}")
+    return found
+
+
+def read_pieces(files: list[Path], max_bytes: int | None) -> Iterator[bytes]:
+    """The content of each file, in order, until `max_bytes` have been read in all; the last one is cut. The log says at
+    the end which were no text."""
+    left, odd = max_bytes, []
+    for path in files:
+        if left is not None and left <= 0:
+            break
+        try:
+            with path.open("rb") as file:
+                piece = file.read() if left is None else file.read(left)
+        except OSError as error:
+            raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+        if left is not None:
+            left -= len(piece)
+        if not _is_text(piece, cut=left == 0):
+            odd.append(path)
+        if piece:
+            yield piece
+    if odd:
+        log.warning(
+            f"not UTF-8 text: {len(odd):,} of {counted(len(files), 'file')} of the data, such as {odd[0]}; a tokenizer "
+            "does not see the bytes that are none. Leave such files out (data.pattern='*.txt'), or convert them"
+        )
+
+
+def _is_text(piece: bytes, cut: bool) -> bool:
+    try:
+        piece.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return cut and error.start >= len(piece) - 3  # in the middle of a character
+    return True
+
+
+def load_tokenizer(folder: str) -> Any:
+    """The tokenizer saved in `folder`; nothing is downloaded. Raises ConfigError when there is none."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # transformers raises whatever its file readers raise
+        # All lines: the first may end in a colon, with the reasons below it.
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError(
+            f"data.tokenizer={folder} holds no tokenizer transformers can read; give a folder with a "
+            f"tokenizer.json or the like, as a tokenizer's save_pretrained writes it. transformers says: {reason}"
+        ) from error
+
+
+def _tokenizer_folder(data: DataConfig, model: ModelConfig) -> str | None:
+    if data.tokenizer is not None:
+        return None if data.tokenizer == "bytes" else data.tokenizer
+    if model.architecture is Architecture.local:
+        names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+        if any((Path(model.path) / name).is_file() for name in names):
+            return model.path
+    return None
+
+
+def _lines(pieces: Iterator[bytes]) -> Iterator[bytes]:
+    return (line for piece in pieces for line in piece.splitlines() if line.strip())
+
+
+def _starts(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *lengths[:-1]], dtype=torch.int64).cumsum(0)
+
+
+def _tokenize(pieces: Iterator[bytes], tokenizer: Any) -> tuple[Tensor, Tensor]:
+    parts = []
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    for piece in pieces:
+        # One file is longer than what the model sees in one go, and is cut later: the warning about that is no use.
+        ids = tokenizer(piece.decode("utf-8", errors="replace"), add_special_tokens=False, verbose=False)["input_ids"]
+        parts.append(np.asarray(ids + end, dtype=np.int32))
+    tokens = torch.from_numpy(np.concatenate(parts)) if parts else torch.empty(0, dtype=torch.int32)
+    return tokens, _starts([len(part) for part in parts])
+
+
+def _as_bytes(pieces: Iterator[bytes]) -> tuple[Tensor, Tensor]:
+    kept = list(pieces)
+    content = b"\n".join(kept)
+    # A bytearray, because torch wants memory it may write to.
+    tokens = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0).to(torch.uint8)
+    return tokens, _starts([len(piece) + 1 for piece in kept])
+
+
+def _synthetic(data: DataConfig, model: ModelConfig, seed: int) -> Corpus:
+    vocab = data.vocab_size or model.vocab_size or _BYTE_VOCABULARY
+    count = max(_SYNTHETIC_TOKENS, 64 * (data.seq_len + 1))
+    rng = np.random.default_rng([seed, vocab])
+    tokens = rng.integers(0, vocab, count, dtype=np.int32)
+    # Documents of all lengths up to that of a window, so that buckets and packing have something to do.
+    lengths = rng.integers(2, data.seq_len + 2, count // 2).tolist()
+    starts = _starts(lengths)
+    description = f"{count:,} random tokens of {vocab:,}"
+    return Corpus(torch.from_numpy(tokens), vocab, None, description, starts[starts < count - 1])
+
+
+def load_corpus(data: DataConfig, model: ModelConfig, seed: int) -> Corpus:
+    """Reads the tokens that `data` describes, on the host.
+
+    Args:
+        data, model: checked settings; the model's are looked at for its vocabulary and its tokenizer.
+        seed: of synthetic tokens.
+
+    Raises:
+        ConfigError: nothing to read, an unreadable file, a broken tokenizer.
+    """
+    if data.source is Source.synthetic:
+        return _synthetic(data, model, seed)
+    stdlib = data.source is Source.stdlib
+    files = standard_library_files() if stdlib else text_files(data.path, data.pattern)
+    folder = _tokenizer_folder(data, model)
+    pieces = read_pieces(files, data.max_bytes)
+    name = "Python's standard library" if stdlib else ", ".join(data.path)
+    if data.documents is Documents.line:
+        pieces = _lines(pieces)
+    if folder is None:
+        tokens, starts = _as_bytes(pieces)
+        vocab, tokenizer, unit = _BYTE_VOCABULARY, None, "bytes"
+    else:
+        tokenizer = load_tokenizer(folder)
+        tokens, starts = _tokenize(pieces, tokenizer)
+        vocab, unit = len(tokenizer), "tokens"
+    if len(tokens) == 0:
+        raise ConfigError(f"the data is empty: {name} ({counted(len(files), 'file')}) holds no text")
+    return Corpus(tokens, vocab, tokenizer, f"{len(tokens):,} {unit} of {name}", starts)

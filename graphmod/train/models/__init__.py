@@ -1,0 +1,1 @@
+"""The model that is trained: built or loaded, and its attention."""

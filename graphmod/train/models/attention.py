@@ -1,0 +1,192 @@
+"""Causal attention for transformers models whose forward pass never asks the host about its inputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from graphmod.decode.model_state import decoding
+from graphmod.errors import ConfigError, reason
+from graphmod.models.exchange import BESIDE, PROBE, STATIC, attention, takes
+from graphmod.models.masks import Rule, Unclear, asker
+from graphmod.train.models.varlen import within_documents
+
+NAME = STATIC
+BLOCK_MASK, DOCUMENT_BOUNDS = "block_mask", "document_bounds"
+_MASKS = "causal_masks"  # of what sees less than everything before: made once for all layers of a rule
+_RULE, _RULES = "_causal_rule", "_causal_rules"  # of an attention module; of a model, those that differ
+_TOKENS = 4
+_REACH = 4096  # for models that tell no number of positions
+_UNDERSTOOD = BESIDE | {"scaling", _MASKS}
+_WAY_OUT = "use model.set_attn_implementation('sdpa')"
+
+
+def causal_sdpa(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Transformers' own SDPA attention with `is_causal`; query, key, value are (B, heads, S, head_dim).
+
+    A layer that sees a window or chunk shorter than the sequence gets the mask of that instead. A model called with
+    `block_mask`, (B, 1, S, S) bool, True where a query may see a key, uses that as well; with `document_bounds` it uses
+    `train.varlen.within_documents`, which describes them.
+
+    Raises:
+        ConfigError: a mask was passed, there are fewer queries than keys, or the attention is asked for something that
+            was not there when the model was looked at.
+    """
+    if attention_mask is not None:
+        raise ConfigError(
+            f"{NAME} attention is for whole, unpadded sequences and takes no attention mask; for padded or packed "
+            f"batches {_WAY_OUT}"
+        )
+    length = key.shape[2]
+    if query.shape[2] != length:
+        raise ConfigError(
+            f"{NAME} attention is for training, on whole sequences; got {query.shape[2]} queries for {length} "
+            f"keys. To generate with a cache {_WAY_OUT}"
+        )
+    rule = getattr(module, _RULE, None)
+    if rule is None:
+        raise ConfigError(
+            f"{type(module).__name__} came into the model after use_static_causal_attention(model); call it once more"
+        )
+    bounds, mask, masks = kwargs.pop(DOCUMENT_BOUNDS, None), kwargs.pop(BLOCK_MASK, None), kwargs.pop(_MASKS, None)
+    _refuse_unknown(kwargs)
+    if rule.matters(length):
+        if bounds is not None or masks is None:
+            how = DOCUMENT_BOUNDS if bounds is not None else "layers called outside of their model"
+            raise ConfigError(
+                f"{NAME} attention does not know {how} where a layer sees {rule} and the sequence has {length} tokens; "
+                f"take a block mask (data.packing_attention=mask), or {_WAY_OUT}"
+            )
+        mask = masks[str(rule)] if mask is None else masks[str(rule)] & mask
+    if bounds is not None:
+        return within_documents(query, key, value, bounds, kwargs.get("scaling"), kwargs.get("dropout", 0.0)), None
+    return sdpa_attention_forward(module, query, key, value, mask, **{**kwargs, "is_causal": mask is None})
+
+
+def _refuse_unknown(kwargs: dict[str, Any]) -> None:
+    strange = sorted(name for name, value in kwargs.items() if value is not None and name not in _UNDERSTOOD)
+    if strange:
+        raise Unknown(strange)
+
+
+class Unknown(ConfigError):
+    """An attention is asked for something that `causal_sdpa` does not compute.
+
+    Args:
+        names: of it.
+    """
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__(
+            f"{NAME} attention does not compute {', '.join(names)}, which this model asks for; leave its attention as "
+            "it is"
+        )
+
+
+def _before_forward(model: PreTrainedModel, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    if model.config._attn_implementation != NAME:
+        return None
+    # With an unknown mask implementation transformers drops a given mask without a word; better to stop than to
+    # train on padding.
+    if kwargs.get("attention_mask") is not None:
+        raise ConfigError(
+            f"the model was given an attention_mask and uses {NAME} attention, without one; leave out a mask of ones, "
+            f"sample with graphmod.decode.DecodeEngine instead of generate(); for padded or packed batches {_WAY_OUT}"
+        )
+    if kwargs.get("position_ids") is not None and not {BLOCK_MASK, DOCUMENT_BOUNDS} & kwargs.keys():
+        raise ConfigError(
+            f"the model was given position_ids, which may be those of packed sequences, and {NAME} attention does not "
+            f"look at them; leave them out for one sequence a row, give a {BLOCK_MASK} for packed ones, or {_WAY_OUT}"
+        )
+    given = next(
+        (one for one in (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if one is not None), None
+    )
+    rows, length = (0, 0) if given is None else given.shape[:2]
+    short = [rule for rule in getattr(model, _RULES, ()) if rule.matters(length)]
+    if not short:
+        return None
+    masks = {str(rule): rule.mask(length, given.device).expand(rows, 1, length, length) for rule in short}
+    return args, {**kwargs, _MASKS: masks}
+
+
+def use_static_causal_attention(model: PreTrainedModel) -> PreTrainedModel:
+    """Switches `model`, in place, to `causal_sdpa` and returns it. Only right for unpadded causal batches.
+
+    Transformers' `sdpa` inspects `position_ids` on the host in each forward, to find packed sequences, which stalls
+    eager training. `causal_sdpa` is registered as an attention function and, on purpose, not as a mask function: then
+    no mask is built at all and SDPA applies the causal one itself. The numbers are those of `sdpa`, bit for bit. What
+    `save_pretrained` writes does not mention it.
+
+    The model is called on four tokens, in evaluation mode and without gradients, to see what its layers look at.
+
+    Raises:
+        ConfigError: it is no model of transformers, its attention cannot be exchanged, or it is asked for something
+            else than causal attention, whole or within windows or chunks; the message says for what.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise ConfigError(
+            f"expected a model of transformers, whose attention can be exchanged, got {type(model).__name__}"
+        )
+    rules = _rules(model)
+    if rules:
+        ALL_ATTENTION_FUNCTIONS.register(NAME, causal_sdpa)
+        model.set_attn_implementation(NAME)
+    if not rules or model.config._attn_implementation != NAME:
+        raise ConfigError(
+            f"{type(model).__name__} does not let its attention be chosen; leave it as it is, or use a model that goes "
+            "through transformers' attention interface (llama, qwen3, gpt2, ...)"
+        )
+    for module, rule in rules:
+        setattr(module, _RULE, rule)
+    setattr(model, _RULES, tuple(sorted({rule for _, rule in rules}, key=str)))
+    model.register_forward_pre_hook(_before_forward, with_kwargs=True)
+    return model
+
+
+def _rules(model: PreTrainedModel) -> list[tuple[nn.Module, Rule]]:
+    """Its attention modules, and what each of them sees.
+
+    Raises:
+        ConfigError: that is not understood.
+    """
+    text = model.config.get_text_config()
+    reach = getattr(text, "max_position_embeddings", None) or _REACH
+    found: dict[int, tuple[nn.Module, Rule]] = {}
+
+    def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **given: Any) -> Any:
+        if not isinstance(attention_mask, Rule):
+            raise Unclear("it makes a mask of its own, or none")
+        if not given.get("is_causal") and not getattr(module, "is_causal", True):
+            raise Unclear("its attention is not causal")
+        if attention_mask != Rule() and _MASKS not in given:
+            raise Unclear("it hands no keywords on to its attention")
+        _refuse_unknown(given)
+        found[id(module)] = module, attention_mask
+        rows, heads, tokens, _ = query.shape
+        return value.new_zeros((rows, tokens, heads, value.shape[-1])), None
+
+    tokens = torch.arange(_TOKENS, device=model.device).unsqueeze(0) % text.vocab_size
+    more: dict[str, Any] = {"use_cache": False} if takes(model, "use_cache") else {}
+    try:
+        with decoding(list(model.modules())), attention(model, PROBE, attend, asker(reach)):
+            try:
+                model(input_ids=tokens, **more, **{_MASKS: {}})
+            except TypeError:  # it takes no keywords for its attention
+                found.clear()
+                model(input_ids=tokens, **more)
+    except Unknown:
+        raise
+    except Exception as error:  # of a model's own code: anything
+        why = str(error) if isinstance(error, Unclear) else f"it fails with an exchanged attention: {reason(error)}"
+        raise ConfigError(
+            f"use_static_causal_attention cannot stand in for the attention of {type(model).__name__}: {why}; "
+            "leave the model as it is"
+        ) from error
+    return list(found.values())

@@ -1,0 +1,118 @@
+"""Compares runs that differ in what they capture: one row each, beside the run without graphs.
+
+Works on `RunResult`s alone. How the rows are shown is `train/report/report.py`'s business; what calls both
+at the end of a multirun is `cli/training/callback.py`.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from graphmod.train.report.result import RunResult
+
+BASELINE = "none"
+
+
+@dataclass
+class Row:
+    """One run beside its baseline, the run with the same settings and graph=none.
+
+    Attributes:
+        name: the run's folder.
+        baseline: the baseline's name; None when there is none.
+        speedup: median step time of the baseline over this run's.
+        gpu_busy_share: share of the step in which the GPU computes: kernel times of a profiled step over the median
+            step time; None without a GPU.
+        payback_steps: after how many steps the time that warm-up, compilation and capture took beyond eager's first
+            steps is won back; None where nothing is won.
+        losses_equal: whether every loss is, bit for bit, that of the run without graphs that computes with the same
+            kernels (the same `graph.compile`); None when there is no such run.
+        first_difference: the first step, counted from 0, whose loss is not; None when there is none.
+        error: why the run failed; then the numbers are None.
+    """
+
+    name: str
+    scope: str
+    baseline: str | None = None
+    step_ms_median: float | None = None
+    step_ms_p95: float | None = None
+    host_ms_median: float | None = None
+    tokens_per_s: float | None = None
+    speedup: float | None = None
+    gpu_busy_share: float | None = None
+    payback_steps: int | None = None
+    reserved_gib: float | None = None
+    capture_seconds: float | None = None
+    losses_equal: bool | None = None
+    first_difference: int | None = None
+    error: str | None = None
+
+
+_UNIMPORTANT = {"resume", "profile", "checkpoint", "checkpoint_every", "keep_checkpoints"}
+
+
+def _other_settings(result: RunResult) -> str:
+    kept = {group: values for group, values in result.config.items() if group != "graph"}
+    kept["train"] = {key: value for key, value in kept.get("train", {}).items() if key not in _UNIMPORTANT}
+    return json.dumps(kept, sort_keys=True)
+
+
+def _compiled(result: RunResult) -> str:
+    return result.config.get("graph", {}).get("compile", "none")
+
+
+def _payback(result: RunResult, base: RunResult) -> int | None:
+    """Steps until the slower beginning of `result` is made up for."""
+    first = min(result.measured_from_step, base.measured_from_step)
+    gain = base.step_ms_median - result.step_ms_median
+    if result is base or gain <= 0 or first == 0:
+        return None
+    # Both beginnings hold what any first step costs, so that their difference is what graphs cost.
+    lost = sum(result.step_ms[:first]) - sum(base.step_ms[:first])
+    return first + max(0, math.ceil(lost / gain))
+
+
+def _first_difference(losses: list[str], expected: list[str]) -> int | None:
+    for step, (loss, other) in enumerate(zip(losses, expected, strict=False)):
+        if loss != other:
+            return step
+    return None if len(losses) == len(expected) else min(len(losses), len(expected))
+
+
+def compare(results: Mapping[str, RunResult], busy_ms: Mapping[str, float] | None = None) -> list[Row]:
+    """A row for each run, in the given order; failed ones are kept and say why.
+
+    Args:
+        results: by the name of the run.
+        busy_ms: sum of kernel times of a step, by the name of the run, where it is known.
+    """
+    eager: dict[str, dict[str, str]] = {}
+    for name, result in results.items():
+        if result.status == "finished" and result.scope == BASELINE:
+            eager.setdefault(_other_settings(result), {}).setdefault(_compiled(result), name)
+    rows = []
+    for name, result in results.items():
+        row = Row(name, result.scope)
+        rows.append(row)
+        if result.status != "finished":
+            row.error = result.error or result.status
+            continue
+        row.step_ms_median, row.step_ms_p95 = result.step_ms_median, result.step_ms_p95
+        row.host_ms_median, row.tokens_per_s = result.host_ms_median, result.tokens_per_s
+        row.reserved_gib, row.capture_seconds = result.reserved_gib, result.graph.get("capture_seconds")
+        if row.step_ms_median and name in (busy_ms or {}):
+            row.gpu_busy_share = min(1.0, busy_ms[name] / row.step_ms_median)
+        alike = eager.get(_other_settings(result), {})
+        if not alike:
+            continue
+        row.baseline = alike.get("none") or next(iter(alike.values()))
+        base = results[row.baseline]
+        if row.step_ms_median and base.step_ms_median:
+            row.speedup = base.step_ms_median / row.step_ms_median
+            row.payback_steps = _payback(result, base)
+        same_kernels = alike.get(_compiled(result))
+        if same_kernels is not None:
+            row.first_difference = _first_difference(result.losses, results[same_kernels].losses)
+            row.losses_equal = row.first_difference is None
+    return rows

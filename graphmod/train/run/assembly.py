@@ -1,0 +1,59 @@
+"""Small parts that a run is put together from: its settings as plain values, its training step."""
+
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphmod.train.models.model import autocast_dtype
+from graphmod.train.schema import Precision, RunConfig
+from graphmod.train.settings import Scope
+from graphmod.train.step.optim import build_optimizer, learning_rates
+from graphmod.train.step.step import TrainStep
+from graphmod.words import counted
+
+
+def plain_config(config: RunConfig) -> dict[str, Any]:
+    """The settings as plain dicts, lists, strings and numbers."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: plain(inner) for key, inner in value.items()}
+        return value.value if isinstance(value, Enum) else value
+
+    return plain(asdict(config))
+
+
+def device_name(device: torch.device) -> str:
+    """The name of a device, for people."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU, {counted(torch.get_num_threads(), 'thread')}"
+
+
+def step_maker(
+    config: RunConfig, model: nn.Module, device: torch.device, loss_fn: Callable
+) -> Callable[[Scope], TrainStep]:
+    """Builds the optimizer of `model`; returns what builds the training step of a scope around both."""
+    optimizer = build_optimizer(model, config.optim, device)
+    train = config.train
+
+    def make(scope: Scope) -> TrainStep:
+        return TrainStep(
+            model,
+            optimizer,
+            loss_fn=loss_fn,
+            learning_rates=learning_rates(config.optim, train.steps),
+            max_grad_norm=config.optim.max_grad_norm,
+            autocast_dtype=autocast_dtype(train.precision),
+            nonfinite=train.nonfinite.value,
+            scale_loss=train.precision is Precision.fp16_mixed,
+            ema_decay=train.ema_decay,
+            compile=config.graph.compile.value,
+            config=replace(config.graph, scope=scope),
+        )
+
+    return make

@@ -1,0 +1,88 @@
+"""`graph.check=true`: the check of the step that a training run is told to make.
+
+The run's own parts are built as for training, and its first batch is trained on, on weights that nobody keeps.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from graphmod.check.report import Report
+from graphmod.check.run import check_call, check_layers
+from graphmod.errors import ConfigError, GraphmodError
+from graphmod.train.data.batches import make_batches
+from graphmod.train.data.corpus import load_corpus
+from graphmod.train.models.model import build_model, model_config
+from graphmod.train.run.assembly import step_maker
+from graphmod.train.run.checks import pick_device
+from graphmod.train.schema import Compile, RunConfig
+from graphmod.train.settings import Scope
+from graphmod.train.step.activations import recompute_activations
+from graphmod.train.step.isolation import isolated
+from graphmod.train.step.iteration import criterion_of
+from graphmod.train.step.step import TrainStep
+from graphmod.wrap.layers import edge_modules
+
+CHECK_FILE = "check.json"
+
+
+def check_training(config: RunConfig, folder: Path) -> Report:
+    """Checks the step of a run with these settings, and writes `check.json` into its folder.
+
+    Code is checked as it is before torch.compile (`graph.compile`), which compiles what is captured.
+
+    Raises:
+        ConfigError: nothing is to be captured, or the data or model cannot be used.
+        GraphmodError: the folder cannot be written to.
+    """
+    scope = Scope.full_iteration if config.graph.auto else config.graph.scope
+    if scope is Scope.none:
+        raise ConfigError("graph.check=true with graph=none: nothing is captured; choose per_layer or full_iteration")
+    corpus = load_corpus(config.data, config.model, config.train.seed)
+    dims = model_config(config.model, corpus.vocab_size, config.data.seq_len)
+    device = pick_device(config.train.device)
+    with isolated(device, config.train.seed, config.train.deterministic):
+        batches = make_batches(config, corpus, device, dims)
+        model = build_model(config.model, dims, config.train.precision, device, config.train.seed)
+        if config.train.activation_checkpointing:
+            recompute_activations(model, False)
+        plain = replace(config, graph=replace(config.graph, compile=Compile.none))
+        step = step_maker(plain, model, device, batches.loss_fn)(Scope.none)
+        report = _of_step(step, step._stage(batches.sampler(0)), scope)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / CHECK_FILE).write_text(report.to_json() + "\n")
+    except OSError as error:
+        raise GraphmodError(f"cannot write to {folder}: {error.strerror}") from error
+    return report
+
+
+def _of_step(step: TrainStep, batch: Any, scope: Scope) -> Report:
+    iteration = step.iteration
+    if scope is Scope.full_iteration:
+        report = check_call(iteration.run, batch)
+        report.name = "train step"
+        return report
+    layers, others = step._layers(), {}
+    if step.config.optimizer:
+        layers = [*layers, *edge_modules(step.model, layers)]
+        criterion = criterion_of(iteration.loss_fn)
+        if criterion is not None:
+            held = _Held(criterion)
+            iteration.loss_fn = functools.partial(iteration.loss_fn, criterion=held)
+            others["loss"] = held, "criterion"
+        others["optimizer step"] = iteration, "update"
+    return check_layers(step.model, layers, lambda: iteration.run(batch), others=others, name="train step")
+
+
+class _Held:
+    """Calls whatever stands in the place of the criterion."""
+
+    def __init__(self, criterion: Any) -> None:
+        self.criterion = criterion
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.criterion(*args, **kwargs)

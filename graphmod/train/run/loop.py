@@ -1,0 +1,299 @@
+"""One training run from its settings to its numbers. Everything under `train/` meets here and nowhere else."""
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PretrainedConfig, PreTrainedModel
+
+from graphmod.errors import GraphmodError
+from graphmod.train.checkpoints.checkpoint import FOLDER, Progress, check_room, restore, save_checkpoint
+from graphmod.train.data.batches import make_batches
+from graphmod.train.data.corpus import Corpus, load_corpus
+from graphmod.train.data.windows import Prefetcher, split
+from graphmod.train.models.model import build_model, load_weights, model_config, weights_dtype
+from graphmod.train.report.logs import beside_bar, log
+from graphmod.train.report.metrics import GIB, Metrics
+from graphmod.train.report.profile import profile_steps
+from graphmod.train.report.result import RunResult
+from graphmod.train.report.timing import StepClock, median
+from graphmod.train.run.assembly import device_name, plain_config, step_maker
+from graphmod.train.run.auto import AutoScope, candidates
+from graphmod.train.run.checks import pick_device
+from graphmod.train.run.interrupt import StopRequest
+from graphmod.train.run.resume import ResumePoint, decisive_settings, fingerprint, finished_result, locate, require_same
+from graphmod.train.run.text_samples import Samples
+from graphmod.train.schema import Compile, NonFinite, RunConfig
+from graphmod.train.step.activations import recompute_activations
+from graphmod.train.step.isolation import isolated
+from graphmod.train.step.step import TrainStep, warmup_steps
+
+
+def resume_point(config: RunConfig, run_dir: Path, *, beside: bool = False) -> ResumePoint:
+    """Where a run with these settings goes on; `beside`: see `train.resume.locate`, whose errors it raises."""
+    settings = decisive_settings(plain_config(config), pick_device(config.train.device).type)
+    return locate(config.train.resume, run_dir, settings, beside)
+
+
+class NonFiniteError(GraphmodError):
+    """A loss or gradient was NaN or infinite, and the run was told to stop then."""
+
+
+def _evaluate(model: PreTrainedModel, step: TrainStep, batches: list[Tensor]) -> dict[str, Tensor]:
+    def mean() -> Tensor:
+        return torch.stack([step.evaluate(batch) for batch in batches]).mean()
+
+    model.eval()
+    try:
+        losses = {"eval/loss": mean()}
+        if step.has_ema:
+            with step.ema_weights():
+                losses["eval/ema_loss"] = mean()
+        return losses
+    finally:
+        model.train()
+
+
+class _Run:
+    """The parts of a run, in the order they depend on each other; `steps()` is the loop."""
+
+    def __init__(
+        self, config: RunConfig, point: ResumePoint, device: torch.device, corpus: Corpus, dims: PretrainedConfig
+    ) -> None:
+        data, train = config.data, config.train
+        self.config, self.folder, self.device, self.corpus = config, point.run_dir, device, corpus
+        self.settings, self.data = decisive_settings(plain_config(config), device.type), fingerprint(corpus.tokens)
+        self.stopped_by: str | None = None
+        self.saved: Path | None = point.checkpoint
+        self.batches = make_batches(config, corpus, device, dims)
+        self.evaluation = [batch.to(device) for batch in self.batches.evaluation]
+        self.captures_by_length: dict[int, int] = {}
+        self.model = build_model(config.model, dims, train.precision, device, train.seed)
+        compiled = config.graph.compile is not Compile.none
+        self.warmup_steps = warmup_steps(config.graph, config.graph.compile.value)
+        if train.activation_checkpointing:
+            recompute_activations(self.model, compiled)
+        self.make_step = step_maker(config, self.model, device, self.batches.loss_fn)
+        self.auto: AutoScope | None = None
+        if config.graph.auto:
+            left = train.steps - (point.manifest["steps_done"] if point.manifest else 0)
+            scopes = candidates(compiled=compiled and not train.activation_checkpointing)
+            self.auto = AutoScope(self.make_step, scopes, self.warmup_steps, left)
+        self.step = self.auto.step if self.auto else self.make_step(config.graph.scope)
+        if train.checkpoint:
+            check_room(self.folder / FOLDER, self.model, train.ema_decay is not None)
+        before = None
+        if point.checkpoint is not None:
+            weights = load_weights(point.checkpoint, dims, weights_dtype(train.precision))
+            before = restore(point.checkpoint, self.model, self.step, weights)
+        self.first = before.steps_done if before else 0
+        self.clock = StepClock(device, train.sync_steps)
+        self.tokens_per_step = train.grad_accumulation * data.batch_size * data.seq_len
+        text = OmegaConf.to_yaml(OmegaConf.create(plain_config(config)))
+        self.metrics = Metrics(self.folder, device, train.steps, self.clock, self.tokens_per_step, text, before)
+        self.samples = Samples(self.model, config, corpus, self.metrics) if train.sample_every else None
+
+    def _show(self, bar: tqdm) -> None:
+        shown = {"graph": self.step.stats.state}
+        if self.metrics.losses:
+            shown = {"loss": f"{self.metrics.losses[-1]:.3f}"} | shown
+        recent = median(self.clock.step_ms[-self.config.train.log_every :])
+        if recent is not None:
+            shown["step"] = f"{recent:.1f} ms"
+        bar.set_postfix(shown, refresh=False)
+
+    def _log(self) -> None:
+        step, stats = self.step, self.step.stats
+        values = {"train/grad_norm": step.grad_norm, "train/lr": step.learning_rate}
+        if step.guarded:
+            values |= {"first_nonfinite": step.first_nonfinite, "skipped": step.skipped}
+        if step.loss_scale is not None:
+            values["train/loss_scale"] = step.loss_scale
+        if step.loss_scale is not None or self.config.train.nonfinite is NonFinite.skip:
+            values["train/skipped_steps"] = step.skipped
+        counters = {name: getattr(stats, name) for name in ("captures", "replays", "eager_calls")}
+        self.metrics.log(values, counters)
+        self._check_finite()
+
+    @property
+    def first_nonfinite(self) -> int | None:
+        """The first step, counted from 1, known by now to have had a value that is not finite."""
+        found = int(self.metrics.latest.get("first_nonfinite", -1))
+        return found + 1 if found >= 0 else None
+
+    def _check_finite(self) -> None:
+        if self.first_nonfinite is not None and self.config.train.nonfinite is NonFinite.stop:
+            kept = f"the newest checkpoint is {self.saved}" if self.saved else "no checkpoint was saved before"
+            raise NonFiniteError(
+                f"step {self.first_nonfinite}: the loss or a gradient is NaN or infinite; {kept}. Lower "
+                "optim.learning_rate, look at the data of that step, or leave such updates out: train.nonfinite=skip"
+            )
+
+    def _finish_values(self) -> None:
+        self.metrics.finish()
+        self._check_finite()
+
+    def _save(self, done: int) -> None:
+        self._finish_values()
+        progress = Progress(done, self.settings, self.data, self.metrics.losses, self.metrics.eval_losses)
+        keep = self.config.train.keep_checkpoints
+        parent = self.folder / FOLDER
+        self.saved = save_checkpoint(parent, self.model, self.step, progress, self.corpus.tokenizer, keep)
+
+    def steps(self) -> float:
+        """Runs all steps that are left, or those until a signal says to stop; returns the seconds that took."""
+        train, metrics, clock = self.config.train, self.metrics, self.clock
+        started = time.perf_counter()
+        on_terminal = sys.stderr.isatty()
+        with (
+            StopRequest() as stop,
+            Prefetcher(self.batches.sampler, range(self.first, train.steps), pin=self.device.type == "cuda") as batches,
+            tqdm(
+                total=train.steps,
+                initial=self.first,
+                unit="step",
+                dynamic_ncols=on_terminal,
+                mininterval=0.2 if on_terminal else 10,
+            ) as bar,
+            beside_bar(lengths=self.config.data.buckets is not None),
+        ):
+            clock.begin()
+            for done, batch in enumerate(batches, start=self.first + 1):
+                if self.auto is not None:
+                    self.step = self.auto.before_step()
+                called = time.perf_counter()
+                before = self.step.captures
+                loss = self.step(batch)
+                host_seconds = time.perf_counter() - called
+                if self.step.captures != before:
+                    length = batch.shape[2] - 1
+                    known = self.captures_by_length
+                    known[length] = known.get(length, 0) + self.step.captures - before
+                if self.auto is not None:
+                    self.auto.after_step()
+                metrics.record(loss)
+                clock.end_step(host_seconds)
+                last = done == train.steps or stop.signal is not None
+                every = train.checkpoint_every
+                saving = train.checkpoint and (last or (every > 0 and done % every == 0))
+                if done % train.log_every == 0 or last or saving:
+                    self._log()
+                    self._show(bar)
+                if self.evaluation and (done % train.eval_every == 0 or done == train.steps):
+                    metrics.log_evaluation(_evaluate(self.model, self.step, self.evaluation))
+                    clock.begin()
+                if self.samples is not None and self.samples.due(done):
+                    self.samples.show(done)
+                    clock.begin()
+                if saving:
+                    self._save(done)
+                    clock.begin()
+                bar.update()
+                if last and done < train.steps:
+                    self.stopped_by = stop.signal.name
+                    break
+            self._finish_values()
+            self._show(bar)
+        return time.perf_counter() - started
+
+    def result(self, seconds: float) -> RunResult:
+        """The numbers of the run, once its steps are done."""
+        on_gpu = self.device.type == "cuda"
+        return RunResult(
+            scope="auto" if self.auto else self.config.graph.scope.value,
+            config=plain_config(self.config),
+            status="interrupted" if self.stopped_by else "finished",
+            error=self.stopped_by,
+            device=device_name(self.device),
+            time_source=self.clock.source,
+            tokens_per_step=self.tokens_per_step,
+            losses=[loss.hex() for loss in self.metrics.losses],
+            eval_losses=[[done, loss.hex()] for done, loss in self.metrics.eval_losses],
+            step_ms=self.clock.step_ms,
+            host_ms=self.clock.host_ms,
+            # Step warmup_steps captures, and the one after it may still grow memory; the same for every scope.
+            measured_from_step=self.warmup_steps + 2 + (self.auto.began if self.auto else 0),
+            lengths=self.batches.report(self.captures_by_length),
+            auto=self.auto.report() if self.auto else {},
+            allocated_gib=torch.cuda.max_memory_allocated(self.device) / GIB if on_gpu else None,
+            reserved_gib=torch.cuda.max_memory_reserved(self.device) / GIB if on_gpu else None,
+            graph=asdict(self.step.stats),
+            seconds=seconds,
+            checkpoint=str(self.saved.relative_to(self.folder)) if self.saved else None,
+            resumed_at_step=self.first,
+            skipped_steps=int(self.metrics.latest.get("skipped", 0)),
+            first_nonfinite_step=self.first_nonfinite,
+        )
+
+    def profile(self) -> dict[str, dict[str, Any]]:
+        """Records a few more steps; only when everything else is done and saved."""
+        make, after = self.batches.sampler, self.config.train.steps
+        batches = [make(after)]
+        # Of one shape, where there are several.
+        batches += [batch for k in range(1, 64) if (batch := make(after + k)).shape == batches[0].shape][:2]
+        return profile_steps(self.model, self.step, self.make_step, batches, self.folder)
+
+    def close(self) -> None:
+        """Frees the graphs and closes the event file."""
+        self.metrics.close()
+        self.step.reset()
+
+
+def _run(
+    config: RunConfig, point: ResumePoint, device: torch.device, corpus: Corpus, dims: PretrainedConfig
+) -> RunResult:
+    run = _Run(config, point, device, corpus, dims)
+    try:
+        result = run.result(run.steps())
+        if config.train.profile and not run.stopped_by:
+            result.profile = run.profile()
+        return result
+    finally:
+        run.close()
+
+
+def train(
+    config: RunConfig, run_dir: Path, point: ResumePoint | None = None, say: Callable[[str], None] = log.info
+) -> RunResult:
+    """Trains as told and writes TensorBoard events, `result.json` and checkpoints into the folder of the run.
+
+    Whatever happens, nothing of the run stays behind in the process: graphs, GPU memory and its peaks, random state
+    and deterministic flags are as they were. SIGINT or SIGTERM ends the run after the step it is in; it is saved, and
+    the result's status is `interrupted`.
+
+    Args:
+        config: checked settings, from `parse`.
+        run_dir: folder of this run; made if need be. A resumed run goes on in its own folder instead.
+        point: where to go on, if that is known already; None looks at `config.train.resume`.
+        say: told where a run goes on, once it is certain that it may.
+
+    Raises:
+        ConfigError: the data or the saved model cannot be used, or a run with other settings cannot be resumed; raised
+            before a model is built.
+        GraphmodError: the folder cannot be written to, or has no room for a checkpoint.
+        NonFiniteError: a loss or gradient was not finite, with `train.nonfinite=stop`.
+    """
+    point = point or resume_point(config, run_dir)
+    try:
+        point.run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise GraphmodError(f"cannot write to {point.run_dir}: {error.strerror}") from error
+    corpus = load_corpus(config.data, config.model, config.train.seed)
+    split(corpus, config.data)  # for its error, which should come before the model
+    dims = model_config(config.model, corpus.vocab_size, config.data.seq_len)
+    device = pick_device(config.train.device)
+    if point.checkpoint is not None:
+        require_same(point, decisive_settings(plain_config(config), device.type), fingerprint(corpus.tokens))
+        if (finished := finished_result(point, config.train.steps, say)) is not None:
+            return finished
+    with isolated(device, config.train.seed, config.train.deterministic):
+        result = _run(config, point, device, corpus, dims)
+    result.write(point.run_dir)
+    return result

@@ -1,0 +1,228 @@
+"""The arithmetic of one training iteration, the same in every scope.
+
+Nothing here asks the device for a value: the position in the schedule, the loss scale, whether the step was finite
+and what follows from that are tensors on the device, so that a graph can hold all of it.
+"""
+
+import inspect
+import types
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from graphmod.train.step.update import CompiledUpdate
+
+NONFINITE = ("stop", "skip", "ignore")
+# Those of torch.amp.GradScaler.
+_FIRST_SCALE, _GROWTH, _BACKOFF, _GROWTH_INTERVAL = 65536.0, 2.0, 0.5, 2000
+_NEVER = -1
+
+Criterion = Callable[..., Tensor]
+
+
+def mean_cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:
+    """Mean cross entropy in float32, in nats per token, over the targets that are not `ignore_index`; 0-d.
+
+    Args:
+        logits: (B, S, V).
+        targets: (B, S) int64.
+    """
+    return nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=ignore_index)
+
+
+def next_token_loss(model: nn.Module, tokens: Tensor, criterion: Criterion = mean_cross_entropy) -> Tensor:
+    """Mean cross entropy, in nats per token, of predicting `tokens[:, 1:]` from `tokens[:, :-1]`.
+
+    Args:
+        model: a transformers causal LM, whose output has `.logits` of shape (B, S, V).
+        tokens: (B, S + 1) int64.
+        criterion: the loss of logits and targets.
+    """
+    return criterion(model(input_ids=tokens[:, :-1], use_cache=False).logits, tokens[:, 1:])
+
+
+def criterion_of(loss_fn: Callable) -> Criterion | None:
+    """The default of the argument `criterion`, if it is a plain function or a module; else None."""
+    try:
+        argument = inspect.signature(loss_fn).parameters["criterion"]
+    except (KeyError, TypeError, ValueError):  # no such argument, or nothing that could tell
+        return None
+    criterion = argument.default
+    # A method or closure may reach the model, whose parameters would then count as used twice.
+    plain = isinstance(criterion, types.FunctionType) and criterion.__closure__ is None
+    if argument.kind is argument.POSITIONAL_ONLY or not (plain or isinstance(criterion, nn.Module)):
+        return None
+    return criterion
+
+
+class Iteration:
+    """Forward, backward and update. The arguments are those of `TrainStep`.
+
+    Attributes:
+        position: int64 (1,), steps done.
+        first_bad: int64 (1,), the first step, counted from 0, whose loss or gradient was not finite; -1 before it.
+        skipped: int64 (1,), updates that did not happen.
+        scale, growth: float32 and int32 (), the loss scale and the finite steps since it last changed; or None.
+        ema: averaged weights in float32, in the order of `trained`; empty without averaging.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        loss_fn: Callable[[nn.Module, Tensor], Tensor],
+        learning_rates: Sequence[float] | None,
+        max_grad_norm: float | None,
+        autocast_dtype: torch.dtype | None,
+        nonfinite: str,
+        scale_loss: bool,
+        ema_decay: float | None,
+        compiled_update: CompiledUpdate | None = None,
+    ) -> None:
+        self.compiled_update = compiled_update
+        self.model, self.optimizer, self.loss_fn = model, optimizer, loss_fn
+        self.max_grad_norm, self.autocast_dtype = max_grad_norm, autocast_dtype
+        self.nonfinite, self.ema_decay = nonfinite, ema_decay
+        device = self.device = next(model.parameters()).device
+        self.trained = [p for group in optimizer.param_groups for p in group["params"]]
+        # In the order in which `clip_grad_norm_(model.parameters())` adds their squares up: the sum's last bit depends
+        # on it, and the optimizer's groups have another.
+        known = {id(p): p for p in self.trained}
+        self._clipped = [known.pop(id(p)) for p in model.parameters() if id(p) in known] + [*known.values()]
+        self.rates: Tensor | None = None
+        if learning_rates is not None:
+            self.rates = torch.tensor(list(learning_rates), dtype=torch.float32, device=device)
+        self.position = torch.zeros(1, dtype=torch.int64, device=device)
+        self.guarded = nonfinite != "ignore" or scale_loss
+        self.first_bad = torch.full((1,), _NEVER, dtype=torch.int64, device=device)
+        self.skipped = torch.zeros(1, dtype=torch.int64, device=device)
+        self.scale = self.growth = None
+        if scale_loss:
+            self.scale = torch.tensor(_FIRST_SCALE, device=device)
+            self.growth = torch.zeros((), dtype=torch.int32, device=device)
+        if self.guarded:
+            # Fused optimizers look at this 0-d flag on the device, and change nothing where it is 1.
+            optimizer.found_inf = torch.zeros((), device=device)
+            optimizer.grad_scale = None
+        else:
+            # A flag that a guarded iteration left behind would go on blocking updates.
+            for name in ("found_inf", "grad_scale"):
+                optimizer.__dict__.pop(name, None)
+        self.ema = [p.detach().float().clone() for p in self.trained] if ema_decay is not None else []
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        wanted = self.autocast_dtype is not None
+        if not wanted and not torch.is_autocast_enabled(self.device.type):
+            return self.loss_fn(self.model, tokens)
+        with torch.autocast(self.device.type, self.autocast_dtype, enabled=wanted):
+            return self.loss_fn(self.model, tokens)
+
+    def differentiate(self, batch: Tensor) -> Tensor:
+        """Forward and backward of every microbatch; the mean loss."""
+        total = None
+        for tokens in batch:
+            part = self.loss(tokens)
+            if len(batch) > 1:
+                part = part / len(batch)
+            # On this thread: to wake autograd's own costs more than a layer's backward does from its graph.
+            with torch.autograd.set_multithreading_enabled(False):
+                (part if self.scale is None else part * self.scale).backward()
+            total = part.detach() if total is None else total + part.detach()
+            del part  # else its autograd graph lives on through the next forward
+        return total
+
+    def update(self, loss: Tensor | None = None) -> Tensor | None:
+        """Learning rate, clipping and optimizer step; returns the gradients' 2-norm before clipping, if there is one.
+
+        Args:
+            loss: of the step, 0-d; looked at only by a guarded iteration, which needs it.
+        """
+        if self.rates is not None:
+            rate = self.rates[self.position.clamp(max=len(self.rates) - 1)].squeeze(0)
+            for group in self.optimizer.param_groups:
+                group["lr"].copy_(rate)
+        overflow = self._unscale() if self.scale is not None else None
+        norm = None
+        compiled = self.compiled_update is not None and self.compiled_update.ready()
+        if self.max_grad_norm is not None and not compiled:
+            norm = nn.utils.clip_grad_norm_(self._clipped, self.max_grad_norm)
+        elif self.max_grad_norm is not None or (self.guarded and overflow is None):
+            norm = nn.utils.get_total_norm([p.grad for p in self._clipped if p.grad is not None])
+        if self.guarded:
+            self._guard(loss, norm, overflow)
+        self.position += 1
+        if compiled:
+            self.compiled_update(norm, self.max_grad_norm)
+        else:
+            self.optimizer.step()
+        if self.ema:
+            with torch.no_grad():
+                torch._foreach_mul_(self.ema, self.ema_decay)
+                torch._foreach_add_(self.ema, self.trained, alpha=1 - self.ema_decay)
+        return norm
+
+    def _unscale(self) -> Tensor:
+        """Divides the gradients by the loss scale; a 0-d float32 that is 1 where one of them is not finite."""
+        overflow = torch.zeros((), device=self.device)
+        inverse = self.scale.double().reciprocal().float()
+        grads = [p.grad for p in self.trained if p.grad is not None]
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, overflow, inverse)
+        return overflow
+
+    def _guard(self, loss: Tensor, norm: Tensor | None, overflow: Tensor | None) -> None:
+        """Decides on the device whether the update happens, and notes the first step that was not finite."""
+        # An overflow is how the right scale is found, and no fault of the run, until there is nothing to lower.
+        unfit = ~torch.isfinite(norm) if overflow is None else (overflow > 0) & (self.scale < 1.0)
+        bad = ~torch.isfinite(loss) | unfit
+        blocked = bad if self.nonfinite != "ignore" else torch.zeros_like(bad)
+        if overflow is not None:
+            blocked = blocked | (overflow > 0)
+            torch._amp_update_scale_(self.scale, self.growth, overflow, _GROWTH, _BACKOFF, _GROWTH_INTERVAL)
+        self.first_bad.copy_(torch.where((self.first_bad < 0) & bad, self.position, self.first_bad))
+        if self.nonfinite == "stop":
+            # The host hears of it at the next log point; until then the weights stay as they were before it.
+            blocked = blocked | (self.first_bad >= 0).squeeze(0)
+        self.optimizer.found_inf.copy_(blocked)
+        self.skipped += blocked
+
+    def run(self, batch: Tensor) -> tuple[Tensor, Tensor | None]:
+        loss = self.differentiate(batch)
+        norm = self.update(loss)
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss, norm
+
+    @torch.no_grad()
+    def evaluate(self, batch: Tensor) -> Tensor:
+        losses = [self.loss(tokens) for tokens in batch]
+        return losses[0] if len(losses) == 1 else torch.stack(losses).mean()
+
+    @contextmanager
+    def ema_weights(self) -> Iterator[None]:
+        """Puts the averaged weights where the trained ones are, at the same addresses, and back again."""
+        with torch.no_grad():
+            kept = [p.detach().clone() for p in self.trained]
+            torch._foreach_copy_(self.trained, self.ema)
+            try:
+                yield
+            finally:
+                torch._foreach_copy_(self.trained, kept)
+
+    def state_dict(self) -> dict:
+        parts = {"position": self.position, "first_bad": self.first_bad, "skipped": self.skipped}
+        if self.scale is not None:
+            parts |= {"scale": self.scale, "growth": self.growth}
+        state: dict = {name: tensor.cpu().clone() for name, tensor in parts.items()}
+        if self.ema:
+            state["ema"] = [tensor.cpu().clone() for tensor in self.ema]
+        return state
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict) -> None:
+        for name in ("position", "first_bad", "skipped", "scale", "growth"):
+            if name in state and getattr(self, name) is not None:
+                getattr(self, name).copy_(state[name])
+        for average, saved in zip(self.ema, state.get("ema", ()), strict=bool(self.ema) and "ema" in state):
+            average.copy_(saved)

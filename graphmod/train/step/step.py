@@ -1,0 +1,297 @@
+"""One training iteration as a callable, from graphs of the layers, from one graph, or eagerly."""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from graphmod.config import CUDAGraphConfig
+from graphmod.graph.buffers import mark_static
+from graphmod.state.entry import GraphStats
+from graphmod.train.settings import Scope, train_settings
+from graphmod.train.step.activations import recomputed_layers
+from graphmod.train.step.compile import CHOICES, compile_layers, compiled
+from graphmod.train.step.iteration import NONFINITE, Iteration, criterion_of, next_token_loss
+from graphmod.train.step.update import CompiledUpdate
+from graphmod.wrap.layers import edge_modules, find_layers, graph_layers, match_layers, ungraph
+from graphmod.wrap.module import CUDAGraphModule
+
+__all__ = ["TrainStep", "next_token_loss"]
+
+_COMPILED_WARMUP = 3
+
+
+def warmup_steps(config: CUDAGraphConfig, compile: str) -> int:
+    """The steps of a `TrainStep` with these settings before it captures; in scope `none`, before it is settled.
+
+    The first step compiles, the second the update, and only a later one is what a capture can be compared with.
+    """
+    return config.warmup_steps if compile == "none" else max(config.warmup_steps, _COMPILED_WARMUP)
+
+
+class TrainStep:
+    """A whole training iteration; `step(batch)` returns the mean loss of the microbatches.
+
+    The numbers are those of eager training in every scope; `config.scope` only says what runs from graphs.
+
+    Args:
+        model: the model to train, already on its device and in its dtype.
+        optimizer: its optimizer, with `fused=True` (and `capturable=True` on a GPU) to be captured.
+        loss_fn: `loss_fn(model, tokens)` returns the 0-d loss of one microbatch. If it has an argument `criterion`
+            whose default is a plain function or module of tensors (logits, targets), `per_layer` hands it that in a
+            graph.
+        learning_rates: the learning rate of each step, kept on the device and read there, so that it changes inside a
+            graph; steps beyond its end use the last one. The optimizer's own rate must then be a tensor. None leaves
+            the optimizer's rate alone.
+        max_grad_norm: clip the gradients to this total 2-norm; None does not clip.
+        autocast_dtype: run forward and loss under autocast of this dtype; None does not.
+        nonfinite: what a loss or gradient that is NaN or infinite does, decided on the device without asking the host:
+            `skip` leaves this update out, `stop` leaves out this and all later ones (look at `first_nonfinite` at
+            times), `ignore` does nothing.
+        scale_loss: keep a loss scale as torch.amp.GradScaler does, on the device; for float16 autocast. An update
+            whose scaled gradients overflow is left out.
+        ema_decay: keep an exponential moving average of the weights in float32, this much of it at each step; None
+            keeps none.
+        compile: `default` or `max` compiles the layers (scope `per_layer`, or layers that run again in the backward) or
+            forward and loss (else) with torch.compile before they are captured, and clipping with the step of Adam or
+            AdamW in every scope; `none` does not. See `train/step/compile.py` and `train/step/update.py`.
+        config: what to capture (`scope`); None means `TrainGraphConfig()`.
+
+    Attributes:
+        grad_norm: 0-d, the gradients' 2-norm of the last step before clipping; None without clipping or `nonfinite`.
+        compile: as given.
+
+    Raises:
+        ValueError: `learning_rates` with an optimizer whose rate is a Python number, or `nonfinite` or `scale_loss`
+            with one that is not fused and so cannot leave out an update.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        loss_fn: Callable[[nn.Module, Tensor], Tensor] = next_token_loss,
+        learning_rates: Sequence[float] | None = None,
+        max_grad_norm: float | None = None,
+        autocast_dtype: torch.dtype | None = None,
+        nonfinite: str = "ignore",
+        scale_loss: bool = False,
+        ema_decay: float | None = None,
+        compile: str = "none",
+        config: CUDAGraphConfig | None = None,
+    ) -> None:
+        if nonfinite not in NONFINITE:
+            raise ValueError(f"nonfinite={nonfinite!r} is not known; choose one of: {', '.join(NONFINITE)}")
+        if (nonfinite != "ignore" or scale_loss) and not getattr(optimizer, "_step_supports_amp_scaling", False):
+            raise ValueError(
+                f"nonfinite={nonfinite!r} and scale_loss need an optimizer that can leave out an update without asking "
+                f"the host, and this {type(optimizer).__name__} cannot; build AdamW, Adam or SGD with fused=True"
+            )
+        for group in optimizer.param_groups:
+            if learning_rates is not None and not isinstance(group["lr"], Tensor):
+                raise ValueError(
+                    f"learning_rates needs an optimizer whose lr is a tensor, got {group['lr']!r}; build it with "
+                    "lr=torch.tensor(..., device=...)"
+                )
+        if compile not in CHOICES:
+            raise ValueError(f"compile={compile!r} is not known; choose one of: {', '.join(CHOICES)}")
+        self.model, self.optimizer = model, optimizer
+        self.config, self.compile = train_settings(config), compile
+        self._undo_compile: Callable[[], None] | None = None
+        self._loss_fn = loss_fn
+        if compile != "none":
+            loss_fn = self._compile(loss_fn, compile)
+        self.grad_norm: Tensor | None = None
+        self._iteration = Iteration(
+            model,
+            optimizer,
+            loss_fn=loss_fn,
+            learning_rates=learning_rates,
+            max_grad_norm=max_grad_norm,
+            autocast_dtype=autocast_dtype,
+            nonfinite=nonfinite,
+            scale_loss=scale_loss,
+            ema_decay=ema_decay,
+            compiled_update=None if compile == "none" else CompiledUpdate(optimizer, compile),
+        )
+        self._inputs: dict[torch.Size, Tensor] = {}
+        self._settled: dict[int, Tensor] = {}
+        self._eager_steps = 0
+        self._graphs: list[CUDAGraphModule] = []
+        self._run, self._update, self._evaluate = self._iteration.run, None, self._iteration.evaluate
+        if self.config.scope is Scope.full_iteration:
+            self._run = CUDAGraphModule(self._run, self.config, name="train step")
+            self._evaluate = CUDAGraphModule(self._evaluate, self.config, name="evaluation step")
+            self._graphs = [self._run, self._evaluate]
+        elif self.config.scope is Scope.per_layer:
+            self._graph_layers()
+
+    def _compile(self, loss_fn: Callable, how: str) -> Callable:
+        """Compiles what the scope captures; returns the loss function to use."""
+        self.config = replace(self.config, warmup_steps=warmup_steps(self.config, how))
+        device = next(self.model.parameters()).device
+        again = recomputed_layers(self.model)
+        if self.config.scope is not Scope.per_layer and not again:
+            return compiled(loss_fn, how, device)
+        names = self._layers() if self.config.scope is Scope.per_layer else again
+        self._undo_compile = compile_layers(self.model, names, how, device)
+        return loss_fn
+
+    def _layers(self) -> list[str]:
+        patterns = self.config.layers
+        return find_layers(self.model) if patterns is None else match_layers(self.model, patterns)
+
+    def _graph_layers(self) -> None:
+        layers = self._layers()
+        if self.config.optimizer:
+            # The optimizer's graph reads every gradient by address, so every parameter's gradient must stay in place.
+            layers = [*layers, *edge_modules(self.model, layers)]
+        self._graphs = graph_layers(self.model, self.config, layers=layers)
+        if self.config.optimizer:
+            self._graph_criterion()
+            self._update = CUDAGraphModule(self._iteration.update, self.config, name="optimizer step")
+            self._graphs = [*self._graphs, self._update]
+
+    def _graph_criterion(self) -> None:
+        """Puts the loss of the logits beside the head, whose results it then reads where they are."""
+        criterion = criterion_of(self._iteration.loss_fn)
+        if criterion is None:
+            return
+        # The caller keeps losses, and a copy of one number costs less than to look for those that are still held.
+        config = replace(self.config, clone_outputs=True)
+        graphed = CUDAGraphModule(criterion, config, name="loss", group=self._graphs[-1]._context.group)
+        self._iteration.loss_fn = functools.partial(self._iteration.loss_fn, criterion=graphed)
+        self._graphs = [*self._graphs, graphed]
+
+    def __call__(self, batch: Tensor) -> Tensor:
+        """Trains on `batch`, int64 of shape (A, B, S + 1) for A microbatches; returns a 0-d loss, which stays valid."""
+        batch = self._stage(batch)
+        self.grad_norm = None  # a result that is still held when its graph runs again is copied
+        if self._update is not None:
+            loss = self._iteration.differentiate(batch)
+            self._settle_gradients()
+            self.grad_norm = self._update(loss) if self._iteration.guarded else self._update()
+            self.optimizer.zero_grad(set_to_none=True)
+        else:
+            loss, self.grad_norm = self._run(batch)
+        self._eager_steps += not self._graphs
+        return loss
+
+    def evaluate(self, batch: Tensor) -> Tensor:
+        """The mean loss on `batch`, (A, B, S + 1) int64, with the model in its present mode and no gradient; 0-d."""
+        return self._evaluate(self._stage(batch))
+
+    def _stage(self, batch: Tensor) -> Tensor:
+        """Brings a batch to a fixed address on the device, without waiting for the step that still runs."""
+        if batch.dim() != 3 or batch.dtype is not torch.int64:
+            raise ValueError(
+                f"a batch must be int64 of shape (microbatches, sequences, tokens), got {batch.dtype} of shape "
+                f"{tuple(batch.shape)}"
+            )
+        target = self._inputs.get(batch.shape)
+        if target is None:
+            target = mark_static(torch.empty(batch.shape, dtype=batch.dtype, device=self._iteration.device))
+            self._inputs[batch.shape] = target
+        if target.is_cuda and not batch.is_cuda and not batch.is_pinned():
+            batch = batch.pin_memory()
+        target.copy_(batch, non_blocking=True)
+        return target
+
+    def _settle_gradients(self) -> None:
+        """Moves gradients that autograd put at a new address (of tied weights) to where the optimizer's graph reads."""
+        for key, parameter in self._graphs[0]._context.group.shared.items():
+            if parameter.grad is not None:
+                settled = self._settled.get(key)
+                if settled is None:
+                    settled = self._settled[key] = torch.empty_like(parameter, requires_grad=False)
+                settled.copy_(parameter.grad)
+                parameter.grad = settled
+
+    @property
+    def iteration(self) -> Iteration:
+        """The arithmetic of a step; without graphs its parts are looked up at each call, and may be wrapped."""
+        return self._iteration
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return self._iteration.device
+
+    @property
+    def learning_rate(self) -> Tensor | float:
+        """The optimizer's present learning rate, that of its first parameter group."""
+        return self.optimizer.param_groups[0]["lr"]
+
+    @property
+    def captures(self) -> int:
+        """Graphs captured so far; cheaper to ask than `stats`."""
+        return sum(graph._context.counters.captures for graph in self._graphs)
+
+    @property
+    def stats(self) -> GraphStats:
+        """The counters of all graphs of this step."""
+        if not self._graphs:
+            return GraphStats(eager_calls=self._eager_steps)
+        total = self._graphs[0].stats
+        pools = {id(graph._context.group): graph.stats.pool_bytes for graph in self._graphs}
+        for graph in self._graphs[1:]:
+            total = total + graph.stats
+        total.pool_bytes = sum(pools.values())
+        return total
+
+    @property
+    def guarded(self) -> bool:
+        """Whether steps that are not finite are noticed."""
+        return self._iteration.guarded
+
+    @property
+    def first_nonfinite(self) -> Tensor:
+        """int64 (1,) on the device: the first step, counted from 0, that was not finite; -1 when all were."""
+        return self._iteration.first_bad
+
+    @property
+    def skipped(self) -> Tensor:
+        """int64 (1,) on the device: the updates that were left out."""
+        return self._iteration.skipped
+
+    @property
+    def loss_scale(self) -> Tensor | None:
+        """float32 () on the device, or None without `scale_loss`."""
+        return self._iteration.scale
+
+    @property
+    def has_ema(self) -> bool:
+        """Whether there are averaged weights."""
+        return bool(self._iteration.ema)
+
+    @contextmanager
+    def ema_weights(self) -> Iterator[None]:
+        """Inside, the model has its averaged weights, at the addresses that graphs read; for evaluating and saving."""
+        with self._iteration.ema_weights():
+            yield
+
+    def state_dict(self) -> dict:
+        """Position in the schedule, loss scale, averaged weights; the optimizer has a state_dict of its own."""
+        return self._iteration.state_dict()
+
+    def load_state_dict(self, state: dict) -> None:
+        """Restores what `state_dict` gave, in place, so that graphs stay valid."""
+        self._iteration.load_state_dict(state)
+
+    def reset(self) -> None:
+        """Frees the graphs and puts the model's layers back. The step then runs eagerly."""
+        for graph in self._graphs:
+            graph.reset()
+        ungraph(self.model)
+        if self._undo_compile is not None:
+            self._undo_compile()
+            self._undo_compile = None
+        self._graphs = []
+        if self.config.scope is Scope.per_layer:
+            self._iteration.loss_fn = self._loss_fn
+        self._run, self._update, self._evaluate = self._iteration.run, None, self._iteration.evaluate
+        self._inputs.clear()

@@ -1,0 +1,177 @@
+"""Clipping and Adam's update compiled into one pass over memory.
+
+The arithmetic is torch's own (`torch.optim.adam.adam`), in float32 where the tensors are narrower. Tensors of one shape
+are updated some at a time, so that what has to be compiled depends on the kinds of tensors and not on their number.
+"""
+
+import itertools
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adam import adam
+
+from graphmod.guards.hooks import step_hooks
+from graphmod.train.step.compile import compiled, switched_off
+
+_MOST_TOGETHER = 8
+# Each kind takes a second or two to compile.
+_MOST_KINDS = 32
+# Beside betas, compiled in as they are.
+_SETTINGS = ("eps", "weight_decay", "maximize", "decoupled_weight_decay")
+
+
+class CompiledUpdate:
+    """The step of a `torch.optim.Adam` or `AdamW`, with the gradients' scaling.
+
+    Args:
+        optimizer: it keeps the state, which a step changes in place as the optimizer's own step does.
+        how: as in `compiled`.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, how: str) -> None:
+        self._optimizer = optimizer
+        self._device = next(p for group in optimizer.param_groups for p in group["params"]).device
+        self._settings: dict[int, tuple] = {}
+        self._run = _compiled_for(optimizer, how, self._device)
+
+    def ready(self) -> bool:
+        """Whether the optimizer's next step can be made here.
+
+        It can if torch.compile is not switched off, the optimizer is of one of the two classes, nothing was hung into
+        its step, its state is there (its own first step makes it), the rate is a tensor, the other settings are those
+        of the first time, and all is on one device.
+        """
+        optimizer = self._optimizer
+        return (
+            not switched_off()
+            and type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
+            and "step" not in optimizer.__dict__
+            and not any(step_hooks(optimizer))
+            and all(itertools.starmap(self._plain, enumerate(optimizer.param_groups)))
+            and len({(self._settings[index], *kind) for (index, *kind), _ in self._kinds()}) <= _MOST_KINDS
+        )
+
+    def _plain(self, index: int, group: dict[str, Any]) -> bool:
+        if not self._here(group["lr"]) or group["amsgrad"] or group["differentiable"]:
+            return False
+        if any(isinstance(beta, Tensor) for beta in group["betas"]):
+            return False
+        settings = (*group["betas"], *(group[name] for name in _SETTINGS))
+        if self._settings.setdefault(index, settings) != settings:
+            return False  # one that changes all the time would be compiled all the time
+        state = self._optimizer.state
+        return all(
+            p.device == self._device
+            and p.is_floating_point()
+            and p.grad.layout is torch.strided
+            and self._here(state.get(p, {}).get("step"))
+            for p in group["params"]
+            if p.grad is not None
+        )
+
+    def _here(self, value: Any) -> bool:
+        return isinstance(value, Tensor) and value.device == self._device
+
+    def _kinds(self) -> Iterator[tuple[Any, Tensor]]:
+        for index, group in enumerate(self._optimizer.param_groups):
+            for p in group["params"]:
+                if p.grad is not None:
+                    yield (index, p.shape, p.stride(), p.dtype, p.grad.stride(), p.grad.dtype), p
+
+    @torch.no_grad()
+    def __call__(self, norm: Tensor | None, max_norm: float | None) -> None:
+        """Updates the parameters that have gradients.
+
+        Args:
+            norm: the gradients' total 2-norm, 0-d.
+            max_norm: the gradients are taken as scaled to this norm where theirs is larger, but stay as they are; None
+                does not scale.
+        """
+        scale = None if max_norm is None else torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        blocked = getattr(self._optimizer, "found_inf", None)
+        kinds: dict[Any, list[Tensor]] = {}
+        for key, parameter in self._kinds():
+            kinds.setdefault(key, []).append(parameter)
+        for (index, *_), parameters in kinds.items():
+            group = self._optimizer.param_groups[index]
+            for some in _divided(parameters):
+                states = [self._optimizer.state[p] for p in some]
+                self._run(
+                    [p.detach() for p in some],
+                    [p.grad for p in some],
+                    *([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step")),
+                    scale,
+                    blocked,
+                    lr=group["lr"],
+                    beta1=group["betas"][0],
+                    beta2=group["betas"][1],
+                    **{name: group[name] for name in _SETTINGS},
+                )
+
+
+# The steps that are built around one optimizer (`graph=auto`) compile once.
+_of_optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[Any, Callable]] = weakref.WeakKeyDictionary()
+
+
+def _compiled_for(optimizer: torch.optim.Optimizer, how: str, device: torch.device) -> Callable:
+    """`_adam` compiled for one optimizer: what dynamo compiled of one code object counts towards its limit as long as
+    the process lives, so each optimizer gets a copy."""
+    known, key = _of_optimizers.setdefault(optimizer, {}), (how, device)
+    if key not in known:
+        known[key] = compiled(types.FunctionType(_adam.__code__.replace(), globals()), how, device)
+    return known[key]
+
+
+def _divided(parameters: list[Tensor]) -> list[list[Tensor]]:
+    """Parts of at most `_MOST_TOGETHER`, all of one size if there is such a division: each size is compiled anew."""
+    count = len(parameters)
+    least = -(-count // _MOST_TOGETHER)
+    parts = next((n for n in range(least, 2 * least + 1) if count % n == 0), least)
+    bounds = [index * count // parts for index in range(parts + 1)]
+    return [parameters[start:end] for start, end in itertools.pairwise(bounds)]
+
+
+def _adam(
+    parameters: list[Tensor],
+    gradients: list[Tensor],
+    averages: list[Tensor],
+    squares: list[Tensor],
+    steps: list[Tensor],
+    scale: Tensor | None,
+    blocked: Tensor | None,
+    **settings: Any,
+) -> None:
+    """Adam on copies, which cost nothing once compiled; what is kept of them is decided at the end."""
+    targets = [*parameters, *averages, *squares, *steps]
+    wide = [_wide(tensor) for tensor in targets]
+    count = len(parameters)
+    scaled = [_wide(gradient) for gradient in gradients]
+    # Where a dispatch mode of the user's keeps this from being compiled, torch refuses these two on the CPU.
+    on_device = torch.compiler.is_compiling() or parameters[0].is_cuda
+    if scale is not None:
+        scaled = torch._foreach_mul(scaled, scale)
+    adam(
+        wide[:count],
+        scaled,
+        wide[count : 2 * count],
+        wide[2 * count : 3 * count],
+        [],
+        wide[3 * count :],
+        foreach=on_device,
+        capturable=on_device,
+        amsgrad=False,
+        **settings,
+    )
+    if blocked is not None:
+        wide = [torch.where(blocked > 0, target, value) for target, value in zip(targets, wide, strict=True)]
+    for target, value in zip(targets, wide, strict=True):
+        target.copy_(value)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """A copy in float32, or in float64 if it is that."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
