@@ -22,7 +22,8 @@ EAGER_LAYERS = {False: {"DeBERTa"}, True: {"DeBERTa", "ALBERT", "DiTTransformer2
 def trained(model, task, way, bf16):
     """Losses, weights and wrappers after some steps."""
     device = next(model.parameters()).device
-    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-3, device=device), fused=True)
+    rate = torch.tensor(1e-3, device=device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, fused=True, capturable=device.type == "cuda")
 
     def step(given):
         with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
@@ -52,6 +53,8 @@ def test_training_is_that_of_eager(name, way, bf16, device):
     words = name.split()
     if words[0] in ("diffusers", "timm"):
         pytest.importorskip(words[0])
+    if "CTC" in words and device.type == "cuda":
+        pytest.skip("the gradient of CTC is not the same twice on a GPU")
     task = other_models.OTHERS[name]
     torch.manual_seed(0)
     model = task.make().to(device).train()

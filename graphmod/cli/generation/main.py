@@ -1,7 +1,7 @@
 """The command line of `generate.py`: composes the config with Hydra, runs it, and words every error.
 
-Exit status: 0 all went well, 1 something failed while generating, 2 the command line, config, model or prompts cannot be
-used, 130 interrupted, 141 nobody reads the standard output any more.
+Exit status: 0 all went well, 1 something failed while generating, 2 the command line, config, model or prompts cannot
+be used, 130 interrupted, 141 nobody reads the standard output any more.
 """
 
 from __future__ import annotations
