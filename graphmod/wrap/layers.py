@@ -144,7 +144,7 @@ def find_layers(model: nn.Module) -> list[str]:
         inside = any(name == layer or name.startswith(layer + ".") for layer in found)
         if inside or not isinstance(module, (nn.ModuleList, nn.Sequential)) or not len(module):
             continue
-        if isinstance(module, nn.Sequential) and not any(True for _ in module[0].children()):
+        if isinstance(module, nn.Sequential) and not (len(module) > 1 and _is_block(module[0])):
             continue
         if len({type(item) for item in module}) == 1 and any(True for _ in module.parameters()):
             # Distinct ones: one may stand there twice.
@@ -155,6 +155,11 @@ def find_layers(model: nn.Module) -> list[str]:
             'modules, for example graph_layers(model, layers="blocks.*"), or wrap one: CUDAGraphModule(module)'
         )
     return found
+
+
+def _is_block(module: nn.Module) -> bool:
+    """Whether it is made of modules, and can be called."""
+    return any(True for _ in module.children()) and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
 
 
 def match_layers(model: nn.Module, patterns: str | list[str]) -> list[str]:
