@@ -11,7 +11,7 @@ from conftest import DROPOUT, TINY, shell
 from transformers import AutoModelForCausalLM
 
 from graphmod.errors import ConfigError, GraphmodError
-from graphmod.train.checkpoints.checkpoint import DamagedCheckpoint, checkpoints, verify
+from graphmod.train.checkpoints.manifest import DamagedCheckpoint, checkpoints, verify
 from graphmod.train.run.loop import train
 from graphmod.train.step.step import TrainStep
 

@@ -15,8 +15,8 @@ from graphmod.train.data.packing import choose_attention, document_bounds, most_
 from graphmod.train.models import varlen
 from graphmod.train.models.model import build_model, model_config
 from graphmod.train.run.assembly import plain_config
+from graphmod.train.run.decisive import decisive_settings
 from graphmod.train.run.loop import train
-from graphmod.train.run.resume import decisive_settings
 from graphmod.train.schema import PackingAttention, Precision
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import AutoModelForCausalLM
 
 from graphmod.errors import ConfigError
-from graphmod.train.checkpoints.checkpoint import checkpoints
+from graphmod.train.checkpoints.manifest import checkpoints
 from graphmod.train.run.loop import train
 
 SCOPES = ["none", "per_layer", "full_iteration"]
