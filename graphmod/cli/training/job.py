@@ -97,6 +97,7 @@ def attempt(cfg: DictConfig, job: Job) -> tuple[int, str | Path]:
         # What lies beside a folder that was named is other jobs, which may be running.
         named = any(re.match(r"hydra\.run\.dir=[^$]+$", argument) for argument in job.given)
         with claimed(config, job.folder, beside=job.alone and not named, named=named) as point:
+            point.changed = chosen.changed
             result = train(config, point.run_dir, point, say=show)
             if result.status == "interrupted":
                 return _say_stopped(result, point.run_dir, job.given), point.run_dir

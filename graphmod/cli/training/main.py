@@ -24,7 +24,8 @@ from graphmod.cli.stdout import complain
 from graphmod.cli.training import callback
 from graphmod.cli.training.arguments import for_hydra, groups, swept_keys
 from graphmod.cli.training.compose import register
-from graphmod.errors import ConfigError
+from graphmod.cli.training.job import Job, attempt, failed
+from graphmod.errors import ConfigError, GraphmodError
 from graphmod.train.report.result import RunResult
 from graphmod.train.run.folders import job_folder, unused
 
@@ -96,6 +97,9 @@ def main(config_dir: Path) -> int:
     except ConfigError as error:
         complain(error)
         return 2
+    except GraphmodError as error:
+        complain(error)
+        return 1
     except (HydraException, OmegaConfBaseException) as error:
         if show_all:
             traceback.print_exc()
@@ -113,6 +117,7 @@ def main(config_dir: Path) -> int:
             complain(unwritten)
         return 1
     finally:
+        callback.leave_folder()
         sys.argv[1:] = given
     if (unwritten := callback.take_failure()) is not None:
         complain(unwritten)

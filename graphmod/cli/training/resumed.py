@@ -13,6 +13,7 @@ from graphmod.train.run.decisive import all_settings, require_same, with_changes
 from graphmod.train.run.resume import AUTO, NONE, newest_manifest, run_of
 
 _RESUME = "train.resume"
+_SAID = (_RESUME, "train.steps")  # what more steps mean for a run, the run says itself
 
 
 @dataclass
@@ -76,7 +77,7 @@ def job_settings(cfg: DictConfig, overrides: list[str], config_dir: Path) -> Job
     changed = []
     for name, value in {**given, _RESUME: resume}.items():
         group, _, key = name.partition(".")
-        if name != _RESUME and key in saved.get(group, {}) and saved[group][key] != value:
+        if name not in _SAID and key in saved.get(group, {}) and saved[group][key] != value:
             changed.append(f"{name} was {saved[group][key]} and is now {value}")
         settings.setdefault(group, {})[key] = value
     return JobSettings(settings, changed)

@@ -51,8 +51,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         manifest = json.loads((folder / MANIFEST_FILE).read_text(encoding="utf-8"))
         if (number := manifest.get("format", 1)) > FORMAT:
             raise NewerCheckpoint(
-                f"{folder} has checkpoint format {number}, of graphmod {manifest.get('graphmod', '(unknown)')}, and this "
-                f"version reads formats up to {FORMAT}; install that one, or a later one"
+                f"{folder} has checkpoint format {number}, of graphmod {manifest.get('graphmod', '(unknown)')}, and "
+                f"this version reads formats up to {FORMAT}; install that one, or a later one"
             )
         if not {"steps_done", "settings", "data", "files"} <= set(manifest):
             raise ValueError("it lacks some of its parts")

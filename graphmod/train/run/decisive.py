@@ -101,13 +101,11 @@ def extension(manifest: dict[str, Any], config: RunConfig) -> str | None:
         return None
     was, rates = learning_rates(config.optim, before), learning_rates(config.optim, now)
     if was[:done] == rates[:done]:
-        return (
-            f"train.steps was {before} and is now {now}; the numbers are those of a run that had {now} from the start"
-        )
+        return f"train.steps was {before}; the numbers are those of a run that had {now} from the start"
     then = f"; that of step {done + 1} is {rates[done]:.3g}, after {was[done - 1]:.3g}" if done < now else ""
     return (
-        f"train.steps was {before} and is now {now}: the schedule of the learning rate is that of {now} steps from here "
-        f"on{then}. A run that had {now} from the start would have had other rates up to here, and so has other numbers"
+        f"train.steps was {before}; from here on the learning rate follows the schedule of {now} steps{then}. A run "
+        f"that had {now} from the start would have had other rates up to here, and so has other numbers"
     )
 
 

@@ -4,7 +4,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from graphmod.train.report.result import RESULT_FILE, RunResult
 from graphmod.train.run.assembly import plain_config
 from graphmod.train.run.checks import pick_device
 from graphmod.train.run.decisive import decisive_settings, differences
-from graphmod.train.run.ownership import FolderInUse, owned, require_unused
+from graphmod.train.run.ownership import FolderInUse, owned
 from graphmod.train.schema import RunConfig
 
 log = logging.getLogger("graphmod")
@@ -34,11 +34,12 @@ _ELSEWHERE = "write elsewhere (hydra.run.dir=FOLDER; in a multirun hydra.sweep.d
 @dataclass
 class ResumePoint:
     """Where a run starts: the folder it writes to, the checkpoint it resumes from (None: it starts at the beginning),
-    which may lie in another run, and its manifest."""
+    which may lie in another run, its manifest, and in words the settings that change."""
 
     run_dir: Path
     checkpoint: Path | None = None
     manifest: dict[str, Any] | None = None
+    changed: list[str] = field(default_factory=list)
 
 
 def newest_whole(run_dir: Path) -> tuple[ResumePoint | None, list[str]]:
@@ -69,9 +70,7 @@ def _unfinished(run_dir: Path) -> bool:
 
 
 def holds_finished_runs(folder: Path) -> bool:
-    """Whether a folder of several runs, such as a multirun's, has one that is finished. Raises FolderInUse when a
-    process is still writing into it."""
-    require_unused(folder)
+    """Whether a folder of several runs, such as a multirun's, has one that is finished."""
     return any(not _unfinished(path.parent) for path in folder.glob(f"*/{RESULT_FILE}"))
 
 
@@ -281,5 +280,5 @@ def finished_result(point: ResumePoint, steps: int, say: Callable[[str], None]) 
     if done == steps and not _unfinished(run):
         say(f"{run} is finished; to extend it: train.resume={run} {more}. This is what it reported:")
         return RunResult.read(run)
-    say(f"resuming from step {done} of {steps}: {point.checkpoint}")
+    say("\n  ".join([f"resuming from step {done} of {steps}: {point.checkpoint}", *point.changed]))
     return None
