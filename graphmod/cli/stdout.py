@@ -30,6 +30,17 @@ def show(text: str, end: str = "\n") -> None:
         raise OutputError(f"the standard output cannot be written: {error.strerror or error}") from error
 
 
+def unwritten() -> str | None:
+    """Why what was printed before cannot be written; None where all of it was, or nobody reads it any more."""
+    try:
+        show("", end="")
+    except BrokenPipeError:
+        return None
+    except OutputError as error:
+        return str(error)
+    return None
+
+
 def _drop_stdout() -> None:
     """Sends what is left of the standard output nowhere, so that Python does not complain about it on its way out."""
     with contextlib.suppress(OSError, ValueError, AttributeError):

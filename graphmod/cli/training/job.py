@@ -13,7 +13,7 @@ import torch
 from omegaconf import DictConfig
 
 from graphmod.cli.explain import system_error
-from graphmod.cli.stdout import complain, show
+from graphmod.cli.stdout import complain, show, unwritten
 from graphmod.cli.training.arguments import NO_CHECK, NO_PROFILE
 from graphmod.cli.training.compose import parse
 from graphmod.cli.training.resumed import job_settings
@@ -104,7 +104,8 @@ def attempt(cfg: DictConfig, job: Job) -> tuple[int, str | Path]:
             show(f"{result.report()}\n  written to {point.run_dir}")
             return 0, point.run_dir
     except Aborted as error:
-        complain(f"{error}" + (f"\n  to resume: {_way_on(error.kept.parent.parent, job.given)}" if error.kept else ""))
+        way_on = f"\n  to resume: {_way_on(error.kept.parent.parent, job.given)}" if error.kept else ""
+        print(f"{error}{way_on}", file=sys.stderr, flush=True)
         return 128 + signal.SIGINT, str(error)
     except BrokenPipeError:  # as with `| head`, where nothing is wrong
         return 128 + signal.SIGPIPE, "nobody reads the standard output any more"
@@ -115,7 +116,7 @@ def attempt(cfg: DictConfig, job: Job) -> tuple[int, str | Path]:
         complain(error)
         return 1, str(error)
     except OSError as error:
-        reason = system_error(error, job.folder)
+        reason = unwritten() or system_error(error, job.folder)
         complain(reason)
         return 1, reason
     except torch.OutOfMemoryError as error:

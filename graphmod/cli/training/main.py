@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from graphmod.cli.environment import require_one_process
 from graphmod.cli.explain import explain
-from graphmod.cli.stdout import complain
+from graphmod.cli.stdout import complain, unwritten
 from graphmod.cli.training import callback
 from graphmod.cli.training.arguments import for_hydra, groups, swept_keys
 from graphmod.cli.training.compose import register
@@ -105,7 +105,10 @@ def main(config_dir: Path) -> int:
             traceback.print_exc()
         complain(explain(error))
         return 2
-    except OSError as error:  # Hydra could not make the folder of the run
+    except OSError as error:  # Hydra could not make the folder of the run, or print what it was asked for
+        if (reason := unwritten()) is not None:
+            complain(reason)
+            return 1
         where = error.filename or "the folder of the run"
         reason = (
             f"cannot write to {where}: {error.strerror or error}; choose another folder with hydra.run.dir=FOLDER "
@@ -113,13 +116,14 @@ def main(config_dir: Path) -> int:
         )
         callback.end_early(Path(error.filename or "the next job"), reason)
         complain(reason)
-        if (unwritten := callback.take_failure()) is not None:
-            complain(unwritten)
+        if (uncompared := callback.take_failure()) is not None:
+            complain(uncompared)
         return 1
     finally:
         callback.leave_folder()
         sys.argv[1:] = given
-    if (unwritten := callback.take_failure()) is not None:
-        complain(unwritten)
-        statuses.append(1)
+    for reason in (callback.take_failure(), unwritten()):
+        if reason is not None:
+            complain(reason)
+            statuses.append(1)
     return max(statuses, default=0)

@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from graphmod.train.checkpoints.manifest import DamagedCheckpoint, read_manifest
 from graphmod.train.run.decisive import all_settings, require_same, with_changes
-from graphmod.train.run.resume import AUTO, NONE, newest_manifest, run_of
+from graphmod.train.run.resume import AUTO, NONE, ResumePoint, newest_readable, run_of
 
 _RESUME = "train.resume"
 _SAID = (_RESUME, "train.steps")  # what more steps mean for a run, the run says itself
@@ -43,10 +43,12 @@ def _given(cfg: DictConfig, overrides: list[str], config_dir: Path) -> dict[str,
     return given
 
 
-def _manifest(resume: str) -> dict[str, Any] | None:
+def _named(resume: str) -> ResumePoint | None:
     folder, run = Path(resume).absolute(), run_of(resume)
+    if run == folder:
+        return newest_readable(run)
     try:
-        return newest_manifest(run) if run == folder else read_manifest(folder)
+        return ResumePoint(run, folder, read_manifest(folder))
     except DamagedCheckpoint:
         return None
 
@@ -64,12 +66,12 @@ def job_settings(cfg: DictConfig, overrides: list[str], config_dir: Path) -> Job
         ConfigError: the folder holds no run, or a setting is to change that decides its numbers.
     """
     resume = str(cfg.train.resume)
-    manifest = None if resume in (NONE, AUTO) else _manifest(resume)
-    if manifest is None:  # where a folder was named, whoever looks for its checkpoints says what is wrong with them
+    point = None if resume in (NONE, AUTO) else _named(resume)
+    if point is None:  # where a folder was named, whoever looks for its checkpoints says what is wrong with them
         return JobSettings(cfg)
-    given = _given(cfg, overrides, config_dir)
+    given, manifest = _given(cfg, overrides, config_dir), point.manifest
     # At once, because a change that may not be can also be one that does not fit to the rest.
-    require_same(Path(resume).absolute(), manifest, with_changes(manifest["settings"], given))
+    require_same(point.checkpoint, manifest, with_changes(manifest["settings"], given))
     saved = all_settings(manifest)
     settings = OmegaConf.to_container(cfg, resolve=True) if "config" not in manifest else {}
     for group, values in saved.items():

@@ -44,7 +44,7 @@ class StopRequest:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.signal = signal.Signals(number)
         self._restore()
-        what = "stopping after this step, and saving" if self._saves else "stopping after this step; nothing is saved"
+        what = "stopping after this step and saving" if self._saves else "stopping after this step; nothing is saved"
         again = "; press Ctrl-C again to abort at once" if number == signal.SIGINT else ""
         # A print might be in the middle of one: the file object would be entered twice.
         with suppress(OSError, ValueError, AttributeError):

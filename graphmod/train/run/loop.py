@@ -22,7 +22,7 @@ from graphmod.train.data.batches import make_batches
 from graphmod.train.data.corpus import Corpus, load_corpus
 from graphmod.train.data.windows import Prefetcher, split
 from graphmod.train.models.model import build_model, load_weights, model_config, weights_dtype
-from graphmod.train.report.logs import beside_bar, log
+from graphmod.train.report.logs import beside_bar, events_fail_once, log
 from graphmod.train.report.metrics import GIB, Metrics
 from graphmod.train.report.profile import profile_steps
 from graphmod.train.report.result import RunResult
@@ -274,7 +274,7 @@ def _train(config: RunConfig, point: ResumePoint, say: Callable[[str], None]) ->
             return finished
         if (extended := extension(point.manifest, config)) is not None:
             say(extended)
-    with isolated(device, config.train.seed, config.train.deterministic):
+    with isolated(device, config.train.seed, config.train.deterministic), events_fail_once():
         result = _run(config, point, device, corpus, dims)
     result.write(point.run_dir)
     return result

@@ -74,11 +74,11 @@ def holds_finished_runs(folder: Path) -> bool:
     return any(not _unfinished(path.parent) for path in folder.glob(f"*/{RESULT_FILE}"))
 
 
-def newest_manifest(run_dir: Path) -> dict[str, Any] | None:
-    """Of the newest checkpoint of a run whose manifest can be read, whether the rest is whole or not; None without."""
+def newest_readable(run_dir: Path) -> ResumePoint | None:
+    """The newest checkpoint of a run whose manifest can be read, whether the rest is whole or not; None without one."""
     for folder in checkpoints(run_dir / FOLDER):
         try:
-            return read_manifest(folder)
+            return ResumePoint(run_dir, folder, read_manifest(folder))
         except DamagedCheckpoint:
             continue
     return None
@@ -123,8 +123,8 @@ def _automatic(run_dir: Path, settings: dict[str, Any], beside: bool, held: Exit
         return own
     others, damage = [], []
     for path in _unfinished_beside(run_dir) if beside else ():
-        manifest = newest_manifest(path)
-        changed = differences(manifest["settings"], settings) if manifest else []
+        known = newest_readable(path)
+        changed = differences(known.manifest["settings"], settings) if known else []
         with ExitStack() as candidate:
             try:
                 candidate.enter_context(owned(path))

@@ -1,0 +1,54 @@
+"""What processes of `test_ownership` do. They import nothing but this and what it needs, so that they start at once."""
+
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from graphmod.train.run import ownership
+from graphmod.train.run.loop import train
+from graphmod.train.run.ownership import FolderInUse, owned
+from graphmod.train.schema import RunConfig
+
+WON, LOST = 0, 3
+
+
+def own_and_wait(folder: Path, reached) -> None:
+    """Owns the folder until it is killed, beside a child, whose id is sent to `reached`."""
+    with owned(folder):
+        child = os.fork()  # as of a library that reads data in several processes
+        if child:
+            reached.send(child)
+        time.sleep(60)
+
+
+def start_at_once(folder: Path, barrier) -> None:
+    """Exits with WON if it got the folder, else with LOST."""
+    ownership._PATIENCE_S = 0.05
+    barrier.wait()
+    try:
+        with owned(folder):
+            barrier.wait()
+        sys.exit(WON)
+    except FolderInUse:
+        barrier.wait()
+        sys.exit(LOST)
+
+
+def train_or_lose(config: RunConfig, folder: Path) -> None:
+    """Exits with WON when the run is finished, with LOST when another process is at it."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+    torch.set_num_threads(1)
+    tqdm.set_lock(threading.RLock())  # else it makes semaphores, which stay when the process is killed
+    ownership._PATIENCE_S = 0.05
+    try:
+        train(config, folder)
+    except FolderInUse:
+        sys.exit(LOST)
+    sys.exit(WON)
