@@ -16,7 +16,7 @@ ROOMS = (
 )
 WITHIN = {
     "decode": (
-        *("errors", "results", "model_state", "config", "cache", "step", "attention", "batching", "text"),
+        *("errors", "results", "model_state", "config", "cache", "step", "attention", "text", "batching"),
         *("verification", "engine"),
     ),
     "train": ("settings", "schema", "models", "step", "checkpoints", "data", "report", "run"),

@@ -15,13 +15,13 @@ from graphmod.cli.generation.output import OutputFile, complain, open_output, sh
 from graphmod.cli.generation.prompts import Prompt, line_of, read_prompts
 from graphmod.cli.generation.provenance import trained
 from graphmod.cli.generation.schema import GenerateConfig
-from graphmod.decode.batching.requests import Codec
 from graphmod.decode.config import CompileMode
 from graphmod.decode.engine import DecodeEngine
 from graphmod.decode.errors import OutputError, RequestError
 from graphmod.decode.results import Completion
 from graphmod.decode.step.sampling import FILTERED, GREEDY, PLAIN
-from graphmod.decode.text import TextStream, codec_for
+from graphmod.decode.text.codec import Codec, codec_for
+from graphmod.decode.text.stream import TextStream
 from graphmod.words import counted
 
 

@@ -19,6 +19,7 @@ from graphmod.train.data.batches import make_batches
 from graphmod.train.data.corpus import Corpus, load_corpus
 from graphmod.train.data.windows import Prefetcher, split
 from graphmod.train.models.model import build_model, load_weights, model_config, weights_dtype
+from graphmod.train.models.special_tokens import set_special_tokens
 from graphmod.train.report.logs import beside_bar, log
 from graphmod.train.report.metrics import GIB, Metrics
 from graphmod.train.report.profile import profile_steps
@@ -76,6 +77,8 @@ class _Run:
         self.evaluation = [batch.to(device) for batch in self.batches.evaluation]
         self.captures_by_length: dict[int, int] = {}
         self.model = build_model(config.model, dims, train.precision, device, train.seed)
+        if corpus.tokenizer is not None:
+            set_special_tokens(self.model, corpus.tokenizer)
         compiled = config.graph.compile is not Compile.none
         self.warmup_steps = warmup_steps(config.graph, config.graph.compile.value)
         if train.activation_checkpointing:

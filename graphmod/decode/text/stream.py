@@ -1,0 +1,135 @@
+"""Text that comes token by token, and is in the end what decoding all tokens at once gives.
+
+A token's text depends on what is around it: a decoder strips the space at the very beginning, puts bytes together to
+characters, joins subwords. So a completion is always decoded behind its prompt, and its text is what comes after that
+of the prompt.
+"""
+
+from __future__ import annotations
+
+import os.path
+from collections.abc import Sequence
+from typing import Any
+
+from tokenizers.decoders import DecodeStream
+from transformers import PreTrainedTokenizerFast
+
+from graphmod.decode.text.codec import ByteCodec, Codec, TokenizerCodec
+
+_UNFINISHED = "\ufffd"  # what decoders put for bytes that are no character yet
+
+
+def _without(before: str, whole: str) -> str:
+    # Where the tokens behind a prompt complete its last character, both have in common what comes before it.
+    return whole[len(before) if whole.startswith(before) else len(os.path.commonprefix([before, whole])) :]
+
+
+def completion_text(codec: Codec, prompt: Sequence[int], tokens: Sequence[int]) -> str:
+    """The text of `tokens` behind `prompt`: that of both together, without that of the prompt."""
+    return _without(codec.decode(list(prompt)) if prompt else "", codec.decode([*prompt, *tokens]))
+
+
+def _streamable(codec: Codec) -> Any | None:
+    """The `tokenizers.Tokenizer` whose DecodeStream gives what the codec decodes; None where there is none."""
+    tokenizer = codec.tokenizer if isinstance(codec, TokenizerCodec) else None
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        return None
+    kind = type(tokenizer)
+    if kind.decode is not PreTrainedTokenizerFast.decode or kind._decode is not PreTrainedTokenizerFast._decode:
+        return None
+    backend = tokenizer.backend_tokenizer
+    if not tokenizer.clean_up_tokenization_spaces:
+        return backend
+    # transformers removes spaces from the text afterwards, but for BPE not unless it is told twice.
+    forced = tokenizer.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output
+    return backend if type(backend.model).__name__ == "BPE" and not forced else None
+
+
+def _bytes(backend: Any) -> set[int]:
+    """The tokens that are one byte, of a decoder that turns a row of them into text as a whole, or else into nothing
+    but question marks; {} for other decoders."""
+    if backend.decoder is None or backend.decoder.decode(["<0x41>"]) != "A":
+        return set()
+    return {number for byte in range(256) if (number := backend.token_to_id(f"<0x{byte:02X}>")) is not None}
+
+
+class TextStream:
+    """Turns tokens that come one by one into pieces of text, each as soon as nothing that follows can change it.
+
+    All pieces and `rest()` together are `completion_text` of the tokens. Fast tokenizers are streamed by `DecodeStream`
+    of `tokenizers`. Of others it is not known how far a token changes the text before it: a piece is given once two
+    decodings in a row agree on it, and each token decodes all tokens again.
+
+    Args:
+        codec: of the tokens.
+        prompt: what comes before them.
+        special_tokens: show special tokens; for a `TokenizerCodec` only.
+    """
+
+    def __init__(self, codec: Codec, prompt: Sequence[int] = (), special_tokens: bool = False) -> None:
+        self._codec, self._special = codec, special_tokens
+        self._prompt, self._tokens = list(prompt), []
+        self._before: str | None = None
+        self._given = self._latest = ""
+        self._complete = True
+        self._backend = _streamable(codec)
+        self._stream: DecodeStream | None = None
+        self._held: list[int] = []
+        self._open: set[int] = set()
+        if self._backend is not None and (found := _bytes(self._backend)):
+            self._open = found if special_tokens else found | set(codec.special.values())
+
+    def add(self, token: int) -> str:
+        """The text that `token` completes, "" if none."""
+        self._tokens.append(token)
+        self._held.append(token)
+        self._complete = False
+        if token in self._open:
+            return ""
+        piece = self._streamed() if self._stream is not None else self._decoded_again()
+        self._held = []
+        self._given += piece
+        self._complete = bool(piece) and (self._stream is not None or self._given == self._latest)
+        if self._complete and isinstance(self._codec, ByteCodec):  # between characters, bytes know nothing of others
+            self._prompt, self._tokens, self._before, self._given, self._latest = [], [], "", "", ""
+        return piece
+
+    @property
+    def pending(self) -> str:
+        """What `rest` would give now."""
+        if self._complete:
+            return ""
+        text = self._text()
+        return text[len(self._given) :] if text.startswith(self._given) else ""
+
+    def rest(self) -> str:
+        """What is left at the end, incomplete characters included."""
+        piece = self.pending
+        self._given += piece
+        return piece
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self._codec.decode(tokens, special_tokens=True) if self._special else self._codec.decode(tokens)
+
+    def _text(self) -> str:
+        if self._before is None:
+            self._before = self._decode(self._prompt) if self._prompt else ""
+        return _without(self._before, self._decode([*self._prompt, *self._tokens]))
+
+    def _streamed(self) -> str:
+        try:
+            return self._stream.step(self._backend, self._held) or ""
+        except Exception:  # tokenizers raises nothing more special where the text before changes
+            self._stream = None
+            return self._decoded_again()
+
+    def _decoded_again(self) -> str:
+        """What is new when all is decoded; where no character is open, a stream begins behind it."""
+        text, before = self._text(), self._latest
+        settled = text.rstrip(_UNFINISHED)
+        if self._backend is None and not isinstance(self._codec, ByteCodec):
+            settled = os.path.commonprefix([settled, before])
+        self._latest = text
+        if self._backend is not None and text and settled == text:
+            self._stream = DecodeStream([*self._prompt, *self._tokens], skip_special_tokens=not self._special)
+        return settled[len(self._given) :] if settled.startswith(self._given) else ""
