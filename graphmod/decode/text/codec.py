@@ -50,13 +50,14 @@ class TokenizerCodec:
 
     def encode(self, text: str) -> list[int]:
         """The ids of a prompt: with what begins a document, without what ends one."""
-        return self.around.prompt(self._ids(text))
+        return self.around.prompt(self.encode_as_is(text))
 
     def document(self, text: str) -> list[int]:
         """The ids of a document to train on: `encode(text)` and what ends it."""
-        return self.around.document(self._ids(text))
+        return self.around.document(self.encode_as_is(text))
 
-    def _ids(self, text: str) -> list[int]:
+    def encode_as_is(self, text: str) -> list[int]:
+        """The ids of a text that brings its special tokens along, such as that of `chat`."""
         # A text may be longer than what the model sees in one go and is cut later: the warning about that is no use.
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
@@ -65,7 +66,7 @@ class TokenizerCodec:
         return self.tokenizer.decode(tokens, skip_special_tokens=not special_tokens)
 
     def chat(self, messages: list[dict[str, Any]]) -> str:
-        """The text of a prompt for an answer to `messages`, special tokens included.
+        """The text of a prompt for an answer to `messages`; the template puts all special tokens into it.
 
         Args:
             messages: as transformers takes them: {"role": "user", "content": "..."}.
@@ -76,16 +77,12 @@ class TokenizerCodec:
         if not self.tokenizer.chat_template:
             raise ConfigError(
                 "the tokenizer has no chat template; put one in its folder (chat_template.jinja), use the tokenizer of "
-                "a chat model (tokenizer=FOLDER), or give plain prompts (chat=false, {\"prompt\": ...})"
+                'a chat model (tokenizer=FOLDER), or give plain prompts (chat=false, {"prompt": ...})'
             )
         try:
             return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         except Exception as error:  # whatever a template raises: it is a program of its own
             raise ConfigError(f"the tokenizer's chat template refuses the messages: {reason(error)}") from error
-
-    def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
-        """The ids of `chat(messages)`: the template puts all special tokens itself."""
-        return self._ids(self.chat(messages))
 
 
 def _has_tokenizer(folder: Path) -> bool:

@@ -43,4 +43,4 @@ class StopTexts:
 
     def met(self, token: int) -> bool:
         """Whether one of the texts is complete with `token`, the next one of the completion."""
-        return any([watched.met(token) for watched in self._watched])
+        return any(watched.met(token) for watched in self._watched)

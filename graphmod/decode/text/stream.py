@@ -7,7 +7,6 @@ of the prompt.
 
 from __future__ import annotations
 
-import os.path
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,9 +18,16 @@ from graphmod.decode.text.codec import ByteCodec, Codec, TokenizerCodec
 _UNFINISHED = "\ufffd"  # what decoders put for bytes that are no character yet
 
 
+def _common(one: str, other: str) -> int:
+    """How many characters both begin with."""
+    if other.startswith(one):
+        return len(one)
+    return next((index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), len(other))
+
+
 def _without(before: str, whole: str) -> str:
     # Where the tokens behind a prompt complete its last character, both have in common what comes before it.
-    return whole[len(before) if whole.startswith(before) else len(os.path.commonprefix([before, whole])) :]
+    return whole[_common(before, whole) :]
 
 
 def completion_text(codec: Codec, prompt: Sequence[int], tokens: Sequence[int]) -> str:
@@ -84,7 +90,7 @@ class TextStream:
         self._tokens.append(token)
         self._held.append(token)
         self._complete = False
-        if token in self._open:
+        if self._open and (token in self._open or self._backend.id_to_token(token) is None):
             return ""
         piece = self._streamed() if self._stream is not None else self._decoded_again()
         self._held = []
@@ -126,9 +132,11 @@ class TextStream:
     def _decoded_again(self) -> str:
         """What is new when all is decoded; where no character is open, a stream begins behind it."""
         text, before = self._text(), self._latest
+        if text == before:  # of a special token, say: that agrees with what came before it, and says nothing
+            return ""
         settled = text.rstrip(_UNFINISHED)
         if self._backend is None and not isinstance(self._codec, ByteCodec):
-            settled = os.path.commonprefix([settled, before])
+            settled = settled[: _common(settled, before)]
         self._latest = text
         if self._backend is not None and text and settled == text:
             self._stream = DecodeStream([*self._prompt, *self._tokens], skip_special_tokens=not self._special)
