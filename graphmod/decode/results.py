@@ -36,7 +36,7 @@ class Completion:
         logprobs: of each of them; see `TokenEvent`.
         finish_reason: "stop" (end-of-sequence or a stop), "length", or "error".
         error: what went wrong where it is "error"; the tokens before that are good.
-        text: of the tokens behind the prompt, where the engine has a codec: that of both together, without that of the
+        text: of the tokens after the prompt, where the engine has a codec: that of both together, without that of the
             prompt, and without special tokens.
     """
 

@@ -49,7 +49,7 @@ class TokenizerCodec:
         self.special = special_ids(tokenizer)
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a prompt: with what begins a document, without what ends one."""
+        """The ids of a prompt: the beginning of a document, without what ends one."""
         return self.around.prompt(self.encode_as_is(text))
 
     def document(self, text: str) -> list[int]:
@@ -57,7 +57,7 @@ class TokenizerCodec:
         return self.around.document(self.encode_as_is(text))
 
     def encode_as_is(self, text: str) -> list[int]:
-        """The ids of a text that brings its special tokens along, such as that of `chat`."""
+        """The ids of a text that already has its special tokens, such as that of `chat`."""
         # A text may be longer than what the model sees in one go and is cut later: the warning about that is no use.
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
@@ -66,7 +66,7 @@ class TokenizerCodec:
         return self.tokenizer.decode(tokens, skip_special_tokens=not special_tokens)
 
     def chat(self, messages: list[dict[str, Any]]) -> str:
-        """The text of a prompt for an answer to `messages`; the template puts all special tokens into it.
+        """The text of a prompt for an answer to `messages`, with all special tokens that the template puts there.
 
         Args:
             messages: as transformers takes them: {"role": "user", "content": "..."}.

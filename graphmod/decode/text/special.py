@@ -1,8 +1,8 @@
-"""Which special tokens surround a text. The rule, for training and for prompts alike:
+"""Which special tokens surround a text, in training and in prompts alike.
 
-A document is what the tokenizer itself puts before a text, the text, what the tokenizer itself puts behind it, and its
-end-of-sequence token if that is not among these. A prompt is the beginning of a document: the same, without what comes
-behind the text. Nothing is put there twice where the text brings it along.
+A document is what the tokenizer by default puts before a text, the text, what the tokenizer by default puts after it,
+and EOS if that is not among these. A prompt is the beginning of a document: the same without anything after the text.
+What the text itself already begins or ends with is not added again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class SpecialTokens:
     Attributes:
         before: ids that begin documents and prompts, such as BOS; often none.
         after: ids that end documents, such as EOS.
-        end: the id that tells that a document has ended; None if nothing does.
+        end: the id at which generation stops, EOS or the last of `after`; None if nothing ends documents.
     """
 
     before: list[int]
@@ -28,7 +28,7 @@ class SpecialTokens:
 
     @classmethod
     def of(cls, tokenizer: Any) -> SpecialTokens:
-        """Those of a transformers tokenizer, found by tokenizing a text with and without them."""
+        """The special tokens of a transformers tokenizer, found by tokenizing a text with and without them."""
         before, after = _around(tokenizer)
         eos = tokenizer.eos_token_id
         if eos is not None and eos not in after:
@@ -52,12 +52,12 @@ def special_ids(tokenizer: Any) -> dict[str, int]:
 
 
 def _around(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """What a tokenizer puts before and behind a text."""
+    """What a tokenizer puts before and after a text."""
     special = set(special_ids(tokenizer).values())
     vocabulary = (tokenizer.decode([number]) for number in range(len(tokenizer)))
     for text in chain(["a"], vocabulary):
         inner = tokenizer(text, add_special_tokens=False)["input_ids"]
-        # A special token would be taken for one of those around it.
+        # A special token could be mistaken for one of those around the text.
         if not inner or special & set(inner):
             continue
         whole = tokenizer(text)["input_ids"]

@@ -1,8 +1,7 @@
-"""Text that comes token by token, and is in the end what decoding all tokens at once gives.
+"""Text that comes token by token and, joined, equals what decoding all tokens at once gives.
 
-A token's text depends on what is around it: a decoder strips the space at the very beginning, puts bytes together to
-characters, joins subwords. So a completion is always decoded behind its prompt, and its text is what comes after that
-of the prompt.
+A token's text depends on its neighbours: decoders strip the first space, join bytes to characters and pieces to words.
+So a completion is always decoded together with its prompt, and its text is what follows the prompt's.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ def _common(one: str, other: str) -> int:
 
 
 def _without(before: str, whole: str) -> str:
-    # Where the tokens behind a prompt complete its last character, both have in common what comes before it.
+    # If the tokens complete the last character of the prompt, that character counts as theirs.
     return whole[_common(before, whole) :]
 
 
 def completion_text(codec: Codec, prompt: Sequence[int], tokens: Sequence[int]) -> str:
-    """The text of `tokens` behind `prompt`: that of both together, without that of the prompt."""
+    """The text of `tokens` after `prompt`: the text of both together, without that of the prompt."""
     return _without(codec.decode(list(prompt)) if prompt else "", codec.decode([*prompt, *tokens]))
 
 
@@ -52,24 +51,24 @@ def _streamable(codec: Codec) -> Any | None:
 
 
 def _bytes(backend: Any) -> set[int]:
-    """The tokens that are one byte, of a decoder that turns a row of them into text as a whole, or else into nothing
-    but question marks; {} for other decoders."""
+    """The tokens that are a single byte, if the decoder takes a row of them as a whole: one wrong byte turns all of the
+    row into U+FFFD. Empty for other decoders."""
     if backend.decoder is None or backend.decoder.decode(["<0x41>"]) != "A":
         return set()
     return {number for byte in range(256) if (number := backend.token_to_id(f"<0x{byte:02X}>")) is not None}
 
 
 class TextStream:
-    """Turns tokens that come one by one into pieces of text, each as soon as nothing that follows can change it.
+    """Turns tokens that come one by one into pieces of text, each as soon as no later token can change it.
 
-    All pieces and `rest()` together are `completion_text` of the tokens. Fast tokenizers are streamed by `DecodeStream`
-    of `tokenizers`. Of others it is not known how far a token changes the text before it: a piece is given once two
-    decodings in a row agree on it, and each token decodes all tokens again.
+    All pieces and `rest()` joined are `completion_text` of the tokens. Fast tokenizers are streamed by `DecodeStream`
+    of `tokenizers`. With other codecs a token may change the text before it: each token decodes everything again, and a
+    piece is returned once two different decodings in a row begin with it.
 
     Args:
-        codec: of the tokens.
-        prompt: what comes before them.
-        special_tokens: show special tokens; for a `TokenizerCodec` only.
+        codec: decodes the tokens.
+        prompt: ids of the prompt, which come before the tokens.
+        special_tokens: show special tokens; only with a `TokenizerCodec`.
     """
 
     def __init__(self, codec: Codec, prompt: Sequence[int] = (), special_tokens: bool = False) -> None:
@@ -86,7 +85,7 @@ class TextStream:
             self._open = found if special_tokens else found | set(codec.special.values())
 
     def add(self, token: int) -> str:
-        """The text that `token` completes, "" if none."""
+        """The text that is final with this token, "" if none."""
         self._tokens.append(token)
         self._held.append(token)
         self._complete = False
@@ -96,13 +95,13 @@ class TextStream:
         self._held = []
         self._given += piece
         self._complete = bool(piece) and (self._stream is not None or self._given == self._latest)
-        if self._complete and isinstance(self._codec, ByteCodec):  # between characters, bytes know nothing of others
+        if self._complete and isinstance(self._codec, ByteCodec):  # text of bytes depends on nothing before a character
             self._prompt, self._tokens, self._before, self._given, self._latest = [], [], "", "", ""
         return piece
 
     @property
     def pending(self) -> str:
-        """What `rest` would give now."""
+        """What `rest` would return now."""
         if self._complete:
             return ""
         text = self._text()
@@ -125,14 +124,14 @@ class TextStream:
     def _streamed(self) -> str:
         try:
             return self._stream.step(self._backend, self._held) or ""
-        except Exception:  # tokenizers raises nothing more special where the text before changes
+        except Exception:  # the text before has changed; tokenizers has no class of its own for that
             self._stream = None
             return self._decoded_again()
 
     def _decoded_again(self) -> str:
-        """What is new when all is decoded; where no character is open, a stream begins behind it."""
+        """What is new when everything is decoded; if it ends in a whole character, a new stream begins after it."""
         text, before = self._text(), self._latest
-        if text == before:  # of a special token, say: that agrees with what came before it, and says nothing
+        if text == before:  # after a special token, for example; that the two agree proves nothing
             return ""
         settled = text.rstrip(_UNFINISHED)
         if self._backend is None and not isinstance(self._codec, ByteCodec):

@@ -1,4 +1,4 @@
-"""What a model is told of the special tokens that its data has."""
+"""Writes the special tokens of the data into the configs of the model."""
 
 from typing import Any
 
@@ -12,16 +12,15 @@ def _ids(found: int | list[int] | None) -> list[int]:
 
 
 def set_special_tokens(model: PreTrainedModel, tokenizer: Any) -> None:
-    """Writes into the model's config and generation config which tokens begin and end a document, so that whoever
-    loads its checkpoint stops there.
+    """Sets `bos_token_id` and `eos_token_id` in the model's config and generation config, so that generation with its
+    checkpoints stops where a document ends.
 
-    End-of-sequence tokens that a saved model has already stay where they are special tokens of this tokenizer, such as
-    those that end a turn of a chat; others are ids of some other tokenizer. Where the tokenizer has none, neither has
-    the model.
+    End tokens that a saved model already has, such as the end of a turn in a chat, are kept if they are special tokens
+    of this tokenizer; other ids belong to some other tokenizer and are dropped.
 
     Args:
         model: changed in place.
-        tokenizer: the transformers tokenizer of its data.
+        tokenizer: the transformers tokenizer of the training data.
     """
     known = set(special_ids(tokenizer).values())
     end = _ids(SpecialTokens.of(tokenizer).end)
