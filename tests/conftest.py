@@ -15,7 +15,7 @@ import torch
 from hydra import compose, initialize_config_dir
 
 from graphmod.cli.training.compose import parse, register
-from graphmod.train.step.step import TrainStep
+from graphmod.train.step import TrainStep
 
 ROOT = Path(__file__).parent.parent
 
