@@ -145,7 +145,7 @@ class CUDAGraphModule(Surface):
 
     @property
     def last_failure(self) -> str:
-        """Why the last failed capture or replay failed; "" where none has."""
+        """Why the last failed capture or replay failed, or calls stay eager; "" where neither is so."""
         return self._context.last_failure
 
     @property
