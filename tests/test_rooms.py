@@ -19,7 +19,10 @@ WITHIN = {
         *("errors", "results", "model_state", "config", "cache", "step", "attention", "text", "batching"),
         *("verification", "engine"),
     ),
-    "train": ("settings", "schema", "models", "step", "checkpoints", "data", "report", "run"),
+    "train": (
+        *("settings", "schema", "varlen", "attention", "model", "special_tokens", "step", "checkpoints", "data"),
+        *("report", "run"),
+    ),
     "cli": ("explain", "training", "generation"),
 }
 

@@ -17,6 +17,7 @@ from graphmod.graph.group import Group
 from graphmod.guards.guards import HOOKS
 from graphmod.state.entry import GraphStats
 from graphmod.trace.tracer import is_recording
+from graphmod.wrap.collected import ARGUMENT, Collector, asked_of, hand_on
 from graphmod.wrap.surface import Surface
 from graphmod.wrap.target import HOLDERS, Target, caller_with, in_place_of_forward
 
@@ -71,6 +72,7 @@ class CUDAGraphModule(Surface):
         self._hooks_outside = isinstance(module, nn.Module) and call is None
         self._mark: Any = object()  # the `Mark` of a layer whose forward leads here
         self._retired = False
+        self._collectors: dict[tuple, Collector] = {}
         self._class = type(module) if isinstance(module, nn.Module) else nn.Module
         self._class_forward = self._class.forward
         if isinstance(module, nn.Module) and not self._hooks_outside:
@@ -118,7 +120,16 @@ class CUDAGraphModule(Surface):
         if self._class.forward is not self._class_forward:
             self._class_forward = self._class.forward
             self.reset()
-        return run(context, args, kwargs)
+        asked = asked_of(self._root) if self._call.__class__ is Target else None
+        if asked is None:
+            return run(context, args, kwargs)
+        collector = self._collectors.get(asked)
+        if collector is None:
+            collector = self._collectors[asked] = Collector(asked)
+        with collector.active():
+            result, found = run(context, args, {**kwargs, ARGUMENT: asked})
+        hand_on(asked, found)
+        return result
 
     def _for_copy(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
         """An eager call of a shallow copy of the wrapped layer, whose `forward` leads here, too."""
@@ -134,7 +145,7 @@ class CUDAGraphModule(Surface):
 
     @property
     def last_failure(self) -> str:
-        """Why the last failed capture or replay failed; "" where none has."""
+        """Why the last failed capture or replay failed, or calls stay eager; "" where neither is so."""
         return self._context.last_failure
 
     @property

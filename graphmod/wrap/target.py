@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import nn
 
+from graphmod.wrap.collected import ARGUMENT, take
+
 
 class Target:
     """Calls a module's `forward`, or its `__call__` if that is all it has, without the module's hooks.
@@ -29,8 +31,9 @@ class Target:
         self.own = module.__dict__.get("forward")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        function = self.function
-        return function(*args, **kwargs) if self.own is not None else function(self.module, *args, **kwargs)
+        function, asked = self.function, kwargs.pop(ARGUMENT, None)
+        result = function(*args, **kwargs) if self.own is not None else function(self.module, *args, **kwargs)
+        return result if asked is None else (result, take())
 
     @property
     def function(self) -> Any:

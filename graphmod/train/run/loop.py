@@ -18,8 +18,7 @@ from graphmod.train.checkpoints.checkpoint import FOLDER, Progress, check_room, 
 from graphmod.train.data.batches import make_batches
 from graphmod.train.data.corpus import Corpus, load_corpus
 from graphmod.train.data.windows import Prefetcher, split
-from graphmod.train.models.model import build_model, load_weights, model_config, weights_dtype
-from graphmod.train.models.special_tokens import set_special_tokens
+from graphmod.train.model import build_model, load_weights, model_config, weights_dtype
 from graphmod.train.report.logs import beside_bar, log
 from graphmod.train.report.metrics import GIB, Metrics
 from graphmod.train.report.profile import profile_steps
@@ -32,6 +31,7 @@ from graphmod.train.run.interrupt import StopRequest
 from graphmod.train.run.resume import ResumePoint, decisive_settings, fingerprint, finished_result, locate, require_same
 from graphmod.train.run.text_samples import Samples
 from graphmod.train.schema import Compile, NonFinite, RunConfig
+from graphmod.train.special_tokens import set_special_tokens
 from graphmod.train.step.activations import recompute_activations
 from graphmod.train.step.isolation import isolated
 from graphmod.train.step.step import TrainStep, warmup_steps
