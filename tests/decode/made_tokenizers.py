@@ -1,5 +1,7 @@
 """Small tokenizers of the kinds that are in use, made without a download."""
 
+import json
+
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import ByT5Tokenizer, PreTrainedTokenizer, PreTrainedTokenizerFast
 
@@ -32,8 +34,6 @@ def llama_like(texts=(), vocabulary=400, **settings):
 
 def _bytes_not_special(made, special):
     # The trainer makes everything special that has to be in the vocabulary; a decoder that skips such would skip bytes.
-    import json
-
     plain = json.loads(made.to_str())
     plain["added_tokens"] = [token for token in plain["added_tokens"] if token["content"] in special[:3]]
     return Tokenizer.from_str(json.dumps(plain))

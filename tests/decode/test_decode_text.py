@@ -63,6 +63,7 @@ def test_a_stream_of_a_fast_tokenizer_does_not_decode_everything_again():
     stream = TextStream(codec, codec.encode("def f():"))
     pieces = [stream.add(10) for _ in range(50)]
     assert pieces == [" x"] * 50 and len(counted) <= 3
+    assert stream.add(2) == "" and stream.pending == "" and max(counted[3:], default=0) <= 2
 
 
 def test_text_comes_as_soon_as_nothing_can_change_it():

@@ -80,6 +80,8 @@ class TextStream:
         self._backend = _streamable(codec)
         self._stream: DecodeStream | None = None
         self._held: list[int] = []
+        self._last: list[int] = []
+        self._since: list[int] = []
         self._open: set[int] = set()
         if self._backend is not None and (found := _bytes(self._backend)):
             self._open = found if special_tokens else found | set(codec.special.values())
@@ -88,12 +90,15 @@ class TextStream:
         """The text that is final with this token, "" if none."""
         self._tokens.append(token)
         self._held.append(token)
+        self._since.append(token)
         self._complete = False
         if self._open and (token in self._open or self._backend.id_to_token(token) is None):
             return ""
         piece = self._streamed() if self._stream is not None else self._decoded_again()
         self._held = []
-        self._given += piece
+        if piece:
+            self._given += piece
+            self._last, self._since = self._since, []
         self._complete = bool(piece) and (self._stream is not None or self._given == self._latest)
         if self._complete and isinstance(self._codec, ByteCodec):  # text of bytes depends on nothing before a character
             self._prompt, self._tokens, self._before, self._given, self._latest = [], [], "", "", ""
@@ -101,17 +106,24 @@ class TextStream:
 
     @property
     def pending(self) -> str:
-        """What `rest` would return now."""
+        """The text of the tokens whose piece is still to come, as it would be if no other came."""
         if self._complete:
             return ""
-        text = self._text()
-        return text[len(self._given) :] if text.startswith(self._given) else ""
+        if self._stream is None:
+            return self._left()
+        # As the stream does it: the tokens of the last piece are all that this text depends on.
+        return _without(self._decode(self._last), self._decode([*self._last, *self._since]))
 
     def rest(self) -> str:
         """What is left at the end, incomplete characters included."""
-        piece = self.pending
+        piece = "" if self._complete else self._left()
         self._given += piece
+        self._complete = True
         return piece
+
+    def _left(self) -> str:
+        text = self._text()
+        return text[len(self._given) :] if text.startswith(self._given) else ""
 
     def _decode(self, tokens: list[int]) -> str:
         return self._codec.decode(tokens, special_tokens=True) if self._special else self._codec.decode(tokens)
