@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import sys
 from collections.abc import Callable
@@ -17,7 +18,10 @@ from graphmod.graph.group import Group
 from graphmod.guards.guards import HOOKS
 from graphmod.state.entry import GraphStats
 from graphmod.trace.tracer import is_recording
-from graphmod.wrap.collected import ARGUMENT, Collector, asked_of, hand_on
+from graphmod.wrap.collected import ARGUMENT as COLLECTS
+from graphmod.wrap.collected import Collector, asked_of, hand_on
+from graphmod.wrap.filled import ARGUMENT as FILLS
+from graphmod.wrap.filled import change, mappings_in
 from graphmod.wrap.surface import Surface
 from graphmod.wrap.target import HOLDERS, Target, caller_with, in_place_of_forward
 
@@ -120,15 +124,27 @@ class CUDAGraphModule(Surface):
         if self._class.forward is not self._class_forward:
             self._class_forward = self._class.forward
             self.reset()
-        asked = asked_of(self._root) if self._call.__class__ is Target else None
-        if asked is None:
+        if self._call.__class__ is not Target:
             return run(context, args, kwargs)
-        collector = self._collectors.get(asked)
-        if collector is None:
-            collector = self._collectors[asked] = Collector(asked)
-        with collector.active():
-            result, found = run(context, args, {**kwargs, ARGUMENT: asked})
-        hand_on(asked, found)
+        asked, names = asked_of(self._root), mappings_in(kwargs)
+        if asked is None and not names:
+            return run(context, args, kwargs)
+        return self._run_with_more_results(asked, names, args, kwargs)
+
+    def _run_with_more_results(self, asked: tuple | None, names: tuple[str, ...], args: tuple, kwargs: dict) -> Any:
+        """Likewise, for a layer that does something beside giving its result: see `collected` and `filled`."""
+        collector: Any = contextlib.nullcontext()
+        if asked is not None:
+            if asked not in self._collectors:
+                self._collectors[asked] = Collector(asked)
+            collector = self._collectors[asked].active()
+        items = {name: dict(kwargs[name]) for name in names}
+        with collector:
+            result, found, changed = run(self._context, args, {**kwargs, **items, COLLECTS: asked, FILLS: names})
+        if asked is not None:
+            hand_on(asked, found)
+        for name, one in zip(names, changed, strict=True):
+            change(kwargs[name], one)
         return result
 
     def _for_copy(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
