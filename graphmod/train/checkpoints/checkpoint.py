@@ -31,8 +31,8 @@ from graphmod.train.checkpoints.manifest import (
     checksum,
     clear_leftovers,
 )
-from graphmod.train.models.model import no_transformers_bars
-from graphmod.train.step.step import TrainStep
+from graphmod.train.model import no_transformers_bars
+from graphmod.train.step import TrainStep
 
 _LEAST_FREE = 1 << 22
 # Weights and AdamW's two moments in the parameters' dtype, and a margin for what is small.

@@ -21,7 +21,7 @@ from graphmod.train.checkpoints.manifest import FOLDER, checkpoints
 from graphmod.train.data.batches import make_batches
 from graphmod.train.data.corpus import Corpus, load_corpus
 from graphmod.train.data.windows import Prefetcher, split
-from graphmod.train.models.model import build_model, load_weights, model_config, weights_dtype
+from graphmod.train.model import build_model, load_weights, model_config, weights_dtype
 from graphmod.train.report.logs import beside_bar, events_fail_once, log
 from graphmod.train.report.metrics import GIB, Metrics
 from graphmod.train.report.profile import profile_steps
@@ -35,6 +35,7 @@ from graphmod.train.run.interrupt import Aborted, StopRequest
 from graphmod.train.run.resume import ResumePoint, claimed, finished_result
 from graphmod.train.run.text_samples import Samples
 from graphmod.train.schema import Compile, NonFinite, RunConfig
+from graphmod.train.special_tokens import set_special_tokens
 from graphmod.train.step.activations import recompute_activations
 from graphmod.train.step.isolation import isolated
 from graphmod.train.step.step import TrainStep, warmup_steps
@@ -74,6 +75,8 @@ class _Run:
         self.evaluation = [batch.to(device) for batch in self.batches.evaluation]
         self.captures_by_length: dict[int, int] = {}
         self.model = build_model(config.model, dims, train.precision, device, train.seed)
+        if corpus.tokenizer is not None:
+            set_special_tokens(self.model, corpus.tokenizer)
         compiled = config.graph.compile is not Compile.none
         self.warmup_steps = warmup_steps(config.graph, config.graph.compile.value)
         if train.activation_checkpointing:
