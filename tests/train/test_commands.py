@@ -67,6 +67,14 @@ def flip(path) -> None:
     path.write_bytes(content)
 
 
+def test_a_damaged_model_is_not_trained_on_either(checkpoint, settings, tmp_path):
+    config = settings("model=local", f"model.path={checkpoint}", "data.seq_len=16", "train.device=cpu")
+    flip(checkpoint / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"step_00000008 is damaged: .*: model\.path=.*step_00000004$"):
+        train(config, tmp_path / "anew")
+    assert not (tmp_path / "anew").exists()
+
+
 @pytest.mark.parametrize("inside", ["", "ema"])
 def test_a_damaged_model_is_named_and_another_one_of_its_run(checkpoint, tmp_path, inside):
     older = checkpoint.parent / "step_00000004"

@@ -6,6 +6,7 @@ import signal
 import pytest
 import torch
 from conftest import CONFIGS, TINY, composed
+from fighters import LOST, PROCESSES, train_until_renamed
 
 from graphmod.cli.training.job import Job, attempt
 from graphmod.train.checkpoints.manifest import FOLDER, checkpoints, verify
@@ -110,24 +111,19 @@ def test_a_checkpoint_that_is_replaced_is_never_missing(on_text, tmp_path, monke
     folder = tmp_path / first.checkpoint
     (folder / "model.safetensors").write_bytes(b"damaged")
     config = on_text(f"train.resume={tmp_path}")
-    original = os.replace
-
-    def replace(source, target):
-        if str(source).endswith(".partial") and str(target) == str(folder):
-            if killed:
-                os._exit(9)
-            raise KeyboardInterrupt
-        original(source, target)
-
     if killed:
-        process = os.fork()
-        if process == 0:
-            os.replace = replace
-            train(config, tmp_path)
-            os._exit(1)
-        assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 9
-        assert not folder.exists(), "it was not ended between the two"
+        process = PROCESSES.Process(target=train_until_renamed, args=(config, folder))
+        process.start()
+        process.join()
+        assert process.exitcode == LOST and not folder.exists(), "it was not ended between the two"
     else:
+        original = os.replace
+
+        def replace(source, target):
+            if str(source).endswith(".partial") and str(target) == str(folder):
+                raise KeyboardInterrupt
+            original(source, target)
+
         with monkeypatch.context() as patch, pytest.raises(Aborted):
             patch.setattr(os, "replace", replace)
             train(config, tmp_path)

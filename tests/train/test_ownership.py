@@ -1,6 +1,7 @@
 """One process owns a run folder, for as long as it lives and no longer."""
 
-import multiprocessing
+import errno
+import fcntl
 import os
 import random
 import signal
@@ -8,7 +9,7 @@ import time
 
 import pytest
 from conftest import DROPOUT, TINY, shell
-from fighters import LOST, WON, own_and_wait, start_at_once, train_or_lose
+from fighters import LOST, PROCESSES, WON, own_and_wait, start_at_once, train_or_lose
 
 from graphmod.errors import ConfigError, GraphmodError
 from graphmod.train.checkpoints.manifest import FOLDER, checkpoints, verify
@@ -17,10 +18,6 @@ from graphmod.train.run import ownership
 from graphmod.train.run.loop import train
 from graphmod.train.run.ownership import FolderInUse, owned, require_unused
 from graphmod.train.run.resume import claimed
-
-# Its children are copies of a process that has imported everything, and nothing else.
-_PROCESSES = multiprocessing.get_context("forkserver")
-_PROCESSES.set_forkserver_preload(["graphmod.train.run.loop"])
 
 
 @pytest.fixture
@@ -55,9 +52,19 @@ def test_a_folder_that_cannot_be_made_has_no_owner(tmp_path):
         pass
 
 
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK])
+def test_a_file_system_without_locks_is_refused(tmp_path, monkeypatch, number):
+    def flock(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(GraphmodError, match="has no file locks"), owned(tmp_path / "run"):
+        pass
+
+
 def test_the_lock_ends_with_a_killed_process_although_its_child_lives_on(tmp_path, impatient):
-    here, there = _PROCESSES.Pipe()
-    process = _PROCESSES.Process(target=own_and_wait, args=(tmp_path, there))
+    here, there = PROCESSES.Pipe()
+    process = PROCESSES.Process(target=own_and_wait, args=(tmp_path, there))
     process.start()
     child = here.recv()
     try:
@@ -73,8 +80,8 @@ def test_the_lock_ends_with_a_killed_process_although_its_child_lives_on(tmp_pat
 
 
 def test_of_several_processes_that_start_at_once_one_gets_the_folder(tmp_path):
-    barrier = _PROCESSES.Barrier(5)
-    processes = [_PROCESSES.Process(target=start_at_once, args=(tmp_path / "run", barrier)) for _ in range(5)]
+    barrier = PROCESSES.Barrier(5)
+    processes = [PROCESSES.Process(target=start_at_once, args=(tmp_path / "run", barrier)) for _ in range(5)]
     for process in processes:
         process.start()
     for process in processes:
@@ -92,7 +99,7 @@ def test_two_processes_that_fight_for_a_run_and_are_killed_at_any_moment_lose_an
         while kills < 20 or alive:
             assert time.monotonic() < deadline
             while kills < 20 and len(alive) < 2:
-                alive.append(_PROCESSES.Process(target=train_or_lose, args=(config, run)))
+                alive.append(PROCESSES.Process(target=train_or_lose, args=(config, run)))
                 alive[-1].start()
             time.sleep(random.uniform(0, 0.4))
             if kills < 20:

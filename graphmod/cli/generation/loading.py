@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -11,15 +10,7 @@ from transformers.utils import logging as transformers_logging
 
 from graphmod.cli.generation.schema import DeviceName, ModelSource, Precision
 from graphmod.errors import ConfigError, reason
-from graphmod.train.checkpoints.manifest import (
-    EMA_FOLDER,
-    FOLDER,
-    MANIFEST_FILE,
-    STATE_FILE,
-    DamagedCheckpoint,
-    checkpoints,
-    verify,
-)
+from graphmod.train.checkpoints.loadable import checkpoint_of, require_whole
 
 _DTYPES = {Precision.saved: "auto", Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16}
 
@@ -35,50 +26,15 @@ def model_folder(path: str) -> Path:
         raise ConfigError(
             f"model.path={path} is not a folder; give that of a saved model, or train one: python train.py"
         )
-    if (folder / "config.json").is_file() or _checkpoint(folder) is not None:
-        return _whole(folder)
+    if (folder / "config.json").is_file() or checkpoint_of(folder) is not None:
+        return require_whole(folder)
     found = [config.parent for config in folder.glob("**/checkpoints/*/config.json") if config.parent.name[0] != "."]
     if not found:
         raise ConfigError(
             f"model.path={path} holds no config.json, so no saved model, and no checkpoint of a run below it; "
             "train one: python train.py"
         )
-    return _whole(max(found, key=lambda checkpoint: (checkpoint / "config.json").stat().st_mtime))
-
-
-def _checkpoint(folder: Path) -> Path | None:
-    """The checkpoint of a run that `folder` is, or whose averaged weights it holds; None where it is neither."""
-    for one in (folder, *([folder.parent] if folder.name == EMA_FOLDER else ())):
-        of_a_run = one.absolute().parent.name == FOLDER and one in checkpoints(one.parent)
-        if of_a_run or (one / MANIFEST_FILE).is_file():
-            return one
-    return None
-
-
-def _verify(checkpoint: Path, inside: Path) -> None:
-    """Looks at the files that loading a model reads: in the folder `inside` of a checkpoint, and not in others."""
-    verify(checkpoint, lambda file: file.parent == inside and file.name != STATE_FILE)
-
-
-def _whole(folder: Path) -> Path:
-    """`folder`, if it is no checkpoint of a run, or one whose files are as they were written."""
-    checkpoint = _checkpoint(folder)
-    if checkpoint is None:
-        return folder
-    inside = folder.relative_to(checkpoint)
-    try:
-        _verify(checkpoint, inside)
-        return folder
-    except DamagedCheckpoint as error:
-        for other in checkpoints(checkpoint.parent):
-            with suppress(DamagedCheckpoint):
-                _verify(other, inside)
-                raise ConfigError(
-                    f"{error}; to sample from another one of that run: model.path={other / inside}"
-                ) from error
-        raise ConfigError(
-            f"{error}, and no other one of that run is whole; put that file back, or train again: python train.py"
-        ) from error
+    return require_whole(max(found, key=lambda checkpoint: (checkpoint / "config.json").stat().st_mtime))
 
 
 def pick_device(name: DeviceName) -> torch.device:

@@ -17,6 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from graphmod.errors import GraphmodError
 from graphmod.train.checkpoints.checkpoint import Progress, check_room, restore, save_checkpoint
+from graphmod.train.checkpoints.loadable import require_whole
 from graphmod.train.checkpoints.manifest import FOLDER, checkpoints
 from graphmod.train.data.batches import make_batches
 from graphmod.train.data.corpus import Corpus, load_corpus
@@ -268,6 +269,8 @@ def _train(config: RunConfig, point: ResumePoint, say: Callable[[str], None]) ->
     settings = decisive_settings(plain_config(config), device.type)
     if point.checkpoint is not None:
         require_same(point.checkpoint, point.manifest, settings)  # what takes no time to compare
+    elif config.model.path is not None:
+        require_whole(Path(config.model.path))
     corpus = load_corpus(config.data, config.model, config.train.seed)
     split(corpus, config.data)  # for its error, which should come before the model
     dims = model_config(config.model, corpus.vocab_size, config.data.seq_len)

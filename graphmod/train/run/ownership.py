@@ -4,6 +4,7 @@ The lock is the operating system's, so that it ends with the process, however th
 the process for others; nobody relies on it.
 """
 
+import errno
 import json
 import os
 import socket
@@ -19,6 +20,7 @@ from graphmod.errors import ConfigError, GraphmodError
 LOCK_FILE = ".lock"
 # Another process may hold it for a moment to look what the folder holds, and one that was killed is not gone at once.
 _PATIENCE_S = 2.0
+_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 
 
 class FolderInUse(ConfigError):
@@ -46,7 +48,7 @@ def owned(folder: Path) -> Iterator[None]:
 
     Raises:
         FolderInUse: another process owns it, or another owner in this one.
-        GraphmodError: it cannot be written to.
+        GraphmodError: it cannot be written to, or its file system has no locks.
     """
     # Without flock the library would take a file's existence for the lock, which outlives a process that is killed.
     lock = FileLock(folder / LOCK_FILE, timeout=_PATIENCE_S, fallback_to_soft=False)
@@ -57,6 +59,11 @@ def owned(folder: Path) -> Iterator[None]:
     except Timeout:
         raise _in_use(folder) from None
     except OSError as error:
+        if error.errno in _NO_LOCKS:
+            raise GraphmodError(
+                f"the file system of {folder} has no file locks ({error.strerror}), so that nothing would keep other "
+                "processes from writing to it; write to another one (hydra.run.dir=FOLDER)"
+            ) from error
         raise GraphmodError(f"cannot write to {folder}: {error.strerror or error}") from error
     try:
         since = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S %z")
