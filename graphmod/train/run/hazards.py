@@ -22,7 +22,7 @@ from graphmod.train.schema import Compile, RunConfig
 from graphmod.train.settings import Scope
 from graphmod.train.step.activations import recompute_activations
 from graphmod.train.step.isolation import isolated
-from graphmod.train.step.iteration import criterion_of
+from graphmod.train.step.losses import criterion_of
 from graphmod.train.step.step import TrainStep
 from graphmod.wrap.layers import edge_modules
 

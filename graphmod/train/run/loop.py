@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 from omegaconf import OmegaConf
-from torch import Tensor
 from tqdm import tqdm
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 
 from graphmod.errors import GraphmodError
 from graphmod.train.checkpoints.checkpoint import FOLDER, Progress, check_room, restore, save_checkpoint
@@ -27,13 +26,14 @@ from graphmod.train.report.timing import StepClock, median
 from graphmod.train.run.assembly import device_name, plain_config, step_maker
 from graphmod.train.run.auto import AutoScope, candidates
 from graphmod.train.run.checks import pick_device
+from graphmod.train.run.evaluation import Evaluation
 from graphmod.train.run.interrupt import StopRequest
 from graphmod.train.run.resume import ResumePoint, decisive_settings, fingerprint, finished_result, locate, require_same
 from graphmod.train.run.text_samples import Samples
 from graphmod.train.schema import Compile, NonFinite, RunConfig
 from graphmod.train.step.activations import recompute_activations
 from graphmod.train.step.isolation import isolated
-from graphmod.train.step.step import TrainStep, warmup_steps
+from graphmod.train.step.step import warmup_steps
 
 
 def resume_point(config: RunConfig, run_dir: Path, *, beside: bool = False) -> ResumePoint:
@@ -44,21 +44,6 @@ def resume_point(config: RunConfig, run_dir: Path, *, beside: bool = False) -> R
 
 class NonFiniteError(GraphmodError):
     """A loss or gradient was NaN or infinite, and the run was told to stop then."""
-
-
-def _evaluate(model: PreTrainedModel, step: TrainStep, batches: list[Tensor]) -> dict[str, Tensor]:
-    def mean() -> Tensor:
-        return torch.stack([step.evaluate(batch) for batch in batches]).mean()
-
-    model.eval()
-    try:
-        losses = {"eval/loss": mean()}
-        if step.has_ema:
-            with step.ema_weights():
-                losses["eval/ema_loss"] = mean()
-        return losses
-    finally:
-        model.train()
 
 
 class _Run:
@@ -73,7 +58,7 @@ class _Run:
         self.stopped_by: str | None = None
         self.saved: Path | None = point.checkpoint
         self.batches = make_batches(config, corpus, device, dims)
-        self.evaluation = [batch.to(device) for batch in self.batches.evaluation]
+        self.evaluation = Evaluation(self.batches.evaluation, self.batches.loss_fn, device)
         self.captures_by_length: dict[int, int] = {}
         self.model = build_model(config.model, dims, train.precision, device, train.seed)
         compiled = config.graph.compile is not Compile.none
@@ -187,7 +172,7 @@ class _Run:
                     self._log()
                     self._show(bar)
                 if self.evaluation and (done % train.eval_every == 0 or done == train.steps):
-                    metrics.log_evaluation(_evaluate(self.model, self.step, self.evaluation))
+                    metrics.log_evaluation(self.evaluation(self.model, self.step))
                     clock.begin()
                 if self.samples is not None and self.samples.due(done):
                     self.samples.show(done)
