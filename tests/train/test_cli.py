@@ -93,7 +93,8 @@ def test_a_run_reports_itself_and_leaves_events_result_and_checkpoint(shell, tmp
     assert done.returncode == 0, done.stderr
     for words in ("captures", "replays", "eager calls", "capturing took", "step ", "tokens/s", "loss "):
         assert words in done.stdout
-    assert "8/8" in done.stderr and "loss=" in done.stderr and "graph=" in done.stderr and "step=" in done.stderr
+    assert "step 8/8: loss " in done.stderr and "step 8/8: evaluation loss " in done.stderr
+    assert all(f"{name}: " in done.stdout for name in ("model", "data", "batches", "device", "folder"))
     (run,) = (tmp_path / "runs" / "train").iterdir()
     assert list(run.glob("events.out.tfevents.*"))
     result = json.loads((run / "result.json").read_text())

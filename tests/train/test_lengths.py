@@ -135,7 +135,7 @@ def test_losses_are_eagers_and_every_shape_has_its_graph(lines, tmp_path, scope,
 
 def test_a_packed_run_learns_and_its_checkpoint_loads(lines, tmp_path):
     result = train(lines("data.packing=true", "optim.learning_rate=0.02"), tmp_path)
-    first, last = (float.fromhex(result.losses[index]) for index in (0, -1))
+    first, last = (result.losses[index] for index in (0, -1))
     assert last < first
     AutoModelForCausalLM.from_pretrained(tmp_path / result.checkpoint)
 

@@ -303,7 +303,14 @@ def test_a_batch_may_be_nested_and_hold_what_is_no_tensor(device):
         return (side.batch(i, 2, 4, 3, 8, 8), [side.tokens(i, 2, 4, vocabulary=5)]), 0.1 * (1 + i // 6)
 
     settings = {"loss_fn": nested_loss}
-    side = twins(build_images, feeder(batch, **settings), device, graph=graphs("full_iteration", **settings), replays=1, settled=3)
+    side = twins(
+        build_images,
+        feeder(batch, **settings),
+        device,
+        graph=graphs("full_iteration", **settings),
+        replays=1,
+        settled=3,
+    )
     assert side.run.captures == 2, "another smoothing is another graph"
 
 

@@ -5,6 +5,7 @@ memory and written once their copy is known to have ended.
 """
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +14,10 @@ from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
 from graphmod.train.checkpoints.checkpoint import Progress
+from graphmod.train.report.flops import Utilization
 from graphmod.train.report.timing import StepClock, median
+
+Point = Callable[[int, dict[str, float | None]], None]
 
 GIB = 2**30
 
@@ -42,6 +46,8 @@ class Metrics:
         config_text: the resolved config, as YAML.
         before: of a resumed run, how far it was; its losses come first, and what TensorBoard shows of later steps, from
             before the interruption, is replaced.
+        used: of model and device, for `perf/mfu`; None where that is not known.
+        point: called with the steps done and the values by tag of each log point and evaluation that has arrived.
 
     Attributes:
         losses: the losses that have arrived, one a step, in order.
@@ -58,8 +64,11 @@ class Metrics:
         tokens_per_step: int,
         config_text: str,
         before: Progress | None = None,
+        used: Utilization | None = None,
+        point: Point | None = None,
     ) -> None:
         self._device, self._clock, self._tokens = device, clock, tokens_per_step
+        self._used, self._point = used, point
         self._on_gpu = device.type == "cuda"
         self._first = before.steps_done if before else 0
         self._recent = torch.zeros(steps - self._first, dtype=torch.float32, device=device)
@@ -147,10 +156,14 @@ class Metrics:
             scalars["train/loss"] = values[count - 1]
             scalars["perf/host_ms"] = median(self._clock.host_ms[fetch.first : fetch.last])
             scalars["perf/step_ms"] = step_ms
-            scalars["perf/tokens_per_s"] = self._tokens / step_ms * 1e3 if step_ms else None
+            if step_ms:
+                speed = scalars["perf/tokens_per_s"] = self._tokens / step_ms * 1e3
+                scalars["perf/mfu"] = self._used(speed) if self._used else None
         for tag, value in scalars.items():
             if value is not None and "/" in tag:
                 self._writer.add_scalar(tag, value, done)
+        if self._point is not None:
+            self._point(done, scalars)
 
     def finish(self) -> None:
         """Waits for every value still on its way and writes it, to the disk."""
