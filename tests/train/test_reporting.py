@@ -9,6 +9,8 @@ import sys
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams import plugin_data_pb2
+from tensorboard.plugins.hparams.api_pb2 import Status
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import graphmod
@@ -164,6 +166,23 @@ def test_a_run_says_what_it_trains_then_how_it_goes_then_how_it_went(tiny, tmp_p
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     assert events.Scalars("eval/ema_loss")[-1].value == pytest.approx(result.ema_loss)
+
+
+def hparams(folder, kind):
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    content = events.PluginTagToContent("hparams")
+    return plugin_data_pb2.HParamsPluginData.FromString(content[f"_hparams_/{kind}"])
+
+
+def test_tensorboard_has_the_settings_as_hparams(tiny, tmp_path):
+    train(tiny("data.max_bytes=20000", "train.steps=1", "graph=none", "optim.learning_rate=0.25"), tmp_path)
+    found = hparams(tmp_path, "session_start_info").session_start_info.hparams
+    assert found["optim.learning_rate"].number_value == 0.25 and found["graph.scope"].string_value == "none"
+    assert found["train.deterministic"].string_value == "false" and found["data.buckets"].string_value == "null"
+    named = {info.name.tag for info in hparams(tmp_path, "experiment").experiment.metric_infos}
+    assert named == {"train/loss", "eval/loss", "perf/step_ms", "perf/tokens_per_s"}
+    assert hparams(tmp_path, "session_end_info").session_end_info.status == Status.Value("STATUS_SUCCESS")
 
 
 @pytest.mark.parametrize("scope", ["none", "per_layer", "full_iteration"])

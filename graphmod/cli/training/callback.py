@@ -15,11 +15,13 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
 from graphmod.cli.training.compose import parse
-from graphmod.train.report.comparison import compare
-from graphmod.train.report.report import JSON_FILE, remarks, table, write_report
+from graphmod.train.report.comparison import compare, swept
+from graphmod.train.report.report import JSON_FILE, PLOT_FILE, remarks, table, write_report
 from graphmod.train.report.result import RunResult
+from graphmod.train.run.folders import link_latest
 from graphmod.train.run.loop import train
 
+_COMPARISONS = Path("runs/compare")  # of config.yaml
 _PROFILED = {
     "steps": 8,
     "eval_every": 0,
@@ -40,7 +42,7 @@ def gpu_busy_ms(result: RunResult) -> float | None:
     settings = {**result.config, "graph": graph, "train": {**result.config["train"], **_PROFILED}}
     with tempfile.TemporaryDirectory() as folder:
         try:
-            return train(parse(settings), Path(folder)).profile["run"].get("busy_ms")
+            return train(parse(settings), Path(folder), say=lambda text: None).profile["run"].get("busy_ms")
         except Exception:  # the comparison is worth having without this column
             return None
 
@@ -116,11 +118,16 @@ class ComparisonCallback(Callback):
             print("\nprofiling a few steps of each run, to see how busy the GPU is", flush=True)
         busy = {name: ms for name, result in finished.items() if (ms := gpu_busy_ms(result)) is not None}
         rows = compare(results, busy)
-        print(f"\n{table(rows)}")
+        print(f"\n{table(rows, swept(results))}")
         for remark in remarks(rows, results):
             print(remark)
         if not finished and (sweep / JSON_FILE).exists():
             print(f"\nno run finished; the comparison in {sweep} is that of before")
             return
         files = write_report(sweep, rows, results)
-        print(f"\nwritten to {', '.join(map(str, files))}\nside by side: tensorboard --logdir {sweep}")
+        print(f"\nwritten to {', '.join(map(str, files))}")
+        if sweep / PLOT_FILE not in files:
+            print(f"no {PLOT_FILE}: matplotlib is not installed (pip install matplotlib)")
+        # A folder of one's own choice has nothing beside it that could be older.
+        shown = link_latest(sweep) if sweep.absolute().parent == _COMPARISONS.absolute() else sweep
+        print(f"side by side: tensorboard --logdir {shown}")

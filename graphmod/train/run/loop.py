@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 from transformers import PretrainedConfig
 
 from graphmod.errors import GraphmodError
@@ -82,12 +81,12 @@ class _Run:
         self.first = before.steps_done if before else 0
         self.clock = StepClock(device, train.sync_steps)
         self.tokens_per_step = train.grad_accumulation * data.batch_size * data.seq_len
-        text = OmegaConf.to_yaml(OmegaConf.create(plain_config(config)))
+        plain = plain_config(config)
         self.journal, self.display = Journal(self.folder), None
         length = max(data.buckets) if data.buckets else data.seq_len
         self.used = utilization(self.model, dims, length, device_name(device))
         self.metrics = Metrics(
-            self.folder, device, train.steps, self.clock, self.tokens_per_step, text, before, self.used, self._point
+            self.folder, device, train.steps, self.clock, self.tokens_per_step, plain, before, self.used, self._point
         )
         self.samples = Samples(self.model, config, corpus, self.metrics) if train.sample_every else None
 
@@ -186,6 +185,7 @@ class _Run:
                     self.stopped_by = stop.signal.name
                     break
             self._finish_values()
+            metrics.end()
         return time.perf_counter() - started
 
     def result(self, seconds: float) -> RunResult:
