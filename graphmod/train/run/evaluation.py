@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from graphmod.state.entry import GraphStats
+from graphmod.train.step import TrainStep
 from graphmod.train.step.losses import count_targets_of, weighted_mean
 from graphmod.train.step.staging import microbatches
-from graphmod.train.step.step import TrainStep
 
 _COUNTERS = ("captures", "replays", "eager_calls", "failures", "capture_seconds", "copied_bytes", "verified")
 

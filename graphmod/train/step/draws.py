@@ -102,10 +102,10 @@ class _Repeat(_Visible):
         super().__init__()
         self._kept, self._next = kept, 0
 
-    def __exit__(self, *error: Any) -> None:
-        # A second backward over the same forward runs it yet again, and a capture must leave behind what it found.
+    def __enter__(self) -> "_Repeat":
+        # A second backward over the same forward runs it yet again.
         self._next = 0
-        super().__exit__(*error)
+        return super().__enter__()
 
     def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
