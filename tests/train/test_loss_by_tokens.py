@@ -205,6 +205,15 @@ def test_evaluation_batches_weigh_as_many_targets_as_they_have():
     torch.testing.assert_close(evaluation(model, step)["eval/loss"], expected)
 
 
+def test_evaluation_batches_may_be_dicts():
+    batches = [padded([[8, 8]]), padded([[1, 2]])]
+    made = [{"input_ids": b.clamp(min=0), "labels": b.masked_fill(b == PADDING, -100)} for b in batches]
+    model = twin_model()
+    step = TrainStep(model, torch.optim.SGD(model.parameters()), loss_fn=causal_lm_loss, config=EAGER)
+    expected = by_hand(model, [row for batch in batches for row in batch[0]]).detach()
+    torch.testing.assert_close(Evaluation(made, causal_lm_loss, CPU)(model, step)["eval/loss"], expected)
+
+
 class Launches(TorchDispatchMode):
     """Counts operations by the bytes of their results; views have none."""
 

@@ -19,7 +19,8 @@ from graphmod.train.report.display import LOG_FILE, Display, Journal
 from graphmod.train.report.flops import Utilization, flops_per_token, multiplied_parameters, peak_flops, utilization
 from graphmod.train.report.result import RunResult
 from graphmod.train.report.versions import commit
-from graphmod.train.run.loop import train
+from graphmod.train.run.loop import NonFiniteError, train
+from graphmod.train.step import TrainStep
 
 CPU = torch.device("cpu")
 EVALUATED = ["train.eval_every=4", "train.eval_batches=2"]
@@ -214,6 +215,23 @@ def test_losses_are_decimal_and_exact_and_what_is_no_number_is_a_string(tmp_path
     again = RunResult.read(tmp_path)
     assert again.losses == [third, math.inf] and again.ema_loss == -math.inf
     assert again.eval_losses[0] == [1, third] and math.isnan(again.eval_losses[1][1])
+
+
+def test_results_of_the_first_version_are_read(tmp_path):
+    written = {"scope": "none", "losses": [(2 / 3).hex(), "nan"], "eval_losses": [[4, (0.1).hex()]]}
+    (tmp_path / "result.json").write_text(json.dumps(written))
+    result = RunResult.read(tmp_path)
+    assert result.losses[0] == 2 / 3 and math.isnan(result.losses[1]) and result.eval_losses == [[4, 0.1]]
+
+
+def test_why_a_run_failed_stands_in_its_log(tiny, tmp_path, monkeypatch):
+    original = TrainStep.__call__
+    monkeypatch.setattr(TrainStep, "__call__", lambda self, batch: original(self, batch) * math.nan)
+    monkeypatch.setattr(TrainStep, "first_nonfinite", property(lambda self: torch.zeros(1)))
+    with pytest.raises(NonFiniteError) as error:
+        train(tiny("data.max_bytes=20000", "graph=none"), tmp_path)
+    lines = (tmp_path / LOG_FILE).read_text().splitlines()
+    assert lines[-1][20:] == f"error: {error.value}" and "step 1: the loss or a gradient" in lines[-1]
 
 
 def test_skipped_updates_are_told_in_words():

@@ -19,6 +19,11 @@ def _number(loss: float | None) -> float | str | None:
     return loss if loss is None or math.isfinite(loss) else str(loss)
 
 
+def _loss(written: float | str | None) -> float | None:
+    # Version 0.1.0 wrote all losses as hexadecimal strings; `nan` and `inf` are read the same way.
+    return float.fromhex(written) if isinstance(written, str) else written
+
+
 @dataclass
 class RunResult:
     """The numbers of one run.
@@ -135,9 +140,9 @@ class RunResult:
         values = json.loads((folder / RESULT_FILE).read_text(encoding="utf-8"))
         known = cls.__dataclass_fields__
         result = cls(**{name: value for name, value in values.items() if name in known})
-        result.losses = [float(loss) for loss in result.losses]
-        result.eval_losses = [[done, float(loss)] for done, loss in result.eval_losses]
-        result.ema_loss = None if result.ema_loss is None else float(result.ema_loss)
+        result.losses = [_loss(loss) for loss in result.losses]
+        result.eval_losses = [[done, _loss(loss)] for done, loss in result.eval_losses]
+        result.ema_loss = _loss(result.ema_loss)
         return result
 
     def report(self) -> str:

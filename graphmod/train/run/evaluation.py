@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from graphmod.state.entry import GraphStats
 from graphmod.train.step import TrainStep
 from graphmod.train.step.losses import count_targets_of, weighted_mean
-from graphmod.train.step.staging import microbatches
+from graphmod.train.step.staging import microbatches, on_device
 
 _COUNTERS = ("captures", "replays", "eager_calls", "failures", "capture_seconds", "copied_bytes", "verified")
 
@@ -24,10 +24,10 @@ class Evaluation:
         device: of the model.
     """
 
-    def __init__(self, batches: list[Tensor], loss_fn: Callable, device: torch.device) -> None:
+    def __init__(self, batches: list[Any], loss_fn: Callable, device: torch.device) -> None:
         self._step: TrainStep | None = None
         self._spent = dict.fromkeys(_COUNTERS, 0)
-        self._batches = [batch.to(device) for batch in batches]
+        self._batches = [on_device(batch, device) for batch in batches]
         count, self._targets = count_targets_of(loss_fn), None
         if count is not None and batches:
             # Once and on the host: they are the same at every evaluation.

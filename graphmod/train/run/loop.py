@@ -254,6 +254,9 @@ def _run(
             result.profile = run.profile()
         run.journal.write(result.report())
         return result
+    except GraphmodError as error:
+        run.journal.write(f"error: {error}")
+        raise
     finally:
         run.close()
 

@@ -22,6 +22,12 @@ def microbatches(batch: Any) -> list[Any]:
     return [rebuild(structure, list(parts)) for parts in zip(*[leaf.unbind(0) for leaf in leaves], strict=True)]
 
 
+def on_device(batch: Any, device: torch.device) -> Any:
+    """The same batch with its tensors on `device`."""
+    structure, leaves = _leaves(batch)
+    return rebuild(structure, [leaf.to(device) for leaf in leaves])
+
+
 def _check(batch: Any, leaves: list[Tensor]) -> None:
     if not leaves:
         raise TypeError(
