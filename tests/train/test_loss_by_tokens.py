@@ -135,6 +135,16 @@ def test_a_loss_of_ones_own_weighs_what_it_is_told_to():
     assert first[0].item() == pytest.approx(parts[0]), "what is given comes before the loss function's own"
 
 
+@pytest.mark.parametrize(
+    ("count", "said"),
+    [(lambda tokens: 3, "returned int 3; expected a 0-d tensor on cpu"), (lambda tokens: tokens, r"shape \(2, 10\)")],
+    ids=["a number", "a matrix"],
+)
+def test_a_count_that_is_none_is_a_clear_error(count, said):
+    with pytest.raises(TypeError, match=said):
+        trained(padded(UNEVEN), own_loss, count_targets=count)
+
+
 def test_where_the_count_of_a_loss_is_found():
     count = count_targets_of(padded_next_token_loss)
     assert count(padded([[3, 1]])[0]).item() == 4
@@ -321,6 +331,16 @@ def test_a_batch_may_be_nested_and_hold_what_is_no_tensor(device):
         settled=3,
     )
     assert side.run.captures == 2, "another smoothing is another graph"
+
+
+def test_of_a_batch_that_requires_grad_the_values_count(device):
+    parts = build_images(device)
+    step = TrainStep(
+        parts["model"], parts["optimizer"], loss_fn=lambda model, x: model(x).square().mean(), config=EAGER
+    )
+    images = torch.ones(1, 2, 3, 8, 8, requires_grad=True)
+    losses = [step(images).item() for _ in range(3)]
+    assert losses[0] > losses[1] > losses[2] and images.grad is None
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,17 @@ class Iteration:
         """(A,) the targets of each microbatch; None where all weigh the same, or there is one."""
         if self.count_targets is None or len(parts) == 1:
             return None
-        return torch.stack([self.count_targets(part) for part in parts])
+        counts = [self.count_targets(part) for part in parts]
+        for count in counts:
+            if not isinstance(count, Tensor) or count.dim() or count.device != self.device:
+                got = f"{type(count).__name__} {count!r}"
+                if isinstance(count, Tensor):
+                    got = f"a tensor of shape {tuple(count.shape)} on {count.device}"
+                raise TypeError(
+                    f"count_targets returned {got}; expected a 0-d tensor on {self.device}, such as "
+                    '(batch["labels"] != -100).sum()'
+                )
+        return torch.stack(counts)
 
     def differentiate(self, batch: Any) -> Tensor:
         """Forward and backward of every microbatch; the mean loss over all their targets."""

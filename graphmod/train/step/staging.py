@@ -56,7 +56,6 @@ class Staging:
         self._device = device
         self._places: dict[Any, list[Tensor]] = {}
 
-    @torch.no_grad()
     def __call__(self, batch: Any) -> Any:
         """A batch of the same form at its place, without waiting for the step that still runs; what it holds beside
         tensors stays as it is.
@@ -65,18 +64,26 @@ class Staging:
             TypeError: it holds no tensors.
             ValueError: its tensors disagree about the number of microbatches, or are not dense.
         """
+        if type(batch) is Tensor:  # most batches, of which to find the form would take longer than the copy
+            places = self._places.get((batch.shape, batch.dtype))
+            return self._load(batch, places[0] if places else self._made(batch, [batch], (batch.shape, batch.dtype))[0])
         structure, leaves = _leaves(batch)
         key = structure, *[(leaf.shape, leaf.dtype) for leaf in leaves]
-        places = self._places.get(key)
-        if places is None:
-            _check(batch, leaves)
-            places = [mark_static(torch.empty(leaf.shape, dtype=leaf.dtype, device=self._device)) for leaf in leaves]
-            self._places[key] = places
-        for place, leaf in zip(places, leaves, strict=True):
-            if place.is_cuda and not leaf.is_cuda and not leaf.is_pinned():
-                leaf = leaf.pin_memory()
-            place.copy_(leaf, non_blocking=True)
-        return rebuild(structure, places)
+        places = self._places.get(key) or self._made(batch, leaves, key)
+        return rebuild(structure, [self._load(leaf, place) for leaf, place in zip(leaves, places, strict=True)])
+
+    def _made(self, batch: Any, leaves: list[Tensor], key: Any) -> list[Tensor]:
+        _check(batch, leaves)
+        places = [mark_static(torch.empty(leaf.shape, dtype=leaf.dtype, device=self._device)) for leaf in leaves]
+        self._places[key] = places
+        return places
+
+    @staticmethod
+    def _load(leaf: Tensor, place: Tensor) -> Tensor:
+        if place.is_cuda and not leaf.is_cuda and not leaf.is_pinned():
+            leaf = leaf.pin_memory()
+        place.copy_(leaf.detach() if leaf.requires_grad else leaf, non_blocking=True)
+        return place
 
     def clear(self) -> None:
         """Forgets all places; graphs that read them must be gone."""

@@ -188,7 +188,7 @@ class TrainStep:
             The loss, 0-d, on the device; it stays valid.
 
         Raises:
-            TypeError: the batch holds no tensors.
+            TypeError: the batch holds no tensors, or `count_targets` returned no 0-d tensor on the device.
             ValueError: its tensors disagree about the number of microbatches, or do not suit the loss function.
         """
         batch = self._stage(batch)
