@@ -120,7 +120,7 @@ def test_packed_documents_are_as_if_each_were_alone(model, name):
 @pytest.mark.parametrize("scope", SCOPES)
 @pytest.mark.parametrize("form", ["data.buckets=[8,16,40]", "data.packing=true"])
 def test_losses_are_eagers_and_every_shape_has_its_graph(lines, tmp_path, scope, form):
-    settings = [form, "train.eval_every=8", "train.eval_batches=3", "train.steps=60"]
+    settings = [form, "train.grad_accumulation=2", "train.eval_every=8", "train.eval_batches=3", "train.steps=60"]
     plain = train(lines(*settings, "graph=none"), tmp_path / "none")
     graphed = train(lines(*settings, f"graph={scope}"), tmp_path / scope)
     assert graphed.losses == plain.losses and graphed.eval_losses == plain.eval_losses
