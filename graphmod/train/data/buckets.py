@@ -11,11 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from graphmod.errors import ConfigError
-from graphmod.train.step.iteration import Criterion, mean_cross_entropy
+from graphmod.train.step.losses import Criterion, mean_cross_entropy, require_tokens, targets_counted_by
 
 PADDING = -1
 
 
+def _count_targets(tokens: Tensor) -> Tensor:
+    return (tokens[:, 1:] != PADDING).sum()
+
+
+@targets_counted_by(_count_targets)
 def padded_next_token_loss(model: nn.Module, tokens: Tensor, criterion: Criterion = mean_cross_entropy) -> Tensor:
     """Mean cross entropy, in nats per token, over the targets that are no padding.
 
@@ -23,7 +28,11 @@ def padded_next_token_loss(model: nn.Module, tokens: Tensor, criterion: Criterio
         model: a transformers causal LM, whose output has `.logits` of shape (B, S, V).
         tokens: (B, S + 1) int64, padding at the end of rows, each with at least two tokens.
         criterion: the loss of logits and targets.
+
+    Raises:
+        ValueError: `tokens` have another dtype or number of dimensions.
     """
+    require_tokens(tokens)
     logits = model(input_ids=tokens[:, :-1].clamp(min=0), use_cache=False).logits
     return criterion(logits, tokens[:, 1:], ignore_index=PADDING)
 

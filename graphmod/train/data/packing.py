@@ -15,12 +15,10 @@ from graphmod.errors import ConfigError
 from graphmod.train.attention import BLOCK_MASK, DOCUMENT_BOUNDS
 from graphmod.train.data.windows import WindowSampler
 from graphmod.train.schema import PackingAttention, Precision
-from graphmod.train.step.iteration import Criterion, mean_cross_entropy
+from graphmod.train.step.losses import IGNORED, Criterion, mean_cross_entropy, targets_counted_by
 from graphmod.train.varlen import unavailable
 
 log = logging.getLogger("graphmod")
-
-_IGNORED = -100
 
 
 def document_numbers(starts: Tensor, count: int) -> Tensor:
@@ -71,6 +69,12 @@ def block_mask(documents: Tensor) -> Tensor:
     return ((documents[:, :, None] == documents[:, None, :]) & causal)[:, None]
 
 
+def _count_targets(rows: Tensor) -> Tensor:
+    documents = rows.chunk(2)[1]
+    return (documents[:, 1:] == documents[:, :-1]).sum()
+
+
+@targets_counted_by(_count_targets)
 def packed_next_token_loss(
     model: nn.Module, rows: Tensor, most: int | None = None, criterion: Criterion = mean_cross_entropy
 ) -> Tensor:
@@ -86,8 +90,8 @@ def packed_next_token_loss(
     seen = documents[:, :-1]
     apart = {BLOCK_MASK: block_mask(seen)} if most is None else {DOCUMENT_BOUNDS: document_bounds(seen, most)}
     logits = model(input_ids=tokens[:, :-1], position_ids=positions(seen), use_cache=False, **apart).logits
-    targets = torch.where(documents[:, 1:] == seen, tokens[:, 1:], _IGNORED)
-    return criterion(logits, targets, ignore_index=_IGNORED)
+    targets = torch.where(documents[:, 1:] == seen, tokens[:, 1:], IGNORED)
+    return criterion(logits, targets)
 
 
 def choose_attention(
