@@ -14,7 +14,7 @@ import stream_rules
 import torch
 from hydra import compose, initialize_config_dir
 
-from graphmod.cli.training.compose import parse, register
+from graphmod.cli.training.compose import CONFIGS, parse, register
 from graphmod.train.step.step import TrainStep
 
 ROOT = Path(__file__).parent.parent
@@ -68,7 +68,7 @@ def rules_of_streams(monkeypatch: pytest.MonkeyPatch):
 def composed(*overrides: str):
     """The composed, unparsed config for these overrides."""
     register()
-    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         return compose("config", overrides=list(overrides))
 
 

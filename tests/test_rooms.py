@@ -20,7 +20,7 @@ WITHIN = {
         *("verification", "engine"),
     ),
     "train": ("settings", "schema", "models", "step", "checkpoints", "data", "report", "run"),
-    "cli": ("explain", "training", "generation"),
+    "cli": ("start", "explain", "training", "generation", "main"),
 }
 
 

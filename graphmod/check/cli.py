@@ -35,10 +35,10 @@ class Unusable(Exception):
     """What was asked for cannot be checked; the text is one sentence."""
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: list[str], program: str = "python -m graphmod.check") -> int:
     """Checks what the arguments name and prints the report; returns the exit status."""
     parser = argparse.ArgumentParser(
-        prog="python -m graphmod.check",
+        prog=program,
         description="Says what would keep a step out of a CUDA graph, without a GPU, and captures nothing.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,

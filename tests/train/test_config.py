@@ -8,7 +8,7 @@ from hydra.errors import HydraException
 
 from graphmod.cli.explain import explain, setting_names
 from graphmod.cli.training.arguments import swept_keys
-from graphmod.cli.training.compose import parse
+from graphmod.cli.training.compose import CONFIGS, parse
 from graphmod.errors import ConfigError
 from graphmod.train.run.folders import job_folder
 from graphmod.train.schema import Precision, RunConfig
@@ -35,7 +35,7 @@ def test_the_default_config_is_valid_and_typed(settings):
 
 
 @pytest.mark.parametrize(
-    "path", sorted((ROOT / "configs").glob("[!h]*/*.yaml")), ids=lambda path: f"{path.parent.name}={path.stem}"
+    "path", sorted(CONFIGS.glob("[!h]*/*.yaml")), ids=lambda path: f"{path.parent.name}={path.stem}"
 )
 def test_every_choice_of_every_group_composes(path, tmp_path):
     group = path.parent.name
@@ -160,9 +160,9 @@ def test_an_error_of_the_graph_settings_names_the_group():
         (["data.eval_fraction=1.5"], "below 1"),
         (["model=local"], "model.path=FOLDER"),
         (["model=local", "model.path=not_there"], "not a folder"),
-        (["model=local", "model.path=configs"], "config.json"),
-        (["model=local", "model.path=configs"], "checkpoints/step_N"),
-        (["model.path=configs"], "model=local only"),
+        (["model=local", "model.path=docs"], "config.json"),
+        (["model=local", "model.path=docs"], "checkpoints/step_N"),
+        (["model.path=docs"], "model=local only"),
         (["model.layers=null"], "model.layers is not set"),
         (["model.heads=3"], "does not divide"),
         (["model.kv_heads=3"], "does not divide"),

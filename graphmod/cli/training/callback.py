@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
+from graphmod.cli.start import loading
 from graphmod.cli.training.compose import parse
-from graphmod.train.report.comparison import compare
-from graphmod.train.report.report import JSON_FILE, remarks, table, write_report
-from graphmod.train.report.result import RunResult
-from graphmod.train.run.loop import train
+
+if TYPE_CHECKING:
+    from graphmod.train.report.result import RunResult
 
 _PROFILED = {
     "steps": 8,
@@ -35,6 +35,8 @@ def gpu_busy_ms(result: RunResult) -> float | None:
     """Kernel time of a step of the run, in ms, from a few steps done again; None without a GPU, or if that fails."""
     if not result.device or result.device.startswith("CPU"):
         return None
+    from graphmod.train.run.loop import train
+
     scope = result.auto.get("chosen") or result.scope
     graph = {**result.config["graph"], "scope": scope, "auto": False}
     settings = {**result.config, "graph": graph, "train": {**result.config["train"], **_PROFILED}}
@@ -71,9 +73,15 @@ class ComparisonCallback(Callback):
         self._jobs: dict[Path, tuple[str, Any]] = {}
         self._config: DictConfig | None = None
 
+    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Loads PyTorch: the settings are composed by now, and a Ctrl-C leaves no folder behind."""
+        with loading():
+            import graphmod.train.run.loop  # noqa: F401
+
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Lets `end_early` know what to compare."""
+        """Loads PyTorch, and lets `end_early` know what to compare."""
         global _running
+        self.on_run_start(config)
         self._config, _running = config, self
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
@@ -100,10 +108,16 @@ class ComparisonCallback(Callback):
 
     def end_early(self, folder: Path, reason: str) -> None:
         """Compares what there is when Hydra could not go on, because it could not make the folder of a job."""
+        from graphmod.train.report.result import RunResult
+
         self._jobs[folder] = "", RunResult(scope="", status="failed", error=reason)
         self.on_multirun_end(self._config)
 
     def _compare(self, sweep: Path) -> None:
+        from graphmod.train.report.comparison import compare
+        from graphmod.train.report.report import JSON_FILE, remarks, table, write_report
+        from graphmod.train.report.result import RunResult
+
         results = {}
         for folder, (scope, outcome) in self._jobs.items():
             try:

@@ -4,6 +4,8 @@ Exit status: 0 all went well, 1 a run failed, 2 the command line, a config or th
 by signal N (130 is Ctrl-C, 143 SIGTERM).
 """
 
+from __future__ import annotations
+
 import os
 import re
 import shlex
@@ -14,24 +16,27 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hydra
-import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from graphmod.cli.explain import explain, system_error
+from graphmod.cli.start import shown, version, words
 from graphmod.cli.training import callback
 from graphmod.cli.training.arguments import NO_CHECK, NO_PROFILE, for_hydra, groups, swept_keys
-from graphmod.cli.training.compose import parse, register
+from graphmod.cli.training.compose import CONFIGS, parse, register
 from graphmod.errors import ConfigError, GraphmodError
-from graphmod.train.report.result import RESULT_FILE, RunResult
 from graphmod.train.run.folders import from_here, job_folder, unused
-from graphmod.train.run.loop import resume_point, train
 from graphmod.train.schema import RunConfig
+
+if TYPE_CHECKING:
+    from graphmod.train.report.result import RunResult
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"
 
@@ -61,7 +66,7 @@ def _way_on(folder: Path, given: list[str]) -> str:
         again = [f"hydra.sweep.dir={from_here(folder.parent)}", "train.resume=auto"]
     changed = tuple(argument.partition("=")[0] + "=" for argument in again)
     given = [argument for argument in given if not argument.startswith(changed)]
-    return shlex.join([from_here(sys.executable), from_here(sys.argv[0]), *given, *again])
+    return shlex.join([*words("train"), *given, *again])
 
 
 def _say_stopped(result: RunResult, folder: Path, given: list[str]) -> int:
@@ -105,9 +110,11 @@ def _attempt(cfg: DictConfig, folder: Path, alone: bool, given: list[str]) -> tu
     try:
         config = parse(cfg)
         if config.train.profile and not alone:
-            raise ConfigError(NO_PROFILE)  # a file of configs/ says so; the command line was looked at before
+            raise ConfigError(NO_PROFILE)  # a config file says so; the command line was looked at before
         if config.graph.check:
             return _check(config, folder, alone)
+        from graphmod.train.run.loop import resume_point, train
+
         # What lies beside a folder that was named is other jobs, which may be running.
         named = any(re.match(r"hydra\.run\.dir=[^$]+$", argument) for argument in given)
         point = resume_point(config, folder, beside=alone and not named)
@@ -122,14 +129,12 @@ def _attempt(cfg: DictConfig, folder: Path, alone: bool, given: list[str]) -> tu
         reason = system_error(error, folder)
         _complain(reason)
         return 1, reason
-    except torch.OutOfMemoryError as error:
-        reason = f"out of GPU memory; lower data.batch_size or data.seq_len. {str(error).splitlines()[0]}"
-        _complain(reason)
-        return 1, reason
     except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "DefaultCPUAllocator" not in str(error):
+        on_gpu = type(error).__name__ == "OutOfMemoryError"  # PyTorch's, which may not be loaded yet
+        if not on_gpu and isinstance(error, RuntimeError) and "DefaultCPUAllocator" not in str(error):
             return _bug(error)
-        reason = f"out of memory; lower data.batch_size or data.seq_len. {error}".splitlines()[0]
+        where = "GPU memory" if on_gpu else "memory"
+        reason = f"out of {where}; lower data.batch_size or data.seq_len. {error}".splitlines()[0]
         _complain(reason)
         return 1, reason
     except Exception as error:
@@ -143,6 +148,8 @@ def _attempt(cfg: DictConfig, folder: Path, alone: bool, given: list[str]) -> tu
 
 def _failed(cfg: DictConfig, folder: Path, reason: str) -> RunResult:
     """What the comparison says of a job of a multirun that failed; also left in its folder, if that has no result."""
+    from graphmod.train.report.result import RESULT_FILE, RunResult
+
     scope = str(getattr(cfg.graph.scope, "value", cfg.graph.scope))
     result = RunResult(scope=scope, status="failed", error=reason)
     if not (folder / RESULT_FILE).exists():  # else an earlier run's, with which this one was not allowed to mix
@@ -157,14 +164,13 @@ def _tidy(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def main(config_dir: Path) -> int:
-    """Runs `train.py` with the arguments in `sys.argv`; returns the exit status.
-
-    Args:
-        config_dir: the folder with `config.yaml` and the groups.
-    """
+def main(given: list[str]) -> int:
+    """Runs `train.py` with these arguments; returns the exit status."""
     statuses: list[int] = []
-    given, show_all = sys.argv[1:], _FULL_ERROR in os.environ
+    before, show_all = sys.argv[1:], _FULL_ERROR in os.environ
+    if "--version" in given:
+        print(version())
+        return 0
 
     def job(cfg: DictConfig) -> str | Path | RunResult:
         hydra_config = HydraConfig.get()
@@ -187,9 +193,10 @@ def main(config_dir: Path) -> int:
             "swept", lambda overrides, number: job_folder(keys, list(overrides), number), replace=True
         )
         OmegaConf.register_new_resolver("unused", unused, replace=True)
-        OmegaConf.register_new_resolver("groups", lambda: groups(config_dir), replace=True)
+        OmegaConf.register_new_resolver("groups", lambda: groups(CONFIGS), replace=True)
+        OmegaConf.register_new_resolver("command", lambda: shown("train"), replace=True)
         with _hydra_raises():
-            hydra.main(config_path=str(config_dir.resolve()), config_name="config", version_base="1.3")(job)()
+            hydra.main(config_path=str(CONFIGS), config_name="config", version_base="1.3")(job)()
     except KeyboardInterrupt:
         if statuses and statuses[-1] >= 128:
             return statuses[-1]
@@ -198,7 +205,7 @@ def main(config_dir: Path) -> int:
     except ConfigError as error:
         _complain(error)
         return 2
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
         if show_all:
             traceback.print_exc()
         _complain(explain(error))
@@ -215,7 +222,7 @@ def main(config_dir: Path) -> int:
             _complain(unwritten)
         return 1
     finally:
-        sys.argv[1:] = given
+        sys.argv[1:] = before
     if (unwritten := callback.take_failure()) is not None:
         _complain(unwritten)
         statuses.append(1)
