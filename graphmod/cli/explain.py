@@ -128,9 +128,8 @@ def _setting_like(key: str, siblings: list[str], names: list[str]) -> str | None
     if last not in elsewhere and _ELSEWHERE.get(last) in elsewhere:
         return elsewhere[_ELSEWHERE[last]]
     if not group:
-        return (
-            begun_or_initials(siblings) or elsewhere.get(last) or nearest(key, names, 0.65) or begun_or_initials(names)
-        )
+        whole = elsewhere.get(last) or nearest(key, names, cutoff=0.65)
+        return begun_or_initials(siblings) or whole or begun_or_initials(names)
     close = nearest(last, list(lasts(siblings)), cutoff=0.65) if siblings else nearest(key, names, cutoff=0.65)
     if close is not None and siblings:
         close = lasts(siblings)[close]

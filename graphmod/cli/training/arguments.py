@@ -74,18 +74,18 @@ def quoted(text: str) -> str:
 
 def _path(value: str) -> bool:
     """Whether `value` is one path that Hydra's grammar would stumble over: with a space, an umlaut, a parenthesis."""
-    its_own = (
-        re.match(r"['\"\[{]|(choice|glob|range|interval|shuffle|sort|tag)\(", value) or "${" in value or "," in value
-    )
-    return not its_own and re.search(r"[^A-Za-z0-9_./:@%+*?~-]", value) is not None
+    grammar = re.match(r"['\"\[{]|(choice|glob|range|interval|shuffle|sort|tag)\(", value)
+    several = "," in value or "${" in value
+    return not grammar and not several and re.search(r"[^A-Za-z0-9_./:@%+*?~-]", value) is not None
 
 
 def for_hydra(arguments: list[str]) -> list[str]:
     """The arguments as Hydra wants them: flags first, and texts and paths in quotes, as generate.py takes them without.
 
     Raises:
-        ConfigError: an unknown flag, a value without a name, a setting that is misspelt behind a plus, a folder without a name, a profile of several jobs, one run that all of them
-            would go on with, or a folder with the runs of another multirun.
+        ConfigError: an unknown flag, a value without a name, a setting that is misspelt behind a plus, a folder
+            without a name, a profile of several jobs, one run that all of them would resume, or a folder with the runs
+            of another multirun.
     """
     found, several = [], bool({"--multirun", "-m"} & set(arguments))
     resumes = any(re.match(r"train\.resume=(?!none$)", argument) for argument in arguments)
