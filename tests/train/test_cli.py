@@ -173,12 +173,13 @@ def test_profiling_within_a_multirun_is_a_clear_error(shell, tmp_path):
     assert not (tmp_path / "runs").exists(), "it was said after jobs had begun"
 
 
-@pytest.mark.parametrize("script", ["train.py", "generate.py"])
-def test_an_interrupt_while_libraries_are_imported_is_one_line(script, tmp_path):
+@pytest.mark.parametrize("command", ["train.py", "generate.py prompt=a model.path=x"])
+def test_an_interrupt_while_libraries_are_imported_is_one_line(command, tmp_path):
     # A torch that is still being imported, whenever the signal comes.
     (tmp_path / "torch.py").write_text("print('importing', flush=True)\nimport time\ntime.sleep(60)\n")
+    script, *arguments = command.split()
     process = subprocess.Popen(
-        [sys.executable, str(ROOT / script)],
+        [sys.executable, str(ROOT / script), *arguments],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
         stdout=subprocess.PIPE,
@@ -190,6 +191,7 @@ def test_an_interrupt_while_libraries_are_imported_is_one_line(script, tmp_path)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
     assert (process.returncode, said) == (130, "interrupted\n")
+    assert not (tmp_path / "runs").exists(), "a run that never began left a folder"
 
 
 def test_flags_may_stand_anywhere_among_the_settings():
