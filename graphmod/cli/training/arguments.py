@@ -76,7 +76,7 @@ def _path(value: str) -> bool:
     """Whether `value` is one path that Hydra's grammar would stumble over: with a space, an umlaut, a parenthesis."""
     grammar = re.match(r"['\"\[{]|(choice|glob|range|interval|shuffle|sort|tag)\(", value)
     several = "," in value or "${" in value
-    return not grammar and not several and re.search(r"[^A-Za-z0-9_./:@%+*?~-]", value) is not None
+    return not grammar and not several and re.search(r"[^A-Za-z0-9_./:@%+*?-]", value) is not None
 
 
 def for_hydra(arguments: list[str]) -> list[str]:
