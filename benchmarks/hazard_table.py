@@ -11,8 +11,8 @@ WAYS = {
 
 _HEAD = """# Hazards
 
-What CUDA graphs make of common patterns in training loops. Each row is a small program of 12 calls; its results and final
-weights are compared with those of plain PyTorch. `python benchmarks/hazards.py` runs them and
+What CUDA graphs make of common patterns in training loops. Each row is a small program of 12 calls; its results and
+final weights are compared with those of plain PyTorch. `python benchmarks/hazards.py` runs them and
 `python benchmarks/hazards.py --table` writes this page.
 
 - **fine**: eager's numbers. **silent**: other numbers, without a message. **raises**: an error. **dies**: the process

@@ -266,7 +266,7 @@ def table(results: dict[str, Any]) -> str:
         "",
         *_rows(found, WAYS, ("model", "`graph_layers`", "whole step", "decode")),
         "",
-        f"Not included, because no small model can be built from the config alone ({len(missing)}): {', '.join(one['model'] for one in missing)}.",
+        f"Not built from a small config ({len(missing)}): {', '.join(one['model'] for one in missing)}.",
         "",
         "## Encoders, images, sound, diffusion",
         "",

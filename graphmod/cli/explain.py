@@ -161,7 +161,7 @@ def _choices(error: MissingConfigException) -> str:
 def system_error(error: OSError, folder: Path) -> str:
     """An error of the operating system in a run that writes into `folder`. A full disk is reported without a name."""
     full = error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    return f"cannot write to {folder}: {error.strerror}; what was saved before stays" if full else str(error)
+    return f"cannot write to {folder}: {error.strerror}; what was saved before is kept" if full else str(error)
 
 
 def explain(error: BaseException, kind: type = RunConfig) -> str:

@@ -64,7 +64,7 @@ def codec_for(folder: Path, tokenizer: str | None) -> Codec:
     try:
         return TokenizerCodec(AutoTokenizer.from_pretrained(source, local_files_only=True))
     except Exception as error:  # whatever the readers of the many formats raise
-        raise ConfigError(f"tokenizer={source} holds no tokenizer transformers can read: {reason(error)}") from error
+        raise ConfigError(f"tokenizer={source} is not a tokenizer that transformers reads: {reason(error)}") from error
 
 
 class TextStream:

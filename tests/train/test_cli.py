@@ -142,7 +142,7 @@ def test_a_multirun_in_the_folder_of_another_loses_nothing_and_compares_what_it_
     kept = {path: path.read_bytes() for path in (*folder.glob("*.json"), *folder.glob("*/result.json"))}
     refused = shell(*sweep, "train.resume=auto", "train.seed=1")
     assert refused.returncode == 2 and "train.seed was 0 and is now 1" in refused.stderr
-    assert "none: failed: " in refused.stdout and "is that of before" in refused.stdout
+    assert "none: failed: " in refused.stdout and "is an earlier one" in refused.stdout
     assert {path: path.read_bytes() for path in kept} == kept
 
     (checkpoint,) = (folder / "full_iteration" / "checkpoints").iterdir()
@@ -260,7 +260,7 @@ def test_the_command_that_goes_on_with_a_multirun_names_its_folder(tmp_path, mon
 
 
 def test_jobs_of_a_multirun_do_not_all_go_on_with_one_run():
-    with pytest.raises(ConfigError, match=r"all its jobs go on with one run; .* hydra\.sweep\.dir=FOLDER"):
+    with pytest.raises(ConfigError, match=r"all its jobs resume one run; .* hydra\.sweep\.dir=FOLDER"):
         for_hydra(["-m", "graph=none,per_layer", "train.resume=runs/train/one"])
     for resume in ("none", "auto", "runs/train/one,runs/train/two"):
         assert f"train.resume={resume}" in for_hydra(["-m", f"train.resume={resume}"])
@@ -277,13 +277,13 @@ def test_a_stopped_multirun_goes_on_with_the_command_that_it_says(shell, tmp_pat
     process.send_signal(signal.SIGTERM)
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 143, said
-    (command,) = [line.partition(": ")[2] for line in said.splitlines() if "to go on" in line]
+    (command,) = [line.partition(": ")[2] for line in said.splitlines() if "to resume" in line]
     done = shell(*shlex.split(command)[2:])
     assert done.returncode == 0, done.stderr
     (sweep,) = (tmp_path / "runs" / "compare").iterdir()
     runs = json.loads((sweep / "comparison.json").read_text())["runs"]
     assert [run["name"] for run in runs] == ["none", "full_iteration"]
-    assert runs[1]["losses_equal"] is True and "going on after step" in done.stdout
+    assert runs[1]["losses_equal"] is True and "resuming from step" in done.stdout
 
 
 def test_the_command_that_goes_on_names_a_folder_elsewhere_in_full(tmp_path, monkeypatch):

@@ -133,5 +133,5 @@ def main(arguments: list[str]) -> int:
             complain(f"out of GPU memory; lower decode.max_batch_size or decode.max_seq_len. {line}")
             return 1
         traceback.print_exc()
-        complain("this is a bug in graphmod or in a library it uses; the lines above say where")
+        complain("this is a bug in graphmod or in a library it uses; the lines above show where")
         return 1

@@ -169,7 +169,7 @@ class GenerateConfig:
             raise ConfigError('give one of prompt="..." and prompts_file=FILE')
         if self.model.path is None:
             raise ConfigError(
-                "model.path=FOLDER is missing: a saved model, a checkpoint, or runs/train for the last one"
+                "model.path=FOLDER is missing: a saved model, a checkpoint, or runs/train for the latest one"
             )
         if self.out is not None and self.prompts_file is None:
             raise ConfigError("out=FILE goes with prompts_file=FILE; a single prompt is printed")

@@ -12,16 +12,16 @@ from graphmod.errors import ConfigError
 
 NO_PROFILE = (
     "train.profile=true in a multirun would slow the graph launches of every later job, because a profiler stays "
-    "attached to the process; drop it (the comparison tells how busy the GPU was), or run it alone"
+    "attached to the process; drop it (the comparison shows how busy the GPU was), or run it alone"
 )
-NO_CHECK = "graph.check=true checks one run and trains none; leave out --multirun"
+NO_CHECK = "graph.check=true checks a single run; drop --multirun"
 _ONE_FOR_ALL = (
-    "train.resume={} in a multirun would let all its jobs go on with one run; drop --multirun, or go on with each "
+    "train.resume={} in a multirun would make all its jobs resume one run; drop --multirun, or resume each "
     "job in its folder: hydra.sweep.dir=FOLDER train.resume=auto"
 )
 _SWEPT_ALREADY = (
     "hydra.sweep.dir={} holds runs of an earlier multirun, and new ones would mix with them; give another folder, or "
-    "delete that one (train.resume=auto goes on with runs that have checkpoints)"
+    "delete that one (train.resume=auto resumes runs that have checkpoints)"
 )
 _TEXTS = ("train.sample_prompt",)
 _FOLDERS = ("hydra.run.dir", "hydra.sweep.dir")

@@ -102,7 +102,7 @@ class ComparisonCallback(Callback):
                 if path.is_file() and not path.stat().st_size:
                     path.unlink()
             _failure = (
-                f"cannot write the comparison to {sweep}: {error.strerror or error}; what the runs wrote stays. Make "
+                f"cannot write the comparison to {sweep}: {error.strerror or error}; what the runs wrote is kept. Make "
                 "room, or choose another folder with hydra.sweep.dir=FOLDER"
             )
 
@@ -134,7 +134,7 @@ class ComparisonCallback(Callback):
         for remark in remarks(rows, results):
             print(remark)
         if not finished and (sweep / JSON_FILE).exists():
-            print(f"\nno run finished; the comparison in {sweep} is that of before")
+            print(f"\nno run finished; the comparison in {sweep} is an earlier one")
             return
         files = write_report(sweep, rows, results)
         print(f"\nwritten to {', '.join(map(str, files))}\nside by side: tensorboard --logdir {sweep}")

@@ -73,7 +73,7 @@ def _say_stopped(result: RunResult, folder: Path, given: list[str]) -> int:
     done, steps = len(result.losses), result.config["train"]["steps"]
     print(f"stopped by {result.error} after step {done} of {steps}")
     if result.config["train"]["checkpoint"]:
-        print(f"  saved in {folder / result.checkpoint}\n  to go on: {_way_on(folder, given)}")
+        print(f"  saved in {folder / result.checkpoint}\n  to resume: {_way_on(folder, given)}")
     else:
         print("  nothing was saved, because train.checkpoint=false")
     return 128 + signal.Signals[result.error]
@@ -82,7 +82,7 @@ def _say_stopped(result: RunResult, folder: Path, given: list[str]) -> int:
 def _bug(error: Exception) -> tuple[int, str]:
     # All of it is shown, but the other jobs of a multirun go on.
     traceback.print_exception(error)
-    _complain("this is a bug in graphmod or in a library it uses; the lines above say where")
+    _complain("this is a bug in graphmod or in a library it uses; the lines above show where")
     return 1, f"{type(error).__name__}: {error}"
 
 

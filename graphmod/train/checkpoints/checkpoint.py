@@ -185,7 +185,7 @@ def _cannot_save(folder: Path, error: Exception | str) -> GraphmodError:
     reason = (str(error) or type(error).__name__).splitlines()[0]
     earlier = checkpoints(folder.parent)
     left = f"; the newest one there is {earlier[0]}" if earlier else ""
-    way_out = "make room, or go on in another folder (hydra.run.dir=FOLDER train.resume=CHECKPOINT)"
+    way_out = "make room, or resume in another folder (hydra.run.dir=FOLDER train.resume=CHECKPOINT)"
     return GraphmodError(f"cannot save the checkpoint {folder}: {reason}{left}; {way_out}")
 
 

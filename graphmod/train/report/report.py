@@ -99,8 +99,8 @@ def markdown(rows: list[Row], said: list[str], device: str) -> str:
     text = [f"# Step time of {counted(len(body), 'run')} on {device}", "", *lines, ""]
     explained = (
         "Step and host time are medians after warm-up and capture. *Speed-up* is against the run without graphs with "
-        "otherwise the same settings. *Ahead after* says from which step on a run is ahead of it, warm-up, compilation "
-        "and capture included. *Losses as none*: bit for bit, at every step."
+        "otherwise the same settings. *Ahead after* is the step from which on a run is ahead of it, including "
+        "warm-up, compilation and capture. *Losses as none*: bit for bit, at every step."
     )
     return "\n".join([*text, explained, "", *notes]) + "\n"
 
@@ -110,20 +110,20 @@ def remarks(rows: list[Row], results: Mapping[str, RunResult]) -> list[str]:
     said = []
     loose = [row for row in rows if row.losses_equal is False]
     if any(not results[row.name].config["train"]["deterministic"] for row in loose):
-        said.append("Losses differ. Some kernels vary from run to run; train.deterministic=true uses others.")
+        said.append("Losses differ. Some kernels vary from run to run; train.deterministic=true avoids them.")
     if any(row.error is None and row.step_ms_median is None for row in rows):
-        said.append("A run was too short to be measured: the first steps, which warm up and capture, do not count.")
+        said.append("A run was too short to measure: the first steps, which warm up and capture, do not count.")
     if rows and all(row.baseline is None for row in rows):
         said.append("There is no speed-up without a run of graph=none to compare with.")
     restless = [row.name for row in rows if unsteady(row.step_ms_median, row.step_ms_p95)]
     if restless:
         said.append(
-            f"Step times varied a lot in {', '.join(restless)}: p95 is more than twice the median. Compare again on a "
-            "machine that does nothing else."
+            f"Step times varied a lot in {', '.join(restless)}: p95 is more than twice the median. Compare again on an "
+            "idle machine."
         )
     measured = [results[row.name] for row in rows if row.step_ms_median is not None]
     if any(result.device.startswith("CPU") and result.graph.get("captures") for result in measured):
-        said.append("Graphs are emulated on a CPU: these times say nothing about a GPU.")
+        said.append("Graphs are emulated on a CPU: these times do not predict a GPU.")
     return said
 
 
@@ -157,7 +157,7 @@ def plot(path: Path, rows: list[Row], results: Mapping[str, RunResult], device: 
     curves.set_yscale("log")
     curves.set_xlabel("step")
     curves.set_ylabel("ms")
-    curves.set_title("warm-up and capture lie at the beginning", fontsize=9)
+    curves.set_title("warm-up and capture are at the beginning", fontsize=9)
     if shown:
         curves.legend(fontsize=8)
     figure.suptitle(device, fontsize=10)

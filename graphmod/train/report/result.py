@@ -123,9 +123,7 @@ class RunResult:
                 f"host {self.host_ms_median:.2f} ms, {self.tokens_per_s:,.0f} tokens/s"
             )
         else:
-            lines.append(
-                f"  no step times: the run ended before step {self.measured_from_step + 1}, from which on they count"
-            )
+            lines.append(f"  no step times: timing starts at step {self.measured_from_step + 1}")
         if self.reserved_gib is not None:
             lines.append(f"  GPU memory: {self.allocated_gib:.2f} GiB allocated, {self.reserved_gib:.2f} GiB reserved")
         if self.lengths:
@@ -137,7 +135,7 @@ class RunResult:
             )
             lines.append("  buckets " + "; ".join(parts))
             whole, single = self.lengths["all"]["padding"], self.lengths["one bucket"]["padding"]
-            lines.append(f"  padding {whole:.1%} in all; with the longest bucket alone it would be {single:.1%}")
+            lines.append(f"  padding {whole:.1%} in total; with only the longest bucket it would be {single:.1%}")
         for name, found in self.profile.items():
             if "busy_share" in found:
                 lines.append(
@@ -145,19 +143,19 @@ class RunResult:
                     f"idle {found['idle_ms']:.2f} ms, {found['kernels']:.0f} kernels"
                 )
             else:
-                lines.append(f"  profile, {name}: {found['step_ms']:.2f} ms a step; there is no GPU to be busy")
+                lines.append(f"  profile, {name}: {found['step_ms']:.2f} ms per step; no GPU")
             if "layers" in found:
                 phases = ", ".join(f"{key[:-3]} {found[key]:.2f} ms" for key in _PHASES if key in found)
                 lines.append(f"  profile, layers: {found['layers']}" + (f"; {phases}" if phases else ""))
         if self.auto:
-            lines.append(f"  keeps {self.auto['chosen'] or 'nothing yet'}: {self.auto['reason']}")
+            lines.append(f"  using {self.auto['chosen'] or 'nothing yet'}: {self.auto['reason']}")
             lines += [f"  note: {note}" for note in self.auto.get("notes", ())]
         if self.skipped_steps:
-            where = f", the first not finite is step {self.first_nonfinite_step}" if self.first_nonfinite_step else ""
+            where = f"; first non-finite step: {self.first_nonfinite_step}" if self.first_nonfinite_step else ""
             scaled = self.config.get("train", {}).get("precision") == "fp16_mixed"
-            why = " (overflows of the loss scale among them)" if scaled else ""
-            lines.append(f"  {counted(self.skipped_steps, 'update')} left out{why}{where}")
+            why = " (including overflows of the loss scale)" if scaled else ""
+            lines.append(f"  {counted(self.skipped_steps, 'update')} skipped{why}{where}")
         if first is not None:
             evaluated = f", evaluation {float.fromhex(self.eval_losses[-1][1]):.3f}" if self.eval_losses else ""
-            lines.append(f"  loss {first:.3f} -> {last:.3f}{evaluated} nats a token")
+            lines.append(f"  loss {first:.3f} -> {last:.3f}{evaluated} nats per token")
         return "\n".join(lines)

@@ -84,13 +84,13 @@ def require_same(point: ResumePoint, settings: dict[str, Any], data: str) -> Non
     changed = differences(point.manifest["settings"], settings)
     if changed:
         raise ConfigError(
-            f"{point.checkpoint} was trained with other settings: {'; '.join(changed)}. Use those it had, or start "
-            f"anew from its weights: train.resume=none model=local model.path={point.checkpoint}"
+            f"{point.checkpoint} was trained with other settings: {'; '.join(changed)}. Use the same settings, or "
+            f"start from its weights: train.resume=none model=local model.path={point.checkpoint}"
         )
     if point.manifest["data"] != data:
         raise ConfigError(
             f"{point.checkpoint} was trained on another text ({point.manifest['data']}, now {data}: number of tokens "
-            "and checksum); bring back the data it had, or start anew from its weights: train.resume=none model=local "
+            "and checksum); use the same data, or start from its weights: train.resume=none model=local "
             f"model.path={point.checkpoint}"
         )
 
@@ -147,7 +147,7 @@ def _in_own_folder(run_dir: Path) -> ResumePoint | None:
         folder = run_dir.with_name(f"{run_dir.name}_restart{number}")
     if not damage:
         return None
-    log.warning(f"{'; '.join(damage)}; all of it is left as it is, and this run starts at the beginning in {folder}")
+    log.warning(f"{'; '.join(damage)}; nothing of it is changed, and this run starts from the beginning in {folder}")
     return ResumePoint(folder)
 
 
@@ -186,14 +186,14 @@ def _automatic(run_dir: Path, settings: dict[str, Any], beside: bool) -> ResumeP
         if changed:
             raise ConfigError(
                 f"train.resume=auto: the newest unfinished run, {path}, had other settings: {'; '.join(changed)}. "
-                "Use those it had, name another run (train.resume=FOLDER), or start anew (train.resume=none)"
+                "Use the same settings, name another run (train.resume=FOLDER), or start a new one (train.resume=none)"
             )
     if damage:
         log.warning(
-            f"{'; '.join(damage)}; all of it is left as it is, and this run starts at the beginning in {run_dir}"
+            f"{'; '.join(damage)}; nothing of it is changed, and this run starts from the beginning in {run_dir}"
         )
     else:
-        log.warning("train.resume=auto found no unfinished run; this one starts at the beginning")
+        log.warning("train.resume=auto found no unfinished run; this one starts from the beginning")
     return ResumePoint(run_dir)
 
 
@@ -216,7 +216,7 @@ def locate(resume: str, run_dir: Path, settings: dict[str, Any], beside: bool) -
     if resume == NONE:
         if checkpoints(run_dir / FOLDER):
             raise ConfigError(
-                f"{run_dir} holds the checkpoints of an earlier run, and a new one would mix with it; go on with it "
+                f"{run_dir} holds the checkpoints of an earlier run, and a new one would mix with it; resume it "
                 f"(train.resume=auto), or {_ELSEWHERE}"
             )
         _require_no_result(run_dir)
@@ -232,27 +232,27 @@ def locate(resume: str, run_dir: Path, settings: dict[str, Any], beside: bool) -
         if point is None:
             why = "; ".join(damage) or "there are none"
             raise ConfigError(
-                f"train.resume={resume}: it has no whole checkpoint ({why}); start anew: train.resume=none"
+                f"train.resume={resume}: it has no undamaged checkpoint ({why}); to start a new run: train.resume=none"
             )
         return _skipping(point, damage)
     if not folder.is_dir():
         raise ConfigError(f"train.resume={resume} is not a folder; give that of a run or of a checkpoint, auto or none")
     if folder.parent.name != FOLDER or not (folder / MANIFEST_FILE).exists():
         raise ConfigError(
-            f"train.resume={resume} is neither a run with checkpoints in it nor one of its checkpoints. To train on "
+            f"train.resume={resume} is neither a run with checkpoints in it nor one of its checkpoints. To train "
             "from a model's weights alone: model=local model.path=FOLDER"
         )
     try:
         return ResumePoint(folder.parent.parent, folder, verify(folder))
     except DamagedCheckpoint as error:
-        raise ConfigError(f"{error}; to use the newest whole one: train.resume={folder.parent.parent}") from error
+        raise ConfigError(f"{error}; to use the newest undamaged one: train.resume={folder.parent.parent}") from error
 
 
 def finished_result(point: ResumePoint, steps: int, say: Callable[[str], None]) -> RunResult | None:
     """The result of a run that has no step left to do, if it got as far as writing one; `say` is told which it is."""
     done = point.manifest["steps_done"]
     if done >= steps and not _unfinished(point.run_dir):
-        say(f"{point.run_dir} is finished; this is what it reported:")
+        say(f"{point.run_dir} is finished; its report:")
         return RunResult.read(point.run_dir)
-    say(f"going on after step {done} of {steps}: {point.checkpoint}")
+    say(f"resuming from step {done} of {steps}: {point.checkpoint}")
     return None
