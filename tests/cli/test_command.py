@@ -27,13 +27,13 @@ sys.argv = ["graphmod"]
 statuses = [
     main(),
     answered(train, "--help"), answered(train, "--version"), answered(train, "--cfg", "job"),
-    answered(generate, "--help"), answered(generate, "--version"), answered(generate, "--cfg", "job"),
+    answered(check, "--help"), answered(generate, "--help"), answered(generate, "--version"), answered(generate, "--cfg", "job"),
     answered(train, "train.stepz=3"), answered(train, "=3"), answered(train, "+train.stepz=3"),
     answered(train, "train.steps=abc"), answered(train, "graph=per_layr"), answered(train, "--steps=3"),
     answered(compare, "trian.steps=3"),
     answered(generate, "=3"), answered(generate, "decode.temprature=1"), answered(generate, "prompt=a"),
 ]
-assert statuses == [0] * 7 + [2] * 10, statuses
+assert statuses == [0] * 8 + [2] * 10, statuses
 loaded = {"torch", "transformers", "tensorboard", "numpy"} & set(sys.modules)
 assert not loaded, loaded
 """
