@@ -48,7 +48,7 @@ def main(arguments: list[str], program: str = "python -m graphmod.check") -> int
         metavar="N",
         type=int,
         default=2,
-        help="how often the step runs; the last call is watched (default: 2)",
+        help="calls of the step; the last is watched (default: 2)",
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument("--verbose", action="store_true", help="list each guarded value and the line that reads it")

@@ -27,7 +27,8 @@ sys.argv = ["graphmod"]
 statuses = [
     main(),
     answered(train, "--help"), answered(train, "--version"), answered(train, "--cfg", "job"),
-    answered(check, "--help"), answered(generate, "--help"), answered(generate, "--version"), answered(generate, "--cfg", "job"),
+    answered(check, "--help"),
+    answered(generate, "--help"), answered(generate, "--version"), answered(generate, "--cfg", "job"),
     answered(train, "train.stepz=3"), answered(train, "=3"), answered(train, "+train.stepz=3"),
     answered(train, "train.steps=abc"), answered(train, "graph=per_layr"), answered(train, "--steps=3"),
     answered(compare, "trian.steps=3"),
