@@ -4,7 +4,8 @@
     python benchmarks/loops.py --groups compiled,moe --steps 50
     python benchmarks/loops.py --smoke            # tiny shapes on the CPU, to see that everything runs
 
-`compiled`: a step of one's own around `torch.compile(model)`, wrapped, beside `TrainStep(compile="default")`.
+`compiled`: a step of one's own around `torch.compile(model)`, wrapped, beside `TrainStep(compile="default")`; the loss
+outside of the compiled model, and inside (`labels`), where TrainStep has it.
 `plain`: a transformers model as it comes in such a step, beside the same with `use_static_causal_attention`.
 `moe`: a mixture of experts, whole step, beside eager.
 `decode`, `decode_compiled`: models with sliding windows beside a Llama of equal size.
@@ -27,7 +28,7 @@ from benchmarks.options import chosen, gpu_is_there
 
 # Group -> its programs; each is compared with the last one of its group that ends in "*".
 GROUPS: dict[str, tuple[str, ...]] = {
-    "compiled": ("train_step*", "own_step", "own_step_eager"),
+    "compiled": ("train_step*", "own_step", "own_step_with_labels", "own_step_eager"),
     "plain": ("qwen3_static*", "qwen3", "llama_static*", "llama", "gemma_static*", "gemma"),
     "moe": ("eager*", "whole_step", "layers"),
     "decode": ("llama*", "mistral_window", "gemma3"),
@@ -74,9 +75,9 @@ def training(group: str, program: str, size: dict[str, int], device: str) -> tup
     import torch
 
     from graphmod import CUDAGraphModule, graph_layers
-    from graphmod.train.models.attention import use_static_causal_attention
+    from graphmod.train.attention import use_static_causal_attention
     from graphmod.train.settings import TrainGraphConfig
-    from graphmod.train.step.step import TrainStep
+    from graphmod.train.step import TrainStep
 
     kind, more = "llama", {}
     if group == "plain":
@@ -100,9 +101,11 @@ def training(group: str, program: str, size: dict[str, int], device: str) -> tup
     called = torch.compile(model) if group == "compiled" else model
 
     def own(tokens: Any) -> Any:
-        inputs, labels = tokens[:, :-1], tokens[:, 1:]
-        logits = called(input_ids=inputs, use_cache=False).logits
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+        if program == "own_step_with_labels":
+            loss = called(input_ids=tokens[:, :-1], labels=tokens[:, :-1], use_cache=False).loss
+        else:
+            logits = called(input_ids=tokens[:, :-1], use_cache=False).logits
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

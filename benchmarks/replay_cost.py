@@ -52,7 +52,7 @@ def measure(layers: int, width: int, length: int, device: str, steps: int, one_t
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from graphmod import graph_layers
-    from graphmod.train.models.attention import use_static_causal_attention
+    from graphmod.train.attention import use_static_causal_attention
 
     config = LlamaConfig(
         hidden_size=width,

@@ -36,9 +36,9 @@ def work(scope: str, steps: int, device: str) -> dict[str, Any]:
 
     from benchmarks.measure import environment
     from graphmod.decode import DecodeEngine
-    from graphmod.train.models.attention import use_static_causal_attention
+    from graphmod.train.attention import use_static_causal_attention
     from graphmod.train.settings import TrainGraphConfig
-    from graphmod.train.step.step import TrainStep
+    from graphmod.train.step import TrainStep
 
     torch.use_deterministic_algorithms(True)
     torch.set_num_threads(1)

@@ -48,7 +48,7 @@ def build(shape: dict[str, int]) -> tuple[Any, Any]:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from graphmod.train.models.attention import use_static_causal_attention
+    from graphmod.train.attention import use_static_causal_attention
 
     torch.manual_seed(0)
     width = shape["width"]
@@ -121,7 +121,7 @@ def _choosing(model: Any, optimizer: Any, how: str) -> tuple[Any, Any]:
     """What `graph=auto` does in a run: measures the scopes on the first steps and keeps one."""
     from graphmod.train.run.auto import AutoScope, candidates
     from graphmod.train.settings import TrainGraphConfig
-    from graphmod.train.step.step import TrainStep
+    from graphmod.train.step import TrainStep
 
     def make(scope: Any) -> Any:
         return TrainStep(model, optimizer, max_grad_norm=1.0, compile=how, config=TrainGraphConfig(scope=scope))

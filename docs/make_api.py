@@ -34,7 +34,7 @@ SECTIONS = {
     "Training": {
         "graphmod.train.step.step": ["TrainStep"],
         "graphmod.train.settings": ["TrainGraphConfig", "Scope"],
-        "graphmod.train.models.attention": ["use_static_causal_attention"],
+        "graphmod.train.attention": ["use_static_causal_attention"],
     },
     "Decoding": {
         "graphmod.decode.engine": ["DecodeEngine"],

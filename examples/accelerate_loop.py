@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import LlamaConfig, LlamaForCausalLM, get_cosine_schedule_with_warmup
 
 from graphmod import graph_layers
-from graphmod.train.models.attention import use_static_causal_attention
+from graphmod.train.attention import use_static_causal_attention
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
 

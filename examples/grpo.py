@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from graphmod import CUDAGraphModule
 from graphmod.decode import DecodeEngine
-from graphmod.train.models.attention import use_static_causal_attention
+from graphmod.train.attention import use_static_causal_attention
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from graphmod.graph.buffers import mark_static
     from graphmod.state.entry import GraphStats
     from graphmod.train.settings import Scope
-    from graphmod.train.step.step import TrainStep
+    from graphmod.train.step import TrainStep
     from graphmod.wrap.layers import graph_layers, ungraph
     from graphmod.wrap.module import CUDAGraphModule
 
@@ -31,7 +31,7 @@ _HOMES = {
     "GraphStats": "graphmod.state.entry",
     "GraphmodError": "graphmod.errors",
     "Scope": "graphmod.train.settings",
-    "TrainStep": "graphmod.train.step.step",
+    "TrainStep": "graphmod.train.step",
     "graph_layers": "graphmod.wrap.layers",
     "mark_static": "graphmod.graph.buffers",
     "ungraph": "graphmod.wrap.layers",

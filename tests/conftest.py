@@ -15,10 +15,12 @@ import torch
 from hydra import compose, initialize_config_dir
 
 from graphmod.cli.training.compose import CONFIGS, parse, register
-from graphmod.train.step.step import TrainStep
+from graphmod.train.step import TrainStep
 
 ROOT = Path(__file__).parent.parent
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a job in the background, whose children would have it too
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)
 if torch.cuda.is_available():
     torch.use_deterministic_algorithms(True)

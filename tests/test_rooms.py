@@ -19,7 +19,7 @@ WITHIN = {
         *("errors", "results", "model_state", "config", "cache", "step", "attention", "batching", "text"),
         *("verification", "engine"),
     ),
-    "train": ("settings", "schema", "models", "step", "checkpoints", "data", "report", "run"),
+    "train": ("settings", "schema", "varlen", "attention", "model", "step", "checkpoints", "data", "report", "run"),
     "cli": ("start", "explain", "training", "generation", "main"),
 }
 

@@ -11,7 +11,7 @@ from graphmod import CUDAGraphConfig, graph_layers
 from graphmod.decode import DecodeEngine, DecodeError, RequestError, Sampling
 from graphmod.decode.step.step import DecodeStep
 from graphmod.errors import ConfigError
-from graphmod.train.models.attention import use_static_causal_attention
+from graphmod.train.attention import use_static_causal_attention
 
 
 def tokens_of(engine, prompts, **settings):

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from graphmod.errors import ConfigError, GraphmodError
 from graphmod.train.checkpoints.checkpoint import DamagedCheckpoint, checkpoints, verify
 from graphmod.train.run.loop import train
-from graphmod.train.step.step import TrainStep
+from graphmod.train.step import TrainStep
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "missing", "no manifest"])

@@ -17,10 +17,10 @@ from graphmod.trace.operations import facts
 from graphmod.trace.recorder import Recorder
 from graphmod.trace.tracer import is_recording
 from graphmod.train.run.loop import train
+from graphmod.train.step import TrainStep
 from graphmod.train.step import compile as compile_module
 from graphmod.train.step.activations import Recomputed, recompute_activations
 from graphmod.train.step.compile import compiled
-from graphmod.train.step.step import TrainStep
 
 SCOPES = ["per_layer", "full_iteration"]
 scopes = pytest.mark.parametrize("scope", SCOPES)

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 from graphmod.errors import ConfigError
 from graphmod.train.data.buckets import PADDING, BucketSampler, cut, padded_next_token_loss
 from graphmod.train.data.packing import block_mask, document_numbers, packed_next_token_loss, positions
-from graphmod.train.models.model import build_model, model_config
+from graphmod.train.model import build_model, model_config
 from graphmod.train.run.loop import train
 from graphmod.train.step.iteration import next_token_loss
 

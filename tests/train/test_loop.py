@@ -13,14 +13,14 @@ from graphmod.errors import ConfigError, GraphmodError
 from graphmod.train.checkpoints.checkpoint import load_training_state
 from graphmod.train.data.corpus import load_corpus
 from graphmod.train.data.windows import WindowSampler, split
-from graphmod.train.models.model import build_model, model_config
+from graphmod.train.model import build_model, model_config
 from graphmod.train.report.metrics import Metrics
 from graphmod.train.report.result import RunResult
 from graphmod.train.report.timing import StepClock
 from graphmod.train.run.loop import _Run, train
+from graphmod.train.step import TrainStep
 from graphmod.train.step.isolation import isolated
 from graphmod.train.step.optim import learning_rates
-from graphmod.train.step.step import TrainStep
 
 CPU = torch.device("cpu")
 

@@ -9,7 +9,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, TrainingAr
 from transformers import Trainer as HuggingFaceTrainer
 
 from graphmod import CUDAGraphModule, graph_layers
-from graphmod.train.models.attention import use_static_causal_attention
+from graphmod.train.attention import use_static_causal_attention
 
 accelerate = pytest.importorskip("accelerate")
 VOCABULARY, STEPS = 64, 10

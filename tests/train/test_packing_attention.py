@@ -10,10 +10,10 @@ from torch import nn
 from graphmod.cli.training.compose import parse
 from graphmod.errors import ConfigError
 from graphmod.trace import tracer
+from graphmod.train import varlen
 from graphmod.train.data import batches as sampling
 from graphmod.train.data.packing import choose_attention, document_bounds, most_documents, packed_next_token_loss
-from graphmod.train.models import varlen
-from graphmod.train.models.model import build_model, model_config
+from graphmod.train.model import build_model, model_config
 from graphmod.train.run.assembly import plain_config
 from graphmod.train.run.loop import train
 from graphmod.train.run.resume import decisive_settings

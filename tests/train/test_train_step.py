@@ -6,8 +6,8 @@ from harness import config, play, twins
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from graphmod.train.models.attention import use_static_causal_attention
-from graphmod.train.step.step import TrainStep
+from graphmod.train.attention import use_static_causal_attention
+from graphmod.train.step import TrainStep
 
 SCOPES = ["per_layer", "per_layer, eager optimizer", "full_iteration"]
 RATES = [0.02 * 0.8**k for k in range(14)]

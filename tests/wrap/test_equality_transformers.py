@@ -7,7 +7,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from graphmod import CUDAGraphModule, graph_layers
-from graphmod.train.models.attention import use_static_causal_attention
+from graphmod.train.attention import use_static_causal_attention
 from graphmod.train.settings import Scope
 from graphmod.train.step.step import TrainStep, next_token_loss
 

@@ -19,8 +19,8 @@ import torch
 from transformers import PreTrainedModel
 
 from graphmod.errors import GraphmodError
-from graphmod.train.models.model import no_transformers_bars
-from graphmod.train.step.step import TrainStep
+from graphmod.train.model import no_transformers_bars
+from graphmod.train.step import TrainStep
 
 STATE_FILE = "training_state.pt"
 MANIFEST_FILE = "checkpoint.json"

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from graphmod.errors import ConfigError
+from graphmod.train.attention import BLOCK_MASK, DOCUMENT_BOUNDS
 from graphmod.train.data.windows import WindowSampler
-from graphmod.train.models.attention import BLOCK_MASK, DOCUMENT_BOUNDS
-from graphmod.train.models.varlen import unavailable
 from graphmod.train.schema import PackingAttention, Precision
 from graphmod.train.step.iteration import Criterion, mean_cross_entropy
+from graphmod.train.varlen import unavailable
 
 log = logging.getLogger("graphmod")
 
@@ -77,7 +77,7 @@ def packed_next_token_loss(
     """Mean cross entropy, in nats per token, of the next token within each document.
 
     Args:
-        model: a transformers causal LM with the attention of `train/models/attention.py`.
+        model: a transformers causal LM with the attention of `train/attention.py`.
         rows: (2 B, S + 1) int64, tokens over document numbers.
         most: documents that a row may have, for attention that is given their bounds; None gives it a mask.
         criterion: the loss of logits and targets.

@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from graphmod.train.report.layer_names import DIFFERENTIATE, UPDATE, name_replays
 from graphmod.train.settings import Scope
-from graphmod.train.step.step import TrainStep
+from graphmod.train.step import TrainStep
 from graphmod.wrap.layers import find_layers
 
 TRACE_FILE = "trace.json"

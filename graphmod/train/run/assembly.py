@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphmod.train.models.model import autocast_dtype
+from graphmod.train.model import autocast_dtype
 from graphmod.train.schema import Precision, RunConfig
 from graphmod.train.settings import Scope
+from graphmod.train.step import TrainStep
 from graphmod.train.step.optim import build_optimizer, learning_rates
-from graphmod.train.step.step import TrainStep
 from graphmod.words import counted
 
 

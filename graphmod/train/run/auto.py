@@ -14,8 +14,8 @@ import torch
 
 from graphmod.train.report.timing import percentile, unsteady
 from graphmod.train.settings import Scope
+from graphmod.train.step import TrainStep
 from graphmod.train.step.isolation import release_memory
-from graphmod.train.step.step import TrainStep
 from graphmod.words import counted
 
 log = logging.getLogger("graphmod")

@@ -11,7 +11,6 @@ import torch
 
 from graphmod.config import BackendName
 from graphmod.errors import ConfigError
-from graphmod.train.models.varlen import unavailable
 from graphmod.train.schema import (
     Architecture,
     Compile,
@@ -25,6 +24,7 @@ from graphmod.train.schema import (
 )
 from graphmod.train.settings import Scope
 from graphmod.train.step.activations import DRAWS_IN_COMPILED_CODE
+from graphmod.train.varlen import unavailable
 
 _SIZES = ("layers", "hidden_size", "heads", "intermediate_size", "max_positions")
 _ROPE_ONLY = ("kv_heads", "head_dim", "rope_theta")

@@ -15,15 +15,15 @@ from graphmod.check.run import check_call, check_layers
 from graphmod.errors import ConfigError, GraphmodError
 from graphmod.train.data.batches import make_batches
 from graphmod.train.data.corpus import load_corpus
-from graphmod.train.models.model import build_model, model_config
+from graphmod.train.model import build_model, model_config
 from graphmod.train.run.assembly import step_maker
 from graphmod.train.run.checks import pick_device
 from graphmod.train.schema import Compile, RunConfig
 from graphmod.train.settings import Scope
+from graphmod.train.step import TrainStep
 from graphmod.train.step.activations import recompute_activations
 from graphmod.train.step.isolation import isolated
 from graphmod.train.step.iteration import criterion_of
-from graphmod.train.step.step import TrainStep
 from graphmod.wrap.layers import edge_modules
 
 CHECK_FILE = "check.json"

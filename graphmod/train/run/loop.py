@@ -18,7 +18,7 @@ from graphmod.train.checkpoints.checkpoint import FOLDER, Progress, check_room, 
 from graphmod.train.data.batches import make_batches
 from graphmod.train.data.corpus import Corpus, load_corpus
 from graphmod.train.data.windows import Prefetcher, split
-from graphmod.train.models.model import build_model, load_weights, model_config, weights_dtype
+from graphmod.train.model import build_model, load_weights, model_config, weights_dtype
 from graphmod.train.report.logs import beside_bar, log
 from graphmod.train.report.metrics import GIB, Metrics
 from graphmod.train.report.profile import profile_steps

@@ -14,7 +14,7 @@ from graphmod.decode.model_state import decoding
 from graphmod.errors import ConfigError, reason
 from graphmod.models.exchange import BESIDE, PROBE, STATIC, attention, takes
 from graphmod.models.masks import Rule, Unclear, asker
-from graphmod.train.models.varlen import within_documents
+from graphmod.train.varlen import within_documents
 
 NAME = STATIC
 BLOCK_MASK, DOCUMENT_BOUNDS = "block_mask", "document_bounds"

@@ -16,7 +16,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from graphmod.errors import ConfigError
-from graphmod.train.models.attention import use_static_causal_attention
+from graphmod.train.attention import use_static_causal_attention
 from graphmod.train.schema import Architecture, ModelConfig, Precision
 
 _VOCAB_MULTIPLE = 64  # matrix kernels are fastest on round sizes

@@ -1,1 +1,0 @@
-"""The model that is trained: built or loaded, and its attention."""
