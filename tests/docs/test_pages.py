@@ -51,6 +51,14 @@ def test_the_readme_is_short_and_its_first_screen_says_how_to_start():
     assert len(table) == 2 + 4, "the README has another table, or rows, than the four"
 
 
+def test_the_readme_counts_models_as_their_page_does():
+    page = " ".join((ROOT / "docs" / "models.md").read_text().split())
+    total, right, refused = map(int, re.search(r"(\d+) models;.*?decode: (\d+) right, (\d+) refused", page).groups())
+    others = total - right - refused
+    said = f"Of {total} causal LMs of transformers, {right} decode correctly, {refused} are refused with a reason"
+    assert said + (f", and {others} raise an error" if others else "") in " ".join(README.read_text().split())
+
+
 @pytest.mark.parametrize("script", ["table", "decode_table", "megatron_table"])
 def test_generated_tables_show_the_results(script):
     assert load(ROOT / "benchmarks" / f"{script}.py").main(["--check"]) == 0
