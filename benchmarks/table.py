@@ -113,8 +113,8 @@ def render_summary(content: dict[str, Any]) -> str:
     seen = [result["environment"] for result in good]
     gpu, version = (" and ".join(dict.fromkeys(str(one[name]) for one in seen)) for name in ("gpu", "torch"))
     note = (
-        f"Milliseconds per training step on one {gpu} with torch {version}; speed-up over eager in brackets, except "
-        "where the entry comes from a different host."
+        f"Milliseconds per training step, {gpu}, torch {version}; in brackets the speed-up over eager, if measured on "
+        "the same host."
     )
     return f"{table(['', *SUMMARY.values()], rows)}\n\n{note}"
 

@@ -49,7 +49,7 @@ def test_the_readme_has_a_row_for_each_shape(files):
     text = (page.parent.parent / "README.md").read_text()
     assert "| 12 layers, width 768, 1 x 256 tokens | 20.00 | 8.00 (2.50x) | - | - | - |" in text
     assert "| 24 layers, width 2048, 1 x 1024 tokens | 80.00 | failed | - | - | - |" in text
-    assert "on one Some GPU with torch 2.13.0" in text and "placeholder" not in text and text.endswith("\n\nmore\n")
+    assert "Some GPU, torch 2.13.0; in brackets" in text and "placeholder" not in text and text.endswith("\n\nmore\n")
 
 
 def test_a_stale_readme_is_noticed_too(files):
