@@ -62,6 +62,7 @@ def unknown_flag(argument: str, following: str, flags: list[str], kind: type = R
     """
     name, equals, value = argument.partition("=")
     word = name.lstrip("-").replace("-", "_")
+    word = word if meant_by(word, kind) else _ELSEWHERE.get(word, word)
     if not equals:
         value = following if following and "=" not in following and not following.startswith("-") else "VALUE"
     bare = {flag.lstrip("-"): flag for flag in flags if flag.startswith("--")}
@@ -85,8 +86,8 @@ def _advice(name: str, value: str, kind: type) -> str:
     if "." in name:
         settings = OmegaConf.structured(kind)
         try:
-            OmegaConf.update(settings, name, value)
-        except OmegaConfBaseException:
+            OmegaConf.merge(settings, OmegaConf.from_dotlist([f"{name}={value}"]))
+        except (OmegaConfBaseException, YAMLError):
             known = type(OmegaConf.select(settings, name))
             if not issubclass(known, Enum):
                 return ""

@@ -213,6 +213,7 @@ def test_an_unknown_flag_and_an_empty_folder_are_clear_errors(shell):
         (["--steps=3"], "train.steps=3"),
         (["--step=3"], "train.steps=3"),
         (["--train.steps=3"], "train.steps=3"),
+        (["--max-steps=3"], "train.steps=3"),
         (["--batch-size", "4", "graph=none"], "data.batch_size=4"),
         (["--model=llama_tiny"], "model=llama_tiny"),
         (["--resume", "graph=none"], "train.resume=VALUE"),

@@ -118,8 +118,8 @@ def for_hydra(arguments: list[str]) -> list[str]:
 
 
 def _misspelt(key: str) -> bool:
-    names = setting_names()
-    return "." in key and key.partition(".")[0] in names and key not in names
+    names, group = setting_names(), key.rpartition(".")[0]
+    return key not in names and group != "" and group in {name.rpartition(".")[0] for name in names}
 
 
 def groups(config_dir: Path) -> str:
