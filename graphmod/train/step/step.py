@@ -255,7 +255,7 @@ class TrainStep:
 
     @property
     def skipped(self) -> Tensor:
-        """int64 (1,) on the device: the updates that were left out."""
+        """int64 (1,) on the device: the number of skipped updates."""
         return self._iteration.skipped
 
     @property
