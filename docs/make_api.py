@@ -40,7 +40,7 @@ SECTIONS = {
         "graphmod.decode.engine": ["DecodeEngine"],
         "graphmod.decode.config": ["EngineConfig", "Sampling"],
         "graphmod.decode.results": ["Completion", "TokenEvent", "DecodeStats"],
-        "graphmod.decode.text": ["TokenizerCodec", "ByteCodec"],
+        "graphmod.decode.text.codec": ["TokenizerCodec", "ByteCodec"],
     },
     "Exceptions": {
         "graphmod.errors": ["GraphmodError", "ConfigError", "CaptureRefused", "BackwardUnavailable"],
@@ -52,6 +52,13 @@ SHOWN = {"check_call": "graphmod.check"}
 _HEADINGS = re.compile(r"^(Args|Attributes|Returns|Yields|Raises):$")
 _ITEM = re.compile(r"^    (\S[^:]*): (.*)$")
 _SKIPPED = ("__post_init__", "__repr__", "__getattr__", "__setattr__", "__delattr__", "__dir__")
+
+
+def home(module: str, name: str) -> str:
+    """Where users import `name` from: the outermost package that offers it, or its module."""
+    parts = module.split(".")
+    packages = (".".join(parts[:count]) for count in range(1, len(parts)))
+    return next((package for package in packages if name in exports(package)), module)
 
 
 def exports(package: str) -> set[str]:
@@ -163,17 +170,14 @@ def shown_class(node: ast.ClassDef, name: str) -> list[str]:
 
 def render() -> str:
     """The page. Raises KeyError for a name that its module does not define."""
-    top, lines = exports("graphmod"), [HEAD]
+    lines = [HEAD]
     for section, modules in SECTIONS.items():
         lines.append(f"## {section}\n")
         for module, names in modules.items():
             source = (ROOT / (module.replace(".", "/") + ".py")).read_text(encoding="utf-8")
             defined = {one.name: one for one in ast.parse(source).body if hasattr(one, "name")}
-            house = ".".join(module.split(".")[:2])
             for name in names:
-                inside = name in exports(house) if (ROOT / house.replace(".", "/")).is_dir() else False
-                place = "graphmod" if name in top else house if inside else module
-                full, node = SHOWN.get(name, f"{place}.{name}"), defined[name]
+                full, node = SHOWN.get(name, f"{home(module, name)}.{name}"), defined[name]
                 if isinstance(node, ast.ClassDef):
                     lines += shown_class(node, full)
                 else:

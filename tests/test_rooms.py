@@ -16,10 +16,13 @@ ROOMS = (
 )
 WITHIN = {
     "decode": (
-        *("errors", "results", "model_state", "config", "cache", "step", "attention", "batching", "text"),
+        *("errors", "results", "model_state", "config", "cache", "step", "attention", "text", "batching"),
         *("verification", "engine"),
     ),
-    "train": ("settings", "schema", "varlen", "attention", "model", "step", "checkpoints", "data", "report", "run"),
+    "train": (
+        *("settings", "schema", "varlen", "attention", "model", "special_tokens", "step", "checkpoints", "data"),
+        *("report", "run"),
+    ),
     "cli": ("start", "explain", "training", "generation", "main"),
 }
 

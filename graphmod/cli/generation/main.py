@@ -32,8 +32,9 @@ _HELP = """Samples from a causal language model, decode steps in CUDA graphs (em
   COMMAND model.path=FOLDER prompts_file=FILE [out=FILE]
 
 model.path is a saved transformers model, a checkpoint of a training run, or runs/train for the latest one. A prompt is
-streamed; the prompts of a file (one a line, or JSONL with "prompt") share batches and are written as JSONL, to FILE
-with .out.jsonl in place of its suffix unless out says where. A file that holds something needs overwrite=true.
+streamed; the prompts of a file (one a line, or JSONL with "prompt" or the "messages" of a chat) share batches and are
+written as JSONL, to FILE with .out.jsonl in place of its suffix unless out says where. A file that holds something
+needs overwrite=true.
 
 Groups and their choices:
 
@@ -55,6 +56,7 @@ The most common keys, with an example value:
   graph.ahead=true              capture all batch sizes before the first prompt
   model.precision=saved         saved | fp32 | bf16
   tokenizer=FOLDER              or bytes; otherwise what the model was saved with
+  chat=true                     each prompt is a user's message, put through the tokenizer's chat template
 
 All keys with their values: COMMAND --cfg job"""
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from graphmod.decode.text.codec import TokenizerCodec
 from graphmod.errors import ConfigError
 from graphmod.train.schema import Architecture, DataConfig, Documents, ModelConfig, Source
 from graphmod.words import counted
@@ -144,12 +145,9 @@ def _starts(lengths: list[int]) -> Tensor:
 
 
 def _tokenize(pieces: Iterator[bytes], tokenizer: Any) -> tuple[Tensor, Tensor]:
-    parts = []
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    for piece in pieces:
-        # One file is longer than what the model sees in one go, and is cut later: the warning about that is no use.
-        ids = tokenizer(piece.decode("utf-8", errors="replace"), add_special_tokens=False, verbose=False)["input_ids"]
-        parts.append(np.asarray(ids + end, dtype=np.int32))
+    codec = TokenizerCodec(tokenizer)
+    documents = (codec.document(piece.decode("utf-8", errors="replace")) for piece in pieces)
+    parts = [np.asarray(ids, dtype=np.int32) for ids in documents]
     tokens = torch.from_numpy(np.concatenate(parts)) if parts else torch.empty(0, dtype=torch.int32)
     return tokens, _starts([len(part) for part in parts])
 
