@@ -87,7 +87,7 @@ def test_sigterm_saves_says_how_to_go_on_and_that_command_does(text, tmp_path):
     assert "Traceback" not in complained
     assert "stopped by SIGTERM after step" in said and "saved in" in said
     (run,) = runs.iterdir()
-    (command,) = [line.partition(": ")[2] for line in said.splitlines() if "to go on" in line]
+    (command,) = [line.partition(": ")[2] for line in said.splitlines() if "to resume" in line]
     assert command.startswith(f"{sys.executable} ") and command.endswith(f"train.resume={run.relative_to(tmp_path)}")
     again = shell(tmp_path, *arguments, "train.resume=auto")
     while (line := again.stdout.readline()) and "resuming from step" not in line:
