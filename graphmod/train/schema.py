@@ -24,6 +24,7 @@ class Source(str, Enum):
 
     stdlib = "stdlib"
     text = "text"
+    hf = "hf"
     synthetic = "synthetic"
 
 
@@ -32,6 +33,13 @@ class Documents(str, Enum):
 
     file = "file"
     line = "line"
+
+
+class TrainOn(str, Enum):
+    """Which tokens of pairs and chats are trained on: what completes a prompt and what the assistant says, or `all`."""
+
+    completion = "completion"
+    all = "all"
 
 
 class PackingAttention(str, Enum):
@@ -103,9 +111,14 @@ class DataConfig:
     """The data and the shape of a batch.
 
     Attributes:
-        source: `stdlib`, `text` or `synthetic`.
-        path: file, folder, or list of them (`text` only).
+        source: `stdlib`, `text`, `hf` (rows of files, read with the datasets library) or `synthetic`.
+        path: file, folder, or list of them (`text` and `hf`).
         pattern: which files of a folder are read, such as `*.txt`.
+        column: `hf` only; the column that holds the text. null takes chats in `messages`, pairs of `prompt` and
+            `completion`, or `text`, whichever is there.
+        train_on: `hf` only; in pairs and chats, `completion` (which is also what the assistant says) or `all`.
+        split: `hf` only; the split of a folder that has several.
+        cache: folder where tokens are kept for the next run on the same data; null keeps none.
         tokenizer: folder of a saved tokenizer, or `bytes`; null means bytes, unless `model.path` brings a tokenizer.
         max_bytes: read no more than this many bytes; null reads everything.
         vocab_size: `synthetic` only; null takes `model.vocab_size`, or 256.
@@ -122,6 +135,10 @@ class DataConfig:
     source: Source = Source.stdlib
     path: Any = None
     pattern: str = "*"
+    column: str | None = None
+    train_on: TrainOn = TrainOn.completion
+    split: str = "train"
+    cache: str | None = "~/.cache/graphmod"
     tokenizer: str | None = None
     max_bytes: int | None = None
     vocab_size: int | None = None
@@ -188,6 +205,7 @@ class TrainConfig:
 
     Attributes:
         steps: optimizer steps.
+        epochs: passes over the data, in place of `steps`; null takes `steps`.
         grad_accumulation: microbatches in a step.
         precision: `fp32`, `bf16`, `bf16_mixed` or `fp16_mixed`.
         device: `auto`, `cpu` or `cuda`.
@@ -217,6 +235,7 @@ class TrainConfig:
     """
 
     steps: int = 500
+    epochs: int | None = None
     grad_accumulation: int = 1
     precision: Precision = Precision.fp32
     device: DeviceName = DeviceName.auto

@@ -40,7 +40,7 @@ def test_the_default_config_is_valid_and_typed(settings):
 def test_every_choice_of_every_group_composes(path, tmp_path):
     group = path.parent.name
     overrides = [f"{group}={path.stem}"]
-    if path.stem == "text":
+    if path.stem in ("text", "hf"):
         (tmp_path / "a.txt").write_text("a")
         overrides.append(f"data.path={tmp_path}")
     if path.stem == "local":
@@ -149,7 +149,7 @@ def test_an_error_of_the_graph_settings_names_the_group():
         (["data=text"], "data.path=FILE_OR_FOLDER"),
         (["data=text", "data.path=not_there.txt"], "'not_there.txt'"),
         (["data=text", "data.path=2024"], "write data.path=./2024"),
-        (["data.path=a.txt"], "data=text only"),
+        (["data.path=a.txt"], "data=text and data=hf only"),
         (["data.vocab_size=100"], "data=synthetic only"),
         (["data=synthetic", "data.tokenizer=bytes"], "random"),
         (["data.tokenizer=not_there"], "neither a folder nor 'bytes'"),

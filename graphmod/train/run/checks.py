@@ -21,6 +21,7 @@ from graphmod.train.schema import (
     PackingAttention,
     RunConfig,
     Source,
+    TrainOn,
 )
 from graphmod.train.settings import Scope
 from graphmod.train.step.activations import DRAWS_IN_COMPILED_CODE
@@ -102,24 +103,35 @@ def check_data(data: DataConfig, model: ModelConfig) -> None:
     _require(
         0 <= data.eval_fraction < 1, f"data.eval_fraction must be at least 0 and below 1, got {data.eval_fraction}"
     )
-    if data.source is Source.text:
+    if data.source in (Source.text, Source.hf):
         _require(
             isinstance(data.path, bool) or not isinstance(data.path, (int, float)),
             f"data.path={data.path} was read as a number; write data.path=./{data.path}",
         )
         paths = [data.path] if isinstance(data.path, (str, Path)) else data.path
         _require(
-            bool(paths) and isinstance(paths, (list, tuple)), "data=text needs data.path=FILE_OR_FOLDER, or a list"
+            bool(paths) and isinstance(paths, (list, tuple)),
+            f"data={data.source.value} needs data.path=FILE_OR_FOLDER, or a list",
         )
         data.path = [str(path) for path in paths]
         for path in data.path:
             _require(Path(path).exists(), f"data.path: there is no file or folder {path!r}")
     else:
-        _require(data.path is None, f"data.path is read with data=text only, and data.source is {data.source.value}")
+        _require(
+            data.path is None,
+            f"data.path is read with data=text and data=hf only, and data.source is {data.source.value}",
+        )
     if data.source is Source.synthetic:
         _require(data.tokenizer is None, "data.tokenizer has no meaning with data=synthetic: its tokens are random")
     else:
         _require(data.vocab_size is None, "data.vocab_size is for data=synthetic only; set model.vocab_size instead")
+    if data.source is Source.hf:
+        _require(data.max_bytes is None, "data.max_bytes has no meaning with data=hf, which reads rows; leave it out")
+    else:
+        _require(
+            data.column is None and data.train_on is TrainOn.completion,
+            f"data.column and data.train_on are for data=hf only, and data.source is {data.source.value}",
+        )
     if data.tokenizer not in (None, "bytes"):
         _require(
             not Path(data.tokenizer).is_file(),
@@ -180,6 +192,7 @@ def check(config: RunConfig) -> None:
         train,
         1,
         "steps",
+        "epochs",
         "grad_accumulation",
         "log_every",
         "eval_batches",

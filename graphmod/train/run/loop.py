@@ -3,7 +3,7 @@
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from graphmod.errors import GraphmodError
 from graphmod.train.checkpoints.checkpoint import FOLDER, Progress, check_room, restore, save_checkpoint
-from graphmod.train.data.batches import make_batches
+from graphmod.train.data.batches import Batches, make_batches
 from graphmod.train.data.corpus import Corpus, load_corpus
 from graphmod.train.data.windows import Prefetcher, split
 from graphmod.train.model import build_model, load_weights, model_config, weights_dtype
@@ -65,14 +65,20 @@ class _Run:
     """The parts of a run, in the order they depend on each other; `steps()` is the loop."""
 
     def __init__(
-        self, config: RunConfig, point: ResumePoint, device: torch.device, corpus: Corpus, dims: PretrainedConfig
+        self,
+        config: RunConfig,
+        point: ResumePoint,
+        device: torch.device,
+        corpus: Corpus,
+        dims: PretrainedConfig,
+        batches: Batches,
     ) -> None:
         data, train = config.data, config.train
         self.config, self.folder, self.device, self.corpus = config, point.run_dir, device, corpus
         self.settings, self.data = decisive_settings(plain_config(config), device.type), fingerprint(corpus.tokens)
         self.stopped_by: str | None = None
         self.saved: Path | None = point.checkpoint
-        self.batches = make_batches(config, corpus, device, dims)
+        self.batches = batches
         self.evaluation = [batch.to(device) for batch in self.batches.evaluation]
         self.captures_by_length: dict[int, int] = {}
         self.model = build_model(config.model, dims, train.precision, device, train.seed)
@@ -246,10 +252,8 @@ class _Run:
         self.step.reset()
 
 
-def _run(
-    config: RunConfig, point: ResumePoint, device: torch.device, corpus: Corpus, dims: PretrainedConfig
-) -> RunResult:
-    run = _Run(config, point, device, corpus, dims)
+def _run(config: RunConfig, *parts: Any) -> RunResult:
+    run = _Run(config, *parts)
     try:
         result = run.result(run.steps())
         if config.train.profile and not run.stopped_by:
@@ -289,11 +293,14 @@ def train(
     split(corpus, config.data)  # for its error, which should come before the model
     dims = model_config(config.model, corpus.vocab_size, config.data.seq_len)
     device = pick_device(config.train.device)
+    batches = make_batches(config, corpus, device, dims)
+    if config.train.epochs is not None:
+        config = replace(config, train=replace(config.train, steps=batches.sampler.steps(config.train.epochs)))
     if point.checkpoint is not None:
         require_same(point, decisive_settings(plain_config(config), device.type), fingerprint(corpus.tokens))
         if (finished := finished_result(point, config.train.steps, say)) is not None:
             return finished
     with isolated(device, config.train.seed, config.train.deterministic):
-        result = _run(config, point, device, corpus, dims)
+        result = _run(config, point, device, corpus, dims, batches)
     result.write(point.run_dir)
     return result

@@ -30,10 +30,13 @@ _DECISIVE = {
     "data": None,
     "optim": None,
     "graph": {"compile"},
-    "train": {"steps", "grad_accumulation", "precision", "seed", "deterministic", "nonfinite", "ema_decay"},
+    "train": {"steps", "epochs", "grad_accumulation", "precision", "seed", "deterministic", "nonfinite", "ema_decay"},
 }
 # The text itself is compared instead, by fingerprint; the weights come from the checkpoint.
-_BY_CONTENT = {"model.path", "data.source", "data.path", "data.pattern", "data.tokenizer", "data.max_bytes"}
+_BY_CONTENT = {
+    *("model.path", "data.source", "data.path", "data.pattern", "data.tokenizer", "data.max_bytes", "data.column"),
+    *("data.train_on", "data.split", "data.cache"),
+}
 
 
 @dataclass
@@ -60,6 +63,8 @@ def decisive_settings(config: dict[str, Any], device: str) -> dict[str, Any]:
     }
     if not config["data"]["packing"]:
         del found["data.packing_attention"]
+    # How many steps an epoch has is not known before the data is read, and then its fingerprint is compared.
+    del found["train.epochs" if found["train.epochs"] is None else "train.steps"]
     return {**found, "train.device": device}
 
 
