@@ -9,7 +9,7 @@ from pathlib import Path
 from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, InterpolationResolutionError, OmegaConfBaseException
 
-from graphmod.train.schema import RunConfig
+from graphmod.train.schema import REFUSED_OPTIMIZERS, RunConfig
 
 
 def setting_names(kind: type = RunConfig, prefix: str = "") -> list[str]:
@@ -109,6 +109,9 @@ def _choices(error: MissingConfigException) -> str:
     if not group:
         return f"the config {choice!r} was not found"
     options = sorted(error.options or [])
+    if group == "optim" and choice.lower() in REFUSED_OPTIMIZERS:
+        why = REFUSED_OPTIMIZERS[choice.lower()]
+        return f"optim={choice} cannot be used: {why}\n  choices of 'optim': {', '.join(options)}"
     best = _most_like(choice, options)
     hint = f"; did you mean {group}={best}?" if best else ""
     return f"there is no choice {choice!r} for {group!r}{hint}\n  choices of {group!r}: {', '.join(options)}"

@@ -69,6 +69,38 @@ class NonFinite(str, Enum):
     ignore = "ignore"
 
 
+class OptimizerName(str, Enum):
+    """Those that can be captured, and leave out an update without asking the host."""
+
+    adamw = "adamw"
+    adam = "adam"
+    sgd = "sgd"
+    muon = "muon"
+
+
+# What else torch and transformers have, and why a graph cannot hold it or a run cannot use it.
+_NO_GUARD = "it cannot leave out an update on the device, which train.nonfinite needs"
+REFUSED_OPTIMIZERS = {
+    "adafactor": "it reads its step count and learning rate on the host in each step, which a graph cannot repeat",
+    "lbfgs": "it calls the model several times in a step, and decides on the host how often",
+    **dict.fromkeys(("adagrad", "adadelta", "adamax", "asgd", "nadam", "radam", "rmsprop", "rprop"), _NO_GUARD),
+}
+
+
+class Schedule(str, Enum):
+    """The schedules of `transformers.get_scheduler` that are known before the run."""
+
+    cosine_with_min_lr = "cosine_with_min_lr"
+    cosine = "cosine"
+    cosine_with_restarts = "cosine_with_restarts"
+    linear = "linear"
+    polynomial = "polynomial"
+    constant = "constant"
+    constant_with_warmup = "constant_with_warmup"
+    inverse_sqrt = "inverse_sqrt"
+    warmup_stable_decay = "warmup_stable_decay"
+
+
 class DeviceName(str, Enum):
     """`auto` takes the GPU when there is one."""
 
@@ -153,22 +185,33 @@ class DataConfig:
 
 @dataclass
 class OptimConfig:
-    """AdamW, its schedule and gradient clipping.
+    """The optimizer, its schedule and gradient clipping.
 
     Attributes:
+        name: `adamw`, `adam`, `sgd` or `muon` (the matrices of the layers; embeddings, output layer and vectors have
+            AdamW).
         learning_rate: the peak.
-        betas: of AdamW, two numbers in [0, 1).
-        eps: of AdamW.
-        weight_decay: of the matrices; vectors (norms, biases) have none.
+        betas: of AdamW and Adam, two numbers in [0, 1).
+        eps: of AdamW and Adam.
+        momentum: of SGD and Muon, in [0, 1).
+        nesterov: of SGD and Muon.
+        weight_decay: of the matrices; vectors (norms, biases) have none. Part of the gradient in `adam` and `sgd`.
+        schedule: the name of a schedule of `transformers.get_scheduler`.
+        schedule_options: what that function takes as `scheduler_specific_kwargs`, such as {num_cycles: 2}.
         warmup_fraction: share of the steps that warms up linearly; in [0, 1].
-        min_lr_ratio: where the cosine ends, as a share of the peak; in [0, 1].
+        min_lr_ratio: where schedules that have a floor end, as a share of the peak; in [0, 1].
         max_grad_norm: clip gradients to this 2-norm; null does not clip.
     """
 
+    name: OptimizerName = OptimizerName.adamw
     learning_rate: float = 3e-3
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     eps: float = 1e-8
+    momentum: float = 0.95
+    nesterov: bool = True
     weight_decay: float = 0.1
+    schedule: Schedule = Schedule.cosine_with_min_lr
+    schedule_options: dict[str, Any] = field(default_factory=dict)
     warmup_fraction: float = 0.05
     min_lr_ratio: float = 0.1
     max_grad_norm: float | None = 1.0

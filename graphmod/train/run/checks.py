@@ -18,6 +18,7 @@ from graphmod.train.schema import (
     DeviceName,
     ModelConfig,
     OptimConfig,
+    OptimizerName,
     PackingAttention,
     RunConfig,
     Source,
@@ -25,6 +26,7 @@ from graphmod.train.schema import (
 )
 from graphmod.train.settings import Scope
 from graphmod.train.step.activations import DRAWS_IN_COMPILED_CODE
+from graphmod.train.step.optim import check_schedule
 from graphmod.train.varlen import unavailable
 
 _SIZES = ("layers", "hidden_size", "heads", "intermediate_size", "max_positions")
@@ -166,9 +168,15 @@ def check_optim(optim: OptimConfig) -> None:
         len(optim.betas) == 2 and all(0 <= beta < 1 for beta in optim.betas),
         f"optim.betas must be two numbers of at least 0 and below 1, such as [0.9,0.95], got {list(optim.betas)}",
     )
+    _require(0 <= optim.momentum < 1, f"optim.momentum must be at least 0 and below 1, got {optim.momentum}")
+    _require(
+        not optim.nesterov or optim.momentum > 0 or optim.name not in (OptimizerName.sgd, OptimizerName.muon),
+        "optim.nesterov=true needs optim.momentum above 0; raise it, or set optim.nesterov=false",
+    )
     _at_least("optim", optim, 0, "weight_decay")
     _require(optim.weight_decay < math.inf, "optim.weight_decay must be finite, got inf")
     _share("optim", optim, "warmup_fraction", "min_lr_ratio")
+    check_schedule(optim)
     norm = optim.max_grad_norm
     _require(norm is None or norm > 0, f"optim.max_grad_norm must be above 0, or null to not clip, got {norm}")
 
