@@ -19,7 +19,19 @@ WITHIN = {
         *("errors", "results", "model_state", "config", "cache", "step", "attention", "batching", "text"),
         *("verification", "engine"),
     ),
-    "train": ("settings", "schema", "varlen", "attention", "model", "step", "checkpoints", "data", "report", "run"),
+    "train": (
+        "settings",
+        "schema",
+        "varlen",
+        "attention",
+        "lora",
+        "model",
+        "step",
+        "checkpoints",
+        "data",
+        "report",
+        "run",
+    ),
     "cli": ("explain", "training", "generation"),
 }
 

@@ -110,6 +110,26 @@ class DeviceName(str, Enum):
 
 
 @dataclass
+class LoraSettings:
+    """Low-rank adapters on a saved model.
+
+    Attributes:
+        r: their rank; null trains the whole model.
+        alpha: their results are scaled by alpha / r.
+        dropout: of what goes into them; probability in [0, 1).
+        target_modules: names of the linear layers that get one, such as [q_proj,v_proj], or [all-linear]; null takes
+            what peft takes for the kind of model.
+        merge: also save the whole model with its adapters merged, in the folder `merged` of each checkpoint.
+    """
+
+    r: int | None = None
+    alpha: float = 16.0
+    dropout: float = 0.0
+    target_modules: list[str] | None = None
+    merge: bool = False
+
+
+@dataclass
 class ModelConfig:
     """The model. A size that an architecture does not have stays null; `local` reads all of them from its folder.
 
@@ -121,6 +141,7 @@ class ModelConfig:
         vocab_size: null takes the data's vocabulary, rounded up to a multiple of 64.
         tie_embeddings: share the weights of the embedding and the output layer.
         dropout: gpt2 only; probability in [0, 1).
+        lora: train low-rank adapters in place of the model's weights (`local` only).
     """
 
     architecture: Architecture = Architecture.llama
@@ -136,6 +157,7 @@ class ModelConfig:
     rope_theta: float | None = None
     tie_embeddings: bool | None = None
     dropout: float | None = None
+    lora: LoraSettings = field(default_factory=LoraSettings)
 
 
 @dataclass

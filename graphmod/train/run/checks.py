@@ -11,11 +11,13 @@ import torch
 
 from graphmod.config import BackendName
 from graphmod.errors import ConfigError
+from graphmod.train.lora import require_peft
 from graphmod.train.schema import (
     Architecture,
     Compile,
     DataConfig,
     DeviceName,
+    LoraSettings,
     ModelConfig,
     OptimConfig,
     OptimizerName,
@@ -58,7 +60,21 @@ def _positive(group: str, part: object, *names: str) -> None:
 
 def check_model(model: ModelConfig) -> None:
     """Raises ConfigError for sizes that are missing, superfluous or do not divide."""
-    kind = model.architecture.value
+    kind, lora = model.architecture.value, model.lora
+    _at_least("model.lora", lora, 1, "r")
+    _positive("model.lora", lora, "alpha")
+    _require(0 <= lora.dropout < 1, f"model.lora.dropout must be at least 0 and below 1, got {lora.dropout}")
+    _require(
+        lora.r is None or model.architecture is Architecture.local,
+        f"model.lora.r={lora.r} trains adapters of a saved model, and model.architecture={kind} is built with random "
+        "weights; use model=local model.path=FOLDER, or leave it out",
+    )
+    _require(
+        lora.r is not None or lora == LoraSettings(),
+        "model.lora is off without a rank; set model.lora.r=8, or leave the other settings of model.lora out",
+    )
+    if lora.r is not None:
+        require_peft(f"model.lora.r={lora.r}")
     if model.architecture is Architecture.local:
         _require(model.path is not None, "model=local needs model.path=FOLDER with a saved transformers model")
         folder = Path(model.path)
@@ -242,8 +258,9 @@ def check(config: RunConfig) -> None:
         graph.layers is None or graph.scope is Scope.per_layer or graph.auto,
         f"graph.layers chooses the modules of graph=per_layer and does nothing with graph.scope={graph.scope.value}",
     )
+    draws = config.model.dropout or config.model.lora.dropout
     _require(
-        graph.compile is Compile.none or not train.activation_checkpointing or not config.model.dropout,
+        graph.compile is Compile.none or not (train.activation_checkpointing and draws),
         DRAWS_IN_COMPILED_CODE,
     )
     device = pick_device(train.device)

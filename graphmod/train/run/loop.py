@@ -149,9 +149,9 @@ class _Run:
     def _save(self, done: int) -> None:
         self._finish_values()
         progress = Progress(done, self.settings, self.data, self.metrics.losses, self.metrics.eval_losses)
-        keep = self.config.train.keep_checkpoints
+        keep, merge = self.config.train.keep_checkpoints, self.config.model.lora.merge
         parent = self.folder / FOLDER
-        self.saved = save_checkpoint(parent, self.model, self.step, progress, self.corpus.tokenizer, keep)
+        self.saved = save_checkpoint(parent, self.model, self.step, progress, self.corpus.tokenizer, keep, merge)
 
     def steps(self) -> float:
         """Runs all steps that are left, or those until a signal says to stop; returns the seconds that took."""

@@ -61,6 +61,9 @@ def decisive_settings(config: dict[str, Any], device: str) -> dict[str, Any]:
         for name, value in config[group].items()
         if (names is None or name in names) and f"{group}.{name}" not in _BY_CONTENT
     }
+    found["model.lora"] = {name: value for name, value in found["model.lora"].items() if name != "merge"}
+    if found["model.lora"]["r"] is None:
+        del found["model.lora"]
     if not config["data"]["packing"]:
         del found["data.packing_attention"]
     # How many steps an epoch has is not known before the data is read, and then its fingerprint is compared.
