@@ -16,21 +16,12 @@ ROOMS = (
 )
 WITHIN = {
     "decode": (
-        *("errors", "results", "model_state", "config", "cache", "step", "attention", "batching", "text"),
+        *("errors", "results", "model_state", "config", "cache", "step", "attention", "text", "batching"),
         *("verification", "engine"),
     ),
     "train": (
-        "settings",
-        "schema",
-        "varlen",
-        "attention",
-        "lora",
-        "model",
-        "step",
-        "checkpoints",
-        "data",
-        "report",
-        "run",
+        *("settings", "schema", "varlen", "attention", "lora", "model", "special_tokens", "step", "checkpoints"),
+        *("data", "report", "run"),
     ),
     "cli": ("explain", "training", "generation"),
 }

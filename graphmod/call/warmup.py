@@ -73,7 +73,7 @@ def warm_up(context: Context, entry: Entry, args: tuple, kwargs: dict) -> Any:
             else:
                 context.failed(entry, CaptureRefused(recording.refused), "its forward")
         elif entry.fruitless > MOST_FRUITLESS:
-            entry.disabled, entry.reason = True, f"it is in another state in each call: {entry.difference}"
+            context.keep_eager(entry, f"it is in another state in each call: {entry.difference}")
             context.log_once(
                 f"{context.name!r} stays eager: {entry.reason}. Keep that as it is, or change a tensor in place; "
                 "force_enable() tries again"

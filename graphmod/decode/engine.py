@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from graphmod.decode.attention.choice import choose
 from graphmod.decode.batching.batch import ContinuousBatch
 from graphmod.decode.batching.prefill import Prefill
-from graphmod.decode.batching.requests import Codec, RequestReader, eos_ids
+from graphmod.decode.batching.requests import RequestReader, eos_ids
 from graphmod.decode.batching.scheduler import Scheduler, Sequence, prompt_seed
 from graphmod.decode.cache.blocks import BlockAllocator
 from graphmod.decode.cache.cache import PagedCache
@@ -30,6 +30,8 @@ from graphmod.decode.step.graphs import BucketGraphs, context_sizes
 from graphmod.decode.step.sampling import GREEDY
 from graphmod.decode.step.state import BatchState
 from graphmod.decode.step.step import DecodeStep
+from graphmod.decode.text.codec import Codec
+from graphmod.decode.text.stream import completion_text
 from graphmod.decode.verification import compare_made_up, compare_tokens
 from graphmod.errors import ConfigError
 from graphmod.models.exchange import attention
@@ -107,7 +109,7 @@ class DecodeEngine:
         contexts = context_sizes(block_size, table * block_size, self.attention.stops_at_context)
         step = DecodeStep(model, self.memory, self.config.compile, own=self.attention.name is None)
         self.graphs = BucketGraphs(step, self.state, self.config, contexts)
-        self.requests = RequestReader(text.vocab_size, self.max_seq_len, eos_ids(model), codec, positions)
+        self.requests = RequestReader(text.vocab_size, self.max_seq_len, eos_ids(model, codec), codec, positions)
         prefill = Prefill(model, self.memory, self.config.prefill_tokens, self.state.to_device)
         self._batch = ContinuousBatch(
             model,
@@ -116,7 +118,6 @@ class DecodeEngine:
             self.scheduler,
             self.graphs,
             prefill,
-            self.requests,
             self.attention.name,
             self.config.steps_per_sync,
         )
@@ -156,7 +157,7 @@ class DecodeEngine:
         def take(completion: Completion) -> None:
             finished.append(completion)
             if self.requests.codec is not None:
-                completion.text = self.requests.codec.decode(completion.tokens)
+                completion.text = completion_text(self.requests.codec, completion.prompt, completion.tokens)
             if on_finish is not None:
                 on_finish(completion)
 

@@ -36,7 +36,8 @@ class Completion:
         logprobs: of each of them; see `TokenEvent`.
         finish_reason: "stop" (end-of-sequence or a stop), "length", or "error".
         error: what went wrong where it is "error"; the tokens before that are good.
-        text: of the tokens, where the engine has a codec.
+        text: of the tokens after the prompt, where the engine has a codec: that of both together, without that of the
+            prompt, and without special tokens.
     """
 
     request: int

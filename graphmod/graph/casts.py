@@ -99,10 +99,10 @@ def share_casts(context: Context, entry: Entry) -> bool:
 
 def _stay_eager(context: Context, entry: Entry) -> None:
     context.group.shares_casts = True
-    entry.disabled = True
-    entry.reason = (
+    context.keep_eager(
+        entry,
         "its weights, or those of layers captured with it, have other uses in the same autocast block, for all of "
-        "which autocast casts a weight once, and adds their gradients up in 16 bits"
+        "which autocast casts a weight once, and adds their gradients up in 16 bits",
     )
     context.drop(*{graph.tape for graph in entry.graphs}, why=entry.reason)
     context.log_once(f"{context.name!r} stays eager: {entry.reason}. {_REMEDY}", key="casts")

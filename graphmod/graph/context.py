@@ -38,7 +38,7 @@ class Context:
         name: how log lines name it.
         group: what it shares with others.
         counters: what it has done.
-        last_failure: why the last failed capture or replay failed; "" where none has.
+        last_failure: why the last failed capture or replay failed, or calls stay eager; "" where neither is so.
         entries: the signatures it was called with.
         around: what it works on.
         budget: of captures, over all signatures.
@@ -133,8 +133,12 @@ class Context:
         entry.recordings.clear()
         if self.config.verify is Verify.always:
             raise VerificationFailed(message)
-        entry.disabled, entry.reason = True, difference
+        self.keep_eager(entry, difference)
         self.log_once(f"{message}; it stays eager, and force_enable() tries again", key=difference)
+
+    def keep_eager(self, entry: Entry, reason: str) -> None:
+        """From now on calls with this signature are eager."""
+        entry.disabled, entry.reason, self.last_failure = True, reason, reason
 
     # -- what the log says ---------------------------------------------------------------------------------------
 

@@ -43,7 +43,7 @@ _NOT_OF_STDLIB = tuple(
     )
 )
 _OF_CORE = (CORE + "train" + os.sep, CORE + "decode" + os.sep)
-_NOT_OF_CORE = (CORE + "train" + os.sep + "draws.py",)  # what a forward keeps for its own backward
+_NOT_OF_CORE = (CORE + os.path.join("train", "step", "draws.py"),)  # what a forward keeps for its own backward
 # Where dynamo compiles, and where it runs code of its own that it has written out.
 _DYNAMO = tuple(os.path.join("torch", "_dynamo", name) for name in ("convert_frame.py", "guards.py"))
 _FROZEN = ("<frozen os>", "<frozen _collections_abc>")

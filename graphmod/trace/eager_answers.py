@@ -155,6 +155,27 @@ def _one_hot() -> list[tuple[Any, str, Any]]:
     return [(torch._C._nn, "one_hot", one_hot), (torch.nn.functional, "one_hot", one_hot)]
 
 
+def _bincount() -> list[tuple[Any, str, Any]]:
+    """Its result is as long as the greatest value says, which is read on the host. Where `minlength` is enough for all
+    values, as for experts, it is a sum of known size; a greater value in a replay is an index out of bounds."""
+    original = torch.bincount
+
+    @functools.wraps(original)
+    def bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+        recorder = dispatch.current()
+        if recorder is None or weights is not None or minlength <= 0:
+            return original(input, weights, minlength)
+        if recorder.watching:
+            with dispatch.hidden():
+                counts = original(input, None, minlength)
+            if counts.numel() > minlength:
+                return original(input, None, minlength)
+        zeros = input.new_zeros(minlength, dtype=torch.int64)
+        return zeros.scatter_add_(0, input.long(), torch.ones_like(input, dtype=torch.int64))
+
+    return [(torch, "bincount", bincount)]
+
+
 def _fuses(on_gpu: bool) -> bool:
     """Whether torch.jit may put its own kernels in the place of operations; else each of them is seen."""
     fuses = torch._C._jit_can_fuse_on_gpu() if on_gpu else torch._C._jit_can_fuse_on_cpu()
@@ -179,7 +200,7 @@ def _scripted() -> list[tuple[Any, str, Any]]:
 _patches = [
     Patch(make)
     for make in (
-        *(_is_capturing, _host_reads, _made_of_values, _one_hot, _scripted, seeds.replacements),
+        *(_is_capturing, _host_reads, _made_of_values, _one_hot, _bincount, _scripted, seeds.replacements),
         compiled.replacements,
     )
 ]

@@ -74,12 +74,18 @@ def is_adapter(folder: Path) -> bool:
     return found
 
 
-def save_merged(adapters: Path, folder: Path) -> None:
-    """Writes to `folder` the whole model that the adapters saved in `adapters` and their base make together."""
+def save_merged(model: PreTrainedModel, adapters: Path, folder: Path) -> None:
+    """Writes to `folder` the whole model that the adapters of `model`, saved in `adapters`, and their base make together,
+    with the special tokens of `model`."""
     from peft import PeftConfig, PeftModel
 
     base = AutoModelForCausalLM.from_pretrained(
         PeftConfig.from_pretrained(adapters).base_model_name_or_path, dtype="auto", local_files_only=True
     )
     with torch.no_grad():
-        PeftModel.from_pretrained(base, adapters).merge_and_unload().save_pretrained(folder)
+        merged = PeftModel.from_pretrained(base, adapters).merge_and_unload()
+    for name in ("config", "generation_config"):
+        of_merged, trained = getattr(merged, name), getattr(model, name)
+        if of_merged is not None and trained is not None:
+            of_merged.bos_token_id, of_merged.eos_token_id = trained.bos_token_id, trained.eos_token_id
+    merged.save_pretrained(folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import sys
 from collections.abc import Callable
@@ -17,6 +18,10 @@ from graphmod.graph.group import Group
 from graphmod.guards.guards import HOOKS
 from graphmod.state.entry import GraphStats
 from graphmod.trace.tracer import is_recording
+from graphmod.wrap.collected import ARGUMENT as COLLECTS
+from graphmod.wrap.collected import Collector, asked_of, hand_on
+from graphmod.wrap.filled import ARGUMENT as FILLS
+from graphmod.wrap.filled import change, mappings_in
 from graphmod.wrap.surface import Surface
 from graphmod.wrap.target import HOLDERS, Target, caller_with, in_place_of_forward
 
@@ -71,6 +76,7 @@ class CUDAGraphModule(Surface):
         self._hooks_outside = isinstance(module, nn.Module) and call is None
         self._mark: Any = object()  # the `Mark` of a layer whose forward leads here
         self._retired = False
+        self._collectors: dict[tuple, Collector] = {}
         self._class = type(module) if isinstance(module, nn.Module) else nn.Module
         self._class_forward = self._class.forward
         if isinstance(module, nn.Module) and not self._hooks_outside:
@@ -118,7 +124,28 @@ class CUDAGraphModule(Surface):
         if self._class.forward is not self._class_forward:
             self._class_forward = self._class.forward
             self.reset()
-        return run(context, args, kwargs)
+        if self._call.__class__ is not Target:
+            return run(context, args, kwargs)
+        asked, names = asked_of(self._root), mappings_in(kwargs)
+        if asked is None and not names:
+            return run(context, args, kwargs)
+        return self._run_with_more_results(asked, names, args, kwargs)
+
+    def _run_with_more_results(self, asked: tuple | None, names: tuple[str, ...], args: tuple, kwargs: dict) -> Any:
+        """Likewise, for a layer that does something beside giving its result: see `collected` and `filled`."""
+        collector: Any = contextlib.nullcontext()
+        if asked is not None:
+            if asked not in self._collectors:
+                self._collectors[asked] = Collector(asked)
+            collector = self._collectors[asked].active()
+        items = {name: dict(kwargs[name]) for name in names}
+        with collector:
+            result, found, changed = run(self._context, args, {**kwargs, **items, COLLECTS: asked, FILLS: names})
+        if asked is not None:
+            hand_on(asked, found)
+        for name, one in zip(names, changed, strict=True):
+            change(kwargs[name], one)
+        return result
 
     def _for_copy(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
         """An eager call of a shallow copy of the wrapped layer, whose `forward` leads here, too."""
@@ -134,7 +161,7 @@ class CUDAGraphModule(Surface):
 
     @property
     def last_failure(self) -> str:
-        """Why the last failed capture or replay failed; "" where none has."""
+        """Why the last failed capture or replay failed, or calls stay eager; "" where neither is so."""
         return self._context.last_failure
 
     @property

@@ -52,6 +52,10 @@ def counts_bins(self, x):
     return x + torch.bincount((x[0] > 0).long()).sum()
 
 
+def counts_beyond_its_bins(self, x):
+    return x + torch.bincount((x[0] > 0).long() + 3, minlength=2).sum()
+
+
 def repeats_by_a_tensor(self, x):
     return x + torch.repeat_interleave(x[0], (x[0] > 0).long()).sum()
 
@@ -110,7 +114,7 @@ LOG.propagate = False
 REFUSED = [
     keeps_the_refusal, keeps_it_by_its_kind, takes_a_branch, uses_a_maximum, slices_by_a_tensor,
     one_hot_without_classes, picks_by_a_mask, asks_for_nonzero, asks_for_unique, selects_by_a_mask, counts_bins,
-    repeats_by_a_tensor, reads_a_list, reads_a_float, writes_by_a_mask, checks_for_equality,
+    counts_beyond_its_bins, repeats_by_a_tensor, reads_a_list, reads_a_float, writes_by_a_mask, checks_for_equality,
 ]  # fmt: skip
 
 

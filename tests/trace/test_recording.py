@@ -340,6 +340,10 @@ def encodes_classes(self, x):
     return x + F.one_hot((x.detach()[:, 0] > 0).long(), num_classes=8)
 
 
+def counts_in_known_bins(self, x):
+    return x + torch.bincount((x.detach()[:, 0] > 0).long(), minlength=8)
+
+
 def makes_arrays_by_name(self, x):
     return x * torch.asarray(obj=[0.5] * 8, device=x.device) + x.new_tensor([1.0] * 8)
 
@@ -361,7 +365,7 @@ def writes_single_elements(self, x):
 
 FINE = [
     reads_what_is_made_of_constants, copies_lists, copies_a_list_and_changes_it, returns_a_list, takes_apart_constants,
-    encodes_classes, makes_arrays_by_name, makes_a_parameter, maps, writes_single_elements,
+    encodes_classes, counts_in_known_bins, makes_arrays_by_name, makes_a_parameter, maps, writes_single_elements,
 ]  # fmt: skip
 
 
@@ -441,6 +445,7 @@ def test_code_that_asks_whether_a_stream_captures_takes_eagers_way(device, monke
 PATCHED = [
     (torch, "get_rng_state"), (torch, "set_rng_state"), (torch, "manual_seed"), (torch.cuda, "manual_seed_all"),
     (torch.Tensor, "numpy"), (torch.Tensor, "_make_subclass"), (torch._C._nn, "one_hot"), (F, "one_hot"),
+    (torch, "bincount"),
     (torch.cuda.graphs, "_cuda_isCurrentStreamCapturing"), (torch._C.ScriptFunction, "__call__"),
 ]  # fmt: skip
 

@@ -3,13 +3,16 @@
 import itertools
 import random
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from made_tokenizers import llama_like
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from graphmod.decode.text.codec import TokenizerCodec
 from graphmod.train.data import encode
 from graphmod.train.data.cache import cached, files_key, tokenizer_key
 from graphmod.train.data.encode import encode_pairs, encode_pieces, flattened, pieces
@@ -54,16 +57,18 @@ def whole(tokenizer, text):
 def test_a_long_text_has_the_tokens_of_the_whole(tokenizer, prose, monkeypatch):
     monkeypatch.setattr(encode, "_LONG", 2000)
     monkeypatch.setattr(encode, "_BATCH", 9000)
-    found = list(pieces(tokenizer, [prose]))
+    found = list(pieces(TokenizerCodec(tokenizer), [prose]))
     assert len(found) > 20 and max(len(piece.text) for piece in found) < 5000
-    tokens, starts = flattened(found, lambda batch: encode_pieces(tokenizer, batch))
+    tokens, starts = flattened(found, partial(encode_pieces, TokenizerCodec(tokenizer)))
     assert tokens.tolist() == whole(tokenizer, prose) and starts.tolist() == [0]
 
 
 def test_several_texts_follow_each_other(tokenizer, prose, monkeypatch):
     monkeypatch.setattr(encode, "_LONG", 2000)
     texts = [prose[:300], prose[300:7000], "", prose[7000:7001]]
-    tokens, starts = flattened(pieces(tokenizer, texts), lambda batch: encode_pieces(tokenizer, batch))
+    tokens, starts = flattened(
+        pieces(TokenizerCodec(tokenizer), texts), partial(encode_pieces, TokenizerCodec(tokenizer))
+    )
     expected = [whole(tokenizer, text) for text in texts]
     assert tokens.tolist() == list(itertools.chain(*expected))
     assert starts.tolist() == np.cumsum([0, *map(len, expected)])[:-1].tolist()
@@ -71,11 +76,23 @@ def test_several_texts_follow_each_other(tokenizer, prose, monkeypatch):
 
 def test_a_pair_has_the_tokens_of_its_prompt_alone(tokenizer):
     for prompt, completion in [("the end.", " beta, alpha"), ("alpha x=1;\n", "the"), ("beta, ", "the"), ("", "end.")]:
-        (tokens,) = encode_pairs(tokenizer, [(prompt, completion)])
+        (tokens,) = encode_pairs(TokenizerCodec(tokenizer), [(prompt, completion)])
         read, trained = (~tokens[tokens < 0]).tolist(), tokens[tokens >= 0].tolist()
         assert read == tokenizer(prompt, add_special_tokens=False)["input_ids"]
         assert trained[-1] == tokenizer.eos_token_id
         assert tokenizer.decode(trained[:-1]).strip() == completion.strip()
+
+
+def test_special_tokens_are_those_of_documents(monkeypatch, prose):
+    monkeypatch.setattr(encode, "_LONG", 2000)
+    tokenizer = llama_like([prose[:3000]], vocabulary=400)  # with BOS before and EOS after a text
+    codec = TokenizerCodec(tokenizer)
+    texts = ["the end.", prose[:9000]]
+    tokens, starts = flattened(pieces(codec, texts), partial(encode_pieces, codec))
+    expected = [codec.document(text) for text in texts]
+    assert tokens.tolist() == expected[0] + expected[1] and starts.tolist() == [0, len(expected[0])]
+    (pair,) = encode_pairs(codec, [("the end.", " alpha")])
+    assert (~pair[pair < 0]).tolist() == codec.encode("the end.") and pair[-1] == tokenizer.eos_token_id
 
 
 def test_no_text_at_all_has_no_tokens():

@@ -31,8 +31,9 @@ HELP = """Samples from a causal language model, decode steps in CUDA graphs (emu
   python generate.py model.path=FOLDER prompts_file=FILE [out=FILE]
 
 model.path is a saved transformers model, a checkpoint of train.py, or runs/train for the latest one. A prompt is
-streamed; the prompts of a file (one a line, or JSONL with "prompt") share batches and are written as JSONL, to FILE
-with .out.jsonl in place of its suffix unless out says where. A file that holds something needs overwrite=true.
+streamed; the prompts of a file (one a line, or JSONL with "prompt" or the "messages" of a chat) share batches and are
+written as JSONL, to FILE with .out.jsonl in place of its suffix unless out says where. A file that holds something
+needs overwrite=true.
 
 Groups and their choices (files under configs_generate/):
 
@@ -54,6 +55,7 @@ Keys one changes most, with a value for example:
   graph.ahead=true              capture all batch sizes before the first prompt
   model.precision=saved         saved | fp32 | bf16
   tokenizer=FOLDER              or bytes; otherwise what the model was saved with
+  chat=true                     each prompt is a user's message, put through the tokenizer's chat template
 
 All keys with their values: python generate.py --cfg job
 All keys with their meaning: graphmod/cli/generation/schema.py, graphmod/decode/config.py"""

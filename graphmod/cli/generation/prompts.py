@@ -8,16 +8,81 @@ from pathlib import Path
 from typing import Any
 
 from graphmod.decode.results import Completion
+from graphmod.decode.text.codec import Codec, TokenizerCodec
 from graphmod.errors import ConfigError
+
+_LIKE = '{"prompt": "a text"} or {"messages": [{"role": "user", "content": "a text"}]}'
 
 
 @dataclass
 class Prompt:
-    """A prompt, its line in its file, and what else that says of it in JSON."""
+    """A prompt.
 
-    text: str
+    Attributes:
+        text: as given; of messages, what the template made of them.
+        line: in its file.
+        fields: what else its line of JSON says.
+        messages: of a chat; None for a text to go on from.
+        tokens: of a chat, once the template has been applied.
+    """
+
+    text: str = ""
     line: int = 0
     fields: dict[str, Any] = field(default_factory=dict)
+    messages: list[dict[str, Any]] | None = None
+    tokens: list[int] | None = None
+
+    @property
+    def asked(self) -> str | list[int]:
+        """What the engine is given."""
+        return self.text if self.tokens is None else self.tokens
+
+    @property
+    def shown(self) -> str:
+        """What is printed before the completion: an answer stands alone."""
+        return self.text if self.messages is None else ""
+
+    def as_chat(self) -> Prompt:
+        """The same, its text being what a user says."""
+        if self.messages is not None:
+            return self
+        return Prompt(self.text, self.line, self.fields, [{"role": "user", "content": self.text}])
+
+    def apply_template(self, codec: Codec, source: str | None) -> None:
+        """Makes text and tokens of the messages, if there are any. Raises ConfigError, with the line in `source`."""
+        if self.messages is None:
+            return
+        try:
+            if not isinstance(codec, TokenizerCodec):
+                raise ConfigError("bytes have no chat template; give tokenizer=FOLDER, or plain prompts (chat=false)")
+            text = codec.chat(self.messages)
+            self.text, self.tokens = self.text or text, codec.encode_as_is(text)
+        except ConfigError as error:
+            raise ConfigError(f"line {self.line} of {source}: {error}" if source else f"chat=true: {error}") from error
+
+
+def _messages(read: Any) -> list[dict[str, Any]] | None:
+    """The messages that a line of JSON holds; None where they are not as a chat template wants them."""
+    found = read.get("messages")
+    if not isinstance(found, list) or not found:
+        return None
+    fine = all(isinstance(one, dict) and isinstance(one.get("role"), str) and "content" in one for one in found)
+    return found if fine else None
+
+
+def _prompt(read: Any, line: int, path: Path) -> Prompt:
+    if not isinstance(read, dict) or not {"prompt", "messages"} & set(read):
+        raise ConfigError(f"line {line} of {path} must be like {_LIKE}, got {read!r:.80}")
+    if {"prompt", "messages"} <= set(read):
+        raise ConfigError(f'line {line} of {path} has both "prompt" and "messages"; leave one of them')
+    if "prompt" in read:
+        if not isinstance(read["prompt"], str):
+            raise ConfigError(f'line {line} of {path} must be like {_LIKE}, got "prompt": {read["prompt"]!r:.80}')
+        return Prompt(read.pop("prompt"), line, read)
+    messages = _messages(read)
+    if messages is None:
+        raise ConfigError(f'line {line} of {path} must be like {_LIKE}, got "messages": {read["messages"]!r:.80}')
+    return Prompt(line=line, fields=read, messages=messages)
 
 
 def read_prompts(path: Path) -> list[Prompt]:
@@ -38,11 +103,8 @@ def read_prompts(path: Path) -> list[Prompt]:
         try:
             read = json.loads(line)
         except ValueError as error:
-            raise ConfigError(f'line {number} of {path} is not JSON like {{"prompt": "..."}}: {error}') from None
-        if not isinstance(read, dict) or not isinstance(read.get("prompt"), str):
-            got = read if not isinstance(read, dict) or "prompt" not in read else read["prompt"]
-            raise ConfigError(f'line {number} of {path} must be like {{"prompt": "a text"}}, got {got!r:.80}')
-        prompts.append(Prompt(read.pop("prompt"), number, read))
+            raise ConfigError(f"line {number} of {path} is not JSON like {_LIKE}: {error}") from None
+        prompts.append(_prompt(read, number, path))
     return prompts
 
 

@@ -15,13 +15,13 @@ from graphmod.cli.generation.output import OutputFile, complain, open_output, sh
 from graphmod.cli.generation.prompts import Prompt, line_of, read_prompts
 from graphmod.cli.generation.provenance import trained
 from graphmod.cli.generation.schema import GenerateConfig
-from graphmod.decode.batching.requests import Codec
 from graphmod.decode.config import CompileMode
 from graphmod.decode.engine import DecodeEngine
 from graphmod.decode.errors import OutputError, RequestError
 from graphmod.decode.results import Completion
 from graphmod.decode.step.sampling import FILTERED, GREEDY, PLAIN
-from graphmod.decode.text import TextStream, codec_for
+from graphmod.decode.text.codec import Codec, codec_for
+from graphmod.decode.text.stream import TextStream
 from graphmod.words import counted
 
 
@@ -44,19 +44,19 @@ def _kind(config: GenerateConfig) -> int:
     return GREEDY if decode.temperature <= 0 else FILTERED if decode.top_k or decode.top_p < 1 else PLAIN
 
 
-def _stream(engine: DecodeEngine, config: GenerateConfig, codec: Codec) -> int:
-    """Prints one prompt and what follows, as it comes."""
-    (asked,) = engine.requests.sequences(0, config.prompt, 1, config.sampling())
-    length = len(asked.completion.prompt)
+def _stream(engine: DecodeEngine, config: GenerateConfig, prompt: Prompt, codec: Codec) -> int:
+    """Prints one prompt and what follows, as it comes; of a chat the answer alone."""
+    (asked,) = engine.requests.sequences(0, prompt.asked, 1, config.sampling())
+    ids = asked.completion.prompt
     if engine.config.graphs:
         if engine.config.compile is not CompileMode.none and engine.device.type == "cuda":
             print("compiling decode steps; this takes a while", file=sys.stderr, flush=True)
         # First, so that the text does not stop for it, nor log lines come in between.
-        engine.warm_up(max_context=length + config.decode.max_new_tokens, kinds=(_kind(config),), progress=False)
-    text = TextStream(codec)
-    tokens, began, error, before = 0, time.perf_counter(), None, config.prompt
+        engine.warm_up(max_context=len(ids) + config.decode.max_new_tokens, kinds=(_kind(config),), progress=False)
+    text = TextStream(codec, ids)
+    tokens, began, error, before = 0, time.perf_counter(), None, prompt.shown
     try:
-        for event in engine.stream([config.prompt], sampling=config.sampling()):
+        for event in engine.stream([prompt.asked], sampling=config.sampling()):
             show(before, end="")  # not earlier: a request may still be refused
             before, error = "", event.error
             if event.token is not None:
@@ -75,7 +75,7 @@ def _stream(engine: DecodeEngine, config: GenerateConfig, codec: Codec) -> int:
 
 def _with_logprobs(completion: Completion, codec: Codec) -> str:
     """Its text with the log-probability of each token behind it, as `_stream` shows them."""
-    text = TextStream(codec)
+    text = TextStream(codec, completion.prompt)
     pairs = zip(completion.tokens, completion.logprobs, strict=True)
     return "".join(f"{text.add(token)}[{logprob:.3f}]" for token, logprob in pairs) + text.rest()
 
@@ -91,7 +91,7 @@ def _many(engine: DecodeEngine, config: GenerateConfig, prompts: list[Prompt], o
             prompt = prompts[completion.request]
             if out is None:
                 shown = _with_logprobs(completion, engine.requests.codec) if config.decode.logprobs else completion.text
-                show(f"--- sample {completion.sample}\n{prompt.text}{shown}")
+                show(f"--- sample {completion.sample}\n{prompt.shown}{shown}")
             else:
                 if not finished:
                     out.begin()
@@ -103,7 +103,7 @@ def _many(engine: DecodeEngine, config: GenerateConfig, prompts: list[Prompt], o
             bar.set_postfix_str(f"{tokens / (time.perf_counter() - began):.0f} tokens/s", refresh=False)
 
         try:
-            engine.generate([prompt.text for prompt in prompts], config.decode.n, config.sampling(), on_finish=finish)
+            engine.generate([prompt.asked for prompt in prompts], config.decode.n, config.sampling(), on_finish=finish)
         except RequestError as error:
             raise RequestError(_in_words_of(prompts, config.prompts_file, str(error))) from error
         finally:
@@ -129,6 +129,8 @@ def _in_words_of(prompts: list[Prompt], source: str | None, message: str) -> str
 def _run(config: GenerateConfig, prompts: list[Prompt], out: OutputFile | None) -> int:
     folder = model_folder(config.model.path)
     codec = codec_for(folder, config.tokenizer)
+    for prompt in prompts:
+        prompt.apply_template(codec, config.prompts_file)
     model = load_model(folder, config.model)
     print(f"model: {folder}" + (f", {known}" if (known := trained(folder)) else ""), file=sys.stderr)
     if config.graph.compile is not CompileMode.none and model.device.type != "cuda":
@@ -140,7 +142,7 @@ def _run(config: GenerateConfig, prompts: list[Prompt], out: OutputFile | None) 
     if config.graph.ahead and engine.config.graphs:
         engine.warm_up(kinds=(_kind(config),))
     if config.prompts_file is None and config.decode.n == 1:
-        return _stream(engine, config, codec)
+        return _stream(engine, config, prompts[0], codec)
     return _many(engine, config, prompts, out)
 
 
@@ -148,9 +150,12 @@ def generate(config: GenerateConfig) -> int:
     """Runs one command; returns the exit status. Raises GraphmodError."""
     config.check()
     if config.prompts_file is None:
-        return _run(config, [Prompt(config.prompt or "")], None)
+        prompt = Prompt(config.prompt or "")
+        return _run(config, [prompt.as_chat() if config.chat else prompt], None)
     source = Path(config.prompts_file)
     prompts = read_prompts(source)
+    if config.chat:
+        prompts = [prompt.as_chat() for prompt in prompts]
     path = Path(config.out) if config.out else source.with_suffix(".out.jsonl")
     with open_output(path, source, config.overwrite) as out:  # before the model is loaded, which may take minutes
         return _run(config, prompts, out)

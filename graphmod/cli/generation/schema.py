@@ -114,7 +114,9 @@ class GenerateConfig:
 
     Attributes:
         prompt: the text to go on from.
-        prompts_file: a text file with one prompt a line, or `.jsonl` with {"prompt": ...} a line.
+        prompts_file: a text file with one prompt a line, or `.jsonl` with {"prompt": ...} or {"messages": [...]} a
+            line; messages go through the tokenizer's chat template.
+        chat: take each prompt for the message of a user, and put it through the tokenizer's chat template.
         out: where completions go with `prompts_file`; null puts `.out.jsonl` in place of its suffix.
         overwrite: replace what `out` holds; otherwise a file that is not empty is refused.
         tokenizer: folder of a saved tokenizer, or `bytes`; null takes what the model was saved with.
@@ -122,6 +124,7 @@ class GenerateConfig:
 
     prompt: str | None = None
     prompts_file: str | None = None
+    chat: bool = False
     out: str | None = None
     overwrite: bool = False
     tokenizer: str | None = None

@@ -13,7 +13,6 @@ import torch
 from transformers import PreTrainedModel
 
 from graphmod.decode.batching.prefill import Prefill
-from graphmod.decode.batching.requests import RequestReader
 from graphmod.decode.batching.scheduler import Scheduler, Sequence
 from graphmod.decode.cache.cache import PagedCache
 from graphmod.decode.results import Run
@@ -43,7 +42,7 @@ class ContinuousBatch:
 
     Args:
         model: with everything for decoding switched on, except its attention, whenever `advance` is called.
-        memory, state, scheduler, graphs, prefill, requests: the parts.
+        memory, state, scheduler, graphs, prefill: the parts.
         attention_name: the function decode steps use; None for the model's own.
         steps: the most decode steps in a chunk; results are read a chunk at a time.
 
@@ -60,12 +59,11 @@ class ContinuousBatch:
         scheduler: Scheduler,
         graphs: BucketGraphs,
         prefill: Prefill,
-        requests: RequestReader,
         attention_name: str | None,
         steps: int,
     ) -> None:
         self._model, self._memory, self._state, self.scheduler = model, memory, state, scheduler
-        self._graphs, self._prefill, self._requests = graphs, prefill, requests
+        self._graphs, self._prefill = graphs, prefill
         self._attention, self._steps = attention_name, steps
         self._in_flight: deque[_Chunk] = deque()
         self._next_step = 0
@@ -199,7 +197,7 @@ class ContinuousBatch:
         else:
             done.tokens.append(token)
             done.logprobs.append(logprob)
-            if status == STOPPED or self._requests.ended_on_host(sequence):
+            if status == STOPPED or sequence.ended_by(token):
                 done.finish_reason = "stop"
             elif status == FULL:
                 done.finish_reason = "length"

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from numbers import Integral
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -16,22 +16,18 @@ from graphmod.decode.config import Sampling
 from graphmod.decode.errors import RequestError
 from graphmod.decode.results import Completion
 from graphmod.decode.step.state import MOST_STOPS
+from graphmod.decode.text.codec import Codec
+from graphmod.decode.text.stops import StopTexts
 
 
-class Codec(Protocol):
-    """Turns text into token ids and back."""
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def decode(self, tokens: list[int]) -> str: ...
-
-
-def eos_ids(model: PreTrainedModel) -> list[int]:
-    """The model's end-of-sequence tokens; [] if it has none."""
+def eos_ids(model: PreTrainedModel, codec: Codec | None = None) -> list[int]:
+    """The end-of-sequence tokens of the model or, if it names none, of its codec; [] if neither has one."""
     generation = getattr(model, "generation_config", None)
     found = getattr(generation, "eos_token_id", None)
     if found is None:
         found = getattr(model.config, "eos_token_id", None)
+    if found is None:
+        found = getattr(getattr(codec, "around", None), "end", None)
     return [] if found is None else [found] if isinstance(found, int) else list(found)
 
 
@@ -99,8 +95,11 @@ class RequestReader:
             if isinstance(stop, str) and stop:
                 if self.codec is None:
                     raise RequestError(f"stop {stop!r} is text and the engine has no codec; give token ids, or codec=")
-                texts.append(stop)
-                continue
+                number = getattr(self.codec, "special", {}).get(stop, self.vocabulary)
+                if number >= self.vocabulary:
+                    texts.append(stop)
+                    continue
+                stop = number  # found on the device, as a text it would be looked for on the host
             parts = [stop] if isinstance(stop, int) else list(stop) if isinstance(stop, SequenceOf) else []
             if not parts or any(not isinstance(t, int) or not 0 <= t < self.vocabulary for t in parts):
                 raise RequestError(
@@ -127,16 +126,13 @@ class RequestReader:
         ids, sequences, texts = self.stops(sampling)
         limit = min(len(tokens) + sampling.max_new_tokens, self.max_seq_len)
         return [
-            Sequence(Completion(number, sample, tokens), sampling, limit, ids, sequences, texts) for sample in range(n)
+            Sequence(
+                Completion(number, sample, tokens),
+                sampling,
+                limit,
+                ids,
+                sequences,
+                StopTexts(self.codec, texts, tokens) if texts else None,
+            )
+            for sample in range(n)
         ]
-
-    def ended_on_host(self, sequence: Sequence) -> bool:
-        """Whether the last token completes a stop of several tokens, or a text."""
-        tokens = sequence.completion.tokens
-        if any(tokens[-len(stop) :] == stop for stop in sequence.stop_sequences):
-            return True
-        if not sequence.stop_texts:
-            return False
-        longest = max(map(len, sequence.stop_texts))
-        tail = self.codec.decode(tokens[-4 * longest - 8 :])
-        return any(stop in tail for stop in sequence.stop_texts)

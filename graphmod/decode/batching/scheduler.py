@@ -14,6 +14,7 @@ from graphmod.decode.config import Sampling
 from graphmod.decode.results import Completion
 from graphmod.decode.step.sampling import FILTERED, GREEDY, PLAIN
 from graphmod.decode.step.state import RowValues
+from graphmod.decode.text.stops import StopTexts
 
 _ROWS_WORTH_A_PREFILL = 8  # an eighth of the rows; see `Scheduler.admit`
 _SAMPLE_STRIDE = 0x9E3779B97F4A7C15  # so that sample 1 of seed 0 is not sample 0 of seed 1
@@ -50,7 +51,7 @@ class Sequence:
     limit: int
     stop_ids: list[int]
     stop_sequences: list[list[int]] = field(default_factory=list)
-    stop_texts: list[str] = field(default_factory=list)
+    stop_texts: StopTexts | None = None
     blocks: list[int] = field(default_factory=list)
     launched: int = 0
     done: bool = False
@@ -77,7 +78,14 @@ class Sequence:
     @property
     def ends_on_host(self) -> bool:
         """Whether the host has to look at each token for a stop."""
-        return bool(self.stop_sequences or self.stop_texts)
+        return bool(self.stop_sequences) or self.stop_texts is not None
+
+    def ended_by(self, token: int) -> bool:
+        """Whether `token`, now the last of the completion, completes a stop of several tokens, or a text."""
+        tokens = self.completion.tokens
+        if any(tokens[-len(stop) :] == stop for stop in self.stop_sequences):
+            return True
+        return self.stop_texts is not None and self.stop_texts.met(token)
 
     def row_values(self) -> RowValues:
         """What its row holds when it joins, its first token being known."""

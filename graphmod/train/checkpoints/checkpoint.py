@@ -99,7 +99,7 @@ def _files(folder: Path) -> Iterator[Path]:
 def _save_model(model: PreTrainedModel, folder: Path, merge: bool) -> None:
     model.save_pretrained(folder)
     if merge and has_adapters(model):  # of which alone transformers writes the weights
-        save_merged(folder, folder / MERGED_FOLDER)
+        save_merged(model, folder, folder / MERGED_FOLDER)
 
 
 def _save_weights(folder: Path, model: PreTrainedModel, step: TrainStep, merge: bool) -> None:

@@ -7,6 +7,7 @@ import logging
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from graphmod.decode.text.codec import TokenizerCodec
 from graphmod.errors import ConfigError
 from graphmod.train.data.cache import cached, files_key, tokenizer_key
 from graphmod.train.data.encode import encode_pieces, flattened, pieces
@@ -147,7 +149,8 @@ def _documents(files: list[Path], data: DataConfig) -> Iterator[bytes]:
 
 def _tokenized(files: list[Path], data: DataConfig, tokenizer: Any) -> tuple[Tensor, Tensor]:
     texts = (piece.decode("utf-8", errors="replace") for piece in _documents(files, data))
-    return flattened(pieces(tokenizer, texts), lambda batch: encode_pieces(tokenizer, batch))
+    codec = TokenizerCodec(tokenizer)
+    return flattened(pieces(codec, texts), partial(encode_pieces, codec))
 
 
 def _lines(pieces: Iterator[bytes]) -> Iterator[bytes]:
@@ -201,7 +204,9 @@ def load_corpus(data: DataConfig, model: ModelConfig, seed: int) -> Corpus:
         "settings": [str(getattr(data, setting)) for setting in _DECIDES_TOKENS],
     }
     if rows:
-        tokens, starts = cached(data.cache, key, lambda: load_rows(data, tokenizer))
+        tokens, starts = cached(
+            data.cache, key, lambda: load_rows(data, None if tokenizer is None else TokenizerCodec(tokenizer))
+        )
     elif tokenizer is None:
         tokens, starts = _as_bytes(_documents(files, data))
     else:

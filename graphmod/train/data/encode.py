@@ -16,6 +16,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import BatchEncoding
 
+from graphmod.decode.text.codec import TokenizerCodec
 from graphmod.errors import ConfigError, reason
 from graphmod.train.data.masks import masked
 
@@ -98,8 +99,9 @@ def _encoding(tokenizer: Any, texts: Sequence[str]) -> BatchEncoding:
     )
 
 
-def _end(tokenizer: Any) -> list[int]:
-    return [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+def _ended(codec: TokenizerCodec, tokens: list[int]) -> list[int]:
+    after = codec.around.after
+    return tokens if not after or tokens[-len(after) :] == after else [*tokens, *after]
 
 
 def _array(tokens: list[int]) -> np.ndarray:
@@ -115,8 +117,9 @@ def _token_at(encoding: BatchEncoding, row: int, place: int, text: str) -> int |
     return len(encoding["input_ids"][row])
 
 
-def pieces(tokenizer: Any, texts: Iterable[str]) -> Iterator[Piece]:
-    """Each text, a long one in pieces that give the same tokens one by one."""
+def pieces(codec: TokenizerCodec | None, texts: Iterable[str]) -> Iterator[Piece]:
+    """Each text, a long one in pieces that give the same tokens one by one; None, for bytes, cuts none."""
+    tokenizer = None if codec is None else codec.tokenizer
     for text in texts:
         begin = before = 0
         while tokenizer is not None and tokenizer.is_fast and len(text) - begin > _LONG:
@@ -132,9 +135,10 @@ def pieces(tokenizer: Any, texts: Iterable[str]) -> Iterator[Piece]:
         yield Piece(text[begin - before :], before, last=True)
 
 
-def encode_pieces(tokenizer: Any, texts: Sequence[Piece]) -> list[np.ndarray]:
-    """The tokens of each piece, int32, with one that ends each text."""
-    encoding, end, found = _encoding(tokenizer, [piece.text for piece in texts]), _end(tokenizer), []
+def encode_pieces(codec: TokenizerCodec, texts: Sequence[Piece]) -> list[np.ndarray]:
+    """The tokens of each piece, int32, with the special tokens of documents around each text."""
+    tokenizer, found = codec.tokenizer, []
+    encoding = _encoding(tokenizer, [piece.text for piece in texts])
     for row, piece in enumerate(texts):
         tokens = encoding["input_ids"][row]
         if piece.before:
@@ -143,15 +147,18 @@ def encode_pieces(tokenizer: Any, texts: Sequence[Piece]) -> list[np.ndarray]:
                 tokens = _encoding(tokenizer, [piece.text[piece.before :]])["input_ids"][0]
             else:
                 tokens = tokens[first:]
-        found.append(_array(tokens + end if piece.last else tokens))
+        if not piece.before:
+            tokens = codec.around.prompt(tokens)
+        found.append(_array(_ended(codec, tokens) if piece.last else tokens))
     return found
 
 
-def encode_pairs(tokenizer: Any, pairs: Sequence[tuple[str, str]]) -> list[np.ndarray]:
+def encode_pairs(codec: TokenizerCodec, pairs: Sequence[tuple[str, str]]) -> list[np.ndarray]:
     """The tokens of each prompt and its completion, int32, of which only the completion's are trained on.
 
     The prompt has the tokens it has alone, and the completion those it has after the prompt, where both can be.
     """
+    tokenizer = codec.tokenizer
     whole = [prompt + completion for prompt, completion in pairs]
     encoding = _encoding(tokenizer, whole)
     found = []
@@ -161,7 +168,7 @@ def encode_pairs(tokenizer: Any, pairs: Sequence[tuple[str, str]]) -> list[np.nd
             before, after = _encoding(tokenizer, [prompt, completion])["input_ids"]
         else:
             before, after = encoding["input_ids"][row][:first], encoding["input_ids"][row][first:]
-        found.append(_pair(_array(before), _array(after + _end(tokenizer))))
+        found.append(_pair(_array(codec.around.prompt(before)), _array(_ended(codec, after))))
     return found
 
 
@@ -183,16 +190,17 @@ def bytes_of_pairs(pairs: Sequence[tuple[str, str]]) -> list[np.ndarray]:
     return found
 
 
-def chat_encoder(tokenizer: Any, everything: bool) -> Encoder:
+def chat_encoder(codec: TokenizerCodec | None, everything: bool) -> Encoder:
     """Encodes chats, each a list of messages with `role` and `content`, through the tokenizer's chat template.
 
     Args:
-        tokenizer: a transformers tokenizer, or None for bytes.
+        codec: of the tokenizer, or None for bytes.
         everything: train on all tokens and not on the assistant's alone.
 
     Raises:
         ConfigError: there is no template, or it does not mark what the assistant says.
     """
+    tokenizer = None if codec is None else codec.tokenizer
     if tokenizer is None or not tokenizer.chat_template:
         raise ConfigError(
             "the data has chats (a column 'messages'), and "

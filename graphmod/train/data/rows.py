@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from graphmod.decode.text.codec import TokenizerCodec
 from graphmod.errors import ConfigError, reason
 from graphmod.train.data.encode import (
     Encoder,
@@ -132,18 +133,18 @@ def _shown(data: DataConfig) -> str:
     return data.path[0] if len(data.path) == 1 else f"[{','.join(data.path)}]"
 
 
-def _kind(data: DataConfig, tokenizer: Any, names: list[str]) -> _Kind:
+def _kind(data: DataConfig, codec: TokenizerCodec | None, names: list[str]) -> _Kind:
     """What rows with columns of these names are trained as."""
     everything = data.train_on is TrainOn.all
     if data.column is None and _CHATS in names:
-        return _Kind([_CHATS], iter, chat_encoder(tokenizer, everything))
+        return _Kind([_CHATS], iter, chat_encoder(codec, everything))
     pairs = data.column is None and {_PROMPT, _COMPLETION} <= {*names}
     if pairs and not everything:
-        encode = bytes_of_pairs if tokenizer is None else partial(encode_pairs, tokenizer)
+        encode = bytes_of_pairs if codec is None else partial(encode_pairs, codec)
         return _Kind([_PROMPT, _COMPLETION], iter, encode)
-    encode = bytes_of_pieces if tokenizer is None else partial(encode_pieces, tokenizer)
+    encode = bytes_of_pieces if codec is None else partial(encode_pieces, codec)
     if pairs:
-        return _Kind([_PROMPT, _COMPLETION], lambda found: pieces(tokenizer, map("".join, found)), encode)
+        return _Kind([_PROMPT, _COMPLETION], lambda found: pieces(codec, map("".join, found)), encode)
     column = data.column or _TEXT
     if column not in names:
         wanted = f"data.column={column}" if data.column else "'messages', 'prompt' and 'completion', or 'text'"
@@ -151,7 +152,7 @@ def _kind(data: DataConfig, tokenizer: Any, names: list[str]) -> _Kind:
             f"data.path={_shown(data)} has no column {wanted}; it has {', '.join(sorted(names))}. "
             "Name the one with the text: data.column=NAME"
         )
-    return _Kind([column], partial(pieces, tokenizer), encode)
+    return _Kind([column], partial(pieces, codec), encode)
 
 
 def _read(data: DataConfig, rows: Any, together: int) -> Iterator[dict[str, list[Any]]]:
@@ -188,7 +189,7 @@ def _documents(data: DataConfig, rows: Any, columns: list[str]) -> Iterator[Any]
                 yield values if len(values) > 1 else values[0]
 
 
-def load_rows(data: DataConfig, tokenizer: Any) -> tuple[Tensor, Tensor]:
+def load_rows(data: DataConfig, codec: TokenizerCodec | None) -> tuple[Tensor, Tensor]:
     """The tokens of all rows and where each begins, as `flattened` returns them.
 
     A row is a text, a pair of prompt and completion, of which the completion alone is trained on, or a chat, of which
@@ -196,7 +197,7 @@ def load_rows(data: DataConfig, tokenizer: Any) -> tuple[Tensor, Tensor]:
 
     Args:
         data: checked settings, with `source=hf`.
-        tokenizer: a transformers tokenizer, or None for bytes.
+        codec: of the tokenizer, or None for bytes.
 
     Raises:
         ConfigError: the library is not installed, the files cannot be read, or have no such column, or the tokenizer
@@ -206,5 +207,5 @@ def load_rows(data: DataConfig, tokenizer: Any) -> tuple[Tensor, Tensor]:
     first = next(_read(data, rows, 1), None)
     if first is None:
         return torch.empty(0, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
-    kind = _kind(data, tokenizer, list(first))
+    kind = _kind(data, codec, list(first))
     return flattened(kind.documents(_documents(data, rows, kind.columns)), kind.encode)

@@ -31,6 +31,7 @@ from graphmod.train.run.interrupt import StopRequest
 from graphmod.train.run.resume import ResumePoint, decisive_settings, fingerprint, finished_result, locate, require_same
 from graphmod.train.run.text_samples import Samples
 from graphmod.train.schema import Compile, NonFinite, RunConfig
+from graphmod.train.special_tokens import set_special_tokens
 from graphmod.train.step.activations import recompute_activations
 from graphmod.train.step.isolation import isolated
 from graphmod.train.step.step import TrainStep, warmup_steps
@@ -82,6 +83,8 @@ class _Run:
         self.evaluation = [batch.to(device) for batch in self.batches.evaluation]
         self.captures_by_length: dict[int, int] = {}
         self.model = build_model(config.model, dims, train.precision, device, train.seed)
+        if corpus.tokenizer is not None:
+            set_special_tokens(self.model, corpus.tokenizer)
         compiled = config.graph.compile is not Compile.none
         self.warmup_steps = warmup_steps(config.graph, config.graph.compile.value)
         if train.activation_checkpointing:

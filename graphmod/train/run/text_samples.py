@@ -8,7 +8,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from graphmod.decode import DecodeEngine
-from graphmod.decode.text import ByteCodec, TokenizerCodec
+from graphmod.decode.text.codec import ByteCodec, TokenizerCodec
 from graphmod.train.data.corpus import Corpus
 from graphmod.train.report.metrics import Metrics
 from graphmod.train.schema import RunConfig
@@ -53,7 +53,7 @@ class Samples:
             temperature=self._train.sample_temperature,
             seed=done,
         )
-        text = self._train.sample_prompt + self._codec.decode(completion.tokens)
+        text = self._train.sample_prompt + completion.text
         if completion.error is not None:
             text = f"{text} [{completion.error}]"
         tqdm.write(f"--- step {done}\n{text}")

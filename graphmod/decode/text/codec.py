@@ -1,0 +1,123 @@
+"""Text to tokens and back: a saved tokenizer, or bytes as tokens, as `train.py` uses without one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+from graphmod.decode.text.special import SpecialTokens, special_ids
+from graphmod.errors import ConfigError, reason
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+_TRAINING_STATE = "training_state.pt"  # beside the model in a checkpoint of train.py
+
+
+class Codec(Protocol):
+    """Turns text into token ids and back."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, tokens: list[int]) -> str: ...
+
+
+class ByteCodec:
+    """Each byte of UTF-8 is a token, 0 to 255."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode("utf-8"))
+
+    def decode(self, tokens: list[int]) -> str:
+        """Ids from 256 on, which pad a vocabulary, stand for nothing."""
+        return bytes(token for token in tokens if token < 256).decode("utf-8", errors="replace")
+
+
+class TokenizerCodec:
+    """A transformers tokenizer.
+
+    Args:
+        tokenizer: fast or slow.
+
+    Attributes:
+        tokenizer: the same.
+        around: the special tokens of documents and prompts.
+        special: every special token: text -> id.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.around = SpecialTokens.of(tokenizer)
+        self.special = special_ids(tokenizer)
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a prompt: the beginning of a document, without what ends one."""
+        return self.around.prompt(self.encode_as_is(text))
+
+    def document(self, text: str) -> list[int]:
+        """The ids of a document to train on: `encode(text)` and what ends it."""
+        return self.around.document(self.encode_as_is(text))
+
+    def encode_as_is(self, text: str) -> list[int]:
+        """The ids of a text that already has its special tokens, such as that of `chat`."""
+        # A text may be longer than what the model sees in one go and is cut later: the warning about that is no use.
+        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+    def decode(self, tokens: list[int], special_tokens: bool = False) -> str:
+        """The text of tokens; special ones show with `special_tokens` only."""
+        return self.tokenizer.decode(tokens, skip_special_tokens=not special_tokens)
+
+    def chat(self, messages: list[dict[str, Any]]) -> str:
+        """The text of a prompt for an answer to `messages`, with all special tokens that the template puts there.
+
+        Args:
+            messages: as transformers takes them: {"role": "user", "content": "..."}.
+
+        Raises:
+            ConfigError: the tokenizer has no chat template, or its template refuses the messages.
+        """
+        if not self.tokenizer.chat_template:
+            raise ConfigError(
+                "the tokenizer has no chat template; put one in its folder (chat_template.jinja), use the tokenizer of "
+                'a chat model (tokenizer=FOLDER), or give plain prompts (chat=false, {"prompt": ...})'
+            )
+        try:
+            return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        except Exception as error:  # whatever a template raises: it is a program of its own
+            raise ConfigError(f"the tokenizer's chat template refuses the messages: {reason(error)}") from error
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in _TOKENIZER_FILES)
+
+
+def codec_for(folder: Path, tokenizer: str | None) -> Codec:
+    """The codec of a model.
+
+    Args:
+        folder: of the model, such as a checkpoint of `train.py` or the averaged weights in it.
+        tokenizer: folder of a tokenizer, `bytes`, or None to find out: the tokenizer saved with the model, or bytes
+            for a checkpoint of `train.py` without one.
+
+    Raises:
+        ConfigError: there is none, or it cannot be read.
+    """
+    if tokenizer == "bytes":
+        return ByteCodec()
+    source = folder if tokenizer is None else Path(tokenizer)
+    if tokenizer is None and not _has_tokenizer(folder):
+        checkpoint = next((path for path in (folder, folder.parent) if (path / _TRAINING_STATE).is_file()), None)
+        if checkpoint is None:
+            raise ConfigError(f"{folder} holds no tokenizer; set tokenizer=FOLDER, or tokenizer=bytes")
+        if not _has_tokenizer(checkpoint):
+            return ByteCodec()
+        source = checkpoint
+    if not source.is_dir():  # transformers would look for a repository of that name, and complain of the network
+        raise ConfigError(
+            f"tokenizer={tokenizer} is not a folder; give the folder of a saved tokenizer, or tokenizer=bytes"
+        )
+    from transformers import AutoTokenizer
+
+    try:
+        loaded = AutoTokenizer.from_pretrained(source, local_files_only=True)
+    except Exception as error:  # whatever the readers of the many formats raise
+        raise ConfigError(f"tokenizer={source} holds no tokenizer transformers can read: {reason(error)}") from error
+    return TokenizerCodec(loaded)

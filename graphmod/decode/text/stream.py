@@ -1,0 +1,154 @@
+"""Text that comes token by token and, joined, equals what decoding all tokens at once gives.
+
+A token's text depends on its neighbours: decoders strip the first space, join bytes to characters and pieces to words.
+So a completion is always decoded together with its prompt, and its text is what follows the prompt's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tokenizers.decoders import DecodeStream
+from transformers import PreTrainedTokenizerFast
+
+from graphmod.decode.text.codec import ByteCodec, Codec, TokenizerCodec
+
+_UNFINISHED = "\ufffd"  # what decoders put for bytes that are no character yet
+
+
+def _common(one: str, other: str) -> int:
+    """How many characters both begin with."""
+    if other.startswith(one):
+        return len(one)
+    return next((index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), len(other))
+
+
+def _without(before: str, whole: str) -> str:
+    # If the tokens complete the last character of the prompt, that character counts as theirs.
+    return whole[_common(before, whole) :]
+
+
+def completion_text(codec: Codec, prompt: Sequence[int], tokens: Sequence[int]) -> str:
+    """The text of `tokens` after `prompt`: the text of both together, without that of the prompt."""
+    return _without(codec.decode(list(prompt)) if prompt else "", codec.decode([*prompt, *tokens]))
+
+
+def _streamable(codec: Codec) -> Any | None:
+    """The `tokenizers.Tokenizer` whose DecodeStream gives what the codec decodes; None where there is none."""
+    tokenizer = codec.tokenizer if isinstance(codec, TokenizerCodec) else None
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        return None
+    kind = type(tokenizer)
+    if kind.decode is not PreTrainedTokenizerFast.decode or kind._decode is not PreTrainedTokenizerFast._decode:
+        return None
+    backend = tokenizer.backend_tokenizer
+    if not tokenizer.clean_up_tokenization_spaces:
+        return backend
+    # transformers removes spaces from the text afterwards, but for BPE not unless it is told twice.
+    forced = tokenizer.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output
+    return backend if type(backend.model).__name__ == "BPE" and not forced else None
+
+
+def _bytes(backend: Any) -> set[int]:
+    """The tokens that are a single byte, if the decoder takes a row of them as a whole: one wrong byte turns all of the
+    row into U+FFFD. Empty for other decoders."""
+    if backend.decoder is None or backend.decoder.decode(["<0x41>"]) != "A":
+        return set()
+    return {number for byte in range(256) if (number := backend.token_to_id(f"<0x{byte:02X}>")) is not None}
+
+
+class TextStream:
+    """Turns tokens that come one by one into pieces of text, each as soon as no later token can change it.
+
+    All pieces and `rest()` joined are `completion_text` of the tokens. Fast tokenizers are streamed by `DecodeStream`
+    of `tokenizers`. With other codecs a token may change the text before it: each token decodes everything again, and a
+    piece is returned once two different decodings in a row begin with it.
+
+    Args:
+        codec: decodes the tokens.
+        prompt: ids of the prompt, which come before the tokens.
+        special_tokens: show special tokens; only with a `TokenizerCodec`.
+    """
+
+    def __init__(self, codec: Codec, prompt: Sequence[int] = (), special_tokens: bool = False) -> None:
+        self._codec, self._special = codec, special_tokens
+        self._prompt, self._tokens = list(prompt), []
+        self._before: str | None = None
+        self._given = self._latest = ""
+        self._complete = True
+        self._backend = _streamable(codec)
+        self._stream: DecodeStream | None = None
+        self._held: list[int] = []
+        self._last: list[int] = []
+        self._since: list[int] = []
+        self._open: set[int] = set()
+        if self._backend is not None and (found := _bytes(self._backend)):
+            self._open = found if special_tokens else found | set(codec.special.values())
+
+    def add(self, token: int) -> str:
+        """The text that is final with this token, "" if none."""
+        self._tokens.append(token)
+        self._held.append(token)
+        self._since.append(token)
+        self._complete = False
+        if self._open and (token in self._open or self._backend.id_to_token(token) is None):
+            return ""
+        piece = self._streamed() if self._stream is not None else self._decoded_again()
+        self._held = []
+        if piece:
+            self._given += piece
+            self._last, self._since = self._since, []
+        self._complete = bool(piece) and (self._stream is not None or self._given == self._latest)
+        if self._complete and isinstance(self._codec, ByteCodec):  # text of bytes depends on nothing before a character
+            self._prompt, self._tokens, self._before, self._given, self._latest = [], [], "", "", ""
+        return piece
+
+    @property
+    def pending(self) -> str:
+        """The text of the tokens whose piece is still to come, as it would be if no other came."""
+        if self._complete:
+            return ""
+        if self._stream is None:
+            return self._left()
+        # As the stream does it: the tokens of the last piece are all that this text depends on.
+        return _without(self._decode(self._last), self._decode([*self._last, *self._since]))
+
+    def rest(self) -> str:
+        """What is left at the end, incomplete characters included."""
+        piece = "" if self._complete else self._left()
+        self._given += piece
+        self._complete = True
+        return piece
+
+    def _left(self) -> str:
+        text = self._text()
+        return text[len(self._given) :] if text.startswith(self._given) else ""
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self._codec.decode(tokens, special_tokens=True) if self._special else self._codec.decode(tokens)
+
+    def _text(self) -> str:
+        if self._before is None:
+            self._before = self._decode(self._prompt) if self._prompt else ""
+        return _without(self._before, self._decode([*self._prompt, *self._tokens]))
+
+    def _streamed(self) -> str:
+        try:
+            return self._stream.step(self._backend, self._held) or ""
+        except Exception:  # the text before has changed; tokenizers has no class of its own for that
+            self._stream = None
+            return self._decoded_again()
+
+    def _decoded_again(self) -> str:
+        """What is new when everything is decoded; if it ends in a whole character, a new stream begins after it."""
+        text, before = self._text(), self._latest
+        if text == before:  # after a special token, for example; that the two agree proves nothing
+            return ""
+        settled = text.rstrip(_UNFINISHED)
+        if self._backend is None and not isinstance(self._codec, ByteCodec):
+            settled = settled[: _common(settled, before)]
+        self._latest = text
+        if self._backend is not None and text and settled == text:
+            self._stream = DecodeStream([*self._prompt, *self._tokens], skip_special_tokens=not self._special)
+        return settled[len(self._given) :] if settled.startswith(self._given) else ""
