@@ -75,8 +75,8 @@ def is_adapter(folder: Path) -> bool:
 
 
 def save_merged(model: PreTrainedModel, adapters: Path, folder: Path) -> None:
-    """Writes to `folder` the whole model that the adapters of `model`, saved in `adapters`, and their base make together,
-    with the special tokens of `model`."""
+    """Writes to `folder` the whole model that the adapters of `model`, saved in `adapters`, and their base make, with
+    the special tokens of `model`."""
     from peft import PeftConfig, PeftModel
 
     base = AutoModelForCausalLM.from_pretrained(

@@ -5,9 +5,12 @@ import sys
 
 import pytest
 import torch
-from conftest import TINY
+from conftest import ROOT, TINY
+from made_tokenizers import byte_level
 from transformers import AutoModelForCausalLM
 
+from graphmod.cli.generation import main as generate_cli
+from graphmod.cli.generation import run as generation_run
 from graphmod.cli.generation.loading import load_model, model_folder
 from graphmod.cli.generation.schema import ModelSource
 from graphmod.decode import DecodeEngine
@@ -19,7 +22,7 @@ from graphmod.train.run.loop import train
 @pytest.fixture
 def base(on_text, tmp_path):
     """The folder of a small model that was trained for a moment."""
-    result = train(on_text("graph=none", "train.steps=60"), tmp_path / "base")
+    result = train(on_text("graph=none", "train.steps=60", "model.vocab_size=320"), tmp_path / "base")
     return tmp_path / "base" / result.checkpoint
 
 
@@ -72,6 +75,30 @@ def test_adapters_and_the_merged_model_load_for_sampling(adapted, base, tmp_path
         [[40, 41]], max_new_tokens=6, temperature=0
     )
     assert done.error is None and len(done.tokens) == 6
+
+
+def test_generate_reads_adapters_with_their_tokenizer_and_stops_where_documents_end(
+    adapted, text, tmp_path, monkeypatch, capfd
+):
+    byte_level().save_pretrained(tmp_path / "tokenizer")
+    settings = [f"data.tokenizer={tmp_path / 'tokenizer'}", "model.lora.merge=true", "train.steps=2"]
+    result = train(adapted(*settings), tmp_path / "run")
+    saved = tmp_path / "run" / result.checkpoint
+    ends = []
+    original = generation_run.DecodeEngine.__init__
+    monkeypatch.setattr(
+        generation_run.DecodeEngine,
+        "__init__",
+        lambda self, model, *more, **named: (
+            ends.append(model.generation_config.eos_token_id) or original(self, model, *more, **named)
+        ),
+    )
+    for folder in (saved, saved / MERGED_FOLDER):
+        arguments = [f"model.path={folder}", f"tokenizer={saved}", "model.device=cpu", "graph=none"]
+        monkeypatch.setattr("sys.argv", ["generate.py", *arguments, "prompt=a text", "decode.max_new_tokens=3"])
+        assert generate_cli.main(ROOT / "configs_generate") == 0, capfd.readouterr().err
+    assert ends == [byte_level().eos_token_id] * 2
+    assert capfd.readouterr().out.count("a text") == 2
 
 
 def test_names_that_the_model_does_not_have_are_an_error_with_those_it_has(adapted, tmp_path):
