@@ -18,6 +18,7 @@ from graphmod.cli.training.compose import parse, register
 from graphmod.train.step import TrainStep
 
 ROOT = Path(__file__).parent.parent
+CONFIGS = ROOT / "configs"
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a job in the background, whose children would have it too
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -71,7 +72,7 @@ def rules_of_streams(monkeypatch: pytest.MonkeyPatch):
 def composed(*overrides: str):
     """The composed, unparsed config for these overrides."""
     register()
-    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         return compose("config", overrides=list(overrides))
 
 

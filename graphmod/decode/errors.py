@@ -7,9 +7,5 @@ class DecodeError(GraphmodError, RuntimeError):
     """Decoding cannot go on, or the model cannot be decoded with; the message says why and what helps."""
 
 
-class OutputError(GraphmodError, OSError):
-    """What was generated cannot be written: a full disk, a device that takes nothing."""
-
-
 class RequestError(GraphmodError, ValueError):
     """One request cannot be served: an empty or too long prompt, an unknown stop, a setting out of range."""

@@ -295,8 +295,9 @@ class TrainConfig:
         checkpoint: save the model and the optimizer at the end, and when the run is told to stop.
         checkpoint_every: also save after each so many steps; 0 does not.
         keep_checkpoints: how many of the newest stay on the disk.
-        resume: `none`; `auto`: go on with a checkpoint in the folder that `hydra.run.dir` names, or, where it names
-            none, with the newest unfinished run; or the folder of a run or of a checkpoint.
+        resume: `none`; `auto`: resume from a checkpoint in the folder that `hydra.run.dir` names, or, where it names
+            none, the newest unfinished run with these settings; or the folder of a run or of a checkpoint, whose
+            settings are then those that the command line does not give.
     """
 
     steps: int = 500

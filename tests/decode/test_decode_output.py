@@ -15,8 +15,8 @@ from torch import nn
 from graphmod.cli.generation import main as decode_cli
 from graphmod.cli.generation import run as decode_run
 from graphmod.cli.generation.output import OutputFile, open_output
+from graphmod.cli.stdout import OutputError
 from graphmod.decode import DecodeEngine
-from graphmod.decode.errors import OutputError
 from graphmod.decode.text import ByteCodec
 from graphmod.errors import ConfigError, reason
 

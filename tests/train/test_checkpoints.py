@@ -11,7 +11,7 @@ from conftest import DROPOUT, TINY, shell
 from transformers import AutoModelForCausalLM
 
 from graphmod.errors import ConfigError, GraphmodError
-from graphmod.train.checkpoints.checkpoint import DamagedCheckpoint, checkpoints, verify
+from graphmod.train.checkpoints.manifest import DamagedCheckpoint, checkpoints, verify
 from graphmod.train.run.loop import train
 from graphmod.train.step import TrainStep
 
@@ -81,7 +81,7 @@ def test_a_run_beside_with_nothing_whole_is_named_and_left_as_it_is(on_text, tex
     before = everything_in(runs / "2020-01-01_00-00-00")
     process = shell(tmp_path, *TINY, "data=text", f"data.path={text}", "train.resume=auto")
     said, complained = process.communicate(timeout=120)
-    assert process.returncode == 0 and "going on" not in said
+    assert process.returncode == 0 and "resuming" not in said
     (line,) = [line for line in complained.splitlines() if "damaged" in line]
     assert str(folder) in line and "left as it is, and this run starts at the beginning" in line
     assert len(list(runs.iterdir())) == 2 and everything_in(runs / "2020-01-01_00-00-00") == before
@@ -127,7 +127,7 @@ def test_a_disk_that_fills_up_keeps_the_checkpoint_before(on_text, tmp_path, mon
     assert verify(kept)["steps_done"] == 3
 
 
-@pytest.mark.parametrize(("limit", "named"), [(100, "the folder of the run"), (20_000, "{run}")])
+@pytest.mark.parametrize(("limit", "named"), [(100, "{run}"), (20_000, "{run}")])
 def test_a_disk_that_is_full_is_one_error_that_says_where(text, tmp_path, limit, named):
     limited = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))"
     (tmp_path / "sitecustomize.py").write_text(limited)

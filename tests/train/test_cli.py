@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from graphmod.cli.training.arguments import flags_first, for_hydra
 from graphmod.cli.training.compose import parse
-from graphmod.cli.training.main import _way_on
+from graphmod.cli.training.job import _way_on
 from graphmod.errors import ConfigError
 from graphmod.train.run.folders import unused
 
@@ -247,7 +247,7 @@ def test_the_command_that_goes_on_can_be_typed_again(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.executable", str(tmp_path / ".venv" / "bin" / "python"))
     monkeypatch.setattr("sys.argv", ["train.py"])
     said = shlex.split(_way_on(tmp_path / "run", ["train.sample_prompt=def ", "train.resume=auto"]))
-    assert said == [".venv/bin/python", "train.py", "train.sample_prompt=def ", "train.resume=run"]
+    assert said == [".venv/bin/python", "train.py", "train.resume=run"]
 
 
 def test_the_command_that_goes_on_with_a_multirun_names_its_folder(tmp_path, monkeypatch):
@@ -258,7 +258,7 @@ def test_the_command_that_goes_on_with_a_multirun_names_its_folder(tmp_path, mon
 
 
 def test_jobs_of_a_multirun_do_not_all_go_on_with_one_run():
-    with pytest.raises(ConfigError, match=r"all its jobs go on with one run; .* hydra\.sweep\.dir=FOLDER"):
+    with pytest.raises(ConfigError, match=r"all its jobs resume one run; .* hydra\.sweep\.dir=FOLDER"):
         for_hydra(["-m", "graph=none,per_layer", "train.resume=runs/train/one"])
     for resume in ("none", "auto", "runs/train/one,runs/train/two"):
         assert f"train.resume={resume}" in for_hydra(["-m", f"train.resume={resume}"])
@@ -275,13 +275,13 @@ def test_a_stopped_multirun_goes_on_with_the_command_that_it_says(shell, tmp_pat
     process.send_signal(signal.SIGTERM)
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 143, said
-    (command,) = [line.partition(": ")[2] for line in said.splitlines() if "to go on" in line]
+    (command,) = [line.partition(": ")[2] for line in said.splitlines() if "to resume" in line]
     done = shell(*shlex.split(command)[2:])
     assert done.returncode == 0, done.stderr
     (sweep,) = (tmp_path / "runs" / "compare").iterdir()
     runs = json.loads((sweep / "comparison.json").read_text())["runs"]
     assert [run["name"] for run in runs] == ["none", "full_iteration"]
-    assert runs[1]["losses_equal"] is True and "going on after step" in done.stdout
+    assert runs[1]["losses_equal"] is True and "resuming from step" in done.stdout
 
 
 def test_the_command_that_goes_on_names_a_folder_elsewhere_in_full(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """A setting that is wrong is one clear error, and a right one arrives typed."""
 
+import functools
 import re
 
 import pytest
@@ -203,10 +204,10 @@ def test_a_path_and_a_list_of_paths_both_become_a_list(settings, text):
 
 def test_every_setting_is_explained_in_its_docstring():
     for name in setting_names():
-        group, _, key = name.partition(".")
-        if not key:
+        *groups, key = name.split(".")
+        if not groups:
             continue
-        kinds = type(getattr(RunConfig(), group)).__mro__
+        kinds = type(functools.reduce(getattr, groups, RunConfig())).__mro__
         doc = " ".join(kind.__doc__ for kind in kinds if kind is not object)
         assert re.search(rf"\b{key}\b", doc), f"{name} has no explanation"
 

@@ -15,8 +15,8 @@ from graphmod.train.data import batches as sampling
 from graphmod.train.data.packing import choose_attention, document_bounds, most_documents, packed_next_token_loss
 from graphmod.train.model import build_model, model_config
 from graphmod.train.run.assembly import plain_config
+from graphmod.train.run.decisive import decisive_settings
 from graphmod.train.run.loop import train
-from graphmod.train.run.resume import decisive_settings
 from graphmod.train.schema import PackingAttention, Precision
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

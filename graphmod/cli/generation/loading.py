@@ -10,6 +10,7 @@ from transformers.utils import logging as transformers_logging
 
 from graphmod.cli.generation.schema import DeviceName, ModelSource, Precision
 from graphmod.errors import ConfigError, reason
+from graphmod.train.checkpoints.loadable import checkpoint_of, require_whole
 from graphmod.train.lora import ADAPTER_FILE, is_adapter
 
 _CONFIGS = ("config.json", ADAPTER_FILE)
@@ -20,15 +21,15 @@ def model_folder(path: str) -> Path:
     """The folder of the model that `path` means: itself, or the latest checkpoint below it.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is none, or it is a checkpoint that is damaged or newer than this version.
     """
     folder = Path(path)
     if not folder.is_dir():
         raise ConfigError(
             f"model.path={path} is not a folder; give that of a saved model, or train one: python train.py"
         )
-    if any((folder / name).is_file() for name in _CONFIGS):
-        return folder
+    if any((folder / name).is_file() for name in _CONFIGS) or checkpoint_of(folder) is not None:
+        return require_whole(folder)
     configs = [config for name in _CONFIGS for config in folder.glob(f"**/checkpoints/*/{name}")]
     found = [config for config in configs if config.parent.name[0] != "."]
     if not found:
@@ -36,7 +37,7 @@ def model_folder(path: str) -> Path:
             f"model.path={path} holds no config.json, so no saved model, and no checkpoint of a run below it; "
             "train one: python train.py"
         )
-    return max(found, key=lambda config: config.stat().st_mtime).parent
+    return require_whole(max(found, key=lambda config: config.stat().st_mtime).parent)
 
 
 def pick_device(name: DeviceName) -> torch.device:

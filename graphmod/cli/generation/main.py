@@ -17,11 +17,12 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from graphmod.cli.environment import require_one_process
 from graphmod.cli.explain import explain
-from graphmod.cli.generation.output import complain, show
 from graphmod.cli.generation.run import generate
 from graphmod.cli.generation.schema import GenerateConfig
-from graphmod.decode.errors import OutputError, RequestError
+from graphmod.cli.stdout import OutputError, complain, show
+from graphmod.decode.errors import RequestError
 from graphmod.errors import ConfigError, GraphmodError
 
 _TEXTS = ("prompt", "prompts_file", "out", "tokenizer", "model.path")
@@ -104,6 +105,7 @@ def main(config_dir: Path) -> int:
     """
     arguments = sys.argv[1:]
     try:
+        require_one_process()
         if {"--help", "-h"} & set(arguments):
             show(HELP)
             return 0

@@ -1,15 +1,14 @@
-"""Where `generate.py` writes: the file of completions, the standard output, and errors."""
+"""The file of completions that `generate.py` writes."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
-from graphmod.decode.errors import OutputError
+from graphmod.cli.stdout import OutputError
 from graphmod.errors import ConfigError
 
 
@@ -84,33 +83,3 @@ def open_output(path: Path, prompts: Path, overwrite: bool) -> Iterator[OutputFi
         file.close()
     except OSError as error:
         raise OutputError(_wrong(path, error)) from error
-
-
-def show(text: str, end: str = "\n") -> None:
-    """Prints to the standard output, at once.
-
-    Raises:
-        BrokenPipeError: nobody reads it any more.
-        OutputError: it cannot be written.
-    """
-    try:
-        print(text, end=end, flush=True)
-    except BrokenPipeError:
-        _drop_stdout()
-        raise
-    except OSError as error:
-        _drop_stdout()
-        raise OutputError(f"the standard output cannot be written: {error.strerror or error}") from error
-
-
-def _drop_stdout() -> None:
-    """Sends what is left of the standard output nowhere, so that Python does not complain about it on its way out."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
-
-
-def complain(message: object) -> None:
-    """Prints an error to the standard error output."""
-    print(f"error: {message}", file=sys.stderr, flush=True)

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from graphmod.train.checkpoints.checkpoint import EMA_FOLDER, DamagedCheckpoint, read_manifest
+from graphmod.train.checkpoints.manifest import EMA_FOLDER, DamagedCheckpoint, NewerCheckpoint, read_manifest
 from graphmod.words import counted
 
 
@@ -13,7 +13,7 @@ def trained(folder: Path) -> str | None:
     try:
         manifest = read_manifest(checkpoint)
         done, steps = manifest["steps_done"], manifest["settings"]["train.steps"]
-    except (DamagedCheckpoint, OSError, KeyError, TypeError):
+    except (DamagedCheckpoint, NewerCheckpoint, OSError, KeyError, TypeError):
         return None
     loss = manifest.get("loss")
     return f"trained for {done:,} of {counted(steps, 'step')}" + ("" if loss is None else f", loss {loss:.3f}")

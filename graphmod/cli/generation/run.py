@@ -11,13 +11,14 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from graphmod.cli.generation.loading import load_model, model_folder
-from graphmod.cli.generation.output import OutputFile, complain, open_output, show
+from graphmod.cli.generation.output import OutputFile, open_output
 from graphmod.cli.generation.prompts import Prompt, line_of, read_prompts
 from graphmod.cli.generation.provenance import trained
 from graphmod.cli.generation.schema import GenerateConfig
+from graphmod.cli.stdout import OutputError, complain, show
 from graphmod.decode.config import CompileMode
 from graphmod.decode.engine import DecodeEngine
-from graphmod.decode.errors import OutputError, RequestError
+from graphmod.decode.errors import RequestError
 from graphmod.decode.results import Completion
 from graphmod.decode.step.sampling import FILTERED, GREEDY, PLAIN
 from graphmod.decode.text.codec import Codec, TokenizerCodec, codec_for

@@ -9,6 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from graphmod.cli.explain import unknown_flag
 from graphmod.errors import ConfigError
+from graphmod.train.run.ownership import require_unused
 from graphmod.train.run.resume import holds_finished_runs
 
 NO_PROFILE = (
@@ -17,12 +18,12 @@ NO_PROFILE = (
 )
 NO_CHECK = "graph.check=true checks one run and trains none; leave out --multirun"
 _ONE_FOR_ALL = (
-    "train.resume={} in a multirun would let all its jobs go on with one run; drop --multirun, or go on with each "
-    "job in its folder: hydra.sweep.dir=FOLDER train.resume=auto"
+    "train.resume={} in a multirun would let all its jobs resume one run; drop --multirun, or resume each job in its "
+    "folder: hydra.sweep.dir=FOLDER train.resume=auto"
 )
 _SWEPT_ALREADY = (
     "hydra.sweep.dir={} holds runs of an earlier multirun, and new ones would mix with them; give another folder, or "
-    "delete that one (train.resume=auto goes on with runs that have checkpoints)"
+    "delete that one (train.resume=auto resumes runs that have checkpoints)"
 )
 _TEXTS = ("train.sample_prompt",)
 _FOLDERS = ("hydra.run.dir", "hydra.sweep.dir")
@@ -75,7 +76,8 @@ def for_hydra(arguments: list[str]) -> list[str]:
 
     Raises:
         ConfigError: an unknown flag, a folder without a name, a profile of several jobs, one run that all of them
-            would go on with, or a folder with the runs of another multirun.
+            would resume, or a folder with the runs of another multirun.
+        FolderInUse: another multirun is writing to the folder.
     """
     found, several = [], bool({"--multirun", "-m"} & set(arguments))
     resumes = any(re.match(r"train\.resume=(?!none$)", argument) for argument in arguments)
@@ -83,6 +85,8 @@ def for_hydra(arguments: list[str]) -> list[str]:
         key, equals, value = argument.partition("=")
         if key in _FOLDERS and value.strip("'\" ") == "" and equals:
             raise ConfigError(f"{key} is empty; give the folder to write to, such as {key}=runs/mine, or leave it out")
+        if several and key == "hydra.sweep.dir":
+            require_unused(Path(value.strip("'\" ")))
         # Said here, because the jobs, one by one, would compare what is new without what they may not touch.
         if several and not resumes and key == "hydra.sweep.dir" and holds_finished_runs(Path(value.strip("'\" "))):
             raise ConfigError(_SWEPT_ALREADY.format(value))

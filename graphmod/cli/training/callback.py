@@ -7,6 +7,7 @@ all times have been taken, in a few steps of each run anew.
 from __future__ import annotations
 
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,14 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
+from graphmod.cli.stdout import OutputError, show
 from graphmod.cli.training.compose import parse
+from graphmod.errors import GraphmodError
 from graphmod.train.report.comparison import compare
 from graphmod.train.report.report import JSON_FILE, remarks, table, write_report
 from graphmod.train.report.result import RunResult
 from graphmod.train.run.loop import train
+from graphmod.train.run.ownership import owned
 
 _PROFILED = {
     "steps": 8,
@@ -49,6 +53,8 @@ def gpu_busy_ms(result: RunResult) -> float | None:
 # warning.
 _running: ComparisonCallback | None = None
 _failure: str | None = None
+_folder = ExitStack()  # owned by this process
+_refusal: GraphmodError | None = None
 
 
 def take_failure() -> str | None:
@@ -56,6 +62,19 @@ def take_failure() -> str | None:
     global _failure
     said, _failure = _failure, None
     return said
+
+
+def require_folder() -> None:
+    """Raises FolderInUse, or another GraphmodError, when this process does not own the folder of its multirun."""
+    if _refusal is not None:
+        raise _refusal
+
+
+def leave_folder() -> None:
+    """Lets others have the folder of the multirun that was under way, if one was."""
+    global _refusal
+    _folder.close()
+    _refusal = None
 
 
 def end_early(folder: Path, reason: str) -> None:
@@ -72,9 +91,13 @@ class ComparisonCallback(Callback):
         self._config: DictConfig | None = None
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Lets `end_early` know what to compare."""
-        global _running
+        """Lets `end_early` know what to compare, and takes the folder, which `require_folder` tells."""
+        global _running, _refusal
         self._config, _running = config, self
+        try:
+            _folder.enter_context(owned(Path(config.hydra.sweep.dir)))
+        except GraphmodError as error:
+            _refusal = error
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
         """Notes a job that ended: the folder that it wrote to, which is another than its own where it went on with an
@@ -89,6 +112,10 @@ class ComparisonCallback(Callback):
         _running, sweep = None, Path(config.hydra.sweep.dir)
         try:
             self._compare(sweep)
+        except BrokenPipeError:  # as with `| head`, where nothing is wrong
+            return
+        except OutputError as error:
+            _failure = str(error)
         except OSError as error:
             for path in sweep.glob("comparison*"):
                 if path.is_file() and not path.stat().st_size:
@@ -100,6 +127,8 @@ class ComparisonCallback(Callback):
 
     def end_early(self, folder: Path, reason: str) -> None:
         """Compares what there is when Hydra could not go on, because it could not make the folder of a job."""
+        if not self._jobs:
+            return  # the reason is all there is to say
         self._jobs[folder] = "", RunResult(scope="", status="failed", error=reason)
         self.on_multirun_end(self._config)
 
@@ -113,14 +142,14 @@ class ComparisonCallback(Callback):
             results[folder.name] = result
         finished = {name: result for name, result in results.items() if result.status == "finished"}
         if any(not result.device.startswith("CPU") for result in finished.values()):
-            print("\nprofiling a few steps of each run, to see how busy the GPU is", flush=True)
+            show("\nprofiling a few steps of each run, to see how busy the GPU is")
         busy = {name: ms for name, result in finished.items() if (ms := gpu_busy_ms(result)) is not None}
         rows = compare(results, busy)
-        print(f"\n{table(rows)}")
+        show(f"\n{table(rows)}")
         for remark in remarks(rows, results):
-            print(remark)
+            show(remark)
         if not finished and (sweep / JSON_FILE).exists():
-            print(f"\nno run finished; the comparison in {sweep} is that of before")
+            show(f"\nno run finished; the comparison in {sweep} is that of before")
             return
         files = write_report(sweep, rows, results)
-        print(f"\nwritten to {', '.join(map(str, files))}\nside by side: tensorboard --logdir {sweep}")
+        show(f"\nwritten to {', '.join(map(str, files))}\nside by side: tensorboard --logdir {sweep}")

@@ -5,10 +5,6 @@ by signal N (130 is Ctrl-C, 143 SIGTERM).
 """
 
 import os
-import re
-import shlex
-import shutil
-import signal
 import sys
 import traceback
 from collections.abc import Iterator
@@ -16,28 +12,24 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import hydra
-import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from graphmod.cli.explain import explain, system_error
+from graphmod.cli.environment import require_one_process
+from graphmod.cli.explain import explain
+from graphmod.cli.stdout import complain, unwritten
 from graphmod.cli.training import callback
-from graphmod.cli.training.arguments import NO_CHECK, NO_PROFILE, for_hydra, groups, swept_keys
-from graphmod.cli.training.compose import parse, register
+from graphmod.cli.training.arguments import for_hydra, groups, swept_keys
+from graphmod.cli.training.compose import register
+from graphmod.cli.training.job import Job, attempt, failed
 from graphmod.errors import ConfigError, GraphmodError
-from graphmod.train.report.result import RESULT_FILE, RunResult
-from graphmod.train.run.folders import from_here, job_folder, unused
-from graphmod.train.run.loop import resume_point, train
-from graphmod.train.schema import RunConfig
+from graphmod.train.report.result import RunResult
+from graphmod.train.run.folders import job_folder, unused
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"
-
-
-def _complain(message: object) -> None:
-    print(f"error: {message}", file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -54,107 +46,10 @@ def _hydra_raises() -> Iterator[None]:
             os.environ[_FULL_ERROR] = before
 
 
-def _way_on(folder: Path, given: list[str]) -> str:
-    """The command that goes on with the run in `folder`, which was started with the arguments `given`."""
-    again = [f"train.resume={from_here(folder)}"]
-    if {"--multirun", "-m"} & set(given):  # whose jobs would all go on with that one
-        again = [f"hydra.sweep.dir={from_here(folder.parent)}", "train.resume=auto"]
-    changed = tuple(argument.partition("=")[0] + "=" for argument in again)
-    given = [argument for argument in given if not argument.startswith(changed)]
-    return shlex.join([from_here(sys.executable), from_here(sys.argv[0]), *given, *again])
-
-
-def _say_stopped(result: RunResult, folder: Path, given: list[str]) -> int:
-    done, steps = len(result.losses), result.config["train"]["steps"]
-    print(f"stopped by {result.error} after step {done} of {steps}")
-    if result.config["train"]["checkpoint"]:
-        print(f"  saved in {folder / result.checkpoint}\n  to go on: {_way_on(folder, given)}")
-    else:
-        print("  nothing was saved, because train.checkpoint=false")
-    return 128 + signal.Signals[result.error]
-
-
-def _bug(error: Exception) -> tuple[int, str]:
-    # All of it is shown, but the other jobs of a multirun go on.
-    traceback.print_exception(error)
-    _complain("this is a bug in graphmod or in a library it uses; the lines above say where")
-    return 1, f"{type(error).__name__}: {error}"
-
-
-def _check(config: RunConfig, folder: Path, alone: bool) -> tuple[int, Path]:
-    """Only says what would keep the step out of graphs."""
-    if not alone:
-        raise ConfigError(NO_CHECK)  # likewise
-    from graphmod.train.run.hazards import CHECK_FILE, check_training
-
-    report = check_training(config, folder)
-    print(report)
-    print(f"  written to {folder / CHECK_FILE}")
-    return int(not report.captured), folder
-
-
-def _attempt(cfg: DictConfig, folder: Path, alone: bool, given: list[str]) -> tuple[int, str | Path]:
-    """Runs one job; returns its exit status, and the folder it wrote to or, if it failed, why.
-
-    Args:
-        cfg: composed by Hydra.
-        folder: of the job.
-        alone: it is not part of a multirun.
-        given: the arguments of the command line, as they were.
-    """
-    try:
-        config = parse(cfg)
-        if config.train.profile and not alone:
-            raise ConfigError(NO_PROFILE)  # a file of configs/ says so; the command line was looked at before
-        if config.graph.check:
-            return _check(config, folder, alone)
-        # What lies beside a folder that was named is other jobs, which may be running.
-        named = any(re.match(r"hydra\.run\.dir=[^$]+$", argument) for argument in given)
-        point = resume_point(config, folder, beside=alone and not named)
-        result = train(config, point.run_dir, point, say=print)
-    except ConfigError as error:
-        _complain(error)
-        return 2, str(error)
-    except GraphmodError as error:
-        _complain(error)
-        return 1, str(error)
-    except OSError as error:
-        reason = system_error(error, folder)
-        _complain(reason)
-        return 1, reason
-    except torch.OutOfMemoryError as error:
-        reason = f"out of GPU memory; lower data.batch_size or data.seq_len. {str(error).splitlines()[0]}"
-        _complain(reason)
-        return 1, reason
-    except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "DefaultCPUAllocator" not in str(error):
-            return _bug(error)
-        reason = f"out of memory; lower data.batch_size or data.seq_len. {error}".splitlines()[0]
-        _complain(reason)
-        return 1, reason
-    except Exception as error:
-        return _bug(error)
-    if result.status == "interrupted":
-        return _say_stopped(result, point.run_dir, given), point.run_dir
-    print(result.report())
-    print(f"  written to {point.run_dir}")
-    return 0, point.run_dir
-
-
-def _failed(cfg: DictConfig, folder: Path, reason: str) -> RunResult:
-    """What the comparison says of a job of a multirun that failed; also left in its folder, if that has no result."""
-    scope = str(getattr(cfg.graph.scope, "value", cfg.graph.scope))
-    result = RunResult(scope=scope, status="failed", error=reason)
-    if not (folder / RESULT_FILE).exists():  # else an earlier run's, with which this one was not allowed to mix
-        with suppress(OSError):
-            result.write(folder)
-    return result
-
-
 def _tidy(folder: Path) -> None:
-    # A run that never began, or went on in the folder of another, should leave no dated folder behind.
-    if folder.is_dir() and {path.name for path in folder.iterdir()} <= {".hydra"}:
-        shutil.rmtree(folder, ignore_errors=True)
+    # A run that never began, or resumed in the folder of another, should leave no dated folder behind.
+    with suppress(OSError):  # it holds something
+        folder.rmdir()
 
 
 def main(config_dir: Path) -> int:
@@ -170,15 +65,19 @@ def main(config_dir: Path) -> int:
         hydra_config = HydraConfig.get()
         folder = Path(hydra_config.runtime.output_dir)
         alone = hydra_config.mode is RunMode.RUN
-        status, outcome = _attempt(cfg, folder, alone, given)
+        callback.require_folder()
+        try:
+            status, outcome = attempt(cfg, Job(folder, list(hydra_config.overrides.task), alone, given, config_dir))
+        finally:
+            if alone:
+                _tidy(folder)
         statuses.append(status)
-        if alone:
-            _tidy(folder)
         if status >= 128:
             raise KeyboardInterrupt  # the jobs that would follow must not start
-        return _failed(cfg, folder, outcome) if status and not alone else outcome
+        return failed(cfg, folder, outcome) if status and not alone else outcome
 
     try:
+        require_one_process()
         arguments = for_hydra(given)
         sys.argv[1:] = arguments
         register()
@@ -196,27 +95,35 @@ def main(config_dir: Path) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     except ConfigError as error:
-        _complain(error)
+        complain(error)
         return 2
+    except GraphmodError as error:
+        complain(error)
+        return 1
     except (HydraException, OmegaConfBaseException) as error:
         if show_all:
             traceback.print_exc()
-        _complain(explain(error))
+        complain(explain(error))
         return 2
-    except OSError as error:  # Hydra could not make the folder of the run
+    except OSError as error:  # Hydra could not make the folder of the run, or print what it was asked for
+        if (reason := unwritten()) is not None:
+            complain(reason)
+            return 1
         where = error.filename or "the folder of the run"
         reason = (
             f"cannot write to {where}: {error.strerror or error}; choose another folder with hydra.run.dir=FOLDER "
             "(of a multirun: hydra.sweep.dir=FOLDER)"
         )
         callback.end_early(Path(error.filename or "the next job"), reason)
-        _complain(reason)
-        if (unwritten := callback.take_failure()) is not None:
-            _complain(unwritten)
+        complain(reason)
+        if (uncompared := callback.take_failure()) is not None:
+            complain(uncompared)
         return 1
     finally:
+        callback.leave_folder()
         sys.argv[1:] = given
-    if (unwritten := callback.take_failure()) is not None:
-        _complain(unwritten)
-        statuses.append(1)
+    for reason in (callback.take_failure(), unwritten()):
+        if reason is not None:
+            complain(reason)
+            statuses.append(1)
     return max(statuses, default=0)

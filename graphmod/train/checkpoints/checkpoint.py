@@ -1,14 +1,12 @@
 """The format of a checkpoint: a folder that `from_pretrained` loads, and beside the weights what resuming needs.
 
-Which checkpoint a run goes on from is decided in `train/run/resume.py`. A checkpoint appears whole or not at all: it is
-written under another name, forced to the disk, and renamed; `checkpoint.json`, written last, lists every file with its
-size and checksum, by which damage is noticed.
+Which checkpoint a run resumes from is decided in `train/run/resume.py`. A checkpoint appears whole or not at all: it is
+written under another name, forced to the disk, and renamed; what it says of itself, `manifest.py` writes down.
 """
 
 import json
 import os
 import shutil
-import zlib
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -18,22 +16,28 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+import graphmod
 from graphmod.errors import GraphmodError
+from graphmod.train.checkpoints.manifest import (
+    EMA_FOLDER,
+    FORMAT,
+    MANIFEST_FILE,
+    STATE_FILE,
+    DamagedCheckpoint,
+    being_replaced,
+    being_written,
+    checkpoint_name,
+    checkpoints,
+    checksum,
+    clear_leftovers,
+)
 from graphmod.train.lora import MERGED_FOLDER, has_adapters, save_merged
 from graphmod.train.model import no_transformers_bars
 from graphmod.train.step import TrainStep
 
-STATE_FILE = "training_state.pt"
-MANIFEST_FILE = "checkpoint.json"
-FOLDER = "checkpoints"
-EMA_FOLDER = "ema"
-_CHUNK = 1 << 22
+_LEAST_FREE = 1 << 22
 # Weights and AdamW's two moments in the parameters' dtype, and a margin for what is small.
 _COPIES, _MARGIN = 3, 1.05
-
-
-class DamagedCheckpoint(GraphmodError):
-    """A checkpoint that is not what was written; the message names the file and what is wrong with it."""
 
 
 @dataclass
@@ -42,22 +46,19 @@ class Progress:
 
     Attributes:
         steps_done: optimizer steps; also the position in the data.
-        settings: those that decide the numbers (see `train/run/resume.py`), as plain values.
+        config: all settings, as plain values, by group.
+        settings: those that decide the numbers (see `train/run/decisive.py`), by their full name.
         data: fingerprint of the training tokens.
         losses: one a step so far.
         eval_losses: (steps done, loss).
     """
 
     steps_done: int
+    config: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     data: str = ""
     losses: list[float] = field(default_factory=list)
     eval_losses: list[tuple[int, float]] = field(default_factory=list)
-
-
-def checkpoint_name(steps_done: int) -> str:
-    """The folder name of the checkpoint after that many steps."""
-    return f"step_{steps_done:08d}"
 
 
 def random_state(device: torch.device) -> dict[str, torch.Tensor]:
@@ -73,14 +74,6 @@ def set_random_state(state: dict[str, torch.Tensor], device: torch.device) -> No
     torch.set_rng_state(state["cpu"])
     if device.type == "cuda":
         torch.cuda.set_rng_state(state["cuda"], device)
-
-
-def _checksum(path: Path) -> int:
-    value = 0
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            value = zlib.crc32(chunk, value)
-    return value
 
 
 def _sync(path: Path) -> None:
@@ -135,9 +128,12 @@ def _write(
     listed = {}
     for path in _files(partial):
         _sync(path)
-        listed[path.relative_to(partial).as_posix()] = [path.stat().st_size, _checksum(path)]
+        listed[path.relative_to(partial).as_posix()] = [path.stat().st_size, checksum(path)]
     manifest = {
+        "format": FORMAT,
+        "graphmod": graphmod.__version__,
         "steps_done": progress.steps_done,
+        "config": progress.config,
         "settings": progress.settings,
         "data": progress.data,
         "loss": progress.losses[-1] if progress.losses else None,
@@ -168,9 +164,9 @@ def save_checkpoint(
         GraphmodError: the disk is full, or may not be written to. Earlier checkpoints are untouched then.
     """
     folder = parent / checkpoint_name(progress.steps_done)
-    partial, replaced = parent / f".{folder.name}.partial", parent / f".{folder.name}.replaced"
+    partial, replaced = being_written(folder), being_replaced(folder)
     try:
-        remove_leftovers(parent)
+        clear_leftovers(parent)
         partial.mkdir(parents=True)
         _write(partial, model, step, progress, tokenizer, merge)
         if folder.exists():
@@ -178,21 +174,31 @@ def save_checkpoint(
         os.replace(partial, folder)
         _sync(parent)
         shutil.rmtree(replaced, ignore_errors=True)
-    except Exception as error:
+    except BaseException as error:
         full = _no_space(parent)
-        shutil.rmtree(partial, ignore_errors=True)
+        clear_leftovers(parent)
         # Writers of tensors report a full disk as errors of their own; anything else they raise is a bug.
-        if not (full or isinstance(error, (OSError, RuntimeError)) or type(error).__module__.startswith("safetensors")):
+        if not isinstance(error, Exception) or not (
+            full or isinstance(error, (OSError, RuntimeError)) or type(error).__module__.startswith("safetensors")
+        ):
             raise
         raise _cannot_save(folder, "no space left on the disk" if full else error) from error
     for old in [path for path in checkpoints(parent) if path != folder][max(keep - 1, 0) :]:
-        shutil.rmtree(old, ignore_errors=True)
+        _remove(old)
     return folder
+
+
+def _remove(folder: Path) -> None:
+    # Under another name first: what is ended in the middle of it should not look like a damaged checkpoint.
+    partial = being_written(folder)
+    with suppress(OSError):
+        os.replace(folder, partial)
+    shutil.rmtree(partial, ignore_errors=True)
 
 
 def _no_space(folder: Path) -> bool:
     try:
-        return shutil.disk_usage(folder).free < _CHUNK
+        return shutil.disk_usage(folder).free < _LEAST_FREE
     except OSError:
         return False
 
@@ -201,20 +207,8 @@ def _cannot_save(folder: Path, error: Exception | str) -> GraphmodError:
     reason = (str(error) or type(error).__name__).splitlines()[0]
     earlier = checkpoints(folder.parent)
     left = f"; the newest one there is {earlier[0]}" if earlier else ""
-    way_out = "make room, or go on in another folder (hydra.run.dir=FOLDER train.resume=CHECKPOINT)"
+    way_out = "make room, or resume from that one in another folder (train.resume=CHECKPOINT hydra.run.dir=FOLDER)"
     return GraphmodError(f"cannot save the checkpoint {folder}: {reason}{left}; {way_out}")
-
-
-def remove_leftovers(parent: Path) -> None:
-    """Removes what a run that was killed while it saved left half-written."""
-    for path in (*parent.glob(".step_*.partial"), *parent.glob(".step_*.replaced")):
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def checkpoints(parent: Path) -> list[Path]:
-    """The checkpoint folders in `parent`, the one with most steps first; damaged ones are among them."""
-    found = [path for path in parent.glob("step_*") if path.is_dir() and path.name[5:].isdigit()]
-    return sorted(found, key=lambda path: int(path.name[5:]), reverse=True)
 
 
 def _size(count: int) -> str:
@@ -241,38 +235,6 @@ def check_room(folder: Path, model: PreTrainedModel, with_ema: bool) -> None:
             f"a checkpoint takes about {_size(needed)}, and the disk of {folder} has {_size(free)} free; make "
             "room, write elsewhere (hydra.run.dir=FOLDER), or train.checkpoint=false"
         )
-
-
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """What `checkpoint.json` says. Raises DamagedCheckpoint when there is none that can be read."""
-    try:
-        manifest = json.loads((folder / MANIFEST_FILE).read_text(encoding="utf-8"))
-        if not {"steps_done", "settings", "data", "files"} <= set(manifest):
-            raise ValueError("it lacks some of its parts")
-        return manifest
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise DamagedCheckpoint(f"{folder} is damaged: {MANIFEST_FILE}: {reason}") from error
-
-
-def verify(folder: Path) -> dict[str, Any]:
-    """The manifest, after every file it lists was found to be as it was written.
-
-    Raises:
-        DamagedCheckpoint: one is not.
-    """
-    manifest = read_manifest(folder)
-    for name, (size, checksum) in manifest["files"].items():
-        path = folder / name
-        try:
-            found = path.stat().st_size
-            if found != size:
-                raise DamagedCheckpoint(f"{folder} is damaged: {name} has {found} bytes, {size} were written")
-            if _checksum(path) != checksum:
-                raise DamagedCheckpoint(f"{folder} is damaged: the content of {name} is not what was written")
-        except OSError as error:
-            raise DamagedCheckpoint(f"{folder} is damaged: {name}: {error.strerror}") from error
-    return manifest
 
 
 def load_training_state(folder: Path) -> dict[str, Any]:

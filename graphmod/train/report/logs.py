@@ -34,7 +34,7 @@ class RunFilter(logging.Filter):
 
 
 @contextmanager
-def _events_fail_once() -> Iterator[None]:
+def events_fail_once() -> Iterator[None]:
     """The thread that writes TensorBoard's events hands an error such as a full disk on to the run, which words it; a
     traceback of the thread would only say it before."""
     before = threading.excepthook
@@ -57,7 +57,7 @@ def beside_bar(lengths: bool) -> Iterator[None]:
     chosen = RunFilter(lengths)
     log.addFilter(chosen)
     try:
-        with logging_redirect_tqdm(), _events_fail_once():
+        with logging_redirect_tqdm():
             yield
     finally:
         log.removeFilter(chosen)

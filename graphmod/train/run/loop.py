@@ -1,8 +1,10 @@
 """One training run from its settings to its numbers. Everything under `train/` meets here and nowhere else."""
 
+import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +16,14 @@ from tqdm import tqdm
 from transformers import PretrainedConfig, PreTrainedModel
 
 from graphmod.errors import GraphmodError
-from graphmod.train.checkpoints.checkpoint import FOLDER, Progress, check_room, restore, save_checkpoint
+from graphmod.train.checkpoints.checkpoint import Progress, check_room, restore, save_checkpoint
+from graphmod.train.checkpoints.loadable import require_whole
+from graphmod.train.checkpoints.manifest import FOLDER, checkpoints
 from graphmod.train.data.batches import Batches, make_batches
 from graphmod.train.data.corpus import Corpus, load_corpus
 from graphmod.train.data.windows import Prefetcher, split
 from graphmod.train.model import build_model, load_weights, model_config, weights_dtype
-from graphmod.train.report.logs import beside_bar, log
+from graphmod.train.report.logs import beside_bar, events_fail_once, log
 from graphmod.train.report.metrics import GIB, Metrics
 from graphmod.train.report.profile import profile_steps
 from graphmod.train.report.result import RunResult
@@ -27,20 +31,15 @@ from graphmod.train.report.timing import StepClock, median
 from graphmod.train.run.assembly import device_name, plain_config, step_maker
 from graphmod.train.run.auto import AutoScope, candidates
 from graphmod.train.run.checks import pick_device
-from graphmod.train.run.interrupt import StopRequest
-from graphmod.train.run.resume import ResumePoint, decisive_settings, fingerprint, finished_result, locate, require_same
+from graphmod.train.run.decisive import decisive_settings, extension, fingerprint, require_same
+from graphmod.train.run.interrupt import Aborted, StopRequest
+from graphmod.train.run.resume import ResumePoint, claimed, finished_result
 from graphmod.train.run.text_samples import Samples
 from graphmod.train.schema import Compile, NonFinite, RunConfig
 from graphmod.train.special_tokens import set_special_tokens
 from graphmod.train.step.activations import recompute_activations
 from graphmod.train.step.isolation import isolated
 from graphmod.train.step.step import TrainStep, warmup_steps
-
-
-def resume_point(config: RunConfig, run_dir: Path, *, beside: bool = False) -> ResumePoint:
-    """Where a run with these settings goes on; `beside`: see `train.resume.locate`, whose errors it raises."""
-    settings = decisive_settings(plain_config(config), pick_device(config.train.device).type)
-    return locate(config.train.resume, run_dir, settings, beside)
 
 
 class NonFiniteError(GraphmodError):
@@ -151,7 +150,8 @@ class _Run:
 
     def _save(self, done: int) -> None:
         self._finish_values()
-        progress = Progress(done, self.settings, self.data, self.metrics.losses, self.metrics.eval_losses)
+        config = plain_config(self.config)
+        progress = Progress(done, config, self.settings, self.data, self.metrics.losses, self.metrics.eval_losses)
         keep, merge = self.config.train.keep_checkpoints, self.config.model.lora.merge
         parent = self.folder / FOLDER
         self.saved = save_checkpoint(parent, self.model, self.step, progress, self.corpus.tokenizer, keep, merge)
@@ -162,7 +162,7 @@ class _Run:
         started = time.perf_counter()
         on_terminal = sys.stderr.isatty()
         with (
-            StopRequest() as stop,
+            StopRequest(saves=train.checkpoint) as stop,
             Prefetcher(self.batches.sampler, range(self.first, train.steps), pin=self.device.type == "cuda") as batches,
             tqdm(
                 total=train.steps,
@@ -205,7 +205,7 @@ class _Run:
                     self._save(done)
                     clock.begin()
                 bar.update()
-                if last and done < train.steps:
+                if (last or (saving and stop.signal is not None)) and done < train.steps:
                     self.stopped_by = stop.signal.name
                     break
             self._finish_values()
@@ -235,7 +235,7 @@ class _Run:
             reserved_gib=torch.cuda.max_memory_reserved(self.device) / GIB if on_gpu else None,
             graph=asdict(self.step.stats),
             seconds=seconds,
-            checkpoint=str(self.saved.relative_to(self.folder)) if self.saved else None,
+            checkpoint=os.path.relpath(self.saved, self.folder) if self.saved else None,
             resumed_at_step=self.first,
             skipped_steps=int(self.metrics.latest.get("skipped", 0)),
             first_nonfinite_step=self.first_nonfinite,
@@ -255,21 +255,49 @@ class _Run:
         self.step.reset()
 
 
-def _run(config: RunConfig, *parts: Any) -> RunResult:
-    run = _Run(config, *parts)
+def _run(config: RunConfig, point: ResumePoint, *parts: Any) -> RunResult:
+    run = _Run(config, point, *parts)
     try:
         result = run.result(run.steps())
         if config.train.profile and not run.stopped_by:
             result.profile = run.profile()
         return result
+    except KeyboardInterrupt:
+        raise Aborted(next(iter(checkpoints(point.run_dir / FOLDER)), None)) from None
     finally:
         run.close()
+
+
+def _train(config: RunConfig, point: ResumePoint, say: Callable[[str], None]) -> RunResult:
+    device = pick_device(config.train.device)
+    settings = decisive_settings(plain_config(config), device.type)
+    if point.checkpoint is not None:
+        require_same(point.checkpoint, point.manifest, settings)  # what takes no time to compare
+    elif config.model.path is not None:
+        require_whole(Path(config.model.path))
+    corpus = load_corpus(config.data, config.model, config.train.seed)
+    split(corpus, config.data)  # for its error, which should come before the model
+    dims = model_config(config.model, corpus.vocab_size, config.data.seq_len)
+    batches = make_batches(config, corpus, device, dims)
+    if config.train.epochs is not None:
+        config = replace(config, train=replace(config.train, steps=batches.sampler.steps(config.train.epochs)))
+    if point.checkpoint is not None:
+        require_same(point.checkpoint, point.manifest, settings, fingerprint(corpus.tokens))
+        if (finished := finished_result(point, config.train.steps, say)) is not None:
+            return finished
+        if (extended := extension(point.manifest, config)) is not None:
+            say(extended)
+    with isolated(device, config.train.seed, config.train.deterministic), events_fail_once():
+        result = _run(config, point, device, corpus, dims, batches)
+    result.write(point.run_dir)
+    return result
 
 
 def train(
     config: RunConfig, run_dir: Path, point: ResumePoint | None = None, say: Callable[[str], None] = log.info
 ) -> RunResult:
-    """Trains as told and writes TensorBoard events, `result.json` and checkpoints into the folder of the run.
+    """Trains as told and writes TensorBoard events, `result.json` and checkpoints into the folder of the run, which no
+    other process may write to meanwhile.
 
     Whatever happens, nothing of the run stays behind in the process: graphs, GPU memory and its peaks, random state
     and deterministic flags are as they were. SIGINT or SIGTERM ends the run after the step it is in; it is saved, and
@@ -277,33 +305,17 @@ def train(
 
     Args:
         config: checked settings, from `parse`.
-        run_dir: folder of this run; made if need be. A resumed run goes on in its own folder instead.
-        point: where to go on, if that is known already; None looks at `config.train.resume`.
-        say: told where a run goes on, once it is certain that it may.
+        run_dir: folder of this run; made if need be. A resumed run writes to its own folder instead.
+        point: where to start, from a `claimed` that is entered; None looks at `config.train.resume`.
+        say: told where a run resumes, once it is certain that it may.
 
     Raises:
         ConfigError: the data or the saved model cannot be used, or a run with other settings cannot be resumed; raised
             before a model is built.
+        FolderInUse: another process writes to the folder.
         GraphmodError: the folder cannot be written to, or has no room for a checkpoint.
         NonFiniteError: a loss or gradient was not finite, with `train.nonfinite=stop`.
+        Aborted: a second SIGINT came before the run had ended.
     """
-    point = point or resume_point(config, run_dir)
-    try:
-        point.run_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise GraphmodError(f"cannot write to {point.run_dir}: {error.strerror}") from error
-    corpus = load_corpus(config.data, config.model, config.train.seed)
-    split(corpus, config.data)  # for its error, which should come before the model
-    dims = model_config(config.model, corpus.vocab_size, config.data.seq_len)
-    device = pick_device(config.train.device)
-    batches = make_batches(config, corpus, device, dims)
-    if config.train.epochs is not None:
-        config = replace(config, train=replace(config.train, steps=batches.sampler.steps(config.train.epochs)))
-    if point.checkpoint is not None:
-        require_same(point, decisive_settings(plain_config(config), device.type), fingerprint(corpus.tokens))
-        if (finished := finished_result(point, config.train.steps, say)) is not None:
-            return finished
-    with isolated(device, config.train.seed, config.train.deterministic):
-        result = _run(config, point, device, corpus, dims, batches)
-    result.write(point.run_dir)
-    return result
+    with claimed(config, run_dir) if point is None else nullcontext(point) as start:
+        return _train(config, start, say)

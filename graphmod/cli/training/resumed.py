@@ -1,0 +1,85 @@
+"""The settings of a run that is resumed: those it had and, over them, what the command line gives."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig, OmegaConf
+
+from graphmod.train.checkpoints.manifest import DamagedCheckpoint, read_manifest
+from graphmod.train.run.decisive import all_settings, require_same, with_changes
+from graphmod.train.run.resume import AUTO, NONE, ResumePoint, newest_readable, run_of
+
+_RESUME = "train.resume"
+_SAID = (_RESUME, "train.steps")  # what more steps mean for a run, the run says itself
+
+
+@dataclass
+class JobSettings:
+    """What a job is run with.
+
+    Attributes:
+        settings: all of them, by group, to be parsed.
+        changed: in words, what the command line changes of the run that is resumed.
+    """
+
+    settings: DictConfig | dict[str, Any]
+    changed: list[str] = field(default_factory=list)
+
+
+def _given(cfg: DictConfig, overrides: list[str], config_dir: Path) -> dict[str, Any]:
+    """The settings that the command line gives, by full name. The choice of a group gives all those that files of that
+    group set: another file than the chosen one may have set them before."""
+    given = {}
+    for override in OverridesParser.create().parse_overrides(overrides):
+        key = override.key_or_group
+        files = [OmegaConf.load(path) for path in (config_dir / key).glob("*.yaml")]
+        for name in sorted({f"{key}.{name}" for file in files for name in file}) or [key]:
+            value = OmegaConf.select(cfg, name)
+            plain = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+            given[name] = plain.value if isinstance(plain, Enum) else plain
+    return given
+
+
+def _named(resume: str) -> ResumePoint | None:
+    folder, run = Path(resume).absolute(), run_of(resume)
+    if run == folder:
+        return newest_readable(run)
+    try:
+        return ResumePoint(run, folder, read_manifest(folder))
+    except DamagedCheckpoint:
+        return None
+
+
+def job_settings(cfg: DictConfig, overrides: list[str], config_dir: Path) -> JobSettings:
+    """The settings of a job that Hydra has composed: with `train.resume=FOLDER` those of that run and, over them, what
+    the command line gives.
+
+    Args:
+        cfg: composed by Hydra.
+        overrides: the job's, without Hydra's own settings.
+        config_dir: the folder with the groups.
+
+    Raises:
+        ConfigError: the folder holds no run, or a setting is to change that decides its numbers.
+    """
+    resume = str(cfg.train.resume)
+    point = None if resume in (NONE, AUTO) else _named(resume)
+    if point is None:  # where a folder was named, whoever looks for its checkpoints says what is wrong with them
+        return JobSettings(cfg)
+    given, manifest = _given(cfg, overrides, config_dir), point.manifest
+    # At once, because a change that may not be can also be one that does not fit to the rest.
+    require_same(point.checkpoint, manifest, with_changes(manifest["settings"], given))
+    saved = all_settings(manifest)
+    settings = OmegaConf.to_container(cfg, resolve=True) if "config" not in manifest else {}
+    for group, values in saved.items():
+        settings.setdefault(group, {}).update(values)
+    changed = []
+    for name, value in {**given, _RESUME: resume}.items():
+        group, _, key = name.partition(".")
+        if name not in _SAID and key in saved.get(group, {}) and saved[group][key] != value:
+            changed.append(f"{name} was {saved[group][key]} and is now {value}")
+        settings.setdefault(group, {})[key] = value
+    return JobSettings(settings, changed)

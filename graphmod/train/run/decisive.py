@@ -1,0 +1,137 @@
+"""The settings and the text that decide the numbers of a run, and whether two runs have the same."""
+
+import zlib
+from typing import Any
+
+from torch import Tensor
+
+from graphmod.errors import ConfigError
+from graphmod.train.run.assembly import plain_config
+from graphmod.train.schema import RunConfig
+from graphmod.train.step.optim import learning_rates
+
+# How long a run is may change, too; what that does to its numbers, `extension` says.
+_LENGTH = {"train.steps"}
+# What is not here may change on resuming: where graphs are used, what is logged, evaluated and saved.
+_DECISIVE = {
+    "model": None,
+    "data": None,
+    "optim": None,
+    "graph": {"compile"},
+    "train": {"steps", "grad_accumulation", "precision", "seed", "deterministic", "nonfinite", "ema_decay"},
+}
+# The text itself is compared instead, by fingerprint; the weights come from the checkpoint.
+_BY_CONTENT = {
+    *("model.path", "data.source", "data.path", "data.pattern", "data.tokenizer", "data.max_bytes", "data.column"),
+    *("data.train_on", "data.split", "data.cache"),
+}
+# A setting that came later has the default under which all is as it was before; those that have another are here.
+_BEFORE_IT_CAME = {"data.packing_attention": "mask"}
+
+
+def _flat(config: dict[str, Any]) -> dict[str, Any]:
+    return {f"{group}.{name}": value for group, values in config.items() for name, value in values.items()}
+
+
+def decisive_settings(config: dict[str, Any], device: str) -> dict[str, Any]:
+    """The settings that decide the numbers of a run, by their full name.
+
+    Args:
+        config: all settings as plain values, by group.
+        device: kind of device, `cpu` or `cuda`.
+    """
+    found = {
+        f"{group}.{name}": value
+        for group, names in _DECISIVE.items()
+        for name, value in config[group].items()
+        if (names is None or name in names) and f"{group}.{name}" not in _BY_CONTENT
+    }
+    if not config["data"]["packing"]:
+        del found["data.packing_attention"]
+    return {**found, "train.device": device}
+
+
+def with_changes(settings: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Decisive settings, with the values in `given` of those that are among them, by full name."""
+    # The device stands in `given` as it was asked for, which may be `auto`.
+    return {name: value if name == "train.device" else given.get(name, value) for name, value in settings.items()}
+
+
+def fingerprint(tokens: Tensor) -> str:
+    """Length and checksum of the tokens of a run."""
+    return f"{len(tokens)}-{tokens.dtype}-{zlib.crc32(tokens.contiguous().numpy()):08x}".replace("torch.", "")
+
+
+def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Each decisive setting that is not what it was, in words. One that `saved` lacks came later, and was what it is by
+    default."""
+    defaults = _flat(plain_config(RunConfig())) | _BEFORE_IT_CAME
+    was = {name: defaults.get(name, value) for name, value in now.items()} | saved
+    # Those that have nothing to do with this run are left out of its settings.
+    return [f"{name} was {was[name]} and is now {now.get(name)}" for name in sorted(was) if was[name] != now.get(name)]
+
+
+def all_settings(manifest: dict[str, Any]) -> dict[str, Any]:
+    """The settings of the run that wrote a checkpoint, as far as it says, by group: those that this version knows.
+
+    Args:
+        manifest: of the checkpoint. One of format 1 holds the decisive ones only, without where the text lies.
+    """
+    config = manifest.get("config")
+    if config is None:
+        config = {}
+        for name, value in (_BEFORE_IT_CAME | manifest["settings"]).items():
+            group, _, key = name.partition(".")
+            config.setdefault(group, {})[key] = value
+        if not config["data"].get("packing"):
+            del config["data"]["packing_attention"]
+    known = plain_config(RunConfig())
+    return {
+        group: {name: value for name, value in values.items() if name in known[group]}
+        for group, values in config.items()
+        if group in known
+    }
+
+
+def extension(manifest: dict[str, Any], config: RunConfig) -> str | None:
+    """What another number of steps than its checkpoint was made for means for a run; None where it is the same.
+
+    The numbers are those of a run that had as many from the start, bit for bit, when the learning rates of the steps
+    that are done are the same for both.
+    """
+    before, now, done = all_settings(manifest)["train"]["steps"], config.train.steps, manifest["steps_done"]
+    if before == now:
+        return None
+    was, rates = learning_rates(config.optim, before), learning_rates(config.optim, now)
+    if was[:done] == rates[:done]:
+        return f"train.steps was {before}; the numbers are those of a run that had {now} from the start"
+    then = f"; that of step {done + 1} is {rates[done]:.3g}, after {was[done - 1]:.3g}" if done < now else ""
+    return (
+        f"train.steps was {before}; from here on the learning rate follows the schedule of {now} steps{then}. A run "
+        f"that had {now} from the start would have had other rates up to here, and so has other numbers"
+    )
+
+
+def require_same(where: object, manifest: dict[str, Any], settings: dict[str, Any], data: str | None = None) -> None:
+    """Raises ConfigError when the run that wrote a checkpoint had other settings, the number of steps apart, or another
+    text.
+
+    Args:
+        where: the checkpoint, for the message.
+        manifest: of it.
+        settings: the decisive ones of now.
+        data: fingerprint of the tokens of now; None does not compare them.
+    """
+    anew = f"start anew from its weights: train.resume=none model=local model.path={where}"
+    saved = {name: value for name, value in manifest["settings"].items() if name not in _LENGTH}
+    changed = differences(saved, {name: value for name, value in settings.items() if name not in _LENGTH})
+    if changed:
+        raise ConfigError(
+            f"{where} was trained with other settings, which decide its numbers: {'; '.join(changed)}. Use those it "
+            f"had, or {anew}"
+        )
+    if data is not None and manifest["data"] != data:
+        raise ConfigError(
+            f"{where} was trained on another text ({manifest['data']}, now {data}: number of tokens and checksum); "
+            f"bring back the data it had, or {anew}"
+        )

@@ -1,0 +1,76 @@
+"""What processes do that tests kill. They import nothing but this and what it needs, so that they start at once."""
+
+import multiprocessing
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from graphmod.train.run import ownership
+from graphmod.train.run.loop import train
+from graphmod.train.run.ownership import FolderInUse, owned
+from graphmod.train.schema import RunConfig
+
+# Their parent is a copy of a process that has imported everything, and nothing else.
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["graphmod.train.run.loop"])
+WON, LOST = 0, 3
+
+
+def _be_quiet() -> None:
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+    torch.set_num_threads(1)
+    tqdm.set_lock(threading.RLock())  # else it makes semaphores, which stay when the process is killed
+
+
+def own_and_wait(folder: Path, reached) -> None:
+    """Owns the folder until it is killed, beside a child, whose id is sent to `reached`."""
+    with owned(folder):
+        child = os.fork()  # as of a library that reads data in several processes
+        if child:
+            reached.send(child)
+        time.sleep(60)
+
+
+def start_at_once(folder: Path, barrier) -> None:
+    """Exits with WON if it got the folder, else with LOST."""
+    ownership._PATIENCE_S = 0.05
+    barrier.wait()
+    try:
+        with owned(folder):
+            barrier.wait()
+        sys.exit(WON)
+    except FolderInUse:
+        barrier.wait()
+        sys.exit(LOST)
+
+
+def train_until_renamed(config: RunConfig, target: Path) -> None:
+    """Exits with LOST when the checkpoint `target` is whole and about to get its name, which an earlier one had."""
+    _be_quiet()
+    original = os.replace
+
+    def replace(source, name):
+        if str(source).endswith(".partial") and Path(name) == target:
+            os._exit(LOST)
+        original(source, name)
+
+    os.replace = replace
+    train(config, target.parent.parent)
+
+
+def train_or_lose(config: RunConfig, folder: Path) -> None:
+    """Exits with WON when the run is finished, with LOST when another process is at it."""
+    _be_quiet()
+    ownership._PATIENCE_S = 0.05
+    try:
+        train(config, folder)
+    except FolderInUse:
+        sys.exit(LOST)
+    sys.exit(WON)

@@ -1,0 +1,123 @@
+"""What both commands refuse, and where their errors come from."""
+
+import errno
+import json
+import os
+import sys
+
+import pytest
+from conftest import CONFIGS, ROOT, TINY, composed, shell
+
+from graphmod.cli.generation import main as generation
+from graphmod.cli.generation.loading import model_folder
+from graphmod.cli.training import main as training
+from graphmod.cli.training.job import Job, attempt
+from graphmod.errors import ConfigError
+from graphmod.train.checkpoints.manifest import FORMAT, NewerCheckpoint
+from graphmod.train.run.loop import train
+
+COMMANDS = [(training, CONFIGS), (generation, ROOT / "configs_generate")]
+
+
+@pytest.mark.parametrize(("command", "configs"), COMMANDS)
+def test_a_launcher_of_several_processes_is_refused_in_one_sentence(command, configs, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(sys, "argv", ["command", "graph=none"])
+    assert command.main(configs) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("error: WORLD_SIZE=2 asks for 2 processes") and said.endswith("unset WORLD_SIZE")
+
+
+@pytest.mark.parametrize("size", ["1", "", "many"])
+def test_a_launcher_of_one_process_is_not(size, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", size)
+    monkeypatch.setattr(sys, "argv", ["generate.py", "--help"])
+    assert generation.main(ROOT / "configs_generate") == 0
+    assert "model.path=" in capsys.readouterr().out
+
+
+def test_an_output_that_takes_nothing_is_not_blamed_on_the_folder(text, tmp_path, monkeypatch, capsys):
+    arguments = [*TINY, "data=text", f"data.path={text}"]
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        status, why = attempt(composed(*arguments), Job(tmp_path / "run", arguments, True, arguments, CONFIGS))
+    assert status == 1 and why == f"the standard output cannot be written: {os.strerror(errno.ENOSPC)}"
+    assert f"error: {why}\n" in capsys.readouterr().err
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == "finished"
+
+
+def test_a_sweep_that_cannot_be_written_is_one_error(tmp_path):
+    (tmp_path / "file").touch()
+    process = shell(tmp_path, "-m", *TINY, "graph=none,per_layer", "hydra.sweep.dir=file/sweep")
+    said, complained = process.communicate(timeout=120)
+    assert process.returncode == 1 and said == ""
+    (error,) = complained.splitlines()
+    assert error.startswith("error: cannot write to file/sweep: Not a directory; choose another folder")
+
+
+@pytest.fixture
+def checkpoint(on_text, tmp_path):
+    result = train(on_text("train.checkpoint_every=4", "train.ema_decay=0.9"), tmp_path / "run")
+    return tmp_path / "run" / result.checkpoint
+
+
+def flip(path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-50] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_damaged_model_is_not_trained_on_either(checkpoint, settings, tmp_path):
+    config = settings("model=local", f"model.path={checkpoint}", "data.seq_len=16", "train.device=cpu")
+    flip(checkpoint / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"step_00000008 is damaged: .*: model\.path=.*step_00000004$"):
+        train(config, tmp_path / "anew")
+    assert not (tmp_path / "anew").exists()
+
+
+@pytest.mark.parametrize("inside", ["", "ema"])
+def test_a_damaged_model_is_named_and_another_one_of_its_run(checkpoint, tmp_path, inside):
+    older = checkpoint.parent / "step_00000004"
+    assert model_folder(str(checkpoint / inside)) == checkpoint / inside
+    flip(checkpoint / inside / "model.safetensors")
+    said = rf"step_00000008 is damaged: the content of .*safetensors is not .*: model\.path={older / inside}$"
+    with pytest.raises(ConfigError, match=said):
+        model_folder(str(checkpoint / inside))
+    assert model_folder(str(older / inside)) == older / inside
+    flip(older / inside / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"and no other one of that run is whole; put that file back, or train again"):
+        model_folder(str(checkpoint / inside))
+
+
+def test_the_latest_of_several_runs_is_looked_at_too(checkpoint, tmp_path):
+    assert model_folder(str(tmp_path)) == checkpoint
+    (checkpoint / "config.json").write_text("{}")
+    os.utime(checkpoint / "config.json", (2**33, 2**33))
+    with pytest.raises(ConfigError, match=r"is damaged: config\.json has 2 bytes"):
+        model_folder(str(tmp_path))
+
+
+def test_files_that_are_not_loaded_may_be_damaged(checkpoint):
+    flip(checkpoint / "training_state.pt")
+    flip(checkpoint / "ema" / "model.safetensors")
+    assert model_folder(str(checkpoint)) == checkpoint
+    flip(checkpoint / "model.safetensors")
+    (checkpoint / "ema" / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"ema/model\.safetensors: No such file"):
+        model_folder(str(checkpoint / "ema"))
+
+
+def test_a_checkpoint_without_its_list_of_files_or_with_a_newer_one_is_refused(checkpoint):
+    manifest = json.loads((checkpoint / "checkpoint.json").read_text())
+    (checkpoint / "checkpoint.json").write_text(json.dumps({**manifest, "format": FORMAT + 1}))
+    with pytest.raises(NewerCheckpoint, match=f"format {FORMAT + 1}, of graphmod"):
+        model_folder(str(checkpoint))
+    (checkpoint / "checkpoint.json").unlink()
+    with pytest.raises(ConfigError, match=r"is damaged: checkpoint\.json: No such file"):
+        model_folder(str(checkpoint))
+
+
+def test_a_model_of_other_origin_has_no_list_to_be_compared_with(checkpoint, tmp_path):
+    (checkpoint / "checkpoint.json").unlink()
+    checkpoint.rename(tmp_path / "mine")
+    assert model_folder(str(tmp_path / "mine")) == tmp_path / "mine"
