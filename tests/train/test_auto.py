@@ -51,8 +51,8 @@ def test_a_run_too_short_to_measure_stays_eager_and_says_so(tiny, tmp_path, capl
     result = train(tiny("graph=auto", "data.max_bytes=20000"), tmp_path)
     assert (
         result.auto["chosen"] == "none"
-        and "too few" in result.report()
-        and "at least twice as many, 78;" in result.report()
+        and "too short to measure" in result.report()
+        and "(needs 78)" in result.report()
     )
     assert "too few" not in caplog.text, "said by the report, and once is enough"
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import DROPOUT, TINY, shell
-from transformers import AutoModelForCausalLM
+from test_data import word_tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from graphmod.errors import ConfigError, GraphmodError
 from graphmod.train.checkpoints.manifest import DamagedCheckpoint, checkpoints, verify
@@ -161,3 +162,12 @@ def test_a_missing_file_is_damage(on_text, tmp_path):
     (folder / "config.json").unlink()
     with pytest.raises(DamagedCheckpoint, match=r"config\.json"):
         verify(folder)
+
+
+def test_averaged_weights_have_the_tokenizer_beside_them(tiny, text, tmp_path):
+    word_tokenizer(tmp_path / "tokenizer", [text.read_text()])
+    data = ["data=text", f"data.path={text}", f"data.tokenizer={tmp_path / 'tokenizer'}"]
+    result = train(tiny(*data, "train.ema_decay=0.5", "train.steps=1", "graph=none"), tmp_path / "run")
+    folder = tmp_path / "run" / result.checkpoint
+    one, other = (AutoTokenizer.from_pretrained(place) for place in (folder, folder / "ema"))
+    assert one.get_vocab() == other.get_vocab() and one("a text").input_ids == other("a text").input_ids

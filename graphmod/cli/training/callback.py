@@ -18,12 +18,14 @@ from omegaconf import DictConfig
 from graphmod.cli.stdout import OutputError, show
 from graphmod.cli.training.compose import parse
 from graphmod.errors import GraphmodError
-from graphmod.train.report.comparison import compare
-from graphmod.train.report.report import JSON_FILE, remarks, table, write_report
+from graphmod.train.report.comparison import compare, swept
+from graphmod.train.report.report import JSON_FILE, PLOT_FILE, remarks, table, write_report
 from graphmod.train.report.result import RunResult
+from graphmod.train.run.folders import link_latest
 from graphmod.train.run.loop import train
 from graphmod.train.run.ownership import owned
 
+_COMPARISONS = Path("runs/compare")  # of config.yaml
 _PROFILED = {
     "steps": 8,
     "eval_every": 0,
@@ -44,7 +46,7 @@ def gpu_busy_ms(result: RunResult) -> float | None:
     settings = {**result.config, "graph": graph, "train": {**result.config["train"], **_PROFILED}}
     with tempfile.TemporaryDirectory() as folder:
         try:
-            return train(parse(settings), Path(folder)).profile["run"].get("busy_ms")
+            return train(parse(settings), Path(folder), say=lambda text: None).profile["run"].get("busy_ms")
         except Exception:  # the comparison is worth having without this column
             return None
 
@@ -145,11 +147,16 @@ class ComparisonCallback(Callback):
             show("\nprofiling a few steps of each run, to see how busy the GPU is")
         busy = {name: ms for name, result in finished.items() if (ms := gpu_busy_ms(result)) is not None}
         rows = compare(results, busy)
-        show(f"\n{table(rows)}")
+        show(f"\n{table(rows, swept(results))}")
         for remark in remarks(rows, results):
             show(remark)
         if not finished and (sweep / JSON_FILE).exists():
             show(f"\nno run finished; the comparison in {sweep} is that of before")
             return
         files = write_report(sweep, rows, results)
-        show(f"\nwritten to {', '.join(map(str, files))}\nside by side: tensorboard --logdir {sweep}")
+        show(f"\nwritten to {', '.join(map(str, files))}")
+        if sweep / PLOT_FILE not in files:
+            show(f"no {PLOT_FILE}: matplotlib is not installed (pip install matplotlib)")
+        # A folder of one's own choice has nothing beside it that could be older.
+        shown = link_latest(sweep) if sweep.absolute().parent == _COMPARISONS.absolute() else sweep
+        show(f"side by side: tensorboard --logdir {shown}")

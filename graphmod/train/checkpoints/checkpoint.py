@@ -116,6 +116,8 @@ def _write(
     _save_weights(partial, model, step, merge)
     if tokenizer is not None:
         tokenizer.save_pretrained(partial)
+        if step.has_ema:  # a model of its own, which is sampled from as such
+            tokenizer.save_pretrained(partial / EMA_FOLDER)
     state = {
         "steps_done": progress.steps_done,
         "optimizer": step.optimizer.state_dict(),

@@ -20,7 +20,7 @@ from graphmod.train.data.packing import (
 )
 from graphmod.train.data.windows import WindowSampler, evaluation_starts, split, windows_at
 from graphmod.train.schema import PackingAttention, RunConfig
-from graphmod.train.step.iteration import next_token_loss
+from graphmod.train.step.losses import next_token_loss
 
 _EVALUATION_SEED = 1
 

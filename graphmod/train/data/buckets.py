@@ -12,11 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from graphmod.errors import ConfigError
-from graphmod.train.data.masks import IGNORED, PADDING, has_masks, inputs_of, targets_of
+from graphmod.train.data.masks import PADDING, has_masks, inputs_of, targets_of
 from graphmod.train.data.windows import ShuffledEpochs
-from graphmod.train.step.iteration import Criterion, mean_cross_entropy
+from graphmod.train.step.losses import Criterion, mean_cross_entropy, require_tokens, targets_counted_by
 
 
+def _count_targets(tokens: Tensor) -> Tensor:
+    return (tokens[:, 1:] >= 0).sum()
+
+
+@targets_counted_by(_count_targets)
 def padded_next_token_loss(model: nn.Module, tokens: Tensor, criterion: Criterion = mean_cross_entropy) -> Tensor:
     """Mean cross entropy, in nats per token, over the targets that are neither padding nor only read.
 
@@ -24,9 +29,13 @@ def padded_next_token_loss(model: nn.Module, tokens: Tensor, criterion: Criterio
         model: a transformers causal LM, whose output has `.logits` of shape (B, S, V).
         tokens: (B, S + 1) int64, padding at the end of rows; tokens that are only read as their complement.
         criterion: the loss of logits and targets.
+
+    Raises:
+        ValueError: `tokens` have another dtype or number of dimensions.
     """
+    require_tokens(tokens)
     logits = model(input_ids=inputs_of(tokens[:, :-1]), use_cache=False).logits
-    return criterion(logits, targets_of(tokens[:, 1:]), ignore_index=IGNORED)
+    return criterion(logits, targets_of(tokens[:, 1:]))
 
 
 def cut(starts: np.ndarray, end: int, longest: int) -> tuple[np.ndarray, np.ndarray]:

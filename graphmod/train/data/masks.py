@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-IGNORED = -100
+from graphmod.train.step.losses import IGNORED
+
 PADDING = ~0
 
 

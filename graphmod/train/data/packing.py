@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from graphmod.errors import ConfigError
 from graphmod.train.attention import BLOCK_MASK, DOCUMENT_BOUNDS
-from graphmod.train.data.masks import IGNORED, inputs_of, targets_of
+from graphmod.train.data.masks import inputs_of, targets_of
 from graphmod.train.data.windows import WindowSampler, windows_at
 from graphmod.train.schema import PackingAttention, Precision
-from graphmod.train.step.iteration import Criterion, mean_cross_entropy
+from graphmod.train.step.losses import IGNORED, Criterion, mean_cross_entropy, targets_counted_by
 from graphmod.train.varlen import unavailable
 
 log = logging.getLogger("graphmod")
@@ -70,6 +70,12 @@ def block_mask(documents: Tensor) -> Tensor:
     return ((documents[:, :, None] == documents[:, None, :]) & causal)[:, None]
 
 
+def _count_targets(rows: Tensor) -> Tensor:
+    tokens, documents = rows.chunk(2)
+    return ((documents[:, 1:] == documents[:, :-1]) & (tokens[:, 1:] >= 0)).sum()
+
+
+@targets_counted_by(_count_targets)
 def packed_next_token_loss(
     model: nn.Module, rows: Tensor, most: int | None = None, criterion: Criterion = mean_cross_entropy
 ) -> Tensor:
@@ -86,7 +92,7 @@ def packed_next_token_loss(
     apart = {BLOCK_MASK: block_mask(seen)} if most is None else {DOCUMENT_BOUNDS: document_bounds(seen, most)}
     logits = model(input_ids=inputs, position_ids=positions(seen), use_cache=False, **apart).logits
     targets = torch.where(documents[:, 1:] == seen, targets_of(tokens[:, 1:]), IGNORED)
-    return criterion(logits, targets, ignore_index=IGNORED)
+    return criterion(logits, targets)
 
 
 def choose_attention(

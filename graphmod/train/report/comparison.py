@@ -1,4 +1,4 @@
-"""Compares runs that differ in what they capture: one row each, beside the run without graphs.
+"""Compares runs: one row each, beside the run without graphs, with losses where other settings than the graph differ.
 
 Works on `RunResult`s alone. How the rows are shown is `train/report/report.py`'s business; what calls both
 at the end of a multirun is `cli/training/callback.py`.
@@ -6,6 +6,7 @@ at the end of a multirun is `cli/training/callback.py`.
 
 import json
 import math
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -26,9 +27,11 @@ class Row:
             step time; None without a GPU.
         payback_steps: after how many steps the time that warm-up, compilation and capture took beyond eager's first
             steps is won back; None where nothing is won.
+        train_loss: mean loss of the last tenth of the steps, in nats per token.
+        eval_loss, ema_loss: at the last evaluation, the latter with averaged weights; None without one.
         losses_equal: whether every loss is, bit for bit, that of the run without graphs that computes with the same
-            kernels (the same `graph.compile`); None when there is no such run.
-        first_difference: the first step, counted from 0, whose loss is not; None when there is none.
+            kernels (the same `graph.compile`); None when there is no such run, or this is it.
+        first_difference: the first step, counted from 1, whose loss is not; None when there is none.
         error: why the run failed; then the numbers are None.
     """
 
@@ -44,6 +47,9 @@ class Row:
     payback_steps: int | None = None
     reserved_gib: float | None = None
     capture_seconds: float | None = None
+    train_loss: float | None = None
+    eval_loss: float | None = None
+    ema_loss: float | None = None
     losses_equal: bool | None = None
     first_difference: int | None = None
     error: str | None = None
@@ -73,11 +79,16 @@ def _payback(result: RunResult, base: RunResult) -> int | None:
     return first + max(0, math.ceil(lost / gain))
 
 
-def _first_difference(losses: list[str], expected: list[str]) -> int | None:
-    for step, (loss, other) in enumerate(zip(losses, expected, strict=False)):
-        if loss != other:
+def _first_difference(losses: list[float], expected: list[float]) -> int | None:
+    for step, (loss, other) in enumerate(zip(losses, expected, strict=False), start=1):
+        if loss.hex() != other.hex():  # NaN is NaN here
             return step
-    return None if len(losses) == len(expected) else min(len(losses), len(expected))
+    return None if len(losses) == len(expected) else min(len(losses), len(expected)) + 1
+
+
+def swept(results: Mapping[str, RunResult]) -> bool:
+    """Whether other settings than those of the graphs differ among the runs that finished."""
+    return len({_other_settings(result) for result in results.values() if result.status == "finished"}) > 1
 
 
 def compare(results: Mapping[str, RunResult], busy_ms: Mapping[str, float] | None = None) -> list[Row]:
@@ -101,6 +112,8 @@ def compare(results: Mapping[str, RunResult], busy_ms: Mapping[str, float] | Non
         row.step_ms_median, row.step_ms_p95 = result.step_ms_median, result.step_ms_p95
         row.host_ms_median, row.tokens_per_s = result.host_ms_median, result.tokens_per_s
         row.reserved_gib, row.capture_seconds = result.reserved_gib, result.graph.get("capture_seconds")
+        row.train_loss = statistics.fmean(result.losses[-max(1, len(result.losses) // 10) :]) if result.losses else None
+        row.eval_loss, row.ema_loss = result.eval_losses[-1][1] if result.eval_losses else None, result.ema_loss
         if row.step_ms_median and name in (busy_ms or {}):
             row.gpu_busy_share = min(1.0, busy_ms[name] / row.step_ms_median)
         alike = eager.get(_other_settings(result), {})
@@ -112,7 +125,7 @@ def compare(results: Mapping[str, RunResult], busy_ms: Mapping[str, float] | Non
             row.speedup = base.step_ms_median / row.step_ms_median
             row.payback_steps = _payback(result, base)
         same_kernels = alike.get(_compiled(result))
-        if same_kernels is not None:
+        if same_kernels not in (None, name):
             row.first_difference = _first_difference(result.losses, results[same_kernels].losses)
             row.losses_equal = row.first_difference is None
     return rows

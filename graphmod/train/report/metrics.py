@@ -4,16 +4,26 @@ Between two log points nothing is read from the device, and at a log point nothi
 memory and written once their copy is known to have ended.
 """
 
+import json
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from omegaconf import OmegaConf
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
+from torch.utils.tensorboard.summary import hparams
 
 from graphmod.train.checkpoints.checkpoint import Progress
+from graphmod.train.report.flops import Utilization
 from graphmod.train.report.timing import StepClock, median
+
+_RESULTS = ("train/loss", "eval/loss", "perf/step_ms", "perf/tokens_per_s")  # by which HParams lists runs
+
+Point = Callable[[int, dict[str, float | None]], None]
 
 GIB = 2**30
 
@@ -30,6 +40,17 @@ class _Fetch:
     scalars: dict[str, float]
 
 
+def _flat(settings: dict[str, Any], path: str = "") -> dict[str, float | str]:
+    found: dict[str, float | str] = {}
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            found |= _flat(value, f"{path}{name}.")
+        else:
+            plain = isinstance(value, (int, float, str)) and not isinstance(value, bool)
+            found[path + name] = value if plain else json.dumps(value, default=str)
+    return found
+
+
 class Metrics:
     """Collects the loss of each step and writes TensorBoard points.
 
@@ -39,9 +60,11 @@ class Metrics:
         steps: steps of the run.
         clock: of the same run; its medians become `perf/step_ms` and `perf/host_ms`.
         tokens_per_step: for `perf/tokens_per_s`.
-        config_text: the resolved config, as YAML.
+        settings: of the run, as nested plain values; TensorBoard shows them as text and under HParams.
         before: of a resumed run, how far it was; its losses come first, and what TensorBoard shows of later steps, from
             before the interruption, is replaced.
+        used: of model and device, for `perf/mfu`; None where that is not known.
+        point: called with the steps done and the values by tag of each log point and evaluation that has arrived.
 
     Attributes:
         losses: the losses that have arrived, one a step, in order.
@@ -56,10 +79,13 @@ class Metrics:
         steps: int,
         clock: StepClock,
         tokens_per_step: int,
-        config_text: str,
+        settings: dict[str, Any],
         before: Progress | None = None,
+        used: Utilization | None = None,
+        point: Point | None = None,
     ) -> None:
         self._device, self._clock, self._tokens = device, clock, tokens_per_step
+        self._used, self._point = used, point
         self._on_gpu = device.type == "cuda"
         self._first = before.steps_done if before else 0
         self._recent = torch.zeros(steps - self._first, dtype=torch.float32, device=device)
@@ -71,7 +97,11 @@ class Metrics:
         # At the start, too: what was killed in this folder before it had saved anything left points of the same steps.
         self._writer = SummaryWriter(str(folder), purge_step=self._first + 1 if before else 0)
         if before is None:
-            self._writer.add_text("config", "```yaml\n" + config_text + "\n```")
+            text = OmegaConf.to_yaml(OmegaConf.create(settings))
+            self._writer.add_text("config", "```yaml\n" + text + "\n```")
+        experiment, start, self._end = hparams(_flat(settings), dict.fromkeys(_RESULTS))
+        for summary in (experiment, start):
+            self._writer.file_writer.add_summary(summary)
 
     def record(self, loss: Tensor) -> None:
         """Keeps the 0-d loss of the step that was just done, on the device."""
@@ -147,15 +177,23 @@ class Metrics:
             scalars["train/loss"] = values[count - 1]
             scalars["perf/host_ms"] = median(self._clock.host_ms[fetch.first : fetch.last])
             scalars["perf/step_ms"] = step_ms
-            scalars["perf/tokens_per_s"] = self._tokens / step_ms * 1e3 if step_ms else None
+            if step_ms:
+                speed = scalars["perf/tokens_per_s"] = self._tokens / step_ms * 1e3
+                scalars["perf/mfu"] = self._used(speed) if self._used else None
         for tag, value in scalars.items():
             if value is not None and "/" in tag:
                 self._writer.add_scalar(tag, value, done)
+        if self._point is not None:
+            self._point(done, scalars)
 
     def finish(self) -> None:
         """Waits for every value still on its way and writes it, to the disk."""
         self.write(wait=True)
         self._writer.flush()
+
+    def end(self) -> None:
+        """Notes under HParams that the run went through."""
+        self._writer.file_writer.add_summary(self._end)
 
     def close(self) -> None:
         """Closes the event file; values still on their way are dropped (call `finish` first to keep them)."""

@@ -1,15 +1,16 @@
-"""Shows a comparison: as text, Markdown, JSON, a picture and in TensorBoard."""
+"""Shows a comparison: as text, Markdown, JSON and in TensorBoard; the picture is drawn in `train/report/plot.py`."""
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
-from graphmod.train.report.comparison import BASELINE, Row
+from graphmod.train.report.comparison import BASELINE, Row, swept
+from graphmod.train.report.plot import EMULATED, emulated, plot
 from graphmod.train.report.result import RunResult
 from graphmod.train.report.timing import unsteady
 from graphmod.words import counted
@@ -20,19 +21,6 @@ JSON_FILE, MARKDOWN_FILE, PLOT_FILE, TENSORBOARD_FOLDER = (
     "comparison.png",
     "comparison",
 )
-_HEAD = [
-    "run",
-    "step ms",
-    "p95",
-    "host ms",
-    "tokens/s",
-    "speed-up",
-    "GPU busy",
-    "ahead after",
-    "reserved GiB",
-    "capture s",
-    "losses as none",
-]
 _CHARTS = {
     "step time, ms": "perf/step_ms",
     "host time, ms": "perf/host_ms",
@@ -48,40 +36,56 @@ def layout(on_gpu: bool) -> dict:
     return {"comparison": {title: ["Multiline", [tag]] for title, tag in charts.items()}}
 
 
-def _cell(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
-
-
-def _losses(row: Row) -> str:
+def _losses(row: Row) -> str | None:
     if row.losses_equal is None:
-        return "-"
+        return None
     return "yes" if row.losses_equal else f"no, from step {row.first_difference}"
 
 
-def _cells(row: Row) -> list[str]:
-    return [
-        row.name,
-        _cell(row.step_ms_median, ".2f"),
-        _cell(row.step_ms_p95, ".2f"),
-        _cell(row.host_ms_median, ".2f"),
-        _cell(row.tokens_per_s, ",.0f"),
-        _cell(row.speedup, ".2f"),
-        _cell(row.gpu_busy_share, ".0%"),
-        "-" if row.payback_steps is None else counted(row.payback_steps, "step"),
-        _cell(row.reserved_gib, ".2f"),
-        _cell(row.capture_seconds, ".2f"),
-        _losses(row),
-    ]
+def _form(form: str) -> Callable[[float | None], str | None]:
+    return lambda value: None if value is None else format(value, form)
+
+
+_LOSSES = {
+    "train loss": lambda row: _form(".4f")(row.train_loss),
+    "eval loss": lambda row: _form(".4f")(row.eval_loss),
+    "averaged": lambda row: _form(".4f")(row.ema_loss),
+}
+_COLUMNS: dict[str, Callable[[Row], str | None]] = {
+    "run": lambda row: row.name,
+    "step ms": lambda row: _form(".2f")(row.step_ms_median),
+    "p95": lambda row: _form(".2f")(row.step_ms_p95),
+    "host ms": lambda row: _form(".2f")(row.host_ms_median),
+    "tokens/s": lambda row: _form(",.0f")(row.tokens_per_s),
+    **_LOSSES,
+    "speed-up": lambda row: _form(".2f")(row.speedup),
+    "GPU busy": lambda row: _form(".0%")(row.gpu_busy_share),
+    "ahead after": lambda row: None if row.payback_steps is None else counted(row.payback_steps, "step"),
+    "reserved GiB": lambda row: _form(".2f")(row.reserved_gib),
+    "capture s": lambda row: _form(".2f")(row.capture_seconds),
+    "losses as none": _losses,
+}
+
+
+def _lines(rows: list[Row], with_losses: bool) -> list[list[str]]:
+    """Head and cells; columns in which no run has anything are not shown."""
+    rows = [row for row in rows if row.error is None]
+    columns = []
+    for title, cell in _COLUMNS.items():
+        cells = [cell(row) for row in rows]
+        if title in ("run", "step ms") or (any(cells) and (with_losses or title not in _LOSSES)):
+            columns.append([title, *(cell or "-" for cell in cells)])
+    return [list(line) for line in zip(*columns, strict=True)]
 
 
 def _failures(rows: list[Row]) -> list[str]:
     return [f"{row.name}: failed: {row.error}" for row in rows if row.error is not None]
 
 
-def table(rows: list[Row]) -> str:
-    """The rows as aligned text; failed runs follow below it, with their reason."""
-    lines = [_HEAD, *(_cells(row) for row in rows if row.error is None)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(_HEAD))]
+def table(rows: list[Row], with_losses: bool = False) -> str:
+    """The rows as aligned text, with columns for losses if asked; failed runs follow below it, with their reason."""
+    lines = _lines(rows, with_losses)
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     shown = []
     for line in lines:
         cells = [line[0].ljust(widths[0])]
@@ -90,18 +94,23 @@ def table(rows: list[Row]) -> str:
     return "\n".join([*shown, *_failures(rows)])
 
 
-def markdown(rows: list[Row], said: list[str], device: str) -> str:
+_EXPLAINED = {
+    "step ms": "Step and host time are medians after warm-up and capture.",
+    "train loss": "*Train loss* is the mean of the last tenth of the steps, *eval loss* that of the last evaluation.",
+    "speed-up": "*Speed-up* is over the run without graphs with otherwise the same settings.",
+    "ahead after": "*Ahead after*: the step from which a run is ahead of it, compilation and capture included.",
+    "losses as none": "*Losses as none*: bit for bit, at every step; `-` for that run itself.",
+}
+
+
+def markdown(rows: list[Row], said: list[str], device: str, with_losses: bool = False) -> str:
     """The comparison as a Markdown page."""
-    align = ["---"] + ["---:"] * (len(_HEAD) - 1)
-    body = [_cells(row) for row in rows if row.error is None]
-    lines = [f"| {' | '.join(line)} |" for line in (_HEAD, align, *body)]
+    head, *body = _lines(rows, with_losses)
+    align = ["---"] + ["---:"] * (len(head) - 1)
+    lines = [f"| {' | '.join(line)} |" for line in (head, align, *body)]
     notes = [f"- {note}" for note in (*_failures(rows), *said)]
-    text = [f"# Step time of {counted(len(body), 'run')} on {device}", "", *lines, ""]
-    explained = (
-        "Step and host time are medians after warm-up and capture. *Speed-up* is against the run without graphs with "
-        "otherwise the same settings. *Ahead after* says from which step on a run is ahead of it, warm-up, compilation "
-        "and capture included. *Losses as none*: bit for bit, at every step."
-    )
+    text = [f"# Comparison of {counted(len(body), 'run')} on {device}", "", *lines, ""]
+    explained = " ".join(words for title, words in _EXPLAINED.items() if title in head)
     return "\n".join([*text, explained, "", *notes]) + "\n"
 
 
@@ -112,8 +121,8 @@ def remarks(rows: list[Row], results: Mapping[str, RunResult]) -> list[str]:
     if any(not results[row.name].config["train"]["deterministic"] for row in loose):
         said.append("Losses differ. Some kernels vary from run to run; train.deterministic=true uses others.")
     if any(row.error is None and row.step_ms_median is None for row in rows):
-        said.append("A run was too short to be measured: the first steps, which warm up and capture, do not count.")
-    if rows and all(row.baseline is None for row in rows):
+        said.append("A run was too short to be measured: timing starts after the steps that warm up and capture.")
+    if len({row.scope for row in rows}) > 1 and all(row.baseline is None for row in rows):
         said.append("There is no speed-up without a run of graph=none to compare with.")
     restless = [row.name for row in rows if unsteady(row.step_ms_median, row.step_ms_p95)]
     if restless:
@@ -122,8 +131,8 @@ def remarks(rows: list[Row], results: Mapping[str, RunResult]) -> list[str]:
             "machine that does nothing else."
         )
     measured = [results[row.name] for row in rows if row.step_ms_median is not None]
-    if any(result.device.startswith("CPU") and result.graph.get("captures") for result in measured):
-        said.append("Graphs are emulated on a CPU: these times say nothing about a GPU.")
+    if emulated(measured):
+        said.append(EMULATED)
     return said
 
 
@@ -132,37 +141,6 @@ def _write_text(path: Path, text: str) -> Path:
     partial.write_text(text, encoding="utf-8")
     os.replace(partial, path)
     return path
-
-
-def plot(path: Path, rows: list[Row], results: Mapping[str, RunResult], device: str) -> bool:
-    """Draws step times as bars and over the steps; False, and no file, where matplotlib is not installed."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return False
-    shown = [row for row in rows if row.step_ms_median is not None]
-    figure = Figure(figsize=(11, 1.6 + 0.5 * max(len(shown), 4)), layout="constrained")
-    bars, curves = figure.subplots(1, 2)
-    colors = [f"C{index % 10}" for index in range(len(shown))]
-    medians = [row.step_ms_median for row in shown]
-    bars.barh([row.name for row in shown], medians, color=colors)
-    for index, row in enumerate(shown):
-        label = f" {row.step_ms_median:.2f} ms" + (f", {row.speedup:.2f}x" if row.speedup else "")
-        bars.text(row.step_ms_median, index, label, va="center", fontsize=9)
-    bars.set_xlim(0, 1.45 * max(medians, default=1.0))
-    bars.invert_yaxis()
-    bars.set_xlabel("step time, ms (median)")
-    for row, color in zip(shown, colors, strict=True):
-        curves.plot(results[row.name].step_ms, color=color, label=row.name, linewidth=1)
-    curves.set_yscale("log")
-    curves.set_xlabel("step")
-    curves.set_ylabel("ms")
-    curves.set_title("warm-up and capture lie at the beginning", fontsize=9)
-    if shown:
-        curves.legend(fontsize=8)
-    figure.suptitle(device, fontsize=10)
-    figure.savefig(path, dpi=130)
-    return True
 
 
 def write_tensorboard(folder: Path, page: str, on_gpu: bool) -> None:
@@ -177,9 +155,9 @@ def write_report(folder: Path, rows: list[Row], results: Mapping[str, RunResult]
     device = next((result.device for result in results.values() if result.device), "no device")
     content: dict[str, Any] = {"baseline": BASELINE, "device": device, "runs": [asdict(row) for row in rows]}
     files = [_write_text(folder / JSON_FILE, json.dumps(content, indent=1) + "\n")]
-    page = markdown(rows, remarks(rows, results), device)
+    page = markdown(rows, remarks(rows, results), device, swept(results))
     files.append(_write_text(folder / MARKDOWN_FILE, page))
-    if plot(folder / PLOT_FILE, rows, results, device):
+    if plot(folder / PLOT_FILE, rows, results, device, swept(results)):
         files.append(folder / PLOT_FILE)
     write_tensorboard(folder, page, any(result.reserved_gib is not None for result in results.values()))
     return files

@@ -1,7 +1,9 @@
 """What a run leaves behind as numbers: the `RunResult`, its `result.json` and the closing report."""
 
 import json
+import math
 import os
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,15 @@ from graphmod.words import counted
 
 RESULT_FILE = "result.json"
 _PHASES = ("forward_ms", "backward_ms", "optimizer_ms")
+
+
+def _number(loss: float | None) -> float | str | None:
+    return loss if loss is None or math.isfinite(loss) else str(loss)
+
+
+def _loss(written: float | str | None) -> float | None:
+    # Version 0.1.0 wrote all losses as hexadecimal strings; `nan` and `inf` are read the same way.
+    return float.fromhex(written) if isinstance(written, str) else written
 
 
 @dataclass
@@ -24,17 +35,23 @@ class RunResult:
         device: name of the device.
         time_source: what `step_ms` was measured with, `cuda events` or `wall clock`.
         tokens_per_step: over all microbatches.
-        losses: one a step, exact, as hexadecimal floats.
-        eval_losses: [steps done, loss as hexadecimal float].
+        losses: one a step; in the file with all the digits that tell them from other floats, and as strings (`nan`,
+            `inf`) where they are not finite, which JSON has no numbers for.
+        eval_losses: [steps done, loss].
+        ema_loss: that of the averaged weights at the last evaluation; None without.
         step_ms, host_ms: milliseconds of each step, and of the host's part in it.
         measured_from_step: the first step that counts for medians; warm-up and capture lie before it.
         allocated_gib, reserved_gib: peaks of GPU memory; None on the CPU. With `graph=auto`, since the scope that was
             kept began.
-        graph: the counters of `GraphStats`.
+        graph: the counters of `GraphStats`, evaluation apart.
+        evaluation_graph: what evaluations added to them, the graphs that training shares with them included.
+        flops_per_token, peak_flops: of the model and of the device (`train/report/flops.py`); None where unknown.
         seconds: of the loop, evaluation included.
         checkpoint: folder of the last checkpoint, relative to the run's.
         resumed_at_step: steps done by earlier processes; `step_ms` and `host_ms` begin there.
-        skipped_steps: updates left out because something was not finite.
+        versions: of the libraries, by name.
+        commit: of the clone that graphmod was imported from; None without one.
+        skipped_steps: updates skipped because something was not finite.
         lengths: with `data.buckets`, by length: how many pieces of documents are in it, the share of padding, and the
             graphs captured for it; also for all, and for what one bucket would take.
         profile: with `train.profile`, what `profile_steps` summed up.
@@ -49,14 +66,20 @@ class RunResult:
     device: str = ""
     time_source: str = ""
     tokens_per_step: int = 0
-    losses: list[str] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
     eval_losses: list[list] = field(default_factory=list)
+    ema_loss: float | None = None
     step_ms: list[float] = field(default_factory=list)
     host_ms: list[float] = field(default_factory=list)
     measured_from_step: int = 0
     allocated_gib: float | None = None
     reserved_gib: float | None = None
     graph: dict[str, Any] = field(default_factory=dict)
+    evaluation_graph: dict[str, Any] = field(default_factory=dict)
+    flops_per_token: float | None = None
+    peak_flops: float | None = None
+    versions: dict[str, str] = field(default_factory=dict)
+    commit: str | None = None
     seconds: float = 0.0
     checkpoint: str | None = None
     resumed_at_step: int = 0
@@ -87,16 +110,27 @@ class RunResult:
         step_ms = self.step_ms_median
         return self.tokens_per_step / step_ms * 1e3 if step_ms else None
 
+    @property
+    def mfu(self) -> float | None:
+        """Share of the device's peak that the model's FLOPs take, 1 being all of it; None where one is unknown."""
+        if self.tokens_per_s is None or self.flops_per_token is None or self.peak_flops is None:
+            return None
+        return self.tokens_per_s * self.flops_per_token / self.peak_flops
+
     def summary(self) -> dict[str, Any]:
         """The derived numbers, by name."""
-        names = ("step_ms_median", "step_ms_p95", "host_ms_median", "tokens_per_s")
+        names = ("step_ms_median", "step_ms_p95", "host_ms_median", "tokens_per_s", "mfu")
         return {name: getattr(self, name) for name in names}
 
     def write(self, folder: Path) -> Path:
         """Writes `result.json` into `folder`, whole or not at all."""
         path = folder / RESULT_FILE
         partial = folder / f".{RESULT_FILE}.partial"
-        partial.write_text(json.dumps({**self.summary(), **asdict(self)}, indent=1) + "\n", encoding="utf-8")
+        values = {**self.summary(), **asdict(self)}
+        values["losses"] = [_number(loss) for loss in self.losses]
+        values["eval_losses"] = [[done, _number(loss)] for done, loss in self.eval_losses]
+        values["ema_loss"] = _number(self.ema_loss)
+        partial.write_text(json.dumps(values, indent=1, allow_nan=False) + "\n", encoding="utf-8")
         os.replace(partial, path)
         return path
 
@@ -105,59 +139,88 @@ class RunResult:
         """The result written into `folder`. Raises OSError or ValueError when there is none that can be read."""
         values = json.loads((folder / RESULT_FILE).read_text(encoding="utf-8"))
         known = cls.__dataclass_fields__
-        return cls(**{name: value for name, value in values.items() if name in known})
+        result = cls(**{name: value for name, value in values.items() if name in known})
+        result.losses = [_loss(loss) for loss in result.losses]
+        result.eval_losses = [[done, _loss(loss)] for done, loss in result.eval_losses]
+        result.ema_loss = _loss(result.ema_loss)
+        return result
 
     def report(self) -> str:
         """A few lines for the end of a run."""
-        graph = self.graph
-        first, last = (float.fromhex(self.losses[index]) for index in (0, -1)) if self.losses else (None, None)
-        lines = [f"graph={self.scope}: {graph.get('state', 'eager')} on {self.device}"]
-        lines.append(
-            f"  captures {graph.get('captures', 0)}, replays {graph.get('replays', 0)}, "
-            f"eager calls {graph.get('eager_calls', 0)}, failures {graph.get('failures', 0)}, "
-            f"capturing took {graph.get('capture_seconds', 0.0):.2f} s"
-        )
-        if self.step_ms_median is not None:
-            lines.append(
-                f"  step {self.step_ms_median:.2f} ms (median from step {self.measured_from_step} on), "
-                f"host {self.host_ms_median:.2f} ms, {self.tokens_per_s:,.0f} tokens/s"
-            )
-        else:
-            lines.append(
-                f"  no step times: the run ended before step {self.measured_from_step + 1}, from which on they count"
-            )
+        lines = [f"graph={self.scope}: {self.graph.get('state', 'eager')} on {self.device}"]
+        lines.append(_counters("training", self.graph))
+        if any(self.evaluation_graph.values()):
+            lines.append(_counters("evaluation", self.evaluation_graph))
+        lines.append(_times(self))
         if self.reserved_gib is not None:
             lines.append(f"  GPU memory: {self.allocated_gib:.2f} GiB allocated, {self.reserved_gib:.2f} GiB reserved")
         if self.lengths:
-            parts = (
-                f"{length}: {counted(entry['pieces'], 'piece')}, {entry['padding']:.0%} padding, "
-                f"{counted(entry['graphs'], 'graph')}"
-                for length, entry in self.lengths.items()
-                if "graphs" in entry
-            )
-            lines.append("  buckets " + "; ".join(parts))
-            whole, single = self.lengths["all"]["padding"], self.lengths["one bucket"]["padding"]
-            lines.append(f"  padding {whole:.1%} in all; with the longest bucket alone it would be {single:.1%}")
+            lines += _lengths(self.lengths)
         for name, found in self.profile.items():
-            if "busy_share" in found:
-                lines.append(
-                    f"  profile, {name}: GPU busy {found['busy_ms']:.2f} ms of a step ({found['busy_share']:.0%}), "
-                    f"idle {found['idle_ms']:.2f} ms, {found['kernels']:.0f} kernels"
-                )
-            else:
-                lines.append(f"  profile, {name}: {found['step_ms']:.2f} ms a step; there is no GPU to be busy")
-            if "layers" in found:
-                phases = ", ".join(f"{key[:-3]} {found[key]:.2f} ms" for key in _PHASES if key in found)
-                lines.append(f"  profile, layers: {found['layers']}" + (f"; {phases}" if phases else ""))
+            lines += _profile(name, found)
         if self.auto:
-            lines.append(f"  keeps {self.auto['chosen'] or 'nothing yet'}: {self.auto['reason']}")
+            lines.append(f"  using {self.auto['chosen'] or 'nothing yet'}: {self.auto['reason']}")
             lines += [f"  note: {note}" for note in self.auto.get("notes", ())]
         if self.skipped_steps:
-            where = f", the first not finite is step {self.first_nonfinite_step}" if self.first_nonfinite_step else ""
-            scaled = self.config.get("train", {}).get("precision") == "fp16_mixed"
-            why = " (overflows of the loss scale among them)" if scaled else ""
-            lines.append(f"  {counted(self.skipped_steps, 'update')} left out{why}{where}")
-        if first is not None:
-            evaluated = f", evaluation {float.fromhex(self.eval_losses[-1][1]):.3f}" if self.eval_losses else ""
-            lines.append(f"  loss {first:.3f} -> {last:.3f}{evaluated} nats a token")
+            lines.append(_skipped(self))
+        if self.losses:
+            lines.append(_losses(self))
         return "\n".join(lines)
+
+
+def _counters(name: str, graph: Mapping[str, Any]) -> str:
+    text = f"  {name}: captures {graph.get('captures', 0)}, replays {graph.get('replays', 0)}"
+    text += f", eager calls {graph.get('eager_calls', 0)}, failures {graph.get('failures', 0)}"
+    return text + f", capturing took {graph.get('capture_seconds', 0.0):.2f} s"
+
+
+def _times(result: "RunResult") -> str:
+    if result.step_ms_median is None:
+        return f"  no step times: timing starts at step {result.measured_from_step + 1}"
+    used = "" if result.mfu is None else f", MFU {result.mfu:.1%}"
+    return (
+        f"  step {result.step_ms_median:.2f} ms (median from step {result.measured_from_step + 1} on), "
+        f"host {result.host_ms_median:.2f} ms, {result.tokens_per_s:,.0f} tokens/s{used}"
+    )
+
+
+def _lengths(lengths: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    parts = (
+        f"{length}: {counted(entry['pieces'], 'piece')}, {entry['padding']:.0%} padding, "
+        f"{counted(entry['graphs'], 'graph')}"
+        for length, entry in lengths.items()
+        if "graphs" in entry
+    )
+    yield "  buckets " + "; ".join(parts)
+    whole, single = lengths["all"]["padding"], lengths["one bucket"]["padding"]
+    yield f"  padding {whole:.1%} in all; with the longest bucket alone it would be {single:.1%}"
+
+
+def _profile(name: str, found: Mapping[str, Any]) -> Iterator[str]:
+    if "busy_share" in found:
+        yield (
+            f"  profile, {name}: GPU busy {found['busy_ms']:.2f} ms of a step ({found['busy_share']:.0%}), "
+            f"idle {found['idle_ms']:.2f} ms, {found['kernels']:.0f} kernels"
+        )
+    else:
+        yield f"  profile, {name}: {found['step_ms']:.2f} ms a step; there is no GPU to be busy"
+    if "layers" in found:
+        phases = ", ".join(f"{key[:-3]} {found[key]:.2f} ms" for key in _PHASES if key in found)
+        yield f"  profile, layers: {found['layers']}" + (f"; {phases}" if phases else "")
+
+
+def _skipped(result: "RunResult") -> str:
+    scaled = result.config.get("train", {}).get("precision") == "fp16_mixed"
+    why = " (those of loss-scale overflows included)" if scaled else ""
+    first = result.first_nonfinite_step
+    where = f"; first non-finite step: {first}" if first else ""
+    return f"  {counted(result.skipped_steps, 'update')} skipped{why}{where}"
+
+
+def _losses(result: "RunResult") -> str:
+    text = f"  loss {result.losses[0]:.3f} -> {result.losses[-1]:.3f}"
+    if result.eval_losses:
+        text += f", evaluation {result.eval_losses[-1][1]:.3f}"
+    if result.ema_loss is not None:
+        text += f", evaluation with averaged weights {result.ema_loss:.3f}"
+    return f"{text} nats per token"

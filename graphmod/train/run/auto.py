@@ -94,9 +94,8 @@ class AutoScope:
         if steps < 2 * needed:
             self._choose(
                 scopes[0],
-                f"the {steps} steps ahead are too few to measure anything: trying all scopes takes {needed}, and "
-                f"this is done only in runs of at least twice as many, {2 * needed}; raise train.steps or choose a "
-                "scope",
+                f"{counted(steps, 'step')} is too short to measure (needs {2 * needed}); raise train.steps or choose "
+                "a scope",
             )
 
     def before_step(self) -> TrainStep:

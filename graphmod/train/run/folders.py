@@ -40,3 +40,20 @@ def from_here(path: str | Path) -> str:
     """`path` as one would type it here."""
     full = Path(path).absolute()
     return str(full.relative_to(Path.cwd())) if full.is_relative_to(Path.cwd()) else str(full)
+
+
+def link_latest(folder: Path) -> Path:
+    """Makes the link `latest` beside `folder` point to it, in place of what it pointed to; returns the link.
+
+    Where no link can be made, or something else has the name, `folder` itself is returned.
+    """
+    link, new = folder.parent / "latest", folder.parent / f".latest.{os.getpid()}"
+    if link.exists() and not link.is_symlink():
+        return folder
+    try:
+        new.symlink_to(folder.name, target_is_directory=True)
+        os.replace(new, link)
+    except OSError:
+        new.unlink(missing_ok=True)
+        return folder
+    return link

@@ -23,7 +23,7 @@ from graphmod.train.settings import Scope
 from graphmod.train.step import TrainStep
 from graphmod.train.step.activations import recompute_activations
 from graphmod.train.step.isolation import isolated
-from graphmod.train.step.iteration import criterion_of
+from graphmod.train.step.losses import criterion_of
 from graphmod.wrap.layers import edge_modules
 
 CHECK_FILE = "check.json"

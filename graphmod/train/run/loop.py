@@ -1,19 +1,15 @@
 """One training run from its settings to its numbers. Everything under `train/` meets here and nowhere else."""
 
 import os
-import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
-from torch import Tensor
-from tqdm import tqdm
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 
 from graphmod.errors import GraphmodError
 from graphmod.train.checkpoints.checkpoint import Progress, check_room, restore, save_checkpoint
@@ -23,42 +19,32 @@ from graphmod.train.data.batches import Batches, make_batches
 from graphmod.train.data.corpus import Corpus, load_corpus
 from graphmod.train.data.windows import Prefetcher, split
 from graphmod.train.model import build_model, load_weights, model_config, weights_dtype
+from graphmod.train.report.display import Display, Journal
+from graphmod.train.report.flops import utilization
 from graphmod.train.report.logs import beside_bar, events_fail_once, log
 from graphmod.train.report.metrics import GIB, Metrics
 from graphmod.train.report.profile import profile_steps
 from graphmod.train.report.result import RunResult
-from graphmod.train.report.timing import StepClock, median
+from graphmod.train.report.timing import StepClock
+from graphmod.train.report.versions import commit, versions
 from graphmod.train.run.assembly import device_name, plain_config, step_maker
 from graphmod.train.run.auto import AutoScope, candidates
 from graphmod.train.run.checks import pick_device
 from graphmod.train.run.decisive import decisive_settings, extension, fingerprint, require_same
+from graphmod.train.run.evaluation import Evaluation
 from graphmod.train.run.interrupt import Aborted, StopRequest
+from graphmod.train.run.opening import opening
 from graphmod.train.run.resume import ResumePoint, claimed, finished_result
 from graphmod.train.run.text_samples import Samples
 from graphmod.train.schema import Compile, NonFinite, RunConfig
 from graphmod.train.special_tokens import set_special_tokens
 from graphmod.train.step.activations import recompute_activations
 from graphmod.train.step.isolation import isolated
-from graphmod.train.step.step import TrainStep, warmup_steps
+from graphmod.train.step.step import warmup_steps
 
 
 class NonFiniteError(GraphmodError):
     """A loss or gradient was NaN or infinite, and the run was told to stop then."""
-
-
-def _evaluate(model: PreTrainedModel, step: TrainStep, batches: list[Tensor]) -> dict[str, Tensor]:
-    def mean() -> Tensor:
-        return torch.stack([step.evaluate(batch) for batch in batches]).mean()
-
-    model.eval()
-    try:
-        losses = {"eval/loss": mean()}
-        if step.has_ema:
-            with step.ema_weights():
-                losses["eval/ema_loss"] = mean()
-        return losses
-    finally:
-        model.train()
 
 
 class _Run:
@@ -79,7 +65,7 @@ class _Run:
         self.stopped_by: str | None = None
         self.saved: Path | None = point.checkpoint
         self.batches = batches
-        self.evaluation = [batch.to(device) for batch in self.batches.evaluation]
+        self.evaluation = Evaluation(self.batches.evaluation, self.batches.loss_fn, device)
         self.captures_by_length: dict[int, int] = {}
         self.model = build_model(config.model, dims, train.precision, device, train.seed)
         if corpus.tokenizer is not None:
@@ -104,21 +90,27 @@ class _Run:
         self.first = before.steps_done if before else 0
         self.clock = StepClock(device, train.sync_steps)
         self.tokens_per_step = train.grad_accumulation * data.batch_size * data.seq_len
-        text = OmegaConf.to_yaml(OmegaConf.create(plain_config(config)))
-        self.metrics = Metrics(self.folder, device, train.steps, self.clock, self.tokens_per_step, text, before)
+        plain = plain_config(config)
+        self.journal, self.display = Journal(self.folder), None
+        length = max(data.buckets) if data.buckets else data.seq_len
+        self.used = utilization(self.model, dims, length, device_name(device))
+        self.metrics = Metrics(
+            self.folder, device, train.steps, self.clock, self.tokens_per_step, plain, before, self.used, self._point
+        )
         self.samples = Samples(self.model, config, corpus, self.metrics) if train.sample_every else None
 
-    def _show(self, bar: tqdm) -> None:
-        shown = {"graph": self.step.stats.state}
-        if self.metrics.losses:
-            shown = {"loss": f"{self.metrics.losses[-1]:.3f}"} | shown
-        recent = median(self.clock.step_ms[-self.config.train.log_every :])
-        if recent is not None:
-            shown["step"] = f"{recent:.1f} ms"
-        bar.set_postfix(shown, refresh=False)
+    def open(self, say: Callable[[str], None]) -> None:
+        """Says what is trained on what, before the first step."""
+        text = opening(self.config, self.model, self.corpus, self.device, self.folder, self.tokens_per_step, self.first)
+        say(text)
+        self.journal.write(text)
+
+    def _point(self, done: int, scalars: dict[str, float | None]) -> None:
+        if self.display is not None:
+            self.display.point(done, scalars)
 
     def _log(self) -> None:
-        step, stats = self.step, self.step.stats
+        step = self.step
         values = {"train/grad_norm": step.grad_norm, "train/lr": step.learning_rate}
         if step.guarded:
             values |= {"first_nonfinite": step.first_nonfinite, "skipped": step.skipped}
@@ -126,8 +118,9 @@ class _Run:
             values["train/loss_scale"] = step.loss_scale
         if step.loss_scale is not None or self.config.train.nonfinite is NonFinite.skip:
             values["train/skipped_steps"] = step.skipped
-        counters = {name: getattr(stats, name) for name in ("captures", "replays", "eager_calls")}
-        self.metrics.log(values, counters)
+        stats, _ = self.evaluation.apart(step)
+        self.display.state(stats["state"])
+        self.metrics.log(values, {name: stats[name] for name in ("captures", "replays", "eager_calls")})
         self._check_finite()
 
     @property
@@ -141,7 +134,7 @@ class _Run:
             kept = f"the newest checkpoint is {self.saved}" if self.saved else "no checkpoint was saved before"
             raise NonFiniteError(
                 f"step {self.first_nonfinite}: the loss or a gradient is NaN or infinite; {kept}. Lower "
-                "optim.learning_rate, look at the data of that step, or leave such updates out: train.nonfinite=skip"
+                "optim.learning_rate, look at the data of that step, or skip such updates: train.nonfinite=skip"
             )
 
     def _finish_values(self) -> None:
@@ -160,17 +153,11 @@ class _Run:
         """Runs all steps that are left, or those until a signal says to stop; returns the seconds that took."""
         train, metrics, clock = self.config.train, self.metrics, self.clock
         started = time.perf_counter()
-        on_terminal = sys.stderr.isatty()
         with (
             StopRequest(saves=train.checkpoint) as stop,
             Prefetcher(self.batches.sampler, range(self.first, train.steps), pin=self.device.type == "cuda") as batches,
-            tqdm(
-                total=train.steps,
-                initial=self.first,
-                unit="step",
-                dynamic_ncols=on_terminal,
-                mininterval=0.2 if on_terminal else 10,
-            ) as bar,
+            Display(self.journal, self.first, train.steps) as self.display,
+            self.journal.recording(),
             beside_bar(lengths=self.config.data.buckets is not None),
         ):
             clock.begin()
@@ -194,9 +181,8 @@ class _Run:
                 saving = train.checkpoint and (last or (every > 0 and done % every == 0))
                 if done % train.log_every == 0 or last or saving:
                     self._log()
-                    self._show(bar)
                 if self.evaluation and (done % train.eval_every == 0 or done == train.steps):
-                    metrics.log_evaluation(_evaluate(self.model, self.step, self.evaluation))
+                    metrics.log_evaluation(self.evaluation(self.model, self.step))
                     clock.begin()
                 if self.samples is not None and self.samples.due(done):
                     self.samples.show(done)
@@ -204,17 +190,18 @@ class _Run:
                 if saving:
                     self._save(done)
                     clock.begin()
-                bar.update()
+                self.display.advance()
                 if (last or (saving and stop.signal is not None)) and done < train.steps:
                     self.stopped_by = stop.signal.name
                     break
             self._finish_values()
-            self._show(bar)
+            metrics.end()
         return time.perf_counter() - started
 
     def result(self, seconds: float) -> RunResult:
         """The numbers of the run, once its steps are done."""
         on_gpu = self.device.type == "cuda"
+        training, evaluation = self.evaluation.apart(self.step)
         return RunResult(
             scope="auto" if self.auto else self.config.graph.scope.value,
             config=plain_config(self.config),
@@ -223,8 +210,9 @@ class _Run:
             device=device_name(self.device),
             time_source=self.clock.source,
             tokens_per_step=self.tokens_per_step,
-            losses=[loss.hex() for loss in self.metrics.losses],
-            eval_losses=[[done, loss.hex()] for done, loss in self.metrics.eval_losses],
+            losses=list(self.metrics.losses),
+            eval_losses=[[done, loss] for done, loss in self.metrics.eval_losses],
+            ema_loss=self.metrics.latest.get("eval/ema_loss"),
             step_ms=self.clock.step_ms,
             host_ms=self.clock.host_ms,
             # Step warmup_steps captures, and the one after it may still grow memory; the same for every scope.
@@ -233,7 +221,12 @@ class _Run:
             auto=self.auto.report() if self.auto else {},
             allocated_gib=torch.cuda.max_memory_allocated(self.device) / GIB if on_gpu else None,
             reserved_gib=torch.cuda.max_memory_reserved(self.device) / GIB if on_gpu else None,
-            graph=asdict(self.step.stats),
+            graph=training,
+            evaluation_graph=evaluation,
+            flops_per_token=self.used.flops_per_token if self.used else None,
+            peak_flops=self.used.peak if self.used else None,
+            versions=versions(),
+            commit=commit(),
             seconds=seconds,
             checkpoint=os.path.relpath(self.saved, self.folder) if self.saved else None,
             resumed_at_step=self.first,
@@ -255,13 +248,18 @@ class _Run:
         self.step.reset()
 
 
-def _run(config: RunConfig, point: ResumePoint, *parts: Any) -> RunResult:
+def _run(config: RunConfig, point: ResumePoint, *parts: Any, say: Callable[[str], None]) -> RunResult:
     run = _Run(config, point, *parts)
     try:
+        run.open(say)
         result = run.result(run.steps())
         if config.train.profile and not run.stopped_by:
             result.profile = run.profile()
+        run.journal.write(result.report())
         return result
+    except GraphmodError as error:
+        run.journal.write(f"error: {error}")
+        raise
     except KeyboardInterrupt:
         raise Aborted(next(iter(checkpoints(point.run_dir / FOLDER)), None)) from None
     finally:
@@ -288,7 +286,7 @@ def _train(config: RunConfig, point: ResumePoint, say: Callable[[str], None]) ->
         if (extended := extension(point.manifest, config)) is not None:
             say(extended)
     with isolated(device, config.train.seed, config.train.deterministic), events_fail_once():
-        result = _run(config, point, device, corpus, dims, batches)
+        result = _run(config, point, device, corpus, dims, batches, say=say)
     result.write(point.run_dir)
     return result
 
@@ -307,7 +305,7 @@ def train(
         config: checked settings, from `parse`.
         run_dir: folder of this run; made if need be. A resumed run writes to its own folder instead.
         point: where to start, from a `claimed` that is entered; None looks at `config.train.resume`.
-        say: told where a run resumes, once it is certain that it may.
+        say: told where a run resumes from, once it is certain that it may, and what it trains on what.
 
     Raises:
         ConfigError: the data or the saved model cannot be used, or a run with other settings cannot be resumed; raised

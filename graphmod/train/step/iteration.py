@@ -4,57 +4,23 @@ Nothing here asks the device for a value: the position in the schedule, the loss
 and what follows from that are tensors on the device, so that a graph can hold all of it.
 """
 
-import inspect
-import types
+import functools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from graphmod.train.step.losses import CountTargets, weighted_mean
+from graphmod.train.step.staging import microbatches
 from graphmod.train.step.update import CompiledUpdate
 
 NONFINITE = ("stop", "skip", "ignore")
 # Those of torch.amp.GradScaler.
 _FIRST_SCALE, _GROWTH, _BACKOFF, _GROWTH_INTERVAL = 65536.0, 2.0, 0.5, 2000
 _NEVER = -1
-
-Criterion = Callable[..., Tensor]
-
-
-def mean_cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:
-    """Mean cross entropy in float32, in nats per token, over the targets that are not `ignore_index`; 0-d.
-
-    Args:
-        logits: (B, S, V).
-        targets: (B, S) int64.
-    """
-    return nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=ignore_index)
-
-
-def next_token_loss(model: nn.Module, tokens: Tensor, criterion: Criterion = mean_cross_entropy) -> Tensor:
-    """Mean cross entropy, in nats per token, of predicting `tokens[:, 1:]` from `tokens[:, :-1]`.
-
-    Args:
-        model: a transformers causal LM, whose output has `.logits` of shape (B, S, V).
-        tokens: (B, S + 1) int64.
-        criterion: the loss of logits and targets.
-    """
-    return criterion(model(input_ids=tokens[:, :-1], use_cache=False).logits, tokens[:, 1:])
-
-
-def criterion_of(loss_fn: Callable) -> Criterion | None:
-    """The default of the argument `criterion`, if it is a plain function or a module; else None."""
-    try:
-        argument = inspect.signature(loss_fn).parameters["criterion"]
-    except (KeyError, TypeError, ValueError):  # no such argument, or nothing that could tell
-        return None
-    criterion = argument.default
-    # A method or closure may reach the model, whose parameters would then count as used twice.
-    plain = isinstance(criterion, types.FunctionType) and criterion.__closure__ is None
-    if argument.kind is argument.POSITIONAL_ONLY or not (plain or isinstance(criterion, nn.Module)):
-        return None
-    return criterion
 
 
 class Iteration:
@@ -73,7 +39,8 @@ class Iteration:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         *,
-        loss_fn: Callable[[nn.Module, Tensor], Tensor],
+        loss_fn: Callable[[nn.Module, Any], Tensor],
+        count_targets: CountTargets | None,
         learning_rates: Sequence[float] | None,
         max_grad_norm: float | None,
         autocast_dtype: torch.dtype | None,
@@ -83,7 +50,8 @@ class Iteration:
         compiled_update: CompiledUpdate | None = None,
     ) -> None:
         self.compiled_update = compiled_update
-        self.model, self.optimizer, self.loss_fn = model, optimizer, loss_fn
+        self.model, self.optimizer = model, optimizer
+        self.loss_fn, self.count_targets = loss_fn, count_targets
         self.max_grad_norm, self.autocast_dtype = max_grad_norm, autocast_dtype
         self.nonfinite, self.ema_decay = nonfinite, ema_decay
         device = self.device = next(model.parameters()).device
@@ -113,26 +81,50 @@ class Iteration:
                 optimizer.__dict__.pop(name, None)
         self.ema = [p.detach().float().clone() for p in self.trained] if ema_decay is not None else []
 
-    def loss(self, tokens: Tensor) -> Tensor:
+    def loss(self, microbatch: Any) -> Tensor:
         wanted = self.autocast_dtype is not None
         if not wanted and not torch.is_autocast_enabled(self.device.type):
-            return self.loss_fn(self.model, tokens)
+            return self.loss_fn(self.model, microbatch)
         with torch.autocast(self.device.type, self.autocast_dtype, enabled=wanted):
-            return self.loss_fn(self.model, tokens)
+            return self.loss_fn(self.model, microbatch)
 
-    def differentiate(self, batch: Tensor) -> Tensor:
-        """Forward and backward of every microbatch; the mean loss."""
-        total = None
-        for tokens in batch:
-            part = self.loss(tokens)
-            if len(batch) > 1:
-                part = part / len(batch)
+    def _counts(self, parts: list[Any]) -> Tensor | None:
+        """(A,) the targets of each microbatch; None where all weigh the same, or there is one."""
+        if self.count_targets is None or len(parts) == 1:
+            return None
+        counts = [self.count_targets(part) for part in parts]
+        for count in counts:
+            if not isinstance(count, Tensor) or count.dim() or count.device != self.device:
+                got = f"{type(count).__name__} {count!r}"
+                if isinstance(count, Tensor):
+                    got = f"a tensor of shape {tuple(count.shape)} on {count.device}"
+                raise TypeError(
+                    f"count_targets returned {got}; expected a 0-d tensor on {self.device}, such as "
+                    '(batch["labels"] != -100).sum()'
+                )
+        return torch.stack(counts)
+
+    def differentiate(self, batch: Any) -> Tensor:
+        """Forward and backward of every microbatch; the mean loss over all their targets."""
+        parts = microbatches(batch)
+        counts = self._counts(parts)
+        # A weight is where a backward starts from, so that it costs no operation on the loss.
+        weights = None if counts is None else counts / counts.sum()
+        if weights is not None and self.scale is not None:
+            weights = weights * self.scale
+        losses = []
+        for index, microbatch in enumerate(parts):
+            loss, start = self.loss(microbatch), None
+            if weights is not None:
+                start = weights[index].to(loss.dtype)
+            elif len(parts) > 1:
+                loss = loss / len(parts)
+            losses.append(loss.detach())
             # On this thread: to wake autograd's own costs more than a layer's backward does from its graph.
             with torch.autograd.set_multithreading_enabled(False):
-                (part if self.scale is None else part * self.scale).backward()
-            total = part.detach() if total is None else total + part.detach()
-            del part  # else its autograd graph lives on through the next forward
-        return total
+                (loss * self.scale if self.scale is not None and start is None else loss).backward(start)
+            del loss  # else its autograd graph lives on through the next forward
+        return functools.reduce(operator.add, losses) if counts is None else weighted_mean(torch.stack(losses), counts)
 
     def update(self, loss: Tensor | None = None) -> Tensor | None:
         """Learning rate, clipping and optimizer step; returns the gradients' 2-norm before clipping, if there is one.
@@ -188,16 +180,20 @@ class Iteration:
         self.optimizer.found_inf.copy_(blocked)
         self.skipped += blocked
 
-    def run(self, batch: Tensor) -> tuple[Tensor, Tensor | None]:
+    def run(self, batch: Any) -> tuple[Tensor, Tensor | None]:
         loss = self.differentiate(batch)
         norm = self.update(loss)
         self.optimizer.zero_grad(set_to_none=True)
         return loss, norm
 
     @torch.no_grad()
-    def evaluate(self, batch: Tensor) -> Tensor:
-        losses = [self.loss(tokens) for tokens in batch]
-        return losses[0] if len(losses) == 1 else torch.stack(losses).mean()
+    def evaluate(self, batch: Any) -> Tensor:
+        parts = microbatches(batch)
+        losses = [self.loss(part) for part in parts]
+        if len(losses) == 1:
+            return losses[0]
+        counts = self._counts(parts)
+        return torch.stack(losses).mean() if counts is None else weighted_mean(torch.stack(losses), counts)
 
     @contextmanager
     def ema_weights(self) -> Iterator[None]:

@@ -4,17 +4,19 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from graphmod.config import CUDAGraphConfig
-from graphmod.graph.buffers import mark_static
 from graphmod.state.entry import GraphStats
 from graphmod.train.settings import Scope, train_settings
 from graphmod.train.step.activations import recomputed_layers
 from graphmod.train.step.compile import CHOICES, compile_layers, compiled
-from graphmod.train.step.iteration import NONFINITE, Iteration, criterion_of, next_token_loss
+from graphmod.train.step.iteration import NONFINITE, Iteration
+from graphmod.train.step.losses import CountTargets, count_targets_of, criterion_of, next_token_loss
+from graphmod.train.step.staging import Staging
 from graphmod.train.step.update import CompiledUpdate
 from graphmod.wrap.layers import edge_modules, find_layers, graph_layers, match_layers, ungraph
 from graphmod.wrap.module import CUDAGraphModule
@@ -33,16 +35,25 @@ def warmup_steps(config: CUDAGraphConfig, compile: str) -> int:
 
 
 class TrainStep:
-    """A whole training iteration; `step(batch)` returns the mean loss of the microbatches.
+    """A whole training iteration; `step(batch)` returns its loss, the mean over all targets of its microbatches.
 
     The numbers are those of eager training in every scope; `config.scope` only says what runs from graphs.
+
+    A batch is a tensor, or a dict, tuple, list or dataclass of tensors, nested as you like. The first dimension of each
+    tensor is that of the microbatches; the loss function gets what is at one place of it, in the same form. Any other
+    value in a batch is handed on as it is. Each new combination of shapes and dtypes is captured by itself.
 
     Args:
         model: the model to train, already on its device and in its dtype.
         optimizer: its optimizer, with `fused=True` (and `capturable=True` on a GPU) to be captured.
-        loss_fn: `loss_fn(model, tokens)` returns the 0-d loss of one microbatch. If it has an argument `criterion`
-            whose default is a plain function or module of tensors (logits, targets), `per_layer` hands it that in a
-            graph.
+        loss_fn: `loss_fn(model, microbatch)` returns the 0-d loss of one microbatch, a mean. The default takes tokens,
+            int64 (B, S + 1). If it has an argument `criterion` whose default is a plain function or module of tensors
+            (logits, targets), `per_layer` hands it that in a graph.
+        count_targets: `count_targets(microbatch)` returns how many targets that loss is the mean of, a 0-d tensor, on
+            the device, such as `(batch["labels"] != -100).sum()`. With several microbatches, each loss and its gradient
+            then weigh as many targets as it has, so that it does not matter how rows are cut into microbatches; one
+            without targets weighs nothing. None takes the loss function's own attribute `count_targets`; without one,
+            all microbatches weigh the same, which is right where each has as many targets.
         learning_rates: the learning rate of each step, kept on the device and read there, so that it changes inside a
             graph; steps beyond its end use the last one. The optimizer's own rate must then be a tensor. None leaves
             the optimizer's rate alone.
@@ -74,7 +85,8 @@ class TrainStep:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         *,
-        loss_fn: Callable[[nn.Module, Tensor], Tensor] = next_token_loss,
+        loss_fn: Callable[[nn.Module, Any], Tensor] = next_token_loss,
+        count_targets: CountTargets | None = None,
         learning_rates: Sequence[float] | None = None,
         max_grad_norm: float | None = None,
         autocast_dtype: torch.dtype | None = None,
@@ -103,6 +115,7 @@ class TrainStep:
         self.config, self.compile = train_settings(config), compile
         self._undo_compile: Callable[[], None] | None = None
         self._loss_fn = loss_fn
+        count_targets = count_targets or count_targets_of(loss_fn)
         if compile != "none":
             loss_fn = self._compile(loss_fn, compile)
         self.grad_norm: Tensor | None = None
@@ -110,6 +123,7 @@ class TrainStep:
             model,
             optimizer,
             loss_fn=loss_fn,
+            count_targets=count_targets,
             learning_rates=learning_rates,
             max_grad_norm=max_grad_norm,
             autocast_dtype=autocast_dtype,
@@ -118,7 +132,7 @@ class TrainStep:
             ema_decay=ema_decay,
             compiled_update=None if compile == "none" else CompiledUpdate(optimizer, compile),
         )
-        self._inputs: dict[torch.Size, Tensor] = {}
+        self._stage = Staging(self._iteration.device)
         self._settled: dict[int, Tensor] = {}
         self._eager_steps = 0
         self._graphs: list[CUDAGraphModule] = []
@@ -167,8 +181,16 @@ class TrainStep:
         self._iteration.loss_fn = functools.partial(self._iteration.loss_fn, criterion=graphed)
         self._graphs = [*self._graphs, graphed]
 
-    def __call__(self, batch: Tensor) -> Tensor:
-        """Trains on `batch`, int64 of shape (A, B, S + 1) for A microbatches; returns a 0-d loss, which stays valid."""
+    def __call__(self, batch: Any) -> Tensor:
+        """Trains on `batch`, by default int64 of shape (A, B, S + 1) for A microbatches.
+
+        Returns:
+            The loss, 0-d, on the device; it stays valid.
+
+        Raises:
+            TypeError: the batch holds no tensors, or `count_targets` returned no 0-d tensor on the device.
+            ValueError: its tensors disagree about the number of microbatches, or do not suit the loss function.
+        """
         batch = self._stage(batch)
         self.grad_norm = None  # a result that is still held when its graph runs again is copied
         if self._update is not None:
@@ -181,25 +203,9 @@ class TrainStep:
         self._eager_steps += not self._graphs
         return loss
 
-    def evaluate(self, batch: Tensor) -> Tensor:
-        """The mean loss on `batch`, (A, B, S + 1) int64, with the model in its present mode and no gradient; 0-d."""
+    def evaluate(self, batch: Any) -> Tensor:
+        """The loss of `batch` in the same sense, 0-d, with the model in its present mode and no gradient."""
         return self._evaluate(self._stage(batch))
-
-    def _stage(self, batch: Tensor) -> Tensor:
-        """Brings a batch to a fixed address on the device, without waiting for the step that still runs."""
-        if batch.dim() != 3 or batch.dtype is not torch.int64:
-            raise ValueError(
-                f"a batch must be int64 of shape (microbatches, sequences, tokens), got {batch.dtype} of shape "
-                f"{tuple(batch.shape)}"
-            )
-        target = self._inputs.get(batch.shape)
-        if target is None:
-            target = mark_static(torch.empty(batch.shape, dtype=batch.dtype, device=self._iteration.device))
-            self._inputs[batch.shape] = target
-        if target.is_cuda and not batch.is_cuda and not batch.is_pinned():
-            batch = batch.pin_memory()
-        target.copy_(batch, non_blocking=True)
-        return target
 
     def _settle_gradients(self) -> None:
         """Moves gradients that autograd put at a new address (of tied weights) to where the optimizer's graph reads."""
@@ -294,4 +300,4 @@ class TrainStep:
         if self.config.scope is Scope.per_layer:
             self._iteration.loss_fn = self._loss_fn
         self._run, self._update, self._evaluate = self._iteration.run, None, self._iteration.evaluate
-        self._inputs.clear()
+        self._stage.clear()

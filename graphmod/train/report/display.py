@@ -1,0 +1,131 @@
+"""What a run shows while it trains: a bar on a terminal, else a line for each point; every line also in `train.log`."""
+
+import logging
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import datetime
+from pathlib import Path
+
+from tqdm import tqdm
+
+from graphmod.train.report.logs import log
+
+LOG_FILE = "train.log"
+
+
+class Journal:
+    """The file `train.log` of a run; a resumed run adds to it.
+
+    Args:
+        folder: of the run.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / LOG_FILE
+
+    def write(self, text: str) -> None:
+        """Adds the lines of `text`, each with the time. Raises OSError where that cannot be written."""
+        now = datetime.now().isoformat(" ", "seconds")
+        with self._path.open("a", encoding="utf-8") as file:
+            file.writelines(f"{now} {line}\n" for line in text.splitlines())
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Inside, messages of graphmod's log are added too."""
+        handler = _ToJournal(self)
+        log.addHandler(handler)
+        try:
+            yield
+        finally:
+            log.removeHandler(handler)
+
+
+class _ToJournal(logging.Handler):
+    def __init__(self, journal: Journal) -> None:
+        super().__init__()
+        self._journal = journal
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with suppress(OSError):  # the next line of the run itself says so
+            self._journal.write(f"{record.levelname.lower()}: {record.getMessage()}")
+
+
+def _losses(scalars: Mapping[str, float | None]) -> str:
+    text = f"evaluation loss {scalars['eval/loss']:.4f}"
+    averaged = scalars.get("eval/ema_loss")
+    return text if averaged is None else f"{text}, with averaged weights {averaged:.4f}"
+
+
+_FORMS = {
+    "train/loss": "loss {:.4f}",
+    "train/lr": "lr {:.2e}",
+    "train/grad_norm": "gradient norm {:.3g}",
+    "perf/step_ms": "step {:.1f} ms",
+    "perf/tokens_per_s": "{:,.0f} tokens/s",
+    "perf/mfu": "MFU {:.1%}",
+}
+
+
+class Display:
+    """Shows the points of a run as their values arrive.
+
+    Args:
+        journal: takes every line.
+        first: steps done before.
+        steps: of the run.
+    """
+
+    def __init__(self, journal: Journal, first: int, steps: int) -> None:
+        self._journal, self._steps = journal, steps
+        self._terminal = sys.stderr.isatty()
+        self._bar = tqdm(
+            total=steps,
+            initial=first,
+            unit="step",
+            dynamic_ncols=True,
+            mininterval=0.2,
+            disable=not self._terminal,
+        )
+        self._shown: dict[str, str] = {}
+
+    def __enter__(self) -> "Display":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.close()
+
+    def advance(self) -> None:
+        """A step was done."""
+        self._bar.update()
+
+    def state(self, graphs: str) -> None:
+        """In which state the graphs are; shown beside the bar."""
+        self._shown["graph"] = graphs
+        self._bar.set_postfix(self._shown, refresh=False)
+
+    def point(self, done: int, scalars: Mapping[str, float | None]) -> None:
+        """Shows the values of a log point or of an evaluation, by tag, after `done` steps."""
+        if "eval/loss" in scalars:
+            self._line(f"step {done:,}/{self._steps:,}: {_losses(scalars)}", always=True)
+            self._shown["eval"] = f"{scalars['eval/loss']:.3f}"
+        if "train/loss" in scalars:
+            known = {tag: value for tag in _FORMS if (value := scalars.get(tag)) is not None}
+            parts = [_FORMS[tag].format(value) for tag, value in known.items()]
+            if "perf/step_ms" in known and done < self._steps:
+                left = known["perf/step_ms"] / 1e3 * (self._steps - done)
+                parts.append(f"{tqdm.format_interval(left)} left")
+            self._line(f"step {done:,}/{self._steps:,}: {', '.join(parts)}")
+            self._shown["loss"] = f"{scalars['train/loss']:.3f}"
+            if "perf/tokens_per_s" in known:
+                self._shown["tokens/s"] = f"{known['perf/tokens_per_s']:,.0f}"
+            if "perf/mfu" in known:
+                self._shown["MFU"] = f"{known['perf/mfu']:.0%}"
+        self._bar.set_postfix(self._shown, refresh=False)
+
+    def _line(self, text: str, always: bool = False) -> None:
+        self._journal.write(text)
+        if self._terminal and not always:
+            return  # the bar has these values
+        with tqdm.external_write_mode(file=sys.stderr):
+            print(text, file=sys.stderr, flush=True)

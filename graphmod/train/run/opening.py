@@ -1,0 +1,72 @@
+"""What a run says about itself before its first step."""
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from graphmod.train.data.corpus import Corpus
+from graphmod.train.report.flops import peak_flops
+from graphmod.train.run.assembly import device_name
+from graphmod.train.schema import Compile, RunConfig
+from graphmod.words import counted
+
+
+def _model(config: RunConfig, model: nn.Module) -> str:
+    total = sum(parameter.numel() for parameter in model.parameters())
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    some = "" if trained == total else f", {trained:,} of them trained"
+    return f"{type(model).__name__}, {counted(total, 'parameter')}{some}, precision {config.train.precision.value}"
+
+
+def _batches(config: RunConfig, tokens_per_step: int, first: int) -> str:
+    data, train = config.data, config.train
+    micro = f"{counted(train.grad_accumulation, 'microbatch')} of " if train.grad_accumulation > 1 else ""
+    size = f"{micro}{data.batch_size} x {data.seq_len} tokens"
+    if data.buckets is not None:
+        size = (
+            f"{micro}up to {data.batch_size * data.seq_len:,} tokens in buckets of {', '.join(map(str, data.buckets))}"
+        )
+    left = train.steps - first
+    done = f", {first:,} of them done" if first else ""
+    tokens = f"{left * tokens_per_step:,} tokens {'to go' if first else 'in all'}"
+    return f"{counted(train.steps, 'step')}{done}, each of {size}; {tokens}"
+
+
+def _device(config: RunConfig, device: torch.device) -> str:
+    name = device_name(device)
+    peak = peak_flops(name)
+    known = "" if peak is None else f" (peak {peak / 1e12:,.0f} TFLOP/s in bf16)"
+    scope = "auto" if config.graph.auto else config.graph.scope.value
+    compiled = "" if config.graph.compile is Compile.none else f", graph.compile={config.graph.compile.value}"
+    return f"{name}{known}, graph={scope}{compiled}"
+
+
+def opening(
+    config: RunConfig,
+    model: nn.Module,
+    corpus: Corpus,
+    device: torch.device,
+    folder: Path,
+    tokens_per_step: int,
+    first: int,
+) -> str:
+    """Five lines: model, data, batches, device and graphs, folder.
+
+    Args:
+        config: checked settings.
+        model: as it is trained.
+        corpus: the tokens.
+        device: of the run.
+        folder: of the run.
+        tokens_per_step: over all microbatches.
+        first: steps done before.
+    """
+    lines = {
+        "model": _model(config, model),
+        "data": f"{len(corpus.tokens):,} tokens, {corpus.description}",
+        "batches": _batches(config, tokens_per_step, first),
+        "device": _device(config, device),
+        "folder": str(folder),
+    }
+    return "\n".join(f"{name + ':':<9}{text}" for name, text in lines.items())

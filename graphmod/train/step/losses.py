@@ -1,0 +1,117 @@
+"""Losses of a microbatch, and how many targets each is the mean of.
+
+The loss of a step is the mean over all targets of its microbatches. A microbatch's share in it must be known before its
+backward, so targets are counted in the batch itself, on its device.
+"""
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+IGNORED = -100
+
+Criterion = Callable[..., Tensor]
+CountTargets = Callable[[Any], Tensor]
+
+
+def mean_cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = IGNORED) -> Tensor:
+    """Mean cross entropy in float32, in nats per token, over the targets that are not `ignore_index`; 0-d.
+
+    Args:
+        logits: (B, S, V).
+        targets: (B, S) int64.
+    """
+    return nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=ignore_index)
+
+
+def targets_counted_by(count: CountTargets) -> Callable[[Callable], Callable]:
+    """A decorator for a loss function: `count(microbatch)` is the number of targets whose mean its loss is, 0-d."""
+
+    def decorate(loss_fn: Callable) -> Callable:
+        loss_fn.count_targets = count
+        return loss_fn
+
+    return decorate
+
+
+def count_targets_of(loss_fn: Callable) -> CountTargets | None:
+    """The loss function's attribute `count_targets`, also of one inside `functools.partial`; None without one."""
+    while isinstance(loss_fn, functools.partial):
+        loss_fn = loss_fn.func
+    return getattr(loss_fn, "count_targets", None)
+
+
+def weighted_mean(losses: Tensor, counts: Tensor) -> Tensor:
+    """The mean over all targets, 0-d, from means over parts of them; NaN where there are no targets at all.
+
+    Args:
+        losses: (N,) floating, each the mean over the targets of its part; what a part without targets has is not read.
+        counts: (N,) the targets of each part, of the same device.
+    """
+    return (torch.where(counts > 0, losses, 0) * counts).sum() / counts.sum()
+
+
+def require_tokens(tokens: Any) -> None:
+    """Raises ValueError unless `tokens` are int64 of two dimensions."""
+    if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.dtype is not torch.int64:
+        got = f"{tokens.dtype} of shape {tuple(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
+        raise ValueError(
+            f"this loss takes a microbatch of tokens, int64 of shape (sequences, tokens), got {got}; TrainStep's batch "
+            "has one more dimension: (microbatches, sequences, tokens). For other batches give TrainStep a loss_fn"
+        )
+
+
+def next_token_loss(model: nn.Module, tokens: Tensor, criterion: Criterion = mean_cross_entropy) -> Tensor:
+    """Mean cross entropy, in nats per token, of predicting `tokens[:, 1:]` from `tokens[:, :-1]`.
+
+    Every position is a target, so that microbatches of one batch have the same number of them.
+
+    Args:
+        model: a transformers causal LM, whose output has `.logits` of shape (B, S, V).
+        tokens: (B, S + 1) int64.
+        criterion: the loss of logits and targets.
+
+    Raises:
+        ValueError: `tokens` have another dtype or number of dimensions.
+    """
+    require_tokens(tokens)
+    return criterion(model(input_ids=tokens[:, :-1], use_cache=False).logits, tokens[:, 1:])
+
+
+def _count_labels(batch: Mapping[str, Tensor]) -> Tensor:
+    return (batch["labels"][:, 1:] != IGNORED).sum()
+
+
+@targets_counted_by(_count_labels)
+def causal_lm_loss(model: nn.Module, batch: Mapping[str, Tensor], criterion: Criterion = mean_cross_entropy) -> Tensor:
+    """Mean cross entropy, in nats per token, of predicting the next label, for batches as transformers has them.
+
+    Args:
+        model: a transformers causal LM, whose output has `.logits` of shape (B, S, V).
+        batch: `input_ids` and `labels`, (B, S) int64, where label t is predicted from the tokens before t, and -100
+            marks what is no target; anything else in it is handed to the model by name.
+        criterion: the loss of logits and targets.
+    """
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    # The labels are shifted, because logits without their last position would have to be copied.
+    targets = nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
+    return criterion(model(**inputs, use_cache=False).logits, targets)
+
+
+def criterion_of(loss_fn: Callable) -> Criterion | None:
+    """The default of the argument `criterion`, if it is a plain function or a module; else None."""
+    try:
+        argument = inspect.signature(loss_fn).parameters["criterion"]
+    except (KeyError, TypeError, ValueError):  # no such argument, or nothing that could tell
+        return None
+    criterion = argument.default
+    # A method or closure may reach the model, whose parameters would then count as used twice.
+    plain = isinstance(criterion, types.FunctionType) and criterion.__closure__ is None
+    if argument.kind is argument.POSITIONAL_ONLY or not (plain or isinstance(criterion, nn.Module)):
+        return None
+    return criterion
