@@ -42,7 +42,7 @@ def test_losses_are_eagers_and_only_adapters_are_saved(adapted, base, tmp_path, 
     plain = train(adapted("graph=none"), tmp_path / "none")
     graphed = train(adapted(f"graph={scope}", "train.checkpoint_every=5"), tmp_path / scope)
     assert graphed.losses == plain.losses and graphed.graph["failures"] == 0 and graphed.graph["replays"] > 0
-    losses = [float.fromhex(loss) for loss in plain.losses]
+    losses = plain.losses
     assert sum(losses[-4:]) < sum(losses[:4]) - 0.1
     saved = tmp_path / scope / graphed.checkpoint
     assert (saved / "adapter_model.safetensors").is_file() and not (saved / "model.safetensors").exists()
