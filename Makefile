@@ -45,7 +45,7 @@ generate: $(STAMP) ## sample from the last trained model (trains one briefly if 
 	$(BIN)/python generate.py model.path=runs/train prompt="$(PROMPT)" decode=sample $(ARGS)
 
 compare: $(STAMP) ## the same run without graphs, per layer and as one graph, side by side; ARGS are settings
-	$(BIN)/python train.py --multirun graph=none,per_layer,full_iteration train=measure train.deterministic=true $(ARGS)
+	$(BIN)/graphmod compare $(ARGS)
 
 tensorboard: $(STAMP) ## show all runs in the browser
 	$(BIN)/tensorboard --logdir runs

@@ -1,7 +1,7 @@
-"""Puts the measured decode times into README.md, between `<!-- table: decode -->` and `<!-- end decode -->`.
+"""Puts the measured decode times into docs/benchmarks.md.
 
     python benchmarks/decode_table.py            # after: benchmarks/decode.py --out benchmarks/results/decode.json
-    python benchmarks/decode_table.py --check    # exit status 1 if README.md does not show these results
+    python benchmarks/decode_table.py --check    # exit status 1 if the page does not show these results
 
 Imports nothing but the standard library.
 """
@@ -12,9 +12,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.readme import BadInput, run, table
+from benchmarks.pages import BadInput, Part, run, table
 
-OPEN, CLOSE = "<!-- table: decode -->", "<!-- end decode -->"
 NAMES = {
     "hf_dynamic": "`model.generate`",
     "hf_static": '`model.generate(cache_implementation="static")`, compiled',
@@ -58,8 +57,8 @@ def render(content: dict[str, Any]) -> str:
     modes = [mode for mode in NAMES if any(result["mode"] == mode for result in timed)]
     heads = [_title(next(result for result in timed if result["shape"] == shape)) for shape in shapes]
     parts = [
-        "Milliseconds a token, host included (in brackets the speed-up against the compiled static cache of "
-        "transformers), bf16, random weights:",
+        "Milliseconds per token, host included, in bf16 with random weights. In brackets: speed-up over the compiled "
+        "static cache of transformers.",
         table(
             ["", *heads],
             [[NAMES[m], *(_cell(by.get((m, s)), by.get((BASELINE, s))) for s in shapes)] for m in modes],
@@ -69,8 +68,8 @@ def render(content: dict[str, Any]) -> str:
     details = [
         [f"{title}, {NAMES[mode]}", *(_cell(by.get((mode, shape)), None, key) for shape in shapes)]
         for title, key in (
-            ("host ms a token", "host_ms"),
-            ("kernel ms a token (they overlap)", "busy_ms"),
+            ("host ms per token", "host_ms"),
+            ("kernel ms per token (kernels overlap)", "busy_ms"),
         )
         for mode in own
     ]
@@ -101,9 +100,12 @@ def render(content: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
+PARTS = [Part("docs/benchmarks.md", "<!-- table: decode -->", "<!-- end decode -->", render)]
+
+
 def main(arguments: list[str] | None = None) -> int:
-    """Rewrites the README, or checks it; returns the exit status."""
-    return run(arguments, "decode_table.py", __doc__, "decode.json", (OPEN, CLOSE), render)
+    """Rewrites the page, or checks it; returns the exit status."""
+    return run(arguments, "decode_table.py", __doc__, "decode.json", PARTS)
 
 
 if __name__ == "__main__":

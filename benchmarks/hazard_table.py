@@ -11,16 +11,16 @@ WAYS = {
 
 _HEAD = """# Hazards
 
-What CUDA graphs make of things that training loops do. Each row is a small program of 12 calls; its results and final
-weights are compared with those of plain PyTorch. `python benchmarks/hazards.py` runs them and
+What CUDA graphs make of common patterns in training loops. Each row is a small program of 12 calls; its results and
+final weights are compared with those of plain PyTorch. `python benchmarks/hazards.py` runs them and
 `python benchmarks/hazards.py --table` writes this page.
 
-- **fine**: eager's numbers. **silent**: other numbers, and nothing is said. **raises**: an error. **dies**: the process
-  ends or hangs. **-**: that way holds no whole iteration.
+- **fine**: eager's numbers. **silent**: other numbers, without a message. **raises**: an error. **dies**: the process
+  ends or hangs. **-**: not possible for a whole iteration.
 - graphmod: **captured** (and captured again where something changed), or **eager**, with the reason in the log. In both
   cases the numbers are eager's, bit for bit.
 
-To see which of these are in your own step, before anything is captured: [graphmod.check](check.md).
+[graphmod check](check.md) reports which of these are in your own step, before anything is captured.
 
 """
 _OPERATION = re.compile(r"^\S+ at .* in [\w<>]+( \(in the backward pass\))?: ")

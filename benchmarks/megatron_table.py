@@ -1,9 +1,9 @@
-"""Puts the comparison with Megatron-core into README.md, between `<!-- table: megatron -->` and its end.
+"""Puts the comparison with Megatron-core into docs/benchmarks.md.
 
     python benchmarks/megatron_table.py   # after: benchmarks/megatron.py --out benchmarks/results/megatron.json
-    python benchmarks/megatron_table.py --check    # exit status 1 if README.md does not show these results
+    python benchmarks/megatron_table.py --check    # exit status 1 if the page does not show these results
 
-The speed-ups of benchmarks/results/training.json stand below it. Imports nothing but the standard library.
+The speed-ups of benchmarks/results/training.json are shown below it. Imports nothing but the standard library.
 """
 
 import json
@@ -13,9 +13,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.readme import ROOT, BadInput, run, run_of, table
+from benchmarks.pages import ROOT, BadInput, Part, run, run_of, table
 
-OPEN, CLOSE = "<!-- table: megatron -->", "<!-- end megatron -->"
 TRAINING = ROOT / "benchmarks" / "results" / "training.json"
 BASELINE = "megatron_eager"
 NAMES = {
@@ -28,7 +27,7 @@ OURS = {
     "full_iteration": "speed-up of `graph=full_iteration` in the first table",
 }
 DETAILS = (
-    ("step ms without synchronisation", "free_ms"),
+    ("step ms without synchronization", "free_ms"),
     ("GPU busy ms", "busy_ms"),
     ("host ms", "host_ms"),
     ("reserved GiB", "reserved_gib"),
@@ -104,8 +103,8 @@ def render(content: dict[str, Any]) -> str:
     commands = "; ".join(f"{date} `{command}`" for date, command in runs)
     return "\n\n".join(
         [
-            "A training step of Megatron-core's GPTModel (local spec, without TransformerEngine) in ms with a "
-            "synchronisation after each step (median), in brackets the speed-up against its own eager mode:",
+            "Training step of Megatron-core's GPTModel (local spec, without TransformerEngine) in ms (median), with a "
+            "synchronization after each step. Speed-up over its own eager mode in brackets.",
             table(["", *heads], rows),
             table(["", *heads], details),
             f"{gpu}, torch {version}, Megatron-core {library}. {commands}",
@@ -113,9 +112,12 @@ def render(content: dict[str, Any]) -> str:
     )
 
 
+PARTS = [Part("docs/benchmarks.md", "<!-- table: megatron -->", "<!-- end megatron -->", render)]
+
+
 def main(arguments: list[str] | None = None) -> int:
-    """Rewrites the README, or checks it; returns the exit status."""
-    return run(arguments, "megatron_table.py", __doc__, "megatron.json", (OPEN, CLOSE), render)
+    """Rewrites the page, or checks it; returns the exit status."""
+    return run(arguments, "megatron_table.py", __doc__, "megatron.json", PARTS)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Puts the measured numbers into README.md, between `<!-- table: training -->` and `<!-- end -->`.
+"""Puts the measured training steps into docs/benchmarks.md, and four rows of them into README.md.
 
     python benchmarks/table.py            # after: python benchmarks/training.py --out benchmarks/results/training.json
-    python benchmarks/table.py --check    # exit status 1 if README.md does not show these results
+    python benchmarks/table.py --check    # exit status 1 if a page does not show these results
 
 Imports nothing but the standard library, so that it runs wherever the results are looked at.
 """
@@ -12,10 +12,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.readme import BadInput, run, run_of, table
+from benchmarks.pages import BadInput, Part, run, run_of, table
 from benchmarks.training import SHAPES
 
-OPEN, CLOSE = "<!-- table: training -->", "<!-- end -->"
 BASELINE = "eager"
 NAMES = {
     "eager": "eager",
@@ -31,6 +30,13 @@ NAMES = {
     "tensordict": "tensordict `CudaGraphModule`",
 }
 OWN = ("eager", "per_layer", "full_iteration", "full_iteration_compiled")
+SUMMARY = {
+    "eager": "eager",
+    "per_layer": "graphmod, layers",
+    "full_iteration": "graphmod, whole step",
+    "full_iteration_compiled": "graphmod, whole step, compiled",
+    "compile_reduce_overhead": '`torch.compile`, `"reduce-overhead"`',
+}
 DETAILS = (("reserved GiB", "reserved_gib", ".2f"), ("GPU busy ms", "busy_ms", ".2f"), ("host ms", "host_ms", ".2f"))
 
 
@@ -83,19 +89,45 @@ def render(content: dict[str, Any]) -> str:
     commands = "; ".join(f"{date} `{command}`" for date, command in runs)
     return "\n\n".join(
         [
-            "Training step in ms with a synchronisation after each step (median), in brackets the speed-up against "
-            "eager in the same run; without one, the number is from another run, on another machine:",
+            "Training step in ms (median), with a synchronization after each step. Speed-up over eager in brackets; "
+            "entries without one come from a different host.",
             table(["", *heads], steps),
-            "GPU memory reserved at the peak; time of a step in which a kernel runs, and in which the host works:",
+            "Peak of reserved GPU memory; GPU-busy and host time per step.",
             table(["", *heads], details),
-            f"{gpu}, torch {version}. Numbers of one run compare; hosts differ from run to run. {commands}",
+            f"{gpu}, torch {version}. Compare numbers of one run only: hosts differ. {commands}",
         ]
     )
 
 
+def render_summary(content: dict[str, Any]) -> str:
+    """The README's table: a row for each shape of the model. Raises BadInput as `render` does."""
+    results = content["results"]
+    good = [result for result in results if "error" not in result]
+    if not good:
+        raise BadInput("the results hold no step that was measured")
+    by = {(result["mode"], result["shape"]): result for result in results}
+    rows = []
+    for shape in [shape for shape in SHAPES if any(result["shape"] == shape for result in good)]:
+        name = _shape_name(next(result for result in good if result["shape"] == shape))
+        rows.append([name, *(_step_cell(by.get((mode, shape)), by.get((BASELINE, shape))) for mode in SUMMARY)])
+    seen = [result["environment"] for result in good]
+    gpu, version = (" and ".join(dict.fromkeys(str(one[name]) for one in seen)) for name in ("gpu", "torch"))
+    note = (
+        f"Milliseconds per training step, {gpu}, torch {version}; in brackets the speed-up over eager, if measured on "
+        "the same host."
+    )
+    return f"{table(['', *SUMMARY.values()], rows)}\n\n{note}"
+
+
+PARTS = [
+    Part("docs/benchmarks.md", "<!-- table: training -->", "<!-- end training -->", render),
+    Part("README.md", "<!-- table: summary -->", "<!-- end summary -->", render_summary),
+]
+
+
 def main(arguments: list[str] | None = None) -> int:
-    """Rewrites the README, or checks it; returns the exit status."""
-    return run(arguments, "table.py", __doc__, "training.json", (OPEN, CLOSE), render)
+    """Rewrites the pages, or checks them; returns the exit status."""
+    return run(arguments, "table.py", __doc__, "training.json", PARTS)
 
 
 if __name__ == "__main__":

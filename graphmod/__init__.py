@@ -1,13 +1,41 @@
-"""CUDA graphs for PyTorch training and decode."""
+"""CUDA graphs for PyTorch training and decode.
 
-from graphmod.config import BackendName, CUDAGraphConfig
-from graphmod.errors import BackwardUnavailable, CaptureRefused, ConfigError, GraphmodError
-from graphmod.graph.buffers import mark_static
-from graphmod.state.entry import GraphStats
-from graphmod.wrap.layers import graph_layers, ungraph
-from graphmod.wrap.module import CUDAGraphModule
+Names are imported when they are first used, so that the command line can answer before PyTorch is loaded.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from graphmod import check as check
+    from graphmod.config import BackendName, CUDAGraphConfig
+    from graphmod.decode.engine import DecodeEngine
+    from graphmod.errors import BackwardUnavailable, CaptureRefused, ConfigError, GraphmodError
+    from graphmod.graph.buffers import mark_static
+    from graphmod.state.entry import GraphStats
+    from graphmod.train.settings import Scope
+    from graphmod.train.step import TrainStep
+    from graphmod.wrap.layers import graph_layers, ungraph
+    from graphmod.wrap.module import CUDAGraphModule
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "BackendName": "graphmod.config",
+    "BackwardUnavailable": "graphmod.errors",
+    "CUDAGraphConfig": "graphmod.config",
+    "CUDAGraphModule": "graphmod.wrap.module",
+    "CaptureRefused": "graphmod.errors",
+    "ConfigError": "graphmod.errors",
+    "DecodeEngine": "graphmod.decode.engine",
+    "GraphStats": "graphmod.state.entry",
+    "GraphmodError": "graphmod.errors",
+    "Scope": "graphmod.train.settings",
+    "TrainStep": "graphmod.train.step",
+    "graph_layers": "graphmod.wrap.layers",
+    "mark_static": "graphmod.graph.buffers",
+    "ungraph": "graphmod.wrap.layers",
+}
 
 __all__ = [
     "BackendName",
@@ -16,8 +44,11 @@ __all__ = [
     "CUDAGraphModule",
     "CaptureRefused",
     "ConfigError",
+    "DecodeEngine",
     "GraphStats",
     "GraphmodError",
+    "Scope",
+    "TrainStep",
     "check",
     "graph_layers",
     "mark_static",
@@ -26,12 +57,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name == "check":  # a package, and callable; most programs never ask for it
-        import importlib
-
+    if name == "check":  # a package that can be called
         return importlib.import_module("graphmod.check")
-    if name == "Scope":  # where it was before it moved to the settings of training
-        from graphmod.train.settings import Scope
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+    return found
 
-        return Scope
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -14,11 +14,11 @@ import stream_rules
 import torch
 from hydra import compose, initialize_config_dir
 
-from graphmod.cli.training.compose import parse, register
+from graphmod.cli.training.compose import CONFIGS, parse, register
 from graphmod.train.step import TrainStep
 
 ROOT = Path(__file__).parent.parent
-CONFIGS = ROOT / "configs"
+
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a job in the background, whose children would have it too
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -3,6 +3,10 @@
 import subprocess
 import sys
 
+import pytest
+
+import graphmod.decode
+
 
 def test_importing_brings_no_other_library():
     code = (
@@ -16,3 +20,27 @@ def test_importing_brings_no_other_library():
     assert not any(run.returncode for run in runs), runs[0].stderr
     assert all(len(run.stdout.split()) == 1 for run in runs), runs[0].stdout
     assert min(float(run.stdout) for run in runs) < 0.5  # 0.05 on a machine that does nothing else
+
+
+def test_names_for_users_come_with_their_first_use():
+    code = (
+        "import sys, graphmod; assert set(graphmod.__all__) <= set(dir(graphmod)); assert 'torch' not in sys.modules; "
+        "graphmod.CUDAGraphConfig(); assert 'torch' not in sys.modules; "
+        "from graphmod import CUDAGraphModule, graph_layers, ungraph, mark_static, check; "
+        "assert 'torch' in sys.modules and 'transformers' not in sys.modules; "
+        "assert graphmod.graph_layers is graph_layers and callable(check)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("package", [graphmod, graphmod.decode])
+def test_each_name_is_there_under_that_name(package):
+    for name in package.__all__:
+        found = getattr(package, name)
+        assert found.__name__.rpartition(".")[2] == name
+
+
+def test_a_name_that_there_is_not_is_an_attribute_error():
+    for package in (graphmod, graphmod.decode):
+        assert not hasattr(package, "nonsense")

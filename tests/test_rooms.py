@@ -23,7 +23,7 @@ WITHIN = {
         *("settings", "schema", "varlen", "attention", "lora", "model", "special_tokens", "step", "checkpoints"),
         *("data", "report", "run"),
     ),
-    "cli": ("stdout", "environment", "explain", "training", "generation"),
+    "cli": ("stdout", "environment", "start", "explain", "training", "generation", "main"),
 }
 
 

@@ -1,22 +1,42 @@
 """`graphmod.check(module_or_step, *args)`: what would keep a call out of a graph, told before any is captured.
 
-The package itself can be called, so that its name serves as a function and as `python -m graphmod.check` alike.
+The package itself can be called, so that its name serves as a function and as `python -m graphmod.check` alike. PyTorch
+is loaded when it is.
 """
 
+import importlib
 import sys
 import types
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from graphmod.check.report import Finding, Guarded, Report
-from graphmod.check.run import check_call, check_layers
+if TYPE_CHECKING:
+    from graphmod.check.report import Finding, Guarded, Report
+    from graphmod.check.run import check_call, check_layers
+
+_HOMES = {
+    "Finding": "graphmod.check.report",
+    "Guarded": "graphmod.check.report",
+    "Report": "graphmod.check.report",
+    "check_call": "graphmod.check.run",
+    "check_layers": "graphmod.check.run",
+}
 
 __all__ = ["Finding", "Guarded", "Report", "check_call", "check_layers"]
 
 
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+    return found
+
+
 class _Callable(types.ModuleType):
-    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Report:
+    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> "Report":
+        """What `check_call` does, with the same arguments: see `help(graphmod.check.check_call)`."""
+        from graphmod.check.run import check_call
+
         return check_call(target, *args, **kwargs)
 
 
-_Callable.__call__.__doc__ = check_call.__doc__
 sys.modules[__name__].__class__ = _Callable

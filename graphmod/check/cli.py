@@ -14,20 +14,17 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from graphmod.check.report import shortened
-from graphmod.check.run import check_call
 from graphmod.errors import GraphmodError
-from graphmod.guards.library import is_users
 
 _EXAMPLES = """\
-what FUNCTION may be:
-  a step that takes no arguments           python -m graphmod.check train:step
-  a step, and what makes its arguments     python -m graphmod.check train:step --args train:make_batch
+what the function may be:
+  a step that takes no arguments           %(prog)s train:step
+  a step, and what makes its arguments     %(prog)s train:step --args train:make_batch
   what makes both, and returns (callable, args) or (callable, args, kwargs)
-                                           python -m graphmod.check train:make
+                                           %(prog)s train:make
 
-make_batch returns a tuple of arguments, or (arguments, keyword arguments). The step runs for real, some times.
-exit status: 0 would be captured; 1 hazards were found; 2 the check could not be made
+make_batch returns a tuple of arguments, or (arguments, keyword arguments). The step really runs, --calls times.
+exit status: 0: it would be captured; 1: there are hazards; 2: it could not be checked
 """
 
 
@@ -35,23 +32,31 @@ class Unusable(Exception):
     """What was asked for cannot be checked; the text is one sentence."""
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: list[str], program: str = "python -m graphmod.check") -> int:
     """Checks what the arguments name and prints the report; returns the exit status."""
     parser = argparse.ArgumentParser(
-        prog="python -m graphmod.check",
-        description="Says what would keep a step out of a CUDA graph, without a GPU, and captures nothing.",
+        prog=program,
+        description="Reports what would keep a step out of a CUDA graph. Captures nothing and needs no GPU.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("function", metavar="package.module:function", help="what is checked")
     parser.add_argument("--args", metavar="package.module:function", help="what makes its arguments")
     parser.add_argument("--layers", metavar="PATTERN", action="append", help="of a module, check these layers")
-    parser.add_argument("--calls", metavar="N", type=int, default=2, help="calls; the last is watched (default: 2)")
+    parser.add_argument(
+        "--calls",
+        metavar="N",
+        type=int,
+        default=2,
+        help="calls of the step; the last is watched (default: 2)",
+    )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument("--verbose", action="store_true", help="list each guarded value and the line that reads it")
     given = parser.parse_args(arguments)
     if given.calls < 1:
         parser.error(f"--calls must be at least 1, got {given.calls}")
+    from graphmod.check.run import check_call  # loads PyTorch, which --help need not wait for
+
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -128,6 +133,9 @@ def _tried(name: str, call: Callable[[], Any]) -> Any:
 
 def _raised(what: str, error: BaseException) -> str:
     """One sentence: the error, and the last line of the user's that led to it."""
+    from graphmod.check.report import shortened
+    from graphmod.guards.library import is_users
+
     said = str(error).strip().splitlines()
     text = f"{what} raised {type(error).__name__}" + (f": {said[0]}" if said else "")
     frames = [one for one in traceback.extract_tb(error.__traceback__) if is_users(one.filename)]

@@ -4,12 +4,31 @@ import dataclasses
 import difflib
 import errno
 import re
+from enum import Enum
 from pathlib import Path
 
 from hydra.errors import MissingConfigException, OverrideParseException
+from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, InterpolationResolutionError, OmegaConfBaseException
+from yaml import MarkedYAMLError, YAMLError
 
+from graphmod.errors import ConfigError
 from graphmod.train.schema import REFUSED_OPTIMIZERS, RunConfig
+
+# What other programs call a setting -> its last name here.
+_ELSEWHERE = {
+    **dict.fromkeys(("block_size", "context_length", "max_length", "max_seq_length", "sequence_length"), "seq_len"),
+    **dict.fromkeys(("clip_grad", "grad_clip", "gradient_clip_val", "max_norm"), "max_grad_norm"),
+    **dict.fromkeys(("dtype", "torch_dtype", "mixed_precision", "amp"), "precision"),
+    **dict.fromkeys(("max_iters", "max_steps", "num_steps"), "steps"),
+    **dict.fromkeys(("micro_batch_size", "per_device_train_batch_size"), "batch_size"),
+    **dict.fromkeys(("n_embd", "d_model"), "hidden_size"),
+    **dict.fromkeys(("n_head", "num_attention_heads"), "heads"),
+    **dict.fromkeys(("n_layer", "num_hidden_layers"), "layers"),
+    "gradient_accumulation_steps": "grad_accumulation",
+    "gradient_checkpointing": "activation_checkpointing",
+    "max_tokens": "max_new_tokens",
+}
 
 
 def setting_names(kind: type = RunConfig, prefix: str = "") -> list[str]:
@@ -43,6 +62,7 @@ def unknown_flag(argument: str, following: str, flags: list[str], kind: type = R
     """
     name, equals, value = argument.partition("=")
     word = name.lstrip("-").replace("-", "_")
+    word = word if meant_by(word, kind) else _ELSEWHERE.get(word, word)
     if not equals:
         value = following if following and "=" not in following and not following.startswith("-") else "VALUE"
     bare = {flag.lstrip("-"): flag for flag in flags if flag.startswith("--")}
@@ -55,6 +75,26 @@ def unknown_flag(argument: str, following: str, flags: list[str], kind: type = R
     return f"there is no flag {name!r}; settings are written without dashes: {meant_by(best, kind)}={value}"
 
 
+def refuse_nameless(argument: str) -> None:
+    """Raises ConfigError for `=3` and its like, which Hydra does not notice."""
+    if re.match(r"[+~]*=", argument):
+        raise ConfigError(f"{argument!r} names no setting; write key=value, such as train.steps=3")
+
+
+def _advice(name: str, value: str, kind: type) -> str:
+    """What to write to set `name`; where `value` cannot be meant, the values that can."""
+    if "." in name:
+        settings = OmegaConf.structured(kind)
+        try:
+            OmegaConf.merge(settings, OmegaConf.from_dotlist([f"{name}={value}"]))
+        except (OmegaConfBaseException, YAMLError):
+            known = type(OmegaConf.select(settings, name))
+            if not issubclass(known, Enum):
+                return ""
+            return f" Write {name}=VALUE with one of: {', '.join(member.value for member in known)}"
+    return f" Write {name}={value}"
+
+
 def unknown_key(key: str, kind: type = RunConfig, value: str | None = None) -> str:
     """The error for a key no run understands; `value` is what was to be set, where that is known."""
     names = setting_names(kind)
@@ -63,7 +103,7 @@ def unknown_key(key: str, kind: type = RunConfig, value: str | None = None) -> s
     best = _setting_like(key, siblings, names)
     message = f"there is no setting {key!r}"
     if best:
-        message += f"; did you mean {best!r}?" + (f" Write {best}={value}" if value is not None else "")
+        message += f"; did you mean {best!r}?" + ("" if value is None else _advice(best, value, kind))
     if group and siblings:
         known = ", ".join(name.rpartition(".")[2] for name in siblings)
         return f"{message}\n  settings of {group!r}: {known}"
@@ -85,10 +125,15 @@ def _setting_like(key: str, siblings: list[str], names: list[str]) -> str | None
         found = [name for word, name in lasts(among).items() if len(last) > 1 and _shortened(last, word)]
         return found[0] if len(found) == 1 else None
 
+    elsewhere = lasts([name for name in names if "." in name or not group])
+    if last not in elsewhere and _ELSEWHERE.get(last) in elsewhere:
+        return elsewhere[_ELSEWHERE[last]]
+    if not group:
+        whole = elsewhere.get(last) or nearest(key, names, cutoff=0.65)
+        return begun_or_initials(siblings) or whole or begun_or_initials(names)
     close = nearest(last, list(lasts(siblings)), cutoff=0.65) if siblings else nearest(key, names, cutoff=0.65)
     if close is not None and siblings:
         close = lasts(siblings)[close]
-    elsewhere = lasts([name for name in names if "." in name or not group])
     return begun_or_initials(siblings) or close or elsewhere.get(last) or begun_or_initials(names)
 
 
@@ -120,16 +165,34 @@ def _choices(error: MissingConfigException) -> str:
 def system_error(error: OSError, folder: Path) -> str:
     """An error of the operating system in a run that writes into `folder`. A full disk is reported without a name."""
     full = error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    return f"cannot write to {folder}: {error.strerror}; what was saved before stays" if full else str(error)
+    return f"cannot write to {folder}: {error.strerror}; what was saved before is kept" if full else str(error)
 
 
 def explain(error: BaseException, kind: type = RunConfig) -> str:
     """One to three lines that say what is wrong with the command line or a config file and how to mend it.
 
     Args:
-        error: an exception of Hydra or omegaconf; its `__cause__` is looked at first, as Hydra wraps omegaconf's.
+        error: an exception of Hydra, omegaconf or yaml; what it wraps is looked at first.
         kind: the settings that were to be read.
     """
+    if isinstance(error, YAMLError):
+        return _not_yaml(error)
+    in_file = re.match(r"In '([^']+)': ", str(error))
+    message = _reason(error, kind)
+    if in_file is None:
+        return message
+    first, *rest = message.splitlines()
+    return "\n".join([f"{in_file[1]}.yaml: {first}", *rest])
+
+
+def _not_yaml(error: YAMLError) -> str:
+    if not isinstance(error, MarkedYAMLError) or error.problem_mark is None:
+        return f"a config file is not YAML: {error}".splitlines()[0]
+    place = error.problem_mark
+    return f"{place.name}:{place.line + 1} is not YAML: {error.problem}"
+
+
+def _reason(error: BaseException, kind: type) -> str:
     if isinstance(error, MissingConfigException):
         return _choices(error)
     if isinstance(error, OverrideParseException):
@@ -140,7 +203,8 @@ def explain(error: BaseException, kind: type = RunConfig) -> str:
             return f"{error.override!r} has no value; write {meant_by(word, kind)}=VALUE"
         example = "train.steps=100, or in quotes where it has special characters: 'data.path=\"my text.txt\"'"
         return f"cannot read {error.override!r} as key=value (for example {example})"
-    inner = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+    wrapped = error.__cause__ or error.__context__
+    inner = wrapped if isinstance(wrapped, OmegaConfBaseException) else error
     if str(error).startswith("Ambiguous value for argument"):
         argument = str(error).split("'")[1]
         return f"{argument} gives several values: add --multirun to run each of them, or write a list as key=[a,b]"
@@ -158,7 +222,7 @@ def explain(error: BaseException, kind: type = RunConfig) -> str:
     elif "is not a ListConfig" in reason:
         reason = f"{inner.value!r} is not a list; write it as '{key}=[{inner.value}]'"
     elif "is not a subclass of" in reason:
-        reason = f"{inner.value!r} is not a set of settings; {key!r} is a group: choose a file of configs/{key}/"
+        reason = f"{inner.value!r} is not a set of settings; {key!r} is a group: write {key}=CHOICE"
     elif key == "graph.scope" and (allowed := re.search(r"expected one of \[(.*)\]", reason)):
         scopes = [*allowed[1].split(", "), *(["auto"] if kind is RunConfig else [])]
         best = _most_like(str(inner.value), scopes)

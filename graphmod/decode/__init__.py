@@ -1,9 +1,27 @@
-"""Token decode for transformers causal LMs: one step, everything included, is a replay of a CUDA graph."""
+"""Token decode for transformers causal LMs: one step, everything included, is a replay of a CUDA graph.
 
-from graphmod.decode.config import EngineConfig, Sampling
-from graphmod.decode.engine import DecodeEngine
-from graphmod.decode.errors import DecodeError, RequestError
-from graphmod.decode.results import Completion, DecodeStats, TokenEvent
+Names are imported when they are first used: `generate.py` reads its settings before PyTorch is loaded.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from graphmod.decode.config import EngineConfig, Sampling
+    from graphmod.decode.engine import DecodeEngine
+    from graphmod.decode.errors import DecodeError, RequestError
+    from graphmod.decode.results import Completion, DecodeStats, TokenEvent
+
+_HOMES = {
+    "Completion": "graphmod.decode.results",
+    "DecodeEngine": "graphmod.decode.engine",
+    "DecodeError": "graphmod.decode.errors",
+    "DecodeStats": "graphmod.decode.results",
+    "EngineConfig": "graphmod.decode.config",
+    "RequestError": "graphmod.decode.errors",
+    "Sampling": "graphmod.decode.config",
+    "TokenEvent": "graphmod.decode.results",
+}
 
 __all__ = [
     "Completion",
@@ -15,3 +33,14 @@ __all__ = [
     "Sampling",
     "TokenEvent",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

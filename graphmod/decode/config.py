@@ -125,7 +125,7 @@ class Sampling:
         max_new_tokens: tokens to generate at most.
         stop: what ends a sequence besides the model's own end-of-sequence token: token ids, sequences of token ids,
             or strings (if the engine was given a codec).
-        ignore_eos: go on after the end-of-sequence token.
+        ignore_eos: continue after the end-of-sequence token.
     """
 
     temperature: float = 0.0

@@ -86,7 +86,7 @@ class DecodeEngine:
         positions = getattr(text, "max_position_embeddings", None)
         self.max_seq_len = self.config.max_seq_len or positions
         if self.max_seq_len is None:
-            raise ConfigError("this model does not tell how many positions it has; give max_seq_len")
+            raise ConfigError("the number of positions of this model is unknown; give max_seq_len")
         if positions is not None and self.max_seq_len > positions:
             raise ConfigError(f"max_seq_len={self.max_seq_len} is more than the {positions} positions of the model")
         self.device = model.device
@@ -199,7 +199,7 @@ class DecodeEngine:
 
     def _begin(self, prompts: list[Any], n: int, sampling: Any, settings: dict) -> None:
         if self._busy:
-            raise DecodeError("this engine is generating already; finish or close the other iterator first")
+            raise DecodeError("this engine is already generating; finish or close the other iterator first")
         if self._suspended:
             raise DecodeError("this engine is suspended and has no KV memory; call resume() first")
         if self.model.device != self.device:

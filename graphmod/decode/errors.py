@@ -4,7 +4,7 @@ from graphmod.errors import GraphmodError
 
 
 class DecodeError(GraphmodError, RuntimeError):
-    """Decoding cannot go on, or the model cannot be decoded with; the message says why and what helps."""
+    """Decoding cannot continue, or is impossible with this model; the message gives the reason and what helps."""
 
 
 class RequestError(GraphmodError, ValueError):

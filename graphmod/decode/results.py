@@ -13,7 +13,7 @@ class TokenEvent:
         request, sample: which prompt, in the order given, and which of its n samples.
         token: its id; None only where the request failed before it had one.
         logprob: log-probability (nats) under the model's own distribution, before temperature, top-k and top-p.
-        finish_reason: None while the sequence goes on; else as in `Completion`.
+        finish_reason: None while the sequence continues; otherwise as in `Completion`.
         error: what went wrong where `finish_reason` is "error".
     """
 

@@ -74,7 +74,7 @@ def compare_made_up(
     if error <= allowed or error <= _with_noise(allowed, _relative(_cached_logits(model, tokens, 2), own)):
         return
     why = f"after {len(tokens)} tokens its logits differ by {error:.1%} from those of its own forward"
-    raise DecodeError(refusal(model, f"{why}: it keeps, or counts, something that is not known here"))
+    raise DecodeError(refusal(model, f"{why}: it keeps or counts something that graphmod does not know"))
 
 
 def _decoded(
@@ -125,8 +125,8 @@ def compare_tokens(model: PreTrainedModel, done: Completion, where: str) -> None
     if error <= _with_noise(allowed, float(noise)):
         return
     raise DecodeError(
-        f"{where} made tokens whose log-probabilities differ by {error:.3g} from those of the model's own forward "
-        f"(prompt {done.request}, {len(done.tokens)} tokens); nothing of them is given out. Try another attention=, "
+        f"{where} produced tokens whose log-probabilities differ by {error:.3g} from those of the model's own forward "
+        f"(prompt {done.request}, {len(done.tokens)} tokens); they are not returned. Try another attention=, "
         "compile=none or graphs=False, or use model.generate"
     )
 

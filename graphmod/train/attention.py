@@ -97,7 +97,7 @@ def _before_forward(model: PreTrainedModel, args: tuple, kwargs: dict) -> tuple[
     # train on padding.
     if kwargs.get("attention_mask") is not None:
         raise ConfigError(
-            f"the model was given an attention_mask and uses {NAME} attention, without one; leave out a mask of ones, "
+            f"the model was given an attention_mask and uses {NAME} attention, which takes none; drop a mask of ones, "
             f"sample with graphmod.decode.DecodeEngine instead of generate(); for padded or packed batches {_WAY_OUT}"
         )
     if kwargs.get("position_ids") is not None and not {BLOCK_MASK, DOCUMENT_BOUNDS} & kwargs.keys():
@@ -166,7 +166,7 @@ def _rules(model: PreTrainedModel) -> list[tuple[nn.Module, Rule]]:
         if not given.get("is_causal") and not getattr(module, "is_causal", True):
             raise Unclear("its attention is not causal")
         if attention_mask != Rule() and _MASKS not in given:
-            raise Unclear("it hands no keywords on to its attention")
+            raise Unclear("it passes no keywords to its attention")
         _refuse_unknown(given)
         found[id(module)] = module, attention_mask
         rows, heads, tokens, _ = query.shape
@@ -186,7 +186,7 @@ def _rules(model: PreTrainedModel) -> list[tuple[nn.Module, Rule]]:
     except Exception as error:  # of a model's own code: anything
         why = str(error) if isinstance(error, Unclear) else f"it fails with an exchanged attention: {reason(error)}"
         raise ConfigError(
-            f"use_static_causal_attention cannot stand in for the attention of {type(model).__name__}: {why}; "
+            f"use_static_causal_attention cannot replace the attention of {type(model).__name__}: {why}; "
             "leave the model as it is"
         ) from error
     return list(found.values())

@@ -84,7 +84,7 @@ def model_config(model: ModelConfig, data_vocab_size: int, seq_len: int) -> Pret
             config = AutoConfig.from_pretrained(model.path, local_files_only=True)
         except Exception as error:
             reason = str(error).splitlines()[0]
-            raise ConfigError(f"model.path={model.path} is no model transformers can read: {reason}") from error
+            raise ConfigError(f"model.path={model.path} is not a model that transformers can read: {reason}") from error
         limit = getattr(config, "max_position_embeddings", None)
         if limit is not None and seq_len > limit:
             raise ConfigError(f"data.seq_len={seq_len} is longer than the {limit} positions of {model.path}")
@@ -93,8 +93,9 @@ def model_config(model: ModelConfig, data_vocab_size: int, seq_len: int) -> Pret
         config = _sizes(model, model.vocab_size or rounded)
     if config.vocab_size < data_vocab_size:
         raise ConfigError(
-            f"the data has {data_vocab_size} tokens and the model {config.vocab_size}; raise model.vocab_size, leave "
-            "it null, which fits the data, or use the tokenizer the model was trained with (data.tokenizer=FOLDER)"
+            f"the data has a vocabulary of {data_vocab_size} and the model {config.vocab_size}; raise "
+            "model.vocab_size, leave it null, which fits the data, or use the tokenizer the model was trained with "
+            "(data.tokenizer=FOLDER)"
         )
     config.use_cache = False
     return config
@@ -123,7 +124,7 @@ def load_weights(folder: str | Path, config: PretrainedConfig, dtype: torch.dtyp
             )
     except Exception as error:  # whatever the readers of the many file formats raise
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ConfigError(f"{folder} holds no weights transformers can read: {reason}") from error
+        raise ConfigError(f"{folder} holds no weights that transformers can read: {reason}") from error
     if info["missing_keys"]:
         # transformers would go on with random numbers in their place.
         some = ", ".join(sorted(info["missing_keys"])[:3])

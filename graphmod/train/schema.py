@@ -1,6 +1,7 @@
 """The settings of a training run: their names, types, defaults and meaning.
 
-The YAML files under `configs/` fill these classes in, and `cli/training/compose.py` turns a composed config into them.
+The YAML files under `cli/training/configs/` fill these classes in, and `cli/training/compose.py` turns a composed
+config into them.
 """
 
 from dataclasses import dataclass, field

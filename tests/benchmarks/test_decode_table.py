@@ -1,4 +1,4 @@
-"""The generated table of decode times in the README."""
+"""The generated table of decode times."""
 
 import json
 from importlib import util
@@ -23,18 +23,19 @@ RESULTS = [
 
 @pytest.fixture
 def files(tmp_path):
-    """A README, and the arguments for it and results in a folder of their own."""
-    readme, results = tmp_path / "README.md", tmp_path / "decode.json"
-    readme.write_text(f"# A title\n\n{table.OPEN}\nold\n{table.CLOSE}\n\nmore\n")
+    """A page, and the arguments for it and results in a folder of their own."""
+    page, results = tmp_path / "docs" / "benchmarks.md", tmp_path / "decode.json"
+    page.parent.mkdir()
+    page.write_text("# A title\n\n<!-- table: decode -->\nold\n<!-- end decode -->\n\nmore\n")
     results.write_text(json.dumps({"commands": ["python benchmarks/decode.py"], "results": RESULTS}))
-    return readme, ["--readme", str(readme), "--results", str(results)]
+    return page, ["--root", str(tmp_path), "--results", str(results)]
 
 
-def test_times_and_ratios_stand_in_the_readme_and_nothing_else_changes(files):
-    readme, arguments = files
+def test_the_page_shows_times_and_ratios_and_nothing_else_changes(files):
+    page, arguments = files
     assert table.main([*arguments, "--check"]) == 1
     assert table.main(arguments) == 0
-    text = readme.read_text()
+    text = page.read_text()
     assert text.startswith("# A title\n") and text.endswith("\nmore\n") and "old" not in text
     for words in ("Qwen3-0.6B, B1, 128 of 1024", "| 3.000 |", "1.000 (3.00x)", "| 0.970 |", "Some GPU, torch 2.13.0"):
         assert words in text

@@ -1,4 +1,4 @@
-"""The generated comparison with Megatron-core in the README, and the script that measures it where it is not there."""
+"""The generated comparison with Megatron-core, and the script that measures it where it is not there."""
 
 import json
 import subprocess
@@ -41,22 +41,23 @@ RESULTS = [
 
 @pytest.fixture
 def files(tmp_path, monkeypatch):
-    """A README, results, and the arguments for both; the speed-ups of the first table are in a file beside them."""
+    """A page, results, and the arguments for both; the speed-ups of the first table are in a file beside them."""
     training = tmp_path / "training.json"
     ours = [{"mode": mode, "shape": "small", "step_ms": step} for mode, step in (("eager", 30.0), ("per_layer", 10.0))]
     training.write_text(json.dumps({"results": ours}))
     monkeypatch.setattr(table, "TRAINING", training)
-    readme, results = tmp_path / "README.md", tmp_path / "megatron.json"
-    readme.write_text(f"# A title\n\n{table.OPEN}\nold\n{table.CLOSE}\n\nmore\n")
+    page, results = tmp_path / "docs" / "benchmarks.md", tmp_path / "megatron.json"
+    page.parent.mkdir()
+    page.write_text("# A title\n\n<!-- table: megatron -->\nold\n<!-- end megatron -->\n\nmore\n")
     results.write_text(json.dumps({"results": RESULTS}))
-    return readme, results, ["--readme", str(readme), "--results", str(results)]
+    return page, results, ["--root", str(tmp_path), "--results", str(results)]
 
 
-def test_steps_ratios_and_losses_stand_in_the_readme_and_nothing_else_changes(files):
-    readme, _, arguments = files
+def test_the_page_shows_steps_ratios_and_losses_and_nothing_else_changes(files):
+    page, _, arguments = files
     assert table.main([*arguments, "--check"]) == 1
     assert table.main(arguments) == 0
-    text = readme.read_text()
+    text = page.read_text()
     assert text.startswith("# A title\n") and text.endswith("\nmore\n") and "old" not in text
     for words in (
         "|  | 12 layers, width 768, 1 x 256 tokens | 24 layers, width 2048, 1 x 1024 tokens |",
@@ -73,11 +74,11 @@ def test_steps_ratios_and_losses_stand_in_the_readme_and_nothing_else_changes(fi
 
 
 def test_results_without_a_step_are_an_error(files):
-    readme, results, arguments = files
-    before = readme.read_text()
+    page, results, arguments = files
+    before = page.read_text()
     results.write_text(json.dumps({"results": RESULTS[3:4]}))
     assert table.main(arguments) == 2
-    assert readme.read_text() == before
+    assert page.read_text() == before
 
 
 @pytest.mark.skipif(util.find_spec("megatron") is not None, reason="Megatron-core is installed")

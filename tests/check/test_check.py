@@ -325,7 +325,7 @@ def test_a_check_of_several_runs_is_an_error(tmp_path):
         text=True,
         cwd=tmp_path,
     )
-    assert done.returncode == 2 and "leave out --multirun" in done.stderr and not list(tmp_path.iterdir())
+    assert done.returncode == 2 and "drop --multirun" in done.stderr and not list(tmp_path.iterdir())
 
 
 def test_both_ways_to_the_package_are_one():

@@ -1,11 +1,9 @@
 """Chats in `generate.py`: messages go through the tokenizer's chat template."""
 
 import json
-import sys
 
 import pytest
 import torch
-from conftest import ROOT
 from decode_models import tiny_model
 from made_tokenizers import CHAT_TEMPLATE, llama_like
 
@@ -38,9 +36,8 @@ def generate(saved, tmp_path, monkeypatch, capfd):
     def run(*arguments):
         settings = [f"model.path={saved}", "model.device=cpu", "decode.max_new_tokens=6", "graph=none"]
         monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(sys, "argv", ["generate.py", *settings, *arguments])
         capfd.readouterr()
-        return (decode_cli.main(ROOT / "configs_generate"), *capfd.readouterr())
+        return (decode_cli.main([*settings, *arguments]), *capfd.readouterr())
 
     return run
 

@@ -73,10 +73,10 @@ def test_what_was_measured_is_logged_and_reported(usable, monkeypatch, caplog):
     monkeypatch.setattr(torch.cuda, "device", lambda _: torch.inference_mode())
     with caplog.at_level(logging.INFO, "graphmod"):
         engine = DecodeEngine(tiny_model("llama", torch.device("cpu")), max_batch_size=4, attention="fastest")
-    assert "a layer with 4 rows takes flex 12.3 us, sdpa 56.8 us" in caplog.text
+    assert "one layer with 4 rows takes flex 12.3 us, sdpa 56.8 us" in caplog.text
     assert engine.attention.name == "graphmod_flex" and engine.stats.attention_us == {"flex": 12.34, "sdpa": 56.78}
     engine.generate(prompts_of(4), max_new_tokens=4)
-    assert "attention, a layer: flex 12.3 us, sdpa 56.8 us" in run.speed_of(4, 1.0, engine)
+    assert "attention, per layer: flex 12.3 us, sdpa 56.8 us" in run.speed_of(4, 1.0, engine)
 
 
 def test_a_candidate_that_fails_is_left_out(usable, monkeypatch, caplog):
@@ -94,9 +94,9 @@ def test_a_candidate_that_fails_is_left_out(usable, monkeypatch, caplog):
     monkeypatch.setattr(torch.cuda, "device", lambda _: torch.inference_mode())
     found, times = chosen("fastest")
     assert times == {"sdpa": 3.0} and found is IMPLEMENTATIONS[AttentionName.sdpa]
-    assert "flex is left out, because it failed: no kernel image" in caplog.text
-    assert "flashinfer is left out, because it failed: page size" in caplog.text
-    assert "varlen is left out, because the GPU has no memory left" in caplog.text
+    assert "flex is skipped, because it failed: no kernel image" in caplog.text
+    assert "flashinfer is skipped, because it failed: page size" in caplog.text
+    assert "varlen is skipped, because the GPU has no memory left" in caplog.text
 
 
 def test_what_cannot_be_prepared_is_no_candidate(usable, monkeypatch):

@@ -228,7 +228,7 @@ def test_requests_wait_for_memory_and_none_is_lost(device):
     [
         ([], {}, "prompt 1 is empty"),
         ([3] * 128, {}, "max_seq_len=128"),
-        ([3, 96], {}, "96, which is no token id"),
+        ([3, 96], {}, "96, which is not a token id"),
         ("text", {}, "codec"),
         ([3], {"stop": ["text"]}, "codec"),
         ([3], {"stop": [96]}, "unknown stop 96"),

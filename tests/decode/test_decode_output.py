@@ -38,9 +38,8 @@ def generate(saved, tmp_path, monkeypatch, capfd):
     def run(*arguments):
         settings = [f"model.path={saved}", "model.device=cpu", "tokenizer=bytes", "decode.max_new_tokens=4"]
         monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(sys, "argv", ["generate.py", *settings, *arguments])
         capfd.readouterr()
-        return (decode_cli.main(ROOT / "configs_generate"), *capfd.readouterr())
+        return (decode_cli.main([*settings, *arguments]), *capfd.readouterr())
 
     return run
 
@@ -201,7 +200,7 @@ def test_log_probabilities_of_several_samples_are_shown(generate):
 
 def test_a_line_break_may_be_written_as_in_python(tmp_path):
     given = [r"decode.stop=['\n','a\\n',10,'\t|']", "model.path=x", "prompt=y"]
-    config = decode_cli.parse(ROOT / "configs_generate", given)
+    config = decode_cli.parse(given)
     assert config.sampling().stop == ["\n", "a\\n", 10, "\t|"]
 
 

@@ -41,7 +41,7 @@ def hopper(monkeypatch):
     [
         ({"device": torch.device("cpu")}, "needs a GPU"),
         ({"dtype": torch.float32}, "needs bfloat16 or float16, and the model has torch.float32"),
-        ({"block_size": 8}, "block_size=8 is none of 16, 32, 64, 128"),
+        ({"block_size": 8}, "block_size=8 is not one of 16, 32, 64, 128"),
         ({"block_size": 256}, "block_size=256"),
         ({"width": 40}, "heads of 40"),
         ({"width": 288}, "heads of 288"),

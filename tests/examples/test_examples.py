@@ -69,6 +69,6 @@ def test_an_example_takes_a_number_of_steps_and_is_short(name):
     assert any('"--steps"' in line for line in lines)
 
 
-def test_each_example_has_a_row_in_the_readme():
-    page = (FOLDER.parent / "README.md").read_text()
-    assert sorted(set(re.findall(r"\(examples/(\w+)\.py\)", page))) == NAMES
+def test_each_example_has_a_row_in_the_docs():
+    page = (FOLDER.parent / "docs" / "loops.md").read_text()
+    assert sorted(set(re.findall(r"\(\.\./examples/(\w+)\.py\)", page))) == NAMES

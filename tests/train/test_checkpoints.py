@@ -84,7 +84,7 @@ def test_a_run_beside_with_nothing_whole_is_named_and_left_as_it_is(on_text, tex
     said, complained = process.communicate(timeout=120)
     assert process.returncode == 0 and "resuming" not in said
     (line,) = [line for line in complained.splitlines() if "damaged" in line]
-    assert str(folder) in line and "left as it is, and this run starts at the beginning" in line
+    assert str(folder) in line and "nothing of it is changed, and this run starts from the beginning" in line
     assert len(list(runs.iterdir())) == 2 and everything_in(runs / "2020-01-01_00-00-00") == before
 
 
@@ -92,7 +92,7 @@ def test_a_damaged_checkpoint_that_was_asked_for_is_an_error(on_text, tmp_path):
     result = train(on_text("train.checkpoint_every=4"), tmp_path)
     folder = tmp_path / result.checkpoint
     (folder / "training_state.pt").write_bytes(b"")
-    with pytest.raises(ConfigError, match=r"training_state.pt has 0 bytes.*use the newest whole one"):
+    with pytest.raises(ConfigError, match=r"training_state.pt has 0 bytes.*use the newest undamaged one"):
         train(on_text(f"train.resume={folder}"), tmp_path / "other")
 
 

@@ -155,7 +155,7 @@ def test_a_multirun_in_the_folder_of_another_loses_nothing_and_compares_what_it_
     kept = {path: path.read_bytes() for path in (*folder.glob("*.json"), *folder.glob("*/result.json"))}
     refused = shell(*sweep, "train.resume=auto", "train.seed=1")
     assert refused.returncode == 2 and "train.seed was 0 and is now 1" in refused.stderr
-    assert "none: failed: " in refused.stdout and "is that of before" in refused.stdout
+    assert "none: failed: " in refused.stdout and "is an earlier one" in refused.stdout
     assert {path: path.read_bytes() for path in kept} == kept
 
     (checkpoint,) = (folder / "full_iteration" / "checkpoints").iterdir()
@@ -186,12 +186,13 @@ def test_profiling_within_a_multirun_is_a_clear_error(shell, tmp_path):
     assert not (tmp_path / "runs").exists(), "it was said after jobs had begun"
 
 
-@pytest.mark.parametrize("script", ["train.py", "generate.py"])
-def test_an_interrupt_while_libraries_are_imported_is_one_line(script, tmp_path):
+@pytest.mark.parametrize("command", ["train.py", "generate.py prompt=a model.path=x"])
+def test_an_interrupt_while_libraries_are_imported_is_one_line(command, tmp_path):
     # A torch that is still being imported, whenever the signal comes.
     (tmp_path / "torch.py").write_text("print('importing', flush=True)\nimport time\ntime.sleep(60)\n")
+    script, *arguments = command.split()
     process = subprocess.Popen(
-        [sys.executable, str(ROOT / script)],
+        [sys.executable, str(ROOT / script), *arguments],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
         stdout=subprocess.PIPE,
@@ -203,6 +204,7 @@ def test_an_interrupt_while_libraries_are_imported_is_one_line(script, tmp_path)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
     assert (process.returncode, said) == (130, "interrupted\n")
+    assert not (tmp_path / "runs").exists(), "a run that never began left a folder"
 
 
 def test_flags_may_stand_anywhere_among_the_settings():
@@ -224,6 +226,7 @@ def test_an_unknown_flag_and_an_empty_folder_are_clear_errors(shell):
         (["--steps=3"], "train.steps=3"),
         (["--step=3"], "train.steps=3"),
         (["--train.steps=3"], "train.steps=3"),
+        (["--max-steps=3"], "train.steps=3"),
         (["--batch-size", "4", "graph=none"], "data.batch_size=4"),
         (["--model=llama_tiny"], "model=llama_tiny"),
         (["--resume", "graph=none"], "train.resume=VALUE"),

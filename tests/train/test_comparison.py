@@ -101,8 +101,7 @@ def test_runs_whose_times_vary_a_lot_are_named_below_the_table(tmp_path):
     rows = compare(results)
     assert (rows[1].step_ms_median, rows[1].step_ms_p95) == (4.0, 9.0)
     assert [said for said in remarks(rows, results) if "varied" in said] == [
-        "Step times varied a lot in per_layer: p95 is more than twice the median. Compare again on a machine that does "
-        "nothing else."
+        "Step times varied a lot in per_layer: p95 is more than twice the median. Compare again on an idle machine."
     ]
     write_report(tmp_path, rows, results)
     assert "- Step times varied a lot in per_layer:" in (tmp_path / "comparison.md").read_text()

@@ -6,10 +6,11 @@ import re
 import pytest
 from conftest import ROOT, composed
 from hydra.errors import HydraException
+from yaml import YAMLError
 
 from graphmod.cli.explain import explain, setting_names
-from graphmod.cli.training.arguments import swept_keys
-from graphmod.cli.training.compose import parse
+from graphmod.cli.training.arguments import for_hydra, swept_keys
+from graphmod.cli.training.compose import CONFIGS, parse
 from graphmod.errors import ConfigError
 from graphmod.train.run.folders import job_folder
 from graphmod.train.schema import Precision, RunConfig
@@ -36,7 +37,7 @@ def test_the_default_config_is_valid_and_typed(settings):
 
 
 @pytest.mark.parametrize(
-    "path", sorted((ROOT / "configs").glob("[!h]*/*.yaml")), ids=lambda path: f"{path.parent.name}={path.stem}"
+    "path", sorted(CONFIGS.glob("[!h]*/*.yaml")), ids=lambda path: f"{path.parent.name}={path.stem}"
 )
 def test_every_choice_of_every_group_composes(path, tmp_path):
     group = path.parent.name
@@ -75,10 +76,67 @@ def test_a_key_without_its_group_names_the_whole_key():
         ("optim.wd=0", "optim.weight_decay=0"),
         ("train.batch_size=4", "data.batch_size=4"),
         ("train.prec=fp32", "train.precision=fp32"),
+        ("trainsteps=3", "train.steps=3"),
+        ("data.block_size=4", "data.seq_len=4"),
+        ("dtype=bf16", "train.precision=bf16"),
+        ("max_steps=9", "train.steps=9"),
+        ("buckets=[64,128]", "data.buckets=[64,128]"),
+        ("train.gradient_checkpointing=true", "train.activation_checkpointing=true"),
     ],
 )
 def test_a_typo_in_a_key_says_what_to_write(typed, meant):
     assert complaint(typed).splitlines()[0].endswith(f"Write {meant}")
+
+
+@pytest.mark.parametrize("typed", ["train.compile=true", "train.compile=3"])
+def test_a_value_that_the_setting_meant_does_not_take_is_not_advised(typed):
+    said = complaint(typed).splitlines()[0]
+    assert said.endswith("did you mean 'graph.compile'? Write graph.compile=VALUE with one of: none, default, max")
+
+
+@pytest.mark.parametrize("typed", ["=3", "+=3", "++=3"])
+def test_a_value_without_a_name_is_refused(typed):
+    with pytest.raises(ConfigError, match=r"names no setting; write key=value, such as train\.steps=3"):
+        for_hydra([typed])
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("stepz: 3\n", "train/mine.yaml: there is no setting 'train.stepz'; did you mean 'train.steps'?"),
+        ("steps: abc\n", "train/mine.yaml: train.steps: Value 'abc' of type 'str' could not be converted to Integer"),
+        ("steps: [3\n", "train/mine.yaml:2 is not YAML: expected ',' or ']', but got '<stream end>'"),
+    ],
+)
+def test_an_error_in_a_config_file_names_the_file(content, said, tmp_path):
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / "mine.yaml").write_text(content)
+    with pytest.raises((HydraException, YAMLError)) as caught:
+        composed(f"hydra.searchpath=[file://{tmp_path}]", "train=mine")
+    first = explain(caught.value).splitlines()[0]
+    assert first.removeprefix(f"{tmp_path}/") == said
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/my däta", "notes (1).txt", "it's here", "a=b.txt", "C:\\texts", "~user", "plain.txt", "*.txt"],
+)
+def test_a_path_is_taken_as_it_is(path):
+    (argument,) = for_hydra([f"data.path={path}"])
+    assert composed("data=text", argument).data.path == path
+
+
+@pytest.mark.parametrize("value", ["[a.txt,b.txt]", "'my däta'", '"my däta"', "null", "${oc.env:HOME}"])
+def test_a_path_that_is_written_for_hydra_stays(value):
+    assert for_hydra([f"data.path={value}"]) == [f"data.path={value}"]
+
+
+def test_several_quoted_prompts_are_several_in_a_multirun_and_one_text_otherwise():
+    typed = "train.sample_prompt='a b','c, d'"
+    assert swept_keys(for_hydra(["--multirun", typed])) == ["train.sample_prompt"]
+    (argument,) = for_hydra([typed])
+    assert composed(argument).train.sample_prompt == "'a b','c, d'"
+    assert swept_keys(for_hydra(["--multirun", "train.sample_prompt=a, b"])) == []
 
 
 @pytest.mark.parametrize("typed", ["train.qqq=1", "nonsense.foo=1", "optim.x=1"])
@@ -154,16 +212,16 @@ def test_an_error_of_the_graph_settings_names_the_group():
         (["data.vocab_size=100"], "data=synthetic only"),
         (["data=synthetic", "data.tokenizer=bytes"], "random"),
         (["data.tokenizer=not_there"], "neither a folder nor 'bytes'"),
-        (["data.tokenizer=README.md"], "is a file; give the folder that it is in"),
+        (["data.tokenizer=README.md"], "is a file; give its folder"),
         (["data.seq_len=0"], "at least 1"),
         (["data.seq_len=2000"], "model.max_positions=1024"),
         (["data.eval_fraction=0"], "train.eval_every=0"),
         (["data.eval_fraction=1.5"], "below 1"),
         (["model=local"], "model.path=FOLDER"),
         (["model=local", "model.path=not_there"], "not a folder"),
-        (["model=local", "model.path=configs"], "config.json"),
-        (["model=local", "model.path=configs"], "checkpoints/step_N"),
-        (["model.path=configs"], "model=local only"),
+        (["model=local", "model.path=docs"], "config.json"),
+        (["model=local", "model.path=docs"], "checkpoints/step_N"),
+        (["model.path=docs"], "model=local only"),
         (["model.layers=null"], "model.layers is not set"),
         (["model.heads=3"], "does not divide"),
         (["model.kv_heads=3"], "does not divide"),

@@ -79,7 +79,9 @@ def test_the_error_for_a_pattern_names_what_would_match(tmp_path):
 
 
 def test_a_folder_without_a_tokenizer_is_named(tmp_path, text):
-    with pytest.raises(ConfigError, match=r"save_pretrained writes it. transformers says: .*[^:]$"):
+    with pytest.raises(
+        ConfigError, match=r"as written by save_pretrained of a tokenizer. transformers reports: .*[^:]$"
+    ):
         load_corpus(text_data(text, tokenizer=str(tmp_path)), ModelConfig(), 0)
 
 

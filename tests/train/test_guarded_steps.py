@@ -179,7 +179,7 @@ def test_fp16_trains_with_the_losses_of_eager(on_text, tmp_path, scope):
     assert graphed.losses == plain.losses
     assert plain.losses[-1] < plain.losses[0]
     graphed.skipped_steps = 3
-    assert "3 updates skipped (those of loss-scale overflows included)" in graphed.report()
+    assert "3 updates skipped (including overflows of the loss scale)" in graphed.report()
 
 
 @pytest.mark.parametrize("scope", SCOPES)

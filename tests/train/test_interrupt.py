@@ -5,7 +5,7 @@ import signal
 
 import pytest
 import torch
-from conftest import CONFIGS, TINY, composed
+from conftest import TINY, composed
 from fighters import LOST, PROCESSES, train_until_renamed
 
 from graphmod.cli.training.job import Job, attempt
@@ -83,7 +83,7 @@ def test_the_second_during_the_first_checkpoint_says_that_none_was_saved(on_text
 def test_what_was_kept_and_how_to_resume_it_is_said(text, tmp_path, interrupt_save, capfd):
     interrupt_save(2)
     arguments = [*TINY, "data=text", f"data.path={text}", "train.checkpoint_every=3"]
-    status, _ = attempt(composed(*arguments), Job(tmp_path / "run", arguments, True, arguments, CONFIGS))
+    status, _ = attempt(composed(*arguments), Job(tmp_path / "run", arguments, True, arguments))
     said = capfd.readouterr()
     assert status == 130 and said.out == "" and "Traceback" not in said.err
     *_, kept, way_on = said.err.splitlines()

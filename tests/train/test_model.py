@@ -243,7 +243,7 @@ def test_a_folder_without_usable_weights_is_named(tmp_path):
     local = ModelConfig(Architecture.local, path=str(tmp_path))
     config = model_config(local, 256, 16)
     (tmp_path / "model.safetensors").write_bytes(b"cut off")
-    with pytest.raises(ConfigError, match="no weights transformers can read"):
+    with pytest.raises(ConfigError, match="no weights that transformers can read"):
         build_model(local, config, Precision.fp32, CPU, 0)
     weights = saved.state_dict()
     del weights["model.norm.weight"]
@@ -251,5 +251,5 @@ def test_a_folder_without_usable_weights_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"lacks 1 weights.*model\.norm\.weight"):
         build_model(local, config, Precision.fp32, CPU, 0)
     (tmp_path / "config.json").write_text("{not json")
-    with pytest.raises(ConfigError, match="no model transformers can read"):
+    with pytest.raises(ConfigError, match="not a model that transformers can read"):
         model_config(local, 256, 16)

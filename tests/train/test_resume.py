@@ -118,7 +118,7 @@ def test_a_job_with_a_folder_of_its_own_does_not_go_on_with_the_one_beside_it(
     settings = [*TINY, "data=text", f"data.path={text}", f"train.seed={seed}", "train.resume=auto"]
     process = shell(tmp_path, *settings, "hydra.run.dir=jobs/two")
     said, complained = process.communicate(timeout=120)
-    assert process.returncode == 0 and "resuming" not in said and "starts at the beginning" in complained
+    assert process.returncode == 0 and "resuming" not in said and "starts from the beginning" in complained
     assert (tmp_path / "jobs" / "two" / "checkpoints").is_dir()
     assert [path.name for path in checkpoints(tmp_path / "jobs" / "one" / "checkpoints")] == ["step_00000003"]
 
@@ -151,7 +151,7 @@ def test_resuming_in_another_scope_is_allowed_and_changes_no_number(on_text, tmp
 
 def test_auto_with_nothing_to_resume_starts_at_the_beginning_and_says_so(on_text, tmp_path, caplog):
     result = train(on_text("train.resume=auto"), tmp_path)
-    assert len(result.losses) == 8 and "starts at the beginning" in caplog.text
+    assert len(result.losses) == 8 and "starts from the beginning" in caplog.text
 
 
 def test_resuming_a_finished_run_gives_its_result_again(on_text, tmp_path):

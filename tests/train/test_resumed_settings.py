@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from conftest import CONFIGS, DROPOUT, composed
+from conftest import DROPOUT, composed
 
 from graphmod.cli.training.compose import parse
 from graphmod.cli.training.job import Job, attempt
@@ -20,7 +20,7 @@ CONSTANT = ["optim.warmup_fraction=0", "optim.min_lr_ratio=1"]
 
 def given(*overrides: str):
     """The settings of `train.py` with these arguments."""
-    return job_settings(composed(*overrides), list(overrides), CONFIGS)
+    return job_settings(composed(*overrides), list(overrides))
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def test_a_change_is_shown_and_a_group_changes_what_its_files_set(stopped, tmp_p
     chosen = given(*overrides)
     config = parse(chosen.settings)
     assert config.graph.scope.value == "per_layer" and not config.graph.auto and config.graph.warmup_steps == 2
-    job = Job(tmp_path / "unused", overrides, alone=True, given=overrides, config_dir=CONFIGS)
+    job = Job(tmp_path / "unused", overrides, alone=True, given=overrides)
     assert attempt(composed(*overrides), job) == (0, run)
     said = capsys.readouterr().out
     assert f"resuming from step 3 of 8: {run / FOLDER / 'step_00000003'}" in said

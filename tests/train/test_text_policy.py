@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from conftest import ROOT
 from made_tokenizers import byte_level, llama_like
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, GenerationConfig
@@ -106,11 +105,10 @@ def test_samples_while_training_are_whole_documents(checkpoint):
     assert "\n".join(line.removeprefix("    ") for line in lines) in {f"ann met bob\n    and {end}" for end in ENDINGS}
 
 
-def test_generate_shows_a_whole_document_and_ends(checkpoint, monkeypatch, capfd):
+def test_generate_shows_a_whole_document_and_ends(checkpoint, capfd):
     settings = [f"model.path={checkpoint}", "model.device=cpu", "graph=none", "prompt=kim met lou"]
-    monkeypatch.setattr("sys.argv", ["generate.py", *settings])
     capfd.readouterr()
-    assert generate_cli.main(ROOT / "configs_generate") == 0
+    assert generate_cli.main(settings) == 0
     assert capfd.readouterr().out in {f"kim met lou\n    and {end}\n" for end in ENDINGS}
 
 

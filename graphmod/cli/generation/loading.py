@@ -26,7 +26,7 @@ def model_folder(path: str) -> Path:
     folder = Path(path)
     if not folder.is_dir():
         raise ConfigError(
-            f"model.path={path} is not a folder; give that of a saved model, or train one: python train.py"
+            f"model.path={path} is not a folder; give that of a saved model, or train one: graphmod train"
         )
     if any((folder / name).is_file() for name in _CONFIGS) or checkpoint_of(folder) is not None:
         return require_whole(folder)
@@ -34,8 +34,8 @@ def model_folder(path: str) -> Path:
     found = [config for config in configs if config.parent.name[0] != "."]
     if not found:
         raise ConfigError(
-            f"model.path={path} holds no config.json, so no saved model, and no checkpoint of a run below it; "
-            "train one: python train.py"
+            f"model.path={path} holds neither a saved model (there is no config.json) nor a checkpoint of a run; "
+            "train one: graphmod train"
         )
     return require_whole(max(found, key=lambda config: config.stat().st_mtime).parent)
 
@@ -64,7 +64,7 @@ def load_model(folder: Path, source: ModelSource) -> PreTrainedModel:
             folder, dtype=_DTYPES[source.precision], local_files_only=True, output_loading_info=True
         )
     except Exception as error:  # whatever the readers of the many file formats raise
-        raise ConfigError(f"model.path={folder} is no model transformers can read: {reason(error)}") from error
+        raise ConfigError(f"model.path={folder} is not a model that transformers can read: {reason(error)}") from error
     finally:
         if bars:
             transformers_logging.enable_progress_bar()

@@ -10,38 +10,39 @@ import sys
 import traceback
 from pathlib import Path
 
-import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from graphmod.cli.environment import require_one_process
-from graphmod.cli.explain import explain
-from graphmod.cli.generation.run import generate
+from graphmod.cli.explain import explain, refuse_nameless
 from graphmod.cli.generation.schema import GenerateConfig
+from graphmod.cli.start import loading, shown, version
 from graphmod.cli.stdout import OutputError, complain, show
 from graphmod.decode.errors import RequestError
 from graphmod.errors import ConfigError, GraphmodError
 
+CONFIGS = Path(__file__).parent.resolve() / "configs"
 _TEXTS = ("prompt", "prompts_file", "out", "tokenizer", "model.path")
-HELP = """Samples from a causal language model, decode steps in CUDA graphs (emulated where there is no GPU).
+_HELP = """Samples from a causal language model, decode steps in CUDA graphs (emulated where there is no GPU).
 
-  python generate.py model.path=FOLDER prompt="..." [GROUP=CHOICE ...] [KEY=VALUE ...]
-  python generate.py model.path=FOLDER prompts_file=FILE [out=FILE]
+  COMMAND model.path=FOLDER prompt="..." [GROUP=CHOICE ...] [KEY=VALUE ...]
+  COMMAND model.path=FOLDER prompts_file=FILE [out=FILE]
 
-model.path is a saved transformers model, a checkpoint of train.py, or runs/train for the latest one. A prompt is
+model.path is a saved transformers model, a checkpoint of a training run, or runs/train for the latest one. A prompt is
 streamed; the prompts of a file (one a line, or JSONL with "prompt" or the "messages" of a chat) share batches and are
 written as JSONL, to FILE with .out.jsonl in place of its suffix unless out says where. A file that holds something
 needs overwrite=true.
 
-Groups and their choices (files under configs_generate/):
+Groups and their choices:
 
   graph: decode (default), none       a decode step is one graph, or plain PyTorch
   decode: greedy (default), sample    the most likely token each time, or temperature 0.8 and top_p 0.95
 
-Keys one changes most, with a value for example:
+The most common keys, with an example value:
 
   decode.max_new_tokens=128     tokens to generate at most
   decode.temperature=0.8        0 takes the most likely token
@@ -58,8 +59,7 @@ Keys one changes most, with a value for example:
   tokenizer=FOLDER              or bytes; otherwise what the model was saved with
   chat=true                     each prompt is a user's message, put through the tokenizer's chat template
 
-All keys with their values: python generate.py --cfg job
-All keys with their meaning: graphmod/cli/generation/schema.py, graphmod/decode/config.py"""
+All keys with their values: COMMAND --cfg job"""
 
 
 def _texts(arguments: list[str]) -> tuple[dict[str, str | None], list[str]]:
@@ -67,6 +67,7 @@ def _texts(arguments: list[str]) -> tuple[dict[str, str | None], list[str]]:
     texts: dict[str, str | None] = {}
     others = []
     for argument in arguments:
+        refuse_nameless(argument)
         key, equals, value = argument.partition("=")
         if key in _TEXTS and equals:
             at_home = value.startswith("~/") and key != "prompt"
@@ -76,7 +77,7 @@ def _texts(arguments: list[str]) -> tuple[dict[str, str | None], list[str]]:
     return texts, others
 
 
-def parse(config_dir: Path, arguments: list[str]) -> GenerateConfig:
+def parse(arguments: list[str]) -> GenerateConfig:
     """The typed and checked settings for these arguments.
 
     Raises:
@@ -85,11 +86,11 @@ def parse(config_dir: Path, arguments: list[str]) -> GenerateConfig:
     ConfigStore.instance().store(name="generate_schema", node=GenerateConfig)
     texts, others = _texts(arguments)
     try:
-        with initialize_config_dir(str(config_dir.resolve()), version_base="1.3"):
+        with initialize_config_dir(str(CONFIGS), version_base="1.3"):
             composed = compose("generate", overrides=others)
         plain = OmegaConf.to_container(composed, resolve=True)
         config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(GenerateConfig), plain))
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise ConfigError(explain(error, GenerateConfig)) from error
     for key, value in texts.items():
         group, _, name = key.rpartition(".")
@@ -97,23 +98,25 @@ def parse(config_dir: Path, arguments: list[str]) -> GenerateConfig:
     return config
 
 
-def main(config_dir: Path) -> int:
-    """Runs `generate.py` with the arguments in `sys.argv`; returns the exit status.
-
-    Args:
-        config_dir: the folder with `generate.yaml` and its groups.
-    """
-    arguments = sys.argv[1:]
+def main(arguments: list[str]) -> int:
+    """Runs `generate.py` with these arguments; returns the exit status."""
     try:
-        require_one_process()
-        if {"--help", "-h"} & set(arguments):
-            show(HELP)
+        if "--version" in arguments:
+            show(version())
             return 0
+        if {"--help", "-h"} & set(arguments):
+            show(_HELP.replace("COMMAND", shown("generate")))
+            return 0
+        require_one_process()
         if "--cfg" in arguments:
             at = arguments.index("--cfg")
-            show(OmegaConf.to_yaml(OmegaConf.structured(parse(config_dir, arguments[:at] + arguments[at + 2 :]))))
+            show(OmegaConf.to_yaml(OmegaConf.structured(parse(arguments[:at] + arguments[at + 2 :]))))
             return 0
-        return generate(parse(config_dir, arguments))
+        config = parse(arguments)
+        config.check()  # before PyTorch is loaded
+        with loading():
+            from graphmod.cli.generation.run import generate
+        return generate(config)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
@@ -128,10 +131,11 @@ def main(config_dir: Path) -> int:
     except (GraphmodError, OSError) as error:
         complain(error)
         return 1
-    except torch.OutOfMemoryError as error:
-        complain(f"out of GPU memory; lower decode.max_batch_size or decode.max_seq_len. {str(error).splitlines()[0]}")
-        return 1
-    except Exception:
+    except Exception as error:
+        if type(error).__name__ == "OutOfMemoryError":  # PyTorch's, which may not be loaded
+            line = str(error).splitlines()[0]
+            complain(f"out of GPU memory; lower decode.max_batch_size or decode.max_seq_len. {line}")
+            return 1
         traceback.print_exc()
-        complain("this is a bug in graphmod or in a library it uses; the lines above say where")
+        complain("this is a bug in graphmod or in a library it uses; the lines above show where")
         return 1

@@ -59,7 +59,7 @@ def open_output(path: Path, prompts: Path, overwrite: bool) -> Iterator[OutputFi
     """
     try:
         if _same(path, prompts):
-            raise ConfigError(f"out={path} is the file of the prompts and would overwrite them; give out another name")
+            raise ConfigError(f"out={path} is the file of the prompts and would replace them; give out another name")
         if not overwrite and path.is_file() and path.stat().st_size:
             raise ConfigError(
                 f"out={path} exists and is not empty; give out=FILE another name, or overwrite=true to replace it"

@@ -33,7 +33,7 @@ def speed_of(tokens: int, seconds: float, engine: DecodeEngine) -> str:
     speed = f"{counted(tokens, 'token')} in {seconds:.2f} s, {tokens / max(seconds, 1e-9):.1f} tokens/s"
     if stats.attention_us:
         measured = ", ".join(f"{name} {us:.1f} us" for name, us in stats.attention_us.items())
-        speed += f"; attention, a layer: {measured}"
+        speed += f"; attention, per layer: {measured}"
     eager = counted(stats.total("eager_steps"), "eager step")
     if not engine.config.graphs:
         return f"{speed}; without graphs: {eager}"

@@ -1,6 +1,6 @@
 """The settings of `generate.py`: names, types, defaults and meaning.
 
-The YAML files under `configs_generate/` fill these classes in.
+The YAML files beside it, under `configs/`, fill these classes in.
 """
 
 import re
@@ -172,7 +172,7 @@ class GenerateConfig:
             raise ConfigError('give one of prompt="..." and prompts_file=FILE')
         if self.model.path is None:
             raise ConfigError(
-                "model.path=FOLDER is missing: a saved model, a checkpoint, or runs/train for the last one"
+                "model.path=FOLDER is missing: a saved model, a checkpoint, or runs/train for the latest one"
             )
         if self.out is not None and self.prompts_file is None:
             raise ConfigError("out=FILE goes with prompts_file=FILE; a single prompt is printed")

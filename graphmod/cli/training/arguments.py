@@ -7,19 +7,18 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
-from graphmod.cli.explain import unknown_flag
+from graphmod.cli.explain import refuse_nameless, setting_names, unknown_flag, unknown_key
 from graphmod.errors import ConfigError
 from graphmod.train.run.ownership import require_unused
-from graphmod.train.run.resume import holds_finished_runs
 
 NO_PROFILE = (
     "train.profile=true in a multirun would slow the graph launches of every later job, because a profiler stays "
-    "attached to the process; drop it (the comparison tells how busy the GPU was), or run it alone"
+    "attached to the process; drop it (the comparison shows how busy the GPU was), or run it alone"
 )
-NO_CHECK = "graph.check=true checks one run and trains none; leave out --multirun"
+NO_CHECK = "graph.check=true checks a single run; drop --multirun"
 _ONE_FOR_ALL = (
-    "train.resume={} in a multirun would let all its jobs resume one run; drop --multirun, or resume each job in its "
-    "folder: hydra.sweep.dir=FOLDER train.resume=auto"
+    "train.resume={} in a multirun would make all its jobs resume one run; drop --multirun, or resume each "
+    "job in its folder: hydra.sweep.dir=FOLDER train.resume=auto"
 )
 _SWEPT_ALREADY = (
     "hydra.sweep.dir={} holds runs of an earlier multirun, and new ones would mix with them; give another folder, or "
@@ -27,6 +26,9 @@ _SWEPT_ALREADY = (
 )
 _TEXTS = ("train.sample_prompt",)
 _FOLDERS = ("hydra.run.dir", "hydra.sweep.dir")
+_PATHS = ("data.path", "data.pattern", "data.tokenizer", "model.path", "train.resume", *_FOLDERS)
+_ONE_TEXT = r"('(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\")"
+_SEVERAL_TEXTS = re.compile(rf"{_ONE_TEXT}(\s*,\s*{_ONE_TEXT})+")
 _FLAGS = (
     *("--help", "-h", "--hydra-help", "--version", "--resolve", "--run", "-r", "--multirun", "-m"),
     *("--shell-completion", "-sc", "--info", "-i"),
@@ -71,25 +73,39 @@ def quoted(text: str) -> str:
     return f"'{text}'"
 
 
+def _path(value: str) -> bool:
+    """Whether `value` is one path that Hydra's grammar would stumble over: with a space, an umlaut, a parenthesis."""
+    grammar = re.match(r"['\"\[{]|(choice|glob|range|interval|shuffle|sort|tag)\(", value)
+    several = "," in value or "${" in value
+    return not grammar and not several and re.search(r"[^A-Za-z0-9_./:@%+*?-]", value) is not None
+
+
 def for_hydra(arguments: list[str]) -> list[str]:
-    """The arguments as Hydra wants them: flags first, and texts in quotes, as generate.py takes them without.
+    """The arguments as Hydra wants them: flags first, and texts and paths in quotes, as generate.py takes them without.
 
     Raises:
-        ConfigError: an unknown flag, a folder without a name, a profile of several jobs, one run that all of them
-            would resume, or a folder with the runs of another multirun.
+        ConfigError: an unknown flag, a value without a name, a setting that is misspelt behind a plus, a folder
+            without a name, a profile of several jobs, one run that all of them would resume, or a folder with the runs
+            of another multirun.
         FolderInUse: another multirun is writing to the folder.
     """
     found, several = [], bool({"--multirun", "-m"} & set(arguments))
     resumes = any(re.match(r"train\.resume=(?!none$)", argument) for argument in arguments)
     for argument in flags_first(arguments):
+        refuse_nameless(argument)
         key, equals, value = argument.partition("=")
+        if key.startswith("+") and _misspelt(key.lstrip("+")):  # Hydra would add it as a new one
+            raise ConfigError(unknown_key(key.lstrip("+"), value=value))
         if key in _FOLDERS and value.strip("'\" ") == "" and equals:
             raise ConfigError(f"{key} is empty; give the folder to write to, such as {key}=runs/mine, or leave it out")
         if several and key == "hydra.sweep.dir":
             require_unused(Path(value.strip("'\" ")))
         # Said here, because the jobs, one by one, would compare what is new without what they may not touch.
-        if several and not resumes and key == "hydra.sweep.dir" and holds_finished_runs(Path(value.strip("'\" "))):
-            raise ConfigError(_SWEPT_ALREADY.format(value))
+        if several and not resumes and key == "hydra.sweep.dir" and Path(value.strip("'\" ")).is_dir():
+            from graphmod.train.run.resume import holds_finished_runs  # loads PyTorch
+
+            if holds_finished_runs(Path(value.strip("'\" "))):
+                raise ConfigError(_SWEPT_ALREADY.format(value))
         if several and key == "train.resume" and value not in ("none", "auto") and "," not in value:
             raise ConfigError(_ONE_FOR_ALL.format(value))
         if several and key == "train.profile" and {"true", "yes", "on", "1"} & set(value.lower().split(",")):
@@ -99,8 +115,15 @@ def for_hydra(arguments: list[str]) -> list[str]:
         at_home = value.startswith("~/") and "," not in value  # bash leaves it so, and Hydra takes it for a deletion
         if at_home:
             value = str(Path(value).expanduser())
-        found.append(f"{key}={quoted(value)}" if at_home or (key in _TEXTS and value) else argument)
+        text = key in _TEXTS and value and not (several and _SEVERAL_TEXTS.fullmatch(value))
+        to_quote = at_home or text or (key in _PATHS and _path(value))
+        found.append(f"{key}={quoted(value)}" if to_quote else argument)
     return found
+
+
+def _misspelt(key: str) -> bool:
+    names, group = setting_names(), key.rpartition(".")[0]
+    return key not in names and group != "" and group in {name.rpartition(".")[0] for name in names}
 
 
 def groups(config_dir: Path) -> str:

@@ -9,21 +9,21 @@ from __future__ import annotations
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
+from graphmod.cli.start import loading
 from graphmod.cli.stdout import OutputError, show
 from graphmod.cli.training.compose import parse
 from graphmod.errors import GraphmodError
-from graphmod.train.report.comparison import compare, swept
-from graphmod.train.report.report import JSON_FILE, PLOT_FILE, remarks, table, write_report
-from graphmod.train.report.result import RunResult
 from graphmod.train.run.folders import link_latest
-from graphmod.train.run.loop import train
 from graphmod.train.run.ownership import owned
+
+if TYPE_CHECKING:
+    from graphmod.train.report.result import RunResult
 
 _COMPARISONS = Path("runs/compare")  # of config.yaml
 _PROFILED = {
@@ -41,6 +41,8 @@ def gpu_busy_ms(result: RunResult) -> float | None:
     """Kernel time of a step of the run, in ms, from a few steps done again; None without a GPU, or if that fails."""
     if not result.device or result.device.startswith("CPU"):
         return None
+    from graphmod.train.run.loop import train
+
     scope = result.auto.get("chosen") or result.scope
     graph = {**result.config["graph"], "scope": scope, "auto": False}
     settings = {**result.config, "graph": graph, "train": {**result.config["train"], **_PROFILED}}
@@ -92,9 +94,15 @@ class ComparisonCallback(Callback):
         self._jobs: dict[Path, tuple[str, Any]] = {}
         self._config: DictConfig | None = None
 
+    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Loads PyTorch: the settings are composed by now, and a Ctrl-C leaves no folder behind."""
+        with loading():
+            import graphmod.train.run.loop  # noqa: F401
+
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Lets `end_early` know what to compare, and takes the folder, which `require_folder` tells."""
+        """Loads PyTorch, lets `end_early` know what to compare, and takes the folder, which `require_folder` tells."""
         global _running, _refusal
+        self.on_run_start(config)
         self._config, _running = config, self
         try:
             _folder.enter_context(owned(Path(config.hydra.sweep.dir)))
@@ -123,7 +131,7 @@ class ComparisonCallback(Callback):
                 if path.is_file() and not path.stat().st_size:
                     path.unlink()
             _failure = (
-                f"cannot write the comparison to {sweep}: {error.strerror or error}; what the runs wrote stays. Make "
+                f"cannot write the comparison to {sweep}: {error.strerror or error}; what the runs wrote is kept. Make "
                 "room, or choose another folder with hydra.sweep.dir=FOLDER"
             )
 
@@ -131,10 +139,16 @@ class ComparisonCallback(Callback):
         """Compares what there is when Hydra could not go on, because it could not make the folder of a job."""
         if not self._jobs:
             return  # the reason is all there is to say
+        from graphmod.train.report.result import RunResult
+
         self._jobs[folder] = "", RunResult(scope="", status="failed", error=reason)
         self.on_multirun_end(self._config)
 
     def _compare(self, sweep: Path) -> None:
+        from graphmod.train.report.comparison import compare, swept
+        from graphmod.train.report.report import JSON_FILE, PLOT_FILE, remarks, table, write_report
+        from graphmod.train.report.result import RunResult
+
         results = {}
         for folder, (scope, outcome) in self._jobs.items():
             try:
@@ -151,7 +165,7 @@ class ComparisonCallback(Callback):
         for remark in remarks(rows, results):
             show(remark)
         if not finished and (sweep / JSON_FILE).exists():
-            show(f"\nno run finished; the comparison in {sweep} is that of before")
+            show(f"\nno run finished; the comparison in {sweep} is an earlier one")
             return
         files = write_report(sweep, rows, results)
         show(f"\nwritten to {', '.join(map(str, files))}")

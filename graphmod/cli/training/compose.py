@@ -1,13 +1,16 @@
 """From a composed Hydra config to a checked `RunConfig`; every way this can fail ends in one ConfigError."""
 
+from pathlib import Path
+
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from graphmod.cli.explain import explain
 from graphmod.errors import ConfigError
-from graphmod.train.run.checks import check
 from graphmod.train.schema import RunConfig
+
+CONFIGS = Path(__file__).parent.resolve() / "configs"
 
 
 def register() -> None:
@@ -31,5 +34,7 @@ def parse(cfg: DictConfig | dict) -> RunConfig:
         raise ConfigError(explain(error)) from error
     except ConfigError as error:  # GraphConfig checks itself and does not know under which name it stands here
         raise ConfigError(f"graph.{error}") from error
+    from graphmod.train.run.checks import check  # loads PyTorch, which a misspelt key need not wait for
+
     check(config)
     return config

@@ -13,6 +13,7 @@ import torch
 from omegaconf import DictConfig
 
 from graphmod.cli.explain import system_error
+from graphmod.cli.start import words
 from graphmod.cli.stdout import complain, show, unwritten
 from graphmod.cli.training.arguments import NO_CHECK, NO_PROFILE
 from graphmod.cli.training.compose import parse
@@ -36,19 +37,17 @@ class Job:
         overrides: of its settings, Hydra's own apart.
         alone: it is not part of a multirun.
         given: the arguments of the command line, as they were.
-        config_dir: the folder with `config.yaml` and the groups.
     """
 
     folder: Path
     overrides: list[str]
     alone: bool
     given: list[str]
-    config_dir: Path
 
 
 def _way_on(folder: Path, given: list[str]) -> str:
     """The command that resumes the run in `folder`, which was started with the arguments `given`."""
-    command = [from_here(sys.executable), from_here(sys.argv[0])]
+    command = words("train")
     if not {"--multirun", "-m"} & set(given):
         return shlex.join([*command, f"train.resume={from_here(folder)}"])
     # All jobs would resume that one run; so each looks into its folder, and the sweep is the one it was.
@@ -70,7 +69,7 @@ def _say_stopped(result: RunResult, folder: Path, given: list[str]) -> int:
 def _bug(error: Exception) -> tuple[int, str]:
     # All of it is shown, but the other jobs of a multirun go on.
     traceback.print_exception(error)
-    complain("this is a bug in graphmod or in a library it uses; the lines above say where")
+    complain("this is a bug in graphmod or in a library it uses; the lines above show where")
     return 1, f"{type(error).__name__}: {error}"
 
 
@@ -88,7 +87,7 @@ def _check(config: RunConfig, folder: Path, alone: bool) -> tuple[int, Path]:
 def attempt(cfg: DictConfig, job: Job) -> tuple[int, str | Path]:
     """Runs one job, composed by Hydra; returns its exit status, and the folder it wrote to or, if it failed, why."""
     try:
-        chosen = job_settings(cfg, job.overrides, job.config_dir)
+        chosen = job_settings(cfg, job.overrides)
         config = parse(chosen.settings)
         if config.train.profile and not job.alone:
             raise ConfigError(NO_PROFILE)  # a file of configs/ says so; the command line was looked at before

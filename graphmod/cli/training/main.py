@@ -4,12 +4,15 @@ Exit status: 0 all went well, 1 a run failed, 2 the command line, a config or th
 by signal N (130 is Ctrl-C, 143 SIGTERM).
 """
 
+from __future__ import annotations
+
 import os
 import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -17,17 +20,20 @@ from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from graphmod.cli.environment import require_one_process
 from graphmod.cli.explain import explain
-from graphmod.cli.stdout import complain, unwritten
+from graphmod.cli.start import shown, version
+from graphmod.cli.stdout import complain, show, unwritten
 from graphmod.cli.training import callback
 from graphmod.cli.training.arguments import for_hydra, groups, swept_keys
-from graphmod.cli.training.compose import register
-from graphmod.cli.training.job import Job, attempt, failed
+from graphmod.cli.training.compose import CONFIGS, register
 from graphmod.errors import ConfigError, GraphmodError
-from graphmod.train.report.result import RunResult
 from graphmod.train.run.folders import job_folder, unused
+
+if TYPE_CHECKING:
+    from graphmod.train.report.result import RunResult
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"
 
@@ -52,22 +58,20 @@ def _tidy(folder: Path) -> None:
         folder.rmdir()
 
 
-def main(config_dir: Path) -> int:
-    """Runs `train.py` with the arguments in `sys.argv`; returns the exit status.
-
-    Args:
-        config_dir: the folder with `config.yaml` and the groups.
-    """
+def main(given: list[str]) -> int:
+    """Runs `train.py` with these arguments; returns the exit status."""
     statuses: list[int] = []
-    given, show_all = sys.argv[1:], _FULL_ERROR in os.environ
+    before, show_all = sys.argv[1:], _FULL_ERROR in os.environ
 
     def job(cfg: DictConfig) -> str | Path | RunResult:
         hydra_config = HydraConfig.get()
         folder = Path(hydra_config.runtime.output_dir)
         alone = hydra_config.mode is RunMode.RUN
+        from graphmod.cli.training.job import Job, attempt, failed  # loads PyTorch
+
         callback.require_folder()
         try:
-            status, outcome = attempt(cfg, Job(folder, list(hydra_config.overrides.task), alone, given, config_dir))
+            status, outcome = attempt(cfg, Job(folder, list(hydra_config.overrides.task), alone, given))
         finally:
             if alone:
                 _tidy(folder)
@@ -77,6 +81,9 @@ def main(config_dir: Path) -> int:
         return failed(cfg, folder, outcome) if status and not alone else outcome
 
     try:
+        if "--version" in given:
+            show(version())
+            return 0
         require_one_process()
         arguments = for_hydra(given)
         sys.argv[1:] = arguments
@@ -86,9 +93,10 @@ def main(config_dir: Path) -> int:
             "swept", lambda overrides, number: job_folder(keys, list(overrides), number), replace=True
         )
         OmegaConf.register_new_resolver("unused", unused, replace=True)
-        OmegaConf.register_new_resolver("groups", lambda: groups(config_dir), replace=True)
+        OmegaConf.register_new_resolver("groups", lambda: groups(CONFIGS), replace=True)
+        OmegaConf.register_new_resolver("command", lambda: shown("train"), replace=True)
         with _hydra_raises():
-            hydra.main(config_path=str(config_dir.resolve()), config_name="config", version_base="1.3")(job)()
+            hydra.main(config_path=str(CONFIGS), config_name="config", version_base="1.3")(job)()
     except KeyboardInterrupt:
         if statuses and statuses[-1] >= 128:
             return statuses[-1]
@@ -100,11 +108,14 @@ def main(config_dir: Path) -> int:
     except GraphmodError as error:
         complain(error)
         return 1
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
         if show_all:
             traceback.print_exc()
         complain(explain(error))
         return 2
+    except BrokenPipeError:  # as with `| head`, where nothing is wrong
+        unwritten()
+        return 128 + 13  # what a shell says of a program that SIGPIPE ended
     except OSError as error:  # Hydra could not make the folder of the run, or print what it was asked for
         if (reason := unwritten()) is not None:
             complain(reason)
@@ -121,7 +132,7 @@ def main(config_dir: Path) -> int:
         return 1
     finally:
         callback.leave_folder()
-        sys.argv[1:] = given
+        sys.argv[1:] = before
     for reason in (callback.take_failure(), unwritten()):
         if reason is not None:
             complain(reason)

@@ -8,6 +8,7 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
+from graphmod.cli.training.compose import CONFIGS
 from graphmod.train.checkpoints.manifest import DamagedCheckpoint, read_manifest
 from graphmod.train.run.decisive import all_settings, require_same, with_changes
 from graphmod.train.run.resume import AUTO, NONE, ResumePoint, newest_readable, run_of
@@ -29,13 +30,13 @@ class JobSettings:
     changed: list[str] = field(default_factory=list)
 
 
-def _given(cfg: DictConfig, overrides: list[str], config_dir: Path) -> dict[str, Any]:
+def _given(cfg: DictConfig, overrides: list[str]) -> dict[str, Any]:
     """The settings that the command line gives, by full name. The choice of a group gives all those that files of that
     group set: another file than the chosen one may have set them before."""
     given = {}
     for override in OverridesParser.create().parse_overrides(overrides):
         key = override.key_or_group
-        files = [OmegaConf.load(path) for path in (config_dir / key).glob("*.yaml")]
+        files = [OmegaConf.load(path) for path in (CONFIGS / key).glob("*.yaml")]
         for name in sorted({f"{key}.{name}" for file in files for name in file}) or [key]:
             value = OmegaConf.select(cfg, name)
             plain = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
@@ -53,14 +54,13 @@ def _named(resume: str) -> ResumePoint | None:
         return None
 
 
-def job_settings(cfg: DictConfig, overrides: list[str], config_dir: Path) -> JobSettings:
+def job_settings(cfg: DictConfig, overrides: list[str]) -> JobSettings:
     """The settings of a job that Hydra has composed: with `train.resume=FOLDER` those of that run and, over them, what
     the command line gives.
 
     Args:
         cfg: composed by Hydra.
         overrides: the job's, without Hydra's own settings.
-        config_dir: the folder with the groups.
 
     Raises:
         ConfigError: the folder holds no run, or a setting is to change that decides its numbers.
@@ -69,7 +69,7 @@ def job_settings(cfg: DictConfig, overrides: list[str], config_dir: Path) -> Job
     point = None if resume in (NONE, AUTO) else _named(resume)
     if point is None:  # where a folder was named, whoever looks for its checkpoints says what is wrong with them
         return JobSettings(cfg)
-    given, manifest = _given(cfg, overrides, config_dir), point.manifest
+    given, manifest = _given(cfg, overrides), point.manifest
     # At once, because a change that may not be can also be one that does not fit to the rest.
     require_same(point.checkpoint, manifest, with_changes(manifest["settings"], given))
     saved = all_settings(manifest)

@@ -47,11 +47,11 @@ def measure(
             with torch.cuda.device(memory.device):
                 found[name] = time_graph(*layers_of(one, memory, memory.rows, max_seq_len // 2, max_seq_len, compiled))
         except torch.OutOfMemoryError:
-            log.warning("decode attention: %s is left out, because the GPU has no memory left to measure it", name)
+            log.warning("decode attention: %s is skipped, because the GPU has no memory left to measure it", name)
         except Exception as error:  # of kernels, compilers and loaders: anything
-            log.warning("decode attention: %s is left out, because it failed: %.300s", name, error)
+            log.warning("decode attention: %s is skipped, because it failed: %.300s", name, error)
     said = ", ".join(f"{name} {us:.1f} us" for name, us in sorted(found.items(), key=lambda item: item[1]))
-    log.info("decode attention: a layer with %d rows takes %s", memory.rows, said or "no measured time")
+    log.info("decode attention: one layer with %d rows takes %s", memory.rows, said or "no measured time")
     return found
 
 

@@ -29,7 +29,7 @@ def unavailable(memory: PagedCache) -> str | None:
     if memory.dtype not in (torch.bfloat16, torch.float16):
         return f"it needs bfloat16 or float16, and the model has {memory.dtype}"
     if memory.block_size not in _PAGES:
-        return f"block_size={memory.block_size} is none of {', '.join(map(str, _PAGES))}"
+        return f"block_size={memory.block_size} is not one of {', '.join(map(str, _PAGES))}"
     heads, kv_heads, width = memory.layers[0][:3]
     if width % 16 or width > _WIDEST_HEAD:
         return f"heads of {width} are no multiple of 16 up to {_WIDEST_HEAD}"

@@ -74,12 +74,12 @@ class RequestReader:
             raise RequestError(f"prompt {number} is empty; give at least one token, such as the start-of-text token")
         if len(found) >= self.max_seq_len:
             raise RequestError(
-                f"prompt {number} has {len(found)} tokens and max_seq_len={self.max_seq_len} leaves no room for "
+                f"prompt {number} has {len(found)} tokens and max_seq_len={self.max_seq_len} has no room for "
                 f"another; shorten it{self._way_out}"
             )
         wrong = next((t for t in found if not isinstance(t, Integral) or not 0 <= t < self.vocabulary), None)
         if wrong is not None:
-            raise RequestError(f"prompt {number} holds {wrong!r}, which is no token id below {self.vocabulary}")
+            raise RequestError(f"prompt {number} holds {wrong!r}, which is not a token id below {self.vocabulary}")
         return list(map(int, found))
 
     def stops(self, sampling: Sampling) -> tuple[list[int], list[list[int]], list[str]]:

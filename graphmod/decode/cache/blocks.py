@@ -38,7 +38,7 @@ class BlockAllocator:
             DecodeError: there are fewer; nothing was taken.
         """
         if count > len(self._free):
-            raise DecodeError(f"{count} blocks of KV memory were asked for and {len(self._free)} are free")
+            raise DecodeError(f"{count} blocks of KV memory were requested and {len(self._free)} are free")
         taken = [self._free.popleft() for _ in range(count)]
         for block in taken:
             self._holders[block - self.first] = 1
@@ -75,7 +75,7 @@ class BlockAllocator:
         """
         for block in blocks:
             if self._holders[block - self.first] < 1:
-                raise DecodeError(f"block {block} was given back twice")
+                raise DecodeError(f"block {block} was freed twice")
             self._holders[block - self.first] -= 1
             if not self._holders[block - self.first]:
                 self._free.append(block)

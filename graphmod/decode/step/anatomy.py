@@ -98,11 +98,11 @@ class _Probe:
         index = getattr(module, "layer_idx", None)
         kept = self.notes.kept.get(index)
         if more or kept is None or kept[0] is not key or kept[1] is not value or index in self.layers:
-            raise Unclear("it attends to something else than the keys and values that a layer stores")
+            raise Unclear("it attends to something other than the keys and values that a layer stores")
         if not isinstance(attention_mask, Rule):
             raise Unclear("it makes a mask of its own")
         if given.get("cache_view") is not self.notes:
-            raise Unclear("it hands no keywords on to its attention")
+            raise Unclear("it passes no keywords to its attention")
         asked = {name for name, value in given.items() if value is not None}
         strange = sorted(asked - _UNDERSTOOD - BESIDE)
         if strange:
@@ -145,7 +145,7 @@ def look_at(model: PreTrainedModel, reach: int) -> Anatomy:
         if sorted(probe.layers) != list(range(len(layers))):
             raise Unclear("not all of its layers go through transformers' attention interface")
     except Exception as error:  # whatever a model's code raises that meets what it does not know
-        why = str(error) if isinstance(error, Unclear) else f"with an exchanged attention, it fails: {reason(error)}"
+        why = str(error) if isinstance(error, Unclear) else f"with a replaced attention, it fails: {reason(error)}"
         return Anatomy(layers, why)
     return Anatomy(tuple(probe.layers[number] for number in range(len(layers))), "")
 

@@ -119,5 +119,5 @@ def codec_for(folder: Path, tokenizer: str | None) -> Codec:
     try:
         loaded = AutoTokenizer.from_pretrained(source, local_files_only=True)
     except Exception as error:  # whatever the readers of the many formats raise
-        raise ConfigError(f"tokenizer={source} holds no tokenizer transformers can read: {reason(error)}") from error
+        raise ConfigError(f"tokenizer={source} is not a tokenizer that transformers reads: {reason(error)}") from error
     return TokenizerCodec(loaded)

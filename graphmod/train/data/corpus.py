@@ -79,7 +79,7 @@ def text_files(paths: list[str], pattern: str) -> list[Path]:
         shown = paths[0] if len(paths) == 1 else f"[{','.join(paths)}]"
         there = [file for path in map(Path, paths) for file in _visible(path, "*")]
         kinds = sorted({f"*{file.suffix}" if file.suffix else file.name for file in there})[:6]
-        what = f"give another pattern: it holds {', '.join(kinds)}" if there else "it holds no file that is not hidden"
+        what = f"give another pattern: it holds {', '.join(kinds)}" if there else "it holds only hidden files"
         raise ConfigError(f"data.path={shown} holds no file that matches data.pattern={pattern!r}; {what}")
     return found
 
@@ -105,7 +105,7 @@ def read_pieces(files: list[Path], max_bytes: int | None) -> Iterator[bytes]:
     if odd:
         log.warning(
             f"not UTF-8 text: {len(odd):,} of {counted(len(files), 'file')} of the data, such as {odd[0]}; a tokenizer "
-            "does not see the bytes that are none. Leave such files out (data.pattern='*.txt'), or convert them"
+            "gets replacement characters for invalid bytes. Exclude such files (data.pattern='*.txt'), or convert them"
         )
 
 
@@ -127,8 +127,8 @@ def load_tokenizer(folder: str) -> Any:
         # All lines: the first may end in a colon, with the reasons below it.
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(
-            f"data.tokenizer={folder} holds no tokenizer transformers can read; give a folder with a "
-            f"tokenizer.json or the like, as a tokenizer's save_pretrained writes it. transformers says: {reason}"
+            f"data.tokenizer={folder} holds no tokenizer that transformers can read; give a folder with a "
+            f"tokenizer.json or similar, as written by save_pretrained of a tokenizer. transformers reports: {reason}"
         ) from error
 
 

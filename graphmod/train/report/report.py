@@ -119,16 +119,16 @@ def remarks(rows: list[Row], results: Mapping[str, RunResult]) -> list[str]:
     said = []
     loose = [row for row in rows if row.losses_equal is False]
     if any(not results[row.name].config["train"]["deterministic"] for row in loose):
-        said.append("Losses differ. Some kernels vary from run to run; train.deterministic=true uses others.")
+        said.append("Losses differ. Some kernels vary from run to run; train.deterministic=true avoids them.")
     if any(row.error is None and row.step_ms_median is None for row in rows):
-        said.append("A run was too short to be measured: timing starts after the steps that warm up and capture.")
+        said.append("A run was too short to measure: the first steps, which warm up and capture, do not count.")
     if len({row.scope for row in rows}) > 1 and all(row.baseline is None for row in rows):
         said.append("There is no speed-up without a run of graph=none to compare with.")
     restless = [row.name for row in rows if unsteady(row.step_ms_median, row.step_ms_p95)]
     if restless:
         said.append(
-            f"Step times varied a lot in {', '.join(restless)}: p95 is more than twice the median. Compare again on a "
-            "machine that does nothing else."
+            f"Step times varied a lot in {', '.join(restless)}: p95 is more than twice the median. Compare again on an "
+            "idle machine."
         )
     measured = [results[row.name] for row in rows if row.step_ms_median is not None]
     if emulated(measured):

@@ -193,7 +193,7 @@ def _lengths(lengths: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     )
     yield "  buckets " + "; ".join(parts)
     whole, single = lengths["all"]["padding"], lengths["one bucket"]["padding"]
-    yield f"  padding {whole:.1%} in all; with the longest bucket alone it would be {single:.1%}"
+    yield f"  padding {whole:.1%} in total; with only the longest bucket it would be {single:.1%}"
 
 
 def _profile(name: str, found: Mapping[str, Any]) -> Iterator[str]:
@@ -203,7 +203,7 @@ def _profile(name: str, found: Mapping[str, Any]) -> Iterator[str]:
             f"idle {found['idle_ms']:.2f} ms, {found['kernels']:.0f} kernels"
         )
     else:
-        yield f"  profile, {name}: {found['step_ms']:.2f} ms a step; there is no GPU to be busy"
+        yield f"  profile, {name}: {found['step_ms']:.2f} ms per step; no GPU"
     if "layers" in found:
         phases = ", ".join(f"{key[:-3]} {found[key]:.2f} ms" for key in _PHASES if key in found)
         yield f"  profile, layers: {found['layers']}" + (f"; {phases}" if phases else "")
@@ -211,7 +211,7 @@ def _profile(name: str, found: Mapping[str, Any]) -> Iterator[str]:
 
 def _skipped(result: "RunResult") -> str:
     scaled = result.config.get("train", {}).get("precision") == "fp16_mixed"
-    why = " (those of loss-scale overflows included)" if scaled else ""
+    why = " (including overflows of the loss scale)" if scaled else ""
     first = result.first_nonfinite_step
     where = f"; first non-finite step: {first}" if first else ""
     return f"  {counted(result.skipped_steps, 'update')} skipped{why}{where}"

@@ -152,9 +152,9 @@ class AutoScope:
         stats = self.step.stats
         trial.capture_seconds = stats.capture_seconds
         if stats.failures:
-            trial.failed = f"{counted(stats.failures, 'capture')} failed; the log says why"
+            trial.failed = f"{counted(stats.failures, 'capture')} failed; see the log"
         elif self._late > _LATE_CAPTURES:
-            trial.failed = f"it captured in {counted(self._late, 'step')} that should only have replayed"
+            trial.failed = f"it captured in {counted(self._late, 'step')} that should have been replays"
         self.trials.append(trial)
         if len(self.trials) < len(self._scopes):
             self._switch(self._scopes[len(self.trials)])
@@ -164,15 +164,15 @@ class AutoScope:
         best = min((t for t in self.trials if t.failed is None), key=lambda t: t.ms)
         measured = ", ".join(f"{t.scope} {t.ms:.2f} ms" + (f" ({t.failed})" if t.failed else "") for t in self.trials)
         if best is not eager and eager.ms / best.ms < _WORTH:
-            self._choose(Scope.none, f"{measured} a step: no graph is {_WORTH - 1:.0%} faster, so there is none")
+            self._choose(Scope.none, f"{measured} per step: no graph is {_WORTH - 1:.0%} faster")
         elif best is eager:
-            self._choose(Scope.none, f"{measured} a step: eager steps are the fastest")
+            self._choose(Scope.none, f"{measured} per step: eager steps are the fastest")
         else:
             pays = best.capture_seconds * 1e3 / (eager.ms - best.ms)
             self._choose(
                 Scope(best.scope),
-                f"{measured} a step: {best.scope} is {eager.ms / best.ms:.2f} times as fast as eager steps, and the "
-                f"time of its capture alone is won back in {counted(round(pays), 'step')}",
+                f"{measured} per step: {best.scope} is {eager.ms / best.ms:.2f} times as fast as eager steps; its "
+                f"capture alone pays off after {counted(round(pays), 'step')}",
             )
 
     def _remarks(self) -> list[str]:
@@ -181,17 +181,17 @@ class AutoScope:
         if restless:
             said.append(
                 f"times varied a lot: the 95th percentile is more than twice the median with {', '.join(restless)}; "
-                "measure again on a machine that does nothing else, or choose a scope"
+                "measure again on an idle machine, or choose a scope"
             )
         if self.step.device.type != "cuda":
-            said.append("these are times of emulated graphs and say nothing about a GPU")
+            said.append("these are times of emulated graphs; they do not predict a GPU")
         return said
 
     def _choose(self, scope: Scope, reason: str) -> None:
         if self.trials and self._scopes[-1] is not scope:
             self._switch(scope)
         self.chosen, self.reason = scope, reason
-        log.info(f"graph=auto keeps graph={scope.value}; the report at the end of the run says why")
+        log.info(f"graph=auto uses graph={scope.value}; see the report at the end of the run")
 
     def _switch(self, scope: Scope) -> None:
         state, device = self.step.state_dict(), self.step.device

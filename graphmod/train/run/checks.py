@@ -96,9 +96,9 @@ def check_model(model: ModelConfig) -> None:
     _at_least("model", model, 1, *_SIZES, "kv_heads", "head_dim", "vocab_size")
     if model.architecture is Architecture.gpt2:
         for name in _ROPE_ONLY:
-            _require(getattr(model, name) is None, f"model.{name} does not exist in gpt2; leave it out")
+            _require(getattr(model, name) is None, f"model.{name} does not exist in gpt2; drop it")
     else:
-        _require(not model.dropout, f"model.dropout={model.dropout}: {kind} has no dropout; use gpt2, or leave it out")
+        _require(not model.dropout, f"model.dropout={model.dropout}: {kind} has no dropout; use gpt2, or drop it")
     _positive("model", model, "rope_theta")
     if model.dropout is not None:
         _require(0 <= model.dropout < 1, f"model.dropout must be at least 0 and below 1, got {model.dropout}")
@@ -153,8 +153,8 @@ def check_data(data: DataConfig, model: ModelConfig) -> None:
     if data.tokenizer not in (None, "bytes"):
         _require(
             not Path(data.tokenizer).is_file(),
-            f"data.tokenizer={data.tokenizer} is a file; give the folder that it is in, where its name must be that by "
-            "which transformers looks for it, such as tokenizer.json",
+            f"data.tokenizer={data.tokenizer} is a file; give its folder, in which its name must be one that "
+            "transformers looks for, such as tokenizer.json",
         )
         _require(Path(data.tokenizer).is_dir(), f"data.tokenizer={data.tokenizer} is neither a folder nor 'bytes'")
     if data.buckets is not None:
@@ -167,7 +167,7 @@ def check_data(data: DataConfig, model: ModelConfig) -> None:
         data.seq_len = sizes[-1]
     _require(
         data.packing or data.packing_attention is PackingAttention.auto,
-        f"data.packing_attention={data.packing_attention.value} is for data.packing=true; add that, or leave it out",
+        f"data.packing_attention={data.packing_attention.value} needs data.packing=true; add that, or drop it",
     )
     length = f"data.seq_len={data.seq_len}" if data.buckets is None else f"the longest of data.buckets, {data.seq_len},"
     limit = model.max_positions
@@ -235,7 +235,7 @@ def check(config: RunConfig) -> None:
         train.resume == "none" or train.checkpoint,
         f"train.resume={train.resume} needs checkpoints and train.checkpoint=false writes none; drop one of them",
     )
-    _require(train.sample_prompt != "", "train.sample_prompt is empty; a model needs something to go on from")
+    _require(train.sample_prompt != "", "train.sample_prompt is empty; a model needs a text to continue")
     _require(
         train.eval_every == 0 or config.data.eval_fraction > 0,
         "train.eval_every asks for evaluations, but data.eval_fraction=0 keeps nothing to evaluate on; "

@@ -100,7 +100,7 @@ def _in_own_folder(run_dir: Path, held: ExitStack) -> ResumePoint | None:
         clear_leftovers(folder / FOLDER)
     if not damage:
         return None
-    log.warning(f"{'; '.join(damage)}; all of it is left as it is, and this run starts at the beginning in {folder}")
+    log.warning(f"{'; '.join(damage)}; nothing of it is changed, and this run starts from the beginning in {folder}")
     return ResumePoint(folder)
 
 
@@ -151,10 +151,10 @@ def _automatic(run_dir: Path, settings: dict[str, Any], beside: bool, held: Exit
         )
     if damage:
         log.warning(
-            f"{'; '.join(damage)}; all of it is left as it is, and this run starts at the beginning in {run_dir}"
+            f"{'; '.join(damage)}; nothing of it is changed, and this run starts from the beginning in {run_dir}"
         )
     else:
-        log.warning("train.resume=auto found no unfinished run to resume; this one starts at the beginning")
+        log.warning("train.resume=auto found no unfinished run to resume; this one starts from the beginning")
     return ResumePoint(run_dir)
 
 
@@ -199,7 +199,7 @@ def _named(resume: str) -> ResumePoint:
         if point is None:
             why = "; ".join(damage) or "there are none"
             raise ConfigError(
-                f"train.resume={resume}: it has no whole checkpoint ({why}); start anew: train.resume=none"
+                f"train.resume={resume}: it has no undamaged checkpoint ({why}); to start a new run: train.resume=none"
             )
         return _skipping(point, damage)
     try:
@@ -239,7 +239,7 @@ def claimed(config: RunConfig, run_dir: Path, *, beside: bool = False, named: bo
     """Where this run starts. Inside, this process owns the folder that it writes to.
 
     With `train.resume=auto` it resumes from a checkpoint in `run_dir`, else the newest unfinished run beside it with
-    these settings that no process is running; where all checkpoints in `run_dir` are damaged, it starts at the
+    these settings that no process is running; where all checkpoints in `run_dir` are damaged, it starts from the
     beginning in another folder.
 
     Args:

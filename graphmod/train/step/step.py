@@ -100,7 +100,7 @@ class TrainStep:
             raise ValueError(f"nonfinite={nonfinite!r} is not known; choose one of: {', '.join(NONFINITE)}")
         if (nonfinite != "ignore" or scale_loss) and not getattr(optimizer, "_step_supports_amp_scaling", False):
             raise ValueError(
-                f"nonfinite={nonfinite!r} and scale_loss need an optimizer that can leave out an update without asking "
+                f"nonfinite={nonfinite!r} and scale_loss need an optimizer that can skip an update without asking "
                 f"the host, and this {type(optimizer).__name__} cannot; build AdamW, Adam or SGD with fused=True"
             )
         for group in optimizer.param_groups:
@@ -261,7 +261,7 @@ class TrainStep:
 
     @property
     def skipped(self) -> Tensor:
-        """int64 (1,) on the device: the updates that were left out."""
+        """int64 (1,) on the device: the number of skipped updates."""
         return self._iteration.skipped
 
     @property

@@ -1,0 +1,61 @@
+"""What every command does before it loads PyTorch, which takes seconds, and how its own name is written."""
+
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import graphmod
+from graphmod.train.run.folders import from_here
+
+
+def version() -> str:
+    """The line that `--version` prints."""
+    return f"graphmod {graphmod.__version__}"
+
+
+def words(name: str) -> list[str]:
+    """The words that start the command `name` again, the way this process was started: those of `python train.py`, or
+    of `graphmod train`."""
+    program = Path(sys.argv[0])
+    if program.name == f"{name}.py":
+        return [from_here(sys.executable), from_here(program)]
+    if program.name != "graphmod" or shutil.which("graphmod") == str(program):
+        return ["graphmod", name]
+    return [from_here(program), name]
+
+
+def shown(name: str) -> str:
+    """The command `name` as help shows it."""
+    return f"python {name}.py" if Path(sys.argv[0]).name == f"{name}.py" else f"graphmod {name}"
+
+
+def _interrupted(*_: object) -> None:
+    os.write(2, b"interrupted\n")
+    os._exit(130)
+
+
+@contextmanager
+def loading() -> Iterator[None]:
+    """Around imports of large libraries: Ctrl-C ends the process with one line, because a KeyboardInterrupt in the
+    middle of an import is a page of traceback, or another error."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler:  # somebody else's, or another thread's affair
+        yield
+        return
+    signal.signal(signal.SIGINT, _interrupted)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def prepare() -> None:
+    """Settings of the process that must be made before PyTorch is imported."""
+    # On a CPU that other programs use too, OpenMP's threads wait for each other in busy loops of milliseconds, at each
+    # of thousands of operations a step. Giving up the core sooner costs nothing measurable when it is free.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "3000")

@@ -1,0 +1,137 @@
+"""The console command, alone and installed: what it answers before PyTorch is loaded, and from where it runs."""
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+
+import pytest
+from conftest import ROOT, TINY
+
+import graphmod
+from graphmod.cli import main as command
+from graphmod.cli.start import shown, words
+
+WITHOUT_TORCH = """
+import sys
+from graphmod.cli.main import check, compare, generate, main, train
+
+def answered(run, *arguments):
+    try:
+        return run(list(arguments))
+    except SystemExit as end:
+        return end.code
+
+sys.argv = ["graphmod"]
+statuses = [
+    main(),
+    answered(train, "--help"), answered(train, "--version"), answered(train, "--cfg", "job"),
+    answered(check, "--help"),
+    answered(generate, "--help"), answered(generate, "--version"), answered(generate, "--cfg", "job"),
+    answered(train, "train.stepz=3"), answered(train, "=3"), answered(train, "+train.stepz=3"),
+    answered(train, "train.steps=abc"), answered(train, "graph=per_layr"), answered(train, "--steps=3"),
+    answered(compare, "trian.steps=3"),
+    answered(generate, "=3"), answered(generate, "decode.temprature=1"), answered(generate, "prompt=a"),
+]
+assert statuses == [0] * 8 + [2] * 10, statuses
+loaded = {"torch", "transformers", "tensorboard", "numpy"} & set(sys.modules)
+assert not loaded, loaded
+"""
+
+
+def test_help_and_errors_of_settings_need_no_torch(tmp_path):
+    environment = {key: value for key, value in os.environ.items() if key != "HYDRA_FULL_ERROR"}
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 10 and "Traceback" not in done.stderr, done.stderr
+    assert done.stdout.count(f"graphmod {graphmod.__version__}\n") == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def run(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["graphmod", *arguments])
+    return command.main()
+
+
+def test_the_command_names_its_version_its_commands_and_the_nearest_of_them(monkeypatch, capsys):
+    assert run(monkeypatch, "--version") == 0
+    assert capsys.readouterr().out == f"graphmod {graphmod.__version__}\n"
+    assert run(monkeypatch) == run(monkeypatch, "--help") == 0
+    shown = capsys.readouterr().out
+    assert all(shown.count(f"  graphmod {name} ") == 2 for name in command.COMMANDS), shown
+    assert run(monkeypatch, "trian") == 2
+    assert "there is no command 'trian'; did you mean 'train'?" in capsys.readouterr().err
+
+
+def test_each_command_is_given_the_arguments_behind_it(monkeypatch):
+    seen = []
+    monkeypatch.setattr(command, "COMMANDS", dict.fromkeys(command.COMMANDS, seen.append))
+    for name in command.COMMANDS:
+        run(monkeypatch, name, "a=1", "--flag")
+    assert seen == [["a=1", "--flag"]] * 4
+
+
+def test_comparing_sweeps_the_scopes_unless_told_otherwise(monkeypatch):
+    seen = []
+    monkeypatch.setattr(command, "train", seen.append)
+    command.compare(["model=llama_tiny,gpt2_tiny"])
+    command.compare(["graph=none,auto", "train.deterministic=false"])
+    sweep = "graph=none,per_layer,full_iteration"
+    assert seen == [
+        ["--multirun", sweep, "train=measure", "train.deterministic=true", "model=llama_tiny,gpt2_tiny"],
+        ["--multirun", "train=measure", "graph=none,auto", "train.deterministic=false"],
+    ]
+
+
+def test_a_command_is_shown_the_way_it_was_started(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    assert (words("train"), shown("train")) == (["bin/python", "train.py"], "python train.py")
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "bin" / "graphmod"), "train"])
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert (words("train"), shown("train")) == (["bin/graphmod", "train"], "graphmod train")
+    monkeypatch.setattr(shutil, "which", lambda name: str(tmp_path / "bin" / "graphmod"))
+    assert words("train") == ["graphmod", "train"]
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """A folder with the content of the wheel, and nothing of the clone."""
+    pytest.importorskip("setuptools", minversion="77")
+    clone, wheels, folder = (tmp_path_factory.mktemp(name) for name in ("clone", "wheels", "installed"))
+    shutil.copytree(ROOT / "graphmod", clone / "graphmod", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, clone)
+    code = f"from setuptools.build_meta import build_wheel; build_wheel({str(wheels)!r})"
+    subprocess.run([sys.executable, "-c", code], cwd=clone, check=True, capture_output=True)
+    (wheel,) = wheels.iterdir()
+    zipfile.ZipFile(wheel).extractall(folder)
+    return folder
+
+
+def test_the_wheel_brings_a_command_its_settings_types_and_license(installed):
+    (about,) = installed.glob("*.dist-info")
+    assert "graphmod = graphmod.cli.main:main" in (about / "entry_points.txt").read_text()
+    assert (about / "licenses" / "LICENSE").exists() and (installed / "graphmod" / "py.typed").exists()
+    assert "Project-URL" not in (about / "METADATA").read_text()
+    settings = [path.relative_to(ROOT) for path in (ROOT / "graphmod" / "cli").rglob("*.yaml")]
+    assert len(settings) > 20 and all((installed / path).exists() for path in settings)
+
+
+def test_an_installed_command_works_in_any_folder(installed, tmp_path):
+    def graphmod_command(*arguments):
+        code = "import sys; from graphmod.cli.main import main; sys.argv[0] = 'graphmod'; sys.exit(main())"
+        environment = {**os.environ, "PYTHONPATH": str(installed)}
+        process = [sys.executable, "-c", code, *arguments]
+        return subprocess.run(process, cwd=tmp_path, env=environment, capture_output=True, text=True)
+
+    trained = graphmod_command("train", *TINY, "train.steps=3", "data.max_bytes=20000")
+    assert trained.returncode == 0, trained.stderr
+    assert list(tmp_path.glob("runs/train/*/result.json"))
+    shown = graphmod_command("generate", "--cfg", "job")
+    assert shown.returncode == 0 and "temperature: 0.0" in shown.stdout, shown.stderr

@@ -1,0 +1,157 @@
+"""The pages: generated parts are up to date, links lead somewhere, commands compose, code runs."""
+
+import re
+import shlex
+from importlib import util
+
+import pytest
+import torch
+from conftest import ROOT, composed
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from graphmod.cli.generation import main as generation
+from graphmod.cli.training.arguments import flags_first, for_hydra
+from graphmod.train.schema import RunConfig
+from graphmod.wrap.target import MARK
+
+README = ROOT / "README.md"
+PAGES = sorted([README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")])
+
+
+def load(path):
+    spec = util.spec_from_file_location(path.stem, path)
+    module = util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def name_of(path):
+    return path.name
+
+
+def slug(heading):
+    return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+
+
+def commands(path):
+    """The commands of a page that graphmod answers itself, as lists of words."""
+    lines = re.findall(r"^    ((?:python (?:train|generate)\.py|graphmod \w+)\b.*)$", path.read_text(), flags=re.M)
+    return [shlex.split(line, comments=True) for line in lines]
+
+
+def test_the_readme_is_short_and_its_first_screen_says_how_to_start():
+    text = README.read_text()
+    assert len(text.split()) <= 900
+    first_screen = "\n".join(text.splitlines()[:32])
+    assert len(re.findall(r"^- \*\*", first_screen, flags=re.M)) == 3
+    assert "pip install" in first_screen and "```python" in first_screen
+    table = re.findall(r"^\|.*\|$", text, flags=re.M)
+    assert len(table) == 2 + 4, "the README has another table, or rows, than the four"
+
+
+def test_the_readme_counts_models_as_their_page_does():
+    page = " ".join((ROOT / "docs" / "models.md").read_text().split())
+    total, right, refused = map(int, re.search(r"(\d+) models;.*?decode: (\d+) right, (\d+) refused", page).groups())
+    others = total - right - refused
+    said = f"Of {total} causal LMs of transformers, {right} decode correctly, {refused} are refused with a reason"
+    assert said + (f", and {others} raise an error" if others else "") in " ".join(README.read_text().split())
+
+
+@pytest.mark.parametrize("script", ["table", "decode_table", "megatron_table"])
+def test_generated_tables_show_the_results(script):
+    assert load(ROOT / "benchmarks" / f"{script}.py").main(["--check"]) == 0
+
+
+def test_the_api_page_is_up_to_date():
+    assert load(ROOT / "docs" / "make_api.py").main(["--check"]) == 0
+
+
+def test_a_stale_api_page_is_noticed_and_written_anew(tmp_path, monkeypatch):
+    script = load(ROOT / "docs" / "make_api.py")
+    monkeypatch.setattr(script, "PAGE", tmp_path / "api.md")
+    assert script.main(["--check"]) == 1
+    assert script.main([]) == 0 and script.main(["--check"]) == 0
+    text = (tmp_path / "api.md").read_text()
+    assert "### `graphmod.graph_layers`" in text and "- `patterns`" not in text and "layers.*.mlp" in text
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
+def test_links_lead_to_pages_and_headings_that_there_are(path):
+    for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
+        if target.startswith(("http://", "https://")):
+            continue
+        file, _, heading = target.partition("#")
+        page = (path.parent / file).resolve() if file else path
+        assert page.exists(), f"{path.name} links to {target}"
+        if heading:
+            headings = re.findall(r"^#+ (.*)$", page.read_text(), flags=re.M)
+            assert heading in map(slug, headings), f"{path.name} links to {target}"
+
+
+@pytest.mark.parametrize("path", [path for path in PAGES if commands(path)], ids=name_of)
+def test_settings_of_commands_exist(path):
+    parser = OverridesParser.create()
+    for program, command, *arguments in commands(path):
+        name = command.removesuffix(".py")
+        assert (program, name) in {
+            *(("python", one) for one in ("train", "generate")),
+            *(("graphmod", one) for one in ("train", "generate", "compare", "check")),
+        }
+        if name == "generate" and not {"--help", "--cfg"} & set(arguments):
+            generation.parse(arguments)
+        if name not in ("train", "compare"):
+            continue
+        first = []  # of several values of a multirun, the first
+        for argument in for_hydra(flags_first(arguments)):
+            if argument.startswith(("-", "hydra.")):
+                continue
+            override = parser.parse_override(argument)
+            several = override.is_sweep_override()
+            value = next(iter(override.sweep_string_iterator())) if several else None
+            first.append(f"{override.get_key_element()}={value}" if several else argument)
+        settings = OmegaConf.to_container(composed(*first), resolve=False)
+        OmegaConf.merge(OmegaConf.structured(RunConfig), settings)
+
+
+@pytest.fixture
+def names():
+    """What the code of the README assumes to be there: a model, its optimizer, tokens and prompts."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, max_position_embeddings=1024, **sizes))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, capturable=True)
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "tokens": torch.randint(64, (2, 16)),
+        "prompts": [[1, 2, 3], [4, 5]],
+    }
+
+
+def readme_code():
+    return re.findall(r"^```python\n(.*?)^```", README.read_text(), flags=re.M | re.S)
+
+
+def test_the_step_of_the_readme_is_captured(names):
+    exec(readme_code()[0], names)
+    losses = [names["train_step"](names["tokens"]).item() for _ in range(6)]
+    assert losses[-1] < losses[0]
+    assert names["train_step"].stats.replays >= 3 and names["train_step"].stats.failures == 0
+
+
+def test_the_layers_of_the_readme_are_captured(names):
+    exec(readme_code()[1], names)
+    for _ in range(6):
+        names["model"](input_ids=names["tokens"], labels=names["tokens"]).loss.backward()
+    stats = [layer.__dict__[MARK].graphed.stats for layer in names["model"].model.layers]
+    assert [(one.state, one.failures) for one in stats] == [("captured", 0)] * 2
+
+
+def test_the_engine_of_the_readme_decodes(names, capsys):
+    code = readme_code()[2]
+    assert "max_new_tokens=256" in code and "n=8" in code
+    exec(code.replace("max_new_tokens=256", "max_new_tokens=4").replace("n=8", "n=2"), names)
+    assert len(capsys.readouterr().out.splitlines()) == 4
+    assert names["engine"].stats.total("launches") > 0
