@@ -48,6 +48,12 @@ def beside_dynamo(function: Callable) -> Callable:
     return function
 
 
+# -- optimizers -----------------------------------------------------------------------------------------------------
+try:
+    from torch.optim._muon import muon
+except ImportError:
+    muon = None
+
 # -- modes of the thread --------------------------------------------------------------------------------------------
 is_grad_enabled = torch.is_grad_enabled
 is_inference_mode_enabled = torch.is_inference_mode_enabled

@@ -30,6 +30,7 @@ if torch.cuda.is_available():
 
 TINY = [
     "train.device=cpu",
+    "data.cache=null",
     "train.steps=8",
     "train.log_every=3",
     "train.eval_every=0",

@@ -20,8 +20,8 @@ WITHIN = {
         *("verification", "engine"),
     ),
     "train": (
-        *("settings", "schema", "varlen", "attention", "model", "special_tokens", "step", "checkpoints", "data"),
-        *("report", "run"),
+        *("settings", "schema", "varlen", "attention", "lora", "model", "special_tokens", "step", "checkpoints"),
+        *("data", "report", "run"),
     ),
     "cli": ("stdout", "environment", "start", "explain", "training", "generation", "main"),
 }

@@ -13,7 +13,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, Interpolation
 from yaml import MarkedYAMLError, YAMLError
 
 from graphmod.errors import ConfigError
-from graphmod.train.schema import RunConfig
+from graphmod.train.schema import REFUSED_OPTIMIZERS, RunConfig
 
 # What other programs call a setting -> its last name here.
 _ELSEWHERE = {
@@ -154,6 +154,9 @@ def _choices(error: MissingConfigException) -> str:
     if not group:
         return f"the config {choice!r} was not found"
     options = sorted(error.options or [])
+    if group == "optim" and choice.lower() in REFUSED_OPTIMIZERS:
+        why = REFUSED_OPTIMIZERS[choice.lower()]
+        return f"optim={choice} cannot be used: {why}\n  choices of 'optim': {', '.join(options)}"
     best = _most_like(choice, options)
     hint = f"; did you mean {group}={best}?" if best else ""
     return f"there is no choice {choice!r} for {group!r}{hint}\n  choices of {group!r}: {', '.join(options)}"

@@ -17,6 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from graphmod.errors import ConfigError
 from graphmod.train.attention import use_static_causal_attention
+from graphmod.train.lora import add_adapters, is_adapter
 from graphmod.train.schema import Architecture, ModelConfig, Precision
 
 _VOCAB_MULTIPLE = 64  # matrix kernels are fastest on round sizes
@@ -113,7 +114,9 @@ def no_transformers_bars():
 
 
 def load_weights(folder: str | Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The model saved in `folder`, on the CPU. Raises ConfigError when weights are missing or cannot be read."""
+    """The model saved in `folder`, on the CPU, with its adapters if it holds those. Raises ConfigError when weights are
+    missing or cannot be read."""
+    is_adapter(Path(folder))
     try:
         with no_transformers_bars():
             model, info = AutoModelForCausalLM.from_pretrained(
@@ -141,7 +144,12 @@ def build_model(
     """
     dtype = weights_dtype(precision)
     if model.architecture is Architecture.local:
-        built = load_weights(model.path, config, dtype).to(device)
+        built = load_weights(model.path, config, dtype)
+        if model.lora.r is not None:
+            with torch.random.fork_rng([]):
+                torch.manual_seed(seed)
+                add_adapters(built, model.lora, model.path)
+        built = built.to(device)
     else:
         gpus = [device] if device.type == "cuda" else []
         # Weights are made where they will live: drawing a large model on the CPU takes longer than a short run.

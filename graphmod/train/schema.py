@@ -25,6 +25,7 @@ class Source(str, Enum):
 
     stdlib = "stdlib"
     text = "text"
+    hf = "hf"
     synthetic = "synthetic"
 
 
@@ -33,6 +34,13 @@ class Documents(str, Enum):
 
     file = "file"
     line = "line"
+
+
+class TrainOn(str, Enum):
+    """Which tokens of pairs and chats are trained on: what completes a prompt and what the assistant says, or `all`."""
+
+    completion = "completion"
+    all = "all"
 
 
 class PackingAttention(str, Enum):
@@ -62,12 +70,64 @@ class NonFinite(str, Enum):
     ignore = "ignore"
 
 
+class OptimizerName(str, Enum):
+    """Those that can be captured, and leave out an update without asking the host."""
+
+    adamw = "adamw"
+    adam = "adam"
+    sgd = "sgd"
+    muon = "muon"
+
+
+# What else torch and transformers have, and why a graph cannot hold it or a run cannot use it.
+_NO_GUARD = "it cannot leave out an update on the device, which train.nonfinite needs"
+REFUSED_OPTIMIZERS = {
+    "adafactor": "it reads its step count and learning rate on the host in each step, which a graph cannot repeat",
+    "lbfgs": "it calls the model several times in a step, and decides on the host how often",
+    **dict.fromkeys(("adagrad", "adadelta", "adamax", "asgd", "nadam", "radam", "rmsprop", "rprop"), _NO_GUARD),
+}
+
+
+class Schedule(str, Enum):
+    """The schedules of `transformers.get_scheduler` that are known before the run."""
+
+    cosine_with_min_lr = "cosine_with_min_lr"
+    cosine = "cosine"
+    cosine_with_restarts = "cosine_with_restarts"
+    linear = "linear"
+    polynomial = "polynomial"
+    constant = "constant"
+    constant_with_warmup = "constant_with_warmup"
+    inverse_sqrt = "inverse_sqrt"
+    warmup_stable_decay = "warmup_stable_decay"
+
+
 class DeviceName(str, Enum):
     """`auto` takes the GPU when there is one."""
 
     auto = "auto"
     cpu = "cpu"
     cuda = "cuda"
+
+
+@dataclass
+class LoraSettings:
+    """Low-rank adapters on a saved model.
+
+    Attributes:
+        r: their rank; null trains the whole model.
+        alpha: their results are scaled by alpha / r.
+        dropout: of what goes into them; probability in [0, 1).
+        target_modules: names of the linear layers that get one, such as [q_proj,v_proj], or [all-linear]; null takes
+            what peft takes for the kind of model.
+        merge: also save the whole model with its adapters merged, in the folder `merged` of each checkpoint.
+    """
+
+    r: int | None = None
+    alpha: float = 16.0
+    dropout: float = 0.0
+    target_modules: list[str] | None = None
+    merge: bool = False
 
 
 @dataclass
@@ -82,6 +142,7 @@ class ModelConfig:
         vocab_size: null takes the data's vocabulary, rounded up to a multiple of 64.
         tie_embeddings: share the weights of the embedding and the output layer.
         dropout: gpt2 only; probability in [0, 1).
+        lora: train low-rank adapters in place of the model's weights (`local` only).
     """
 
     architecture: Architecture = Architecture.llama
@@ -97,6 +158,7 @@ class ModelConfig:
     rope_theta: float | None = None
     tie_embeddings: bool | None = None
     dropout: float | None = None
+    lora: LoraSettings = field(default_factory=LoraSettings)
 
 
 @dataclass
@@ -104,9 +166,14 @@ class DataConfig:
     """The data and the shape of a batch.
 
     Attributes:
-        source: `stdlib`, `text` or `synthetic`.
-        path: file, folder, or list of them (`text` only).
+        source: `stdlib`, `text`, `hf` (rows of files, read with the datasets library) or `synthetic`.
+        path: file, folder, or list of them (`text` and `hf`).
         pattern: which files of a folder are read, such as `*.txt`.
+        column: `hf` only; the column that holds the text. null takes chats in `messages`, pairs of `prompt` and
+            `completion`, or `text`, whichever is there.
+        train_on: `hf` only; in pairs and chats, `completion` (which is also what the assistant says) or `all`.
+        split: `hf` only; the split of a folder that has several.
+        cache: folder where tokens are kept for the next run on the same data; null keeps none.
         tokenizer: folder of a saved tokenizer, or `bytes`; null means bytes, unless `model.path` brings a tokenizer.
         max_bytes: read no more than this many bytes; null reads everything.
         vocab_size: `synthetic` only; null takes `model.vocab_size`, or 256.
@@ -123,6 +190,10 @@ class DataConfig:
     source: Source = Source.stdlib
     path: Any = None
     pattern: str = "*"
+    column: str | None = None
+    train_on: TrainOn = TrainOn.completion
+    split: str = "train"
+    cache: str | None = "~/.cache/graphmod"
     tokenizer: str | None = None
     max_bytes: int | None = None
     vocab_size: int | None = None
@@ -137,22 +208,33 @@ class DataConfig:
 
 @dataclass
 class OptimConfig:
-    """AdamW, its schedule and gradient clipping.
+    """The optimizer, its schedule and gradient clipping.
 
     Attributes:
+        name: `adamw`, `adam`, `sgd` or `muon` (the matrices of the layers; embeddings, output layer and vectors have
+            AdamW).
         learning_rate: the peak.
-        betas: of AdamW, two numbers in [0, 1).
-        eps: of AdamW.
-        weight_decay: of the matrices; vectors (norms, biases) have none.
+        betas: of AdamW and Adam, two numbers in [0, 1).
+        eps: of AdamW and Adam.
+        momentum: of SGD and Muon, in [0, 1).
+        nesterov: of SGD and Muon.
+        weight_decay: of the matrices; vectors (norms, biases) have none. Part of the gradient in `adam` and `sgd`.
+        schedule: the name of a schedule of `transformers.get_scheduler`.
+        schedule_options: what that function takes as `scheduler_specific_kwargs`, such as {num_cycles: 2}.
         warmup_fraction: share of the steps that warms up linearly; in [0, 1].
-        min_lr_ratio: where the cosine ends, as a share of the peak; in [0, 1].
+        min_lr_ratio: where schedules that have a floor end, as a share of the peak; in [0, 1].
         max_grad_norm: clip gradients to this 2-norm; null does not clip.
     """
 
+    name: OptimizerName = OptimizerName.adamw
     learning_rate: float = 3e-3
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     eps: float = 1e-8
+    momentum: float = 0.95
+    nesterov: bool = True
     weight_decay: float = 0.1
+    schedule: Schedule = Schedule.cosine_with_min_lr
+    schedule_options: dict[str, Any] = field(default_factory=dict)
     warmup_fraction: float = 0.05
     min_lr_ratio: float = 0.1
     max_grad_norm: float | None = 1.0
@@ -189,6 +271,7 @@ class TrainConfig:
 
     Attributes:
         steps: optimizer steps.
+        epochs: passes over the data, in place of `steps`; null takes `steps`.
         grad_accumulation: microbatches in a step.
         precision: `fp32`, `bf16`, `bf16_mixed` or `fp16_mixed`.
         device: `auto`, `cpu` or `cuda`.
@@ -219,6 +302,7 @@ class TrainConfig:
     """
 
     steps: int = 500
+    epochs: int | None = None
     grad_accumulation: int = 1
     precision: Precision = Precision.fp32
     device: DeviceName = DeviceName.auto

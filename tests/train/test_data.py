@@ -7,7 +7,15 @@ import torch
 
 from graphmod.errors import ConfigError
 from graphmod.train.data.corpus import Corpus, load_corpus, read_pieces, standard_library_files, text_files
-from graphmod.train.data.windows import Prefetcher, WindowSampler, evaluation_batches, split
+from graphmod.train.data.masks import PADDING
+from graphmod.train.data.windows import (
+    Prefetcher,
+    WindowSampler,
+    evaluation_starts,
+    split,
+    window_starts,
+    windows_at,
+)
 from graphmod.train.schema import DataConfig, ModelConfig, Source
 
 
@@ -93,7 +101,9 @@ def test_a_local_tokenizer_is_used_and_ends_each_file(tmp_path):
     (tmp_path / "a.txt").write_text("one two three")
     (tmp_path / "b.txt").write_text("three two")
     tokenizer = word_tokenizer(tmp_path / "tokenizer", ["one two three"])
-    data = text_data(tmp_path / "a.txt", tmp_path / "b.txt", tokenizer=str(tmp_path / "tokenizer"))
+    data = text_data(
+        tmp_path / "a.txt", tmp_path / "b.txt", tokenizer=str(tmp_path / "tokenizer"), cache=str(tmp_path / "cache")
+    )
     corpus = load_corpus(data, ModelConfig(), 0)
     words = tokenizer.convert_ids_to_tokens(corpus.tokens.tolist())
     assert " ".join(words) == "one two three <end> three two <end>"
@@ -140,13 +150,42 @@ def test_a_batch_is_a_function_of_seed_and_step_alone():
     assert not torch.equal(WindowSampler(tokens, (1, 4, 8), 4)(0), batches[0])
 
 
+def test_an_epoch_trains_on_each_window_once_and_every_epoch_in_another_order():
+    sampler = WindowSampler(torch.arange(97), (1, 4, 8), 3)  # 12 windows
+    assert sampler.steps(1) == 3 and sampler.steps(5) == 15
+    epochs = [torch.cat([sampler(step)[0, :, 1:].flatten() for step in range(e * 3, e * 3 + 3)]) for e in range(2)]
+    assert all(torch.equal(epoch.sort().values, torch.arange(1, 97)) for epoch in epochs)
+    assert not torch.equal(*epochs)
+
+
+def test_epochs_that_do_not_fill_the_last_step_go_on_in_it():
+    sampler = WindowSampler(torch.arange(41), (1, 4, 8), 3)  # 5 windows
+    assert sampler.steps(3) == 4
+    seen = torch.cat([sampler(step)[0, :, 0] for step in range(5)]).view(4, 5)
+    assert all(torch.equal(epoch.sort().values, torch.arange(0, 40, 8)) for epoch in seen)
+
+
+def test_the_last_window_ends_with_the_tokens():
+    assert window_starts(torch.arange(20), 8).tolist() == [0, 8, 11]
+
+
+def test_windows_with_nothing_to_train_on_are_left_out():
+    tokens = torch.arange(33)
+    tokens[9:17] = ~tokens[9:17]  # the targets of the second window
+    assert window_starts(tokens, 8).tolist() == [0, 16, 24]
+    with pytest.raises(ConfigError, match="no token to train on"):
+        window_starts(torch.full((33,), PADDING), 8)
+
+
 def test_the_shortest_possible_corpus_still_gives_batches():
     assert torch.equal(WindowSampler(torch.arange(9), (1, 1, 8), 0)(0)[0, 0], torch.arange(9))
 
 
 def test_evaluation_batches_span_the_evaluation_tokens():
-    batches = evaluation_batches(torch.arange(1000), sequences=4, length=8, count=3)
-    assert [batch.shape for batch in batches] == [(1, 4, 9)] * 3
+    tokens = torch.arange(1000)
+    starts = evaluation_starts(tokens, sequences=4, length=8, count=3)
+    batches = windows_at(tokens, starts, (3, 4, 8))
+    assert batches.shape == (3, 4, 9)
     assert batches[0].min() == 0 and batches[-1].max() == 999
 
 

@@ -6,7 +6,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from graphmod.errors import ConfigError
-from graphmod.train.data.buckets import PADDING, BucketSampler, cut, padded_next_token_loss
+from graphmod.train.data.buckets import BucketSampler, cut, padded_next_token_loss
+from graphmod.train.data.masks import PADDING
 from graphmod.train.data.packing import block_mask, document_numbers, packed_next_token_loss, positions
 from graphmod.train.model import build_model, model_config
 from graphmod.train.run.loop import train
@@ -75,6 +76,36 @@ def test_each_piece_is_as_likely_as_any_other():
     assert (seen / seen.mean() - 1).abs().max() < 0.2
 
 
+def test_an_epoch_trains_on_each_piece_in_whatever_bucket():
+    lengths = [4] * 31 + [12] * 9
+    starts = torch.tensor([0, *lengths[:-1]]).cumsum(0)
+    tokens = torch.repeat_interleave(torch.arange(40), torch.tensor(lengths))
+    sampler = BucketSampler(tokens, starts, [3, 11], (1, 2), seed=0)
+    assert sampler.steps(1) == 5 + 5  # of 7 rows and of 2
+    for epoch in range(3):
+        seen = torch.cat([sampler(epoch * 10 + step)[0, :, 0] for step in range(10)]).bincount(minlength=40)
+        assert seen.min() == 1 and seen.sum() == 5 * 7 + 5 * 2
+
+
+def test_pieces_with_nothing_to_train_on_are_left_out():
+    tokens = torch.tensor([1, 2, ~3, ~4, 5, ~6, ~7])
+    sampler = BucketSampler(tokens, torch.tensor([0, 2, 5]), [2], (1, 2), seed=0)
+    seen = {tuple(row) for step in range(4) for row in sampler(step)[0].tolist()}
+    assert seen == {(1, 2, PADDING), (~3, ~4, 5)}
+
+
+def test_only_what_is_not_read_alone_counts_in_the_loss(model):
+    net = model("llama_tiny")
+    tokens = torch.randint(1, 256, (1, 12))
+    marked = tokens.clone()
+    marked[:, :7] = ~marked[:, :7]
+    logits = net(input_ids=tokens[:, :-1]).logits
+    expected = torch.nn.functional.cross_entropy(logits[0, 6:], tokens[0, 7:])
+    torch.testing.assert_close(padded_next_token_loss(net, marked), expected)
+    packed = packed_next_token_loss(net, torch.cat([marked, torch.zeros_like(tokens)]))
+    torch.testing.assert_close(packed, expected)
+
+
 def test_the_waste_is_counted_and_less_than_with_one_bucket():
     tokens, starts = torch.zeros(100), torch.tensor([0, 5, 14])  # of 5, 9 and 86 tokens: 4, 8 and 85 predictions
     waste = BucketSampler(tokens, starts, [8, 100], (1, 1), seed=0).waste()
@@ -120,7 +151,7 @@ def test_packed_documents_are_as_if_each_were_alone(model, name):
 @pytest.mark.parametrize("scope", SCOPES)
 @pytest.mark.parametrize("form", ["data.buckets=[8,16,40]", "data.packing=true"])
 def test_losses_are_eagers_and_every_shape_has_its_graph(lines, tmp_path, scope, form):
-    settings = [form, "train.grad_accumulation=2", "train.eval_every=8", "train.eval_batches=3", "train.steps=60"]
+    settings = [form, "train.grad_accumulation=2", "train.eval_every=8", "train.eval_batches=3", "train.steps=90"]
     plain = train(lines(*settings, "graph=none"), tmp_path / "none")
     graphed = train(lines(*settings, f"graph={scope}"), tmp_path / scope)
     assert graphed.losses == plain.losses and graphed.eval_losses == plain.eval_losses

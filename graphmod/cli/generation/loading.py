@@ -11,7 +11,9 @@ from transformers.utils import logging as transformers_logging
 from graphmod.cli.generation.schema import DeviceName, ModelSource, Precision
 from graphmod.errors import ConfigError, reason
 from graphmod.train.checkpoints.loadable import checkpoint_of, require_whole
+from graphmod.train.lora import ADAPTER_FILE, is_adapter
 
+_CONFIGS = ("config.json", ADAPTER_FILE)
 _DTYPES = {Precision.saved: "auto", Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16}
 
 
@@ -26,15 +28,16 @@ def model_folder(path: str) -> Path:
         raise ConfigError(
             f"model.path={path} is not a folder; give that of a saved model, or train one: graphmod train"
         )
-    if (folder / "config.json").is_file() or checkpoint_of(folder) is not None:
+    if any((folder / name).is_file() for name in _CONFIGS) or checkpoint_of(folder) is not None:
         return require_whole(folder)
-    found = [config.parent for config in folder.glob("**/checkpoints/*/config.json") if config.parent.name[0] != "."]
+    configs = [config for name in _CONFIGS for config in folder.glob(f"**/checkpoints/*/{name}")]
+    found = [config for config in configs if config.parent.name[0] != "."]
     if not found:
         raise ConfigError(
             f"model.path={path} holds neither a saved model (there is no config.json) nor a checkpoint of a run; "
             "train one: graphmod train"
         )
-    return require_whole(max(found, key=lambda checkpoint: (checkpoint / "config.json").stat().st_mtime))
+    return require_whole(max(found, key=lambda config: config.stat().st_mtime).parent)
 
 
 def pick_device(name: DeviceName) -> torch.device:
@@ -53,6 +56,7 @@ def load_model(folder: Path, source: ModelSource) -> PreTrainedModel:
         ConfigError: transformers cannot read it, or weights are missing.
     """
     device = pick_device(source.device)
+    is_adapter(folder)
     bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:

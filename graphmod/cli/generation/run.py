@@ -21,8 +21,10 @@ from graphmod.decode.engine import DecodeEngine
 from graphmod.decode.errors import RequestError
 from graphmod.decode.results import Completion
 from graphmod.decode.step.sampling import FILTERED, GREEDY, PLAIN
-from graphmod.decode.text.codec import Codec, codec_for
+from graphmod.decode.text.codec import Codec, TokenizerCodec, codec_for
 from graphmod.decode.text.stream import TextStream
+from graphmod.train.lora import is_adapter
+from graphmod.train.special_tokens import set_special_tokens
 from graphmod.words import counted
 
 
@@ -133,6 +135,8 @@ def _run(config: GenerateConfig, prompts: list[Prompt], out: OutputFile | None) 
     for prompt in prompts:
         prompt.apply_template(codec, config.prompts_file)
     model = load_model(folder, config.model)
+    if is_adapter(folder) and isinstance(codec, TokenizerCodec):  # the base they were loaded on has its own ends
+        set_special_tokens(model, codec.tokenizer)
     print(f"model: {folder}" + (f", {known}" if (known := trained(folder)) else ""), file=sys.stderr)
     if config.graph.compile is not CompileMode.none and model.device.type != "cuda":
         said = f"graph.compile={config.graph.compile.value} is for a GPU and is ignored on this {model.device.type}"

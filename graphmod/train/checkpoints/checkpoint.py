@@ -31,6 +31,7 @@ from graphmod.train.checkpoints.manifest import (
     checksum,
     clear_leftovers,
 )
+from graphmod.train.lora import MERGED_FOLDER, has_adapters, save_merged
 from graphmod.train.model import no_transformers_bars
 from graphmod.train.step import TrainStep
 
@@ -88,23 +89,31 @@ def _files(folder: Path) -> Iterator[Path]:
     return (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != MANIFEST_FILE)
 
 
-def _save_weights(folder: Path, model: PreTrainedModel, step: TrainStep) -> None:
+def _save_model(model: PreTrainedModel, folder: Path, merge: bool) -> None:
+    model.save_pretrained(folder)
+    if merge and has_adapters(model):  # of which alone transformers writes the weights
+        save_merged(model, folder, folder / MERGED_FOLDER)
+
+
+def _save_weights(folder: Path, model: PreTrainedModel, step: TrainStep, merge: bool) -> None:
     before = dict(vars(model.config))  # saving writes dtype and architectures there, which a captured step may read
     try:
         # Training has no use for a key-value cache; whoever loads the model to generate has.
         model.config.use_cache = True
         with no_transformers_bars():
-            model.save_pretrained(folder)
+            _save_model(model, folder, merge)
             if step.has_ema:
                 with step.ema_weights():
-                    model.save_pretrained(folder / EMA_FOLDER)
+                    _save_model(model, folder / EMA_FOLDER, merge)
     finally:
         vars(model.config).clear()
         vars(model.config).update(before)
 
 
-def _write(partial: Path, model: PreTrainedModel, step: TrainStep, progress: Progress, tokenizer: Any) -> None:
-    _save_weights(partial, model, step)
+def _write(
+    partial: Path, model: PreTrainedModel, step: TrainStep, progress: Progress, tokenizer: Any, merge: bool
+) -> None:
+    _save_weights(partial, model, step, merge)
     if tokenizer is not None:
         tokenizer.save_pretrained(partial)
         if step.has_ema:  # a model of its own, which is sampled from as such
@@ -139,10 +148,17 @@ def _write(partial: Path, model: PreTrainedModel, step: TrainStep, progress: Pro
 
 
 def save_checkpoint(
-    parent: Path, model: PreTrainedModel, step: TrainStep, progress: Progress, tokenizer: Any, keep: int
+    parent: Path,
+    model: PreTrainedModel,
+    step: TrainStep,
+    progress: Progress,
+    tokenizer: Any,
+    keep: int,
+    merge: bool = False,
 ) -> Path:
     """Writes `parent/step_N`: safetensors and `config.json`, the tokenizer if there is one, `training_state.pt`
     (optimizer, schedule, random state, losses) and `checkpoint.json`. Averaged weights go into its folder `ema`.
+    Of a model with adapters these are saved alone, and with `merge` the whole model beside them in the folder `merged`.
 
     Earlier checkpoints are removed once this one is on the disk, so that `keep` remain; this one always does.
 
@@ -154,7 +170,7 @@ def save_checkpoint(
     try:
         clear_leftovers(parent)
         partial.mkdir(parents=True)
-        _write(partial, model, step, progress, tokenizer)
+        _write(partial, model, step, progress, tokenizer, merge)
         if folder.exists():
             os.replace(folder, replaced)
         os.replace(partial, folder)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from graphmod.train.data.buckets import BucketSampler, padded_next_token_loss
 from graphmod.train.data.corpus import Corpus
+from graphmod.train.data.masks import has_masks
 from graphmod.train.data.packing import (
     PackedSampler,
     choose_attention,
@@ -17,7 +18,7 @@ from graphmod.train.data.packing import (
     most_documents,
     packed_next_token_loss,
 )
-from graphmod.train.data.windows import WindowSampler, evaluation_batches, split
+from graphmod.train.data.windows import WindowSampler, evaluation_starts, split, windows_at
 from graphmod.train.schema import PackingAttention, RunConfig
 from graphmod.train.step.losses import next_token_loss
 
@@ -29,12 +30,12 @@ class Batches:
     """Where batches come from.
 
     Attributes:
-        sampler: from a step, counted from 0, to its batch.
+        sampler: from a step, counted from 0, to its batch; it knows how many steps an epoch has.
         evaluation: batches of the evaluation, on the host; the same at every one.
         loss_fn: the loss that goes with their form.
     """
 
-    sampler: Callable[[int], Tensor]
+    sampler: WindowSampler | BucketSampler
     evaluation: list[Tensor]
     loss_fn: Callable
 
@@ -82,17 +83,15 @@ def make_batches(config: RunConfig, corpus: Corpus, device: torch.device, dims: 
             evaluation = [held(index) for index in range(count)]
         return Batches(sampler, evaluation, padded_next_token_loss)
     shape = (train.grad_accumulation, data.batch_size, data.seq_len)
+    parts, sampler = [held_out], WindowSampler(training, shape, train.seed)
+    loss_fn = padded_next_token_loss if has_masks(corpus.tokens) else next_token_loss
     if data.packing:
         sampler = PackedSampler(training, document_numbers(starts, len(training)), shape, train.seed)
-        numbers = document_numbers(held_starts, len(held_out))
-        evaluation = [
-            torch.cat([tokens, documents], dim=1)
-            for tokens, documents in zip(
-                evaluation_batches(held_out, data.batch_size, data.seq_len, count) if count else [],
-                evaluation_batches(numbers, data.batch_size, data.seq_len, count) if count else [],
-                strict=True,
-            )
-        ]
-        return Batches(sampler, evaluation, _packed_loss(config, [starts, held_starts], device, dims))
-    evaluation = evaluation_batches(held_out, data.batch_size, data.seq_len, count) if count else []
-    return Batches(WindowSampler(training, shape, train.seed), evaluation, next_token_loss)
+        parts.append(document_numbers(held_starts, len(held_out)))
+        loss_fn = _packed_loss(config, [starts, held_starts], device, dims)
+    evaluation = []
+    if count:
+        places = evaluation_starts(held_out, data.batch_size, data.seq_len, count)
+        found = [windows_at(part, places, (count, data.batch_size, data.seq_len)) for part in parts]
+        evaluation = list(torch.cat(found, dim=1).unsqueeze(1))
+    return Batches(sampler, evaluation, loss_fn)

@@ -1,6 +1,7 @@
 """Documents of different lengths in batches of a few fixed shapes.
 
-A batch is int64 (A, B, S + 1) for one of the bucket lengths S; -1 marks padding, at the end of each row. All buckets
+A batch is int64 (A, B, S + 1) for one of the bucket lengths S; padding, at the end of each row, is a
+token 0 that is only read (`train/data/masks.py`). All buckets
 hold the same number of tokens: shorter ones have more rows. Attention is causal, so real tokens see no padding.
 """
 
@@ -11,30 +12,30 @@ import torch
 from torch import Tensor, nn
 
 from graphmod.errors import ConfigError
+from graphmod.train.data.masks import PADDING, has_masks, inputs_of, targets_of
+from graphmod.train.data.windows import ShuffledEpochs
 from graphmod.train.step.losses import Criterion, mean_cross_entropy, require_tokens, targets_counted_by
-
-PADDING = -1
 
 
 def _count_targets(tokens: Tensor) -> Tensor:
-    return (tokens[:, 1:] != PADDING).sum()
+    return (tokens[:, 1:] >= 0).sum()
 
 
 @targets_counted_by(_count_targets)
 def padded_next_token_loss(model: nn.Module, tokens: Tensor, criterion: Criterion = mean_cross_entropy) -> Tensor:
-    """Mean cross entropy, in nats per token, over the targets that are no padding.
+    """Mean cross entropy, in nats per token, over the targets that are neither padding nor only read.
 
     Args:
         model: a transformers causal LM, whose output has `.logits` of shape (B, S, V).
-        tokens: (B, S + 1) int64, padding at the end of rows, each with at least two tokens.
+        tokens: (B, S + 1) int64, padding at the end of rows; tokens that are only read as their complement.
         criterion: the loss of logits and targets.
 
     Raises:
         ValueError: `tokens` have another dtype or number of dimensions.
     """
     require_tokens(tokens)
-    logits = model(input_ids=tokens[:, :-1].clamp(min=0), use_cache=False).logits
-    return criterion(logits, tokens[:, 1:], ignore_index=PADDING)
+    logits = model(input_ids=inputs_of(tokens[:, :-1]), use_cache=False).logits
+    return criterion(logits, targets_of(tokens[:, 1:]))
 
 
 def cut(starts: np.ndarray, end: int, longest: int) -> tuple[np.ndarray, np.ndarray]:
@@ -47,23 +48,33 @@ def cut(starts: np.ndarray, end: int, longest: int) -> tuple[np.ndarray, np.ndar
     Returns:
         Start and length of each piece; those of a single token, in which there is nothing to predict, are left out.
     """
-    begins, lengths = [], []
-    for start, stop in zip(starts.tolist(), [*starts[1:].tolist(), end], strict=True):
-        for begin in range(start, max(stop - 1, start), longest):
-            begins.append(begin)
-            lengths.append(min(longest + 1, stop - begin))
-    return np.asarray(begins, dtype=np.int64), np.asarray(lengths, dtype=np.int64)
+    predictions = np.diff(starts, append=end) - 1
+    counts = -(-predictions // longest)
+    numbers = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
+    begins = np.repeat(starts, counts) + numbers * longest
+    return begins, np.minimum(np.repeat(predictions, counts) - numbers * longest, longest) + 1
+
+
+def _with_targets(tokens: Tensor, begins: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    if not has_masks(tokens):
+        return begins, lengths
+    trained = np.concatenate([[0], (tokens >= 0).numpy().cumsum()])
+    kept = trained[begins + lengths] > trained[begins + 1]
+    return begins[kept], lengths[kept]
 
 
 class BucketSampler:
-    """Pieces of documents, drawn at random into the bucket they fit; a pure function of (seed, step).
+    """Pieces of documents in the bucket they fit, each once in an epoch; a pure function of (seed, step).
+
+    A batch that its bucket's pieces do not fill is filled up with more of them. Pieces in which there is nothing to
+    train on are left out.
 
     Args:
         tokens: (N,) of any integer dtype.
         starts: where documents begin in `tokens`, ascending, the first at 0.
         buckets: lengths in tokens, ascending.
         shape: (A, B): microbatches, and rows of the longest bucket.
-        seed: of the choice.
+        seed: of the order.
 
     Raises:
         ConfigError: there is no document of two tokens.
@@ -72,25 +83,32 @@ class BucketSampler:
     def __init__(
         self, tokens: Tensor, starts: Tensor, buckets: Sequence[int], shape: tuple[int, int], seed: int
     ) -> None:
-        self._tokens, self.buckets, self._seed = tokens, list(buckets), seed
+        self._tokens, self.buckets = tokens, list(buckets)
         self._microbatches = shape[0]
-        begins, lengths = cut(starts.numpy(), len(tokens), self.buckets[-1])
+        begins, lengths = _with_targets(tokens, *cut(starts.numpy(), len(tokens), self.buckets[-1]))
         if not len(begins):
-            raise ConfigError("data.buckets: there is no document of at least two tokens")
+            raise ConfigError("data.buckets: there is no document of at least two tokens with one to train on")
         which = np.searchsorted(np.asarray(self.buckets), lengths - 1)
         self._pieces = [(begins[which == i], lengths[which == i]) for i in range(len(self.buckets))]
         self.rows = [shape[1] * self.buckets[-1] // length for length in self.buckets]
-        # Each piece is as likely as any other, so a bucket is as likely as it takes batches to show all of it.
-        weights = np.asarray([len(p[0]) / rows for p, rows in zip(self._pieces, self.rows, strict=True)])
-        self._chances = weights / weights.sum()
+        batches = [-(-len(p[0]) // (self._microbatches * n)) for p, n in zip(self._pieces, self.rows, strict=True)]
+        self._bucket_of = np.repeat(np.arange(len(batches)), batches)
+        self._number_in_bucket = np.concatenate([np.arange(count) for count in batches])
+        self._batch_order = ShuffledEpochs(len(self._bucket_of), seed)
+        self._orders = [ShuffledEpochs(max(len(p[0]), 1), seed + 1 + i) for i, p in enumerate(self._pieces)]
+
+    def steps(self, epochs: int) -> int:
+        """The steps of so many passes."""
+        return epochs * len(self._bucket_of)
 
     def __call__(self, step: int) -> Tensor:
         """The batch of `step`, counted from 0: (A, rows of its bucket, bucket length + 1) int64."""
-        rng = np.random.default_rng([self._seed, step])
-        which = int(rng.choice(len(self.buckets), p=self._chances))
+        batch_number = int(self._batch_order(step, 1)[0])
+        which, number = int(self._bucket_of[batch_number]), int(self._number_in_bucket[batch_number])
         begins, lengths = self._pieces[which]
         rows = self._microbatches * self.rows[which]
-        chosen = rng.integers(0, len(begins), rows)
+        epoch = step // len(self._bucket_of)
+        chosen = self._orders[which](epoch * len(begins) + number * rows, rows)
         batch = torch.full((rows, self.buckets[which] + 1), PADDING, dtype=torch.int64)
         for row, piece in enumerate(chosen.tolist()):
             begin, length = int(begins[piece]), int(lengths[piece])

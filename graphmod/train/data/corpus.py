@@ -7,6 +7,7 @@ import logging
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ from torch import Tensor
 
 from graphmod.decode.text.codec import TokenizerCodec
 from graphmod.errors import ConfigError
+from graphmod.train.data.cache import cached, files_key, tokenizer_key
+from graphmod.train.data.encode import encode_pieces, flattened, pieces
+from graphmod.train.data.rows import load_rows, row_files
 from graphmod.train.schema import Architecture, DataConfig, Documents, ModelConfig, Source
 from graphmod.words import counted
 
@@ -23,6 +27,7 @@ log = logging.getLogger("graphmod")
 
 _BYTE_VOCABULARY = 256
 _SYNTHETIC_TOKENS = 1 << 20
+_DECIDES_TOKENS = ("source", "path", "pattern", "max_bytes", "documents", "column", "train_on", "split")
 _NOT_SOURCES = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 
 
@@ -31,8 +36,9 @@ class Corpus:
     """The tokens of a run.
 
     Attributes:
-        tokens: (N,) uint8 for bytes, int32 for a tokenizer or random tokens.
-        vocab_size: every token is below it.
+        tokens: (N,) uint8 for bytes of files, else int32. Those that are only read, and not trained on, stand there as
+            their complement (`train/data/masks.py`).
+        vocab_size: every token is from 0 to below it.
         tokenizer: the transformers tokenizer, or None for bytes and random tokens.
         description: what it is, for people.
         starts: (documents,) int64, where each document begins; ascending from 0.
@@ -136,20 +142,23 @@ def _tokenizer_folder(data: DataConfig, model: ModelConfig) -> str | None:
     return None
 
 
+def _documents(files: list[Path], data: DataConfig) -> Iterator[bytes]:
+    pieces = read_pieces(files, data.max_bytes)
+    return _lines(pieces) if data.documents is Documents.line else pieces
+
+
+def _tokenized(files: list[Path], data: DataConfig, tokenizer: Any) -> tuple[Tensor, Tensor]:
+    texts = (piece.decode("utf-8", errors="replace") for piece in _documents(files, data))
+    codec = TokenizerCodec(tokenizer)
+    return flattened(pieces(codec, texts), partial(encode_pieces, codec))
+
+
 def _lines(pieces: Iterator[bytes]) -> Iterator[bytes]:
     return (line for piece in pieces for line in piece.splitlines() if line.strip())
 
 
 def _starts(lengths: list[int]) -> Tensor:
     return torch.tensor([0, *lengths[:-1]], dtype=torch.int64).cumsum(0)
-
-
-def _tokenize(pieces: Iterator[bytes], tokenizer: Any) -> tuple[Tensor, Tensor]:
-    codec = TokenizerCodec(tokenizer)
-    documents = (codec.document(piece.decode("utf-8", errors="replace")) for piece in pieces)
-    parts = [np.asarray(ids, dtype=np.int32) for ids in documents]
-    tokens = torch.from_numpy(np.concatenate(parts)) if parts else torch.empty(0, dtype=torch.int32)
-    return tokens, _starts([len(part) for part in parts])
 
 
 def _as_bytes(pieces: Iterator[bytes]) -> tuple[Tensor, Tensor]:
@@ -184,20 +193,25 @@ def load_corpus(data: DataConfig, model: ModelConfig, seed: int) -> Corpus:
     """
     if data.source is Source.synthetic:
         return _synthetic(data, model, seed)
-    stdlib = data.source is Source.stdlib
-    files = standard_library_files() if stdlib else text_files(data.path, data.pattern)
+    stdlib, rows = data.source is Source.stdlib, data.source is Source.hf
+    files = standard_library_files() if stdlib else row_files(data) if rows else text_files(data.path, data.pattern)
     folder = _tokenizer_folder(data, model)
-    pieces = read_pieces(files, data.max_bytes)
+    tokenizer = None if folder is None else load_tokenizer(folder)
     name = "Python's standard library" if stdlib else ", ".join(data.path)
-    if data.documents is Documents.line:
-        pieces = _lines(pieces)
-    if folder is None:
-        tokens, starts = _as_bytes(pieces)
-        vocab, tokenizer, unit = _BYTE_VOCABULARY, None, "bytes"
+    key = {
+        "files": files_key(files),
+        "tokenizer": tokenizer_key(tokenizer),
+        "settings": [str(getattr(data, setting)) for setting in _DECIDES_TOKENS],
+    }
+    if rows:
+        tokens, starts = cached(
+            data.cache, key, lambda: load_rows(data, None if tokenizer is None else TokenizerCodec(tokenizer))
+        )
+    elif tokenizer is None:
+        tokens, starts = _as_bytes(_documents(files, data))
     else:
-        tokenizer = load_tokenizer(folder)
-        tokens, starts = _tokenize(pieces, tokenizer)
-        vocab, unit = len(tokenizer), "tokens"
+        tokens, starts = cached(data.cache, key, lambda: _tokenized(files, data, tokenizer))
     if len(tokens) == 0:
         raise ConfigError(f"the data is empty: {name} ({counted(len(files), 'file')}) holds no text")
+    vocab, unit = (_BYTE_VOCABULARY, "bytes") if tokenizer is None else (len(tokenizer), "tokens")
     return Corpus(tokens, vocab, tokenizer, f"{len(tokens):,} {unit} of {name}", starts)

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from graphmod.errors import ConfigError
 from graphmod.train.attention import BLOCK_MASK, DOCUMENT_BOUNDS
-from graphmod.train.data.windows import WindowSampler
+from graphmod.train.data.masks import inputs_of, targets_of
+from graphmod.train.data.windows import WindowSampler, windows_at
 from graphmod.train.schema import PackingAttention, Precision
 from graphmod.train.step.losses import IGNORED, Criterion, mean_cross_entropy, targets_counted_by
 from graphmod.train.varlen import unavailable
@@ -70,8 +71,8 @@ def block_mask(documents: Tensor) -> Tensor:
 
 
 def _count_targets(rows: Tensor) -> Tensor:
-    documents = rows.chunk(2)[1]
-    return (documents[:, 1:] == documents[:, :-1]).sum()
+    tokens, documents = rows.chunk(2)
+    return ((documents[:, 1:] == documents[:, :-1]) & (tokens[:, 1:] >= 0)).sum()
 
 
 @targets_counted_by(_count_targets)
@@ -87,10 +88,10 @@ def packed_next_token_loss(
         criterion: the loss of logits and targets.
     """
     tokens, documents = rows.chunk(2)
-    seen = documents[:, :-1]
+    seen, inputs = documents[:, :-1], inputs_of(tokens[:, :-1])
     apart = {BLOCK_MASK: block_mask(seen)} if most is None else {DOCUMENT_BOUNDS: document_bounds(seen, most)}
-    logits = model(input_ids=tokens[:, :-1], position_ids=positions(seen), use_cache=False, **apart).logits
-    targets = torch.where(documents[:, 1:] == seen, tokens[:, 1:], IGNORED)
+    logits = model(input_ids=inputs, position_ids=positions(seen), use_cache=False, **apart).logits
+    targets = torch.where(documents[:, 1:] == seen, targets_of(tokens[:, 1:]), IGNORED)
     return criterion(logits, targets)
 
 
@@ -120,12 +121,14 @@ def choose_attention(
     return PackingAttention.mask
 
 
-class PackedSampler:
-    """Windows at random places, as `WindowSampler` draws them, with the documents they are cut from."""
+class PackedSampler(WindowSampler):
+    """The windows of `WindowSampler`, with the documents they are cut from."""
 
     def __init__(self, tokens: Tensor, documents: Tensor, shape: tuple[int, int, int], seed: int) -> None:
-        self._tokens, self._documents = (WindowSampler(row, shape, seed) for row in (tokens, documents))
+        super().__init__(tokens, shape, seed)
+        self._documents = documents
 
     def __call__(self, step: int) -> Tensor:
         """The batch of `step`, counted from 0: (A, 2 B, S + 1) int64."""
-        return torch.cat([self._tokens(step), self._documents(step)], dim=1)
+        parts = (self._tokens, self._documents)
+        return torch.cat([windows_at(part, self.starts(step), self._shape) for part in parts], dim=1)

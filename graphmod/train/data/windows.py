@@ -4,6 +4,7 @@ A batch is int64 of shape (A, B, S + 1) on the host: A microbatches of B windows
 targets.
 """
 
+import functools
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from graphmod.errors import ConfigError
 from graphmod.train.data.corpus import Corpus
+from graphmod.train.data.masks import has_masks
 from graphmod.train.schema import DataConfig
 
 
@@ -36,33 +38,86 @@ def split(corpus: Corpus, data: DataConfig) -> tuple[Tensor, Tensor]:
     return training, evaluation
 
 
+class ShuffledEpochs:
+    """The order in which `count` things are seen: each once in an epoch, every epoch in another order, without end.
+
+    A pure function of the seed, so that a run can be resumed at any step.
+    """
+
+    def __init__(self, count: int, seed: int) -> None:
+        self.count = count
+        self._order = functools.lru_cache(2)(lambda epoch: np.random.default_rng([seed, epoch]).permutation(count))
+
+    def __call__(self, first: int, number: int) -> np.ndarray:
+        """(number,) int64: which things stand at the positions from `first` on."""
+        places = np.arange(first, first + number)
+        epochs, within = places // self.count, places % self.count
+        found = np.empty(number, dtype=np.int64)
+        for epoch in np.unique(epochs).tolist():
+            found[epochs == epoch] = self._order(epoch)[within[epochs == epoch]]
+        return found
+
+
+def window_starts(tokens: Tensor, length: int) -> np.ndarray:
+    """Where windows of `length` inputs and, shifted by one, targets begin: each token but the first is a target.
+
+    The last window overlaps the one before it where the tokens end. Windows in which there is nothing to train on are
+    left out.
+
+    Raises:
+        ConfigError: that is all of them.
+    """
+    last = len(tokens) - 1 - length
+    starts = np.unique(np.append(np.arange(0, last + 1, length), last))
+    if has_masks(tokens):
+        trained = np.concatenate([[0], (tokens >= 0).numpy().cumsum()])
+        starts = starts[trained[starts + length + 1] > trained[starts + 1]]
+        if not len(starts):
+            raise ConfigError(
+                "the data has no token to train on: completions, or what the assistant says, are empty; look at its "
+                "rows, or set data.train_on=all"
+            )
+    return starts
+
+
 class WindowSampler:
-    """Windows at random places; a pure function of (seed, step), so that a run can be resumed at any step.
+    """Windows one after the other, in the order of `ShuffledEpochs`.
 
     Args:
         tokens: (N,) of any integer dtype, N at least seq_len + 1.
         shape: (A, B, S), microbatches, sequences and tokens.
-        seed: of the places.
+        seed: of the order.
     """
 
     def __init__(self, tokens: Tensor, shape: tuple[int, int, int], seed: int) -> None:
-        self._microbatches, self._sequences, length = shape
-        self._windows = tokens.unfold(0, length + 1, 1)
-        self._seed = seed
+        self._shape = shape
+        self._tokens, self._starts = tokens, window_starts(tokens, shape[2])
+        self._order = ShuffledEpochs(len(self._starts), seed)
+        self._rows = shape[0] * shape[1]
+
+    def steps(self, epochs: int) -> int:
+        """The steps of so many passes; the last one is filled up with the first windows of the next pass."""
+        return -(-epochs * self._order.count // self._rows)
+
+    def starts(self, step: int) -> np.ndarray:
+        """(A * B,): where the windows of `step` begin."""
+        return self._starts[self._order(step * self._rows, self._rows)]
 
     def __call__(self, step: int) -> Tensor:
         """The batch of `step`, counted from 0: (A, B, S + 1) int64."""
-        places = np.random.default_rng([self._seed, step]).integers(
-            0, len(self._windows), (self._microbatches, self._sequences)
-        )
-        return self._windows[torch.from_numpy(places)].long()
+        return windows_at(self._tokens, self.starts(step), self._shape)
 
 
-def evaluation_batches(tokens: Tensor, sequences: int, length: int, count: int) -> list[Tensor]:
-    """`count` batches (1, B, S + 1) int64 of windows spread evenly over `tokens`; the same at every evaluation."""
-    windows = tokens.unfold(0, length + 1, 1)
-    places = torch.linspace(0, len(windows) - 1, count * sequences).long()
-    return list(windows[places].long().view(count, 1, sequences, length + 1))
+def windows_at(tokens: Tensor, starts: np.ndarray, shape: tuple[int, int, int]) -> Tensor:
+    """The windows of `tokens` that begin at `starts`, (A * B,), as a batch (A, B, S + 1) int64."""
+    windows = tokens.unfold(0, shape[2] + 1, 1)
+    return windows[torch.from_numpy(starts)].long().view(*shape[:2], -1)
+
+
+def evaluation_starts(tokens: Tensor, sequences: int, length: int, count: int) -> np.ndarray:
+    """(count * sequences,): where the windows of an evaluation begin, spread evenly over `tokens`."""
+    starts = window_starts(tokens, length)
+    return starts[np.linspace(0, len(starts) - 1, count * sequences).astype(np.int64)]
 
 
 class Prefetcher:

@@ -11,19 +11,24 @@ import torch
 
 from graphmod.config import BackendName
 from graphmod.errors import ConfigError
+from graphmod.train.lora import require_peft
 from graphmod.train.schema import (
     Architecture,
     Compile,
     DataConfig,
     DeviceName,
+    LoraSettings,
     ModelConfig,
     OptimConfig,
+    OptimizerName,
     PackingAttention,
     RunConfig,
     Source,
+    TrainOn,
 )
 from graphmod.train.settings import Scope
 from graphmod.train.step.activations import DRAWS_IN_COMPILED_CODE
+from graphmod.train.step.optim import check_schedule
 from graphmod.train.varlen import unavailable
 
 _SIZES = ("layers", "hidden_size", "heads", "intermediate_size", "max_positions")
@@ -55,7 +60,21 @@ def _positive(group: str, part: object, *names: str) -> None:
 
 def check_model(model: ModelConfig) -> None:
     """Raises ConfigError for sizes that are missing, superfluous or do not divide."""
-    kind = model.architecture.value
+    kind, lora = model.architecture.value, model.lora
+    _at_least("model.lora", lora, 1, "r")
+    _positive("model.lora", lora, "alpha")
+    _require(0 <= lora.dropout < 1, f"model.lora.dropout must be at least 0 and below 1, got {lora.dropout}")
+    _require(
+        lora.r is None or model.architecture is Architecture.local,
+        f"model.lora.r={lora.r} trains adapters of a saved model, and model.architecture={kind} is built with random "
+        "weights; use model=local model.path=FOLDER, or leave it out",
+    )
+    _require(
+        lora.r is not None or lora == LoraSettings(),
+        "model.lora is off without a rank; set model.lora.r=8, or leave the other settings of model.lora out",
+    )
+    if lora.r is not None:
+        require_peft(f"model.lora.r={lora.r}")
     if model.architecture is Architecture.local:
         _require(model.path is not None, "model=local needs model.path=FOLDER with a saved transformers model")
         folder = Path(model.path)
@@ -102,24 +121,35 @@ def check_data(data: DataConfig, model: ModelConfig) -> None:
     _require(
         0 <= data.eval_fraction < 1, f"data.eval_fraction must be at least 0 and below 1, got {data.eval_fraction}"
     )
-    if data.source is Source.text:
+    if data.source in (Source.text, Source.hf):
         _require(
             isinstance(data.path, bool) or not isinstance(data.path, (int, float)),
             f"data.path={data.path} was read as a number; write data.path=./{data.path}",
         )
         paths = [data.path] if isinstance(data.path, (str, Path)) else data.path
         _require(
-            bool(paths) and isinstance(paths, (list, tuple)), "data=text needs data.path=FILE_OR_FOLDER, or a list"
+            bool(paths) and isinstance(paths, (list, tuple)),
+            f"data={data.source.value} needs data.path=FILE_OR_FOLDER, or a list",
         )
         data.path = [str(path) for path in paths]
         for path in data.path:
             _require(Path(path).exists(), f"data.path: there is no file or folder {path!r}")
     else:
-        _require(data.path is None, f"data.path is read with data=text only, and data.source is {data.source.value}")
+        _require(
+            data.path is None,
+            f"data.path is read with data=text and data=hf only, and data.source is {data.source.value}",
+        )
     if data.source is Source.synthetic:
         _require(data.tokenizer is None, "data.tokenizer has no meaning with data=synthetic: its tokens are random")
     else:
         _require(data.vocab_size is None, "data.vocab_size is for data=synthetic only; set model.vocab_size instead")
+    if data.source is Source.hf:
+        _require(data.max_bytes is None, "data.max_bytes has no meaning with data=hf, which reads rows; leave it out")
+    else:
+        _require(
+            data.column is None and data.train_on is TrainOn.completion,
+            f"data.column and data.train_on are for data=hf only, and data.source is {data.source.value}",
+        )
     if data.tokenizer not in (None, "bytes"):
         _require(
             not Path(data.tokenizer).is_file(),
@@ -154,9 +184,15 @@ def check_optim(optim: OptimConfig) -> None:
         len(optim.betas) == 2 and all(0 <= beta < 1 for beta in optim.betas),
         f"optim.betas must be two numbers of at least 0 and below 1, such as [0.9,0.95], got {list(optim.betas)}",
     )
+    _require(0 <= optim.momentum < 1, f"optim.momentum must be at least 0 and below 1, got {optim.momentum}")
+    _require(
+        not optim.nesterov or optim.momentum > 0 or optim.name not in (OptimizerName.sgd, OptimizerName.muon),
+        "optim.nesterov=true needs optim.momentum above 0; raise it, or set optim.nesterov=false",
+    )
     _at_least("optim", optim, 0, "weight_decay")
     _require(optim.weight_decay < math.inf, "optim.weight_decay must be finite, got inf")
     _share("optim", optim, "warmup_fraction", "min_lr_ratio")
+    check_schedule(optim)
     norm = optim.max_grad_norm
     _require(norm is None or norm > 0, f"optim.max_grad_norm must be above 0, or null to not clip, got {norm}")
 
@@ -180,6 +216,7 @@ def check(config: RunConfig) -> None:
         train,
         1,
         "steps",
+        "epochs",
         "grad_accumulation",
         "log_every",
         "eval_batches",
@@ -221,8 +258,9 @@ def check(config: RunConfig) -> None:
         graph.layers is None or graph.scope is Scope.per_layer or graph.auto,
         f"graph.layers chooses the modules of graph=per_layer and does nothing with graph.scope={graph.scope.value}",
     )
+    draws = config.model.dropout or config.model.lora.dropout
     _require(
-        graph.compile is Compile.none or not train.activation_checkpointing or not config.model.dropout,
+        graph.compile is Compile.none or not (train.activation_checkpointing and draws),
         DRAWS_IN_COMPILED_CODE,
     )
     device = pick_device(train.device)

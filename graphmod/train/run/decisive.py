@@ -21,7 +21,10 @@ _DECISIVE = {
     "train": {"steps", "grad_accumulation", "precision", "seed", "deterministic", "nonfinite", "ema_decay"},
 }
 # The text itself is compared instead, by fingerprint; the weights come from the checkpoint.
-_BY_CONTENT = {"model.path", "data.source", "data.path", "data.pattern", "data.tokenizer", "data.max_bytes"}
+_BY_CONTENT = {
+    *("model.path", "data.source", "data.path", "data.pattern", "data.tokenizer", "data.max_bytes", "data.column"),
+    *("data.train_on", "data.split", "data.cache"),
+}
 # A setting that came later has the default under which all is as it was before; those that have another are here.
 _BEFORE_IT_CAME = {"data.packing_attention": "mask"}
 

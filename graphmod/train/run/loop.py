@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from graphmod.errors import GraphmodError
 from graphmod.train.checkpoints.checkpoint import Progress, check_room, restore, save_checkpoint
 from graphmod.train.checkpoints.loadable import require_whole
 from graphmod.train.checkpoints.manifest import FOLDER, checkpoints
-from graphmod.train.data.batches import make_batches
+from graphmod.train.data.batches import Batches, make_batches
 from graphmod.train.data.corpus import Corpus, load_corpus
 from graphmod.train.data.windows import Prefetcher, split
 from graphmod.train.model import build_model, load_weights, model_config, weights_dtype
@@ -50,14 +51,20 @@ class _Run:
     """The parts of a run, in the order they depend on each other; `steps()` is the loop."""
 
     def __init__(
-        self, config: RunConfig, point: ResumePoint, device: torch.device, corpus: Corpus, dims: PretrainedConfig
+        self,
+        config: RunConfig,
+        point: ResumePoint,
+        device: torch.device,
+        corpus: Corpus,
+        dims: PretrainedConfig,
+        batches: Batches,
     ) -> None:
         data, train = config.data, config.train
         self.config, self.folder, self.device, self.corpus = config, point.run_dir, device, corpus
         self.settings, self.data = decisive_settings(plain_config(config), device.type), fingerprint(corpus.tokens)
         self.stopped_by: str | None = None
         self.saved: Path | None = point.checkpoint
-        self.batches = make_batches(config, corpus, device, dims)
+        self.batches = batches
         self.evaluation = Evaluation(self.batches.evaluation, self.batches.loss_fn, device)
         self.captures_by_length: dict[int, int] = {}
         self.model = build_model(config.model, dims, train.precision, device, train.seed)
@@ -138,9 +145,9 @@ class _Run:
         self._finish_values()
         config = plain_config(self.config)
         progress = Progress(done, config, self.settings, self.data, self.metrics.losses, self.metrics.eval_losses)
-        keep = self.config.train.keep_checkpoints
+        keep, merge = self.config.train.keep_checkpoints, self.config.model.lora.merge
         parent = self.folder / FOLDER
-        self.saved = save_checkpoint(parent, self.model, self.step, progress, self.corpus.tokenizer, keep)
+        self.saved = save_checkpoint(parent, self.model, self.step, progress, self.corpus.tokenizer, keep, merge)
 
     def steps(self) -> float:
         """Runs all steps that are left, or those until a signal says to stop; returns the seconds that took."""
@@ -241,15 +248,8 @@ class _Run:
         self.step.reset()
 
 
-def _run(
-    config: RunConfig,
-    point: ResumePoint,
-    device: torch.device,
-    corpus: Corpus,
-    dims: PretrainedConfig,
-    say: Callable[[str], None],
-) -> RunResult:
-    run = _Run(config, point, device, corpus, dims)
+def _run(config: RunConfig, point: ResumePoint, *parts: Any, say: Callable[[str], None]) -> RunResult:
+    run = _Run(config, point, *parts)
     try:
         run.open(say)
         result = run.result(run.steps())
@@ -276,6 +276,9 @@ def _train(config: RunConfig, point: ResumePoint, say: Callable[[str], None]) ->
     corpus = load_corpus(config.data, config.model, config.train.seed)
     split(corpus, config.data)  # for its error, which should come before the model
     dims = model_config(config.model, corpus.vocab_size, config.data.seq_len)
+    batches = make_batches(config, corpus, device, dims)
+    if config.train.epochs is not None:
+        config = replace(config, train=replace(config.train, steps=batches.sampler.steps(config.train.epochs)))
     if point.checkpoint is not None:
         require_same(point.checkpoint, point.manifest, settings, fingerprint(corpus.tokens))
         if (finished := finished_result(point, config.train.steps, say)) is not None:
@@ -283,7 +286,7 @@ def _train(config: RunConfig, point: ResumePoint, say: Callable[[str], None]) ->
         if (extended := extension(point.manifest, config)) is not None:
             say(extended)
     with isolated(device, config.train.seed, config.train.deterministic), events_fail_once():
-        result = _run(config, point, device, corpus, dims, say)
+        result = _run(config, point, device, corpus, dims, batches, say=say)
     result.write(point.run_dir)
     return result
 
