@@ -5,6 +5,7 @@ import json
 import pytest
 from conftest import DROPOUT, composed
 
+from graphmod.cli.training.arguments import for_hydra
 from graphmod.cli.training.compose import parse
 from graphmod.cli.training.job import Job, attempt
 from graphmod.cli.training.resumed import job_settings
@@ -218,3 +219,27 @@ def test_a_checkpoint_of_a_newer_format_is_named_and_nothing_older_taken_in_its_
         train(on_text(f"train.resume={resume}"), run)
     changed = {path for path, content in before.items() if path.read_bytes() != content}
     assert {path.name for path in changed} == {MANIFEST_FILE}
+
+
+def test_a_number_of_steps_takes_the_place_of_epochs(on_text, tmp_path):
+    train(on_text("train.epochs=1"), tmp_path / "run")
+    done = len(RunResult.read(tmp_path / "run").losses)
+    config = parse(given(f"train.resume={tmp_path / 'run'}", f"train.steps={done + 2}").settings)
+    assert len(train(config, tmp_path / "unused").losses) == done + 2
+
+
+def test_steps_and_epochs_at_once_are_refused():
+    with pytest.raises(ConfigError, match=r"train\.steps=3 and train\.epochs=2 both say how long to train"):
+        for_hydra(["train.steps=3", "train.epochs=2"])
+    assert for_hydra(["train.steps=3", "train.epochs=null"]) == ["train.steps=3", "train.epochs=null"]
+
+
+def test_a_checkpoint_of_before_epochs_says_that_its_data_came_in_another_order(stopped, tmp_path):
+    run, _ = stopped()
+    for manifest in run.glob("checkpoints/*/checkpoint.json"):
+        content = json.loads(manifest.read_text())
+        del content["format"]
+        manifest.write_text(json.dumps(content))
+    said = []
+    train(parse(given(f"train.resume={run}").settings), tmp_path / "unused", say=said.append)
+    assert any("drew the windows of each step at random" in line for line in said)

@@ -14,7 +14,7 @@ from graphmod.train.run.decisive import all_settings, require_same, with_changes
 from graphmod.train.run.resume import AUTO, NONE, ResumePoint, newest_readable, run_of
 
 _RESUME = "train.resume"
-_SAID = (_RESUME, "train.steps")  # what more steps mean for a run, the run says itself
+_SAID = (_RESUME, "train.steps", "train.epochs")  # what more steps mean for a run, the run says itself
 
 
 @dataclass
@@ -82,4 +82,6 @@ def job_settings(cfg: DictConfig, overrides: list[str]) -> JobSettings:
         if name not in _SAID and key in saved.get(group, {}) and saved[group][key] != value:
             changed.append(f"{name} was {saved[group][key]} and is now {value}")
         settings.setdefault(group, {})[key] = value
+    if "train.steps" in given and "train.epochs" not in given:
+        settings["train"]["epochs"] = None  # which would decide otherwise
     return JobSettings(settings, changed)

@@ -29,6 +29,9 @@ _BY_CONTENT = {
 _BEFORE_IT_CAME = {"data.packing_attention": "mask"}
 
 
+_EPOCHS_SINCE = 2  # of the formats of checkpoints
+
+
 def _flat(config: dict[str, Any]) -> dict[str, Any]:
     return {f"{group}.{name}": value for group, values in config.items() for name, value in values.items()}
 
@@ -109,6 +112,16 @@ def extension(manifest: dict[str, Any], config: RunConfig) -> str | None:
     return (
         f"train.steps was {before}; from here on the learning rate follows the schedule of {now} steps{then}. A run "
         f"that had {now} from the start would have had other rates up to here, and so has other numbers"
+    )
+
+
+def other_order(manifest: dict[str, Any]) -> str | None:
+    """What it means for the data that an earlier version wrote the checkpoint; None where the order is the same."""
+    if manifest.get("format", 1) >= _EPOCHS_SINCE:
+        return None
+    return (
+        "the checkpoint is of an earlier version, which drew the windows of each step at random; from here on each "
+        "comes once per epoch, so the numbers are not those that version would have had"
     )
 
 

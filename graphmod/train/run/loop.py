@@ -30,7 +30,7 @@ from graphmod.train.report.versions import commit, versions
 from graphmod.train.run.assembly import device_name, plain_config, step_maker
 from graphmod.train.run.auto import AutoScope, candidates
 from graphmod.train.run.checks import pick_device
-from graphmod.train.run.decisive import decisive_settings, extension, fingerprint, require_same
+from graphmod.train.run.decisive import decisive_settings, extension, fingerprint, other_order, require_same
 from graphmod.train.run.evaluation import Evaluation
 from graphmod.train.run.interrupt import Aborted, StopRequest
 from graphmod.train.run.opening import opening
@@ -283,8 +283,9 @@ def _train(config: RunConfig, point: ResumePoint, say: Callable[[str], None]) ->
         require_same(point.checkpoint, point.manifest, settings, fingerprint(corpus.tokens))
         if (finished := finished_result(point, config.train.steps, say)) is not None:
             return finished
-        if (extended := extension(point.manifest, config)) is not None:
-            say(extended)
+        for said in (extension(point.manifest, config), other_order(point.manifest)):
+            if said is not None:
+                say(said)
     with isolated(device, config.train.seed, config.train.deterministic), events_fail_once():
         result = _run(config, point, device, corpus, dims, batches, say=say)
     result.write(point.run_dir)
