@@ -60,6 +60,8 @@ _OF_KIND: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
     "zaya": {"num_experts_per_tok": 1},
 }
+# Tokens in whose place pictures and sounds are put.
+_MARKS = {"image_token_id": 90, "video_token_id": 91, "audio_token_id": 92}
 _SETS_NO_DEPTH = ("prophetnet",)
 
 
@@ -99,7 +101,8 @@ def small_config(kind: str) -> PretrainedConfig:
     config = type(text)(**given)
     if type(text) is not type(whole):
         part = next(name for name in whole.sub_configs if type(getattr(whole, name)) is type(text))
-        config = type(whole)(**{part: config})
+        marks = {name: number for name, number in _MARKS.items() if hasattr(whole, name)}
+        config = type(whole)(**{part: config}, **marks)
     return config
 
 

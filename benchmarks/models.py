@@ -2,7 +2,7 @@
 weights.
 
     python benchmarks/models.py                      # all, to benchmarks/results/models.json; some minutes
-    python benchmarks/models.py --models "llama,gemma3_text,T5"
+    python benchmarks/models.py --models "llama,gemma3_text,T5"    # these, in place of what was found of them before
     python benchmarks/models.py --table              # writes docs/models.md from the results
 
 Training: seven steps with `graph_layers` and with the whole step as one graph, losses and weights compared with plain
@@ -238,7 +238,8 @@ def _cause(detail: str) -> str:
 def _rows(found: list[dict[str, Any]], ways: Sequence[str], headings: Sequence[str]) -> list[str]:
     lines = [f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
     for one in found:
-        lines.append(f"| {one['model']} | {' | '.join(_word(one.get(way)) for way in ways)} |")
+        where = f" ({one['environment'].partition(',')[0]})" if "environment" in one else ""
+        lines.append(f"| {one['model']}{where} | {' | '.join(_word(one.get(way)) for way in ways)} |")
     return lines
 
 
@@ -328,11 +329,12 @@ def main() -> int:
             print(f"{one['model']:28s} {said}", flush=True)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU, emulated graphs"
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}"
-    results = {
-        "command": "python benchmarks/models.py",
-        "environment": f"{device}, {versions}, {datetime.date.today()}",
-        "models": models,
-    }
+    environment = f"{device}, {versions}, {datetime.date.today()}"
+    results = {"command": "python benchmarks/models.py", "environment": environment, "models": models}
+    if options.models and options.out.is_file():  # some, in place of what was found of them before
+        results = json.loads(options.out.read_text())
+        new = {one["model"]: one | {"environment": environment} for one in models}
+        results["models"] = [new.pop(one["model"], one) for one in results["models"]] + list(new.values())
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(results, indent=1) + "\n")
     bad = [one["model"] for one in models for way in every if one.get(way, {}).get("outcome") in ("wrong", "raises")]

@@ -174,10 +174,13 @@ def step_arguments(model: PreTrainedModel, tokens: Tensor, position: Tensor, vie
     Args:
         tokens, position: (B, S) int64.
     """
-    # Embeddings and not tokens: with tokens some models look for padding on the host.
-    embedded = model.get_input_embeddings()(tokens)
-    given = {"inputs_embeds": embedded, "position_ids": position, "cache_view": view}
-    return {**given, "past_key_values": view, "use_cache": True}
+    config = model.config.get_text_config()
+    if config is not model.config or getattr(config, "hidden_size_per_layer_input", None):
+        # Something else stands for tokens of pictures and sounds; embeddings of layers are looked up by token, too.
+        given = {"input_ids": tokens}
+    else:  # with tokens some models look for padding on the host
+        given = {"inputs_embeds": model.get_input_embeddings()(tokens)}
+    return {**given, "position_ids": position, "cache_view": view, "past_key_values": view, "use_cache": True}
 
 
 def positions(model: PreTrainedModel, position: Tensor) -> dict[str, Tensor]:
