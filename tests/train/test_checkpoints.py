@@ -92,7 +92,7 @@ def test_a_damaged_checkpoint_that_was_asked_for_is_an_error(on_text, tmp_path):
     result = train(on_text("train.checkpoint_every=4"), tmp_path)
     folder = tmp_path / result.checkpoint
     (folder / "training_state.pt").write_bytes(b"")
-    with pytest.raises(ConfigError, match=r"training_state.pt has 0 bytes.*use the newest undamaged one"):
+    with pytest.raises(ConfigError, match=r"training_state.pt has 0 bytes.*use the newest whole one"):
         train(on_text(f"train.resume={folder}"), tmp_path / "other")
 
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, TINY
+from conftest import TINY
 from made_tokenizers import byte_level
 from transformers import AutoModelForCausalLM
 
@@ -95,8 +95,8 @@ def test_generate_reads_adapters_with_their_tokenizer_and_stops_where_documents_
     )
     for folder in (saved, saved / MERGED_FOLDER):
         arguments = [f"model.path={folder}", f"tokenizer={saved}", "model.device=cpu", "graph=none"]
-        monkeypatch.setattr("sys.argv", ["generate.py", *arguments, "prompt=a text", "decode.max_new_tokens=3"])
-        assert generate_cli.main(ROOT / "configs_generate") == 0, capfd.readouterr().err
+        said = [*arguments, "prompt=a text", "decode.max_new_tokens=3"]
+        assert generate_cli.main(said) == 0, capfd.readouterr().err
     assert ends == [byte_level().eos_token_id] * 2
     assert capfd.readouterr().out.count("a text") == 2
 

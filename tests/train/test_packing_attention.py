@@ -134,7 +134,7 @@ def test_the_cpu_keeps_the_mask(lines, tmp_path):
 def test_what_cannot_be_is_an_error_before_the_run(lines, tiny):
     with pytest.raises(ConfigError, match=r"varlen cannot be used: it needs a GPU; use mask, or auto"):
         lines("data.packing_attention=varlen")
-    with pytest.raises(ConfigError, match=r"packing_attention=mask is for data.packing=true"):
+    with pytest.raises(ConfigError, match=r"packing_attention=mask needs data.packing=true"):
         tiny("data.packing_attention=mask")
     with pytest.raises(ConfigError, match=r"packing_attention.*auto, mask, varlen"):
         parse({"data": {"packing_attention": "flash"}})
