@@ -203,8 +203,8 @@ def _reason(error: BaseException, kind: type) -> str:
             return f"{error.override!r} has no value; write {meant_by(word, kind)}=VALUE"
         example = "train.steps=100, or in quotes where it has special characters: 'data.path=\"my text.txt\"'"
         return f"cannot read {error.override!r} as key=value (for example {example})"
-    wrapped = error.__cause__ or error.__context__
-    inner = wrapped if isinstance(wrapped, OmegaConfBaseException) else error
+    found = [one for one in (error.__cause__, error, error.__context__) if isinstance(one, OmegaConfBaseException)]
+    inner = next((one for one in found if one.full_key), found[0] if found else error)
     if str(error).startswith("Ambiguous value for argument"):
         argument = str(error).split("'")[1]
         return f"{argument} gives several values: add --multirun to run each of them, or write a list as key=[a,b]"
