@@ -179,7 +179,7 @@ def explain(error: BaseException, kind: type = RunConfig) -> str:
         return _not_yaml(error)
     in_file = re.match(r"In '([^']+)': ", str(error))
     message = _reason(error, kind)
-    if in_file is None:
+    if in_file is None or in_file[1] == "config":  # what the command line asked for, most of the time
         return message
     first, *rest = message.splitlines()
     return "\n".join([f"{in_file[1]}.yaml: {first}", *rest])
