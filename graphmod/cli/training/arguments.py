@@ -90,11 +90,9 @@ def for_hydra(arguments: list[str]) -> list[str]:
         FolderInUse: another multirun is writing to the folder.
     """
     found, several = [], bool({"--multirun", "-m"} & set(arguments))
-    if (
-        len(lengths := [argument for argument in arguments if re.match(r"train\.(steps|epochs)=(?!null$)", argument)])
-        > 1
-    ):
-        raise ConfigError(f"{' and '.join(lengths)} both say how long to train; give one of them")
+    lengths = {one.partition("=")[0]: one for one in arguments if re.match(r"train\.(steps|epochs)=(?!null$)", one)}
+    if len(lengths) > 1:
+        raise ConfigError(f"{' and '.join(lengths.values())} both say how long to train; give one of them")
     resumes = any(re.match(r"train\.resume=(?!none$)", argument) for argument in arguments)
     for argument in flags_first(arguments):
         refuse_nameless(argument)
