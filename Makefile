@@ -13,7 +13,7 @@ PROMPT ?= def main(
 export GOMP_SPINCOUNT ?= 3000
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train generate compare tensorboard test lint format clean
+.PHONY: help setup train generate compare tensorboard test test-all lint format clean
 
 help: ## show this list
 	@echo "make TARGET [ARGS='KEY=VALUE ...'] [PYTHON=python3.12]"
@@ -50,7 +50,10 @@ compare: $(STAMP) ## the same run without graphs, per layer and as one graph, si
 tensorboard: $(STAMP) ## show all runs in the browser
 	$(BIN)/tensorboard --logdir runs
 
-test: $(STAMP) ## run the tests on all cores (at most 8); those for a GPU are skipped where there is none
+test: $(STAMP) ## run the tests on all cores (at most 8), but the slow ones; those for a GPU are skipped where there is none
+	$(BIN)/python -m pytest -n auto --maxprocesses=8 --dist loadfile -m "not slow" $(ARGS)
+
+test-all: $(STAMP) ## likewise, with the slow ones
 	$(BIN)/python -m pytest -n auto --maxprocesses=8 --dist loadfile $(ARGS)
 
 lint: $(STAMP) ## check style and formatting

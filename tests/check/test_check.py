@@ -270,6 +270,7 @@ def test_what_cannot_be_asked_is_one_clear_sentence(tmp_path, arguments, words):
 
 
 @pytest.mark.parametrize("scope", ["full_iteration", "per_layer"])
+@pytest.mark.slow
 def test_a_run_with_graph_check_only_says(tmp_path, scope):
     from conftest import ROOT, TINY
 

@@ -58,6 +58,7 @@ def shell(folder, *arguments):
     return subprocess.run(command, cwd=folder, env={**os.environ}, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.slow
 def test_the_last_checkpoint_streams_text_and_tells_its_speed(trained):
     prompt = "x = {'a': \"b\", **c}  # it's ${odd}"
     done = shell(trained, "model.path=runs/train", f"prompt={prompt}", "decode.max_new_tokens=20")

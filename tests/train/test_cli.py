@@ -130,6 +130,7 @@ def test_a_multirun_compares_the_three_scopes_side_by_side(shell, tmp_path):
     assert "tensorboard --logdir " in done.stdout and f"{Path('runs/compare') / 'latest'}\n" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_multirun_over_other_axes_compares_within_each_and_names_the_job_that_failed(shell, tmp_path):
     small = [item for item in TINY if "seq_len" not in item]
     axes = ["graph=none,full_iteration", "data.seq_len=16,4000,8", "data.max_bytes=20000"]
@@ -148,6 +149,7 @@ def test_a_multirun_over_other_axes_compares_within_each_and_names_the_job_that_
     assert (sweep / "comparison.md").is_file() and (sweep / "comparison.png").is_file()
 
 
+@pytest.mark.slow
 def test_a_multirun_in_the_folder_of_another_loses_nothing_and_compares_what_it_goes_on_with(shell, tmp_path):
     sweep = ["--multirun", "graph=none,full_iteration", *TINY, "data.max_bytes=20000", "hydra.sweep.dir=sweep"]
     assert shell(*sweep).returncode == 0
@@ -168,6 +170,7 @@ def test_a_multirun_in_the_folder_of_another_loses_nothing_and_compares_what_it_
     assert set(runs) == {"none", "full_iteration"}
 
 
+@pytest.mark.slow
 def test_a_multirun_does_not_mix_with_the_runs_of_another(shell, tmp_path):
     sweep = ["--multirun", *TINY, "train=measure", "train.steps=8", "data.max_bytes=20000", "hydra.sweep.dir=sweep"]
     assert shell(*sweep, "graph=none", "data.seq_len=4000").returncode == 2
@@ -280,6 +283,7 @@ def test_jobs_of_a_multirun_do_not_all_go_on_with_one_run():
         assert f"train.resume={resume}" in for_hydra(["-m", f"train.resume={resume}"])
 
 
+@pytest.mark.slow
 def test_a_stopped_multirun_goes_on_with_the_command_that_it_says(shell, tmp_path):
     graphs = ["--multirun", "graph=none,full_iteration", *TINY, "data.max_bytes=20000", "train.steps=900"]
     graphs += ["train.checkpoint_every=300"]

@@ -78,6 +78,7 @@ def test_a_capture_holds_compiled_code_and_compiles_nothing(scope, ran):
 
 
 @pytest.mark.parametrize("warmup_steps", [1, 3])
+@pytest.mark.slow
 def test_the_step_that_captures_is_not_measured(warmup_steps, tiny, tmp_path, monkeypatch):
     captures, original = [], TrainStep.__call__
 
@@ -136,6 +137,7 @@ def test_reset_takes_compiled_code_out_of_the_layers(device):
     assert not any("forward" in part.__dict__ for part in parts["model"].modules())
 
 
+@pytest.mark.slow
 def test_many_layers_compile_once_not_once_each(ran, tiny, tmp_path):
     counts = []
     for layers in (3, 6):
@@ -149,6 +151,7 @@ def test_many_layers_compile_once_not_once_each(ran, tiny, tmp_path):
 
 
 @scopes
+@pytest.mark.slow
 def test_a_run_compiles_on_request_and_evaluates(tiny, tmp_path, scope):
     settings = ["graph.compile=default", "data.max_bytes=20000", "train.eval_every=2", "train.eval_batches=2"]
     graphed = train(tiny(*settings, f"graph={scope}"), tmp_path / scope)
@@ -161,6 +164,7 @@ def test_a_run_compiles_on_request_and_evaluates(tiny, tmp_path, scope):
 AGAIN = ["graph.compile=default", "train.activation_checkpointing=true", "data.max_bytes=20000"]
 
 
+@pytest.mark.slow
 def test_layers_that_run_again_are_compiled_one_by_one_in_every_scope(tiny, tmp_path):
     plain = train(tiny(*AGAIN, "model=llama_tiny", "graph=none"), tmp_path / "none")
     for scope in SCOPES:

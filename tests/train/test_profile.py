@@ -17,6 +17,7 @@ def test_overlapping_intervals_count_once():
 
 
 @pytest.mark.parametrize("scope", ["none", "per_layer", "full_iteration"])
+@pytest.mark.slow
 def test_the_trace_names_the_steps_and_the_layers(tiny, tmp_path, scope):
     settings = [f"graph={scope}", "data.max_bytes=20000"]
     plain = train(tiny(*settings), tmp_path / "plain")

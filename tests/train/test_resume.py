@@ -110,6 +110,7 @@ def test_a_run_that_may_not_go_on_does_not_say_that_it_does(on_text, text, tmp_p
 
 
 @pytest.mark.parametrize("seed", [0, 3])
+@pytest.mark.slow
 def test_a_job_with_a_folder_of_its_own_does_not_go_on_with_the_one_beside_it(
     on_text, text, tmp_path, stop_after, seed
 ):

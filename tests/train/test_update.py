@@ -182,6 +182,7 @@ def test_the_compiled_update_in_a_graph_is_that_without_graphs(scope, device):
 
 
 @pytest.mark.parametrize("scope", ["full_iteration"])
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_with_the_same_numbers(tiny, tmp_path, stop_after, scope):
     settings = ["graph.compile=default", "data.max_bytes=20000", f"graph={scope}"]
     whole = train(tiny(*settings), tmp_path / "whole")
