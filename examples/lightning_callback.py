@@ -27,7 +27,6 @@ class GraphLayers(L.Callback):
 class Model(L.LightningModule):
     def __init__(self):
         super().__init__()
-        # A graph can hold no key-value cache. graph_layers turns it off, but in training only.
         self.model = LlamaForCausalLM(LlamaConfig(**SIZES))
         self.losses = []
 

@@ -16,7 +16,6 @@ LORA = {"r": 4, "lora_alpha": 8, "lora_dropout": 0.05, "target_modules": ["q_pro
 
 def main(steps: int = 16, graphs: bool = True) -> list[float]:
     torch.manual_seed(0)
-    # A graph can hold no key-value cache. graph_layers turns it off in calls of the model, but PEFT calls past that.
     base = LlamaForCausalLM(LlamaConfig(**SIZES))
     model = get_peft_model(base, LoraConfig(**LORA)).to(device)
     layers = []

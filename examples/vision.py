@@ -28,8 +28,7 @@ def vision_transformer() -> torch.nn.Module:
 def main(steps: int = 16, graphs: bool = True) -> list[float]:
     torch.manual_seed(0)
     model = vision_transformer().to(device)
-    # timm keeps its blocks in an nn.Sequential, which is not looked through unless it is named.
-    layers = graph_layers(model, layers="blocks.*" if timm else None) if graphs else []
+    layers = graph_layers(model) if graphs else []
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
 

@@ -212,8 +212,8 @@ def _reason(error: BaseException, kind: type) -> str:
         return "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
     key = inner.full_key or "the config"
     if isinstance(inner, (ConfigKeyError, ConfigAttributeError)):
-        typed = re.search(r"use \+\S+?=(.*)$", str(error))  # Hydra's own advice, which would let a typo pass
-        return unknown_key(key, kind, typed[1] if typed else None)
+        typed = re.search(r"use \+(\S+?)=(.*)$", str(error))  # Hydra's own advice, which would let a typo pass
+        return unknown_key(typed[1], kind, typed[2]) if typed else unknown_key(key, kind)
     reason = str(inner.msg or inner).splitlines()[0]
     if isinstance(inner, InterpolationResolutionError):
         return f"{key} refers to something that is not there: {reason}"
