@@ -106,7 +106,10 @@ class _Run:
         self.journal.write(text)
 
     def _point(self, done: int, scalars: dict[str, float | None]) -> None:
-        if self.display is not None:
+        train = self.config.train  # steps that save a checkpoint are points, too, but not shown
+        if self.display is not None and (
+            done % train.log_every == 0 or done == train.steps or "eval/loss" in scalars or "eval/ema_loss" in scalars
+        ):
             self.display.point(done, scalars)
 
     def _log(self) -> None:
