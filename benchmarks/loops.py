@@ -204,6 +204,7 @@ def main() -> int:
     parser.add_argument("--groups", default=",".join(GROUPS), help=f"of {', '.join(GROUPS)}")
     parser.add_argument("--steps", type=int, default=40, help="timed steps")
     parser.add_argument("--timeout", type=int, default=240, help="seconds for one program")
+    parser.add_argument("--caches", type=Path, help="keep what inductor compiles there, for the next run")
     parser.add_argument("--out", type=Path, help="write the results there as JSON, in place of earlier ones")
     parser.add_argument("--smoke", action="store_true", help="tiny shapes on the CPU")
     parser.add_argument("--worker", nargs=2, metavar=("GROUP", "PROGRAM"), help=argparse.SUPPRESS)
@@ -222,7 +223,8 @@ def main() -> int:
             command = [sys.executable, __file__, "--worker", group, program, "--steps", str(options.steps)]
             command += ["--smoke"] if options.smoke else []
             done, tail = None, f"no result after {options.timeout} s"
-            with tempfile.TemporaryDirectory() as cache:  # each compiles what it needs itself
+            with tempfile.TemporaryDirectory() as own:  # each compiles what it needs itself
+                cache = str(options.caches / f"{group}-{program}") if options.caches else own
                 settings = {"env": {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}, "timeout": options.timeout}
                 try:
                     done = subprocess.run(command, capture_output=True, text=True, **settings)
