@@ -102,6 +102,14 @@ class Schedule(str, Enum):
     warmup_stable_decay = "warmup_stable_decay"
 
 
+class LogTo(str, Enum):
+    """Where the points of a run are written: an event file for TensorBoard, `metrics.csv`, Weights & Biases."""
+
+    tensorboard = "tensorboard"
+    csv = "csv"
+    wandb = "wandb"
+
+
 class DeviceName(str, Enum):
     """`auto` takes the GPU when there is one."""
 
@@ -277,11 +285,12 @@ class TrainConfig:
         device: `auto`, `cpu` or `cuda`.
         seed: of the weights, the data order and dropout.
         deterministic: use kernels whose result does not vary from run to run.
-        log_every: steps between two TensorBoard points; nothing is read from the device in between.
+        log: where points are written: `tensorboard`, `csv`, `wandb`, or a list of them; an empty list is nowhere.
+        log_every: steps between two points; nothing is read from the device in between.
         eval_every: steps between evaluations; 0 never evaluates.
         eval_batches: batches of one evaluation.
         sync_steps: wait for the device after each step, as a loop that reads the loss each step does.
-        sample_every: steps between texts that the model writes, printed and logged to TensorBoard; 0 never samples.
+        sample_every: steps between texts that the model writes, printed and logged; 0 never samples.
         sample_prompt: what it goes on from; on the command line all after `=`, as it is, without quotes for Hydra.
         sample_tokens: how many tokens it writes.
         sample_temperature: 0 takes the most likely token each time.
@@ -308,6 +317,7 @@ class TrainConfig:
     device: DeviceName = DeviceName.auto
     seed: int = 0
     deterministic: bool = False
+    log: Any = field(default_factory=lambda: ["tensorboard"])
     log_every: int = 10
     eval_every: int = 100
     eval_batches: int = 4

@@ -32,6 +32,7 @@ _PROFILED = {
     "checkpoint": False,
     "checkpoint_every": 0,
     "resume": "none",
+    "log": [],
     "profile": True,
     "ema_decay": None,
 }
@@ -146,7 +147,7 @@ class ComparisonCallback(Callback):
 
     def _compare(self, sweep: Path) -> None:
         from graphmod.train.report.comparison import compare, swept
-        from graphmod.train.report.report import JSON_FILE, PLOT_FILE, remarks, table, write_report
+        from graphmod.train.report.report import JSON_FILE, PLOT_FILE, on_tensorboard, remarks, table, write_report
         from graphmod.train.report.result import RunResult
 
         results = {}
@@ -173,4 +174,5 @@ class ComparisonCallback(Callback):
             show(f"no {PLOT_FILE}: matplotlib is not installed (pip install matplotlib)")
         # A folder of one's own choice has nothing beside it that could be older.
         shown = link_latest(sweep) if sweep.absolute().parent == _COMPARISONS.absolute() else sweep
-        show(f"side by side: tensorboard --logdir {shown}")
+        if on_tensorboard(results):
+            show(f"side by side: tensorboard --logdir {shown}")

@@ -1,27 +1,21 @@
-"""Losses and scalars of a run: kept on the device, fetched in the background, written to TensorBoard.
+"""Losses and scalars of a run: kept on the device, fetched in the background, handed to the loggers.
 
 Between two log points nothing is read from the device, and at a log point nothing waits: values are copied into pinned
 memory and written once their copy is known to have ended.
 """
 
-import json
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 from torch import Tensor
-from torch.utils.tensorboard import SummaryWriter
-from torch.utils.tensorboard.summary import hparams
 
 from graphmod.train.checkpoints.checkpoint import Progress
 from graphmod.train.report.flops import Utilization
+from graphmod.train.report.loggers.logger import Logger
 from graphmod.train.report.timing import StepClock, median
-
-_RESULTS = ("train/loss", "eval/loss", "perf/step_ms", "perf/tokens_per_s")  # by which HParams lists runs
 
 Point = Callable[[int, dict[str, float | None]], None]
 
@@ -40,29 +34,16 @@ class _Fetch:
     scalars: dict[str, float]
 
 
-def _flat(settings: dict[str, Any], path: str = "") -> dict[str, float | str]:
-    found: dict[str, float | str] = {}
-    for name, value in settings.items():
-        if isinstance(value, dict):
-            found |= _flat(value, f"{path}{name}.")
-        else:
-            plain = isinstance(value, (int, float, str)) and not isinstance(value, bool)
-            found[path + name] = value if plain else json.dumps(value, default=str)
-    return found
-
-
 class Metrics:
-    """Collects the loss of each step and writes TensorBoard points.
+    """Collects the loss of each step and hands points to the loggers.
 
     Args:
-        folder: where the events go.
+        loggers: of this run; closed with it.
         device: where the losses are.
         steps: steps of the run.
         clock: of the same run; its medians become `perf/step_ms` and `perf/host_ms`.
         tokens_per_step: for `perf/tokens_per_s`.
-        settings: of the run, as nested plain values; TensorBoard shows them as text and under HParams.
-        before: of a resumed run, how far it was; its losses come first, and what TensorBoard shows of later steps, from
-            before the interruption, is replaced.
+        before: of a resumed run, how far it was; its losses come first.
         used: of model and device, for `perf/mfu`; None where that is not known.
         point: called with the steps done and the values by tag of each log point and evaluation that has arrived.
 
@@ -74,12 +55,11 @@ class Metrics:
 
     def __init__(
         self,
-        folder: Path,
+        loggers: Sequence[Logger],
         device: torch.device,
         steps: int,
         clock: StepClock,
         tokens_per_step: int,
-        settings: dict[str, Any],
         before: Progress | None = None,
         used: Utilization | None = None,
         point: Point | None = None,
@@ -94,14 +74,7 @@ class Metrics:
         self.losses: list[float] = list(before.losses) if before else []
         self.eval_losses: list[tuple[int, float]] = list(before.eval_losses) if before else []
         self.latest: dict[str, float] = {}
-        # At the start, too: what was killed in this folder before it had saved anything left points of the same steps.
-        self._writer = SummaryWriter(str(folder), purge_step=self._first + 1 if before else 0)
-        if before is None:
-            text = OmegaConf.to_yaml(OmegaConf.create(settings))
-            self._writer.add_text("config", "```yaml\n" + text + "\n```")
-        experiment, start, self._end = hparams(_flat(settings), dict.fromkeys(_RESULTS))
-        for summary in (experiment, start):
-            self._writer.file_writer.add_summary(summary)
+        self._loggers = loggers
 
     def record(self, loss: Tensor) -> None:
         """Keeps the 0-d loss of the step that was just done, on the device."""
@@ -146,8 +119,9 @@ class Metrics:
         self.write()
 
     def log_text(self, tag: str, text: str, done: int) -> None:
-        """Writes a text after `done` steps, line breaks and signs of Markdown as they are."""
-        self._writer.add_text(tag, "    " + text.replace("\n", "\n    "), done)
+        """Logs a text after `done` steps, line breaks and signs of markup as they are."""
+        for logger in self._loggers:
+            logger.text(tag, text, done)
 
     def write(self, wait: bool = False) -> None:
         """Writes the points whose values have arrived; with `wait`, all of them."""
@@ -180,22 +154,26 @@ class Metrics:
             if step_ms:
                 speed = scalars["perf/tokens_per_s"] = self._tokens / step_ms * 1e3
                 scalars["perf/mfu"] = self._used(speed) if self._used else None
-        for tag, value in scalars.items():
-            if value is not None and "/" in tag:
-                self._writer.add_scalar(tag, value, done)
+        point = {tag: value for tag, value in scalars.items() if value is not None and "/" in tag}
+        for logger in self._loggers:
+            logger.scalars(point, done)
         if self._point is not None:
             self._point(done, scalars)
 
     def finish(self) -> None:
         """Waits for every value still on its way and writes it, to the disk."""
         self.write(wait=True)
-        self._writer.flush()
+        for logger in self._loggers:
+            logger.flush()
 
     def end(self) -> None:
-        """Notes under HParams that the run went through."""
-        self._writer.file_writer.add_summary(self._end)
+        """Notes that the run went through."""
+        for logger in self._loggers:
+            logger.end()
 
     def close(self) -> None:
-        """Closes the event file; values still on their way are dropped (call `finish` first to keep them)."""
+        """Closes the loggers; values still on their way are dropped (call `finish` first to keep them)."""
         self._fetches.clear()
-        self._writer.close()
+        with ExitStack() as closing:  # each, whatever another one raises
+            for logger in self._loggers:
+                closing.callback(logger.close)

@@ -13,6 +13,7 @@ from graphmod.train.report.comparison import BASELINE, Row, swept
 from graphmod.train.report.plot import EMULATED, emulated, plot
 from graphmod.train.report.result import RunResult
 from graphmod.train.report.timing import unsteady
+from graphmod.train.schema import LogTo
 from graphmod.words import counted
 
 JSON_FILE, MARKDOWN_FILE, PLOT_FILE, TENSORBOARD_FOLDER = (
@@ -143,6 +144,12 @@ def _write_text(path: Path, text: str) -> Path:
     return path
 
 
+def on_tensorboard(results: Mapping[str, RunResult]) -> bool:
+    """Whether one of the runs that say where they log to (`train.log`) logs to TensorBoard; true where none says."""
+    said = [result.config["train"]["log"] for result in results.values() if "log" in result.config.get("train", {})]
+    return not said or any(LogTo.tensorboard in places for places in said)
+
+
 def write_tensorboard(folder: Path, page: str, on_gpu: bool) -> None:
     """Adds a layout under Custom Scalars that draws all runs in the same charts, and the page as text."""
     with SummaryWriter(str(folder / TENSORBOARD_FOLDER)) as writer:
@@ -159,5 +166,6 @@ def write_report(folder: Path, rows: list[Row], results: Mapping[str, RunResult]
     files.append(_write_text(folder / MARKDOWN_FILE, page))
     if plot(folder / PLOT_FILE, rows, results, device, swept(results)):
         files.append(folder / PLOT_FILE)
-    write_tensorboard(folder, page, any(result.reserved_gib is not None for result in results.values()))
+    if on_tensorboard(results):
+        write_tensorboard(folder, page, any(result.reserved_gib is not None for result in results.values()))
     return files

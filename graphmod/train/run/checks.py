@@ -1,7 +1,7 @@
 """Which settings of a run cannot be meant together, and which files must be there before it starts.
 
-Reads nothing but file names and changes nothing, save `data.path`, which it makes a list, and `data.seq_len`, which is
-the longest of `data.buckets`.
+Reads nothing but file names and changes nothing, save `data.path` and `train.log`, which it makes lists, and
+`data.seq_len`, which is the longest of `data.buckets`.
 """
 
 import math
@@ -12,11 +12,13 @@ import torch
 from graphmod.config import BackendName
 from graphmod.errors import ConfigError
 from graphmod.train.lora import require_peft
+from graphmod.train.report.loggers.wandb_run import require_wandb
 from graphmod.train.schema import (
     Architecture,
     Compile,
     DataConfig,
     DeviceName,
+    LogTo,
     LoraSettings,
     ModelConfig,
     OptimConfig,
@@ -24,6 +26,7 @@ from graphmod.train.schema import (
     PackingAttention,
     RunConfig,
     Source,
+    TrainConfig,
     TrainOn,
 )
 from graphmod.train.settings import Scope
@@ -197,6 +200,21 @@ def check_optim(optim: OptimConfig) -> None:
     _require(norm is None or norm > 0, f"optim.max_grad_norm must be above 0, or null to not clip, got {norm}")
 
 
+def check_log(train: TrainConfig) -> None:
+    """Raises ConfigError for an unknown logger, or one whose library is missing; makes `train.log` a list of str."""
+    given = train.log if isinstance(train.log, (list, tuple)) else [train.log]
+    allowed = [one.value for one in LogTo]
+    for name in given:
+        _require(
+            name in allowed,
+            f"train.log={name} is no place to log to; write one of {', '.join(allowed)}, a list such as "
+            "'train.log=[tensorboard,csv]', or 'train.log=[]' for none",
+        )
+    if LogTo.wandb in given:
+        require_wandb("train.log=wandb")
+    train.log = list(dict.fromkeys(LogTo(name).value for name in given))
+
+
 def pick_device(name: DeviceName) -> torch.device:
     """The device a run uses. Raises ConfigError when a GPU is asked for and there is none."""
     if name is DeviceName.cuda or (name is DeviceName.auto and torch.cuda.is_available()):
@@ -211,6 +229,7 @@ def check(config: RunConfig) -> None:
     check_model(config.model)
     check_data(config.data, config.model)
     check_optim(config.optim)
+    check_log(train)
     _at_least(
         "train",
         train,

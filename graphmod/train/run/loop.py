@@ -21,6 +21,7 @@ from graphmod.train.data.windows import Prefetcher, split
 from graphmod.train.model import build_model, load_weights, model_config, weights_dtype
 from graphmod.train.report.display import Display, Journal
 from graphmod.train.report.flops import utilization
+from graphmod.train.report.loggers.choice import open_loggers
 from graphmod.train.report.logs import beside_bar, events_fail_once, log
 from graphmod.train.report.metrics import GIB, Metrics
 from graphmod.train.report.profile import profile_steps
@@ -90,12 +91,12 @@ class _Run:
         self.first = before.steps_done if before else 0
         self.clock = StepClock(device, train.sync_steps)
         self.tokens_per_step = train.grad_accumulation * data.batch_size * data.seq_len
-        plain = plain_config(config)
         self.journal, self.display = Journal(self.folder), None
         length = max(data.buckets) if data.buckets else data.seq_len
         self.used = utilization(self.model, dims, length, device_name(device))
+        loggers = open_loggers(train.log, self.folder, plain_config(config), before and before.steps_done)
         self.metrics = Metrics(
-            self.folder, device, train.steps, self.clock, self.tokens_per_step, plain, before, self.used, self._point
+            loggers, device, train.steps, self.clock, self.tokens_per_step, before, self.used, self._point
         )
         self.samples = Samples(self.model, config, corpus, self.metrics) if train.sample_every else None
 
@@ -246,7 +247,7 @@ class _Run:
         return profile_steps(self.model, self.step, self.make_step, batches, self.folder)
 
     def close(self) -> None:
-        """Frees the graphs and closes the event file."""
+        """Frees the graphs and closes the loggers."""
         self.metrics.close()
         self.step.reset()
 
@@ -298,7 +299,7 @@ def _train(config: RunConfig, point: ResumePoint, say: Callable[[str], None]) ->
 def train(
     config: RunConfig, run_dir: Path, point: ResumePoint | None = None, say: Callable[[str], None] = log.info
 ) -> RunResult:
-    """Trains as told and writes TensorBoard events, `result.json` and checkpoints into the folder of the run, which no
+    """Trains as told and writes its logs, `result.json` and checkpoints into the folder of the run, which no
     other process may write to meanwhile.
 
     Whatever happens, nothing of the run stays behind in the process: graphs, GPU memory and its peaks, random state

@@ -18,7 +18,7 @@ _SHARE_OF_PROMPT = 4  # of the positions a model has, so that a long prompt leav
 
 
 class Samples:
-    """Prints samples and logs them to TensorBoard under `samples`.
+    """Prints samples and logs them under `samples`.
 
     Args:
         model: the one that is trained.

@@ -1,0 +1,1 @@
+"""Where the points of a run are written beside its own files: TensorBoard, a CSV file, Weights & Biases."""
