@@ -29,12 +29,16 @@ WORDS = {
     ("decode", "llama"): "decode, Llama",
     ("decode", "mistral_window"): "decode, Mistral with a window",
     ("decode", "gemma3"): "decode, Gemma 3",
+    ("decode_compiled", "llama"): "compiled decode, Llama",
+    ("decode_compiled", "mistral_window"): "compiled decode, Mistral with a window",
+    ("decode_compiled", "gemma3"): "compiled decode, Gemma 3",
 }  # fmt: skip
 
 
 def loops(results: dict[str, Any]) -> str:
     """A row for each program, with its time as a share of that of the program it is compared with."""
     found = [one for one in results["results"] if "step_ms" in one and (one["group"], one["program"]) in WORDS]
+    found.sort(key=lambda one: list(WORDS).index((one["group"], one["program"])))  # new programs come last in the file
     times = {(one["group"], one["program"]): one["step_ms"] for one in found}
     rows = []
     for one in found:
