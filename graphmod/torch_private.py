@@ -106,8 +106,9 @@ def frames_compiled() -> int:
 
 
 def written_by_dynamo() -> Any:
-    """A mapping of code that dynamo has put in the place of other code to that other; empty where there is none."""
-    return getattr(sys.modules.get("torch._dynamo.utils"), "orig_code_map", {})
+    """A mapping of code that dynamo has put in the place of other code to that other; where there is none, what
+    contains nothing and asks for no hash, which code with a dict among its constants has not."""
+    return getattr(sys.modules.get("torch._dynamo.utils"), "orig_code_map", ())
 
 
 def dynamo_guards(code: types.CodeType) -> Any:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from graphmod.backend.streams import renew_gradient_accumulators
+from graphmod.trace.collectives import waiting
 from graphmod.trace.garbage import no_garbage_collection
 from graphmod.trace.operations import address, facts, tensors_in
 from graphmod.trace.recorder import Recorder
@@ -77,12 +78,21 @@ class EmulatedGraph:
 
     def before_write(self, tensor: Tensor) -> None:
         self._journal.save(tensor)
+        self.part()
+
+    def part(self) -> None:
+        """What comes from here on, others see: memory from outside, or other processes."""
         if self._until_write is None:
             self._until_write = len(self._calls)
 
+    def undo(self) -> None:
+        """Undoes what recording did. Its first replay is the first time that it runs as a whole."""
+        self.discard()
+        self._ran, self._journal = True, None
+
     def before(self, tensors: list[Tensor]) -> list[Tensor]:
         """Copies of what tensors from outside were before the capture, while its first replay is still to come."""
-        return [self._journal.before(tensor) for tensor in tensors]
+        return [tensor.clone() if self._journal is None else self._journal.before(tensor) for tensor in tensors]
 
     def discard(self) -> None:
         """Undoes what recording changed, for a capture that is not going to be replayed."""
@@ -101,12 +111,13 @@ class EmulatedGraph:
         if (not fresh and not about.writes) or about.name.removeprefix("aten::") in _NO_FILL:
             return
         args, kwargs = _frozen(args), {key: _frozen(value) for key, value in kwargs.items()}
+        run = waiting(op._op) if about.collective else op._op
         if not fresh:
-            self._calls.append((op._op, args, kwargs))
+            self._calls.append((run, args, kwargs))
             return
         results = list(tensors_in(_several(result)))
         kept = [(i, tensor.detach()) for i, tensor in enumerate(results) if any(tensor is one for one in fresh)]
-        self._calls.append((_run_and_copy, (op._op, args, kwargs, kept), {}))
+        self._calls.append((_run_and_copy, (run, args, kwargs, kept), {}))
 
 
 def _several(result: Any) -> Any:
@@ -218,6 +229,7 @@ class EmulatedBackend:
             script=script,
             generators=generators,
             before_write=graph.before_write,
+            before_collective=graph.part,
             after=graph.add,
             targets=targets,
         )
@@ -234,6 +246,10 @@ class EmulatedBackend:
                 generator.set_state(state)
             raise
         graph.seen = recorder.finish()
+        if recorder.collectives:  # none of which has run
+            graph.undo()
+            for generator, state in before:
+                generator.set_state(state)
         if not split and (recorder.written or recorder.inputs_written):
             graph.keep_whole()
         for _, args, kwargs in graph._calls:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def renew_gradient_accumulators(parameters: list[Tensor]) -> None:
@@ -22,7 +23,9 @@ def renew_gradient_accumulators(parameters: list[Tensor]) -> None:
             data = parameter.data
             other = torch.float32 if data.dtype is not torch.float32 else torch.float64
             targets += [parameter, parameter]
-            contents += [torch.empty(0, dtype=other, device=data.device), data]
+            plain = not is_traceable_wrapper_subclass(data)
+            empty = torch.empty(0, device=data.device, dtype=other) if plain else torch.empty_like(data, dtype=other)
+            contents += [empty, data]
     deque(map(_set_data, targets, contents), maxlen=0)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from graphmod.guards.changes import name_of, replacements
 from graphmod.guards.compiled import modes
@@ -33,11 +34,23 @@ _cell_contents = operator.attrgetter("cell_contents")
 _fields = operator.attrgetter(*Fields.NAMES)
 _flat = chain.from_iterable
 _NAMED = (dict, types.MappingProxyType)  # where something comes only if there is more of it
+_PLAIN = (Tensor, nn.Parameter)
 _MOST_LEVELS = 16  # of containers in containers, each in the place of an equal one
 
 
 def _form(tensor: Tensor) -> tuple:
     return type(tensor), tensor.dtype, tensor.is_conj(), tensor.is_neg()
+
+
+def _parts(tensor: Tensor) -> list[tuple[Tensor, str, Tensor]]:
+    """The tensors with memory that a tensor without (a DTensor) stands for, each with whose and which attribute it is."""
+    if type(tensor) in _PLAIN or not is_traceable_wrapper_subclass(tensor):
+        return []
+    found = []
+    for name in tensor.__tensor_flatten__()[0]:
+        part = getattr(tensor, name)
+        found += [(tensor, name, part), *_parts(part)] if isinstance(part, Tensor) else []
+    return found
 
 
 def _has_none(leaf: Tensor) -> bool:
@@ -130,6 +143,8 @@ class Guards:
         met = (*(one for _, _, one in self.slots), *(one for _, one in inside))
         leaves = list(notes.gradients.values())
         found = {id(tensor): tensor for tensor in (*met, *(leaf for leaf, _ in leaves))}
+        self._wrapped = [one for tensor in found.values() for one in _parts(tensor)]
+        found |= {id(part): part for _, _, part in self._wrapped}
         self.tensors = [tensor for tensor in found.values() if tensor.layout is torch.strided]
         self._take_geometry()
         leaves = [one for one in leaves if one[0].requires_grad] if backward else []
@@ -150,6 +165,9 @@ class Guards:
         """A tensor that is no longer where or what it was, in words."""
         tensors = self.tensors
         self.exchanged = True
+        for tensor, name, part in self._wrapped:
+            if getattr(tensor, name) is not part:
+                return f"{name} of a {type(tensor).__name__} it reads is another"
         if list(map(_data_ptr, tensors)) != self._addresses:
             return f"{self._named(self._addresses, _data_ptr)} has moved to another address"
         return None if self._alike is not None and self._alike(*tensors) else self._of_other_kind()

@@ -109,6 +109,9 @@ _ON_HOST = Reason(
     "neither",
     "keep it on the GPU",
 )
+_HOST_COLLECTIVE = Reason(
+    "communicates tensors that lie on the host, which a replay would not do", "keep them on the GPU, in a group of NCCL"
+)
 _OWN_GRAPHS = Reason(
     'runs code compiled with mode="reduce-overhead", which makes CUDA graphs of its own',
     'compile it with mode="default" or "max-autotune-no-cudagraphs": it becomes part of the graph made here',
@@ -175,6 +178,8 @@ class Check:
             device = torch.device(kwargs["device"])
             if device.type == "cuda" and device.index not in ((None, self._index) if self.on_gpu else ()):
                 return self._elsewhere(device)
+        if about.collective and self.on_gpu and any(tensor.get_device() < 0 for tensor in given):
+            return _HOST_COLLECTIVE
         host = False
         for tensor in given:
             if tensor.layout is not torch.strided or tensor.is_nested:

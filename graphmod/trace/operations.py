@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from graphmod.trace.collectives import is_collective, opaque_scalar, written_by
+
 # Logging formats what it is given: the line that matters is the one that logs.
 _INTERNAL = tuple(map(str, (Path(torch.__file__).parent, Path(__file__).parent.parent, Path(logging.__file__).parent)))
 _ON_LISTS = ("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_")
@@ -44,6 +46,7 @@ class Facts(NamedTuple):
     lifts: bool  # takes in a tensor made of values in Python
     views: bool  # all that it gives is memory that it was given
     name: str
+    collective: bool = False  # other processes take part in it
 
 
 _facts_of: dict[Any, Facts] = {}
@@ -54,12 +57,12 @@ def facts(op: Any) -> Facts:
     found = _facts_of.get(op) or getattr(op, "about", None)
     if found is None:
         schema = getattr(op, "_schema", None)
-        writes: set = set()
+        name = schema.name if schema else str(op)
+        writes: set = set(written_by(name))
         for position, argument in enumerate(schema.arguments if schema else ()):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 writes |= {position, argument.name}
         tags = getattr(op, "tags", ())
-        name = schema.name if schema else str(op)
         returned = [one.alias_info for one in (schema.returns if schema else ()) if "Tensor" in str(one.type)]
         found = Facts(
             frozenset(writes),
@@ -73,6 +76,7 @@ def facts(op: Any) -> Facts:
             name == "aten::lift_fresh",
             bool(returned) and None not in returned and not writes,
             name,
+            is_collective(name),
         )
         _facts_of[op] = found
     return found
@@ -94,7 +98,7 @@ def argument_of(args: tuple, kwargs: dict, position: int, name: str) -> Any:
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors among an operation's arguments or results, one level of lists deep."""
+    """The tensors among an operation's arguments or results, in lists and in lists of these."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -102,6 +106,8 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
             for item in value:
                 if isinstance(item, Tensor):
                     yield item
+                elif isinstance(item, list):
+                    yield from tensors_in(item)
 
 
 def address(tensor: Tensor) -> int:
@@ -119,6 +125,8 @@ def scalar_of(value: Any) -> Any:
         return tuple(scalar_of(item) for item in value)
     if isinstance(value, float) and value != value:
         return "nan"
+    if isinstance(value, torch.ScriptObject):
+        return opaque_scalar(value)
     return value
 
 

@@ -63,6 +63,8 @@ class Origins:
 
     def result(self, about: Facts, given: list[Tensor], given_at: list[int]) -> Origin:
         """The origin of what an operation makes of these, chance apart."""
+        if about.collective:
+            return Origin.data
         name = about.name.removeprefix("aten::")
         if name in _NO_VALUES:
             return Origin.unwritten

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphmod.errors import CaptureRefused, Diverged
+from graphmod.trace.collectives import without_running
 from graphmod.trace.compiled import CompiledGraph
 from graphmod.trace.dispatch import hidden
 from graphmod.trace.eager_answers import asking
@@ -42,6 +43,7 @@ class Recorder(MemoryTrace):
         times: how often the call did each of them.
         kept_at: the addresses of tensors of the recorded call that a capture goes on to use.
         host_random: where the call drew from a generator on the host although it works on a GPU; None if nowhere.
+        collectives: how many operations that other processes take part in it has seen.
         compiles: whether torch.compile compiled something where it could be seen: a backward, for the first time.
 
     Args:
@@ -54,6 +56,7 @@ class Recorder(MemoryTrace):
         after: called with `(op, args, kwargs, result, fresh)` after each operation; `fresh` are the result tensors
             that share no storage with its arguments.
         around: called with the arguments of each operation on lists of tensors, for a context to run it in.
+        before_collective: called before the first operation that other processes take part in.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class Recorder(MemoryTrace):
         targets: dict[int, Tensor] | None = None,
         after: Callable | None = None,
         around: Callable[[Iterable[Any]], AbstractContextManager] | None = None,
+        before_collective: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(inputs, before_write)
         self.watching, self.on_gpu, self._gpu = watching, gpu is not None, gpu
@@ -76,6 +80,7 @@ class Recorder(MemoryTrace):
         self.kept_at: set[int] = set()
         self.host_random: str | None = None
         self.compiles = False
+        self.collectives = 0
         self._check = Check(gpu, self._origins)
         self._draws: Draws | None = None
         self._generators = generators
@@ -85,7 +90,7 @@ class Recorder(MemoryTrace):
         self._script = script
         self._kept: dict[int, Kept] = {}
         self._made: list[tuple[Tensor, Tensor]] = []
-        self._after, self._around = after, around
+        self._after, self._around, self._before_collective = after, around, before_collective
         self._targets = targets or {}
 
     def _enter(self, context: contextlib.ExitStack) -> None:
@@ -110,7 +115,7 @@ class Recorder(MemoryTrace):
 
     def finish(self) -> "Recorder":
         """Lets go of the callbacks, so that the record keeps nothing alive but the tensors from outside."""
-        self._before_write = self._after = self._around = None
+        self._before_write = self._after = self._around = self._before_collective = None
         self._targets = {}
         self.made_by = {}
         return self
@@ -248,6 +253,10 @@ class Recorder(MemoryTrace):
 
     def _before(self, call: Call) -> Kept | None:
         """Takes in an operation that is about to run, and checks it; what is kept of it, or was."""
+        if call.about.collective:
+            self.collectives += 1
+            if self.collectives == 1 and self._before_collective is not None:
+                self._before_collective()
         if call.about.lifts:
             self._origins.note_constant(call.given_at[0])
             return None
@@ -328,6 +337,8 @@ class Recorder(MemoryTrace):
 
     def _execute(self, call: Call) -> Any:
         op, args, kwargs = call.step.op, call.args, call.kwargs
+        if call.about.collective and not self.on_gpu:
+            return without_running(op, args, kwargs)
         target = self._targets.get(call.index) if self._targets else None
         if target is not None and fits_into(op, args, kwargs, target):
             return run_into(op, args, kwargs, target)

@@ -1,0 +1,80 @@
+"""Operations that several processes do together: what their schemas do not say, and how the emulator repeats them.
+
+The operators of `torch.distributed` (`c10d`) write into their first argument without a word of it in their schemas, take
+the process group as an opaque object, and return a handle to wait for. Functional collectives (`_c10d_functional`)
+return a tensor that `wait_tensor` makes ready.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_IN_PLACE, _FUNCTIONAL = "c10d::", "_c10d_functional::"
+_READ_ONLY = ("c10d::send", "c10d::barrier", "c10d::monitored_barrier_", "c10d::check_for_nan")
+_LOCAL = ("_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd", "c10d::check_for_nan")
+
+
+def is_collective(name: str) -> bool:
+    """Whether an operator, by the name in its schema, is one that other processes take part in."""
+    return name.startswith((_IN_PLACE, _FUNCTIONAL)) and name not in _LOCAL
+
+
+def written_by(name: str) -> frozenset:
+    """The positions of the arguments that an operator of `c10d` writes without saying so."""
+    return frozenset({0}) if name.startswith(_IN_PLACE) and name not in _READ_ONLY else frozenset()
+
+
+def opaque_scalar(value: torch.ScriptObject) -> Any:
+    """What an opaque argument is told apart by: a process group by its name."""
+    kind = value._type().name()
+    if kind == "ProcessGroup":
+        return kind, torch._C._distributed_c10d.ProcessGroup.unbox(value).group_name
+    return kind
+
+
+def waiting(run: Callable) -> Callable:
+    """A collective whose results are there when it returns."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = run(*args, **kwargs)
+        for one in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(one, torch.ScriptObject):
+                torch._C._distributed_c10d.Work.unbox(one).wait()
+            elif isinstance(one, Tensor):
+                torch.ops._c10d_functional.wait_tensor(one)  # does nothing with what nobody waits for
+        return result
+
+    return call
+
+
+def without_running(op: Any, args: tuple, kwargs: dict) -> Any:
+    """What a collective returns, holding whatever was in that memory: in a capture none runs, since other processes
+    may fail to come that far."""
+    if op._schema.name.startswith(_IN_PLACE):
+        done = torch.futures.Future()
+        done.set_result(None)
+        work = torch._C._distributed_c10d._create_work_from_future(done).boxed()
+        returned = [args[0] if "Tensor" in str(one.type) else work for one in op._schema.returns]
+        return returned[0] if len(returned) == 1 else tuple(returned)
+    for position, argument in enumerate(op._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            return kwargs[argument.name] if argument.name in kwargs else args[position]
+    shapes = op(*map(_without_memory, args), **{key: _without_memory(value) for key, value in kwargs.items()})
+    device = next(one.device for one in _flat((*args, *kwargs.values())) if isinstance(one, Tensor))
+    return _each(shapes, lambda one: torch.empty_like(one, device=device))
+
+
+def _without_memory(value: Any) -> Any:
+    return _each(value, lambda one: one.detach().to("meta"))
+
+
+def _each(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)(_each(one, change) for one in value)
+    return change(value) if isinstance(value, Tensor) else value
+
+
+def _flat(values: Any) -> list[Any]:
+    return [one for value in values for one in (value if isinstance(value, (list, tuple)) else (value,))]
