@@ -108,6 +108,27 @@ def test_generating_keeps_no_caches_alive():
     assert alive(12) <= max(first, 5)
 
 
+def test_generating_between_steps_is_eager_counts_no_failure_and_names_the_cache(device, caplog):
+    model = llama().to(device).train()
+    wrapped = graph_layers(model, config())
+    tokens = torch.ones((2, 8), dtype=torch.int64, device=device)
+
+    def train():
+        for _ in range(6):
+            model(input_ids=tokens, labels=tokens).loss.backward()
+        return sum(one.stats.replays for one in wrapped)
+
+    before = train()
+    model.eval()
+    for _ in range(2):
+        model.generate(tokens, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    said = [record.getMessage() for record in caplog.records if "cache" in record.getMessage()]
+    assert len(said) == 1 and "'past_key_values' is a DynamicCache" in said[0] and "use_cache=False" in said[0]
+    assert all(one.stats.failures == 0 and not one.last_failure for one in wrapped)
+    model.train()
+    assert train() == before + 12 * len(wrapped)
+
+
 @pytest.mark.parametrize("use_cache", [None, False])
 def test_packed_positions_mean_what_they_mean_in_eager(use_cache):
     positions = torch.cat((torch.arange(10), torch.arange(6)))[None]
