@@ -17,6 +17,7 @@ from graphmod.guards.contents import describe, is_plain
 from graphmod.guards.guards import Guards
 from graphmod.guards.library import is_users
 from graphmod.guards.lookup import Cell, dict_of
+from graphmod.guards.remedies import tensor_rate
 
 
 class Kinds:
@@ -138,15 +139,6 @@ def _of_optimizer(optimizer: torch.optim.Optimizer, values: Iterable[tuple]) -> 
             note += "A scheduler changes it, so that the step would be eager most of the time: "
         else:
             note += "Under a scheduler, "
-        note += _tensor_rate(optimizer)
+        note += tensor_rate(optimizer)
     count = len(values)
     return [Guarded(_settings_of(optimizer), count, values, note)] if count else []
-
-
-def _tensor_rate(optimizer: torch.optim.Optimizer) -> str:
-    name, known = type(optimizer).__name__, inspect.signature(type(optimizer).__init__).parameters
-    if "fused" in known:
-        return f"build {name} with fused=True and a tensor as lr, which a scheduler changes in place"
-    if "capturable" in known:
-        return f"build {name} with capturable=True and a tensor as lr, which a scheduler changes in place"
-    return f"keep the step() of {name} outside of the captured callable"

@@ -15,10 +15,11 @@ from graphmod.call.warmup import differentiable
 from graphmod.capture.recording import watch
 from graphmod.check.report import Finding, counted
 from graphmod.graph.results import not_returned, not_to_be_made_again, outline
-from graphmod.guards.changes import KEEP, KEEP_ITERATOR, NOT_REPLAYED, Change, all_changes
+from graphmod.guards.changes import NOT_REPLAYED, Change, all_changes
 from graphmod.guards.guards import Guards
 from graphmod.guards.hooks import without_gradient_hooks
 from graphmod.guards.notes import Notes
+from graphmod.guards.remedies import KEEP, KEEP_ITERATOR
 from graphmod.guards.watching import noting
 from graphmod.signature.flattening import flatten
 from graphmod.signature.modes import FOREIGN, difference, key_reader
@@ -87,7 +88,10 @@ class Part:
         modes = modes_now()
         unknown = unrepeatable(structure[1], named=names) or unrepeatable(structure[2])
         if unknown is not None:
-            self._add("the arguments", f"argument {unknown[0]!r} is {unknown[1]}", "pass tensors, or what it holds")
+            effect, _, remedy = unknown[1].partition("; ")
+            self._add(
+                "the arguments", f"argument {unknown[0]!r} is {effect}", remedy or "pass tensors, or what it holds"
+            )
         if modes[FOREIGN] is not None:
             self._add("the call", f"{modes[FOREIGN]}, and code under that is never captured", _KEEP_OUT)
         result, recorder, notes, given = watch(self.call, args, kwargs, names, gpu, self.root)

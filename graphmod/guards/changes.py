@@ -3,18 +3,25 @@
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from graphmod.guards.contents import content, describe, same_content
 from graphmod.guards.lookup import Cell
-from graphmod.guards.note import Note
+from graphmod.guards.note import Note, geometry
 from graphmod.guards.notes import Notes
+from graphmod.guards.remedies import (
+    DRAW,
+    IN_THREAD,
+    KEEP_ITERATOR,
+    OUTSIDE,
+    SCHEDULERS,
+    TWO_STEPS,
+    against_change,
+    between_calls,
+    keepers,
+)
 
 NOT_REPLAYED = "which a replay would not do"
-KEEP = "keep it in a tensor that is changed in place, or pass it as an argument"
-
-KEEP_ITERATOR = "take them outside and pass them as an argument"
 
 
 class Change(NamedTuple):
@@ -65,6 +72,20 @@ def name_of(note: Note) -> str:
     return repr(note.key)
 
 
+def differs(name: str, key: Any, was: Any, now: Any, where: tuple, optimizer: Any = None) -> str:
+    """A value that is another than in the recorded call, in words, and what helps.
+
+    Args:
+        name: of it in the message.
+        key: its own.
+        where: see `lines_of`.
+        optimizer: whose setting it is; None where it is none.
+    """
+    remedy = between_calls(key, was, now, optimizer)
+    told = f"{name}{_of(optimizer)} was {describe(was)} when it was recorded and is {describe(now)}"
+    return f"{told} (read at {line_of(where)})" + (f"; {remedy}" if remedy else "")
+
+
 def what_changed(notes: Notes) -> str | None:
     """The first of what a call changed, in words; None if that is nothing."""
     first = next(all_changes(notes), None)
@@ -75,15 +96,15 @@ def all_changes(notes: Notes) -> Iterator[Change]:
     """All that a call changed of what it read."""
     if notes.unreadable is not None:
         error, where = notes.unreadable
-        yield Change(f"reads an object that cannot be looked into without harm: {error}", lines_of(where), _OUTSIDE)
+        yield Change(f"reads an object that cannot be looked into without harm: {error}", lines_of(where), OUTSIDE)
     if not notes.watched:
         effect = (
             "runs where nobody can watch it: this thread's trace functions are suspended, or other tools (a debugger, "
             "a profiler) hold all places of sys.monitoring"
         )
-        yield Change(effect, ("code inside", None), _OUTSIDE)
+        yield Change(effect, ("code inside", None), OUTSIDE)
     if notes.elsewhere is not None:
-        yield Change("runs code in another thread, where nobody can watch it", lines_of(notes.elsewhere), _IN_THIS)
+        yield Change("runs code in another thread, where nobody can watch it", lines_of(notes.elsewhere), IN_THREAD)
     for _, kind, where in notes.iterators:
         yield Change(f"takes items from a {kind}", lines_of(where), KEEP_ITERATOR)
     drawn = notes.chance.drawn()
@@ -92,67 +113,46 @@ def all_changes(notes: Notes) -> Iterator[Change]:
         yield Change(
             f"draws random numbers on the host ({library})",
             lines_of(where) if where else ("code inside", None),
-            "draw them outside and pass them as an argument, or draw on the device with torch",
+            DRAW,
         )
-    replaced = replacements(notes)
-    optimizers = _optimizers_of(notes)
+    replaced, kept_by = replacements(notes), keepers(notes)
     told: set[int] = set()
-    for note in sorted(notes.notes.values(), key=lambda note: not isinstance(note.owner, _SCHEDULERS)):
+    for note in sorted(notes.notes.values(), key=lambda note: not isinstance(note.owner, SCHEDULERS)):
         if id(note.owner) not in replaced and note.changed():
-            was, now = note.before(), note.now()
             told.add(id(note.owner))
-            remedy = _remedy(note.owner, note.key, optimizers)
-            if isinstance(now, Tensor) and was is now:
-                effect = f"moves or reshapes {name_of(note)} as it runs"
-            else:
-                effect = f"changes {name_of(note)} from {describe(was)} to {describe(now)} as it runs"
-            yield Change(effect, lines_of(note.where), remedy, id(note.owner))
+            yield _change_of(note, kept_by.get(id(note.owner)))
     for value, items, where in notes.contents.values():
         if id(value) not in replaced and id(value) not in told and not same_content(items, content(value)):
-            effect = f"changes the items of a {type(value).__name__} as it runs"
-            yield Change(effect, lines_of(where), _remedy(value, None, optimizers), id(value))
+            keeper = kept_by.get(id(value))
+            effect = f"changes the items of a {type(value).__name__}{_of(keeper)} as it runs"
+            yield Change(effect, lines_of(where), against_change(value, None, items, keeper), id(value))
 
 
-_SCHEDULERS = (torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
-_IN_THIS = "run it in this thread"
-_OUTSIDE = "keep the code that does outside of the captured call"
+def _change_of(note: Note, keeper: Any) -> Change:
+    """The change of what is at one place, which `keeper` uses; see `keepers`."""
+    was, now, name = note.before(), note.now(), name_of(note)
+    remedy = against_change(note.owner, note.key, was, keeper)
+    if not isinstance(now, Tensor) or was is not now:
+        effect = f"changes {name}{_of(keeper)} from {describe(was)} to {describe(now)} as it runs"
+    elif geometry(now)[:-1] == note.geometry[:-1]:
+        effect, remedy = f"switches requires_grad of {name} as it runs", TWO_STEPS
+    else:
+        effect = f"moves or reshapes {name} as it runs"
+    return Change(effect, lines_of(note.where), remedy, id(note.owner))
 
 
-def _optimizers_of(notes: Notes) -> dict[int, torch.optim.Optimizer]:
-    """The settings of each parameter group, and the state of each optimizer (by identity) -> the optimizer."""
-    found: dict[int, torch.optim.Optimizer] = {}
-    for note in notes.notes.values():
-        owner = note.owner
-        if isinstance(owner, torch.optim.Optimizer):
-            found.update((id(group), owner) for group in owner.param_groups)
-            found.update((id(state), owner) for state in owner.state.values())
-            found[id(owner.state)] = owner
-    return found
-
-
-def _remedy(owner: Any, key: Any, optimizers: dict[int, torch.optim.Optimizer]) -> str:
-    """What helps against a change of an object of this kind."""
-    scheduler = "keep the scheduler's step() outside of the captured call"
-    if isinstance(owner, _SCHEDULERS):
-        return scheduler
-    if isinstance(owner, torch.amp.GradScaler):
-        return "keep the GradScaler's step() and update() outside of the captured call"
-    optimizer = owner if isinstance(owner, torch.optim.Optimizer) else optimizers.get(id(owner))
-    if optimizer is not None:
-        if key in ("lr", "initial_lr", "_opt_called"):
-            return scheduler
-        return f"keep the step() of this {type(optimizer).__name__} outside of the captured call"
-    if isinstance(owner, nn.Module) and key == "training":
-        return "call train() and eval() outside of the captured call"
-    return KEEP
+def _of(keeper: Any) -> str:
+    return "" if keeper is None else f" of {type(keeper).__name__}"
 
 
 def replacements(notes: Notes) -> dict[int, Any]:
-    """Containers (by identity) in whose place the call put another with the same content -> that other."""
+    """Containers (by identity) in whose place the call put another with the same content -> that other. One that the
+    call changed before is none of them: somebody else may hold it, and a replay would leave it as it is."""
     found = {}
     for note in notes.notes.values():
         if note.items is not None:
             before, now = note.before(), note.now()
-            if before is not now and type(before) is type(now) and not note.changed():
+            exchanged = before is not now and type(before) is type(now) and not note.changed()
+            if exchanged and same_content(note.items, content(before)):
                 found[id(before)] = now
     return found

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from graphmod.guards.changes import line_of
-from graphmod.guards.contents import CONTAINERS, content, describe, is_plain, same, same_content
+from graphmod.guards.changes import differs, line_of
+from graphmod.guards.contents import CONTAINERS, content, is_plain, same, same_content
 
 _is = operator.is_
 _flat = chain.from_iterable
@@ -26,15 +26,15 @@ class Contents:
 
     def __init__(self, found: list[tuple[Any, tuple]]) -> None:
         self.found = found
-        self.names: dict[int, str] = {}  # of containers, in words
+        self.optimizers: dict[int, Any] = {}  # by identity of the containers that hold their settings
         self.refresh()
 
     def replace(self, was: Any, there: Any) -> None:
         """Goes on with a container that has taken the place of another; it has to hold what that held then."""
         self.found = [(there if one is was else one, where) for one, where in self.found]
         self._replaced = True
-        if id(was) in self.names:
-            self.names[id(there)] = self.names[id(was)]
+        if id(was) in self.optimizers:
+            self.optimizers[id(there)] = self.optimizers[id(was)]
 
     def refresh(self) -> None:
         """Takes what is there now for right."""
@@ -71,23 +71,24 @@ class Contents:
     def _compare(self) -> str | None:
         for (value, where), items in zip(self.found, self._items, strict=True):
             if not same_content(items, content(value)):
-                return f"{self._difference(value, items)} (read at {line_of(where)})"
+                return self._difference(value, items, where)
         self.refresh()  # equal values in the place of others
         return None
 
-    def _difference(self, value: Any, items: tuple) -> str:
+    def _difference(self, value: Any, items: tuple, where: tuple) -> str:
         """What is different in a container, in words."""
         half = len(items) // 2
         if isinstance(value, dict) and list(value) == list(items[:half]):
             for key, was in zip(value, items[half:], strict=True):
                 if isinstance(key, str) and not same(was, value[key]):
-                    of = self.names.get(id(value), f"a {type(value).__name__}")
-                    if not (is_plain(was) or is_plain(value[key])):
-                        return f"{key!r} of {of} is another {type(was).__name__} than when it was captured"
-                    text = f"{key!r} of {of} was {describe(was)} when it was captured and is {describe(value[key])}"
-                    number = key == "lr" and isinstance(value[key], float)
-                    return text + (", and a rate that is a tensor would be read anew" if number else "")
-        return f"the items of a {type(value).__name__} are others than when it was captured"
+                    optimizer = self.optimizers.get(id(value))
+                    name = repr(key) if optimizer is not None else f"{key!r} of a {type(value).__name__}"
+                    if is_plain(was) or is_plain(value[key]):
+                        return differs(name, key, was, value[key], where, optimizer)
+                    return (
+                        f"{name} is another {type(was).__name__} than when it was recorded (read at {line_of(where)})"
+                    )
+        return f"the items of a {type(value).__name__} are others than when it was recorded (read at {line_of(where)})"
 
     def restore(self) -> None:
         """Gives the containers the items that they had."""

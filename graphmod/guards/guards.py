@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from graphmod.guards.changes import name_of, replacements
+from graphmod.guards.changes import differs, name_of, replacements
 from graphmod.guards.compiled import modes
 from graphmod.guards.containers import Contents
 from graphmod.guards.contents import CONTAINERS, describe, is_plain, same
@@ -89,7 +89,8 @@ class Guards:
         kept = [note for note in kept if not isinstance(note.container, Kind)]
         owners = {id(note.owner): note.owner for note in kept}
         self.optimizers = [one for one in owners.values() if isinstance(one, torch.optim.Optimizer)]
-        self.contents.names = {id(group): type(one).__name__ for one in self.optimizers for group in one.param_groups}
+        self._of_optimizer = {id(group): one for one in self.optimizers for group in one.param_groups}
+        self.contents.optimizers = self._of_optimizer
         self._of_dynamo = notes.of_dynamo
         self._take_places(kept)
         self._take_tensors(notes, backward)
@@ -176,12 +177,12 @@ class Guards:
         """A tensor of another shape, or that requires grad where it did not, in words."""
         tensors = self.tensors
         if list(map(_stride, tensors)) != self._strides or list(map(_size, tensors)) != self._sizes:
-            return "a tensor it reads has another shape or other strides than when it was captured"
+            return "a tensor it reads has another shape or other strides than when it was recorded"
         if list(map(_requires_grad, tensors)) != self._flags:
             self.exchanged = False
-            return "requires_grad of a tensor changed"
+            return f"requires_grad of {self._named(self._flags, _requires_grad)} changed"
         if list(map(_form, tensors)) != self._forms:
-            return "a tensor it reads has another dtype or class than when it was captured"
+            return "a tensor it reads has another dtype or class than when it was recorded"
         self._alike = alike(tensors)  # which depends on modes, such as autocast, as they are now
         return None
 
@@ -217,16 +218,16 @@ class Guards:
                 return reason
         for note in self._unset:
             if note.now() is not MISSING:
-                return f"{name_of(note)} was nothing when it was captured and is {describe(note.now())}"
+                return differs(name_of(note), note.key, MISSING, note.now(), note.where)
         if any(self._hooks_of):
             return "hooks were added to a module in it"
         reason = self.contents.changed() or (self._recompiles() if self._of_dynamo else None)
         if reason is not None:
             return reason
         if list(map(type, self._objects)) != self._kinds:
-            return f"{self._of_other_class()} has another class than when it was captured"
+            return f"{self._of_other_class()} has another class than when it was recorded"
         if gradients and self._leaves and list(map(_has_none, self._leaves)) != self._absent_gradients:
-            return "other gradients are there, or absent, than when it was captured"
+            return "other gradients are there, or absent, than when it was recorded"
         return self._gradient_hooks.changed() if self._leaves else None
 
     def _recompiles(self) -> str | None:
@@ -241,7 +242,7 @@ class Guards:
     def _gone(self) -> str:
         for note, container, value in zip(self._notes, self._containers, self._values, strict=True):
             if get(container, note.key) is MISSING:
-                return f"{name_of(note)} was {describe(value)} when it was captured and is gone"
+                return f"{name_of(note)} was {describe(value)} when it was recorded and is gone"
         return "an object it reads cannot be looked into any more"
 
     def _other(self) -> str | None:
@@ -266,9 +267,10 @@ class Guards:
         was, note = self._values[index], self._notes[index]
         if not same(was, there):
             if is_plain(was) or is_plain(there):
-                return f"{name_of(note)} was {describe(was)} when it was captured and is {describe(there)}"
+                optimizer = self._of_optimizer.get(id(note.owner))
+                return differs(name_of(note), note.key, was, there, note.where, optimizer)
             self.exchanged = True
-            return f"{name_of(note)} is another {type(was).__name__} than when it was captured"
+            return f"{name_of(note)} is another {type(was).__name__} than when it was recorded"
         if isinstance(was, CONTAINERS):
             self._put_in_place(was, there)
         self._values[index] = there
@@ -285,7 +287,7 @@ class Guards:
             for note in notes:
                 now = get(container, note.key)
                 if now is not MISSING:
-                    return f"{name_of(note)} was nothing when it was captured and is {describe(now)}"
+                    return differs(name_of(note), note.key, MISSING, now, note.where)
             self._lengths[index] = len(container)
         return None
 

@@ -254,10 +254,10 @@ def _setting_names(device_type: str) -> list[str]:
 
 
 def difference(known: tuple, got: tuple) -> list[str]:
-    """One line for each mode in which two keys differ: `name: captured X, got Y`."""
+    """One line for each mode in which two keys differ: `name: was X, is Y`."""
     pairs = list(zip(_NAMES, known[:SETTINGS], got[:SETTINGS], strict=True))
     if len(known[SETTINGS]) == len(got[SETTINGS]):  # else of different kinds of device
         kind = "cuda" if len(known[SETTINGS]) == len(_OF_ANY_DEVICE) + len(_OF_CUDA) + 6 else "cpu"
         names = _setting_names(kind)
         pairs += list(zip(names, known[SETTINGS], got[SETTINGS], strict=True))
-    return [f"{name}: captured {old}, got {new}" for name, old, new in pairs if old != new]
+    return [f"{name}: was {old}, is {new}" for name, old, new in pairs if old != new]

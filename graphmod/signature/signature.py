@@ -148,7 +148,7 @@ def _more(key: tuple) -> str:
 
 
 def difference(known: Signature, got: Signature, names: list[str]) -> list[str]:
-    """One line for each argument or mode in which two signatures differ: `path: captured X, got Y`."""
+    """One line for each argument or mode in which two signatures differ: `path: was X, is Y`."""
     lines = []
     before, after = argument_paths(known.structure, names), argument_paths(got.structure, names)
     for path in before | after:
@@ -165,8 +165,27 @@ def difference(known: Signature, got: Signature, names: list[str]) -> list[str]:
             elif old_leaf != new_leaf and old == new:
                 new = f"another {type(getattr(new_leaf, 'value', new_leaf)).__name__}"
         if old != new:
-            lines.append(f"{path}: captured {old}, got {new}")
+            lines.append(f"{path}: was {old}, is {new}")
     lines += modes_of.difference(known.modes, got.modes)
     if known.training != got.training:
         lines.append("train/eval mode of the module")
     return lines
+
+
+def remedy(known: Signature, got: Signature) -> str:
+    """What helps where calls take turns that differ like these two; "" where nothing is known."""
+    before, after = argument_paths(known.structure, []), argument_paths(got.structure, [])
+    pairs = [(before[path], after[path]) for path in before if path in after]
+    leaves = [(one.index, other.index) for one, other in pairs if one.__class__ is other.__class__ is Leaf]
+    found = []
+    if any(known.tensors[one][0] != got.tensors[other][0] for one, other in leaves):
+        found.append("pad to a few lengths")
+    if any(one != other and _is_number(one) and _is_number(other) for one, other in pairs):
+        found.append("pass a number that changes as a tensor")
+    if any(one != other and one.__class__ is other.__class__ is Opaque for one, other in pairs):
+        found.append("pass the same object, or tensors")
+    return "; ".join(found)
+
+
+def _is_number(part: Any) -> bool:
+    return part.__class__ is tuple and part[0] in (int, float)

@@ -10,6 +10,7 @@ from graphmod.signature.modes import AUTOCAST, GRAD
 from graphmod.signature.signature import Signature
 from graphmod.signature.structure import opaque_parts
 from graphmod.state.budget import Budget
+from graphmod.state.said import cause_of
 
 
 @dataclass
@@ -67,6 +68,7 @@ class Entry:
         "called_forward",
         "calls",
         "capture_in",
+        "cause",
         "compiled_again",
         "copies_out",
         "difference",
@@ -106,7 +108,8 @@ class Entry:
         self.needs_grad = False
         self.recordings: list[Any] = []  # of calls in different states, the newest first
         self.fruitless = 0  # recordings since the last replay
-        self.difference = ""  # between the last recording and the state after it
+        self.difference = ""  # between the last recording and the state after it, in words
+        self.cause = ""  # of the difference between the last recording and the one before it
         self.reason = ""
         self.last_used = 0
         self.match: Matcher | None = None  # made for the first replay
@@ -130,17 +133,25 @@ class Entry:
 
     def recording_of_now(self) -> Any:
         """The recording of a call in the present state; None where there is none."""
+        self.difference = ""
         for recording in self.recordings:
             reason = recording.guards.moved() or recording.guards.changed()
             if reason is None:
                 return recording
-            self.difference = reason
+            if recording.refused is None:
+                self.difference = self.difference or reason  # the newest is most like the present
         return None
+
+    @property
+    def keeps_changing(self) -> bool:
+        """Whether two recordings in a row came to nothing, because the same thing has changed after each."""
+        return self.fruitless > 1 and bool(self.difference) and self.cause == cause_of(self.difference)
 
     def add(self, recording: Any) -> None:
         """Takes in the recording of a call in a state that none of the others was of, and forgets those whose objects
         have been exchanged, and the oldest beyond a number."""
         self.fruitless += 1
+        self.cause = cause_of(self.difference)
         for known in list(self.recordings):
             changed = known.guards.moved() or known.guards.changed()
             if changed is None or known.guards.exchanged:

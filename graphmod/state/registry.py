@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from graphmod.signature.signature import Signature, difference
+from graphmod.signature.signature import Signature, difference, remedy
 from graphmod.signature.structure import opaque_parts
 from graphmod.state.entry import Entry
 
@@ -57,13 +57,17 @@ class Registry:
         return entry
 
     def nearest(self, signature: Signature, names: list[str]) -> list[str]:
-        """In which arguments a new signature differs from the most similar one in the same modes, a line for each; []
-        where there is none. `names` are those of the callable's positional parameters."""
+        """In which arguments a new signature differs from the most similar one in the same modes, a line for each, and
+        what helps; [] where there is none. `names` are those of the callable's positional parameters."""
         others = [entry for entry in self if entry.signature.modes == signature.modes]
         if not others:
             return []
         nearest = min(others, key=lambda entry: len(difference(entry.signature, signature, [])))
-        return difference(nearest.signature, signature, names)
+        helps = remedy(nearest.signature, signature)
+        each = "Each kind of call is recorded and captured on its own, up to max_graphs" + (
+            f": {helps}" if helps else ""
+        )
+        return [*difference(nearest.signature, signature, names), each]
 
     def holding(self, but: Entry) -> list[Entry]:
         """The other entries that have graphs, the least recently used first."""

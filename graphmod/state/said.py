@@ -10,9 +10,7 @@ import re
 
 log = logging.getLogger("graphmod")
 
-_VALUES = re.compile(
-    r"(?<=was ).+?(?= when it was captured)|(?<=captured and is ).+?(?=\. [A-Z]|; | \(read|, and a rate|$)"
-)
+_VALUES = re.compile(r"(?<=was ).+?(?= when it was recorded)|(?<=recorded and is ).+?(?=\. [A-Z]|; | \(read|$)")
 _CHANGE = re.compile(r"(?<=from ).+? to .+?(?= as it runs)")
 _NUMBER = re.compile(r"(?<=[ (\[,])-?\d[\d.e+-]*")  # and not that of a line or a device
 

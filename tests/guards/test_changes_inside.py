@@ -31,6 +31,9 @@ CHANGES = {
     "default dict": ("D = collections.defaultdict(int)", "D['a'] += 1; h = h * D['a']", "D['a']"),
     "counter object": ("D = collections.Counter()", "D.update('a'); h = h * D['a']", "D['a']"),
     "set": ("D = set()", "D.add(len(D)); h = h * len(D)", "len(D)"),
+    "a dict filled, and another left": (
+        "S = Holder(); S.d = {}; HELD = S.d", "S.d['a'] = 2.0; h = h * S.d['a']; S.d = {}", "len(HELD)"
+    ),
     "deque": ("D = deque([0])", "D.append(D[-1] + 1); h = h * D[-1]", "D[-1]"),
     "queue": ("import queue\nQ = queue.Queue()", "Q.put(1); h = h * Q.qsize()", "Q.qsize()"),
     "numpy item": ("A = np.zeros(2)", "A[0] += 1; h = h * float(A[0])", "float(A[0])"),

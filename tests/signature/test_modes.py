@@ -104,7 +104,7 @@ def test_a_mode_is_part_of_the_signature_and_has_a_name(kind, mode, modes_are_pu
         assert now != before and hash(now) is not None
         assert mode_key(kind) == now
         lines = difference(before, now)
-    assert lines and all("captured" in line for line in lines)
+    assert lines and all(": was " in line and ", is " in line for line in lines)
     assert mode_key(kind) == before
 
 

@@ -76,7 +76,24 @@ def test_a_call_with_other_inputs_is_explained_once(device, caplog):
         module(x, "mean", mask=x)
     lines = [r.getMessage() for r in caplog.records if "(3, 8)" in r.getMessage()]
     assert len(lines) == 1, caplog.text
-    assert "'block'" in lines[0] and "x: captured (4, 8) float32" in lines[0] and "got (3, 8)" in lines[0]
+    assert "'block'" in lines[0] and "x: was (4, 8) float32" in lines[0] and "is (3, 8)" in lines[0]
+    assert "captured on its own, up to max_graphs: pad to a few lengths" in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "words"),
+    [
+        (0.1, 0.2, ": pass a number that changes as a tensor"),
+        (True, False, "up to max_graphs"),
+        (object(), object(), ": pass the same object, or tensors"),
+    ],
+)
+def test_other_inputs_come_with_what_helps_and_nothing_is_called_captured_that_is_not(first, second, words, caplog):
+    module = CUDAGraphModule(lambda x, other: x * 2, config(), name="block")
+    for other in (first, second):
+        module(torch.ones(2), other)
+    said = caplog.records[-1].getMessage()
+    assert said.endswith(words) and "other: was" in said and "captured " not in said.replace("captured on its own", "")
 
 
 @pytest.mark.parametrize(
