@@ -178,7 +178,7 @@ class DataConfig:
         path: file, folder, or list of them (`text` and `hf`).
         pattern: which files of a folder are read, such as `*.txt`.
         column: `hf` only; the column that holds the text. null takes chats in `messages`, pairs of `prompt` and
-            `completion`, or `text`, whichever is there.
+            `completion` (texts, or lists of messages), or `text`, whichever is there.
         train_on: `hf` only; in pairs and chats, `completion` (which is also what the assistant says) or `all`.
         split: `hf` only; the split of a folder that has several.
         cache: folder where tokens are kept for the next run on the same data; null keeps none.

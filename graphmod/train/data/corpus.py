@@ -19,7 +19,8 @@ from graphmod.decode.text.codec import TokenizerCodec
 from graphmod.errors import ConfigError
 from graphmod.train.data.cache import cached, files_key, tokenizer_key
 from graphmod.train.data.encode import encode_pieces, flattened, pieces
-from graphmod.train.data.rows import load_rows, row_files
+from graphmod.train.data.reading import row_files
+from graphmod.train.data.rows import load_rows
 from graphmod.train.schema import Architecture, DataConfig, Documents, ModelConfig, Source
 from graphmod.words import counted
 
@@ -194,7 +195,12 @@ def load_corpus(data: DataConfig, model: ModelConfig, seed: int) -> Corpus:
     if data.source is Source.synthetic:
         return _synthetic(data, model, seed)
     stdlib, rows = data.source is Source.stdlib, data.source is Source.hf
-    files = standard_library_files() if stdlib else row_files(data) if rows else text_files(data.path, data.pattern)
+    if stdlib:
+        files = standard_library_files()
+    elif rows:
+        files = [file for path in data.path for file in row_files(Path(path))]
+    else:
+        files = text_files(data.path, data.pattern)
     folder = _tokenizer_folder(data, model)
     tokenizer = None if folder is None else load_tokenizer(folder)
     name = "Python's standard library" if stdlib else ", ".join(data.path)

@@ -1,4 +1,4 @@
-"""Texts, pairs of prompt and completion, and chats as tokens.
+"""Texts, and pairs of prompt and completion, as tokens; `train/data/chats.py` has chats.
 
 Everything a tokenizer sees goes through here in batches of some megabytes, which fast tokenizers divide among the
 cores. Memory is that of the tokens and of one batch, however long a document is.
@@ -17,14 +17,12 @@ from tqdm import tqdm
 from transformers import BatchEncoding
 
 from graphmod.decode.text.codec import TokenizerCodec
-from graphmod.errors import ConfigError, reason
 from graphmod.train.data.masks import masked
 
 _BATCH, _MOST_TOGETHER = 1 << 21, 4096  # characters, documents
 _LONG, _CONTEXT, _MOST_TRIES = 1 << 16, 256, 64
 # Between words: where tokenizers that split at spaces begin a token, whether spaces begin words or follow them.
 _BETWEEN = re.compile(r"(?<=\S)(?=[ \n]\S)")
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _SECONDS_WITHOUT_BAR = 2.0
 
 Encoder = Callable[[Sequence[Any]], list[np.ndarray]]
@@ -44,11 +42,14 @@ class Piece:
     before: int
     last: bool
 
+    @property
+    def characters(self) -> int:
+        """How long it is."""
+        return len(self.text)
+
 
 def _size(document: Any) -> int:
-    if isinstance(document, Piece):
-        return len(document.text)
-    return sum(len(part) if isinstance(part, str) else len(str(part.get("content"))) for part in document)
+    return sum(map(len, document)) if isinstance(document, tuple) else document.characters
 
 
 def flattened(documents: Iterable[Any], encode: Encoder) -> tuple[Tensor, Tensor]:
@@ -104,7 +105,8 @@ def _ended(codec: TokenizerCodec, tokens: list[int]) -> list[int]:
     return tokens if not after or tokens[-len(after) :] == after else [*tokens, *after]
 
 
-def _array(tokens: list[int]) -> np.ndarray:
+def array(tokens: list[int]) -> np.ndarray:
+    """Tokens as an int32 array."""
     return np.asarray(tokens, dtype=np.int32)
 
 
@@ -149,7 +151,7 @@ def encode_pieces(codec: TokenizerCodec, texts: Sequence[Piece]) -> list[np.ndar
                 tokens = tokens[first:]
         if not piece.before:
             tokens = codec.around.prompt(tokens)
-        found.append(_array(_ended(codec, tokens) if piece.last else tokens))
+        found.append(array(_ended(codec, tokens) if piece.last else tokens))
     return found
 
 
@@ -158,21 +160,28 @@ def encode_pairs(codec: TokenizerCodec, pairs: Sequence[tuple[str, str]]) -> lis
 
     The prompt has the tokens it has alone, and the completion those it has after the prompt, where both can be.
     """
-    tokenizer = codec.tokenizer
+    return [
+        masked_before(array(codec.around.prompt(before)), array(_ended(codec, after)))
+        for before, after in halves(codec.tokenizer, pairs)
+    ]
+
+
+def halves(tokenizer: Any, pairs: Sequence[tuple[str, str]]) -> Iterator[tuple[list[int], list[int]]]:
+    """The tokens of both texts of each pair, without special ones: those that the two have together, unless one of
+    them would span both."""
     whole = [prompt + completion for prompt, completion in pairs]
     encoding = _encoding(tokenizer, whole)
-    found = []
-    for row, (prompt, completion) in enumerate(pairs):
-        first = _token_at(encoding, row, len(prompt), whole[row]) if tokenizer.is_fast else None
+    for row, pair in enumerate(pairs):
+        first = _token_at(encoding, row, len(pair[0]), whole[row]) if tokenizer.is_fast else None
         if first is None:
-            before, after = _encoding(tokenizer, [prompt, completion])["input_ids"]
+            before, after = _encoding(tokenizer, pair)["input_ids"]
+            yield before, after
         else:
-            before, after = encoding["input_ids"][row][:first], encoding["input_ids"][row][first:]
-        found.append(_pair(_array(codec.around.prompt(before)), _array(_ended(codec, after))))
-    return found
+            yield encoding["input_ids"][row][:first], encoding["input_ids"][row][first:]
 
 
-def _pair(before: np.ndarray, after: np.ndarray) -> np.ndarray:
+def masked_before(before: np.ndarray, after: np.ndarray) -> np.ndarray:
+    """Both, of which only what comes after is trained on."""
     return masked(np.concatenate([before, after]), np.arange(len(before) + len(after)) >= len(before))
 
 
@@ -186,52 +195,5 @@ def bytes_of_pairs(pairs: Sequence[tuple[str, str]]) -> list[np.ndarray]:
     found = []
     for prompt, completion in pairs:
         before, after = (np.frombuffer(part.encode(), dtype=np.uint8) for part in (prompt, f"{completion}\n"))
-        found.append(_pair(before.astype(np.int32), after.astype(np.int32)))
+        found.append(masked_before(before.astype(np.int32), after.astype(np.int32)))
     return found
-
-
-def chat_encoder(codec: TokenizerCodec | None, everything: bool) -> Encoder:
-    """Encodes chats, each a list of messages with `role` and `content`, through the tokenizer's chat template.
-
-    Args:
-        codec: of the tokenizer, or None for bytes.
-        everything: train on all tokens and not on the assistant's alone.
-
-    Raises:
-        ConfigError: there is no template, or it does not mark what the assistant says.
-    """
-    tokenizer = None if codec is None else codec.tokenizer
-    if tokenizer is None or not tokenizer.chat_template:
-        raise ConfigError(
-            "the data has chats (a column 'messages'), and "
-            + ("bytes have no chat template" if tokenizer is None else "the tokenizer has no chat template")
-            + "; give the tokenizer of a chat model (data.tokenizer=FOLDER), or set its chat_template and save it again"
-        )
-    template = tokenizer.get_chat_template()
-    if not everything and not _GENERATION.search(template):
-        raise ConfigError(
-            "the tokenizer's chat template does not mark what the assistant says; put {% generation %} and "
-            "{% endgeneration %} around it in chat_template.jinja, or train on all tokens: data.train_on=all"
-        )
-
-    def encode(chats: Sequence[list[dict[str, Any]]]) -> list[np.ndarray]:
-        try:
-            encoding = tokenizer.apply_chat_template(
-                list(chats),
-                tokenize=True,
-                return_dict=True,
-                return_assistant_tokens_mask=not everything,
-                tokenizer_kwargs={"verbose": False},
-            )
-        except Exception as error:  # whatever the template raises about the messages
-            raise ConfigError(
-                f"the tokenizer's chat template cannot be applied to a chat of the data: {reason(error)}; it takes a "
-                "list of messages with 'role' and 'content', in the order that the template allows"
-            ) from error
-        rows = [_array(tokens) for tokens in encoding["input_ids"]]
-        if everything:
-            return rows
-        marks = [np.asarray(mask, dtype=bool) for mask in encoding["assistant_masks"]]
-        return [masked(tokens, mask) for tokens, mask in zip(rows, marks, strict=True)]
-
-    return encode

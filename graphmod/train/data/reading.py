@@ -1,0 +1,128 @@
+"""Reads the rows of files with the `datasets` library (the extra `data`), and says where in them something is wrong."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from graphmod.errors import ConfigError, reason
+from graphmod.train.data.json_lines import first_odd_line
+from graphmod.train.schema import DataConfig, Documents
+from graphmod.words import counted
+
+_LOADERS = {
+    **{".json": "json", ".jsonl": "json", ".ndjson": "json", ".parquet": "parquet", ".csv": "csv", ".tsv": "csv"},
+    **{".txt": "text", ".md": "text", ".arrow": "arrow"},
+}
+_COMPRESSED = {".gz", ".bz2", ".xz", ".zst", ".lz4"}
+
+
+def _datasets() -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise ConfigError("data=hf needs the datasets library: pip install 'graphmod[data]'") from error
+    return datasets
+
+
+def _loader_of(path: Path) -> str:
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    if suffixes and suffixes[-1] in _COMPRESSED:
+        suffixes.pop()
+    found = _LOADERS.get(suffixes[-1] if suffixes else "")
+    if found is None:
+        raise ConfigError(
+            f"data.path={path}: data=hf reads {', '.join(f'*{suffix}' for suffix in _LOADERS)}, and folders of them; "
+            "rename the file, or use data=text"
+        )
+    return found
+
+
+def row_files(path: Path) -> list[Path]:
+    """A file, or all files in a folder, sorted; none hidden."""
+    inside = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
+    return sorted(file for file in inside if not any(part.startswith(".") for part in file.relative_to(path).parts))
+
+
+def _load(data: DataConfig, path: Path) -> Any:
+    """An iterable dataset of the rows; nothing is copied on the disk."""
+    datasets = _datasets()
+    lines = "document" if data.documents is Documents.file else "line"
+    options: dict[str, Any] = {"streaming": True}
+    if path.is_dir():
+        if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
+            return datasets.load_from_disk(str(path))
+        if data.pattern != "*":
+            options["data_files"] = f"**/{data.pattern}"
+        if any(file.suffix.lower() == ".txt" for file in row_files(path)):
+            options["sample_by"] = lines
+        return datasets.load_dataset(str(path.resolve()), **options)
+    loader = _loader_of(path)
+    if loader == "text":
+        options["sample_by"] = lines
+    if ".tsv" in path.suffixes:
+        options["sep"] = "\t"
+    return datasets.load_dataset(loader, data_files=[str(path.resolve())], **options)
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Inside, the library shows no bars, nor logs the errors that it also raises."""
+    datasets = _datasets()
+    bars, level = datasets.is_progress_bar_enabled(), datasets.logging.get_verbosity()
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        datasets.logging.set_verbosity(level)
+        if bars:
+            datasets.enable_progress_bars()
+
+
+def open_rows(data: DataConfig, path: str) -> Any:
+    """The rows of one of the paths of `data`, a file or the split of a folder, as a data set of the library. Each path
+    is read by itself: several together, the library would make all columns those of the first.
+
+    Raises:
+        ConfigError: the library is not installed, a file cannot be read, or there is no such split.
+    """
+    try:
+        with _silent():
+            found = _load(data, Path(path))
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever the readers raise
+        raise _unreadable(path, error) from error
+    if not isinstance(found, dict):
+        return found
+    if data.split not in found:
+        raise ConfigError(
+            f"data.path={path} has no split {data.split!r}; choose one with data.split: {', '.join(found)}"
+        )
+    return found[data.split]
+
+
+def read(path: str, rows: Any, together: int) -> Iterator[dict[str, list[Any]]]:
+    """The rows of `path`, so many together, each column a list. Raises ConfigError where a file cannot be read."""
+    batches = rows.iter(batch_size=together)
+    while True:
+        try:
+            with _silent():
+                batch = next(batches, None)
+        except Exception as error:  # whatever the readers of the many formats raise
+            raise _unreadable(path, error) from error
+        if batch is None:
+            return
+        yield batch
+
+
+def _unreadable(path: str, error: Exception) -> ConfigError:
+    files = row_files(Path(path))
+    if not any(file.stat().st_size for file in files):
+        return ConfigError(f"data.path={path} is empty: {counted(len(files), 'file')} without a row")
+    why = first_odd_line(files) or reason(error)
+    return ConfigError(f"data.path={path} cannot be read by the datasets library: {why}")
