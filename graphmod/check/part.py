@@ -15,11 +15,11 @@ from graphmod.call.warmup import differentiable
 from graphmod.capture.recording import watch
 from graphmod.check.report import Finding, counted
 from graphmod.graph.results import not_returned, not_to_be_made_again, outline
-from graphmod.guards.changes import NOT_REPLAYED, Change, all_changes
+from graphmod.guards.changes import NOT_REPLAYED, Change, all_changes, lines_of
 from graphmod.guards.guards import Guards
 from graphmod.guards.hooks import without_gradient_hooks
 from graphmod.guards.notes import Notes
-from graphmod.guards.remedies import KEEP, KEEP_ITERATOR
+from graphmod.guards.remedies import KEEP, KEEP_ITERATOR, keepers
 from graphmod.guards.watching import noting
 from graphmod.signature.flattening import flatten
 from graphmod.signature.modes import FOREIGN, difference, key_reader
@@ -48,12 +48,14 @@ class Part:
 
     Attributes:
         findings, guards, operations: of the last call.
+        on_gpu: what would keep it out of a graph on a GPU, if it ran on the CPU.
     """
 
     def __init__(self, root: Any, name: str = "", loss: Callable | None = None) -> None:
         self.root, self.name, self._loss = root, name, loss
         self.call = Target(root) if isinstance(root, nn.Module) else root
         self.findings: list[Finding] = []
+        self.on_gpu: list[Finding] = []
         self.guards: list[Guards] = []
         self.operations = 0
         self.device = ""
@@ -75,7 +77,7 @@ class Part:
     def _watched(self, args: tuple, kwargs: dict) -> Any:
         again = self.ran and bool(self.name)  # a layer that one step calls twice
         if not again:
-            self.findings, self.guards, self.operations = [], [], 0
+            self.findings, self.on_gpu, self.guards, self.operations = [], [], [], 0
         self.ran = True
         leaves: list[Tensor] = []
         structure = flatten((args, kwargs), leaves, {})
@@ -104,6 +106,7 @@ class Part:
             self._add_said(changed, *(one.where for one in of_arguments[:1]))
             changes = [one for one in changes if one not in of_arguments]
         self._take_in(recorder, notes, changes)
+        self._look_at_optimizers(notes, recorder, gpu)
         for said in (given.returned(result), not_to_be_made_again(outline(result)[0])):
             self._add_said(said)
         self._look_at_result(result, leaves)
@@ -149,6 +152,22 @@ class Part:
             self._add(found.operation, found.effect, found.remedy, where.user, library, where.backward, times)
         self.findings += _one_for_each_remedy(changes, backward, self._parts)
         self.guards.append(Guards(notes, recorder.backward))
+
+    def _look_at_optimizers(self, notes: Notes, recorder: Recorder, gpu: int | None) -> None:
+        """Those that can be made capturable and are not, which only a capture on a GPU minds."""
+        kept_by, known = keepers(notes), set()
+        if gpu is not None:  # those whose step is a hazard as it is
+            known = {id(found.lines.optimizer) for found in recorder.hazards}
+        for note in notes.notes.values():
+            optimizer = kept_by.get(id(note.owner))
+            if note.key != "capturable" or note.now() or optimizer is None or id(optimizer) in known:
+                continue
+            known.add(id(optimizer))
+            name = type(optimizer).__name__
+            effect = f"{name} was built without capturable=True, so that torch does not let a GPU capture its step()"
+            remedy = f"build {name} with capturable=torch.cuda.is_available(), for a model that is then on the GPU"
+            found = Finding("the optimizer", effect, remedy, *lines_of(note.where), parts=self._parts)
+            (self.on_gpu if gpu is None else self.findings).append(found)
 
     def _look_at_result(self, result: Any, given: list[Tensor]) -> None:
         returned: list[Tensor] = []

@@ -102,6 +102,7 @@ class Report:
         name: of what was checked.
         device: where it ran.
         hazards: why it cannot be captured, each once.
+        on_gpu: of a check on the CPU, what a GPU would need besides; each once.
         guarded: what would be compared before each replay.
         operations: how many the watched call did, those of its backward included.
         parts: the layers that were checked one by one; empty where the callable was checked as a whole.
@@ -113,6 +114,7 @@ class Report:
     guarded: list[Guarded] = field(default_factory=list)
     operations: int = 0
     parts: list[str] = field(default_factory=list)
+    on_gpu: list[Finding] = field(default_factory=list)
 
     @property
     def captured(self) -> bool:
@@ -132,6 +134,9 @@ class Report:
         lines = [f"{what} {verdict}. {counted(self.operations, 'operation')} watched on {self.device}."]
         for number, finding in enumerate(self.hazards, start=1):
             lines += ["", textwrap.indent(finding.describe(), "   ").replace("  ", f"{number}.", 1)]
+        if self.on_gpu:
+            lines += ["", "On a GPU also:"]
+            lines += [textwrap.indent(finding.describe(), "   ") for finding in self.on_gpu]
         if self.guarded:
             end = "before each replay" if self.captured else "before each replay, once it is captured"
             lines += ["", f"Compared {end}:"]
@@ -145,7 +150,9 @@ class Report:
             found = _LINE.fullmatch(line) if line else None
             return {**found.groupdict(), "line": int(found["line"])} if found else None
 
-        hazards = [{**asdict(one), "user": place(one.user), "library": place(one.library)} for one in self.hazards]
+        def told(findings: list[Finding]) -> list[dict]:
+            return [{**asdict(one), "user": place(one.user), "library": place(one.library)} for one in findings]
+
         guarded = [
             {
                 **asdict(one),
@@ -154,7 +161,16 @@ class Report:
             for one in self.guarded
         ]
         found = {"name": self.name, "captured": self.captured, "device": self.device, "operations": self.operations}
-        return json.dumps({**found, "parts": self.parts, "hazards": hazards, "guarded": guarded}, indent=2)
+        return json.dumps(
+            {
+                **found,
+                "parts": self.parts,
+                "hazards": told(self.hazards),
+                "on_gpu": told(self.on_gpu),
+                "guarded": guarded,
+            },
+            indent=2,
+        )
 
 
 def merged(findings: list[Finding]) -> list[Finding]:

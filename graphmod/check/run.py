@@ -135,5 +135,6 @@ def _take_in(report: Report, parts: list[Part]) -> None:
         for guards in part.guards:
             kinds.add(guards)
     report.hazards, report.guarded = merged(findings), kinds.told()
+    report.on_gpu = merged([finding for part in parts for finding in part.on_gpu])
     if not any(part.ran for part in parts):
         report.hazards.append(Finding("nothing", "was called", "pass arguments with which it is"))

@@ -55,6 +55,45 @@ def test_a_clean_step_would_be_captured_and_what_is_guarded_is_told():
     assert report.operations > 10
 
 
+@pytest.mark.parametrize("settings", [{}, {"fused": False}])
+def test_an_optimizer_that_a_gpu_could_not_capture_is_told_and_no_hazard_without_a_gpu(settings):
+    step, _ = whole_step(**settings)
+    report = graphmod.check(step, X)
+    assert report.captured is not ("fused" in settings)
+    (found,) = report.on_gpu
+    assert "AdamW was built without capturable=True" in found.effect
+    assert "capturable=torch.cuda.is_available()" in found.remedy
+    assert found.user.endswith(" in step") and f":{line_with('adam.step()')} " in found.user
+    assert "On a GPU also:" in str(report) and json.loads(report.to_json())["on_gpu"][0]["effect"] == found.effect
+
+
+def test_an_optimizer_that_a_gpu_can_capture_or_that_steps_outside_needs_no_word():
+    assert not graphmod.check(whole_step(capturable=True)[0], X).on_gpu
+    model = mlp(torch.device("cpu"))
+    adam, sgd = torch.optim.AdamW(model.parameters()), torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x):
+        adam.zero_grad()
+        model(x).square().mean().backward()
+        sgd.step()
+
+    assert not graphmod.check(step, X).on_gpu
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_an_optimizer_that_cannot_be_captured_is_a_hazard():
+    model = mlp(torch.device("cuda"))
+    adam = torch.optim.AdamW(model.parameters(), fused=True)
+
+    def step(x):
+        model(x).square().mean().backward()
+        adam.step()
+        adam.zero_grad()
+
+    found = only(graphmod.check(step, X.cuda()))
+    assert "AdamW was built without capturable=True" in found.effect
+
+
 def test_a_tensor_as_rate_needs_no_word():
     step, _ = whole_step(lr=torch.tensor(0.001))
     assert "Python number" not in str(graphmod.check(step, X))

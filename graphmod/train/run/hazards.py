@@ -52,6 +52,7 @@ def check_training(config: RunConfig, folder: Path) -> Report:
         plain = replace(config, graph=replace(config.graph, compile=Compile.none))
         step = step_maker(plain, model, device, batches.loss_fn)(Scope.none)
         report = _of_step(step, step._stage(batches.sampler(0)), scope)
+        report.on_gpu = []  # there the run builds its optimizer for a GPU
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / CHECK_FILE).write_text(report.to_json() + "\n")
