@@ -94,6 +94,21 @@ def test_a_cache_is_refused_because_the_mask_would_mean_something_else():
         model(input_ids=torch.zeros(1, 1, dtype=torch.int64), past_key_values=first.past_key_values)
 
 
+def test_generate_names_the_ways_out_and_the_switch_of_attention_is_one():
+    model = build(sizes(Architecture.llama)).eval()
+    tokens = torch.randint(3, 90, (2, 8))
+    before = model(input_ids=tokens, use_cache=False).logits
+    settings = {"do_sample": False, "max_new_tokens": 6, "pad_token_id": 0}
+    with pytest.raises(ConfigError, match=r"DecodeEngine instead of generate.*set_attn_implementation\('sdpa'\)"):
+        model.generate(tokens, **settings)
+    model.set_attn_implementation("sdpa")
+    assert model.generate(tokens, **settings).shape == (2, 14)
+    model.set_attn_implementation("causal_sdpa")
+    assert torch.equal(model(input_ids=tokens, use_cache=False).logits, before)
+    with pytest.raises(ConfigError):
+        model.generate(tokens, **settings)
+
+
 def plain(kind):
     """A small model of transformers, and a copy of it, with its own SDPA."""
     model = causal_models.small_model(kind)
