@@ -11,8 +11,8 @@ import graphmod
 
 HOUSE = Path(graphmod.__file__).parent
 ROOMS = (
-    *("errors", "words", "config", "torch_private", "trace", "guards", "signature", "state", "backend", "graph"),
-    *("capture", "call", "wrap", "check", "models", "decode", "train", "cli"),
+    *("errors", "words", "config", "torch_private", "trace", "guards", "signature", "ranks", "state"),
+    *("backend", "graph", "capture", "call", "wrap", "check", "models", "decode", "train", "cli"),
 )
 WITHIN = {
     "decode": (

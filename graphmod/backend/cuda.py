@@ -34,11 +34,12 @@ on_this_thread = torch.autograd.set_multithreading_enabled
 
 
 class CudaCapture:
-    """A captured call, in one CUDA graph or two: the second begins with the first write to memory that outlives it.
+    """A captured call, in one CUDA graph or two: the second begins with the first of what others see, a write to memory
+    that outlives it or a collective.
 
     Attributes:
         seen: what the recorder saw.
-        start: launches what comes before any such write; None where that is nothing, or nobody can tell what it is.
+        start: launches what comes before any of that; None where that is nothing, or nobody can tell what it is.
         finish: launches the rest.
         replay: launches all of it.
     """
@@ -50,7 +51,7 @@ class CudaCapture:
         self.replay = graphs[0].replay if len(graphs) == 1 else self._replay_all
         if len(graphs) == 2:
             self.start, self.finish = graphs[0].replay, graphs[1].replay
-        elif seen.written or seen.inputs_written:
+        elif seen.written or seen.inputs_written or seen.collectives:
             self.start, self.finish = None, self.replay
         else:
             self.start, self.finish = graphs[0].replay, _nothing
@@ -175,10 +176,11 @@ class CudaBackend:
         graphs = held.graphs
         thread = threading.get_ident()
 
-        def before_write(_: Tensor) -> None:
+        def part(_: Tensor | None = None) -> None:
             here = thread == threading.get_ident() and torch.cuda.current_stream(self.device) == self.stream
             here = here and torch._C._current_autograd_node() is None
-            first = not recorder.written and not recorder.inputs_written and bool(recorder.trace)
+            first = not recorder.written and not recorder.inputs_written and not recorder.collectives
+            first = first and bool(recorder.trace)
             if split and len(graphs) == 1 and here and first:
                 graphs[0].capture_end()
                 self._begin(graphs, pool, generators, caller)
@@ -195,7 +197,13 @@ class CudaBackend:
                 spans[len(graphs) - 1].append((before, last))
 
         recorder = Recorder(
-            inputs, gpu=self.device.index, script=script, targets=targets, before_write=before_write, around=around
+            inputs,
+            gpu=self.device.index,
+            script=script,
+            targets=targets,
+            before_write=part,
+            around=around,
+            before_collective=part,
         )
         spare = [(g, g.clone_state()) for g in (self._generator, *generators) if g.device.type == "cuda"]
         caller = torch.cuda.current_stream(self.device)

@@ -250,7 +250,7 @@ class EmulatedBackend:
             graph.undo()
             for generator, state in before:
                 generator.set_state(state)
-        if not split and (recorder.written or recorder.inputs_written):
+        if not split and (recorder.written or recorder.inputs_written or recorder.collectives):
             graph.keep_whole()
         for _, args, kwargs in graph._calls:
             for tensor in tensors_in((*args, *kwargs.values())):

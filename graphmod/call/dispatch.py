@@ -7,11 +7,13 @@ from typing import Any
 from torch import Tensor
 
 from graphmod.call.replay import find, launch, results
+from graphmod.call.together import agrees, eagerly
 from graphmod.call.verify import due, verify
 from graphmod.call.warmup import track, warm_up
 from graphmod.capture.forward import capture, place
 from graphmod.graph.casts import share_casts
 from graphmod.graph.context import Context
+from graphmod.ranks.agreement import Choice
 from graphmod.signature.flattening import flatten
 from graphmod.signature.modes import FOREIGN
 from graphmod.signature.signature import Signature, parameter_names, tensor_key
@@ -22,6 +24,13 @@ from graphmod.torch_private import is_fx_tracing
 
 
 def run(context: Context, args: tuple, kwargs: dict) -> Any:
+    """One call, on all ranks alike where it communicates; see `_run`."""
+    if context.agreement is not None:
+        context.agreement.begin()
+    return _run(context, args, kwargs)
+
+
+def _run(context: Context, args: tuple, kwargs: dict) -> Any:
     """One call, by the first of these that can be:
 
     1. a replay of a graph whose arguments, guards and order fit; now and then an eager call in its place, to verify it;
@@ -51,7 +60,7 @@ def run(context: Context, args: tuple, kwargs: dict) -> Any:
         if entry is None:
             return eager(context, args, kwargs)
     if entry.disabled:
-        return eager(context, args, kwargs)
+        return eager(context, args, kwargs, entry)
     if entry.keeps_casts and share_casts(context, entry):
         return eager(context, args, kwargs, entry)
     if entry.needs_grad and not group.busy:
@@ -75,9 +84,11 @@ def run(context: Context, args: tuple, kwargs: dict) -> Any:
             return eager(context, args, kwargs)
         if reason is None:
             return results(context, graph, leaves, state)
+        if context.agreement is not None and not context.agreement.is_open:
+            return eager(context, args, kwargs, entry)
     if group.settle(context.config.backend, context.around.device(leaves)):
         entry.recordings.clear()  # of calls elsewhere
-        return run(context, args, kwargs)
+        return _run(context, args, kwargs)
     if group.held_back:
         context.log_once(
             f"{context.name!r} runs eagerly: it is on another device than its graphs, of which a result is held whose "
@@ -90,6 +101,8 @@ def run(context: Context, args: tuple, kwargs: dict) -> Any:
     tape = place(context, entry, reason, recording)
     if tape is None:
         return eager(context, args, kwargs, entry)
+    if not agrees(context, entry, Choice.capture):
+        return eager(context, args, kwargs, entry)
     captured = capture(context, entry, tape, leaves, recording)
     return eager(context, args, kwargs) if captured is None else results(context, captured[0], leaves, captured[1])
 
@@ -98,9 +111,8 @@ def eager(context: Context, args: tuple, kwargs: dict, entry: Entry | None = Non
     """A call without a graph; with an `entry` its backward is waited for."""
     context.counters.eager_calls += 1
     context.served, context.eager_in = None, context.group.begun
-    if entry is not None and entry.needs_grad:
-        return track(context, entry, context.call(*args, **kwargs))
-    return context.call(*args, **kwargs)
+    result = eagerly(context, entry, args, kwargs)
+    return track(context, entry, result) if entry is not None and entry.needs_grad else result
 
 
 def _entry(context: Context, structure: Any, leaves: list[Tensor]) -> Entry | None:

@@ -8,10 +8,12 @@ from typing import Any
 from torch import Tensor
 
 from graphmod.call.autograd_node import apply_replayed
+from graphmod.call.together import agrees
 from graphmod.capture.forward import CANNOT_MOVE, CAPTURE_ANOTHER, IN_USE, UNFINISHED
 from graphmod.graph.context import Context
 from graphmod.graph.forward import ForwardGraph
 from graphmod.graph.tape import Ticket
+from graphmod.ranks.agreement import Choice
 from graphmod.state.entry import Entry
 
 
@@ -77,6 +79,8 @@ def launch(context: Context, graph: ForwardGraph, leaves: list[Tensor], careful:
         if early:
             graph.graph.start()  # the GPU works while the host looks
         reason = graph.changed() if early else None
+        if reason is None and not agrees(context, entry, Choice.replay):
+            reason = "another rank runs eagerly"
         if reason is not None:
             return None, reason
         if early:

@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 
+from graphmod.call.together import alone
 from graphmod.call.warmup import track
 from graphmod.capture.recording import follow
 from graphmod.config import Verify
 from graphmod.graph.context import Context
+from graphmod.ranks.agreement import several_ranks
 from graphmod.state.entry import Entry
 from graphmod.torch_private import top_saved_tensors_hooks
 from graphmod.trace.operations import compare
@@ -25,7 +27,7 @@ def due(context: Context, entry: Entry) -> Any:
             rounds.stop()
         if entry.verified_in < 0:
             rounds.expect(entry.recordings[0].seconds)
-        elif entry.verified_in == rounds.round and (group.busy or _several_processes() or not rounds.begins()):
+        elif entry.verified_in == rounds.round and (group.busy or several_ranks() or not rounds.begins()):
             return None
         first, entry.verified_in = entry.verified_in < 0, rounds.round
         if first or not group.backend.has_room(sum(arena.pool.bytes() for arena in group.arenas)):
@@ -43,12 +45,6 @@ def _is_run_again() -> bool:
     return inside or top_saved_tensors_hooks(True) is not None
 
 
-def _several_processes() -> bool:
-    """Whether others would wait for this process while it verifies a call."""
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
-
-
 def verify(context: Context, entry: Entry, recording: Any, args: tuple, kwargs: dict) -> Any:
     """An eager call that is compared with the recorded one.
 
@@ -60,7 +56,8 @@ def verify(context: Context, entry: Entry, recording: Any, args: tuple, kwargs: 
     counters.eager_calls += 1
     counters.verified += 1
     context.served, context.eager_in = None, context.group.begun
-    result, recorder, _ = follow(context.call, args, kwargs, context.group.gpu)
+    with alone(context, entry):
+        result, recorder, _ = follow(context.call, args, kwargs, context.group.gpu)
     difference = compare(recording.script.trace, recorder.trace)
     context.group.verification.took(time.perf_counter() - began)
     if difference is not None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphmod.call.together import alone, eagerly
 from graphmod.capture.recording import record
 from graphmod.errors import CaptureRefused
 from graphmod.graph.casts import learn_casts
@@ -35,11 +36,12 @@ def warm_up(context: Context, entry: Entry, args: tuple, kwargs: dict) -> Any:
                 f"{context.name!r} runs eagerly: {entry.difference}. It is recorded and captured again, as after each "
                 "such change"
             )
-        result = context.call(*args, **kwargs)
+        result = eagerly(context, entry, args, kwargs)
     else:
-        result, recording = record(
-            context.call, args, kwargs, parameter_names(context.call), context.group.gpu, context.root
-        )
+        with alone(context, entry):
+            result, recording = record(
+                context.call, args, kwargs, parameter_names(context.call), context.group.gpu, context.root
+            )
         if recording.compiles and entry.compiled_again < _MOST_COMPILED:
             # Under the recorder functions of PyTorch are others, which compiled code may stand on. It may be compiled
             # once more, in a call like any other, and the one after that is recorded.
@@ -48,6 +50,8 @@ def warm_up(context: Context, entry: Entry, args: tuple, kwargs: dict) -> Any:
             return track(context, entry, result)
         if recording.random and draws_anew():
             recording.refused = recording.refused or DRAWS
+        if recording.communicates and differentiable(result):
+            recording.refused = recording.refused or COMMUNICATES
         if recording.compiles:
             recording.refused = recording.refused or f"it {COMPILES.effect}, in each call"
         modes = difference(entry.signature.modes, context.group.modes())
@@ -81,6 +85,9 @@ def warm_up(context: Context, entry: Entry, args: tuple, kwargs: dict) -> Any:
     return track(context, entry, result)
 
 
+COMMUNICATES = (
+    "communicates with other processes, and so does its backward, which is no part of the call; wrap the whole step"
+)
 _MOST_COMPILED = 4  # recorded calls in which torch.compile compiled
 MOST_FRUITLESS = 8  # recordings in a row that led to no replay
 

@@ -68,9 +68,6 @@ def place(context: Context, entry: Entry, reason: str, recording: Recording) -> 
             tape = group.new_tape_elsewhere()
         if tape is None and reason == IN_USE and entry.waits > 3 * patience:
             context.log_once(f"{context.name!r} runs eagerly: {reason}. {_REMEDIES[IN_USE]}", key=reason)
-    if tape is not None and not again:
-        entry.budget.spend()
-        context.budget.spend()
     return tape
 
 
@@ -123,11 +120,13 @@ def capture(
     """
     began = time.perf_counter()
     arena, backend = tape.arena, context.group.backend
+    if not any(graph.tape is tape for graph in entry.graphs):
+        entry.budget.spend()
+        context.budget.spend()
     try:
-        if torch.is_grad_enabled() and context.around.distributed():
-            raise CaptureRefused(
-                "is trained with DistributedDataParallel, which reduces gradients in hooks that no replay would run"
-            )
+        not_averaged = context.around.not_averaged() if torch.is_grad_enabled() else None
+        if not_averaged is not None:
+            raise CaptureRefused(not_averaged)
         if not arena.in_flight:
             backend.prepare_capture()
             if arena.begin(tape) is not None:
@@ -145,6 +144,8 @@ def capture(
             graph.before = graph.graph.before(graph.advanced)
         graph.launch()
     except Exception as error:  # whatever user code or CUDA raised: the eager call decides what the user sees
+        if context.agreement is not None:
+            context.agreement.captured(False)
         if isinstance(error, Diverged):
             entry.forget(recording)  # another eager call is recorded, and never what was refused is the measure
         context.failed(entry, error, "its forward")

@@ -31,6 +31,7 @@ class Recording:
         script: its operations, and what it made of constants.
         generators: those it passed to random operations.
         backward, random: whether a backward ran inside; whether random numbers were drawn.
+        communicates: whether other processes took part in it.
         hazards: what of it a graph cannot repeat.
         guards: what its code read.
         returned: the outline of its result.
@@ -47,6 +48,7 @@ class Recording:
         self.backward = recorder.backward
         self.random = recorder.random
         self.hazards = recorder.hazards
+        self.communicates = recorder.collectives > 0
         self.guards = guards
         self.returned = returned
         self.refused = refused

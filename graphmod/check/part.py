@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy as copying
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -31,11 +30,6 @@ from graphmod.trace.recorder import Recorder
 from graphmod.wrap.target import Target, in_place_of_forward
 
 _KEEP_OUT = "keep this part out of the captured callable"
-_DISTRIBUTED = Finding(
-    "DistributedDataParallel",
-    "reduces gradients in hooks that no replay would run",
-    "call it without graphs, or capture layers inside of it that hold no part of it",
-)
 
 
 class Part:
@@ -116,8 +110,9 @@ class Part:
                 "the call", f"changes a mode of PyTorch ({modes[0]}), which no replay does", "do it around the call"
             )
         around.learn(self.guards[-1])
-        if torch.is_grad_enabled() and around.distributed():
-            self.findings.append(copying.copy(_DISTRIBUTED))
+        not_averaged = around.not_averaged() if torch.is_grad_enabled() else None
+        if not_averaged is not None:
+            self._add("DistributedDataParallel", not_averaged, "use its defaults, or call it without graphs")
         if differentiable(result):
             self._watch_backward(result, leaves, gpu)
         return result

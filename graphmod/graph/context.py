@@ -45,6 +45,7 @@ class Context:
         served: the graph behind the last call; None where that had none.
         eager_in: the pass of the group in which it last ran without a graph.
         eager_calls: calls without a graph that wait for their backward.
+        agreement: of all ranks that take part in its calls; None where none but this process is known to.
         in_block: a weak reference to the autocast block of its last call that keeps casts.
     """
 
@@ -55,6 +56,7 @@ class Context:
         self.is_module = isinstance(root, nn.Module)
         self.counters = GraphStats()
         self.last_failure = ""
+        self.agreement: Any = None
         self.entries = Registry()
         self.start()
 

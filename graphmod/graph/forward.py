@@ -136,6 +136,8 @@ class ForwardGraph:
             early += [tensor for tensor in guards.tensors if address(tensor) not in seen.outside]
             self.watch = Watch(guards, seen.outside, owned, grads, seen.backward, differentiated, early)
             refuse_unseen(seen, self.watch.unseen)
+            if context.agreement is not None and not context.agreement.captured(True):
+                raise CaptureRefused("another rank could not capture it")
         except BaseException:
             if captured is not None:
                 captured.discard()

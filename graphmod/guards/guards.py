@@ -43,7 +43,7 @@ def _form(tensor: Tensor) -> tuple:
 
 
 def _parts(tensor: Tensor) -> list[tuple[Tensor, str, Tensor]]:
-    """The tensors with memory that a tensor without (a DTensor) stands for, each with whose and which attribute it is."""
+    """The tensors with memory that one without (a DTensor) stands for, each with whose and which attribute it is."""
     if type(tensor) in _PLAIN or not is_traceable_wrapper_subclass(tensor):
         return []
     found = []

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from graphmod.ranks.data_parallel import take_over, take_over_later
+
 _MOST = 4096  # objects looked at
 _DEPTH = 4
 
@@ -27,7 +29,7 @@ class Surroundings:
         self.parameters: list[Tensor] = []
         self._tensors: list[Tensor] = []
         self._device: torch.device | None = None  # of tensors that a function closes over or names, which may change
-        self._ddp = False
+        self._not_averaged: str | None = None  # why a DistributedDataParallel cannot be captured
 
     def discover(self) -> None:
         """Looks at the module, or at what a function closes over and names."""
@@ -36,7 +38,8 @@ class Surroundings:
         for module in self._modules():
             self._take_in(module.parameters())
             self._tensors += module.buffers()
-            self._note_ddp(module.modules())
+            self._note_data_parallel(module.modules())
+        self.not_averaged()
 
     def _modules(self) -> list[nn.Module]:
         if isinstance(self._root, nn.Module):
@@ -58,7 +61,7 @@ class Surroundings:
         self.discover()
         self._take_in(guards.parameters())
         self._tensors += [tensor for tensor in guards.tensors if tensor.is_cuda][:1] or guards.tensors[:1]
-        self._note_ddp(guards.modules)
+        self._note_data_parallel(guards.modules)
         current = {id(parameter) for module in self._modules() for parameter in module.parameters()}
         current.update(id(parameter) for one in (guards, *lasting) for parameter in one.parameters())
         gone = [parameter for parameter in self.parameters if id(parameter) not in current]
@@ -69,8 +72,10 @@ class Surroundings:
         known = {id(parameter) for parameter in self.parameters}
         self.parameters += [parameter for parameter in parameters if id(parameter) not in known]
 
-    def _note_ddp(self, modules: Any) -> None:
-        self._ddp = self._ddp or any(isinstance(one, nn.parallel.DistributedDataParallel) for one in modules)
+    def _note_data_parallel(self, modules: Any) -> None:
+        for one in modules:
+            if isinstance(one, nn.parallel.DistributedDataParallel):
+                self._not_averaged = take_over(one) or self._not_averaged
 
     def device(self, leaves: list[Tensor]) -> torch.device | None:
         """A GPU that the callable or its arguments have tensors on, else the CPU; None where there is no tensor."""
@@ -78,9 +83,14 @@ class Surroundings:
         on_gpu = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
         return on_gpu or self._device or (torch.device("cpu") if tensors else None)
 
-    def distributed(self) -> bool:
-        """Whether the callable works on DistributedDataParallel, or is called inside its forward."""
-        return self._ddp or nn.parallel.DistributedDataParallel._get_active_ddp_module() is not None
+    def not_averaged(self) -> str | None:
+        """Why gradients would not be averaged by a replay: the callable works on a DistributedDataParallel with
+        settings that are not supported, or runs inside the forward of one. None where they would."""
+        around = nn.parallel.DistributedDataParallel._get_active_ddp_module()
+        why = self._not_averaged
+        if why is None and around is not None:
+            why = take_over_later(around) or "a reducer that is replaced before its next forward"
+        return why and f"is trained with DistributedDataParallel with {why}"
 
 
 def _modules_and_tensors_of(root: Callable) -> Iterator[nn.Module | Tensor]:

@@ -1,8 +1,8 @@
 """Operations that several processes do together: what their schemas do not say, and how the emulator repeats them.
 
-The operators of `torch.distributed` (`c10d`) write into their first argument without a word of it in their schemas, take
-the process group as an opaque object, and return a handle to wait for. Functional collectives (`_c10d_functional`)
-return a tensor that `wait_tensor` makes ready.
+The operators of `torch.distributed` (`c10d`) write into their first argument without a word of it in their schemas,
+take the process group as an opaque object, and return a handle to wait for. Functional collectives
+(`_c10d_functional`) return a tensor that `wait_tensor` makes ready.
 """
 
 from collections.abc import Callable

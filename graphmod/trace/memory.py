@@ -104,7 +104,9 @@ class MemoryTrace(Tracer):
     def _note_writes(self, call: Call) -> None:
         writes = _STATISTICS if call.about.statistics and call.args[5] else call.about.writes
         origin = Origin.chance if call.random else Origin.constants
-        origin = Origin.data if call.about.collective else max(origin, self._origins.greatest(call.given_at, call.given))
+        origin = (
+            Origin.data if call.about.collective else max(origin, self._origins.greatest(call.given_at, call.given))
+        )
         for key, value in (*enumerate(call.args), *call.kwargs.items()):
             if key not in writes:
                 continue

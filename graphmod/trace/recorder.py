@@ -254,9 +254,9 @@ class Recorder(MemoryTrace):
     def _before(self, call: Call) -> Kept | None:
         """Takes in an operation that is about to run, and checks it; what is kept of it, or was."""
         if call.about.collective:
-            self.collectives += 1
-            if self.collectives == 1 and self._before_collective is not None:
+            if not self.collectives and self._before_collective is not None:
                 self._before_collective()
+            self.collectives += 1
         if call.about.lifts:
             self._origins.note_constant(call.given_at[0])
             return None

@@ -21,6 +21,7 @@ from torch import nn
 from graphmod.config import CUDAGraphConfig, settings
 from graphmod.errors import ConfigError
 from graphmod.graph.group import Group
+from graphmod.ranks.data_parallel import take_over
 from graphmod.torch_private import is_compiled
 from graphmod.wrap.module import CUDAGraphModule
 from graphmod.wrap.target import MARK, Mark, Target
@@ -55,6 +56,9 @@ def graph_layers(
     config = settings(config)
     patterns = layers if layers is not None else config.layers
     names = find_layers(model) if patterns is None else match_layers(model, patterns)
+    for module in model.modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            take_over(module)  # where it cannot be, its layers say so when they would be captured
     groups: dict[torch.device, Group] = {}
     wrapped = []
     for name in names:

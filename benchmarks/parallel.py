@@ -1,0 +1,207 @@
+"""Step time on several GPUs of one machine, beside one GPU; the ranks of each mode in processes of their own.
+
+    python benchmarks/parallel.py --out benchmarks/results/parallel.json
+    python benchmarks/parallel.py --shapes small --modes one_gpu,ddp_eager,ddp --gpus 2
+
+Each GPU has the batch of the shape. Modes: the step on `one_gpu`, from one graph; DistributedDataParallel as it comes
+(`ddp_eager`), with its model compiled (`ddp_compiled`), with graphs of its layers (`ddp_layers`), in a step that is one
+graph (`ddp`); and what one writes by hand with `torch.cuda.graph`: gradients in one flat buffer, reduced after the
+backward (`flat`).
+"""
+
+import argparse
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.options import chosen, gpu_is_there
+from benchmarks.training import SHAPES, VOCABULARY, build, keep
+
+MODES = ("one_gpu", "ddp_eager", "ddp_compiled", "ddp_layers", "flat", "ddp")
+
+
+def make_step(mode: str, shape: dict[str, int], rank: int, ranks: int) -> tuple[Any, list[Any]]:
+    """`(step(tokens) -> loss, the wrappers)` of a mode."""
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    from graphmod import CUDAGraphModule, graph_layers
+    from graphmod.train.step.step import next_token_loss
+
+    model, optimizer = build(shape)
+    called = model
+    if mode.startswith("ddp"):
+        called = DistributedDataParallel(model, device_ids=[rank], broadcast_buffers=False)
+    if mode == "ddp_compiled":
+        called = torch.compile(called)
+
+    def step(tokens: Any) -> Any:
+        loss = next_token_loss(called, tokens)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    if mode == "flat":
+        return _by_hand(model, optimizer, shape, ranks), []
+    if mode == "ddp_layers":
+        return step, graph_layers(called)
+    if mode in ("ddp", "one_gpu"):
+        wrapper = CUDAGraphModule(step)
+        return wrapper, [wrapper]
+    return step, []
+
+
+def _by_hand(model: Any, optimizer: Any, shape: dict[str, int], ranks: int) -> Any:
+    import torch
+    from torch import distributed
+
+    from graphmod.train.step.step import next_token_loss
+
+    parameters = list(model.parameters())
+    flat = torch.zeros(sum(p.numel() for p in parameters), device="cuda", dtype=parameters[0].dtype)
+    for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+        parameter.grad = part.view_as(parameter)
+    static = torch.zeros(shape["batch"], shape["length"] + 1, device="cuda", dtype=torch.long)
+
+    def run() -> Any:
+        flat.zero_()
+        loss = next_token_loss(model, static)
+        loss.backward()
+        flat.mul_(1 / ranks)
+        distributed.all_reduce(flat)
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=True)
+        optimizer.step()
+        return loss.detach()
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        loss = run()
+
+    def step(tokens: Any) -> Any:
+        static.copy_(tokens)
+        graph.replay()
+        return loss
+
+    step.graph = graph
+    return step
+
+
+def work(rank: int, mode: str, name: str, steps: int, ranks: int, port: int, results: Any) -> None:
+    """Measures one mode on one shape in one rank."""
+    import torch
+    from torch import distributed
+
+    from benchmarks.measure import environment, gpu_busy_ms, memory, time_steps
+
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.cuda.set_device(rank)
+    if ranks > 1:
+        device = torch.device("cuda", rank)
+        distributed.init_process_group("nccl", rank=rank, world_size=ranks, device_id=device)
+    shape = SHAPES[name]
+    step, wrappers = make_step(mode, shape, rank, ranks)
+    generator = torch.Generator().manual_seed(1 + rank)
+    size = (shape["batch"], shape["length"] + 1)
+    batches = [torch.randint(0, VOCABULARY, size, generator=generator).cuda() for _ in range(8)]
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    losses = [float(step(batch)) for batch in batches]
+    setup = time.perf_counter() - began
+
+    def run(index: int) -> Any:
+        return step(batches[index % len(batches)])
+
+    result = {"mode": mode, "shape": name, **shape, "gpus": ranks, "first_8_steps_s": setup, "first_losses": losses}
+    result |= time_steps(run, steps) | memory()
+    if wrappers:
+        result |= {"state": wrappers[0].stats.state, "failure": wrappers[0].last_failure}
+    result |= gpu_busy_ms(run) | {"environment": environment()}
+    if rank == 0:
+        results.put(result)
+    torch.cuda.synchronize()
+    if ranks > 1:
+        distributed.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # ends as a killed job does: what is measured here is no teardown
+
+
+def measure(mode: str, name: str, steps: int, gpus: int, timeout: int) -> dict[str, Any]:
+    """The result of the first rank, or what went wrong."""
+    import torch.multiprocessing as processes
+
+    ranks = 1 if mode == "one_gpu" else gpus
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = processes.get_context("spawn")
+    results = context.SimpleQueue()
+    arguments = (mode, name, steps, ranks, port, results)
+    workers = [context.Process(target=work, args=(rank, *arguments)) for rank in range(ranks)]
+    for worker in workers:
+        worker.start()
+    deadline = time.monotonic() + timeout
+    while any(worker.is_alive() for worker in workers) and time.monotonic() < deadline:
+        if any(worker.exitcode for worker in workers):
+            break  # the others would wait for it
+        time.sleep(0.1)
+    codes = [worker.exitcode for worker in workers]
+    found = None if results.empty() else results.get()
+    for worker in workers:
+        worker.kill()
+    return found or {"mode": mode, "shape": name, "error": f"no result within {timeout} s; ranks ended with {codes}"}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", default="small,batched,deep", help=f"of {', '.join(SHAPES)}")
+    parser.add_argument("--modes", default=",".join(MODES), help=f"of {', '.join(MODES)}")
+    parser.add_argument("--steps", type=int, default=40, help="timed steps, twice")
+    parser.add_argument("--gpus", type=int, default=2, help="ranks, one a GPU")
+    parser.add_argument("--timeout", type=int, default=150, help="seconds for one mode and shape")
+    parser.add_argument("--out", type=Path, help="write the results there as JSON, in place of earlier ones")
+    options = parser.parse_args()
+    shapes = chosen(parser, options.shapes, SHAPES, "--shapes")
+    modes = chosen(parser, options.modes, MODES, "--modes")
+    if not gpu_is_there():
+        return 2
+    import torch
+
+    if torch.cuda.device_count() < options.gpus:
+        print(f"error: needs {options.gpus} GPUs, and torch sees {torch.cuda.device_count()}", file=sys.stderr)
+        return 2
+    failed = False
+    for shape in shapes:
+        alone = None
+        for mode in modes:
+            result = measure(mode, shape, options.steps, options.gpus, options.timeout)
+            keep(options.out, result, "parallel.py")
+            if "error" in result:
+                print(f"{shape:9} {mode:14} failed: {result['error']}", flush=True)
+                failed = True
+                continue
+            alone = result["step_ms"] if mode == "one_gpu" else alone
+            against = "" if alone is None else f" ({result['step_ms'] / alone:5.3f} x one GPU)"
+            print(
+                f"{shape:9} {mode:14} step {result['step_ms']:8.3f} ms{against}  free {result['free_ms']:8.3f}  host "
+                f"{result['host_ms']:7.3f}  busy {result['busy_ms']:8.3f}  kernels {result['kernels']:6.0f}  reserved "
+                f"{result['reserved_gib']:6.2f} GiB  {result.get('state', '')} {result.get('failure', '')[:200]}",
+                flush=True,
+            )
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

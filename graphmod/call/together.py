@@ -1,0 +1,51 @@
+"""Where the calls of one rank meet those of the others: which of them communicate, and what all then agree on."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from graphmod.graph.context import Context
+from graphmod.ranks.agreement import Choice, communicated, over, several_ranks
+from graphmod.state.entry import Entry
+
+
+def agrees(context: Context, entry: Entry, choice: Choice) -> bool:
+    """Whether all ranks replay or capture this call, as this one would; asked once in a call."""
+    agreement = context.agreement
+    if agreement is None:
+        return True
+    agreed = agreement.choose(choice)
+    if not agreed and agreement.why:
+        context.log_once(f"{context.name!r} runs eagerly, because {agreement.why}", key="other ranks")
+    if agreement.lasts:
+        context.keep_eager(entry, agreement.why)
+    return agreed
+
+
+def eagerly(context: Context, entry: Entry | None, args: tuple, kwargs: dict) -> Any:
+    """Calls without a graph, after the other ranks were told so; finds out whether any take part."""
+    with alone(context, entry):
+        return context.call(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def alone(context: Context, entry: Entry | None) -> Iterator[None]:
+    """Around a call without a graph."""
+    if context.agreement is not None:
+        if context.agreement.is_open:
+            disabled = entry is not None and entry.disabled
+            reason = entry.reason if disabled else context.last_failure or "this call is new to it"
+            context.agreement.choose(Choice.eager, reason, lasts=disabled)
+            if context.agreement.lasts and entry is not None and not disabled:
+                context.keep_eager(entry, reason)
+        yield
+        return
+    before = communicated() if several_ranks() else {}
+    yield
+    if before or several_ranks():
+        now = communicated()
+        groups = [group for group, count in now.items() if count != before.get(group, 0)]
+        if groups:
+            context.agreement = over(groups)

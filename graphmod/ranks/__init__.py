@@ -1,0 +1,1 @@
+"""What the ranks of a distributed program do together."""

@@ -1,0 +1,116 @@
+"""What all ranks of a program do alike: a call in which they communicate is a replay on all of them, or on none.
+
+Whether a collective is captured has to be the same on all its ranks (NCCL's user guide, "Using NCCL with CUDA Graphs"),
+and a rank that stays behind would leave the others waiting. So each call of a callable that communicates holds one
+vote, on the host, over a group of Gloo's: after a rank has found what it would do, and before anything is launched that
+others see. One that captures votes again before the first launch. Calls that do not communicate hold none.
+"""
+
+from __future__ import annotations
+
+import weakref
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch import distributed
+
+_voters: weakref.WeakKeyDictionary[Any, dict[tuple, Any]] = weakref.WeakKeyDictionary()
+
+
+class Choice(IntEnum):
+    """What a rank would do with a call; the least of all is done."""
+
+    eager = 0
+    capture = 1
+    replay = 2
+
+
+def several_ranks() -> bool:
+    """Whether this process is one of several of a distributed program."""
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+def communicated() -> dict[Any, int]:
+    """How many collectives each process group has seen so far."""
+    return {group: group._get_sequence_number_for_group() for group in distributed.distributed_c10d._world.pg_map}
+
+
+def over(groups: list[Any]) -> Agreement:
+    """The agreement of all ranks that communicate in these groups.
+
+    Of several groups (a mesh) it is that of the whole program, in which each rank has to make the call.
+    """
+    world = distributed.group.WORLD
+    ranks = distributed.get_process_group_ranks(groups[0] if len(groups) == 1 else world)
+    known = _voters.setdefault(world, {})
+    if tuple(ranks) not in known:
+        known[tuple(ranks)] = distributed.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    return Agreement(known[tuple(ranks)])
+
+
+class Agreement:
+    """The votes of one callable.
+
+    Args:
+        voters: a process group for tensors on the CPU.
+    """
+
+    def __init__(self, voters: Any) -> None:
+        self._voters = voters
+        self._open = False
+        self._captures = False
+        self.why = ""  # the last vote was for an eager call, though this rank had another choice
+        self.lasts = False  # and a rank will always vote so
+
+    def begin(self) -> None:
+        """A call begins, in which nobody has voted yet."""
+        self._open, self._captures, self.why, self.lasts = True, False, "", False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the vote of this call is still to come."""
+        return self._open
+
+    def choose(self, choice: Choice, why: str = "", lasts: bool = False) -> bool:
+        """Votes, if the call has not; waits for all others.
+
+        Args:
+            why: for an eager call, what others are told.
+            lasts: it will be eager from now on.
+
+        Returns:
+            Whether all ranks replay or capture. Where some capture, they have.
+        """
+        if not self._open:
+            return False
+        self._open = False
+        least, most = self._vote(choice)
+        if least == Choice.eager and most != Choice.eager:
+            self._explain(choice, why, lasts)
+        self._captures = least == Choice.capture
+        if choice is Choice.replay and self._captures:
+            return self.captured(True)
+        return least != Choice.eager
+
+    def captured(self, worked: bool) -> bool:
+        """Votes after the captures of a call, if there are any and it has not; whether they worked on all ranks."""
+        if not self._captures:
+            return worked
+        self._captures = False
+        return self._vote(int(worked))[0] == 1
+
+    def _vote(self, choice: int) -> tuple[int, int]:
+        ballot = torch.tensor([choice, -choice])
+        distributed.all_reduce(ballot, distributed.ReduceOp.MIN, group=self._voters)
+        least, most = ballot.tolist()
+        return least, -most
+
+    def _explain(self, choice: Choice, why: str, lasts: bool) -> None:
+        said: list[Any] = [None] * distributed.get_world_size(self._voters)
+        distributed.all_gather_object(said, (distributed.get_rank(), int(choice), why, lasts), group=self._voters)
+        others = [one for one in said if one[1] == Choice.eager]
+        if choice is not Choice.eager:
+            rank, _, reason, _ = min(others, key=lambda one: (not one[3], one[0]))
+            self.why = f"rank {rank} does" + (f": {reason}" if reason else "")
+        self.lasts = any(one[3] for one in others)
