@@ -30,12 +30,11 @@ def warm_up(context: Context, entry: Entry, args: tuple, kwargs: dict) -> Any:
     context.served, context.eager_in = None, context.group.begun
     entry.calls += 1
     entry.called_forward = entry.called_forward or torch._C._current_autograd_node() is None
+    if entry.difference:
+        context.last_failure = entry.waits_for = entry.difference
+        if entry.graphs or entry.keeps_changing:
+            _say_difference(context, entry)
     if entry.calls < context.config.warmup_steps:
-        if entry.graphs:
-            context.log_once(
-                f"{context.name!r} runs eagerly: {entry.difference}. It is recorded and captured again, as after each "
-                "such change"
-            )
         result = eagerly(context, entry, args, kwargs)
     else:
         with alone(context, entry):
@@ -76,13 +75,23 @@ def warm_up(context: Context, entry: Entry, args: tuple, kwargs: dict) -> Any:
                 entry.recordings.clear()
             else:
                 context.failed(entry, CaptureRefused(recording.refused), "its forward")
-        elif entry.fruitless > MOST_FRUITLESS:
+        elif entry.fruitless > MOST_FRUITLESS and entry.difference:
+            _say_difference(context, entry)
             context.keep_eager(entry, f"it is in another state in each call: {entry.difference}")
             context.log_once(
-                f"{context.name!r} stays eager: {entry.reason}. Keep that as it is, or change a tensor in place; "
-                "force_enable() tries again"
+                f"{context.name!r} stays eager after {MOST_FRUITLESS} such changes without a replay; force_enable() "
+                "tries again"
             )
     return track(context, entry, result)
+
+
+def _say_difference(context: Context, entry: Entry) -> None:
+    then = (
+        "recorded and captured again, as after each such change"
+        if entry.graphs
+        else "recorded anew after each such change, so that there is no graph yet"
+    )
+    context.log_once(f"{context.name!r} runs eagerly: {entry.difference}. It is {then}", key=entry.difference)
 
 
 COMMUNICATES = (

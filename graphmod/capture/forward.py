@@ -151,6 +151,8 @@ def capture(
         context.failed(entry, error, "its forward")
         return None
     graph.index = tape.append(graph)
+    if context.last_failure == entry.waits_for:
+        context.last_failure = ""
     context.served = graph
     entry.graphs.append(graph)
     entry.misses = 0

@@ -127,7 +127,7 @@ class ForwardGraph:
                 )
             changed = guards.moved() or guards.changed(gradients=False)
             if changed is not None:
-                raise CaptureRefused(f"changes its own state as it runs ({changed}), {NOT_REPLAYED}")
+                raise CaptureRefused(f"changes its own state as it runs, {NOT_REPLAYED}: {changed}")
             differentiated = owned if recording.backward else self.parameters
             seen = captured.seen
             last = len(seen.trace) if seen.first_write is None else seen.first_write

@@ -94,6 +94,7 @@ class Entry:
         "verified_at",
         "verified_in",
         "waits",
+        "waits_for",
     )  # fmt: skip
 
     def __init__(self, signature: Signature) -> None:
@@ -109,6 +110,7 @@ class Entry:
         self.recordings: list[Any] = []  # of calls in different states, the newest first
         self.fruitless = 0  # recordings since the last replay
         self.difference = ""  # between the last recording and the state after it, in words
+        self.waits_for = ""  # the difference for which a call was eager last
         self.cause = ""  # of the difference between the last recording and the one before it
         self.reason = ""
         self.last_used = 0

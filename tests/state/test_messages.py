@@ -85,7 +85,10 @@ def a_rate_that_changes_every_tenth_step():
         step(torch.randn(4, 8))
 
 
-@says(["'step' stays eager: it is in another state in each call: 'lr' of AdamW was 0.0", "lr.fill_(...)"])
+@says(
+    ["'step' runs eagerly: 'lr' of AdamW was 0.0", "# of the optimizer", "lr.fill_(...)", "there is no graph yet"],
+    ["'step' stays eager after 8 such changes without a replay"],
+)
 def a_rate_that_changes_at_each_step():
     step, optimizer = whole(lambda p: torch.optim.AdamW(p, lr=0.1, fused=True))
     for _ in range(40):
@@ -384,7 +387,10 @@ def an_import_inside_whose_finders_keep_count():
         sys.meta_path.remove(finder)
 
 
-@says(["'Sequential' stays eager: it is in another state in each call: 'weight', a tensor it reads, has moved"])
+@says(
+    ["'Sequential' runs eagerly: 'weight', a tensor it reads, has moved to another address. It is recorded anew"],
+    ["'Sequential' stays eager after 8 such changes"],
+)
 def weights_that_are_exchanged():
     model = mlp(CPU)
     graphed, held = CUDAGraphModule(model, config()), []  # so that no address comes again
@@ -417,6 +423,27 @@ def test_the_log_of_a_mistake_names_its_cause_once(name, caplog):
             wanted = place_of(word) if word.startswith("# ") else word
             assert wanted in line, f"{wanted!r} is not in: {line}"
         assert "tensor(" not in line.replace("tensor(...)", "") and len(line) < 700
+
+
+@pytest.mark.parametrize("warmup", [1, 3])
+def test_a_value_that_changes_in_each_call_is_told_within_a_few(warmup, caplog):
+    model = Layer()
+
+    def scaled(x):
+        return model.inner(x) * model.scale
+
+    step = CUDAGraphModule(scaled, config(warmup_steps=warmup))
+    with torch.no_grad():
+        for index in range(2 * warmup + 1):
+            assert not any("'scale'" in record.getMessage() for record in caplog.records)
+            assert ("'scale' was" in step.last_failure) == (index > warmup)
+            model.scale = float(index)
+            step(torch.randn(4, 8))
+    assert sum("'scale' was" in record.getMessage() for record in caplog.records) == 1
+    with torch.no_grad():
+        for _ in range(3 * warmup):
+            step(torch.randn(4, 8))
+    assert step.stats.state == "captured" and step.last_failure == ""
 
 
 def test_a_cause_is_the_same_whatever_the_values():
