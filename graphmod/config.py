@@ -1,9 +1,13 @@
 """The settings of graph capture."""
 
-from dataclasses import dataclass
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
 from enum import Enum
+from typing import Any
 
-from graphmod.errors import ConfigError
+from graphmod.errors import ConfigError, UnknownSetting
+from graphmod.words import nearest
 
 
 class BackendName(str, Enum):
@@ -45,19 +49,48 @@ def integer(value: object, least: int, setting: str) -> None:
         raise ConfigError(f"{setting} must be an integer of at least {least}, got {value!r}")
 
 
-def settings(given: object) -> "CUDAGraphConfig":
-    """What was given as `config`, or the defaults for None.
+def refuse_unknown(given: Iterable[str], allowed: Iterable[str], where: str) -> None:
+    """Checks the names of settings.
+
+    Raises:
+        UnknownSetting: one of `given` is not among `allowed`; `where` is what has these.
+    """
+    allowed = list(allowed)
+    for name in given:
+        if name not in allowed:
+            best = nearest(name, allowed)
+            meant = f"; did you mean {best!r}? It has" if best else "; it has"
+            raise UnknownSetting(f"{where} has no setting {name!r}{meant} {', '.join(allowed)}")
+
+
+def names_settings(kind: type) -> type:
+    """Class decorator of a dataclass of settings: a name that it does not have is refused with the one most like it."""
+    made = kind.__init__
+
+    @functools.wraps(made)
+    def __init__(self: Any, *args: Any, **given: Any) -> None:
+        refuse_unknown(given, [field.name for field in fields(kind)], kind.__name__)
+        made(self, *args, **given)
+
+    kind.__init__ = __init__
+    return kind
+
+
+def settings(given: object, single: dict[str, Any] | None = None) -> "CUDAGraphConfig":
+    """What was given as `config`, or the defaults for None, with single settings in the place of its own.
 
     Raises:
         TypeError: it is something else.
+        UnknownSetting: there is no such setting.
     """
     if given is None:
-        return CUDAGraphConfig()
+        given = CUDAGraphConfig()
     if isinstance(given, CUDAGraphConfig):
-        return given
+        return replace(given, **single) if single else given
     raise TypeError(f"config must be a CUDAGraphConfig, such as CUDAGraphConfig(max_graphs=4), got {given!r:.80}")
 
 
+@names_settings
 @dataclass
 class CUDAGraphConfig:
     """Settings of `CUDAGraphModule` and `graph_layers`; `graphmod.train.settings` has those of `TrainStep`.

@@ -9,6 +9,10 @@ class ConfigError(GraphmodError, ValueError):
     """A setting is wrong; the message names the setting, what was given and what is allowed."""
 
 
+class UnknownSetting(ConfigError, TypeError):
+    """There is no setting of that name; the message names the one most like it, and all there are."""
+
+
 class CaptureRefused(GraphmodError, RuntimeError):
     """The captured code did something a CUDA graph cannot repeat (a host read, a value that changes, ...).
 

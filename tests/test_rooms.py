@@ -12,7 +12,7 @@ import graphmod
 HOUSE = Path(graphmod.__file__).parent
 ROOMS = (
     *("errors", "words", "config", "torch_private", "trace", "guards", "signature", "ranks", "state"),
-    *("backend", "graph", "capture", "call", "wrap", "check", "models", "decode", "train", "cli"),
+    *("backend", "graph", "capture", "call", "wrap", "check", "models", "decode", "train", "cli", "__main__"),
 )
 WITHIN = {
     "decode": (
@@ -20,7 +20,18 @@ WITHIN = {
         *("verification", "engine"),
     ),
     "train": (
-        *("settings", "schema", "varlen", "attention", "lora", "model", "special_tokens", "step", "checkpoints"),
+        *(
+            "settings",
+            "schema",
+            "libraries",
+            "varlen",
+            "attention",
+            "lora",
+            "model",
+            "special_tokens",
+            "step",
+            "checkpoints",
+        ),
         *("data", "report", "run"),
     ),
     "cli": ("stdout", "environment", "start", "explain", "training", "generation", "main"),

@@ -12,12 +12,13 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from graphmod.errors import GraphmodError
 
 _EXAMPLES = """\
-what the function may be:
+what the function may be (FILE.py:function, too):
   a step that takes no arguments           %(prog)s train:step
   a step, and what makes its arguments     %(prog)s train:step --args train:make_batch
   what makes both, and returns (callable, args) or (callable, args, kwargs)
@@ -52,6 +53,9 @@ def main(arguments: list[str], program: str = "python -m graphmod.check") -> int
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument("--verbose", action="store_true", help="list each guarded value and the line that reads it")
+    if {"-h", "--help"} & {*arguments}:
+        _print(parser.format_help().rstrip())
+        return 0
     given = parser.parse_args(arguments)
     if given.calls < 1:
         parser.error(f"--calls must be at least 1, got {given.calls}")
@@ -69,8 +73,16 @@ def main(arguments: list[str], program: str = "python -m graphmod.check") -> int
     except Unusable as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(report.to_json() if given.json else report.describe(given.verbose))
+    _print(report.to_json() if given.json else report.describe(given.verbose))
     return 0 if report.captured else 1
+
+
+def _print(text: str) -> None:
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # as with `| head`, where nothing is wrong; else Python complains on its way out
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _made(name: str, name_of_args: str | None) -> tuple[Callable, tuple, dict, int]:
@@ -102,10 +114,12 @@ def _made(name: str, name_of_args: str | None) -> tuple[Callable, tuple, dict, i
 
 
 def _found(name: str) -> Any:
-    module, colon, path = name.partition(":")
-    if not (module and colon and path):
-        raise Unusable(f"{name!r} names no function; write package.module:function, such as train:step")
-    module = module.removesuffix(".py").replace(os.sep, ".") if module.endswith(".py") else module
+    module, _, path = name.rpartition(":")
+    if not (module and path):
+        raise Unusable(
+            f"{name!r} names no function; write package.module:function or FILE.py:function, such as train:step"
+        )
+    module = _module_of(module)
     try:
         found = importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -120,6 +134,27 @@ def _found(name: str) -> Any:
         except AttributeError:
             raise Unusable(f"{module} has no {path!r}") from None
     return found
+
+
+def _module_of(given: str) -> str:
+    """The name under which to import what was given: a module, or a file, whose folder then is on the path, as when it
+    is run."""
+    if os.sep not in given and not given.endswith(".py"):
+        return given
+    file = Path(given).expanduser()
+    file = file if file.suffix == ".py" else file.with_name(f"{file.name}.py")
+    if not file.is_file():
+        raise Unusable(
+            f"there is no file {file}; write FILE.py:function, or package.module:function, such as train:step"
+        )
+    inside = Path(os.path.abspath(file)).with_suffix("").parts
+    here = Path.cwd().parts
+    sys.path.append(str(Path(*inside[:-1])))
+    if inside[: len(here)] == here and all(part.isidentifier() for part in inside[len(here) :]):
+        return ".".join(inside[len(here) :])  # which its own relative imports may need
+    if not inside[-1].isidentifier():
+        raise Unusable(f"{file} cannot be imported: {inside[-1]!r} is no name of a module; rename the file")
+    return inside[-1]
 
 
 def _tried(name: str, call: Callable[[], Any]) -> Any:

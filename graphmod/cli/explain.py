@@ -1,7 +1,6 @@
 """Words for errors of Hydra and omegaconf: what was got, what is allowed, what to type instead."""
 
 import dataclasses
-import difflib
 import errno
 import re
 from enum import Enum
@@ -14,6 +13,7 @@ from yaml import MarkedYAMLError, YAMLError
 
 from graphmod.errors import ConfigError
 from graphmod.train.schema import REFUSED_OPTIMIZERS, RunConfig
+from graphmod.words import nearest
 
 # What other programs call a setting -> its last name here.
 _ELSEWHERE = {
@@ -40,11 +40,6 @@ def setting_names(kind: type = RunConfig, prefix: str = "") -> list[str]:
         if dataclasses.is_dataclass(field.type):
             names += setting_names(field.type, f"{name}.")
     return names
-
-
-def nearest(word: str, allowed: list[str], cutoff: float = 0.5) -> str | None:
-    """The one of `allowed` most like `word`, or None when nothing is."""
-    return next(iter(difflib.get_close_matches(word, allowed, n=1, cutoff=cutoff)), None)
 
 
 def meant_by(word: str, kind: type = RunConfig) -> str | None:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 
 from graphmod.cli.start import loading, prepare, version
+from graphmod.words import nearest
 
 _HELP = """CUDA graphs for PyTorch training and decode.
 
@@ -72,8 +73,6 @@ def main() -> int:
         print(version())
         return 0
     if name not in COMMANDS:
-        from graphmod.cli.explain import nearest
-
         best = nearest(name, [*COMMANDS])
         hint = f"; did you mean {best!r}?" if best else ""
         print(f"error: there is no command {name!r}{hint}\n  commands: {', '.join(COMMANDS)}", file=sys.stderr)

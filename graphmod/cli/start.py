@@ -23,6 +23,8 @@ def words(name: str) -> list[str]:
     program = Path(sys.argv[0])
     if program.name == f"{name}.py":
         return [from_here(sys.executable), from_here(program)]
+    if program.name == "__main__.py":
+        return [from_here(sys.executable), "-m", "graphmod", name]
     if program.name != "graphmod" or shutil.which("graphmod") == str(program):
         return ["graphmod", name]
     return [from_here(program), name]
@@ -30,7 +32,10 @@ def words(name: str) -> list[str]:
 
 def shown(name: str) -> str:
     """The command `name` as help shows it."""
-    return f"python {name}.py" if Path(sys.argv[0]).name == f"{name}.py" else f"graphmod {name}"
+    program = Path(sys.argv[0]).name
+    if program == "__main__.py":
+        return f"python -m graphmod {name}"
+    return f"python {name}.py" if program == f"{name}.py" else f"graphmod {name}"
 
 
 def _interrupted(*_: object) -> None:

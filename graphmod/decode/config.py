@@ -8,7 +8,7 @@ from enum import Enum
 from numbers import Integral, Real
 from typing import Any
 
-from graphmod.config import BackendName, choice, integer
+from graphmod.config import BackendName, choice, integer, names_settings
 from graphmod.decode.errors import RequestError
 
 
@@ -39,6 +39,7 @@ class CompileMode(str, Enum):
     max = "max"
 
 
+@names_settings
 @dataclass
 class EngineConfig:
     """Settings of `DecodeEngine`.
@@ -110,6 +111,7 @@ def _kind(name: str, value: object, kind: type, words: str) -> None:
         raise RequestError(f"{name} must be {words}, got {value!r}")
 
 
+@names_settings
 @dataclass
 class Sampling:
     """How the tokens of one request are chosen.

@@ -25,7 +25,7 @@ from graphmod.decode.config import CompileMode, EngineConfig, Layout, Sampling
 from graphmod.decode.errors import DecodeError, RequestError
 from graphmod.decode.model_state import decoding
 from graphmod.decode.results import Completion, DecodeStats, Run, TokenEvent, events
-from graphmod.decode.step.anatomy import look_at
+from graphmod.decode.step.anatomy import look_at, require_causal_lm
 from graphmod.decode.step.graphs import BucketGraphs, context_sizes
 from graphmod.decode.step.sampling import GREEDY
 from graphmod.decode.step.state import BatchState
@@ -75,11 +75,7 @@ class DecodeEngine:
     def __init__(
         self, model: PreTrainedModel, config: EngineConfig | None = None, *, codec: Codec | None = None, **settings: Any
     ) -> None:
-        if not hasattr(getattr(model, "config", None), "get_text_config"):
-            raise ConfigError(
-                f"model must be a transformers causal LM, got {type(model).__name__}, which has no config of "
-                "transformers; load one with AutoModelForCausalLM, or give the model inside a wrapper"
-            )
+        require_causal_lm(model)
         self.model = model
         self.config = dataclasses.replace(config or EngineConfig(), **settings)
         text = model.config.get_text_config()

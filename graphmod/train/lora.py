@@ -3,24 +3,17 @@
 The model keeps its class and its layers: graphs, checkpoints and sampling see a transformers model as without adapters.
 """
 
-import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from graphmod.errors import ConfigError, reason
+from graphmod.train.libraries import require_library
 from graphmod.train.schema import LoraSettings
 
 ADAPTER_FILE = "adapter_config.json"
 MERGED_FOLDER = "merged"
-
-
-def require_peft(why: str) -> None:
-    """Raises ConfigError where the library is not installed; `why` says what needs it."""
-    if sys.modules.get("peft", ...) is None or find_spec("peft") is None:
-        raise ConfigError(f"{why} needs the peft library: pip install 'graphmod[lora]'")
 
 
 def add_adapters(model: PreTrainedModel, settings: LoraSettings, base: str) -> PreTrainedModel:
@@ -34,7 +27,7 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, base: str) -> P
     Raises:
         ConfigError: `peft` is not installed, or the model has no such modules.
     """
-    require_peft(f"model.lora.r={settings.r}")
+    require_library("peft", "lora", f"model.lora.r={settings.r}")
     from peft import LoraConfig
 
     targets = settings.target_modules
@@ -70,7 +63,7 @@ def is_adapter(folder: Path) -> bool:
     """Whether `folder` holds adapters and not a whole model. Raises ConfigError where `peft` is needed and missing."""
     found = (folder / ADAPTER_FILE).is_file()
     if found:
-        require_peft(f"{folder}, which holds LoRA adapters,")
+        require_library("peft", "lora", f"{folder}, which holds LoRA adapters,")
     return found
 
 

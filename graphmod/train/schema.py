@@ -87,6 +87,11 @@ REFUSED_OPTIMIZERS = {
     **dict.fromkeys(("adagrad", "adadelta", "adamax", "asgd", "nadam", "radam", "rmsprop", "rprop"), _NO_GUARD),
 }
 
+DRAWS_IN_COMPILED_CODE = (
+    "train.activation_checkpointing=true runs layers twice, and compiled code would draw other numbers for dropout the "
+    "second time; set the model's dropout to 0, or use graph.compile=none"
+)
+
 
 class Schedule(str, Enum):
     """The schedules of `transformers.get_scheduler` that are known before the run."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields
 from enum import Enum
 
-from graphmod.config import CUDAGraphConfig, choice, settings
+from graphmod.config import CUDAGraphConfig, choice, names_settings, settings
 
 
 class Scope(str, Enum):
@@ -14,6 +14,7 @@ class Scope(str, Enum):
     full_iteration = "full_iteration"
 
 
+@names_settings
 @dataclass
 class TrainGraphConfig(CUDAGraphConfig):
     """The settings of `CUDAGraphConfig`, and what `TrainStep` captures with them.

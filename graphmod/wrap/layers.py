@@ -14,6 +14,7 @@ import itertools
 import sys
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,7 +29,11 @@ from graphmod.wrap.target import MARK, Mark, Target
 
 
 def graph_layers(
-    model: nn.Module, config: CUDAGraphConfig | None = None, *, layers: str | list[str] | None = None
+    model: nn.Module,
+    config: CUDAGraphConfig | None = None,
+    *,
+    layers: str | list[str] | None = None,
+    **single: Any,
 ) -> list[CUDAGraphModule]:
     """Lets each layer of `model` run from its own CUDA graphs; neighbours share buffers and one memory pool.
 
@@ -38,6 +43,7 @@ def graph_layers(
         layers: name patterns (`layers.*.mlp`; matched against the end of a module's name, `*` within one part) of the
             modules to wrap. None takes `config.layers`, or finds the layers: the outermost `nn.ModuleList`s and
             `nn.Sequential`s whose items are of one class.
+        single: single settings of `CUDAGraphConfig`, such as `max_graphs=4`, in the place of those of `config`.
 
     Returns:
         The wrappers, in the order of `model.named_modules()`, for their `stats` and `reset()`.
@@ -47,13 +53,14 @@ def graph_layers(
     made anew in each step can be in no graph.
 
     Raises:
+        UnknownSetting: `single` has a name that is no setting.
         ConfigError: nothing matches, a match lies inside another, a layer has graphs already, or lies in a model that
             is compiled as a whole.
         TypeError: `model` is no module, or `config` no CUDAGraphConfig.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"graph_layers takes an nn.Module, got {type(model).__name__}; a callable: CUDAGraphModule(it)")
-    config = settings(config)
+    config = settings(config, single)
     patterns = layers if layers is not None else config.layers
     names = find_layers(model) if patterns is None else match_layers(model, patterns)
     for module in model.modules():

@@ -45,6 +45,7 @@ class CUDAGraphModule(Surface):
         module: a module or callable. A callable may run a whole training iteration and return a detached loss.
         config: settings; None means the defaults.
         name: how log lines name it; the class or function name by default.
+        single: single settings of `CUDAGraphConfig`, such as `max_graphs=4`, in the place of those of `config`.
 
     Attributes of the wrapped module are read, set and deleted through the wrapper. torch.compile, torch.export and the
     like see the wrapped module in its place, and no graph.
@@ -60,6 +61,7 @@ class CUDAGraphModule(Surface):
         name: str | None = None,
         group: Group | None = None,
         call: Callable | None = None,
+        **single: Any,
     ) -> None:
         super().__init__()
         if not callable(module):
@@ -72,7 +74,7 @@ class CUDAGraphModule(Surface):
         made = call or (Target(module) if isinstance(module, nn.Module) else module)
         name = name or getattr(module, "__name__", type(module).__name__)
         self.__dict__["_call"] = made
-        self._context = Context(module, made, settings(config), name, group or Group())
+        self._context = Context(module, made, settings(config, single), name, group or Group())
         self._hooks_outside = isinstance(module, nn.Module) and call is None
         self._mark: Any = object()  # the `Mark` of a layer whose forward leads here
         self._retired = False

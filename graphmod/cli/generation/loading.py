@@ -14,6 +14,7 @@ from graphmod.train.checkpoints.loadable import checkpoint_of, require_whole
 from graphmod.train.lora import ADAPTER_FILE, is_adapter
 
 _CONFIGS = ("config.json", ADAPTER_FILE)
+_RUNS = Path("runs/train"), Path("runs/compare")  # of train.py, and of its multiruns
 _DTYPES = {Precision.saved: "auto", Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16}
 
 
@@ -26,7 +27,7 @@ def model_folder(path: str) -> Path:
     folder = Path(path)
     if not folder.is_dir():
         raise ConfigError(
-            f"model.path={path} is not a folder; give that of a saved model, or train one: graphmod train"
+            f"model.path={path} is not a folder; give that of a saved model, or train one: graphmod train{_elsewhere()}"
         )
     if any((folder / name).is_file() for name in _CONFIGS) or checkpoint_of(folder) is not None:
         return require_whole(folder)
@@ -35,9 +36,15 @@ def model_folder(path: str) -> Path:
     if not found:
         raise ConfigError(
             f"model.path={path} holds neither a saved model (there is no config.json) nor a checkpoint of a run; "
-            "train one: graphmod train"
+            f"train one: graphmod train{_elsewhere()}"
         )
     return require_whole(max(found, key=lambda config: config.stat().st_mtime).parent)
+
+
+def _elsewhere() -> str:
+    """Where else commands in this folder have saved models; "" where they have not."""
+    found = [folder for folder in _RUNS if any(folder.glob("**/checkpoints/*/config.json"))]
+    return "".join(f". There are models in {folder}: model.path={folder}" for folder in found)
 
 
 def pick_device(name: DeviceName) -> torch.device:

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from graphmod.cli.start import loading
 from graphmod.cli.stdout import OutputError, show
-from graphmod.cli.training.compose import parse
-from graphmod.errors import GraphmodError
+from graphmod.cli.training.compose import parse, parse_early
+from graphmod.errors import ConfigError, GraphmodError
 from graphmod.train.run.folders import link_latest
 from graphmod.train.run.ownership import owned
 
@@ -96,14 +96,22 @@ class ComparisonCallback(Callback):
         self._config: DictConfig | None = None
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Loads PyTorch: the settings are composed by now, and a Ctrl-C leaves no folder behind."""
+        """Loads PyTorch: the settings are composed by now, and a Ctrl-C leaves no folder behind. Not for settings that
+        will be refused, which the job says: what is raised here, Hydra would turn into a warning."""
+        try:
+            parse_early(OmegaConf.masked_copy(config, [name for name in config if name != "hydra"]))
+        except ConfigError:
+            return
+        self._load()
+
+    def _load(self) -> None:
         with loading():
             import graphmod.train.run.loop  # noqa: F401
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Loads PyTorch, lets `end_early` know what to compare, and takes the folder, which `require_folder` tells."""
         global _running, _refusal
-        self.on_run_start(config)
+        self._load()
         self._config, _running = config, self
         try:
             _folder.enter_context(owned(Path(config.hydra.sweep.dir)))

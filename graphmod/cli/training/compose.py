@@ -8,6 +8,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from graphmod.cli.explain import explain
 from graphmod.errors import ConfigError
+from graphmod.train.run.checks import check
 from graphmod.train.schema import RunConfig
 
 CONFIGS = Path(__file__).parent.resolve() / "configs"
@@ -18,23 +19,39 @@ def register() -> None:
     ConfigStore.instance().store(name="run_schema", node=RunConfig)
 
 
-def parse(cfg: DictConfig | dict) -> RunConfig:
-    """The typed and checked settings of a composed config.
-
-    Merging into a fresh schema catches what Hydra lets pass: a misspelt key that was added with `+`.
-
-    Raises:
-        ConfigError: an unknown key, a value of the wrong kind, an impossible combination, a path that is not there.
-    """
+def _typed(cfg: DictConfig | dict) -> RunConfig:
+    """Merging into a fresh schema catches what Hydra lets pass: a misspelt key that was added with `+`."""
     try:
         plain = OmegaConf.to_container(cfg, resolve=True) if OmegaConf.is_config(cfg) else cfg
         merged = OmegaConf.merge(OmegaConf.structured(RunConfig), plain)
-        config = OmegaConf.to_object(merged)
+        return OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         raise ConfigError(explain(error)) from error
     except ConfigError as error:  # GraphConfig checks itself and does not know under which name it stands here
         raise ConfigError(f"graph.{error}") from error
-    from graphmod.train.run.checks import check  # loads PyTorch, which a misspelt key need not wait for
 
+
+def parse_early(cfg: DictConfig | dict) -> None:
+    """Checks what takes no PyTorch to check. A run that is resumed from a folder is not looked at: it has settings that
+    are not in `cfg`.
+
+    Raises:
+        ConfigError: as `parse`.
+    """
+    config = _typed(cfg)
+    if config.train.resume in ("none", "auto"):
+        check(config)
+
+
+def parse(cfg: DictConfig | dict) -> RunConfig:
+    """The typed and checked settings of a composed config.
+
+    Raises:
+        ConfigError: an unknown key, a value of the wrong kind, an impossible combination, a path that is not there.
+    """
+    config = _typed(cfg)
     check(config)
+    from graphmod.train.run.device import check_device  # loads PyTorch
+
+    check_device(config)
     return config

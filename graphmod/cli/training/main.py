@@ -28,7 +28,7 @@ from graphmod.cli.start import shown, version
 from graphmod.cli.stdout import complain, show, unwritten
 from graphmod.cli.training import callback
 from graphmod.cli.training.arguments import for_hydra, groups, swept_keys
-from graphmod.cli.training.compose import CONFIGS, register
+from graphmod.cli.training.compose import CONFIGS, parse_early, register
 from graphmod.errors import ConfigError, GraphmodError
 from graphmod.train.run.folders import job_folder, unused
 
@@ -67,6 +67,14 @@ def main(given: list[str]) -> int:
         hydra_config = HydraConfig.get()
         folder = Path(hydra_config.runtime.output_dir)
         alone = hydra_config.mode is RunMode.RUN
+        if alone:
+            try:
+                parse_early(cfg)
+            except ConfigError as error:
+                complain(error)
+                _tidy(folder)
+                statuses.append(2)
+                return folder
         from graphmod.cli.training.job import Job, attempt, failed  # loads PyTorch
 
         callback.require_folder()

@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache
 
 from graphmod.decode.cache.layers import Layer
 from graphmod.decode.errors import DecodeError
-from graphmod.errors import reason
+from graphmod.errors import ConfigError, reason
 from graphmod.models.exchange import BESIDE, PROBE, attention, takes
 from graphmod.models.masks import Rule, Unclear, asker
 
@@ -113,6 +113,26 @@ class _Probe:
         sizes = heads, key.shape[1], width, value.shape[-1]
         self.layers[index] = Layer(*sizes, attention_mask, "softcap" in asked, "s_aux" in asked)
         return value.new_zeros((rows, tokens, heads, value.shape[-1])), None
+
+
+def require_causal_lm(model: object) -> None:
+    """Raises ConfigError for what is no causal LM of transformers, with what is needed in its place."""
+    name, config = type(model).__name__, getattr(model, "config", None)
+    if not hasattr(config, "get_text_config"):
+        raise ConfigError(
+            f"model must be a transformers causal LM, got {name}, which has no config of transformers; load one with "
+            "AutoModelForCausalLM, or give the model inside a wrapper"
+        )
+    if getattr(config, "is_encoder_decoder", False):
+        raise ConfigError(
+            f"model must be a transformers causal LM, got {name}, whose decoder reads what an encoder makes of the "
+            "input; that is not decoded here. Use model.generate"
+        )
+    if not model.can_generate():
+        raise ConfigError(
+            f"model must be a transformers causal LM, got {name}, which does not predict the next token; load one with "
+            "AutoModelForCausalLM"
+        )
 
 
 def look_at(model: PreTrainedModel, reach: int) -> Anatomy:

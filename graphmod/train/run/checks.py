@@ -1,4 +1,5 @@
-"""Which settings of a run cannot be meant together, and which files must be there before it starts.
+"""Which settings of a run cannot be meant together, and which files must be there before it starts; without PyTorch,
+which takes seconds to load. What is asked of the device, `train/run/device.py` looks at.
 
 Reads nothing but file names and changes nothing, save `data.path` and `train.log`, which it makes lists, and
 `data.seq_len`, which is the longest of `data.buckets`.
@@ -7,17 +8,13 @@ Reads nothing but file names and changes nothing, save `data.path` and `train.lo
 import math
 from pathlib import Path
 
-import torch
-
-from graphmod.config import BackendName
 from graphmod.errors import ConfigError
-from graphmod.train.lora import require_peft
-from graphmod.train.report.loggers.wandb_run import require_wandb
+from graphmod.train.libraries import require_library
 from graphmod.train.schema import (
+    DRAWS_IN_COMPILED_CODE,
     Architecture,
     Compile,
     DataConfig,
-    DeviceName,
     LogTo,
     LoraSettings,
     ModelConfig,
@@ -30,9 +27,6 @@ from graphmod.train.schema import (
     TrainOn,
 )
 from graphmod.train.settings import Scope
-from graphmod.train.step.activations import DRAWS_IN_COMPILED_CODE
-from graphmod.train.step.optim import check_schedule
-from graphmod.train.varlen import unavailable
 
 _SIZES = ("layers", "hidden_size", "heads", "intermediate_size", "max_positions")
 _ROPE_ONLY = ("kv_heads", "head_dim", "rope_theta")
@@ -77,7 +71,7 @@ def check_model(model: ModelConfig) -> None:
         "model.lora is off without a rank; set model.lora.r=8, or leave the other settings of model.lora out",
     )
     if lora.r is not None:
-        require_peft(f"model.lora.r={lora.r}")
+        require_library("peft", "lora", f"model.lora.r={lora.r}")
     if model.architecture is Architecture.local:
         _require(model.path is not None, "model=local needs model.path=FOLDER with a saved transformers model")
         folder = Path(model.path)
@@ -195,7 +189,6 @@ def check_optim(optim: OptimConfig) -> None:
     _at_least("optim", optim, 0, "weight_decay")
     _require(optim.weight_decay < math.inf, "optim.weight_decay must be finite, got inf")
     _share("optim", optim, "warmup_fraction", "min_lr_ratio")
-    check_schedule(optim)
     norm = optim.max_grad_norm
     _require(norm is None or norm > 0, f"optim.max_grad_norm must be above 0, or null to not clip, got {norm}")
 
@@ -211,16 +204,8 @@ def check_log(train: TrainConfig) -> None:
             "'train.log=[tensorboard,csv]', or 'train.log=[]' for none",
         )
     if LogTo.wandb in given:
-        require_wandb("train.log=wandb")
+        require_library("wandb", "wandb", "train.log=wandb")
     train.log = list(dict.fromkeys(LogTo(name).value for name in given))
-
-
-def pick_device(name: DeviceName) -> torch.device:
-    """The device a run uses. Raises ConfigError when a GPU is asked for and there is none."""
-    if name is DeviceName.cuda or (name is DeviceName.auto and torch.cuda.is_available()):
-        _require(torch.cuda.is_available(), "train.device=cuda, but PyTorch finds no GPU; use train.device=auto or cpu")
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 def check(config: RunConfig) -> None:
@@ -281,11 +266,4 @@ def check(config: RunConfig) -> None:
     _require(
         graph.compile is Compile.none or not (train.activation_checkpointing and draws),
         DRAWS_IN_COMPILED_CODE,
-    )
-    device = pick_device(train.device)
-    reason = unavailable(device, train.precision) if config.data.packing_attention is PackingAttention.varlen else None
-    _require(reason is None, f"data.packing_attention=varlen cannot be used: {reason}; use mask, or auto")
-    _require(
-        graph.backend is not BackendName.cuda or device.type == "cuda" or graph.scope is Scope.none,
-        "graph.backend=cuda needs a GPU and the run is on the CPU; use graph.backend=auto",
     )

@@ -17,7 +17,7 @@ from graphmod.train.data.batches import make_batches
 from graphmod.train.data.corpus import load_corpus
 from graphmod.train.model import build_model, model_config
 from graphmod.train.run.assembly import step_maker
-from graphmod.train.run.checks import pick_device
+from graphmod.train.run.device import pick_device
 from graphmod.train.schema import Compile, RunConfig
 from graphmod.train.settings import Scope
 from graphmod.train.step import TrainStep

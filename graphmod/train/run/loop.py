@@ -30,8 +30,8 @@ from graphmod.train.report.timing import StepClock
 from graphmod.train.report.versions import commit, versions
 from graphmod.train.run.assembly import device_name, plain_config, step_maker
 from graphmod.train.run.auto import AutoScope, candidates
-from graphmod.train.run.checks import pick_device
 from graphmod.train.run.decisive import decisive_settings, extension, fingerprint, other_order, require_same
+from graphmod.train.run.device import pick_device
 from graphmod.train.run.evaluation import Evaluation
 from graphmod.train.run.interrupt import Aborted, StopRequest
 from graphmod.train.run.opening import opening

@@ -20,8 +20,8 @@ from graphmod.train.checkpoints.manifest import (
 )
 from graphmod.train.report.result import RESULT_FILE, RunResult
 from graphmod.train.run.assembly import plain_config
-from graphmod.train.run.checks import pick_device
 from graphmod.train.run.decisive import decisive_settings, differences
+from graphmod.train.run.device import pick_device
 from graphmod.train.run.ownership import FolderInUse, owned
 from graphmod.train.schema import RunConfig
 

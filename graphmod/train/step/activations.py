@@ -11,13 +11,9 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from graphmod.errors import ConfigError
 from graphmod.trace.tracer import is_recording
+from graphmod.train.schema import DRAWS_IN_COMPILED_CODE
 from graphmod.train.step.draws import kept_draws
 from graphmod.wrap.layers import find_layers
-
-DRAWS_IN_COMPILED_CODE = (
-    "train.activation_checkpointing=true runs layers twice, and compiled code would draw other numbers for dropout the "
-    "second time; set the model's dropout to 0, or use graph.compile=none"
-)
 
 
 class Recomputed:

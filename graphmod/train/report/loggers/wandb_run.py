@@ -3,28 +3,16 @@
 import html
 import os
 import secrets
-import sys
 from collections.abc import Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from graphmod.errors import ConfigError, GraphmodError, reason
+from graphmod.errors import GraphmodError, reason
+from graphmod.train.libraries import require_library
 from graphmod.train.report.loggers.logger import Logger, named
 
 ID_FILE = "wandb_id.txt"
 _PROJECT = "graphmod"
-
-
-def require_wandb(why: str) -> None:
-    """Raises ConfigError where the library is not installed; `why` says what needs it."""
-    if "wandb" in sys.modules:
-        found = sys.modules["wandb"] is not None
-    else:
-        spec = find_spec("wandb")
-        found = spec is not None and spec.origin is not None  # else a folder `wandb`, which the library leaves behind
-    if not found:
-        raise ConfigError(f"{why} needs the wandb library: pip install 'graphmod[wandb]'")
 
 
 class WandbLogger(Logger):
@@ -42,7 +30,7 @@ class WandbLogger(Logger):
     """
 
     def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
-        require_wandb("train.log=wandb")
+        require_library("wandb", "wandb", "train.log=wandb")
         import wandb
 
         self._html = wandb.Html

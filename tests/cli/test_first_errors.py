@@ -1,0 +1,165 @@
+"""What is told at once: settings before PyTorch is loaded, misspelt names, files to check, models to decode."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from graphmod import CUDAGraphConfig, CUDAGraphModule, DecodeEngine, graph_layers
+from graphmod.check.cli import main as check
+from graphmod.cli.generation.loading import model_folder
+from graphmod.decode.config import EngineConfig, Sampling
+from graphmod.errors import ConfigError, UnknownSetting
+from graphmod.train.settings import TrainGraphConfig
+
+ANSWERS = """
+import sys
+from graphmod.cli.main import train
+
+wrong = ["train.steps=0", "train.steps=-5", "train.steps=abc", "train.log=foo", "optim.learning_rate=-1", "data=text"]
+assert [train([one]) for one in wrong] == [2] * len(wrong)
+assert not {"torch", "transformers", "numpy"} & set(sys.modules)
+"""
+STEP = """
+import torch
+from beside import made
+
+layer = torch.nn.Linear(4, 4)
+
+
+def step():
+    return layer(made).detach()
+"""
+SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 32, "intermediate_size": 32}
+
+
+def python(*arguments, cwd):
+    return subprocess.run([sys.executable, *arguments], cwd=cwd, capture_output=True, text=True)
+
+
+def test_values_that_cannot_be_are_told_without_loading_torch(tmp_path):
+    done = python("-c", ANSWERS, cwd=tmp_path)
+    assert done.returncode == 0 and done.stderr.count("error: ") == 6, done.stderr
+    assert "train.steps must be at least 1, got -5" in done.stderr
+
+
+def test_the_package_is_the_command(tmp_path):
+    done = python("-m", "graphmod", "train", "train.steps=0", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (2, "error: train.steps must be at least 1, got 0\n")
+    assert "python -m graphmod train [--multirun]" in python("-m", "graphmod", "train", "--help", cwd=tmp_path).stdout
+
+
+@pytest.fixture
+def step_file(tmp_path, monkeypatch):
+    """`inside/its_step.py`, which imports what lies beside it, is checked from the folder above."""
+    (tmp_path / "inside").mkdir()
+    (tmp_path / "inside" / "beside.py").write_text("import torch\n\nmade = torch.ones(2, 4)\n")
+    (tmp_path / "inside" / "its_step.py").write_text(STEP)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield tmp_path / "inside" / "its_step.py"
+    for name in ("beside", "its_step", "inside.its_step", "inside"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("form", ["{relative}:step", "{absolute}:step", "{relative_without}:step", "{elsewhere}:step"])
+def test_a_file_is_checked_by_its_path(step_file, monkeypatch, capsys, form):
+    if "elsewhere" in form:
+        (step_file.parent.parent / "other").mkdir()
+        monkeypatch.chdir(step_file.parent.parent / "other")
+    names = {"relative": "inside/its_step.py", "relative_without": "inside/its_step", "absolute": step_file}
+    assert check([form.format(**names, elsewhere=step_file)]) == 0
+    assert "'step' would be captured" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("inside/nothing.py:step", "there is no file inside/nothing.py; write FILE.py:function, or package.module:"),
+        ("inside/its_step.py", "names no function; write package.module:function or FILE.py:function"),
+        ("inside/its_step.py:nothing", "inside.its_step has no 'nothing'"),
+    ],
+)
+def test_a_file_that_cannot_be_checked_says_what_is_expected(step_file, capsys, name, said):
+    assert check([name]) == 2 and said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["inside/its_step.py:step"]])
+def test_a_report_that_nobody_reads_to_its_end_is_no_error(step_file, arguments):
+    command = [sys.executable, "-m", "graphmod.check", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()
+        assert process.stderr.read() == ""
+
+
+def layers():
+    model = torch.nn.Module()
+    model.layers = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
+    return model
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: CUDAGraphConfig(warmup_step=2), "CUDAGraphConfig has no setting 'warmup_step'; did you mean"),
+        (lambda: TrainGraphConfig(scop="none"), "TrainGraphConfig has no setting 'scop'; did you mean 'scope'?"),
+        (lambda: graph_layers(layers(), warmup_step=2), "did you mean 'warmup_steps'?"),
+        (lambda: CUDAGraphModule(torch.sin, max_graph=2), "did you mean 'max_graphs'?"),
+        (lambda: EngineConfig(zzz=2), "EngineConfig has no setting 'zzz'; it has max_batch_size, "),
+        (lambda: Sampling(temprature=1), "did you mean 'temperature'?"),
+    ],
+)
+def test_a_misspelt_setting_names_the_nearest(call, said):
+    with pytest.raises(UnknownSetting, match=said.replace("?", r"\?")) as raised:
+        call()
+    assert isinstance(raised.value, TypeError) and isinstance(raised.value, ConfigError)
+
+
+def test_single_settings_take_the_place_of_those_of_the_config():
+    config = CUDAGraphConfig(warmup_steps=2, max_graphs=5)
+    (first, _) = graph_layers(layers(), config, warmup_steps=4)
+    assert (first._context.config.warmup_steps, first._context.config.max_graphs) == (4, 5)
+    assert config.warmup_steps == 2
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (lambda: BertForMaskedLM(BertConfig(**SMALL)), "got BertForMaskedLM, which does not predict the next token"),
+        (
+            lambda: LlamaModel(LlamaConfig(**SMALL)),
+            "got LlamaModel, which does not predict the next token; load one wi",
+        ),
+        (
+            lambda: T5ForConditionalGeneration(T5Config(d_model=16, d_ff=16, num_layers=1, num_heads=2, vocab_size=32)),
+            "got T5ForConditionalGeneration, whose decoder reads what an encoder makes.*Use model.generate",
+        ),
+    ],
+)
+def test_an_engine_says_what_it_needs_of_a_model(model, said):
+    with pytest.raises(ConfigError, match=said):
+        DecodeEngine(model())
+
+
+def test_a_misspelt_setting_of_an_engine_names_the_nearest():
+    with pytest.raises(UnknownSetting, match=r"did you mean 'max_batch_size'\?"):
+        DecodeEngine(LlamaForCausalLM(LlamaConfig(**SMALL)), max_batchsize=2)
+
+
+def test_where_only_comparisons_have_models_generate_says_so(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    kept = tmp_path / "runs/compare/2026/none/checkpoints/step_00000009"
+    kept.mkdir(parents=True)
+    (kept / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"model.path=runs/train is not a folder.*model.path=runs/compare"):
+        model_folder("runs/train")
