@@ -10,10 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from graphmod.errors import ConfigError, reason
 from graphmod.train.libraries import require_library
-from graphmod.train.schema import LoraSettings
-
-ADAPTER_FILE = "adapter_config.json"
-MERGED_FOLDER = "merged"
+from graphmod.train.schema import ADAPTER_FILE, LoraSettings
 
 
 def add_adapters(model: PreTrainedModel, settings: LoraSettings, base: str) -> PreTrainedModel:

@@ -123,6 +123,10 @@ class DeviceName(str, Enum):
     cuda = "cuda"
 
 
+# In a checkpoint of adapters: the file they are described in, and the folder of the whole model that they make.
+ADAPTER_FILE, MERGED_FOLDER = "adapter_config.json", "merged"
+
+
 @dataclass
 class LoraSettings:
     """Low-rank adapters on a saved model.

@@ -1,11 +1,13 @@
 """Adapters train on a frozen model, in graphs as eagerly, resume bitwise, and load for sampling."""
 
 import json
+import re
 import sys
+from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY
+from conftest import TINY, composed
 from made_tokenizers import byte_level
 from transformers import AutoModelForCausalLM
 
@@ -13,10 +15,12 @@ from graphmod.cli.generation import main as generate_cli
 from graphmod.cli.generation import run as generation_run
 from graphmod.cli.generation.loading import load_model, model_folder
 from graphmod.cli.generation.schema import ModelSource
+from graphmod.cli.training.compose import parse
+from graphmod.cli.training.resumed import job_settings
 from graphmod.decode import DecodeEngine
 from graphmod.errors import ConfigError
-from graphmod.train.lora import MERGED_FOLDER
 from graphmod.train.run.loop import train
+from graphmod.train.schema import MERGED_FOLDER
 
 
 @pytest.fixture
@@ -121,3 +125,53 @@ def test_without_the_library_the_error_says_what_to_install(adapted, tmp_path, m
     saved = tmp_path / "run" / result.checkpoint
     with pytest.raises(ConfigError, match=r"holds LoRA adapters, needs the peft library"):
         load_model(saved, ModelSource(path=str(saved)))
+
+
+def resumed(*overrides):
+    return parse(job_settings(composed(*overrides), list(overrides)).settings)
+
+
+def test_what_is_saved_beside_adapters_may_change_and_what_they_are_may_not(adapted, tmp_path):
+    whole = train(adapted("train.steps=8", "optim.schedule=constant"), tmp_path / "whole")
+    first = train(adapted("train.steps=6", "optim.schedule=constant"), tmp_path / "run")
+    run, saved = tmp_path / "run", tmp_path / "run" / first.checkpoint
+    with pytest.raises(
+        ConfigError, match=r"model.lora.r was 4 and is now 8\. Use those it had, or have a whole model sav"
+    ):
+        resumed(f"train.resume={run}", "model.lora.r=8")
+    assert not (saved / MERGED_FOLDER).exists()
+    overrides = [f"train.resume={run}", "model.lora.merge=true", "train.steps=8"]
+    assert job_settings(composed(*overrides), overrides).changed == ["model.lora.merge was False and is now True"]
+    more = train(resumed(*overrides), tmp_path / "unused")
+    assert more.losses == whole.losses and (run / more.checkpoint / MERGED_FOLDER / "config.json").is_file()
+
+
+def test_the_way_that_the_refusal_of_a_change_names_leads_on(adapted, settings, tmp_path):
+    first = train(adapted("train.steps=4"), tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"holds LoRA adapters and no whole model.*train.resume="):
+        adapted(f"model.path={tmp_path / 'run' / first.checkpoint}")
+    with pytest.raises(ConfigError) as refused:
+        resumed(f"train.resume={tmp_path / 'run'}", "optim.learning_rate=0.5")
+    one, anew = re.search(r"saved \((.*)\) and start anew from that: (.*)$", str(refused.value)).groups()
+    train(resumed(*one.split()), tmp_path / "unused")
+    path = anew.split()[-1]
+    assert anew.startswith("train.resume=none model=local model.path=") and Path(path.partition("=")[2]).is_dir()
+    result = train(adapted(path, "optim.learning_rate=0.5", "train.steps=2"), tmp_path / "anew")
+    assert result.status == "finished"
+    # Where the whole model is there, it is what is named.
+    with pytest.raises(ConfigError, match=rf"start anew from its weights: train.resume=none model=local {path}$"):
+        resumed(f"train.resume={tmp_path / 'run'}", "optim.learning_rate=0.5")
+
+
+def test_a_checkpoint_from_before_each_setting_of_adapters_was_compared_resumes(adapted, tmp_path):
+    first = train(adapted("train.steps=4"), tmp_path / "run")
+    manifest = tmp_path / "run" / first.checkpoint / "checkpoint.json"
+    content = json.loads(manifest.read_text())
+    lora = {name: content["settings"].pop(name) for name in [*content["settings"]] if name.startswith("model.lora.")}
+    assert "model.lora.merge" not in lora and lora["model.lora.r"] == 4
+    content["settings"]["model.lora"] = {name.rpartition(".")[2]: value for name, value in lora.items()} | {
+        "merge": True
+    }
+    manifest.write_text(json.dumps(content))
+    config = resumed(f"train.resume={tmp_path / 'run'}", "train.steps=5")
+    assert len(train(config, tmp_path / "unused").losses) == 5

@@ -228,6 +228,28 @@ def test_a_number_of_steps_takes_the_place_of_epochs(on_text, tmp_path):
     assert len(train(config, tmp_path / "unused").losses) == done + 2
 
 
+def test_where_epochs_were_asked_for_epochs_are_named(on_text, tmp_path):
+    run = tmp_path / "run"
+    train(on_text("train.epochs=2"), run)
+    steps, said = len(RunResult.read(run).losses), []
+    train(parse(given(f"train.resume={run}").settings), tmp_path / "unused", say=said.append)
+    assert f"is finished; to extend it: train.resume={run} train.epochs=4." in said[0]
+    with pytest.raises(
+        ConfigError, match=rf"has done {steps} steps already, and train.epochs=1, which are {steps // 2} st"
+    ):
+        train(parse(given(f"train.resume={run}", "train.epochs=1").settings), tmp_path / "unused")
+    longer = train(parse(given(f"train.resume={run}", "train.epochs=3").settings), tmp_path / "unused")
+    assert len(longer.losses) == steps // 2 * 3 and longer.config["train"]["epochs"] == 3
+
+
+def test_options_of_a_schedule_are_compared_as_a_whole(stopped, tmp_path):
+    settings = ["optim.schedule=cosine_with_restarts", "+optim.schedule_options.num_cycles=2"]
+    run, losses = stopped(*settings)
+    with pytest.raises(ConfigError, match=r"schedule_options was \{'num_cycles': 2\} and is now \{'num_cycles': 3\}"):
+        train(parse(given(f"train.resume={run}", "+optim.schedule_options.num_cycles=3").settings), tmp_path / "unused")
+    assert train(parse(given(f"train.resume={run}").settings), tmp_path / "unused").losses == losses
+
+
 def test_steps_and_epochs_at_once_are_refused():
     with pytest.raises(ConfigError, match=r"train\.steps=3 and train\.epochs=2 both say how long to train"):
         for_hydra(["train.steps=3", "train.epochs=2"])

@@ -78,10 +78,13 @@ def job_settings(cfg: DictConfig, overrides: list[str]) -> JobSettings:
         settings.setdefault(group, {}).update(values)
     changed = []
     for name, value in {**given, _RESUME: resume}.items():
-        group, _, key = name.partition(".")
-        if name not in _SAID and key in saved.get(group, {}) and saved[group][key] != value:
-            changed.append(f"{name} was {saved[group][key]} and is now {value}")
-        settings.setdefault(group, {})[key] = value
+        *path, key = name.split(".")
+        was, place = saved, settings
+        for part in path:
+            was, place = was.get(part, {}), place.setdefault(part, {})
+        if name not in _SAID and key in was and was[key] != value:
+            changed.append(f"{name} was {was[key]} and is now {value}")
+        place[key] = value
     if "train.steps" in given and "train.epochs" not in given:
         settings["train"]["epochs"] = None  # which would decide otherwise
     return JobSettings(settings, changed)

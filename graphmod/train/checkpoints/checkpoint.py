@@ -31,8 +31,9 @@ from graphmod.train.checkpoints.manifest import (
     checksum,
     clear_leftovers,
 )
-from graphmod.train.lora import MERGED_FOLDER, has_adapters, save_merged
+from graphmod.train.lora import has_adapters, save_merged
 from graphmod.train.model import no_transformers_bars
+from graphmod.train.schema import MERGED_FOLDER
 from graphmod.train.step import TrainStep
 
 _LEAST_FREE = 1 << 22

@@ -11,7 +11,9 @@ from pathlib import Path
 from graphmod.errors import ConfigError
 from graphmod.train.libraries import require_library
 from graphmod.train.schema import (
+    ADAPTER_FILE,
     DRAWS_IN_COMPILED_CODE,
+    MERGED_FOLDER,
     Architecture,
     Compile,
     DataConfig,
@@ -76,6 +78,11 @@ def check_model(model: ModelConfig) -> None:
         _require(model.path is not None, "model=local needs model.path=FOLDER with a saved transformers model")
         folder = Path(model.path)
         _require(folder.is_dir(), f"model.path={model.path} is not a folder")
+        _require(
+            (folder / "config.json").is_file() or not (folder / ADAPTER_FILE).is_file(),
+            f"model.path={model.path} holds LoRA adapters and no whole model; train them on with train.resume="
+            f"{model.path}, or have one saved with model.lora.merge=true and give its folder {MERGED_FOLDER}",
+        )
         _require(
             (folder / "config.json").is_file(),
             f"model.path={model.path} holds no config.json, so no saved model; those of a run are in its folders "

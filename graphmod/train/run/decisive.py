@@ -1,13 +1,14 @@
 """The settings and the text that decide the numbers of a run, and whether two runs have the same."""
 
 import zlib
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from graphmod.errors import ConfigError
 from graphmod.train.run.assembly import plain_config
-from graphmod.train.schema import RunConfig
+from graphmod.train.schema import ADAPTER_FILE, MERGED_FOLDER, RunConfig
 from graphmod.train.step.optim import learning_rates
 
 # How long a run is may change, too; what that does to its numbers, `extension` says.
@@ -29,11 +30,26 @@ _BY_CONTENT = {
 _BEFORE_IT_CAME = {"data.packing_attention": "mask"}
 
 
+# Settings within one setting, which are compared each by itself; other dicts are compared as a whole.
+_NESTED = ("model.lora",)
+# They decide what is saved beside the weights.
+_OF_SAVING = {"model.lora.merge"}
 _EPOCHS_SINCE = 2  # of the formats of checkpoints
 
 
+def _each(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings by full name, those that hold others opened; without those that decide no number."""
+    found = {}
+    for name, value in settings.items():
+        if name in _NESTED and isinstance(value, dict):
+            found |= {f"{name}.{inner}": one for inner, one in value.items()}
+        else:
+            found[name] = value
+    return {name: value for name, value in found.items() if name not in _OF_SAVING}
+
+
 def _flat(config: dict[str, Any]) -> dict[str, Any]:
-    return {f"{group}.{name}": value for group, values in config.items() for name, value in values.items()}
+    return _each({f"{group}.{name}": value for group, values in config.items() for name, value in values.items()})
 
 
 def decisive_settings(config: dict[str, Any], device: str) -> dict[str, Any]:
@@ -51,13 +67,16 @@ def decisive_settings(config: dict[str, Any], device: str) -> dict[str, Any]:
     }
     if not config["data"]["packing"]:
         del found["data.packing_attention"]
-    return {**found, "train.device": device}
+    return {**_each(found), "train.device": device}
 
 
 def with_changes(settings: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     """Decisive settings, with the values in `given` of those that are among them, by full name."""
     # The device stands in `given` as it was asked for, which may be `auto`.
-    return {name: value if name == "train.device" else given.get(name, value) for name, value in settings.items()}
+    changed = _each(given)
+    return {
+        name: value if name == "train.device" else changed.get(name, value) for name, value in _each(settings).items()
+    }
 
 
 def fingerprint(tokens: Tensor) -> str:
@@ -69,7 +88,7 @@ def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Each decisive setting that is not what it was, in words. One that `saved` lacks came later, and was what it is by
     default."""
     defaults = _flat(plain_config(RunConfig())) | _BEFORE_IT_CAME
-    was = {name: defaults.get(name, value) for name, value in now.items()} | saved
+    was = {name: defaults.get(name, value) for name, value in now.items()} | _each(saved)
     # Those that have nothing to do with this run are left out of its settings.
     return [f"{name} was {was[name]} and is now {now.get(name)}" for name in sorted(was) if was[name] != now.get(name)]
 
@@ -125,7 +144,22 @@ def other_order(manifest: dict[str, Any]) -> str | None:
     )
 
 
-def require_same(where: object, manifest: dict[str, Any], settings: dict[str, Any], data: str | None = None) -> None:
+def _anew(where: Path, manifest: dict[str, Any]) -> str:
+    """How to go on with the weights of a checkpoint alone."""
+    run, steps = where.parent.parent, manifest["steps_done"]
+    if (where / MERGED_FOLDER).is_dir():
+        where = where / MERGED_FOLDER
+    elif (where / ADAPTER_FILE).is_file():
+        # Adapters are no model to start from; a checkpoint of the same run may hold one.
+        return (
+            f"have a whole model saved (train.resume={run} model.lora.merge=true train.steps={steps + 1}) and start "
+            "anew from that: train.resume=none model=local "
+            f"model.path={where.with_name(f'step_{steps + 1:08d}') / MERGED_FOLDER}"
+        )
+    return f"start anew from its weights: train.resume=none model=local model.path={where}"
+
+
+def require_same(where: Path, manifest: dict[str, Any], settings: dict[str, Any], data: str | None = None) -> None:
     """Raises ConfigError when the run that wrote a checkpoint had other settings, the number of steps apart, or another
     text.
 
@@ -135,7 +169,7 @@ def require_same(where: object, manifest: dict[str, Any], settings: dict[str, An
         settings: the decisive ones of now.
         data: fingerprint of the tokens of now; None does not compare them.
     """
-    anew = f"start anew from its weights: train.resume=none model=local model.path={where}"
+    anew = _anew(where, manifest)
     saved = {name: value for name, value in manifest["settings"].items() if name not in _LENGTH}
     changed = differences(saved, {name: value for name, value in settings.items() if name not in _LENGTH})
     if changed:

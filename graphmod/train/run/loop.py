@@ -285,7 +285,7 @@ def _train(config: RunConfig, point: ResumePoint, say: Callable[[str], None]) ->
         config = replace(config, train=replace(config.train, steps=batches.sampler.steps(config.train.epochs)))
     if point.checkpoint is not None:
         require_same(point.checkpoint, point.manifest, settings, fingerprint(corpus.tokens))
-        if (finished := finished_result(point, config.train.steps, say)) is not None:
+        if (finished := finished_result(point, config.train.steps, config.train.epochs, say)) is not None:
             return finished
         for said in (extension(point.manifest, config), other_order(point.manifest)):
             if said is not None:

@@ -265,16 +265,23 @@ def claimed(config: RunConfig, run_dir: Path, *, beside: bool = False, named: bo
         yield _locate(resume, run_dir, settings, beside, held)
 
 
-def finished_result(point: ResumePoint, steps: int, say: Callable[[str], None]) -> RunResult | None:
+def finished_result(point: ResumePoint, steps: int, epochs: int | None, say: Callable[[str], None]) -> RunResult | None:
     """The result of a run that has no step left to do, if it got as far as writing one; `say` is told which it is.
+
+    Args:
+        point: with a checkpoint.
+        steps: that are asked for.
+        epochs: that are asked for in their place, which are `steps`; None where steps are.
+        say: told what is resumed, or which run is finished.
 
     Raises:
         ConfigError: it has done more steps than are asked for, or its folder is another's.
     """
     done, run = point.manifest["steps_done"], point.checkpoint.parent.parent
-    more = f"train.steps={2 * done}"
+    more = f"train.steps={2 * done}" if epochs is None else f"train.epochs={2 * epochs}"
+    asked = f"train.steps={steps}" if epochs is None else f"train.epochs={epochs}, which are {steps} steps,"
     if done > steps:
-        raise ConfigError(f"{point.checkpoint} has done {done} steps already, and train.steps={steps} asks for fewer")
+        raise ConfigError(f"{point.checkpoint} has done {done} steps already, and {asked} asks for fewer")
     if done == steps and run != point.run_dir:
         raise ConfigError(f"{point.checkpoint} has done all of its {steps} steps; to extend the run: {more}")
     if done == steps and not _unfinished(run):
