@@ -45,8 +45,7 @@ def measure(shape: dict[str, int]) -> dict[str, Any]:
     read = 2 * rows * context * shape["kv_heads"] * HEAD * 2
     found = {}
     for name, one in IMPLEMENTATIONS.items():
-        size = 256 if name.value == "varlen" else BLOCK  # the one block size that attention takes
-        memory = PagedCache(sizes, rows * -(-longest // size), size, rows, torch.bfloat16, torch.device("cuda"))
+        memory = PagedCache(sizes, rows * -(-longest // BLOCK), BLOCK, rows, torch.bfloat16, torch.device("cuda"))
         for tensor in (*memory.keys, *memory.values):
             tensor.normal_()
         reason = one.unavailable(memory) or one.prepare(memory)
@@ -64,7 +63,7 @@ def measure(shape: dict[str, int]) -> dict[str, Any]:
                 "us": round(plain, 2),
                 "compiled_us": round(compiled, 2),
                 "gb_s": round(read / min(plain, compiled) / 1e3),
-                "block_size": size,
+                "block_size": BLOCK,
             }
         del memory
         torch.cuda.empty_cache()

@@ -12,13 +12,6 @@ from graphmod.config import BackendName, choice, integer, names_settings
 from graphmod.decode.errors import RequestError
 
 
-class Layout(str, Enum):
-    """How the KV cache is cut: blocks that sequences share and leave, or one place of `max_seq_len` for each."""
-
-    paged = "paged"
-    slots = "slots"
-
-
 class AttentionName(str, Enum):
     """Which attention decode steps use; `auto` goes by a fixed rule, `fastest` measures those that work here."""
 
@@ -26,7 +19,6 @@ class AttentionName(str, Enum):
     fastest = "fastest"
     sdpa = "sdpa"
     flex = "flex"
-    varlen = "varlen"
     flashinfer = "flashinfer"
     own = "own"
 
@@ -48,9 +40,8 @@ class EngineConfig:
         max_batch_size: sequences decoded at the same time; more wait.
         max_seq_len: tokens of a sequence, prompt included; null takes the model's positions.
         block_size: tokens of a block of the paged cache.
-        layout: `paged` or `slots`.
         cache_tokens: tokens the cache holds; null is room for `max_batch_size` sequences of `max_seq_len`.
-        attention: `auto`, `fastest`, `sdpa`, `flex`, `varlen`, `flashinfer` or `own`, the model's own attention.
+        attention: `auto`, `fastest`, `sdpa`, `flex`, `flashinfer` or `own`, the model's own attention.
         buckets: batch sizes that have a graph; null means 1, 2, 4, 8, 16, 24, 32, ... The maximum is always added.
         steps_per_sync: decode steps launched before results are read.
         prefill_tokens: tokens of prompts that one prefill call works on; longer prompts go in chunks.
@@ -64,7 +55,6 @@ class EngineConfig:
     max_batch_size: int = 16
     max_seq_len: int | None = None
     block_size: int = 64
-    layout: Layout = Layout.paged
     cache_tokens: int | None = None
     attention: AttentionName = AttentionName.auto
     buckets: list[int] | None = None
@@ -77,7 +67,6 @@ class EngineConfig:
     backend: BackendName = BackendName.auto
 
     def __post_init__(self) -> None:
-        self.layout = choice(Layout, self.layout, "layout")
         self.attention = choice(AttentionName, self.attention, "attention")
         self.compile = choice(CompileMode, self.compile, "compile")
         self.backend = choice(BackendName, self.backend, "backend")

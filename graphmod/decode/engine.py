@@ -21,7 +21,7 @@ from graphmod.decode.batching.requests import RequestReader, eos_ids
 from graphmod.decode.batching.scheduler import Scheduler, Sequence, prompt_seed
 from graphmod.decode.cache.blocks import BlockAllocator
 from graphmod.decode.cache.cache import PagedCache
-from graphmod.decode.config import CompileMode, EngineConfig, Layout, Sampling
+from graphmod.decode.config import CompileMode, EngineConfig, Sampling
 from graphmod.decode.errors import DecodeError, RequestError
 from graphmod.decode.model_state import decoding
 from graphmod.decode.results import Completion, DecodeStats, Run, TokenEvent, events
@@ -89,7 +89,7 @@ class DecodeEngine:
         self._modules = list(model.modules())
         with decoding(self._modules):
             anatomy = look_at(model, self.max_seq_len)
-        block_size = self.max_seq_len if self.config.layout is Layout.slots else self.config.block_size
+        block_size = self.config.block_size
         table = -(-self.max_seq_len // block_size)
         rows = self.config.max_batch_size
         blocks = rows * table if self.config.cache_tokens is None else self.config.cache_tokens // block_size

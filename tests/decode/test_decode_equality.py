@@ -20,11 +20,11 @@ def test_one_prompt_gets_the_tokens_of_generate(architecture, device):
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("layout", ["paged", "slots"])
-def test_ragged_batches_with_joins_and_leaves_get_the_tokens_of_generate(architecture, layout, device):
+@pytest.mark.parametrize("block_size", [8, 64])  # several blocks for each sequence, or one
+def test_ragged_batches_with_joins_and_leaves_get_the_tokens_of_generate(architecture, block_size, device):
     model = tiny_model(architecture, device)
     engine = DecodeEngine(
-        model, max_batch_size=8, block_size=8, layout=layout, max_seq_len=64, steps_per_sync=3, buckets=[1, 2, 4]
+        model, max_batch_size=8, block_size=block_size, max_seq_len=64, steps_per_sync=3, buckets=[1, 2, 4]
     )
     prompts = prompts_of(*RAGGED)
     lengths = [4 + 5 * (index % 6) for index in range(12)] + [45]  # leave at different times, and others join

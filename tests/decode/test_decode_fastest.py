@@ -16,7 +16,7 @@ from graphmod.decode.attention.choice import IMPLEMENTATIONS, choose
 from graphmod.decode.config import AttentionName
 from graphmod.decode.step.compile import compiled_code
 
-ALL = [AttentionName.flashinfer, AttentionName.flex, AttentionName.varlen, AttentionName.sdpa]
+ALL = [AttentionName.flashinfer, AttentionName.flex, AttentionName.sdpa]
 
 
 @pytest.fixture
@@ -51,9 +51,9 @@ def test_with_one_candidate_nothing_is_measured(monkeypatch):
     assert engine.generate([prompt], max_new_tokens=10)[0].tokens == reference(model, prompt, 10)
 
 
-@pytest.mark.parametrize("winner", ["sdpa", "flashinfer", "varlen"])
+@pytest.mark.parametrize("winner", ["sdpa", "flashinfer", "flex"])
 def test_the_smallest_time_wins(usable, monkeypatch, winner):
-    usable("flashinfer", "varlen")
+    usable("flashinfer", "flex")
     asked = []
 
     def measure(candidates, memory, compiled, max_seq_len):
@@ -63,7 +63,7 @@ def test_the_smallest_time_wins(usable, monkeypatch, winner):
     monkeypatch.setattr(attention, "measure", measure)
     found, times = chosen("fastest", compiled=True)
     assert found is IMPLEMENTATIONS[AttentionName(winner)] and times[winner] == 1.0
-    assert asked == [(["flashinfer", "varlen", "sdpa"], True, 128)]
+    assert asked == [(["flashinfer", "flex", "sdpa"], True, 128)]
 
 
 def test_what_was_measured_is_logged_and_reported(usable, monkeypatch, caplog):
@@ -79,10 +79,16 @@ def test_what_was_measured_is_logged_and_reported(usable, monkeypatch, caplog):
     assert "attention, per layer: flex 12.3 us, sdpa 56.8 us" in run.speed_of(4, 1.0, engine)
 
 
-def test_a_candidate_that_fails_is_left_out(usable, monkeypatch, caplog):
-    usable("flashinfer", "flex", "varlen")
-    errors = [AssertionError("page size"), RuntimeError("no kernel image"), torch.OutOfMemoryError("out of memory")]
-    results = iter([*errors, 3.0])
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (RuntimeError("no kernel image"), "it failed: no kernel image"),
+        (torch.OutOfMemoryError("out of memory"), "the GPU has no memory left"),
+    ],
+)
+def test_a_candidate_that_fails_is_left_out(usable, monkeypatch, caplog, error, why):
+    usable("flashinfer", "flex")
+    results = iter([AssertionError("page size"), error, 3.0])
 
     def timed(*_):
         result = next(results)
@@ -94,9 +100,8 @@ def test_a_candidate_that_fails_is_left_out(usable, monkeypatch, caplog):
     monkeypatch.setattr(torch.cuda, "device", lambda _: torch.inference_mode())
     found, times = chosen("fastest")
     assert times == {"sdpa": 3.0} and found is IMPLEMENTATIONS[AttentionName.sdpa]
-    assert "flex is skipped, because it failed: no kernel image" in caplog.text
+    assert f"flex is skipped, because {why}" in caplog.text
     assert "flashinfer is skipped, because it failed: page size" in caplog.text
-    assert "varlen is skipped, because the GPU has no memory left" in caplog.text
 
 
 def test_what_cannot_be_prepared_is_no_candidate(usable, monkeypatch):
@@ -107,7 +112,7 @@ def test_what_cannot_be_prepared_is_no_candidate(usable, monkeypatch):
 
 
 def test_auto_measures_nothing_and_goes_by_its_order(usable, monkeypatch):
-    usable("flex", "varlen", "flashinfer")
+    usable("flex", "flashinfer")
     monkeypatch.setattr(attention, "measure", lambda *_: pytest.fail("measured"))
     for compiled, order in ((False, attention.AUTO), (True, attention.AUTO_COMPILED)):
         assert chosen("auto", compiled) == (IMPLEMENTATIONS[order[0]], {})

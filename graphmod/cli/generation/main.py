@@ -52,7 +52,7 @@ The most common keys, with an example value:
   decode.stop=['END','\\n']      texts or token ids that end a sequence; \\n, \\t and \\\\ as in Python
   decode.logprobs=true          print or write the log-probability of each token
   decode.max_batch_size=16      sequences decoded at the same time
-  decode.attention=auto         auto | fastest (measures them) | sdpa | flex | varlen | flashinfer
+  decode.attention=auto         auto | fastest (measures them) | sdpa | flex | flashinfer
   graph.compile=max             on a GPU: none | default | max (minutes to compile, the fastest steps)
   graph.ahead=true              capture all batch sizes before the first prompt
   model.precision=saved         saved | fp32 | bf16

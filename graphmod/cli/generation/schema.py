@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Any
 
 from graphmod.config import BackendName
-from graphmod.decode.config import AttentionName, CompileMode, EngineConfig, Layout, Sampling
+from graphmod.decode.config import AttentionName, CompileMode, EngineConfig, Sampling
 from graphmod.errors import ConfigError
 
 
@@ -59,8 +59,8 @@ class DecodeSettings:
     Attributes:
         n: samples of each prompt.
         logprobs: write the log-probability of each token.
-        max_batch_size, max_seq_len, block_size, layout, cache_tokens, attention, steps_per_sync, prefill_tokens: of
-            `EngineConfig`. `attention` is `auto`, `fastest`, `sdpa`, `flex`, `varlen` or `flashinfer`.
+        max_batch_size, max_seq_len, block_size, cache_tokens, attention, steps_per_sync, prefill_tokens: of
+            `EngineConfig`. `attention` is `auto`, `fastest`, `sdpa`, `flex` or `flashinfer`.
         temperature, top_k, top_p, seed, max_new_tokens, stop, ignore_eos: of `Sampling`. In the texts of `stop`, \\n,
             \\r, \\t and \\\\ are read as in Python.
     """
@@ -77,7 +77,6 @@ class DecodeSettings:
     max_batch_size: int = 16
     max_seq_len: int | None = None
     block_size: int = 64
-    layout: Layout = Layout.paged
     cache_tokens: int | None = None
     attention: AttentionName = AttentionName.auto
     steps_per_sync: int = 8
@@ -139,7 +138,6 @@ class GenerateConfig:
             max_batch_size=max(1, min(rows, decode.max_batch_size)) if decode.max_batch_size > 0 else 0,
             max_seq_len=decode.max_seq_len,
             block_size=decode.block_size,
-            layout=decode.layout,
             cache_tokens=decode.cache_tokens,
             attention=decode.attention,
             steps_per_sync=decode.steps_per_sync,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from graphmod.decode.attention import flex, varlen, xqa
+from graphmod.decode.attention import flex, xqa
 from graphmod.decode.attention.fastest import measure
 from graphmod.decode.attention.implementation import Implementation
 from graphmod.decode.cache.cache import CacheView, PagedCache
@@ -84,7 +84,6 @@ def _sdpa_unavailable(memory: PagedCache) -> str | None:
 IMPLEMENTATIONS = {
     AttentionName.flashinfer: Implementation("graphmod_xqa", xqa.paged_xqa, True, xqa.unavailable, xqa.prepare),
     AttentionName.flex: Implementation("graphmod_flex", flex.paged_flex, True, flex.unavailable, flex.prepare),
-    AttentionName.varlen: Implementation("graphmod_varlen", varlen.paged_varlen, True, varlen.unavailable),
     AttentionName.sdpa: Implementation("graphmod_sdpa", paged_sdpa, False, _sdpa_unavailable),
 }
 OWN = Implementation(None, None, False, lambda _: None)

@@ -1,7 +1,4 @@
-"""The KV cache: its memory, and the views of it that a transformers model is called with.
-
-One interface for both layouts: `slots` is a paged cache whose blocks hold a whole sequence.
-"""
+"""The KV cache: its memory, and the views of it that a transformers model is called with."""
 
 from typing import Any
 

@@ -4,11 +4,8 @@ Once a profiler has been attached to a process, every later launch of a graph in
 thing a run does, and no time is taken after it.
 """
 
-import json
-import os
-import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from graphmod.train.report.layer_names import DIFFERENTIATE, UPDATE, name_replays
 from graphmod.train.settings import Scope
 from graphmod.train.step import TrainStep
 from graphmod.wrap.layers import find_layers
@@ -37,59 +33,11 @@ def busy_us(intervals: list[tuple[float, float]]) -> float:
 
 
 @contextmanager
-def _without_marks() -> Iterator[None]:
-    """Keeps from standard error the lines with which kineto marks the start and the stop of a recording.
-
-    They are of its highest level, so that a level which silences them silences errors too. They are written by C++,
-    which holds the GIL. A process that passes all else on loses nothing, even if this one dies in between.
-    """
-    try:
-        kept = os.dup(2)
-    except OSError:  # there is no standard error
-        yield
-        return
-    try:
-        with _passing_on(kept) as passing:
-            if passing is not None:
-                os.dup2(passing, 2)
-            try:
-                yield
-            finally:
-                os.dup2(kept, 2)
-    finally:
-        os.close(kept)
-
-
-@contextmanager
-def _passing_on(output: int) -> Iterator[int | None]:
-    """A descriptor whose lines arrive in `output`, save for kineto's marks; None where there is no grep."""
-    command = ["grep", "--line-buffered", "--text", "-v", "^USDT:"]
-    try:
-        # Ctrl-C is for the run; grep ends when nobody can write to it any more.
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, start_new_session=True)
-    except OSError:
-        yield None
-        return
-    try:
-        yield process.stdin.fileno() if process.poll() is None else None
-    finally:
-        process.stdin.close()
-        # A child that was started meanwhile may hold the other end for as long as it lives.
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=1)
-
-
-@contextmanager
 def _recording(activities: list[ProfilerActivity]) -> Iterator[profile]:
     # One cycle has nothing to add up, but torch 2.11 warns of every one that does not say what becomes of the others.
     profiler = profile(activities=activities, acc_events=True)
-    with _without_marks():
-        profiler.start()
-    try:
+    with profiler:
         yield profiler
-    finally:
-        with _without_marks():
-            profiler.stop()
 
 
 def _ranged(forward: Callable, name: str, /, *args: Any, **kwargs: Any) -> Any:
@@ -102,18 +50,6 @@ def _nameable(model: nn.Module, step: TrainStep) -> list[str]:
     them would compile everything anew."""
     whole = step.compile != "none" and step.config.scope is not Scope.per_layer
     return [] if whole else find_layers(model)
-
-
-@contextmanager
-def _named_parts(step: TrainStep) -> Iterator[None]:
-    """Names forward with backward, and update, in steps that run no graph."""
-    iteration = step.iteration
-    try:
-        iteration.differentiate = partial(_ranged, iteration.differentiate, DIFFERENTIATE)
-        iteration.update = partial(_ranged, iteration.update, UPDATE)
-        yield
-    finally:
-        del iteration.differentiate, iteration.update
 
 
 @contextmanager
@@ -167,18 +103,6 @@ def _summary(profiler: profile, name: str, steps: int) -> dict[str, Any]:
     return found
 
 
-def _name_replayed_layers(path: Path, layers: list[str]) -> dict[str, Any]:
-    """Adds the layers of replayed iterations to the trace in `path`; returns what the summary says of them."""
-    trace = json.loads(path.read_text(encoding="utf-8"))
-    named = name_replays(trace["traceEvents"], RUN_STEP, EAGER_STEP, layers)
-    if named.events:
-        trace["traceEvents"] += named.events
-        partial_path = path.with_name(f".{path.name}.partial")
-        partial_path.write_text(json.dumps(trace), encoding="utf-8")
-        os.replace(partial_path, path)
-    return {"layers": named.note} | {f"{phase}_ms": us / 1e3 for phase, us in named.phase_us.items()}
-
-
 def profile_steps(
     model: nn.Module, step: TrainStep, eager: Callable[[Scope], TrainStep], batches: list[Tensor], folder: Path
 ) -> dict[str, dict[str, Any]]:
@@ -193,8 +117,6 @@ def profile_steps(
     Returns:
         Under `run` and `eager`: milliseconds a step (`step_ms`), and on a GPU also `busy_ms`, `idle_ms`, `busy_share`
         and the number of `kernels`. Recording makes the host slower: compare shares, and take times from elsewhere.
-        Under `run` of a whole iteration from a graph also `layers`: how many kernels were named, or why none; and the
-        kernel time of a replay in milliseconds by phase (`forward_ms`, `backward_ms`, `optimizer_ms`) if they were.
     """
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if step.device.type == "cuda" else [])]
     chosen = [batches[index % len(batches)] for index in range(_STEPS)]
@@ -210,12 +132,7 @@ def profile_steps(
         plain = eager(Scope.none)
         plain.load_state_dict(state)
         _steps(plain, settling, "settling")
-        layers = _nameable(model, plain)
-        with _named_layers(model, layers), _named_parts(plain):
+        with _named_layers(model, _nameable(model, plain)):
             _steps(plain, chosen, EAGER_STEP)
-    path = folder / TRACE_FILE
-    profiler.export_chrome_trace(str(path))
-    found = {key: _summary(profiler, name, _STEPS) for key, name in (("run", RUN_STEP), ("eager", EAGER_STEP))}
-    if whole:
-        found["run"] |= _name_replayed_layers(path, layers)
-    return found
+    profiler.export_chrome_trace(str(folder / TRACE_FILE))
+    return {key: _summary(profiler, name, _STEPS) for key, name in (("run", RUN_STEP), ("eager", EAGER_STEP))}

@@ -12,7 +12,6 @@ from graphmod.train.report.timing import median, percentile
 from graphmod.words import counted
 
 RESULT_FILE = "result.json"
-_PHASES = ("forward_ms", "backward_ms", "optimizer_ms")
 
 
 def _number(loss: float | None) -> float | str | None:
@@ -204,9 +203,6 @@ def _profile(name: str, found: Mapping[str, Any]) -> Iterator[str]:
         )
     else:
         yield f"  profile, {name}: {found['step_ms']:.2f} ms per step; no GPU"
-    if "layers" in found:
-        phases = ", ".join(f"{key[:-3]} {found[key]:.2f} ms" for key in _PHASES if key in found)
-        yield f"  profile, layers: {found['layers']}" + (f"; {phases}" if phases else "")
 
 
 def _skipped(result: "RunResult") -> str:
