@@ -176,12 +176,11 @@ class CudaBackend:
         graphs = held.graphs
         thread = threading.get_ident()
 
-        def part(_: Tensor | None = None) -> None:
+        def part(in_backward: bool) -> None:
             here = thread == threading.get_ident() and torch.cuda.current_stream(self.device) == self.stream
-            here = here and torch._C._current_autograd_node() is None
+            here = here and (in_backward or torch._C._current_autograd_node() is None)
             first = not recorder.written and not recorder.inputs_written and not recorder.collectives
-            first = first and bool(recorder.trace)
-            if split and len(graphs) == 1 and here and first:
+            if split and len(graphs) == 1 and here and first and recorder.trace:
                 graphs[0].capture_end()
                 self._begin(graphs, pool, generators, caller)
 
@@ -201,9 +200,9 @@ class CudaBackend:
             gpu=self.device.index,
             script=script,
             targets=targets,
-            before_write=part,
+            before_write=lambda _: part(in_backward=False),
             around=around,
-            before_collective=part,
+            before_collective=lambda: part(in_backward=True),
         )
         spare = [(g, g.clone_state()) for g in (self._generator, *generators) if g.device.type == "cuda"]
         caller = torch.cuda.current_stream(self.device)

@@ -8,6 +8,7 @@ from typing import Any
 
 from graphmod.graph.context import Context
 from graphmod.ranks.agreement import Choice, communicated, over, several_ranks
+from graphmod.ranks.teardown import free_before_destruction
 from graphmod.state.entry import Entry
 
 
@@ -49,3 +50,4 @@ def alone(context: Context, entry: Entry | None) -> Iterator[None]:
         groups = [group for group, count in now.items() if count != before.get(group, 0)]
         if groups:
             context.agreement = over(groups)
+            free_before_destruction(context.leave_ranks)

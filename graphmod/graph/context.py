@@ -112,6 +112,11 @@ class Context:
         self.start()
         self.group.release()
 
+    def leave_ranks(self) -> None:
+        """Frees the graphs, and lets go of the other ranks: their process groups are about to be destroyed."""
+        self.reset()
+        self.agreement = None
+
     def rearm(self) -> None:
         """Lets signatures that failures disabled be captured again."""
         for entry in self.entries:

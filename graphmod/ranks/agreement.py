@@ -2,8 +2,8 @@
 
 Whether a collective is captured has to be the same on all its ranks (NCCL's user guide, "Using NCCL with CUDA Graphs"),
 and a rank that stays behind would leave the others waiting. So each call of a callable that communicates holds one
-vote, on the host, over a group of Gloo's: after a rank has found what it would do, and before anything is launched that
-others see. One that captures votes again before the first launch. Calls that do not communicate hold none.
+vote, on the host: after a rank has found what it would do, and before anything is launched that others see. One that
+captures votes again before the first launch. Calls that do not communicate hold none.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ import weakref
 from enum import IntEnum
 from typing import Any
 
-import torch
 from torch import distributed
 
+from graphmod.ranks.ballot import Ballot
+
+_TIMEOUT = 1800.0  # seconds, as long as Gloo waits
 _voters: weakref.WeakKeyDictionary[Any, dict[tuple, Any]] = weakref.WeakKeyDictionary()
 
 
@@ -58,6 +60,7 @@ class Agreement:
 
     def __init__(self, voters: Any) -> None:
         self._voters = voters
+        self._ballot = Ballot(voters, _TIMEOUT)
         self._open = False
         self._captures = False
         self.why = ""  # the last vote was for an eager call, though this rank had another choice
@@ -85,7 +88,7 @@ class Agreement:
         if not self._open:
             return False
         self._open = False
-        least, most = self._vote(choice)
+        least, most = self._ballot.vote(choice)
         if least == Choice.eager and most != Choice.eager:
             self._explain(choice, why, lasts)
         self._captures = least == Choice.capture
@@ -98,13 +101,7 @@ class Agreement:
         if not self._captures:
             return worked
         self._captures = False
-        return self._vote(int(worked))[0] == 1
-
-    def _vote(self, choice: int) -> tuple[int, int]:
-        ballot = torch.tensor([choice, -choice])
-        distributed.all_reduce(ballot, distributed.ReduceOp.MIN, group=self._voters)
-        least, most = ballot.tolist()
-        return least, -most
+        return self._ballot.vote(int(worked))[0] == 1
 
     def _explain(self, choice: Choice, why: str, lasts: bool) -> None:
         said: list[Any] = [None] * distributed.get_world_size(self._voters)

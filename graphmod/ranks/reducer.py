@@ -3,21 +3,24 @@
 The buckets are those of DistributedDataParallel: one at first, and from the second backward on as many as its limits
 say, filled in the order in which gradients came (`dist._compute_bucket_assignment_by_size`, which it uses itself), so
 that a sum over ranks is made in the same order. Unlike its own reducer this one hangs at parameters, whose
-AccumulateGrad nodes a capture makes anew; waits for nothing on the host, so that it can be captured; and communicates
-on the stream of the backward, because kernels on a second one would slow down every later graph.
+AccumulateGrad nodes a capture makes anew, and waits for nothing on the host, so that it can be captured. In a capture
+collectives are a branch beside the backward; in an eager call they run on its stream, because kernels on a second one
+would slow down every later graph.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
 from torch.autograd import Variable
 
-from graphmod.trace.dispatch import hidden
+from graphmod.trace.dispatch import current, hidden
 
 
 class Bucket:
@@ -26,12 +29,12 @@ class Bucket:
     Attributes:
         members: the indices of their parameters.
         pending: how many are still to come in this backward.
-        flat: them all, once they are being summed.
+        parts: where they lie, in one piece of memory, once they are being summed.
     """
 
     def __init__(self, members: list[int]) -> None:
         self.members, self.pending = members, len(members)
-        self.flat: Tensor | None = None
+        self.parts: list[Tensor] = []
 
 
 class Reducer:
@@ -47,8 +50,12 @@ class Reducer:
         self._names, self._parameters = list(parameters), list(parameters.values())
         self._group, self._limits = group, limits
         self._size = distributed.get_world_size(group)
+        # A power of two divides without rounding: it is the same before a sum and in it.
+        self._averages = self._size & (self._size - 1) == 0 and "nccl" in distributed.get_backend_config(group)
         self._expects = False
         self._planned = False
+        self._branch: torch.cuda.Stream | None = None
+        self._branched = False
         self._order: list[int] = []
         self._plan(*distributed._compute_bucket_assignment_by_size(self._parameters, [sys.maxsize])[:1])
         self._hooks = [
@@ -72,9 +79,9 @@ class Reducer:
             self._order = []
             self._plan([bucket.members for bucket in self._buckets])
             raise RuntimeError(
-                f"{len(missing)} parameters got no gradient in the last backward, so that it was not averaged over "
-                f"all ranks: {', '.join(missing[:4])}{', ...' if len(missing) > 4 else ''}. Leave them out of the model, or "
-                "give DistributedDataParallel find_unused_parameters=True"
+                f"{len(missing)} parameters got no gradient in the last backward, which was not averaged over all "
+                f"ranks therefore: {', '.join(missing[:4] + ['...'] * (len(missing) > 4))}. Leave them out of the model, "
+                "or give DistributedDataParallel find_unused_parameters=True"
             )
         self._expects = averages
 
@@ -92,26 +99,65 @@ class Reducer:
 
     @torch.no_grad()
     def _sum(self, bucket: Bucket) -> None:
-        bucket.flat = torch.cat([self._parameters[i].grad.reshape(-1) for i in bucket.members])
-        bucket.flat.mul_(1 / self._size)
-        distributed.all_reduce(bucket.flat, group=self._group)
+        recorder = current()
+        if recorder is not None:
+            recorder.before_communicating()
+        grads = [self._parameters[i].grad for i in bucket.members]
+        flat, bucket.parts = _laid_out(grads)
+        torch._foreach_copy_(bucket.parts, grads)
+        operation = distributed.ReduceOp.SUM
+        if self._averages and flat.is_cuda:
+            operation = distributed.ReduceOp.AVG
+        else:
+            flat.mul_(1 / self._size)
+        with self._beside(flat):
+            distributed.all_reduce(flat, operation, group=self._group)
+
+    @contextlib.contextmanager
+    def _beside(self, flat: Tensor) -> Iterator[None]:
+        """In a capture, a branch of its own, which `_finish` joins."""
+        if not (flat.is_cuda and torch.cuda.is_current_stream_capturing()):
+            yield
+            return
+        if self._branch is None:
+            self._branch = torch.cuda.Stream(flat.device)
+        self._branch.wait_stream(torch.cuda.current_stream(flat.device))
+        self._branched = True
+        with torch.cuda.stream(self._branch):
+            yield
 
     @torch.no_grad()
     def _finish(self) -> None:
         """The backward is over."""
         if self._next < len(self._buckets):
             return  # which `begin` tells
+        if self._branched:
+            torch.cuda.current_stream(self._branch.device).wait_stream(self._branch)
+            self._branched = False
         for bucket in self._buckets:
-            grads = [self._parameters[i].grad for i in bucket.members]
-            parts = bucket.flat.split([grad.numel() for grad in grads])
-            torch._foreach_copy_(grads, [part.view(grad.shape) for part, grad in zip(parts, grads, strict=True)])
-            bucket.flat, bucket.pending = None, len(bucket.members)
+            self._hand_out(bucket)
+            bucket.parts, bucket.pending = [], len(bucket.members)
         self._expects, self._next = False, 0
         order, self._order = self._order, []
         if not self._planned:
             self._planned = True
             with hidden():
                 self._rebuild(order)
+
+    def _hand_out(self, bucket: Bucket) -> None:
+        """Puts the averages where the gradients are. A gradient that this backward has made gives way to a part of the
+        bucket; one that was there before, and that others may hold, is written."""
+        parameters = [self._parameters[i] for i in bucket.members]
+        old, new = [], []
+        for parameter, part in zip(parameters, bucket.parts, strict=True):
+            grad = parameter.grad
+            if grad._version == 0 and grad.is_contiguous():
+                parameter.grad = part
+            else:
+                old.append(grad)
+                new.append(part)
+        if old:
+            torch._foreach_copy_(old, new)
 
     def _rebuild(self, order: list[int]) -> None:
         """Makes the buckets that stay, in the order in which the gradients came on the first rank."""
@@ -122,3 +168,13 @@ class Reducer:
         tensors = [self._parameters[index] for index in order]
         buckets = distributed._compute_bucket_assignment_by_size(tensors, self._limits, [], order)[0]
         self._plan(buckets)
+
+
+def _laid_out(tensors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """New memory for tensors of one dtype side by side, and the part of each, contiguous. They begin at multiples of 16
+    bytes, as kernels need it to read several elements at once; others would add up a norm in another order."""
+    step = 16 // tensors[0].element_size()
+    sizes = [-(-tensor.numel() // step) * step for tensor in tensors]
+    flat = torch.empty(sum(sizes), dtype=tensors[0].dtype, device=tensors[0].device)
+    parts = zip(flat.split(sizes), tensors, strict=True)
+    return flat, [part[: tensor.numel()].view(tensor.shape) for part, tensor in parts]

@@ -9,6 +9,7 @@ as a recorder watches. Where that key is not to be had, or does not behave as th
 import contextlib
 import functools
 import logging
+import sys
 import threading
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
@@ -19,10 +20,12 @@ from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
 
 from graphmod.torch_private import beside_dynamo, is_compiling
+from graphmod.trace.subclasses import any_stands, register
 
 log = logging.getLogger("graphmod")
 
 _KEY_NAME = "Fake"
+_FUNCTIONAL = "torch.distributed._functional_collectives"
 _make_subclass, _as_subclass = Tensor._make_subclass, Tensor.as_subclass
 _lock = threading.Lock()
 _library: Any = None  # the registration, which lives as long as this does
@@ -71,6 +74,15 @@ def _fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
         return op(*args, **kwargs) if recorder is None else recorder.see(op, args, kwargs)
 
 
+def _standing_for_others(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """An operation on a DTensor, of which is shown what its class runs."""
+    recorder = current()
+    with torch._C._ExcludeDispatchKeyGuard(_keys()), contextlib.ExitStack() as stack:
+        if recorder is not None:
+            stack.enter_context(Mode(recorder))
+        return op(*args, **kwargs)
+
+
 class Mode(TorchDispatchMode):
     """Shows the operations to a recorder by way of a dispatch mode."""
 
@@ -91,7 +103,15 @@ class Mode(TorchDispatchMode):
 
     @beside_dynamo
     def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if any_stands(args, kwargs or {}) and any(issubclass(kind, _of_ranks()) for kind in types):
+            return NotImplemented  # its class runs others in its place, which are shown
         return self._recorder.see(op, args, kwargs or {})
+
+
+def _of_ranks() -> tuple:
+    """The classes of tensors that several ranks hold together."""
+    modules = {"DTensor": "torch.distributed.tensor", "AsyncCollectiveTensor": _FUNCTIONAL}
+    return tuple(getattr(sys.modules[place], name) for name, place in modules.items() if place in sys.modules)
 
 
 @functools.cache
@@ -167,8 +187,11 @@ def shown_to(recorder: Sees, given: Iterable[Tensor] = ()) -> Iterator[None]:
     """Shows `recorder` each operation of this thread, which works on tensors `given`, and of its backwards."""
     global _watching
     keyed = has_key() and (_below_modes() or not torch._C._len_torch_dispatch_stack())
-    if keyed and not _below_modes():  # above the key of modes and classes, an operation on such a class has no name
-        keyed = not any(map(is_traceable_wrapper_subclass, given))
+    if keyed and not _below_modes():
+        if _of_ranks() and torch.distributed.is_initialized():
+            register(_KEY_NAME, _fallback, _standing_for_others)
+        strange = [tensor for tensor in given if is_traceable_wrapper_subclass(tensor)]
+        keyed = all(isinstance(tensor, _of_ranks()) for tensor in strange)
     if keyed:
         _pass_over_higher_order_operators()
     before = current()

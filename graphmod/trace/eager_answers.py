@@ -23,7 +23,7 @@ from graphmod.trace.patches import Patch
 # Parts of torch that capture, or must not do something while somebody does. Everybody else takes the way of eager code.
 _NEED_THE_TRUTH = (
     "torch.cuda", "torch.optim", "torch._dynamo", "torch._inductor", "torch._functorch", "torch.utils",
-    "torch.distributed", "torch.accelerator", "torch._higher_order_ops", "graphmod.backend",
+    "torch.distributed", "torch.accelerator", "torch._higher_order_ops", "graphmod.backend", "graphmod.ranks",
 )  # fmt: skip
 _SCRIPTED = Reason(
     "runs code of torch.jit, whose fused kernels are not seen here",

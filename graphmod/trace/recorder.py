@@ -147,6 +147,12 @@ class Recorder(MemoryTrace):
         self._take_address(address(result))
         return result
 
+    def before_communicating(self) -> None:
+        """Takes in that a collective is about to come; to be told before another stream is taken for it."""
+        if not self.collectives and self._before_collective is not None:
+            self._before_collective()
+        self._before_collective = None
+
     def is_host(self, tensor: Tensor) -> bool:
         """Whether a tensor lies on the host while the capture works on a GPU."""
         return self.on_gpu and not tensor.is_cuda
@@ -254,8 +260,7 @@ class Recorder(MemoryTrace):
     def _before(self, call: Call) -> Kept | None:
         """Takes in an operation that is about to run, and checks it; what is kept of it, or was."""
         if call.about.collective:
-            if not self.collectives and self._before_collective is not None:
-                self._before_collective()
+            self.before_communicating()
             self.collectives += 1
         if call.about.lifts:
             self._origins.note_constant(call.given_at[0])
