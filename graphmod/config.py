@@ -26,6 +26,19 @@ class Verify(str, Enum):
     always = "always"
 
 
+class CompileMode(str, Enum):
+    """What torch.compile does inside graphs, in training as in decode: nothing, what it does by default, or also measure
+    variants of its kernels, which takes minutes.
+
+    Which variants pay is another matter in either: training tries matrix kernels, too; decode has products of few rows,
+    which tuning makes generated kernels.
+    """
+
+    none = "none"
+    default = "default"
+    max = "max"
+
+
 def choice(kind: type[Enum], value: object, setting: str) -> Enum:
     """The member of `kind` that a value names.
 

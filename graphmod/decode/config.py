@@ -8,7 +8,7 @@ from enum import Enum
 from numbers import Integral, Real
 from typing import Any
 
-from graphmod.config import BackendName, choice, integer, names_settings
+from graphmod.config import BackendName, CompileMode, choice, integer, names_settings
 from graphmod.decode.errors import RequestError
 
 
@@ -21,14 +21,6 @@ class AttentionName(str, Enum):
     flex = "flex"
     flashinfer = "flashinfer"
     own = "own"
-
-
-class CompileMode(str, Enum):
-    """`max` adds inductor's coordinate-descent tuning: minutes to compile, the fastest batch-1 products."""
-
-    none = "none"
-    default = "default"
-    max = "max"
 
 
 @names_settings

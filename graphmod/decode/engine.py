@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from graphmod.config import CompileMode
 from graphmod.decode.attention.choice import choose
 from graphmod.decode.batching.batch import ContinuousBatch
 from graphmod.decode.batching.prefill import Prefill
@@ -21,7 +22,7 @@ from graphmod.decode.batching.requests import RequestReader, eos_ids
 from graphmod.decode.batching.scheduler import Scheduler, Sequence, prompt_seed
 from graphmod.decode.cache.blocks import BlockAllocator
 from graphmod.decode.cache.cache import PagedCache
-from graphmod.decode.config import CompileMode, EngineConfig, Sampling
+from graphmod.decode.config import EngineConfig, Sampling
 from graphmod.decode.errors import DecodeError, RequestError
 from graphmod.decode.model_state import decoding
 from graphmod.decode.results import Completion, DecodeStats, Run, TokenEvent, events

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from graphmod.config import CompileMode
 from graphmod.train.settings import TrainGraphConfig
 
 
@@ -257,14 +258,6 @@ class OptimConfig:
     max_grad_norm: float | None = 1.0
 
 
-class Compile(str, Enum):
-    """What torch.compile does inside the graphs: nothing, its default, or its tuning for long runs too."""
-
-    none = "none"
-    default = "default"
-    max = "max"
-
-
 @dataclass
 class GraphConfig(TrainGraphConfig):
     """The settings of `TrainGraphConfig`, and what only a training run has.
@@ -277,7 +270,7 @@ class GraphConfig(TrainGraphConfig):
             would be captured) or 1.
     """
 
-    compile: Compile = Compile.none
+    compile: CompileMode = CompileMode.none
     auto: bool = False
     check: bool = False
 

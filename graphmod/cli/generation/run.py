@@ -16,7 +16,7 @@ from graphmod.cli.generation.prompts import Prompt, line_of, read_prompts
 from graphmod.cli.generation.provenance import trained
 from graphmod.cli.generation.schema import GenerateConfig
 from graphmod.cli.stdout import OutputError, complain, show
-from graphmod.decode.config import CompileMode
+from graphmod.config import CompileMode
 from graphmod.decode.engine import DecodeEngine
 from graphmod.decode.errors import RequestError
 from graphmod.decode.results import Completion

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from graphmod.config import BackendName
-from graphmod.decode.config import AttentionName, CompileMode, EngineConfig, Sampling
+from graphmod.config import BackendName, CompileMode
+from graphmod.decode.config import AttentionName, EngineConfig, Sampling
 from graphmod.errors import ConfigError
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from graphmod.config import CompileMode
 from graphmod.decode.cache.cache import CacheView, GatheredView, PagedCache, slot_mapping
-from graphmod.decode.config import CompileMode
 from graphmod.decode.step.anatomy import positions, step_arguments
 from graphmod.decode.step.compile import compiled_code, for_decode
 from graphmod.decode.step.sampling import sample

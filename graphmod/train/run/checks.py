@@ -8,6 +8,7 @@ Reads nothing but file names and changes nothing, save `data.path` and `train.lo
 import math
 from pathlib import Path
 
+from graphmod.config import CompileMode
 from graphmod.errors import ConfigError
 from graphmod.train.libraries import require_library
 from graphmod.train.schema import (
@@ -15,7 +16,6 @@ from graphmod.train.schema import (
     DRAWS_IN_COMPILED_CODE,
     MERGED_FOLDER,
     Architecture,
-    Compile,
     DataConfig,
     LogTo,
     LoraSettings,
@@ -271,6 +271,6 @@ def check(config: RunConfig) -> None:
     )
     draws = config.model.dropout or config.model.lora.dropout
     _require(
-        graph.compile is Compile.none or not (train.activation_checkpointing and draws),
+        graph.compile is CompileMode.none or not (train.activation_checkpointing and draws),
         DRAWS_IN_COMPILED_CODE,
     )

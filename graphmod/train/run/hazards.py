@@ -12,13 +12,14 @@ from typing import Any
 
 from graphmod.check.report import Report
 from graphmod.check.run import check_call, check_layers
+from graphmod.config import CompileMode
 from graphmod.errors import ConfigError, GraphmodError
 from graphmod.train.data.batches import make_batches
 from graphmod.train.data.corpus import load_corpus
 from graphmod.train.model import build_model, model_config
 from graphmod.train.run.assembly import step_maker
 from graphmod.train.run.device import pick_device
-from graphmod.train.schema import Compile, RunConfig
+from graphmod.train.schema import RunConfig
 from graphmod.train.settings import Scope
 from graphmod.train.step import TrainStep
 from graphmod.train.step.activations import recompute_activations
@@ -49,7 +50,7 @@ def check_training(config: RunConfig, folder: Path) -> Report:
         model = build_model(config.model, dims, config.train.precision, device, config.train.seed)
         if config.train.activation_checkpointing:
             recompute_activations(model, False)
-        plain = replace(config, graph=replace(config.graph, compile=Compile.none))
+        plain = replace(config, graph=replace(config.graph, compile=CompileMode.none))
         step = step_maker(plain, model, device, batches.loss_fn)(Scope.none)
         report = _of_step(step, step._stage(batches.sampler(0)), scope)
         report.on_gpu = []  # there the run builds its optimizer for a GPU

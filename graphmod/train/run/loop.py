@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
+from graphmod.config import CompileMode
 from graphmod.errors import GraphmodError
 from graphmod.train.checkpoints.checkpoint import Progress, check_room, restore, save_checkpoint
 from graphmod.train.checkpoints.loadable import require_whole
@@ -37,7 +38,7 @@ from graphmod.train.run.interrupt import Aborted, StopRequest
 from graphmod.train.run.opening import opening
 from graphmod.train.run.resume import ResumePoint, claimed, finished_result
 from graphmod.train.run.text_samples import Samples
-from graphmod.train.schema import Compile, NonFinite, RunConfig
+from graphmod.train.schema import NonFinite, RunConfig
 from graphmod.train.special_tokens import set_special_tokens
 from graphmod.train.step.activations import recompute_activations
 from graphmod.train.step.isolation import isolated
@@ -71,7 +72,7 @@ class _Run:
         self.model = build_model(config.model, dims, train.precision, device, train.seed)
         if corpus.tokenizer is not None:
             set_special_tokens(self.model, corpus.tokenizer)
-        compiled = config.graph.compile is not Compile.none
+        compiled = config.graph.compile is not CompileMode.none
         self.warmup_steps = warmup_steps(config.graph, config.graph.compile.value)
         if train.activation_checkpointing:
             recompute_activations(self.model, compiled)

@@ -5,10 +5,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from graphmod.config import CompileMode
 from graphmod.train.data.corpus import Corpus
 from graphmod.train.report.flops import peak_flops
 from graphmod.train.run.assembly import device_name
-from graphmod.train.schema import Compile, RunConfig
+from graphmod.train.schema import RunConfig
 from graphmod.words import counted
 
 
@@ -38,7 +39,7 @@ def _device(config: RunConfig, device: torch.device) -> str:
     peak = peak_flops(name)
     known = "" if peak is None else f" (peak {peak / 1e12:,.0f} TFLOP/s in bf16)"
     scope = "auto" if config.graph.auto else config.graph.scope.value
-    compiled = "" if config.graph.compile is Compile.none else f", graph.compile={config.graph.compile.value}"
+    compiled = "" if config.graph.compile is CompileMode.none else f", graph.compile={config.graph.compile.value}"
     return f"{name}{known}, graph={scope}{compiled}"
 
 

@@ -16,7 +16,6 @@ from graphmod.train.step.activations import Recomputed
 
 log = logging.getLogger("graphmod")
 
-CHOICES = ("none", "default", "max")
 # Each layer may be a variant of its own, in training and evaluation.
 _RECOMPILES = 512
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphmod.config import CUDAGraphConfig
+from graphmod.config import CompileMode, CUDAGraphConfig, choice
 from graphmod.state.entry import GraphStats
 from graphmod.train.settings import Scope, train_settings
 from graphmod.train.step.activations import recomputed_layers
-from graphmod.train.step.compile import CHOICES, compile_layers, compiled
+from graphmod.train.step.compile import compile_layers, compiled
 from graphmod.train.step.iteration import NONFINITE, Iteration
 from graphmod.train.step.losses import CountTargets, count_targets_of, criterion_of, next_token_loss
 from graphmod.train.step.staging import Staging
@@ -109,8 +109,7 @@ class TrainStep:
                     f"learning_rates needs an optimizer whose lr is a tensor, got {group['lr']!r}; build it with "
                     "lr=torch.tensor(..., device=...)"
                 )
-        if compile not in CHOICES:
-            raise ValueError(f"compile={compile!r} is not known; choose one of: {', '.join(CHOICES)}")
+        compile = choice(CompileMode, compile, "compile").value
         self.model, self.optimizer = model, optimizer
         self.config, self.compile = train_settings(config), compile
         self._undo_compile: Callable[[], None] | None = None
