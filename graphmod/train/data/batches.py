@@ -18,7 +18,7 @@ from graphmod.train.data.packing import (
     most_documents,
     packed_next_token_loss,
 )
-from graphmod.train.data.windows import WindowSampler, evaluation_starts, split, windows_at
+from graphmod.train.data.windows import ALL, Place, WindowSampler, evaluation_starts, split, windows_at
 from graphmod.train.schema import PackingAttention, RunConfig
 from graphmod.train.step.losses import next_token_loss
 
@@ -57,7 +57,7 @@ def _packed_loss(config: RunConfig, starts: list[Tensor], device: torch.device, 
     return partial(packed_next_token_loss, most=most)
 
 
-def make_batches(config: RunConfig, corpus: Corpus, device: torch.device, dims: Any) -> Batches:
+def make_batches(config: RunConfig, corpus: Corpus, device: torch.device, dims: Any, place: Place = ALL) -> Batches:
     """The batches of a run; evaluation has batches only with `train.eval_every`.
 
     Args:
@@ -65,6 +65,7 @@ def make_batches(config: RunConfig, corpus: Corpus, device: torch.device, dims: 
         corpus: the tokens.
         device: of the run.
         dims: the transformers config of the model.
+        place: of this rank; the evaluation has the batches of all.
 
     Raises:
         ConfigError: the data is too short, or `data.packing_attention` cannot be used.
@@ -76,17 +77,18 @@ def make_batches(config: RunConfig, corpus: Corpus, device: torch.device, dims: 
     later = corpus.starts[corpus.starts > len(training)] - len(training)
     held_starts = torch.cat([torch.zeros(1, dtype=torch.int64), later])
     if data.buckets is not None:
-        sampler = BucketSampler(training, starts, data.buckets, (train.grad_accumulation, data.batch_size), train.seed)
+        shape = (train.grad_accumulation, data.batch_size)
+        sampler = BucketSampler(training, starts, data.buckets, shape, train.seed, place)
         evaluation = []
         if count:
             held = BucketSampler(held_out, held_starts, data.buckets, (1, data.batch_size), _EVALUATION_SEED)
             evaluation = [held(index) for index in range(count)]
         return Batches(sampler, evaluation, padded_next_token_loss)
     shape = (train.grad_accumulation, data.batch_size, data.seq_len)
-    parts, sampler = [held_out], WindowSampler(training, shape, train.seed)
+    parts, sampler = [held_out], WindowSampler(training, shape, train.seed, place)
     loss_fn = padded_next_token_loss if has_masks(corpus.tokens) else next_token_loss
     if data.packing:
-        sampler = PackedSampler(training, document_numbers(starts, len(training)), shape, train.seed)
+        sampler = PackedSampler(training, document_numbers(starts, len(training)), shape, train.seed, place)
         parts.append(document_numbers(held_starts, len(held_out)))
         loss_fn = _packed_loss(config, [starts, held_starts], device, dims)
     evaluation = []

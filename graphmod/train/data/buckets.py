@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from graphmod.errors import ConfigError
 from graphmod.train.data.masks import PADDING, has_masks, inputs_of, targets_of
-from graphmod.train.data.windows import ShuffledEpochs
+from graphmod.train.data.windows import ALL, Place, ShuffledEpochs
 from graphmod.train.step.losses import Criterion, mean_cross_entropy, require_tokens, targets_counted_by
 
 
@@ -75,15 +75,22 @@ class BucketSampler:
         buckets: lengths in tokens, ascending.
         shape: (A, B): microbatches, and rows of the longest bucket.
         seed: of the order.
+        place: of this rank. All ranks have the same bucket in a step.
 
     Raises:
         ConfigError: there is no document of two tokens.
     """
 
     def __init__(
-        self, tokens: Tensor, starts: Tensor, buckets: Sequence[int], shape: tuple[int, int], seed: int
+        self,
+        tokens: Tensor,
+        starts: Tensor,
+        buckets: Sequence[int],
+        shape: tuple[int, int],
+        seed: int,
+        place: Place = ALL,
     ) -> None:
-        self._tokens, self.buckets = tokens, list(buckets)
+        self._tokens, self.buckets, self._place = tokens, list(buckets), place
         self._microbatches = shape[0]
         begins, lengths = _with_targets(tokens, *cut(starts.numpy(), len(tokens), self.buckets[-1]))
         if not len(begins):
@@ -91,24 +98,32 @@ class BucketSampler:
         which = np.searchsorted(np.asarray(self.buckets), lengths - 1)
         self._pieces = [(begins[which == i], lengths[which == i]) for i in range(len(self.buckets))]
         self.rows = [shape[1] * self.buckets[-1] // length for length in self.buckets]
-        batches = [-(-len(p[0]) // (self._microbatches * n)) for p, n in zip(self._pieces, self.rows, strict=True)]
+        all_rows = [self._microbatches * place.ranks * n for n in self.rows]
+        batches = [-(-len(p[0]) // n) for p, n in zip(self._pieces, all_rows, strict=True)]
         self._bucket_of = np.repeat(np.arange(len(batches)), batches)
         self._number_in_bucket = np.concatenate([np.arange(count) for count in batches])
         self._batch_order = ShuffledEpochs(len(self._bucket_of), seed)
         self._orders = [ShuffledEpochs(max(len(p[0]), 1), seed + 1 + i) for i, p in enumerate(self._pieces)]
 
+        self._before = place.of(len(self._bucket_of))
+
     def steps(self, epochs: int) -> int:
         """The steps of so many passes."""
-        return epochs * len(self._bucket_of)
+        return self._place.step + epochs * len(self._bucket_of) - self._before
+
+    def seen(self, step: int) -> tuple[int, int]:
+        """How many batches there were before `step`, counted from 0, and how many an epoch has."""
+        return self._before + step - self._place.step, len(self._bucket_of)
 
     def __call__(self, step: int) -> Tensor:
         """The batch of `step`, counted from 0: (A, rows of its bucket, bucket length + 1) int64."""
-        batch_number = int(self._batch_order(step, 1)[0])
+        position, in_epoch = self.seen(step)
+        batch_number = int(self._batch_order(position, 1)[0])
         which, number = int(self._bucket_of[batch_number]), int(self._number_in_bucket[batch_number])
         begins, lengths = self._pieces[which]
         rows = self._microbatches * self.rows[which]
-        epoch = step // len(self._bucket_of)
-        chosen = self._orders[which](epoch * len(begins) + number * rows, rows)
+        before = number * self._place.ranks + self._place.rank  # parts of the bucket's pieces
+        chosen = self._orders[which](position // in_epoch * len(begins) + before * rows, rows)
         batch = torch.full((rows, self.buckets[which] + 1), PADDING, dtype=torch.int64)
         for row, piece in enumerate(chosen.tolist()):
             begin, length = int(begins[piece]), int(lengths[piece])

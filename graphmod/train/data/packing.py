@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from graphmod.errors import ConfigError
 from graphmod.train.attention import BLOCK_MASK, DOCUMENT_BOUNDS
 from graphmod.train.data.masks import inputs_of, targets_of
-from graphmod.train.data.windows import WindowSampler, windows_at
+from graphmod.train.data.windows import ALL, Place, WindowSampler, windows_at
 from graphmod.train.schema import PackingAttention, Precision
 from graphmod.train.step.losses import IGNORED, Criterion, mean_cross_entropy, targets_counted_by
 from graphmod.train.varlen import unavailable
@@ -124,8 +124,10 @@ def choose_attention(
 class PackedSampler(WindowSampler):
     """The windows of `WindowSampler`, with the documents they are cut from."""
 
-    def __init__(self, tokens: Tensor, documents: Tensor, shape: tuple[int, int, int], seed: int) -> None:
-        super().__init__(tokens, shape, seed)
+    def __init__(
+        self, tokens: Tensor, documents: Tensor, shape: tuple[int, int, int], seed: int, place: Place = ALL
+    ) -> None:
+        super().__init__(tokens, shape, seed, place)
         self._documents = documents
 
     def __call__(self, step: int) -> Tensor:

@@ -8,6 +8,7 @@ import functools
 import queue
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -80,6 +81,30 @@ def window_starts(tokens: Tensor, length: int) -> np.ndarray:
     return starts
 
 
+@dataclass(frozen=True)
+class Place:
+    """Which part of the data is whose: each step takes as many microbatches as all ranks have, in their order.
+
+    Attributes:
+        rank, ranks: which one this is, of how many.
+        step, seen, count: when `step` steps were done, `seen` windows (or batches of buckets) had been seen, of `count`
+            in an epoch. A run that goes on with other ranks goes on there.
+    """
+
+    rank: int = 0
+    ranks: int = 1
+    step: int = 0
+    seen: int = 0
+    count: int = 1
+
+    def of(self, count: int) -> int:
+        """What had been seen where an epoch has `count`."""
+        return self.seen * count // self.count
+
+
+ALL = Place()
+
+
 class WindowSampler:
     """Windows one after the other, in the order of `ShuffledEpochs`.
 
@@ -87,21 +112,28 @@ class WindowSampler:
         tokens: (N,) of any integer dtype, N at least seq_len + 1.
         shape: (A, B, S), microbatches, sequences and tokens.
         seed: of the order.
+        place: of this rank.
     """
 
-    def __init__(self, tokens: Tensor, shape: tuple[int, int, int], seed: int) -> None:
-        self._shape = shape
+    def __init__(self, tokens: Tensor, shape: tuple[int, int, int], seed: int, place: Place = ALL) -> None:
+        self._shape, self._place = shape, place
         self._tokens, self._starts = tokens, window_starts(tokens, shape[2])
         self._order = ShuffledEpochs(len(self._starts), seed)
         self._rows = shape[0] * shape[1]
+        self._before = place.of(self._order.count)
 
     def steps(self, epochs: int) -> int:
         """The steps of so many passes; the last one is filled up with the first windows of the next pass."""
-        return -(-epochs * self._order.count // self._rows)
+        left = epochs * self._order.count - self._before
+        return self._place.step - (-left // (self._rows * self._place.ranks))
+
+    def seen(self, step: int) -> tuple[int, int]:
+        """How many windows all ranks had before `step`, counted from 0, and how many an epoch has."""
+        return self._before + (step - self._place.step) * self._rows * self._place.ranks, self._order.count
 
     def starts(self, step: int) -> np.ndarray:
         """(A * B,): where the windows of `step` begin."""
-        return self._starts[self._order(step * self._rows, self._rows)]
+        return self._starts[self._order(self.seen(step)[0] + self._place.rank * self._rows, self._rows)]
 
     def __call__(self, step: int) -> Tensor:
         """The batch of `step`, counted from 0: (A, B, S + 1) int64."""

@@ -7,12 +7,13 @@ and what follows from that are tensors on the device, so that a graph can hold a
 import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from graphmod.train.step.data_parallel import DataParallel
 from graphmod.train.step.losses import CountTargets, weighted_mean
 from graphmod.train.step.staging import microbatches
 from graphmod.train.step.update import CompiledUpdate
@@ -48,8 +49,9 @@ class Iteration:
         scale_loss: bool,
         ema_decay: float | None,
         compiled_update: CompiledUpdate | None = None,
+        parallel: DataParallel | None = None,
     ) -> None:
-        self.compiled_update = compiled_update
+        self.compiled_update, self.parallel = compiled_update, parallel
         self.model, self.optimizer = model, optimizer
         self.loss_fn, self.count_targets = loss_fn, count_targets
         self.max_grad_norm, self.autocast_dtype = max_grad_norm, autocast_dtype
@@ -84,13 +86,18 @@ class Iteration:
     def loss(self, microbatch: Any) -> Tensor:
         wanted = self.autocast_dtype is not None
         if not wanted and not torch.is_autocast_enabled(self.device.type):
-            return self.loss_fn(self.model, microbatch)
+            return self._loss(microbatch)
         with torch.autocast(self.device.type, self.autocast_dtype, enabled=wanted):
+            return self._loss(microbatch)
+
+    def _loss(self, microbatch: Any) -> Tensor:
+        if self.parallel is None or not torch.is_grad_enabled():
             return self.loss_fn(self.model, microbatch)
+        return self.parallel(self.loss_fn, microbatch)
 
     def _counts(self, parts: list[Any]) -> Tensor | None:
-        """(A,) the targets of each microbatch; None where all weigh the same, or there is one."""
-        if self.count_targets is None or len(parts) == 1:
+        """(A,) the targets of each microbatch; None where all weigh the same."""
+        if self.count_targets is None:
             return None
         counts = [self.count_targets(part) for part in parts]
         for count in counts:
@@ -105,26 +112,46 @@ class Iteration:
         return torch.stack(counts)
 
     def differentiate(self, batch: Any) -> Tensor:
-        """Forward and backward of every microbatch; the mean loss over all their targets."""
+        """Forward and backward of every microbatch; the mean loss over all their targets, and those of all ranks."""
         parts = microbatches(batch)
-        counts = self._counts(parts)
-        # A weight is where a backward starts from, so that it costs no operation on the loss.
-        weights = None if counts is None else counts / counts.sum()
-        if weights is not None and self.scale is not None:
-            weights = weights * self.scale
+        counts = self._counts(parts) if len(parts) > 1 or self.parallel is not None else None
+        weights = None if counts is None else self._weights(counts)
+        starts = weights if weights is None or self.scale is None else weights * self.scale
         losses = []
         for index, microbatch in enumerate(parts):
-            loss, start = self.loss(microbatch), None
-            if weights is not None:
-                start = weights[index].to(loss.dtype)
-            elif len(parts) > 1:
-                loss = loss / len(parts)
-            losses.append(loss.detach())
-            # On this thread: to wake autograd's own costs more than a layer's backward does from its graph.
-            with torch.autograd.set_multithreading_enabled(False):
-                (loss * self.scale if self.scale is not None and start is None else loss).backward(start)
+            with self._apart(index + 1 < len(parts)):
+                loss, start = self.loss(microbatch), None
+                if starts is not None:
+                    start = starts[index].to(loss.dtype)
+                elif len(parts) > 1:
+                    loss = loss / len(parts)
+                losses.append(loss.detach())
+                # On this thread: to wake autograd's own costs more than a layer's backward does from its graph.
+                with torch.autograd.set_multithreading_enabled(False):
+                    (loss * self.scale if self.scale is not None and start is None else loss).backward(start)
             del loss  # else its autograd graph lives on through the next forward
+        if self.parallel is not None:
+            return self._mean_over_ranks(losses, counts, weights)
         return functools.reduce(operator.add, losses) if counts is None else weighted_mean(torch.stack(losses), counts)
+
+    def _weights(self, counts: Tensor) -> Tensor:
+        """(A,) the share of each microbatch in all targets, by which its loss is multiplied: where its backward starts
+        from, so that it costs no operation on the loss. Of several ranks, whose gradients are averaged, all shares
+        together are their number."""
+        if self.parallel is None:
+            return counts / counts.sum()
+        return counts / (self.parallel.sum(counts.sum()) / self.parallel.ranks)
+
+    def _apart(self, wanted: bool) -> AbstractContextManager:
+        return nullcontext() if self.parallel is None else self.parallel.apart(wanted)
+
+    def _mean_over_ranks(self, losses: list[Tensor], counts: Tensor | None, weights: Tensor | None) -> Tensor:
+        # All ranks look at one loss to decide whether the update happens.
+        if counts is None:
+            mine = functools.reduce(operator.add, losses)
+        else:
+            mine = (torch.where(counts > 0, torch.stack(losses), 0) * weights).sum()
+        return self.parallel.sum(mine.clone()) / self.parallel.ranks
 
     def update(self, loss: Tensor | None = None) -> Tensor | None:
         """Learning rate, clipping and optimizer step; returns the gradients' 2-norm before clipping, if there is one.

@@ -7,13 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from graphmod.config import CompileMode, CUDAGraphConfig, choice
 from graphmod.state.entry import GraphStats
 from graphmod.train.settings import Scope, train_settings
 from graphmod.train.step.activations import recomputed_layers
 from graphmod.train.step.compile import compile_layers, compiled
+from graphmod.train.step.data_parallel import DataParallel
 from graphmod.train.step.iteration import NONFINITE, Iteration
 from graphmod.train.step.losses import CountTargets, count_targets_of, criterion_of, next_token_loss
 from graphmod.train.step.staging import Staging
@@ -70,6 +71,9 @@ class TrainStep:
             forward and loss (else) with torch.compile before they are captured, and clipping with the step of Adam or
             AdamW in every scope; `none` does not. See `train/step/compile.py` and `train/step/update.py`.
         config: what to capture (`scope`); None means `TrainGraphConfig()`.
+        process_group: train on all ranks of this group, each of which calls the step with batches of its own. All begin
+            with the model of the first one; gradients and the loss that is returned are means over the targets of all
+            ranks, as if their microbatches were those of one. None trains on this process alone.
 
     Attributes:
         grad_norm: 0-d, the gradients' 2-norm of the last step before clipping; None without clipping or `nonfinite`.
@@ -95,6 +99,7 @@ class TrainStep:
         ema_decay: float | None = None,
         compile: str = "none",
         config: CUDAGraphConfig | None = None,
+        process_group: distributed.ProcessGroup | None = None,
     ) -> None:
         if nonfinite not in NONFINITE:
             raise ValueError(f"nonfinite={nonfinite!r} is not known; choose one of: {', '.join(NONFINITE)}")
@@ -118,6 +123,9 @@ class TrainStep:
         if compile != "none":
             loss_fn = self._compile(loss_fn, compile)
         self.grad_norm: Tensor | None = None
+        self._parallel: DataParallel | None = None
+        if process_group is not None:
+            self._parallel = DataParallel(model, process_group, captured=self.config.scope is not Scope.none)
         self._iteration = Iteration(
             model,
             optimizer,
@@ -130,6 +138,7 @@ class TrainStep:
             scale_loss=scale_loss,
             ema_decay=ema_decay,
             compiled_update=None if compile == "none" else CompiledUpdate(optimizer, compile),
+            parallel=self._parallel,
         )
         self._stage = Staging(self._iteration.device)
         self._settled: dict[int, Tensor] = {}

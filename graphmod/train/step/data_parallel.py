@@ -1,0 +1,72 @@
+"""One model on several ranks, each of which differentiates the loss of its own microbatches.
+
+DistributedDataParallel is put around the loss, not around the model alone: compiled code then lies inside of it, as one
+piece. It averages gradients over the ranks; so that this is the mean over all targets, losses are weighted by how many
+targets their rank has (`Iteration`).
+"""
+
+import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from graphmod.errors import ConfigError
+from graphmod.ranks.data_parallel import take_over
+
+# The buffers of the first rank in each forward of all; no layer here has any that a step changes, as batch norms do.
+# Torch 2.13 deprecates the second name, the only one before.
+_SPREADS_BUFFERS = next(
+    name
+    for name in ("forward_sync_buffers", "broadcast_buffers")
+    if name in inspect.signature(DistributedDataParallel).parameters
+)
+
+
+class _Loss(nn.Module):
+    """What is differentiated: the loss of a microbatch."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, loss_fn: Callable, microbatch: Any) -> Tensor:
+        return loss_fn(self.model, microbatch)
+
+
+class DataParallel:
+    """The model of a step on the ranks of a process group.
+
+    Args:
+        model: on its device; that of the first rank is given to all others.
+        group: the process group.
+        captured: whether graphs will hold what averages gradients.
+
+    Raises:
+        ConfigError: the gradients of this model cannot be averaged in a graph.
+
+    Attributes:
+        ranks: how many there are.
+    """
+
+    def __init__(self, model: nn.Module, group: distributed.ProcessGroup, captured: bool) -> None:
+        self.group, self.ranks = group, distributed.get_world_size(group)
+        self._loss = DistributedDataParallel(_Loss(model), process_group=group, **{_SPREADS_BUFFERS: False})
+        if captured and (why := take_over(self._loss)) is not None:
+            raise ConfigError(f"gradients cannot be averaged over ranks in a graph, because of {why}; use graph=none")
+
+    def __call__(self, loss_fn: Callable, microbatch: Any) -> Tensor:
+        """The loss of a microbatch, whose backward averages gradients unless it is run under `apart`."""
+        return self._loss(loss_fn, microbatch)
+
+    def apart(self, wanted: bool) -> AbstractContextManager:
+        """Inside, if wanted, forwards whose backwards only add to the gradients of this rank, as all but those of the
+        last microbatch do."""
+        return self._loss.no_sync() if wanted else nullcontext()
+
+    def sum(self, value: Tensor) -> Tensor:
+        """The sum over all ranks, in place."""
+        distributed.all_reduce(value, group=self.group)
+        return value

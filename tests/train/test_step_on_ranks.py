@@ -1,0 +1,111 @@
+"""A training step on two ranks: the numbers of one process that has the microbatches of both."""
+
+import pytest
+import torch
+from group import on_ranks
+from test_train_step import language_model
+from torch import distributed
+
+from graphmod.train.data.buckets import PADDING, padded_next_token_loss
+from graphmod.train.settings import TrainGraphConfig
+from graphmod.train.step import TrainStep
+from graphmod.train.step.losses import targets_counted_by
+
+SCOPES = ["per_layer", "full_iteration"]
+RANKS, STEPS, PARTS = 2, 8, 2
+
+
+def batch_of(step, rank):
+    """(2, 2, 13): two microbatches with other numbers of targets in each row, and none at all in some."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    tokens = torch.randint(0, 32, (PARTS, 2, 13), generator=generator)
+    lengths = torch.randint(1, 13, (PARTS, 2), generator=generator)
+    if rank and step == 2:
+        lengths[:] = 0
+    return tokens.masked_fill(torch.arange(13) > lengths[..., None], PADDING)
+
+
+def made(scope, group=None, **settings):
+    torch.manual_seed(3 if group is None else 3 + distributed.get_rank())  # all have the model of the first
+    model = language_model(torch.device("cpu"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-2), fused=True)
+    settings = {"max_grad_norm": 0.5, "nonfinite": "skip", "ema_decay": 0.9, **settings}
+    config = TrainGraphConfig(scope=scope)
+    loss_fn = settings.pop("loss_fn", padded_next_token_loss)
+    return TrainStep(model.eval(), optimizer, loss_fn=loss_fn, config=config, process_group=group, **settings)
+
+
+def weights(step):
+    return torch.cat([p.detach().flatten() for p in step.model.parameters()])
+
+
+def trained(rank, scope):
+    step = made(scope, distributed.group.WORLD)
+    losses, norms = [], []
+    for index in range(STEPS):
+        losses.append(float(step(batch_of(index, rank))))
+        norms.append(float(step.grad_norm))
+    stats = step.stats
+    found = losses, norms, weights(step).tolist(), stats.replays, stats.failures
+    step.reset()
+    return found
+
+
+@targets_counted_by(lambda batch: (batch["tokens"] >= 0).sum())
+def spoilt(model, batch):
+    return padded_next_token_loss(model, batch["tokens"]) * batch["factor"].sum()
+
+
+def trained_on_a_bad_batch(rank, scope):
+    """Rank 1 has a loss that is infinite in one step."""
+    step, losses = made(scope, distributed.group.WORLD, loss_fn=spoilt), []
+    for index in range(STEPS):
+        factor = torch.full((PARTS, 1), float("inf") if rank and index == 5 else 1.0)
+        losses.append(float(step({"tokens": batch_of(0, rank), "factor": factor})))
+    found = losses, int(step.skipped), int(step.first_nonfinite), weights(step).tolist()
+    step.reset()
+    return found
+
+
+def program(rank):
+    """All that the tests below look at; in one group, because processes take seconds to start."""
+    scopes = ("none", *SCOPES)
+    return {
+        **{scope: trained(rank, scope) for scope in scopes},
+        **{f"bad {scope}": trained_on_a_bad_batch(rank, scope) for scope in scopes},
+    }
+
+
+@pytest.fixture(scope="module")
+def found():
+    return on_ranks(program, RANKS)
+
+
+@pytest.mark.parametrize("scope", ["none", *SCOPES])
+def test_ranks_stay_alike(found, scope):
+    first, second = (one[scope] for one in found)
+    assert first[:3] == second[:3]
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_graphs_have_the_numbers_of_eager_data_parallel_training(found, scope):
+    assert found[0][scope][:3] == found[0]["none"][:3]
+    assert found[0][scope][3] > 0 and found[0][scope][4] == 0
+
+
+def test_the_numbers_are_those_of_one_process_with_all_microbatches(found):
+    step, losses, norms = made("none"), [], []
+    for index in range(STEPS):
+        losses.append(float(step(torch.cat([batch_of(index, rank) for rank in range(RANKS)]))))
+        norms.append(float(step.grad_norm))
+    torch.testing.assert_close(torch.tensor(found[0]["none"][0]), torch.tensor(losses))
+    torch.testing.assert_close(torch.tensor(found[0]["none"][1]), torch.tensor(norms))
+    torch.testing.assert_close(torch.tensor(found[0]["none"][2]), weights(step), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("scope", ["none", *SCOPES])
+def test_what_is_not_finite_on_one_rank_is_skipped_on_all(found, scope):
+    (losses, skipped, first_bad, after), other = (one[f"bad {scope}"] for one in found)
+    assert (losses, skipped, first_bad, after) == other
+    assert skipped == 1 and first_bad == 5 and not torch.tensor(losses[5]).isfinite()
+    assert torch.tensor(after).isfinite().all()
