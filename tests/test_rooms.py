@@ -11,7 +11,7 @@ import graphmod
 
 HOUSE = Path(graphmod.__file__).parent
 ROOMS = (
-    *("errors", "words", "config", "torch_private", "trace", "guards", "signature", "ranks", "state"),
+    *("errors", "words", "config", "torch_private", "trace", "ranks", "guards", "signature", "state"),
     *("backend", "graph", "capture", "call", "wrap", "check", "models", "decode", "train", "cli", "__main__"),
 )
 WITHIN = {

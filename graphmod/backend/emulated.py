@@ -80,6 +80,10 @@ class EmulatedGraph:
         self._journal.save(tensor)
         self.part()
 
+    def resize(self, storage: torch.UntypedStorage, size: int) -> None:
+        """Takes in that the memory of a storage comes or goes."""
+        self._calls.append((storage.resize_, (size,), {}))
+
     def part(self) -> None:
         """What comes from here on, others see: memory from outside, or other processes."""
         if self._until_write is None:
@@ -230,6 +234,7 @@ class EmulatedBackend:
             generators=generators,
             before_write=graph.before_write,
             before_collective=graph.part,
+            after_resize=graph.resize,
             after=graph.add,
             targets=targets,
         )

@@ -23,10 +23,17 @@ def renew_gradient_accumulators(parameters: list[Tensor]) -> None:
             data = parameter.data
             other = torch.float32 if data.dtype is not torch.float32 else torch.float64
             targets += [parameter, parameter]
-            plain = not is_traceable_wrapper_subclass(data)
-            empty = torch.empty(0, device=data.device, dtype=other) if plain else torch.empty_like(data, dtype=other)
-            contents += [empty, data]
+            contents += [_empty_of_kind(data, other), data]
     deque(map(_set_data, targets, contents), maxlen=0)
+
+
+def _empty_of_kind(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    empty = torch.empty(0, device=tensor.device, dtype=dtype)
+    if not is_traceable_wrapper_subclass(tensor):
+        return empty
+    if not hasattr(tensor, "device_mesh"):
+        return torch.empty_like(tensor, dtype=dtype)
+    return type(tensor).from_local(empty, tensor.device_mesh, tensor.placements, run_check=False)
 
 
 _set_data = Tensor.data.__set__

@@ -14,6 +14,7 @@ from graphmod.graph.casts import device_of, keep_open, open_block
 from graphmod.graph.context import Context
 from graphmod.graph.forward import ForwardGraph
 from graphmod.graph.tape import Tape
+from graphmod.ranks.sharded import captured
 from graphmod.state.entry import Entry
 
 CAPTURE_ANOTHER = "its graphs expect other gradients (None, or to be added to) than the coming backward will find"
@@ -136,7 +137,8 @@ def capture(
         block = open_block(device_of(context)) if entry.keeps_casts else None
         torch.clear_autocast_cache()
         try:
-            graph.capture(leaves)
+            with captured():
+                graph.capture(leaves)
         finally:
             torch.clear_autocast_cache()
             keep_open(device_of(context), block)

@@ -12,6 +12,7 @@ from graphmod.guards.contents import CONTAINERS, content, is_iterator, is_plain
 from graphmod.guards.library import is_library, is_users
 from graphmod.guards.lookup import Cell, Fields, Kind, Place, get, is_made_by_code
 from graphmod.guards.note import Note
+from graphmod.ranks.sharded import held_between_calls
 
 _FOLLOWED = (*CONTAINERS, partial, types.SimpleNamespace)
 _DEPTH, _MOST_INSIDE = 32, 4096  # how far, and into how many items, containers in containers are followed
@@ -25,6 +26,7 @@ class Values:
         contents: containers whose items were read, by identity: the container, its items, and where that was.
         iterators: what code used that is used up by it.
         gradients: the leaf tensors met -> whether they had no gradient then.
+        between_calls: identity of a dict of parameters -> what is in it before and after the call, though not in it.
         where: the code and line that reads now.
         frame: that runs now; held for no longer than it is looked at.
     """
@@ -34,6 +36,7 @@ class Values:
         self.contents: dict[int, tuple[Any, tuple, tuple]] = {}
         self.iterators: list[tuple[Any, str, tuple]] = []
         self.gradients: dict[int, tuple[Tensor, bool]] = {}
+        self.between_calls = held_between_calls()
         self.where: tuple = ("", 0)
         self.frame: types.FrameType | None = None
         self._functions: dict[int, types.FunctionType] = {}
@@ -54,6 +57,8 @@ class Values:
         except TypeError:  # a key that cannot be hashed
             return
         if known is None or known.owner is not owner:
+            lasting = self.between_calls.get(id(place.container), {}).get(place.key)
+            place = place if lasting is None else place._replace(value=lasting)
             self.notes[name] = Note(owner, place, self.here())
             self._meet(place.value)
 
@@ -124,7 +129,7 @@ class Values:
         known = self.contents.get(id(value))
         if known is not None and known[0] is value:
             return
-        items = content(value)
+        items = content(self.between_calls.get(id(value), value))
         if items is None:
             if is_made_by_code(type(value)):
                 self._kind(value)

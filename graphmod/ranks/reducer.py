@@ -80,8 +80,8 @@ class Reducer:
             self._plan([bucket.members for bucket in self._buckets])
             raise RuntimeError(
                 f"{len(missing)} parameters got no gradient in the last backward, which was not averaged over all "
-                f"ranks therefore: {', '.join(missing[:4] + ['...'] * (len(missing) > 4))}. Leave them out of the model, "
-                "or give DistributedDataParallel find_unused_parameters=True"
+                f"ranks therefore: {', '.join(missing[:4] + ['...'] * (len(missing) > 4))}. Leave them out of the "
+                "model, or give DistributedDataParallel find_unused_parameters=True"
             )
         self._expects = averages
 

@@ -1,4 +1,4 @@
-"""Graphs that hold collectives are freed before their process groups: `destroy_process_group` of NCCL waits for them."""
+"""Graphs with collectives are freed before their process groups: `destroy_process_group` of NCCL waits for them."""
 
 from __future__ import annotations
 

@@ -22,7 +22,9 @@ def is_collective(name: str) -> bool:
 
 
 def written_by(name: str) -> frozenset:
-    """The positions of the arguments that an operator of `c10d` writes without saying so."""
+    """The positions of the arguments that an operator of `torch.distributed` writes without saying so."""
+    if name == "fsdp::all_gather_copy_in":
+        return frozenset({1})
     return frozenset({0}) if name.startswith(_IN_PLACE) and name not in _READ_ONLY else frozenset()
 
 

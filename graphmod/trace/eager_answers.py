@@ -89,6 +89,38 @@ def _host_reads() -> list[tuple[Any, str, Any]]:
     ]
 
 
+def _resized() -> list[tuple[Any, str, Any]]:
+    """Memory that a storage is given, and gives back, by hand: no operation does that."""
+    original = torch.UntypedStorage.resize_
+
+    @functools.wraps(original)
+    def resize(self: torch.UntypedStorage, size: int) -> Any:
+        before = self.nbytes()
+        result = original(self, size)
+        recorder = dispatch.current()
+        if recorder is not None:
+            recorder.note_resized(self, before)
+        return result
+
+    return [(torch.UntypedStorage, "resize_", resize)]
+
+
+def _waited_for() -> list[tuple[Any, str, Any]]:
+    """A collective that is waited for. Gloo copies its result then, which belongs to the collective."""
+    if not torch.distributed.is_available():
+        return []
+    original = torch.distributed.Work.wait
+
+    @functools.wraps(original)
+    def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if dispatch.current() is None:
+            return original(self, *args, **kwargs)
+        with dispatch.hidden():
+            return original(self, *args, **kwargs)
+
+    return [(torch.distributed.Work, "wait", wait)]
+
+
 def _made_of_values() -> list[tuple[Any, str, Any]]:
     """Tensors on the GPU made of Python values: a copy from host memory that nobody keeps."""
     _device_constructors()  # which keeps the functions that it finds when it is first asked
@@ -200,7 +232,17 @@ def _scripted() -> list[tuple[Any, str, Any]]:
 _patches = [
     Patch(make)
     for make in (
-        *(_is_capturing, _host_reads, _made_of_values, _one_hot, _bincount, _scripted, seeds.replacements),
+        *(
+            _is_capturing,
+            _host_reads,
+            _resized,
+            _waited_for,
+            _made_of_values,
+            _one_hot,
+            _bincount,
+            _scripted,
+            seeds.replacements,
+        ),
         compiled.replacements,
     )
 ]

@@ -96,6 +96,10 @@ class Origins:
         if before is not None:
             self._of[where] = max(before, of)
 
+    def note_allocated(self, where: int) -> None:
+        """Takes in memory that nobody has written yet."""
+        self._of[where] = Origin.unwritten
+
     def note_constant(self, where: int) -> None:
         """Takes in a tensor made of values in Python, or kept from an earlier call."""
         self._of[where] = Origin.constants

@@ -57,6 +57,7 @@ class Recorder(MemoryTrace):
             that share no storage with its arguments.
         around: called with the arguments of each operation on lists of tensors, for a context to run it in.
         before_collective: called before the first operation that other processes take part in.
+        after_resize: called with each storage that was resized by hand, and its bytes.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Recorder(MemoryTrace):
         after: Callable | None = None,
         around: Callable[[Iterable[Any]], AbstractContextManager] | None = None,
         before_collective: Callable[[], None] | None = None,
+        after_resize: Callable[[torch.UntypedStorage, int], None] | None = None,
     ) -> None:
         super().__init__(inputs, before_write)
         self.watching, self.on_gpu, self._gpu = watching, gpu is not None, gpu
@@ -91,6 +93,8 @@ class Recorder(MemoryTrace):
         self._kept: dict[int, Kept] = {}
         self._made: list[tuple[Tensor, Tensor]] = []
         self._after, self._around, self._before_collective = after, around, before_collective
+        self._after_resize = after_resize
+        self._sizes: dict[int, tuple[torch.UntypedStorage, int]] = {}  # storages that were resized, and theirs before
         self._targets = targets or {}
 
     def _enter(self, context: contextlib.ExitStack) -> None:
@@ -115,7 +119,8 @@ class Recorder(MemoryTrace):
 
     def finish(self) -> "Recorder":
         """Lets go of the callbacks, so that the record keeps nothing alive but the tensors from outside."""
-        self._before_write = self._after = self._around = self._before_collective = None
+        self._before_write = self._after = self._around = self._before_collective = self._after_resize = None
+        self._sizes.clear()
         self._targets = {}
         self.made_by = {}
         return self
@@ -146,6 +151,15 @@ class Recorder(MemoryTrace):
             result = kept.clone().requires_grad_(kwargs.get("requires_grad", False))
         self._take_address(address(result))
         return result
+
+    def note_resized(self, storage: torch.UntypedStorage, before: int) -> None:
+        """Takes in that code has made or given back the memory of a storage, of `before` bytes until then."""
+        where = storage.data_ptr()
+        if storage.nbytes() > before:
+            self._origins.note_allocated(where)
+        self._sizes.setdefault(storage._cdata, (storage, before))
+        if self._after_resize is not None:
+            self._after_resize(storage, storage.nbytes())
 
     def before_communicating(self) -> None:
         """Takes in that a collective is about to come; to be told before another stream is taken for it."""
