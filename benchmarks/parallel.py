@@ -5,8 +5,9 @@
 
 Each GPU has the batch of the shape. Modes: the step on `one_gpu`, from one graph; DistributedDataParallel as it comes
 (`ddp_eager`), with its model compiled (`ddp_compiled`), with graphs of its layers (`ddp_layers`), in a step that is one
-graph (`ddp`); and what one writes by hand with `torch.cuda.graph`: gradients in one flat buffer, reduced after the
-backward (`flat`).
+graph (`ddp`); what one writes by hand with `torch.cuda.graph`: gradients in one flat buffer, reduced after the
+backward (`flat`); each layer in `fully_shard` (`fsdp`) or `parallelize_module` (`tp`, whose gradients are not clipped),
+eager and in a step that is one graph.
 """
 
 import argparse
@@ -22,7 +23,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.options import chosen, gpu_is_there
 from benchmarks.training import SHAPES, VOCABULARY, build, keep
 
-MODES = ("one_gpu", "ddp_eager", "ddp_compiled", "ddp_layers", "flat", "ddp")
+DDP = ("one_gpu", "ddp_eager", "ddp_compiled", "ddp_layers", "flat", "ddp")
+SHARDED = ("fsdp_eager", "fsdp", "tp_eager", "tp")
+MODES = (*DDP, *SHARDED)
 
 
 def make_step(mode: str, shape: dict[str, int], rank: int, ranks: int) -> tuple[Any, list[Any]]:
@@ -39,11 +42,14 @@ def make_step(mode: str, shape: dict[str, int], rank: int, ranks: int) -> tuple[
         called = DistributedDataParallel(model, device_ids=[rank], broadcast_buffers=False)
     if mode == "ddp_compiled":
         called = torch.compile(called)
+    if mode.startswith(("fsdp", "tp")):
+        optimizer = _shard(model, mode, ranks)
 
     def step(tokens: Any) -> Any:
         loss = next_token_loss(called, tokens)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
+        if not mode.startswith("tp"):
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()
@@ -52,10 +58,37 @@ def make_step(mode: str, shape: dict[str, int], rank: int, ranks: int) -> tuple[
         return _by_hand(model, optimizer, shape, ranks), []
     if mode == "ddp_layers":
         return step, graph_layers(called)
-    if mode in ("ddp", "one_gpu"):
+    if mode in ("ddp", "one_gpu", "fsdp", "tp"):
         wrapper = CUDAGraphModule(step)
         return wrapper, [wrapper]
     return step, []
+
+
+def _shard(model: Any, mode: str, ranks: int) -> Any:
+    """Shards a model in place; returns an optimizer of what it has then."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cuda", (ranks,))
+    if mode.startswith("fsdp"):
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    else:
+        columns, rows = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("self_attn.o_proj",)
+        columns, rows = (*columns, "mlp.gate_proj", "mlp.up_proj"), (*rows, "mlp.down_proj")
+        for layer in model.model.layers:
+            plan = {name: ColwiseParallel() for name in columns} | {name: RowwiseParallel() for name in rows}
+            parallelize_module(layer, mesh, plan)
+    kinds: dict[bool, list[Any]] = {}
+    for parameter in model.parameters():
+        kinds.setdefault(isinstance(parameter, DTensor), []).append(parameter)
+    groups = [{"params": parameters} for parameters in kinds.values()]
+    lr = torch.tensor(1e-4, device="cuda")
+    return torch.optim.AdamW(groups, lr=lr, fused=True, capturable=True)
 
 
 def _by_hand(model: Any, optimizer: Any, shape: dict[str, int], ranks: int) -> Any:
@@ -85,9 +118,9 @@ def _by_hand(model: Any, optimizer: Any, shape: dict[str, int], ranks: int) -> A
     with torch.cuda.stream(side):
         for _ in range(3):
             run()
-    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
         loss = run()
 
     def step(tokens: Any) -> Any:

@@ -28,7 +28,7 @@ def renew_gradient_accumulators(parameters: list[Tensor]) -> None:
 
 
 def _empty_of_kind(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    empty = torch.empty(0, device=tensor.device, dtype=dtype)
+    empty = torch.empty([0] * tensor.dim() or 0, device=tensor.device, dtype=dtype)
     if not is_traceable_wrapper_subclass(tensor):
         return empty
     if not hasattr(tensor, "device_mesh"):
