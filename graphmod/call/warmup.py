@@ -49,6 +49,8 @@ def warm_up(context: Context, entry: Entry, args: tuple, kwargs: dict) -> Any:
             return track(context, entry, result)
         if recording.random and draws_anew():
             recording.refused = recording.refused or DRAWS
+        if recording.refused is not None and torch.is_grad_enabled():  # which may be a consequence
+            recording.refused = context.around.not_averaged() or recording.refused
         if recording.communicates and differentiable(result):
             recording.refused = recording.refused or COMMUNICATES
         if recording.compiles:

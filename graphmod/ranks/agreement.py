@@ -29,8 +29,10 @@ class Choice(IntEnum):
 
 
 def several_ranks() -> bool:
-    """Whether this process is one of several of a distributed program."""
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+    """Whether this process is one of several of a distributed program. Those of a `fake` group are not there."""
+    if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() < 2:
+        return False
+    return distributed.get_backend() != "fake"
 
 
 def communicated() -> dict[Any, int]:

@@ -1,0 +1,109 @@
+"""Several ranks: steps and layers that communicate have eager's numbers, and all ranks decide alike."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pool
+import programs
+import pytest
+import torch
+
+TWO_GPUS = torch.cuda.device_count() > 1
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def ranks(request):
+    if request.param == "cuda" and not TWO_GPUS:
+        pytest.skip("no two GPUs")
+    with pool.Ranks(request.param) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        *(("own", "step"), ("ddp", "step"), ("ddp", "layers"), ("ddp_own_buffers", "step"), ("fsdp", "step")),
+        *(("fsdp_whole", "step"), ("fsdp_bf16", "step"), ("tp", "step")),
+    ],
+)
+def test_training_has_the_numbers_of_eager(ranks, kind, how, microbatches):
+    for equal, changing, stats in ranks.run("trains_as_eager", kind, how, microbatches):
+        assert equal and changing
+        assert all(state == "captured" and replays > 20 and not why for state, replays, why in stats), stats
+
+
+@pytest.mark.parametrize(("kind", "why"), [("fsdp", "moved to another address"), ("tp", "wrap the whole step")])
+def test_layers_that_cannot_be_captured_alone_are_eager_and_say_so(ranks, kind, why):
+    for equal, _, stats in ranks.run("trains_as_eager", kind, "layers", 1):
+        assert equal
+        assert all(state == "disabled" and not replays and why in said for state, replays, said in stats), stats
+
+
+def test_gradients_are_the_mean_over_ranks(ranks):
+    assert ranks.run("averages") == ["captured"] * 2
+
+
+@pytest.mark.parametrize("sharded", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["plain", "sharded"])
+@pytest.mark.parametrize("how", programs.PARTS)
+def test_a_rank_that_goes_another_way_takes_the_others_along(ranks, how, sharded):
+    found = ranks.run("parts_ways", how, sharded)
+    assert all(equal for equal, *_ in found)
+    replays = {one[1] for one in found}
+    assert len(replays) == 1, found  # of no rank alone
+    if how in ("shape", "scale", "moved", "fails", "fails_late", "reset"):
+        assert replays.pop() > 8
+    other = 1 if how == "reset" else 0
+    assert any(f"rank {1 - other} does" in one or "another rank" in one for one in found[other][3]), found
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"find_unused_parameters": True}, "find_unused_parameters"),
+        ({"static_graph": True}, None),
+        ({"gradient_as_bucket_view": True, "bucket_cap_mb": 0.001}, None),
+    ],
+    ids=["unused", "static", "small buckets"],
+)
+def test_what_is_not_supported_stays_eager(ranks, settings, why):
+    for state, said in ranks.run("refuses", settings):
+        assert (state, why in said) == ("disabled", True) if why else (state, said) == ("captured", "")
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_votes_are_of_all_ranks_on_one_machine_and_on_several(ranks, hosts):
+    first, second = ranks.run("votes", hosts)
+    assert first == second
+    assert first == [tuple(sorted((index % 3, 2 * index % 3))) for index in range(60)]
+
+
+def test_a_rank_that_does_not_come_is_named(ranks):
+    assert "rank 1" in ranks.run("comes_late")[0]
+
+
+def test_a_copy_is_trained_by_itself(ranks):
+    assert ranks.run("copies") == [True, True]
+
+
+def test_a_parameter_without_gradient_is_named(ranks):
+    for said in ranks.run("forgets_a_parameter"):
+        assert "unused.weight" in said and "find_unused_parameters=True" in said
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_process_ends_though_its_graphs_live(device):
+    """NCCL waits in `destroy_process_group` for graphs with collectives, for ever."""
+    if device == "cuda" and not TWO_GPUS:
+        pytest.skip("no two GPUs")
+    with pool.Ranks(device) as ranks:
+        ranks.run("keeps_its_graphs")
+        assert ranks.end() == (["ended"] * 2, [0, 0])
+
+
+@pytest.mark.parametrize(("mesh", "part"), [((8,), "(16, 32)"), ((4, 2), "(16, 32)")], ids=["fsdp", "fsdp x tp"])
+def test_eight_ranks_share_a_model(mesh, part):
+    script = Path(__file__).parent / "eight.py"
+    done = subprocess.run([sys.executable, script, *map(str, mesh)], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == f"captured 5 {part}", done.stdout + done.stderr
