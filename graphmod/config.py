@@ -27,8 +27,8 @@ class Verify(str, Enum):
 
 
 class CompileMode(str, Enum):
-    """What torch.compile does inside graphs, in training as in decode: nothing, what it does by default, or also measure
-    variants of its kernels, which takes minutes.
+    """What torch.compile does inside graphs, in training as in decode: nothing, what it does by default (`default`), or
+    also measure variants of its kernels, which takes minutes (`max`).
 
     Which variants pay is another matter in either: training tries matrix kernels, too; decode has products of few rows,
     which tuning makes generated kernels.

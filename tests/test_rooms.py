@@ -22,8 +22,8 @@ WITHIN = {
     "train": (
         *(
             "settings",
-            "schema",
             "libraries",
+            "schema",
             "varlen",
             "attention",
             "lora",

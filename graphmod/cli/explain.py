@@ -12,7 +12,8 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, Interpolation
 from yaml import MarkedYAMLError, YAMLError
 
 from graphmod.errors import ConfigError
-from graphmod.train.schema import REFUSED_OPTIMIZERS, RunConfig
+from graphmod.train.schema.optim import REFUSED_OPTIMIZERS
+from graphmod.train.schema.run import RunConfig
 from graphmod.words import nearest
 
 # What other programs call a setting -> its last name here.

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from graphmod.errors import ConfigError, reason
 from graphmod.train.libraries import require_library
-from graphmod.train.schema import ADAPTER_FILE, LoraSettings
+from graphmod.train.schema.model import ADAPTER_FILE, LoraSettings
 
 
 def add_adapters(model: PreTrainedModel, settings: LoraSettings, base: str) -> PreTrainedModel:

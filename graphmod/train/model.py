@@ -18,7 +18,8 @@ from transformers.utils import logging as transformers_logging
 from graphmod.errors import ConfigError
 from graphmod.train.attention import use_static_causal_attention
 from graphmod.train.lora import add_adapters, is_adapter
-from graphmod.train.schema import Architecture, ModelConfig, Precision
+from graphmod.train.schema.model import Architecture, ModelConfig
+from graphmod.train.schema.train import Precision
 
 _VOCAB_MULTIPLE = 64  # matrix kernels are fastest on round sizes
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from graphmod.errors import ConfigError
-from graphmod.train.schema import Precision
+from graphmod.train.schema.train import Precision
 
 try:
     from torch.nn.attention.varlen import varlen_attn

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from graphmod.cli.generation import main as generation
 from graphmod.cli.training.arguments import flags_first, for_hydra
-from graphmod.train.schema import RunConfig
+from graphmod.train.schema.run import RunConfig
 from graphmod.wrap.target import MARK
 
 README = ROOT / "README.md"

@@ -13,7 +13,7 @@ from tqdm import tqdm
 from graphmod.train.run import ownership
 from graphmod.train.run.loop import train
 from graphmod.train.run.ownership import FolderInUse, owned
-from graphmod.train.schema import RunConfig
+from graphmod.train.schema.run import RunConfig
 
 # Their parent is a copy of a process that has imported everything, and nothing else.
 PROCESSES = multiprocessing.get_context("forkserver")

@@ -13,7 +13,8 @@ from graphmod.train.data.corpus import load_corpus
 from graphmod.train.data.masks import inputs_of
 from graphmod.train.data.rows import _kind
 from graphmod.train.run.loop import train
-from graphmod.train.schema import DataConfig, ModelConfig, Source, TrainOn
+from graphmod.train.schema.data import DataConfig, Source, TrainOn
+from graphmod.train.schema.model import ModelConfig
 
 pytest.importorskip("datasets")
 

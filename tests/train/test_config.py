@@ -13,7 +13,8 @@ from graphmod.cli.training.arguments import for_hydra, swept_keys
 from graphmod.cli.training.compose import CONFIGS, parse
 from graphmod.errors import ConfigError
 from graphmod.train.run.folders import job_folder
-from graphmod.train.schema import Precision, RunConfig
+from graphmod.train.schema.run import RunConfig
+from graphmod.train.schema.train import Precision
 from graphmod.train.settings import Scope
 
 

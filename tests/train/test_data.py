@@ -16,7 +16,8 @@ from graphmod.train.data.windows import (
     window_starts,
     windows_at,
 )
-from graphmod.train.schema import DataConfig, ModelConfig, Source
+from graphmod.train.schema.data import DataConfig, Source
+from graphmod.train.schema.model import ModelConfig
 
 
 def text_data(*paths, **settings) -> DataConfig:

@@ -20,7 +20,7 @@ from graphmod.cli.training.resumed import job_settings
 from graphmod.decode import DecodeEngine
 from graphmod.errors import ConfigError
 from graphmod.train.run.loop import train
-from graphmod.train.schema import MERGED_FOLDER
+from graphmod.train.schema.model import MERGED_FOLDER
 
 
 @pytest.fixture

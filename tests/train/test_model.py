@@ -14,7 +14,8 @@ from graphmod.errors import ConfigError
 from graphmod.train.attention import use_static_causal_attention
 from graphmod.train.data.packing import block_mask
 from graphmod.train.model import build_model, model_config
-from graphmod.train.schema import Architecture, ModelConfig, Precision
+from graphmod.train.schema.model import Architecture, ModelConfig
+from graphmod.train.schema.train import Precision
 
 CPU = torch.device("cpu")
 ARCHITECTURES = [Architecture.llama, Architecture.qwen3, Architecture.gpt2]

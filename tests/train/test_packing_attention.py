@@ -17,7 +17,8 @@ from graphmod.train.model import build_model, model_config
 from graphmod.train.run.assembly import plain_config
 from graphmod.train.run.decisive import decisive_settings
 from graphmod.train.run.loop import train
-from graphmod.train.schema import PackingAttention, Precision
+from graphmod.train.schema.data import PackingAttention
+from graphmod.train.schema.train import Precision
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SCOPES = ["per_layer", "full_iteration"]
@@ -52,7 +53,7 @@ def stand_in(monkeypatch):
     noting.__code__ = noting.__code__.replace(co_filename=tracer.__file__)
     monkeypatch.setattr(varlen, "varlen_attn", noting)
     monkeypatch.setattr("graphmod.train.data.packing.unavailable", lambda *args: None)
-    monkeypatch.setattr("graphmod.train.run.checks.unavailable", lambda *args: None)
+    monkeypatch.setattr("graphmod.train.run.device.unavailable", lambda *args: None)
     return given
 
 

@@ -12,7 +12,8 @@ from graphmod.train.data import rows
 from graphmod.train.data.corpus import load_corpus
 from graphmod.train.data.masks import inputs_of
 from graphmod.train.run.loop import train
-from graphmod.train.schema import DataConfig, Documents, ModelConfig, Source, TrainOn
+from graphmod.train.schema.data import DataConfig, Documents, Source, TrainOn
+from graphmod.train.schema.model import ModelConfig
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }} {% if m['role'] == 'assistant' %}"

@@ -12,7 +12,7 @@ from graphmod.cli.generation.schema import DeviceName, ModelSource, Precision
 from graphmod.errors import ConfigError, reason
 from graphmod.train.checkpoints.loadable import checkpoint_of, require_whole
 from graphmod.train.lora import is_adapter
-from graphmod.train.schema import ADAPTER_FILE
+from graphmod.train.schema.model import ADAPTER_FILE
 
 _CONFIGS = ("config.json", ADAPTER_FILE)
 _RUNS = Path("runs/train"), Path("runs/compare")  # of train.py, and of its multiruns

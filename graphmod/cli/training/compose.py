@@ -8,8 +8,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from graphmod.cli.explain import explain
 from graphmod.errors import ConfigError
-from graphmod.train.run.checks import check
-from graphmod.train.schema import RunConfig
+from graphmod.train.schema.run import RunConfig, check
 
 CONFIGS = Path(__file__).parent.resolve() / "configs"
 

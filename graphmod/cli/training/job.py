@@ -25,7 +25,7 @@ from graphmod.train.run.interrupt import Aborted
 from graphmod.train.run.loop import train
 from graphmod.train.run.ownership import owned
 from graphmod.train.run.resume import claimed
-from graphmod.train.schema import RunConfig
+from graphmod.train.schema.run import RunConfig
 
 
 @dataclass

@@ -33,7 +33,7 @@ from graphmod.train.checkpoints.manifest import (
 )
 from graphmod.train.lora import has_adapters, save_merged
 from graphmod.train.model import no_transformers_bars
-from graphmod.train.schema import MERGED_FOLDER
+from graphmod.train.schema.model import MERGED_FOLDER
 from graphmod.train.step import TrainStep
 
 _LEAST_FREE = 1 << 22

@@ -19,7 +19,8 @@ from graphmod.train.data.packing import (
     packed_next_token_loss,
 )
 from graphmod.train.data.windows import ALL, Place, WindowSampler, evaluation_starts, split, windows_at
-from graphmod.train.schema import PackingAttention, RunConfig
+from graphmod.train.schema.data import PackingAttention
+from graphmod.train.schema.run import RunConfig
 from graphmod.train.step.losses import next_token_loss
 
 _EVALUATION_SEED = 1

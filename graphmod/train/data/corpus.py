@@ -21,7 +21,8 @@ from graphmod.train.data.cache import cached, files_key, tokenizer_key
 from graphmod.train.data.encode import encode_pieces, flattened, pieces
 from graphmod.train.data.reading import row_files
 from graphmod.train.data.rows import load_rows
-from graphmod.train.schema import Architecture, DataConfig, Documents, ModelConfig, Source
+from graphmod.train.schema.data import DataConfig, Documents, Source
+from graphmod.train.schema.model import Architecture, ModelConfig
 from graphmod.words import counted
 
 log = logging.getLogger("graphmod")

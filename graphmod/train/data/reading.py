@@ -10,7 +10,7 @@ from typing import Any
 
 from graphmod.errors import ConfigError, reason
 from graphmod.train.data.json_lines import first_odd_line
-from graphmod.train.schema import DataConfig, Documents
+from graphmod.train.schema.data import DataConfig, Documents
 from graphmod.words import counted
 
 _LOADERS = {

@@ -17,7 +17,7 @@ from torch import Tensor
 from graphmod.errors import ConfigError
 from graphmod.train.data.corpus import Corpus
 from graphmod.train.data.masks import has_masks
-from graphmod.train.schema import DataConfig
+from graphmod.train.schema.data import DataConfig
 
 
 def split(corpus: Corpus, data: DataConfig) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from graphmod.train.model import autocast_dtype
-from graphmod.train.schema import Precision, RunConfig
+from graphmod.train.schema.run import RunConfig
+from graphmod.train.schema.train import Precision
 from graphmod.train.settings import Scope
 from graphmod.train.step import TrainStep
 from graphmod.train.step.optim import build_optimizer, learning_rates

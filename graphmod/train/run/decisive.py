@@ -8,7 +8,8 @@ from torch import Tensor
 
 from graphmod.errors import ConfigError
 from graphmod.train.run.assembly import plain_config
-from graphmod.train.schema import ADAPTER_FILE, MERGED_FOLDER, RunConfig
+from graphmod.train.schema.model import ADAPTER_FILE, MERGED_FOLDER
+from graphmod.train.schema.run import RunConfig
 from graphmod.train.step.optim import learning_rates
 
 # How long a run is may change, too; what that does to its numbers, `extension` says.

@@ -19,7 +19,7 @@ from graphmod.train.data.corpus import load_corpus
 from graphmod.train.model import build_model, model_config
 from graphmod.train.run.assembly import step_maker
 from graphmod.train.run.device import pick_device
-from graphmod.train.schema import RunConfig
+from graphmod.train.schema.run import RunConfig
 from graphmod.train.settings import Scope
 from graphmod.train.step import TrainStep
 from graphmod.train.step.activations import recompute_activations

@@ -38,7 +38,8 @@ from graphmod.train.run.interrupt import Aborted, StopRequest
 from graphmod.train.run.opening import opening
 from graphmod.train.run.resume import ResumePoint, claimed, finished_result
 from graphmod.train.run.text_samples import Samples
-from graphmod.train.schema import NonFinite, RunConfig
+from graphmod.train.schema.run import RunConfig
+from graphmod.train.schema.train import NonFinite
 from graphmod.train.special_tokens import set_special_tokens
 from graphmod.train.step.activations import recompute_activations
 from graphmod.train.step.isolation import isolated

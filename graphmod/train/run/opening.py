@@ -9,7 +9,7 @@ from graphmod.config import CompileMode
 from graphmod.train.data.corpus import Corpus
 from graphmod.train.report.flops import peak_flops
 from graphmod.train.run.assembly import device_name
-from graphmod.train.schema import RunConfig
+from graphmod.train.schema.run import RunConfig
 from graphmod.words import counted
 
 

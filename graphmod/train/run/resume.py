@@ -23,7 +23,7 @@ from graphmod.train.run.assembly import plain_config
 from graphmod.train.run.decisive import decisive_settings, differences
 from graphmod.train.run.device import pick_device
 from graphmod.train.run.ownership import FolderInUse, owned
-from graphmod.train.schema import RunConfig
+from graphmod.train.schema.run import RunConfig
 
 log = logging.getLogger("graphmod")
 

@@ -11,7 +11,7 @@ from graphmod.decode import DecodeEngine
 from graphmod.decode.text.codec import ByteCodec, TokenizerCodec
 from graphmod.train.data.corpus import Corpus
 from graphmod.train.report.metrics import Metrics
-from graphmod.train.schema import RunConfig
+from graphmod.train.schema.run import RunConfig
 from graphmod.train.settings import Scope
 
 _SHARE_OF_PROMPT = 4  # of the positions a model has, so that a long prompt leaves room to write

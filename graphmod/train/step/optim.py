@@ -11,7 +11,7 @@ from torch import nn
 from transformers import get_scheduler
 
 from graphmod.errors import ConfigError, reason
-from graphmod.train.schema import OptimConfig, OptimizerName, Schedule
+from graphmod.train.schema.optim import OptimConfig, OptimizerName, Schedule
 from graphmod.train.step.muon import MuonWithAdamW
 
 # Under which name a schedule knows its floor, as a share of the peak.

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from graphmod.train.report.loggers.logger import Logger
-from graphmod.train.schema import LogTo
+from graphmod.train.schema.train import LogTo
 
 
 def open_loggers(names: Sequence[str], folder: Path, settings: dict[str, Any], before: int | None) -> list[Logger]:
