@@ -24,6 +24,12 @@ from graphmod.trace.garbage import no_garbage_collection
 from graphmod.trace.recorder import Recorder
 
 
+BACKWARD_OUTSIDE = (
+    "holds the forward of a DistributedDataParallel, whose backward averages gradients outside of the call; wrap the "
+    "whole step, or the layers: graph_layers(model)"
+)
+
+
 class Recording:
     """What one recorded call showed.
 
@@ -73,6 +79,7 @@ def record(
     result, recorder, notes, given = watch(call, args, kwargs, names, gpu, *roots)
     returned = outline(result)
     refused = str(recorder.hazards[0]) if recorder.hazards else None
+    refused = refused or (BACKWARD_OUTSIDE if recorder.unfinished else None)
     refused = refused or given.changed() or given.returned(result) or not_to_be_made_again(returned[0])
     refused = refused or what_changed(notes)
     guards = Guards(notes, recorder.backward)

@@ -84,6 +84,9 @@ class Reducer:
                 "model, or give DistributedDataParallel find_unused_parameters=True"
             )
         self._expects = averages
+        recorder = current()
+        if recorder is not None and averages and self not in recorder.unfinished:
+            recorder.unfinished.append(self)
 
     def _ready(self, index: int, parameter: Tensor) -> None:
         """A gradient is there. Buckets are summed in their order, which all ranks share."""
@@ -138,6 +141,9 @@ class Reducer:
             self._hand_out(bucket)
             bucket.parts, bucket.pending = [], len(bucket.members)
         self._expects, self._next = False, 0
+        recorder = current()
+        if recorder is not None and self in recorder.unfinished:
+            recorder.unfinished.remove(self)
         order, self._order = self._order, []
         if not self._planned:
             self._planned = True

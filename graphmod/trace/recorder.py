@@ -44,6 +44,7 @@ class Recorder(MemoryTrace):
         kept_at: the addresses of tensors of the recorded call that a capture goes on to use.
         host_random: where the call drew from a generator on the host although it works on a GPU; None if nowhere.
         collectives: how many operations that other processes take part in it has seen.
+        unfinished: what the call has begun that only a backward brings to its end.
         compiles: whether torch.compile compiled something where it could be seen: a backward, for the first time.
 
     Args:
@@ -83,6 +84,7 @@ class Recorder(MemoryTrace):
         self.host_random: str | None = None
         self.compiles = False
         self.collectives = 0
+        self.unfinished: list[Any] = []
         self._check = Check(gpu, self._origins)
         self._draws: Draws | None = None
         self._generators = generators
