@@ -23,7 +23,6 @@ from graphmod.trace import dispatch
 from graphmod.trace.garbage import no_garbage_collection
 from graphmod.trace.recorder import Recorder
 
-
 BACKWARD_OUTSIDE = (
     "holds the forward of a DistributedDataParallel, whose backward averages gradients outside of the call; wrap the "
     "whole step, or the layers: graph_layers(model)"

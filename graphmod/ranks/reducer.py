@@ -76,8 +76,7 @@ class Reducer:
         """
         missing = [self._names[i] for bucket in self._buckets for i in bucket.members if i not in self._order]
         if self._order and missing:
-            self._order = []
-            self._plan([bucket.members for bucket in self._buckets])
+            self.abandon()
             raise RuntimeError(
                 f"{len(missing)} parameters got no gradient in the last backward, which was not averaged over all "
                 f"ranks therefore: {', '.join(missing[:4] + ['...'] * (len(missing) > 4))}. Leave them out of the "
@@ -87,6 +86,13 @@ class Reducer:
         recorder = current()
         if recorder is not None and averages and self not in recorder.unfinished:
             recorder.unfinished.append(self)
+
+    def abandon(self) -> None:
+        """The backward will not come to its end."""
+        self._expects, self._branched, self._order = False, False, []
+        for bucket in self._buckets:
+            bucket.parts, bucket.pending = [], len(bucket.members)
+        self._next = 0
 
     def _ready(self, index: int, parameter: Tensor) -> None:
         """A gradient is there. Buckets are summed in their order, which all ranks share."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import gc
 import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import distributed
 from torch.distributed import distributed_c10d
 
@@ -31,6 +33,9 @@ def _freeing(original: Callable) -> Callable:
             if free is not None:
                 free()
         _frees.clear()
+        gc.collect()
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # CUDA tells NCCL of a graph's end in a thread of its own
         return original(*args, **kwargs)
 
     destroy_process_group._frees_graphs = True

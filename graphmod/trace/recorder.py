@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from graphmod.errors import CaptureRefused, Diverged
 from graphmod.trace.collectives import without_running
 from graphmod.trace.compiled import CompiledGraph
-from graphmod.trace.dispatch import hidden
+from graphmod.trace.dispatch import beside_the_call, hidden
 from graphmod.trace.eager_answers import asking
 from graphmod.trace.hazards import COMPILES, OUTSIDE, UNDER_A_MODE, Check, Hazard, Reason, hazard
 from graphmod.trace.lines import Lines, lines
@@ -106,6 +106,8 @@ class Recorder(MemoryTrace):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        for begun in self.unfinished if error[0] is not None else ():
+            begun.abandon()
         if self.watching and self._met_generator is not None and self._draws.moved():
             self._add(Hazard("the call", self._met_generator, *SETS_STATE[:2]))
         self._draws = None
@@ -166,7 +168,8 @@ class Recorder(MemoryTrace):
     def before_communicating(self) -> None:
         """Takes in that a collective is about to come; to be told before another stream is taken for it."""
         if not self.collectives and self._before_collective is not None:
-            self._before_collective()
+            with beside_the_call():
+                self._before_collective()
         self._before_collective = None
 
     def is_host(self, tensor: Tensor) -> bool:

@@ -134,7 +134,10 @@ def averages(device, rank):
     return wrapper.stats.state
 
 
-PARTS = ("shape", "many_shapes", "scale", "scale_each", "read", "read_late", "moved", "fails", "fails_late", "reset")
+PARTS = (
+    *("shape", "many_shapes", "scale", "scale_each", "read", "read_late", "moved", "reset"),
+    *("fails", "fails_inside", "fails_late"),
+)
 
 
 def parts_ways(device, rank, how, sharded):
@@ -147,15 +150,21 @@ def parts_ways(device, rank, how, sharded):
 
     def run(graphs):
         torch.manual_seed(0)
-        model, optimizer = shared("fsdp" if sharded else "own", Net(blocks=1, dropout=0.0).to(device), device)
+        model, optimizer = shared("fsdp" if sharded else "ddp", Net(blocks=1, dropout=0.0).to(device), device)
         now = {"scale": 1.0, "reads": how == "read" and rank == 1, "fails": 0}
         if rank == 1 and how.startswith("fails"):
-            now["fails"] = 1 if how == "fails" else 2
+            now["fails"] = {"fails": 1, "fails_inside": 3, "fails_late": 2}[how]
 
         def fails(place):
             recorder = current()
             if now["fails"] == place and recorder is not None and not recorder.watching:
                 raise RuntimeError("injected")
+
+        def in_the_backward(module, args, result):
+            result.register_hook(lambda _: fails(3))
+
+        inner = model if sharded else model.module
+        inner.blocks[0].register_forward_hook(in_the_backward)
 
         def step(x):
             fails(1)
@@ -164,9 +173,6 @@ def parts_ways(device, rank, how, sharded):
                 loss = loss * 2
             loss.backward()
             fails(2)
-            if not sharded:
-                for parameter in model.parameters():
-                    distributed.all_reduce(parameter.grad)
             optimizer.step()
             optimizer.zero_grad()
             return loss.detach()
@@ -182,7 +188,7 @@ def parts_ways(device, rank, how, sharded):
                 now["fails"] = 0 if index == 15 else now["fails"]
                 if how == "moved" and index == 15:
                     with torch.no_grad():
-                        model.scale = model.scale.clone()
+                        inner.scale = inner.scale.clone()
             if graphs and rank == 0 and how == "reset" and index == 15:
                 called.reset()
             if graphs and index == 17:

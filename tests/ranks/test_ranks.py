@@ -52,7 +52,7 @@ def test_a_rank_that_goes_another_way_takes_the_others_along(ranks, how, sharded
     assert all(equal for equal, *_ in found)
     replays = {one[1] for one in found}
     assert len(replays) == 1, found  # of no rank alone
-    if how in ("shape", "scale", "moved", "fails", "fails_late", "reset"):
+    if how in ("shape", "scale", "moved", "fails", "fails_inside", "fails_late", "reset"):
         assert replays.pop() > 8
     other = 1 if how == "reset" else 0
     assert any(f"rank {1 - other} does" in one or "another rank" in one for one in found[other][3]), found
