@@ -95,6 +95,11 @@ def _run(context: Context, args: tuple, kwargs: dict) -> Any:
             "backward may still come"
         )
         return eager(context, args, kwargs, entry)
+    unwatched = context.around.not_to_be_recorded(group.gpu is not None)
+    if unwatched is not None:
+        context.keep_eager(entry, unwatched)
+        context.log_once(f"{context.name!r} stays eager: it {unwatched}")
+        return eager(context, args, kwargs, entry)
     recording = entry.recording_of_now()
     if recording is None or recording.refused is not None:
         return warm_up(context, entry, args, kwargs)

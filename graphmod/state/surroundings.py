@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from graphmod.ranks.data_parallel import take_over, take_over_later
+from graphmod.ranks.sharded import NOT_ON_GPU, shards
 
 _MOST = 4096  # objects looked at
 _DEPTH = 4
@@ -29,6 +30,7 @@ class Surroundings:
         self.parameters: list[Tensor] = []
         self._tensors: list[Tensor] = []
         self._device: torch.device | None = None  # of tensors that a function closes over or names, which may change
+        self._sharded = False
         self._not_averaged: str | None = None  # why a DistributedDataParallel cannot be captured
 
     def discover(self) -> None:
@@ -38,7 +40,7 @@ class Surroundings:
         for module in self._modules():
             self._take_in(module.parameters())
             self._tensors += module.buffers()
-            self._note_data_parallel(module.modules())
+            self._note_parallel(module.modules())
         self.not_averaged()
 
     def _modules(self) -> list[nn.Module]:
@@ -61,7 +63,7 @@ class Surroundings:
         self.discover()
         self._take_in(guards.parameters())
         self._tensors += [tensor for tensor in guards.tensors if tensor.is_cuda][:1] or guards.tensors[:1]
-        self._note_data_parallel(guards.modules)
+        self._note_parallel(guards.modules)
         current = {id(parameter) for module in self._modules() for parameter in module.parameters()}
         current.update(id(parameter) for one in (guards, *lasting) for parameter in one.parameters())
         gone = [parameter for parameter in self.parameters if id(parameter) not in current]
@@ -72,8 +74,9 @@ class Surroundings:
         known = {id(parameter) for parameter in self.parameters}
         self.parameters += [parameter for parameter in parameters if id(parameter) not in known]
 
-    def _note_data_parallel(self, modules: Any) -> None:
+    def _note_parallel(self, modules: Any) -> None:
         for one in modules:
+            self._sharded = self._sharded or shards(one)
             if isinstance(one, nn.parallel.DistributedDataParallel):
                 self._not_averaged = take_over(one) or self._not_averaged
 
@@ -82,6 +85,10 @@ class Surroundings:
         tensors = (*leaves, *self.parameters, *self._tensors)
         on_gpu = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
         return on_gpu or self._device or (torch.device("cpu") if tensors else None)
+
+    def not_to_be_recorded(self, on_gpu: bool) -> str | None:
+        """Why calls must not even be watched; None where they may."""
+        return NOT_ON_GPU if on_gpu and self._sharded else None
 
     def not_averaged(self) -> str | None:
         """Why gradients would not be averaged by a replay: the callable works on a DistributedDataParallel with

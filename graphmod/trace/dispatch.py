@@ -9,7 +9,6 @@ as a recorder watches. Where that key is not to be had, or does not behave as th
 import contextlib
 import functools
 import logging
-import sys
 import threading
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
@@ -20,12 +19,11 @@ from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
 
 from graphmod.torch_private import beside_dynamo, is_compiling
-from graphmod.trace.subclasses import any_stands, register
+from graphmod.trace.subclasses import any_stands, of_ranks, register
 
 log = logging.getLogger("graphmod")
 
 _KEY_NAME = "Fake"
-_FUNCTIONAL = "torch.distributed._functional_collectives"
 _make_subclass, _as_subclass = Tensor._make_subclass, Tensor.as_subclass
 _lock = threading.Lock()
 _library: Any = None  # the registration, which lives as long as this does
@@ -103,15 +101,11 @@ class Mode(TorchDispatchMode):
 
     @beside_dynamo
     def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if any_stands(args, kwargs or {}) and any(issubclass(kind, _of_ranks()) for kind in types):
+        if any_stands(args, kwargs or {}) and any(issubclass(kind, of_ranks()) for kind in types):
             return NotImplemented  # its class runs others in its place, which are shown
+        if current() is None:  # it looks away
+            return op(*args, **(kwargs or {}))
         return self._recorder.see(op, args, kwargs or {})
-
-
-def _of_ranks() -> tuple:
-    """The classes of tensors that several ranks hold together."""
-    modules = {"DTensor": "torch.distributed.tensor", "AsyncCollectiveTensor": _FUNCTIONAL}
-    return tuple(getattr(sys.modules[place], name) for name, place in modules.items() if place in sys.modules)
 
 
 @functools.cache
@@ -188,10 +182,10 @@ def shown_to(recorder: Sees, given: Iterable[Tensor] = ()) -> Iterator[None]:
     global _watching
     keyed = has_key() and (_below_modes() or not torch._C._len_torch_dispatch_stack())
     if keyed and not _below_modes():
-        if _of_ranks() and torch.distributed.is_initialized():
+        if of_ranks() and torch.distributed.is_initialized():
             register(_KEY_NAME, _fallback, _standing_for_others)
         strange = [tensor for tensor in given if is_traceable_wrapper_subclass(tensor)]
-        keyed = all(isinstance(tensor, _of_ranks()) for tensor in strange)
+        keyed = all(isinstance(tensor, of_ranks()) for tensor in strange)
     if keyed:
         _pass_over_higher_order_operators()
     before = current()

@@ -121,6 +121,23 @@ def _waited_for() -> list[tuple[Any, str, Any]]:
     return [(torch.distributed.Work, "wait", wait)]
 
 
+def _shapes_of_dtensors() -> list[tuple[Any, str, Any]]:
+    """How DTensor finds, once for each kind of operation, the shape of its result: with tensors without memory, which
+    are nobody's. It remembers that for each thread, and a backward may run in another one than before."""
+    module = sys.modules.get("torch.distributed.tensor._sharding_prop")
+    owner, name = getattr(module, "ShardingPropagator", None), "_propagate_tensor_meta_non_cached"
+    original = getattr(owner, name, None)
+    if original is None:
+        return []
+
+    @functools.wraps(original)
+    def propagate(*args: Any, **kwargs: Any) -> Any:
+        with dispatch.hidden():
+            return original(*args, **kwargs)
+
+    return [(owner, name, propagate)]
+
+
 def _made_of_values() -> list[tuple[Any, str, Any]]:
     """Tensors on the GPU made of Python values: a copy from host memory that nobody keeps."""
     _device_constructors()  # which keeps the functions that it finds when it is first asked
@@ -237,6 +254,7 @@ _patches = [
             _host_reads,
             _resized,
             _waited_for,
+            _shapes_of_dtensors,
             _made_of_values,
             _one_hot,
             _bincount,

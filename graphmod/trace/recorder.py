@@ -158,7 +158,10 @@ class Recorder(MemoryTrace):
 
     def note_resized(self, storage: torch.UntypedStorage, before: int) -> None:
         """Takes in that code has made or given back the memory of a storage, of `before` bytes until then."""
-        where = storage.data_ptr()
+        try:
+            where = storage.data_ptr()
+        except RuntimeError:  # of a tensor without memory, on which torch.compile traces
+            return
         if storage.nbytes() > before:
             self._origins.note_allocated(where)
         self._sizes.setdefault(storage._cdata, (storage, before))

@@ -7,6 +7,7 @@ runs.
 """
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _NAMESPACES = ("aten", "c10d", "_c10d_functional", "fsdp")
+_FUNCTIONAL = "torch.distributed._functional_collectives"
 _libraries: list[Any] = []  # the registrations, which live as long as these do
 
 
@@ -54,3 +56,9 @@ def any_stands(args: tuple, kwargs: dict) -> bool:
         for value in (*args, *kwargs.values())
         for one in (value if isinstance(value, (list, tuple)) else (value,))
     )
+
+
+def of_ranks() -> tuple:
+    """The classes of tensors that several ranks hold together."""
+    modules = {"DTensor": "torch.distributed.tensor", "AsyncCollectiveTensor": _FUNCTIONAL}
+    return tuple(getattr(sys.modules[place], name) for name, place in modules.items() if place in sys.modules)

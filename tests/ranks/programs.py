@@ -293,3 +293,24 @@ KEPT = []
 def keeps_its_graphs(device, rank):
     """Leaves a captured step behind."""
     KEPT.append(train(device, rank, "ddp", "step", 1, 6))
+
+
+def finds_shapes_anew(device, rank):
+    """Steps in which DTensor has forgotten what it knew of operations; why they are not captured, and how often not."""
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    torch.manual_seed(0)
+    model, optimizer = shared("tp", Net(dropout=0.0).to(device), device)
+
+    def step(x):
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    wrapper = CUDAGraphModule(step)
+    for _ in range(6):
+        _clear_sharding_prop_cache()
+        wrapper(torch.ones(4, 16, device=device))
+    return wrapper.stats.state, wrapper.stats.failures, wrapper.last_failure

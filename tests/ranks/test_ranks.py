@@ -79,6 +79,10 @@ def test_votes_are_of_all_ranks_on_one_machine_and_on_several(ranks, hosts):
     assert first == [tuple(sorted((index % 3, 2 * index % 3))) for index in range(60)]
 
 
+def test_shapes_that_a_dtensor_finds_in_the_recorded_call_are_no_hazard(ranks):
+    assert ranks.run("finds_shapes_anew") == [("captured", 0, "")] * 2
+
+
 def test_a_rank_that_does_not_come_is_named(ranks):
     assert "rank 1" in ranks.run("comes_late")[0]
 
