@@ -59,7 +59,7 @@ def test_the_readme_counts_models_as_their_page_does():
     assert said + (f", and {others} raise an error" if others else "") in " ".join(README.read_text().split())
 
 
-@pytest.mark.parametrize("script", ["table", "decode_table", "megatron_table", "loops_table"])
+@pytest.mark.parametrize("script", ["table", "decode_table", "megatron_table", "loops_table", "parallel_table"])
 def test_generated_tables_show_the_results(script):
     assert load(ROOT / "benchmarks" / f"{script}.py").main(["--check"]) == 0
 
