@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from graphmod.backend.random_state import python_random_state, restore_python_random_state
 from graphmod.errors import CaptureRefused
@@ -191,6 +192,11 @@ class ForwardGraph:
             node = queue.pop()
             leaf = getattr(node, "variable", None)
             if leaf is not None:
+                if is_traceable_wrapper_subclass(leaf):
+                    raise CaptureRefused(
+                        f"has a parameter that is a {type(leaf).__name__}, whose gradient only a whole step can make; "
+                        "wrap the whole step"
+                    )
                 if id(leaf) not in arguments and address(leaf) in recorder.outside:
                     self.parameters.append(leaf)
                     self.edges.setdefault(id(leaf), GradientEdge(node, 0))

@@ -95,6 +95,8 @@ def train(device, rank, kind, how, microbatches, steps):
         wrappers = [called]
     elif how == "layers":
         wrappers = graph_layers(model)
+    elif how is not None:
+        wrappers = graph_layers(model, layers=how)
     generator = torch.Generator().manual_seed(7 if kind == "tp" else 7 + rank)
     torch.manual_seed(5 + rank)
     losses = [called(torch.randn(8, 16, generator=generator).to(device)) for _ in range(steps)]
