@@ -1,15 +1,30 @@
-"""What the environment asks for and no command can do. Standard library only."""
+"""What the environment asks for: whether a launcher started this process as one of several. Standard library only."""
 
 import os
 
 from graphmod.errors import ConfigError
 
 
-def require_one_process() -> None:
-    """Raises ConfigError when a launcher, such as torchrun, has started this as one of several processes."""
-    size = os.environ.get("WORLD_SIZE", "").strip()
-    if size.isdigit() and int(size) > 1:
+def _number(name: str, default: int) -> int:
+    text = os.environ.get(name, "").strip()
+    return int(text) if text.isdigit() else default
+
+
+def ranks_started() -> int:
+    """How many processes a launcher, such as torchrun, has started to work together; 1 without one."""
+    return _number("WORLD_SIZE", 1)
+
+
+def own_rank() -> int:
+    """Which of them this is, from 0."""
+    return _number("RANK", 0)
+
+
+def require_one_process(why: str) -> None:
+    """Raises ConfigError when a launcher has started this as one of several processes; `why` says what is against it,
+    and what else could be done."""
+    if (count := ranks_started()) > 1:
         raise ConfigError(
-            f"WORLD_SIZE={size} asks for {size} processes that work together, and graphmod works in one process on one "
-            "GPU so far; start it without a launcher, or unset WORLD_SIZE"
+            f"WORLD_SIZE={count} asks for {count} processes that work together, and {why}, start it without a "
+            "launcher, or unset WORLD_SIZE"
         )

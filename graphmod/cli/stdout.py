@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
+from collections.abc import Callable
 
 from graphmod.errors import GraphmodError
 
@@ -49,6 +51,39 @@ def _drop_stdout() -> None:
         os.close(nowhere)
 
 
+def end_at_once(status: int) -> None:
+    """Ends this process without what Python and libraries do at exit; what was printed is printed."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    os._exit(status)
+
+
+_listener: Callable[[str], None] | None = None
+
+
+def stay_silent(listener: Callable[[str], None]) -> None:
+    """From now on nothing is printed, and errors go to `listener`: another process speaks for this one."""
+    global _listener
+    _listener = listener
+    logging.root.handlers = [logging.NullHandler()]
+    _drop_stdout()
+
+
 def complain(message: object) -> None:
     """Prints an error to the standard error output."""
+    if _listener is None:
+        complain_for_all(message)
+    else:
+        _listener(str(message))
+
+
+def complain_for_all(message: object) -> None:
+    """Likewise, also where another process speaks for this one."""
     print(f"error: {message}", file=sys.stderr, flush=True)
+
+
+def say_plainly(text: str) -> None:
+    """Prints to the standard error output, unless another process speaks for this one."""
+    if _listener is None:
+        print(text, file=sys.stderr, flush=True)

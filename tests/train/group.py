@@ -1,5 +1,6 @@
-"""Runs a program in several processes that form a process group (gloo, on the CPU)."""
+"""Runs a program in several processes that can form a process group (gloo, on the CPU)."""
 
+import functools
 import os
 import socket
 import tempfile
@@ -16,22 +17,33 @@ def free_port() -> int:
         return one.getsockname()[1]
 
 
-def _rank(rank, ranks, port, program, folder):
-    torch.set_num_threads(1)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    distributed.init_process_group("gloo", rank=rank, world_size=ranks)
+def in_group(program):
+    """`program(rank)` with a process group around it."""
+    return functools.partial(_in_group, program)
+
+
+def _in_group(program, rank):
+    distributed.init_process_group("gloo")
     found = program(rank)
     distributed.barrier()
     distributed.destroy_process_group()
+    return found
+
+
+def _rank(rank, ranks, port, program, folder, arguments):
+    torch.set_num_threads(1)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    found = program(rank, *arguments)
     torch.save(found, f"{folder}/{rank}")
 
 
-def on_ranks(program, ranks=2):
-    """What `program(rank)`, a function of a module, returns in each of so many ranks; plain values only."""
+def on_ranks(program, ranks, *arguments):
+    """What `program(rank, *arguments)`, a function of a module, returns in each of so many processes, which find in
+    their environment what a launcher puts there; plain values only."""
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (ranks, free_port(), program, folder)
+        given = (ranks, free_port(), program, folder, arguments)
         context = processes.get_context("spawn")
-        started = [context.Process(target=_rank, args=(rank, *arguments), daemon=True) for rank in range(ranks)]
+        started = [context.Process(target=_rank, args=(rank, *given), daemon=True) for rank in range(ranks)]
         for one in started:
             one.start()
         for one in started:

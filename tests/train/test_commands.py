@@ -10,19 +10,27 @@ from conftest import TINY, composed, shell
 
 from graphmod.cli.generation import main as generation
 from graphmod.cli.generation.loading import model_folder
-from graphmod.cli.training import main as training
 from graphmod.cli.training.job import Job, attempt
 from graphmod.errors import ConfigError
 from graphmod.train.checkpoints.manifest import FORMAT, NewerCheckpoint
 from graphmod.train.run.loop import train
 
 
-@pytest.mark.parametrize("command", [training, generation])
-def test_a_launcher_of_several_processes_is_refused_in_one_sentence(command, monkeypatch, capsys):
+def test_generating_in_several_processes_is_refused_in_one_sentence(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert command.main(["graph=none"]) == 2
+    assert generation.main(["graph=none"]) == 2
     (said,) = capsys.readouterr().err.splitlines()
     assert said.startswith("error: WORLD_SIZE=2 asks for 2 processes") and said.endswith("unset WORLD_SIZE")
+
+
+@pytest.mark.parametrize(
+    ("given", "hint"), [("graph=none", "add parallel=ddp"), ("parallel=ddp", "start the ranks with torchrun")]
+)
+def test_a_launcher_needs_a_parallel_mode_and_has_to_say_which_rank_this_is(tmp_path, given, hint):
+    process = shell(tmp_path, given, WORLD_SIZE="2")
+    _, err = process.communicate()
+    assert process.returncode == 2 and len(err.splitlines()) == 1
+    assert err.startswith("error: WORLD_SIZE=2") and hint in err
 
 
 @pytest.mark.parametrize("size", ["1", "", "many"])

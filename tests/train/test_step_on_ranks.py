@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from group import on_ranks
+from group import in_group, on_ranks
 from test_train_step import language_model
 from torch import distributed
 
@@ -78,7 +78,7 @@ def program(rank):
 
 @pytest.fixture(scope="module")
 def found():
-    return on_ranks(program, RANKS)
+    return on_ranks(in_group(program), RANKS)
 
 
 @pytest.mark.parametrize("scope", ["none", *SCOPES])

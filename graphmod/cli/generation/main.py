@@ -107,7 +107,7 @@ def main(arguments: list[str]) -> int:
         if {"--help", "-h"} & set(arguments):
             show(_HELP.replace("COMMAND", shown("generate")))
             return 0
-        require_one_process()
+        require_one_process("graphmod generate works in one; give it one GPU")
         if "--cfg" in arguments:
             at = arguments.index("--cfg")
             show(OmegaConf.to_yaml(OmegaConf.structured(parse(arguments[:at] + arguments[at + 2 :]))))

@@ -93,6 +93,9 @@ def for_hydra(arguments: list[str]) -> list[str]:
     lengths = {one.partition("=")[0]: one for one in arguments if re.match(r"train\.(steps|epochs)=(?!null$)", one)}
     if len(lengths) > 1:
         raise ConfigError(f"{' and '.join(lengths.values())} both say how long to train; give one of them")
+    named = {one.partition("=")[0] for one in arguments}
+    if not several and "parallel.gpus" in named and not {"parallel", "parallel.mode", "train.resume"} & named:
+        raise ConfigError("parallel.gpus does nothing with parallel=none; add parallel=ddp, or leave it out")
     resumes = any(re.match(r"train\.resume=(?!none$)", argument) for argument in arguments)
     for argument in flags_first(arguments):
         refuse_nameless(argument)

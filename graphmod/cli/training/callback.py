@@ -39,8 +39,9 @@ _PROFILED = {
 
 
 def gpu_busy_ms(result: RunResult) -> float | None:
-    """Kernel time of a step of the run, in ms, from a few steps done again; None without a GPU, or if that fails."""
-    if not result.device or result.device.startswith("CPU"):
+    """Kernel time of a step of the run, in ms, from a few steps done again; None without a GPU, on
+    several, or if that fails."""
+    if not result.device or result.device.startswith("CPU") or result.ranks > 1:
         return None
     from graphmod.train.run.loop import train
 

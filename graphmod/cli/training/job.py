@@ -5,27 +5,38 @@ import shlex
 import signal
 import sys
 import traceback
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
+from graphmod.cli.environment import ranks_started
 from graphmod.cli.explain import system_error
 from graphmod.cli.start import words
-from graphmod.cli.stdout import complain, show, unwritten
+from graphmod.cli.stdout import complain, complain_for_all, say_plainly, show, stay_silent, unwritten
 from graphmod.cli.training.arguments import NO_CHECK, NO_PROFILE
 from graphmod.cli.training.compose import parse
+from graphmod.cli.training.launch import launch
+from graphmod.cli.training.peers import Peers
 from graphmod.cli.training.resumed import job_settings
 from graphmod.errors import ConfigError, GraphmodError
+from graphmod.train.checkpoints.manifest import FOLDER, checkpoints
+from graphmod.train.report.display import Journal
 from graphmod.train.report.result import RESULT_FILE, RunResult
 from graphmod.train.run.folders import from_here
 from graphmod.train.run.interrupt import Aborted
 from graphmod.train.run.loop import train
 from graphmod.train.run.ownership import owned
-from graphmod.train.run.resume import claimed
+from graphmod.train.run.ranks import ALONE, Ranks, joined, ranks_of
+from graphmod.train.run.resume import ResumePoint, claimed
 from graphmod.train.schema.run import RunConfig
+from graphmod.train.schema.train import DeviceName
+
+_LOST_SECONDS = 3.0
 
 
 @dataclass
@@ -66,13 +77,6 @@ def _say_stopped(result: RunResult, folder: Path, given: list[str]) -> int:
     return 128 + signal.Signals[result.error]
 
 
-def _bug(error: Exception) -> tuple[int, str]:
-    # All of it is shown, but the other jobs of a multirun go on.
-    traceback.print_exception(error)
-    complain("this is a bug in graphmod or in a library it uses; the lines above show where")
-    return 1, f"{type(error).__name__}: {error}"
-
-
 def _check(config: RunConfig, folder: Path, alone: bool) -> tuple[int, Path]:
     """Only says what would keep the step out of graphs."""
     if not alone:
@@ -86,50 +90,123 @@ def _check(config: RunConfig, folder: Path, alone: bool) -> tuple[int, Path]:
 
 def attempt(cfg: DictConfig, job: Job) -> tuple[int, str | Path]:
     """Runs one job, composed by Hydra; returns its exit status, and the folder it wrote to or, if it failed, why."""
+    if ranks_started() == 1:
+        return _tried(cfg, job, ALONE)
     try:
-        chosen = job_settings(cfg, job.overrides)
-        config = parse(chosen.settings)
-        if config.train.profile and not job.alone:
-            raise ConfigError(NO_PROFILE)  # a file of configs/ says so; the command line was looked at before
-        if config.graph.check:
-            return _check(config, job.folder, job.alone)
-        # What lies beside a folder that was named is other jobs, which may be running.
-        named = any(re.match(r"hydra\.run\.dir=[^$]+$", argument) for argument in job.given)
-        with claimed(config, job.folder, beside=job.alone and not named, named=named) as point:
-            point.changed = chosen.changed
-            result = train(config, point.run_dir, point, say=show)
-            if result.status == "interrupted":
-                return _say_stopped(result, point.run_dir, job.given), point.run_dir
-            show(f"{result.report()}\n  written to {point.run_dir}")
-            return 0, point.run_dir
-    except Aborted as error:
-        way_on = f"\n  to resume: {_way_on(error.kept.parent.parent, job.given)}" if error.kept else ""
-        print(f"{error}{way_on}", file=sys.stderr, flush=True)
-        return 128 + signal.SIGINT, str(error)
-    except BrokenPipeError:  # as with `| head`, where nothing is wrong
-        return 128 + signal.SIGPIPE, "nobody reads the standard output any more"
+        with joined(DeviceName(getattr(cfg.train.device, "name", cfg.train.device))) as ranks:
+            peers = Peers(ranks, complain_for_all)
+            if not ranks.first:
+                stay_silent(peers.say)
+            status, outcome = _tried(cfg, job, ranks, peers)
+            peers.close(status, failed=isinstance(outcome, str))
+            if isinstance(outcome, str):
+                raise _Failed
+            return status, outcome
+    except _Failed:
+        return status, outcome
     except ConfigError as error:
         complain(error)
         return 2, str(error)
-    except GraphmodError as error:
-        complain(error)
-        return 1, str(error)
-    except OSError as error:
+
+
+class _Failed(Exception):
+    """Leaves the ranks without waiting for them."""
+
+
+def _tried(cfg: DictConfig, job: Job, ranks: Ranks, peers: Peers | None = None) -> tuple[int, str | Path]:
+    try:
+        return _run(cfg, job, ranks, peers)
+    except BaseException as error:
+        # A collective fails because another rank is gone, which is no fault of this one.
+        unclear = isinstance(error, RuntimeError) and not isinstance(error, GraphmodError)
+        if peers is not None and unclear and (lost := peers.noticed(_LOST_SECONDS)) is not None:
+            if ranks.first:
+                peers.speak(lost)
+            return peers.status, lost
+        status, reason, said = _worded(error, job)
+        if said is not None:
+            complain(said)
+        return status, reason
+
+
+def _run(cfg: DictConfig, job: Job, ranks: Ranks, peers: Peers | None) -> tuple[int, str | Path]:
+    chosen = job_settings(cfg, job.overrides)
+    config = parse(chosen.settings)
+    if config.train.profile and not job.alone:
+        raise ConfigError(NO_PROFILE)  # a file of configs/ says so; the command line was looked at before
+    if config.graph.check:
+        return _check(config, job.folder, job.alone) if ranks.first else (0, job.folder)
+    count = ranks_of(config)
+    if ranks.count != count:
+        return launch(_told(cfg, job), count)
+    with _start(config, job, ranks, chosen.changed) as point:
+        if peers is not None:
+            peers.way_on = lambda: _kept(point.run_dir, job.given)
+            peers.speak = lambda text: _say_and_note(text, point.run_dir)
+        result = train(config, point.run_dir, point, say=show, ranks=ranks)
+        if result.status == "interrupted":
+            return _say_stopped(result, point.run_dir, job.given), point.run_dir
+        show(f"{result.report()}\n  written to {point.run_dir}")
+        return 0, point.run_dir
+
+
+@contextmanager
+def _start(config: RunConfig, job: Job, ranks: Ranks, changed: list[str]) -> Iterator[ResumePoint]:
+    """Where the run starts; the first rank finds that out, and owns the folder for all."""
+    if not ranks.first:
+        yield ranks.told(None)
+        return
+    # What lies beside a folder that was named is other jobs, which may be running.
+    named = any(re.match(r"hydra\.run\.dir=[^$]+$", argument) for argument in job.given)
+    with claimed(config, job.folder, beside=job.alone and not named, named=named) as point:
+        point.changed = changed
+        yield ranks.told(point)
+
+
+def _told(cfg: DictConfig | dict, job: Job) -> dict[str, Any]:
+    """What ranks are told that this process starts: the settings as Hydra composed them, and the job."""
+    folder = str(job.folder.absolute())
+    return {**asdict(job), "folder": folder, "settings": OmegaConf.to_yaml(cfg, resolve=True), "command": sys.argv}
+
+
+def _say_and_note(text: str, folder: Path) -> None:
+    complain_for_all(text)
+    with suppress(OSError):
+        Journal(folder).write(f"error: {text}")
+
+
+def _kept(folder: Path, given: list[str]) -> str:
+    newest = next(iter(checkpoints(folder / FOLDER)), None)
+    if newest is None:
+        return "; no checkpoint was saved"
+    return f"; the newest checkpoint is {newest}\n  to resume: {_way_on(folder, given)}"
+
+
+def _worded(error: BaseException, job: Job) -> tuple[int, str, str | None]:
+    """The exit status for what a job ended with, why it failed, and what is to be said of it, if anything."""
+    if isinstance(error, Aborted):
+        way_on = f"\n  to resume: {_way_on(error.kept.parent.parent, job.given)}" if error.kept else ""
+        say_plainly(f"{error}{way_on}")
+        return 128 + signal.SIGINT, str(error), None
+    if isinstance(error, BrokenPipeError):  # as with `| head`, where nothing is wrong
+        return 128 + signal.SIGPIPE, "nobody reads the standard output any more", None
+    if isinstance(error, GraphmodError):
+        return 2 if isinstance(error, ConfigError) else 1, str(error), str(error)
+    if isinstance(error, OSError):
         reason = unwritten() or system_error(error, job.folder)
-        complain(reason)
-        return 1, reason
-    except torch.OutOfMemoryError as error:
+        return 1, reason, reason
+    if isinstance(error, torch.OutOfMemoryError):
         reason = f"out of GPU memory; lower data.batch_size or data.seq_len. {str(error).splitlines()[0]}"
-        complain(reason)
-        return 1, reason
-    except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "DefaultCPUAllocator" not in str(error):
-            return _bug(error)
+        return 1, reason, reason
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)):
         reason = f"out of memory; lower data.batch_size or data.seq_len. {error}".splitlines()[0]
-        complain(reason)
-        return 1, reason
-    except Exception as error:
-        return _bug(error)
+        return 1, reason, reason
+    if not isinstance(error, Exception):
+        raise error
+    # All of it is shown, but the other jobs of a multirun go on.
+    traceback.print_exception(error)
+    bug = "this is a bug in graphmod or in a library it uses; the lines above show where"
+    return 1, f"{type(error).__name__}: {error}", bug
 
 
 def failed(cfg: DictConfig, folder: Path, reason: str) -> RunResult:

@@ -22,15 +22,16 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from graphmod.cli.environment import require_one_process
+from graphmod.cli.environment import own_rank, ranks_started, require_one_process
 from graphmod.cli.explain import explain
 from graphmod.cli.start import shown, version
-from graphmod.cli.stdout import complain, show, unwritten
+from graphmod.cli.stdout import complain, end_at_once, show, stay_silent, unwritten
 from graphmod.cli.training import callback
 from graphmod.cli.training.arguments import for_hydra, groups, swept_keys
 from graphmod.cli.training.compose import CONFIGS, parse_early, register
 from graphmod.errors import ConfigError, GraphmodError
 from graphmod.train.run.folders import job_folder, unused
+from graphmod.train.schema.parallel import ParallelMode
 
 if TYPE_CHECKING:
     from graphmod.train.report.result import RunResult
@@ -58,6 +59,26 @@ def _tidy(folder: Path) -> None:
         folder.rmdir()
 
 
+def _for_one_rank(arguments: list[str]) -> list[str]:
+    """The arguments of one of several processes that a launcher started; all but the first one stay silent.
+
+    Raises:
+        ConfigError: they ask for a multirun.
+    """
+    if own_rank() == 0:
+        if {"--multirun", "-m"} & set(arguments):
+            raise ConfigError(
+                f"--multirun with a launcher (WORLD_SIZE={ranks_started()}) is not supported; leave the launcher out, "
+                "each job starts its own ranks: --multirun parallel=ddp parallel.gpus=2"
+            )
+        return arguments
+    stay_silent(lambda text: None)
+    if {"--multirun", "-m"} & set(arguments):
+        raise ConfigError("the first rank says it")
+    # Nothing is written there: the first rank tells which folder the run has.
+    return [one for one in arguments if not one.startswith("hydra.run.dir=")] + ["hydra.run.dir=."]
+
+
 def main(given: list[str]) -> int:
     """Runs `train.py` with these arguments; returns the exit status."""
     statuses: list[int] = []
@@ -70,6 +91,8 @@ def main(given: list[str]) -> int:
         if alone:
             try:
                 parse_early(cfg)
+                if cfg.train.resume in ("none", "auto") and cfg.parallel.mode is ParallelMode.none:
+                    require_one_process("parallel=none trains in one; add parallel=ddp")
             except ConfigError as error:
                 complain(error)
                 _tidy(folder)
@@ -81,9 +104,11 @@ def main(given: list[str]) -> int:
         try:
             status, outcome = attempt(cfg, Job(folder, list(hydra_config.overrides.task), alone, given))
         finally:
-            if alone:
+            if alone and own_rank() == 0:
                 _tidy(folder)
         statuses.append(status)
+        if isinstance(outcome, str) and ranks_started() > 1:
+            end_at_once(status)  # a process group whose ranks are gone may wait for them
         if status >= 128:
             raise KeyboardInterrupt  # the jobs that would follow must not start
         return failed(cfg, folder, outcome) if status and not alone else outcome
@@ -92,8 +117,9 @@ def main(given: list[str]) -> int:
         if "--version" in given:
             show(version())
             return 0
-        require_one_process()
         arguments = for_hydra(given)
+        if ranks_started() > 1:
+            arguments = _for_one_rank(arguments)
         sys.argv[1:] = arguments
         register()
         keys = swept_keys(arguments)

@@ -52,6 +52,9 @@ class Progress:
         data: fingerprint of the training tokens.
         losses: one a step so far.
         eval_losses: (steps done, loss).
+        ranks: how many trained together.
+        seen: how much of the data they had seen, and how much an epoch has (`Place`).
+        random: the random state of each rank; empty where that of this process is meant.
     """
 
     steps_done: int
@@ -60,6 +63,9 @@ class Progress:
     data: str = ""
     losses: list[float] = field(default_factory=list)
     eval_losses: list[tuple[int, float]] = field(default_factory=list)
+    ranks: int = 1
+    seen: tuple[int, int] | None = None
+    random: list[dict[str, torch.Tensor]] = field(default_factory=list)
 
 
 def random_state(device: torch.device) -> dict[str, torch.Tensor]:
@@ -123,7 +129,8 @@ def _write(
         "steps_done": progress.steps_done,
         "optimizer": step.optimizer.state_dict(),
         "step": step.state_dict(),
-        "random": random_state(model.device),
+        "random": progress.random[0] if progress.random else random_state(model.device),
+        "random_of_others": progress.random[1:],
         "losses": torch.tensor(progress.losses, dtype=torch.float32),
         "eval_losses": [list(entry) for entry in progress.eval_losses],
     }
@@ -139,6 +146,8 @@ def _write(
         "config": progress.config,
         "settings": progress.settings,
         "data": progress.data,
+        "ranks": progress.ranks,
+        "seen": progress.seen,
         "loss": progress.losses[-1] if progress.losses else None,
         "files": listed,
     }
@@ -248,13 +257,24 @@ def load_training_state(folder: Path) -> dict[str, Any]:
         raise DamagedCheckpoint(f"{folder / STATE_FILE} cannot be read: {error}") from error
 
 
-def restore(folder: Path, model: PreTrainedModel, step: TrainStep, weights: PreTrainedModel) -> Progress:
+def restore(
+    folder: Path,
+    model: PreTrainedModel,
+    step: TrainStep,
+    weights: PreTrainedModel,
+    rank: int = 0,
+    ranks: int = 1,
+    seed: int = 0,
+) -> Progress:
     """Puts a run back to where it was when `folder` was saved, in place: addresses stay.
 
     Args:
         folder: a verified checkpoint.
         model, step: built as they were for that run.
         weights: the model that `folder` holds.
+        rank, ranks: which one this is, of how many. Where there were as many, each gets its random state back; else the
+            first gets its own.
+        seed: of the random numbers of a rank that has no random state from before.
     """
     state = load_training_state(folder)
     # Into the model built as before: buffers that are in no file, such as rotary frequencies, stay as they were then.
@@ -265,6 +285,10 @@ def restore(folder: Path, model: PreTrainedModel, step: TrainStep, weights: PreT
         rate.copy_(group["lr"])
         group["lr"] = rate
     step.load_state_dict(state["step"])
-    set_random_state(state["random"], model.device)
+    states = [state["random"], *state.get("random_of_others", ())]
+    if rank == 0 or len(states) == ranks:
+        set_random_state(states[rank], model.device)
+    else:
+        torch.manual_seed(seed)
     evaluated = [(done, loss) for done, loss in state["eval_losses"]]
     return Progress(state["steps_done"], losses=state["losses"].tolist(), eval_losses=evaluated)

@@ -25,6 +25,9 @@ class Row:
         speedup: median step time of the baseline over this run's.
         gpu_busy_share: share of the step in which the GPU computes: kernel times of a profiled step over the median
             step time; None without a GPU.
+        ranks: processes that trained together, each on a GPU.
+        scaling: tokens per second over `ranks` times those of the run on one rank with otherwise the same settings;
+            None without such a run.
         payback_steps: after how many steps the time that warm-up, compilation and capture took beyond eager's first
             steps is won back; None where nothing is won.
         train_loss: mean loss of the last tenth of the steps, in nats per token.
@@ -43,6 +46,8 @@ class Row:
     host_ms_median: float | None = None
     tokens_per_s: float | None = None
     speedup: float | None = None
+    ranks: int = 1
+    scaling: float | None = None
     gpu_busy_share: float | None = None
     payback_steps: int | None = None
     reserved_gib: float | None = None
@@ -62,6 +67,13 @@ def _other_settings(result: RunResult) -> str:
     kept = {group: values for group, values in result.config.items() if group != "graph"}
     kept["train"] = {key: value for key, value in kept.get("train", {}).items() if key not in _UNIMPORTANT}
     return json.dumps(kept, sort_keys=True)
+
+
+def _on_one_rank(result: RunResult) -> str:
+    """The settings of a run but for how many ranks it has."""
+    graph = result.config.get("graph", {})
+    apart = json.dumps({key: value for key, value in json.loads(_other_settings(result)).items() if key != "parallel"})
+    return f"{result.scope} {json.dumps(graph, sort_keys=True)} {apart}"
 
 
 def _compiled(result: RunResult) -> str:
@@ -102,15 +114,19 @@ def compare(results: Mapping[str, RunResult], busy_ms: Mapping[str, float] | Non
     for name, result in results.items():
         if result.status == "finished" and result.scope == BASELINE:
             eager.setdefault(_other_settings(result), {}).setdefault(_compiled(result), name)
+    finished = [result for result in results.values() if result.status == "finished"]
+    alone = {_on_one_rank(result): result.tokens_per_s for result in finished if result.ranks == 1}
     rows = []
     for name, result in results.items():
-        row = Row(name, result.scope)
+        row = Row(name, result.scope, ranks=result.ranks)
         rows.append(row)
         if result.status != "finished":
             row.error = result.error or result.status
             continue
         row.step_ms_median, row.step_ms_p95 = result.step_ms_median, result.step_ms_p95
         row.host_ms_median, row.tokens_per_s = result.host_ms_median, result.tokens_per_s
+        if result.ranks > 1 and result.tokens_per_s and alone.get(_on_one_rank(result)):
+            row.scaling = result.tokens_per_s / (result.ranks * alone[_on_one_rank(result)])
         row.reserved_gib, row.capture_seconds = result.reserved_gib, result.graph.get("capture_seconds")
         row.train_loss = statistics.fmean(result.losses[-max(1, len(result.losses) // 10) :]) if result.losses else None
         row.eval_loss, row.ema_loss = result.eval_losses[-1][1] if result.eval_losses else None, result.ema_loss

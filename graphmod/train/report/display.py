@@ -19,10 +19,11 @@ class Journal:
 
     Args:
         folder: of the run.
+        rank: each but the first has a file of its own, such as `train.rank1.log`, with messages only.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / LOG_FILE
+    def __init__(self, folder: Path, rank: int = 0) -> None:
+        self._path = folder / (f"train.rank{rank}.log" if rank else LOG_FILE)
 
     def write(self, text: str) -> None:
         """Adds the lines of `text`, each with the time. Raises OSError where that cannot be written."""
@@ -74,11 +75,12 @@ class Display:
         journal: takes every line.
         first: steps done before.
         steps: of the run.
+        shows: whether it shows anything.
     """
 
-    def __init__(self, journal: Journal, first: int, steps: int) -> None:
-        self._journal, self._steps = journal, steps
-        self._terminal = sys.stderr.isatty()
+    def __init__(self, journal: Journal, first: int, steps: int, shows: bool = True) -> None:
+        self._journal, self._steps, self._shows = journal, steps, shows
+        self._terminal = shows and sys.stderr.isatty()
         self._bar = tqdm(
             total=steps,
             initial=first,
@@ -106,6 +108,8 @@ class Display:
 
     def point(self, done: int, scalars: Mapping[str, float | None]) -> None:
         """Shows the values of a log point or of an evaluation, by tag, after `done` steps."""
+        if not self._shows:
+            return
         if "eval/loss" in scalars:
             self._line(f"step {done:,}/{self._steps:,}: {_losses(scalars)}", always=True)
             self._shown["eval"] = f"{scalars['eval/loss']:.3f}"

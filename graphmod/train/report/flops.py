@@ -73,18 +73,19 @@ class Utilization:
 
     Attributes:
         flops_per_token: of the model, forward and backward.
-        peak: FLOP/s of the device.
+        peak: FLOP/s of the devices.
     """
 
     flops_per_token: float
     peak: float
 
     def __call__(self, tokens_per_s: float) -> float:
-        """The share of the device's peak, 1 being all of it."""
+        """The share of the devices' peak, 1 being all of it."""
         return tokens_per_s * self.flops_per_token / self.peak
 
 
-def utilization(model: nn.Module, config: Any, length: int, device: str) -> Utilization | None:
-    """What computes the MFU of a run; None where the model's FLOPs or the device's peak are not known."""
+def utilization(model: nn.Module, config: Any, length: int, device: str, count: int = 1) -> Utilization | None:
+    """What computes the MFU of a run on `count` such devices; None where the model's FLOPs or the device's peak are not
+    known."""
     flops, peak = flops_per_token(model, config, length), peak_flops(device)
-    return None if flops is None or peak is None else Utilization(flops, peak)
+    return None if flops is None or peak is None else Utilization(flops, count * peak)

@@ -3,7 +3,7 @@
 import logging
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from tqdm.contrib.logging import logging_redirect_tqdm
 
@@ -52,12 +52,12 @@ def events_fail_once() -> Iterator[None]:
 
 
 @contextmanager
-def beside_bar(lengths: bool) -> Iterator[None]:
-    """Inside, messages stand on lines of their own above the bar; `lengths`: see `RunFilter`."""
+def beside_bar(lengths: bool, bar: bool = True) -> Iterator[None]:
+    """Inside, messages stand on lines of their own above the bar, if there is one; `lengths`: see `RunFilter`."""
     chosen = RunFilter(lengths)
     log.addFilter(chosen)
     try:
-        with logging_redirect_tqdm():
+        with logging_redirect_tqdm() if bar else nullcontext():
             yield
     finally:
         log.removeFilter(chosen)

@@ -60,6 +60,8 @@ _COLUMNS: dict[str, Callable[[Row], str | None]] = {
     "tokens/s": lambda row: _form(",.0f")(row.tokens_per_s),
     **_LOSSES,
     "speed-up": lambda row: _form(".2f")(row.speedup),
+    "ranks": lambda row: None if row.ranks == 1 else str(row.ranks),
+    "scaling": lambda row: _form(".0%")(row.scaling),
     "GPU busy": lambda row: _form(".0%")(row.gpu_busy_share),
     "ahead after": lambda row: None if row.payback_steps is None else counted(row.payback_steps, "step"),
     "reserved GiB": lambda row: _form(".2f")(row.reserved_gib),
@@ -99,6 +101,7 @@ _EXPLAINED = {
     "step ms": "Step and host time are medians after warm-up and capture.",
     "train loss": "*Train loss* is the mean of the last tenth of the steps, *eval loss* that of the last evaluation.",
     "speed-up": "*Speed-up* is over the run without graphs with otherwise the same settings.",
+    "scaling": "*Scaling*: tokens/s, over as many times those of the run on one GPU with otherwise the same settings.",
     "ahead after": "*Ahead after*: the step from which a run is ahead of it, compilation and capture included.",
     "losses as none": "*Losses as none*: bit for bit, at every step; `-` for that run itself.",
 }

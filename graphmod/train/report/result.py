@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ class RunResult:
         status: `finished`, `interrupted` (by the signal in `error`), or `failed` with the reason in `error`.
         device: name of the device.
         time_source: what `step_ms` was measured with, `cuda events` or `wall clock`.
-        tokens_per_step: over all microbatches.
+        tokens_per_step: over all microbatches of all ranks.
         losses: one a step; in the file with all the digits that tell them from other floats, and as strings (`nan`,
             `inf`) where they are not finite, which JSON has no numbers for.
         eval_losses: [steps done, loss].
@@ -44,7 +44,7 @@ class RunResult:
             kept began.
         graph: the counters of `GraphStats`, evaluation apart.
         evaluation_graph: what evaluations added to them, the graphs that training shares with them included.
-        flops_per_token, peak_flops: of the model and of the device (`train/report/flops.py`); None where unknown.
+        flops_per_token, peak_flops: of the model and of the devices (`train/report/flops.py`); None where unknown.
         seconds: of the loop, evaluation included.
         checkpoint: folder of the last checkpoint, relative to the run's.
         resumed_at_step: steps done by earlier processes; `step_ms` and `host_ms` begin there.
@@ -55,6 +55,8 @@ class RunResult:
             graphs captured for it; also for all, and for what one bucket would take.
         profile: with `train.profile`, what `profile_steps` summed up.
         auto: what `graph=auto` measured and chose; empty without it.
+        ranks: processes that trained together; `step_ms` and `host_ms` are those of the first one.
+        rank_step_ms: the median step time of each rank, of the measured steps; empty of one rank.
         first_nonfinite_step: the first step, counted from 1, whose loss or gradient was not finite; None without one.
     """
 
@@ -87,6 +89,8 @@ class RunResult:
     lengths: dict[str, dict[str, Any]] = field(default_factory=dict)
     profile: dict[str, dict[str, Any]] = field(default_factory=dict)
     auto: dict[str, Any] = field(default_factory=dict)
+    ranks: int = 1
+    rank_step_ms: list[float] = field(default_factory=list)
 
     @property
     def step_ms_median(self) -> float | None:
@@ -119,7 +123,8 @@ class RunResult:
     def summary(self) -> dict[str, Any]:
         """The derived numbers, by name."""
         names = ("step_ms_median", "step_ms_p95", "host_ms_median", "tokens_per_s", "mfu")
-        return {name: getattr(self, name) for name in names}
+        of_ranks = {"rank_step_ms_spread": spread(self.rank_step_ms)} if self.rank_step_ms else {}
+        return {name: getattr(self, name) for name in names} | of_ranks
 
     def write(self, folder: Path) -> Path:
         """Writes `result.json` into `folder`, whole or not at all."""
@@ -151,6 +156,8 @@ class RunResult:
         if any(self.evaluation_graph.values()):
             lines.append(_counters("evaluation", self.evaluation_graph))
         lines.append(_times(self))
+        if self.rank_step_ms:
+            lines.append(_of_ranks(self.rank_step_ms))
         if self.reserved_gib is not None:
             lines.append(f"  GPU memory: {self.allocated_gib:.2f} GiB allocated, {self.reserved_gib:.2f} GiB reserved")
         if self.lengths:
@@ -180,6 +187,19 @@ def _times(result: "RunResult") -> str:
     return (
         f"  step {result.step_ms_median:.2f} ms (median from step {result.measured_from_step + 1} on), "
         f"host {result.host_ms_median:.2f} ms, {result.tokens_per_s:,.0f} tokens/s{used}"
+    )
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """The least, the median and the greatest, by these names; nothing of nothing."""
+    return {"min": min(values), "median": median(values), "max": max(values)} if values else {}
+
+
+def _of_ranks(times: list[float]) -> str:
+    found = spread(times)
+    return (
+        f"  {counted(len(times), 'rank')}: median steps of {found['min']:.2f} to {found['max']:.2f} ms, "
+        f"{found['median']:.2f} ms in the middle"
     )
 
 

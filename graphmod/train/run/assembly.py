@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from graphmod.train.model import autocast_dtype
+from graphmod.train.run.ranks import ALONE, Ranks
 from graphmod.train.schema.run import RunConfig
 from graphmod.train.schema.train import Precision
 from graphmod.train.settings import Scope
@@ -36,7 +37,7 @@ def device_name(device: torch.device) -> str:
 
 
 def step_maker(
-    config: RunConfig, model: nn.Module, device: torch.device, loss_fn: Callable
+    config: RunConfig, model: nn.Module, device: torch.device, loss_fn: Callable, ranks: Ranks = ALONE
 ) -> Callable[[Scope], TrainStep]:
     """Builds the optimizer of `model`; returns what builds the training step of a scope around both."""
     optimizer = build_optimizer(model, config.optim, device)
@@ -55,6 +56,7 @@ def step_maker(
             ema_decay=train.ema_decay,
             compile=config.graph.compile.value,
             config=replace(config.graph, scope=scope),
+            process_group=ranks.group,
         )
 
     return make

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from graphmod.train.report.timing import percentile, unsteady
+from graphmod.train.run.ranks import ALONE, Ranks
 from graphmod.train.settings import Scope
 from graphmod.train.step import TrainStep
 from graphmod.train.step.isolation import release_memory
@@ -67,6 +68,7 @@ class AutoScope:
         scopes: to try, in order; the first is the eager one.
         warmup_steps: of the graphs.
         steps: of the run that are left.
+        ranks: of the run; all go by what the first one measures.
 
     Attributes:
         step: the present one.
@@ -77,8 +79,15 @@ class AutoScope:
         began: trial steps done when the present step was built.
     """
 
-    def __init__(self, make: Callable[[Scope], TrainStep], scopes: list[Scope], warmup_steps: int, steps: int) -> None:
-        self._make, self._scopes, self._warmup = make, scopes, warmup_steps
+    def __init__(
+        self,
+        make: Callable[[Scope], TrainStep],
+        scopes: list[Scope],
+        warmup_steps: int,
+        steps: int,
+        ranks: Ranks = ALONE,
+    ) -> None:
+        self._make, self._scopes, self._warmup, self._ranks = make, scopes, warmup_steps, ranks
         self.trials: list[Trial] = []
         self.chosen: Scope | None = None
         self.reason = ""
@@ -100,7 +109,7 @@ class AutoScope:
 
     def before_step(self) -> TrainStep:
         """The step to use next."""
-        if self.chosen is None and self._enough():
+        if self.chosen is None and self._ranks.told(self._ranks.first and self._enough()):
             self._end_trial(self._scopes[len(self.trials)])
         if self.chosen is None:
             settled = trial_steps(self._scopes[len(self.trials)], self._warmup) - MEASURED
@@ -147,7 +156,7 @@ class AutoScope:
     def _median_ms(self) -> float:
         return statistics.median(self._durations_ms())
 
-    def _end_trial(self, scope: Scope) -> None:
+    def _trial(self, scope: Scope) -> Trial:
         trial = Trial(scope.value, self._median_ms(), percentile(self._durations_ms(), 95))
         stats = self.step.stats
         trial.capture_seconds = stats.capture_seconds
@@ -155,7 +164,10 @@ class AutoScope:
             trial.failed = f"{counted(stats.failures, 'capture')} failed; see the log"
         elif self._late > _LATE_CAPTURES:
             trial.failed = f"it captured in {counted(self._late, 'step')} that should have been replays"
-        self.trials.append(trial)
+        return trial
+
+    def _end_trial(self, scope: Scope) -> None:
+        self.trials.append(self._ranks.told(self._trial(scope) if self._ranks.first else None))
         if len(self.trials) < len(self._scopes):
             self._switch(self._scopes[len(self.trials)])
             return

@@ -11,6 +11,7 @@ from graphmod.train.run.assembly import plain_config
 from graphmod.train.schema.model import ADAPTER_FILE, MERGED_FOLDER
 from graphmod.train.schema.run import RunConfig
 from graphmod.train.step.optim import learning_rates
+from graphmod.words import counted
 
 # How long a run is may change, too; what that does to its numbers, `extension` says.
 _LENGTH = {"train.steps"}
@@ -160,7 +161,31 @@ def _anew(where: Path, manifest: dict[str, Any]) -> str:
     return f"start anew from its weights: train.resume=none model=local model.path={where}"
 
 
-def require_same(where: Path, manifest: dict[str, Any], settings: dict[str, Any], data: str | None = None) -> None:
+def other_ranks(manifest: dict[str, Any], config: RunConfig, ranks: int) -> str | None:
+    """What it means that other ranks wrote a checkpoint; None where they were as many."""
+    before = manifest.get("ranks", 1)
+    if before == ranks:
+        return None
+    was, now = before * all_settings(manifest)["train"]["grad_accumulation"], ranks * config.train.grad_accumulation
+    size = (
+        "a step has as many sequences as before, so the numbers differ by rounding and dropout alone"
+        if was == now
+        else f"a step has {now}/{was} of the sequences that it had, so the numbers are others"
+        f"{f' (train.grad_accumulation={was // ranks} keeps them)' if was % ranks == 0 else ''}"
+    )
+    return (
+        f"{counted(before, 'rank')} trained this up to here, {ranks} from here on: steps, learning rates, optimizer "
+        f"and the position in the data go on, and {size}"
+    )
+
+
+def require_same(
+    where: Path,
+    manifest: dict[str, Any],
+    settings: dict[str, Any],
+    data: str | None = None,
+    ranks: int | None = None,
+) -> None:
     """Raises ConfigError when the run that wrote a checkpoint had other settings, the number of steps apart, or another
     text.
 
@@ -169,10 +194,13 @@ def require_same(where: Path, manifest: dict[str, Any], settings: dict[str, Any]
         manifest: of it.
         settings: the decisive ones of now.
         data: fingerprint of the tokens of now; None does not compare them.
+        ranks: how many there are now. Where they were more or fewer, or it is not known yet, the number of microbatches
+            may be another, too.
     """
     anew = _anew(where, manifest)
-    saved = {name: value for name, value in manifest["settings"].items() if name not in _LENGTH}
-    changed = differences(saved, {name: value for name, value in settings.items() if name not in _LENGTH})
+    free = _LENGTH if ranks == manifest.get("ranks", 1) else {*_LENGTH, "train.grad_accumulation"}
+    saved = {name: value for name, value in manifest["settings"].items() if name not in free}
+    changed = differences(saved, {name: value for name, value in settings.items() if name not in free})
     if changed:
         raise ConfigError(
             f"{where} was trained with other settings, which decide its numbers: {'; '.join(changed)}. Use those it "

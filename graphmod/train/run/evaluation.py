@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from graphmod.state.entry import GraphStats
+from graphmod.train.run.ranks import ALONE, Ranks
 from graphmod.train.step import TrainStep
 from graphmod.train.step.losses import count_targets_of, weighted_mean
 from graphmod.train.step.staging import microbatches, on_device
@@ -19,14 +20,17 @@ class Evaluation:
     """Batches to evaluate on, how much each of them weighs, and what graphs do for it.
 
     Args:
-        batches: on the host, as `TrainStep` takes them.
+        batches: on the host, as `TrainStep` takes them; all of them, of which each rank takes its part.
         loss_fn: the loss function of the run, with a `count_targets` unless each batch has as many targets.
         device: of the model.
+        ranks: of the run.
     """
 
-    def __init__(self, batches: list[Any], loss_fn: Callable, device: torch.device) -> None:
+    def __init__(self, batches: list[Any], loss_fn: Callable, device: torch.device, ranks: Ranks = ALONE) -> None:
         self._step: TrainStep | None = None
+        self._ranks, self._device, self._any = ranks, device, bool(batches)
         self._spent = dict.fromkeys(_COUNTERS, 0)
+        batches = batches[ranks.rank :: ranks.count]
         self._batches = [on_device(batch, device) for batch in batches]
         count, self._targets = count_targets_of(loss_fn), None
         if count is not None and batches:
@@ -35,7 +39,7 @@ class Evaluation:
             self._targets = torch.stack(targets).to(device)
 
     def __bool__(self) -> bool:
-        return bool(self._batches)
+        return self._any
 
     def __call__(self, model: nn.Module, step: TrainStep) -> dict[str, Tensor]:
         """The mean loss over all targets, by tag, 0-d on the device; that of the averaged weights too, if there are
@@ -68,5 +72,13 @@ class Evaluation:
         return counters, spent
 
     def _mean(self, step: TrainStep) -> Tensor:
-        losses = torch.stack([step.evaluate(batch) for batch in self._batches])
-        return losses.mean() if self._targets is None else weighted_mean(losses, self._targets)
+        losses = [step.evaluate(batch) for batch in self._batches]
+        if self._ranks.count == 1:
+            found = torch.stack(losses)
+            return found.mean() if self._targets is None else weighted_mean(found, self._targets)
+        total = torch.zeros(2, device=self._device)  # losses times targets, and targets, where there are any
+        for index, loss in enumerate(losses):
+            targets = torch.ones_like(loss) if self._targets is None else self._targets[index].to(loss.dtype)
+            total += torch.stack([torch.where(targets > 0, loss, 0) * targets, targets])
+        weighted, targets = self._ranks.sum(total).unbind()
+        return weighted / targets

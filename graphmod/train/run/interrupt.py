@@ -4,11 +4,13 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_KNOWN = (None, *SIGNALS)  # by the number that ranks tell each other
 
 
 class Aborted(KeyboardInterrupt):
@@ -31,24 +33,44 @@ class StopRequest:
 
     Args:
         saves: whether the run saves a checkpoint when it stops, for the message.
+        says: whether to say so.
 
     Attributes:
-        signal: the one that came, or None.
+        signal: the one that came to this process, or None.
+        agreed: the one that came to any rank when they last agreed, or None.
     """
 
-    def __init__(self, saves: bool = True) -> None:
+    def __init__(self, saves: bool = True, says: bool = True) -> None:
         self.signal: signal.Signals | None = None
-        self._saves = saves
+        self.agreed: signal.Signals | None = None
+        self._saves, self._says = saves, says
         self._before: dict = {}
+
+    def agree(self, most: Callable[[int], int]) -> None:
+        """Finds out whether a signal came to any rank; what comes meanwhile counts the next time.
+
+        Args:
+            most: the greatest number of all ranks.
+        """
+        found = _KNOWN[most(_KNOWN.index(self.signal))]
+        if found is not None and self.signal is None and self.agreed is None:
+            self._say(found)
+        self.agreed = self.agreed or found
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.signal = signal.Signals(number)
         self._restore()
+        if self.agreed is None:
+            self._say(self.signal)
+
+    def _say(self, came: signal.Signals) -> None:
+        if not self._says:
+            return
         what = "stopping after this step and saving" if self._saves else "stopping after this step; nothing is saved"
-        again = "; press Ctrl-C again to abort at once" if number == signal.SIGINT else ""
+        again = "; press Ctrl-C again to abort at once" if came == signal.SIGINT else ""
         # A print might be in the middle of one: the file object would be entered twice.
         with suppress(OSError, ValueError, AttributeError):
-            os.write(sys.stderr.fileno(), f"\n{self.signal.name}: {what}{again}\n".encode())
+            os.write(sys.stderr.fileno(), f"\n{came.name}: {what}{again}\n".encode())
 
     def _restore(self) -> None:
         for number, handler in self._before.items():

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -13,12 +14,12 @@ from transformers import PretrainedConfig
 
 from graphmod.config import CompileMode
 from graphmod.errors import GraphmodError
-from graphmod.train.checkpoints.checkpoint import Progress, check_room, restore, save_checkpoint
+from graphmod.train.checkpoints.checkpoint import Progress, check_room, random_state, restore, save_checkpoint
 from graphmod.train.checkpoints.loadable import require_whole
 from graphmod.train.checkpoints.manifest import FOLDER, checkpoints
 from graphmod.train.data.batches import Batches, make_batches
 from graphmod.train.data.corpus import Corpus, load_corpus
-from graphmod.train.data.windows import Prefetcher, split
+from graphmod.train.data.windows import Place, Prefetcher, split
 from graphmod.train.model import build_model, load_weights, model_config, weights_dtype
 from graphmod.train.report.display import Display, Journal
 from graphmod.train.report.flops import utilization
@@ -26,16 +27,24 @@ from graphmod.train.report.loggers.choice import open_loggers
 from graphmod.train.report.logs import beside_bar, events_fail_once, log
 from graphmod.train.report.metrics import GIB, Metrics
 from graphmod.train.report.profile import profile_steps
-from graphmod.train.report.result import RunResult
-from graphmod.train.report.timing import StepClock
+from graphmod.train.report.result import RunResult, spread
+from graphmod.train.report.timing import StepClock, median
 from graphmod.train.report.versions import commit, versions
 from graphmod.train.run.assembly import device_name, plain_config, step_maker
 from graphmod.train.run.auto import AutoScope, candidates
-from graphmod.train.run.decisive import decisive_settings, extension, fingerprint, other_order, require_same
+from graphmod.train.run.decisive import (
+    decisive_settings,
+    extension,
+    fingerprint,
+    other_order,
+    other_ranks,
+    require_same,
+)
 from graphmod.train.run.device import pick_device
 from graphmod.train.run.evaluation import Evaluation
 from graphmod.train.run.interrupt import Aborted, StopRequest
 from graphmod.train.run.opening import opening
+from graphmod.train.run.ranks import ALONE, Ranks, own_seed
 from graphmod.train.run.resume import ResumePoint, claimed, finished_result
 from graphmod.train.run.text_samples import Samples
 from graphmod.train.schema.run import RunConfig
@@ -61,14 +70,16 @@ class _Run:
         corpus: Corpus,
         dims: PretrainedConfig,
         batches: Batches,
+        ranks: Ranks,
     ) -> None:
         data, train = config.data, config.train
+        self.ranks, self._told_ms = ranks, 0
         self.config, self.folder, self.device, self.corpus = config, point.run_dir, device, corpus
         self.settings, self.data = decisive_settings(plain_config(config), device.type), fingerprint(corpus.tokens)
         self.stopped_by: str | None = None
         self.saved: Path | None = point.checkpoint
         self.batches = batches
-        self.evaluation = Evaluation(self.batches.evaluation, self.batches.loss_fn, device)
+        self.evaluation = Evaluation(self.batches.evaluation, self.batches.loss_fn, device, ranks)
         self.captures_by_length: dict[int, int] = {}
         self.model = build_model(config.model, dims, train.precision, device, train.seed)
         if corpus.tokenizer is not None:
@@ -77,36 +88,43 @@ class _Run:
         self.warmup_steps = warmup_steps(config.graph, config.graph.compile.value)
         if train.activation_checkpointing:
             recompute_activations(self.model, compiled)
-        self.make_step = step_maker(config, self.model, device, self.batches.loss_fn)
+        if not ranks.first:  # the first one goes on with the random numbers that a run alone has
+            torch.manual_seed(own_seed(train.seed, ranks.rank, 0))
+        self.make_step = step_maker(config, self.model, device, self.batches.loss_fn, ranks)
         self.auto: AutoScope | None = None
         if config.graph.auto:
             left = train.steps - (point.manifest["steps_done"] if point.manifest else 0)
             scopes = candidates(compiled=compiled and not train.activation_checkpointing)
-            self.auto = AutoScope(self.make_step, scopes, self.warmup_steps, left)
+            self.auto = AutoScope(self.make_step, scopes, self.warmup_steps, left, ranks)
         self.step = self.auto.step if self.auto else self.make_step(config.graph.scope)
-        if train.checkpoint:
+        if train.checkpoint and ranks.first:
             check_room(self.folder / FOLDER, self.model, train.ema_decay is not None)
         before = None
         if point.checkpoint is not None:
             weights = load_weights(point.checkpoint, dims, weights_dtype(train.precision))
-            before = restore(point.checkpoint, self.model, self.step, weights)
+            seed = own_seed(train.seed, ranks.rank, point.manifest["steps_done"])
+            before = restore(point.checkpoint, self.model, self.step, weights, ranks.rank, ranks.count, seed)
         self.first = before.steps_done if before else 0
         self.clock = StepClock(device, train.sync_steps)
-        self.tokens_per_step = train.grad_accumulation * data.batch_size * data.seq_len
-        self.journal, self.display = Journal(self.folder), None
+        self.tokens_per_step = ranks.count * train.grad_accumulation * data.batch_size * data.seq_len
+        self.journal, self.display = Journal(self.folder, ranks.rank), None
         length = max(data.buckets) if data.buckets else data.seq_len
-        self.used = utilization(self.model, dims, length, device_name(device))
-        loggers = open_loggers(train.log, self.folder, plain_config(config), before and before.steps_done)
+        self.used = utilization(self.model, dims, length, device_name(device), ranks.count)
+        loggers = open_loggers(
+            train.log if ranks.first else (), self.folder, plain_config(config), before and before.steps_done
+        )
         self.metrics = Metrics(
             loggers, device, train.steps, self.clock, self.tokens_per_step, before, self.used, self._point
         )
-        self.samples = Samples(self.model, config, corpus, self.metrics) if train.sample_every else None
+        self.samples = Samples(self.model, config, corpus, self.metrics) if train.sample_every and ranks.first else None
 
     def open(self, say: Callable[[str], None]) -> None:
         """Says what is trained on what, before the first step."""
-        text = opening(self.config, self.model, self.corpus, self.device, self.folder, self.tokens_per_step, self.first)
-        say(text)
-        self.journal.write(text)
+        if self.ranks.first:
+            tokens, count = self.tokens_per_step, self.ranks.count
+            text = opening(self.config, self.model, self.corpus, self.device, self.folder, tokens, self.first, count)
+            say(text)
+            self.journal.write(text)
 
     def _point(self, done: int, scalars: dict[str, float | None]) -> None:
         train = self.config.train  # steps that save a checkpoint are points, too, but not shown
@@ -124,10 +142,20 @@ class _Run:
             values["train/loss_scale"] = step.loss_scale
         if step.loss_scale is not None or self.config.train.nonfinite is NonFinite.skip:
             values["train/skipped_steps"] = step.skipped
+        values |= self._of_ranks()
         stats, _ = self.evaluation.apart(step)
         self.display.state(stats["state"])
         self.metrics.log(values, {name: stats[name] for name in ("captures", "replays", "eager_calls")})
         self._check_finite()
+
+    def _of_ranks(self) -> dict[str, float]:
+        """The step times of all ranks since this was last asked, as far as they are known."""
+        if self.ranks.count == 1:
+            return {}
+        known = self.clock.step_ms[self._told_ms :]
+        self._told_ms += len(known)
+        times = [one for one in self.ranks.all(median(known)) if one is not None]
+        return {f"perf/rank_step_ms_{name}": value for name, value in spread(times).items()}
 
     @property
     def first_nonfinite(self) -> int | None:
@@ -149,8 +177,24 @@ class _Run:
 
     def _save(self, done: int) -> None:
         self._finish_values()
+        random = self.ranks.all(random_state(self.device))
+        if self.ranks.first:
+            self._write(done, random)
+        self.saved = self.ranks.told(self.saved)
+
+    def _write(self, done: int, random: list[dict[str, torch.Tensor]]) -> None:
         config = plain_config(self.config)
-        progress = Progress(done, config, self.settings, self.data, self.metrics.losses, self.metrics.eval_losses)
+        progress = Progress(
+            done,
+            config,
+            self.settings,
+            self.data,
+            self.metrics.losses,
+            self.metrics.eval_losses,
+            self.ranks.count,
+            self.batches.sampler.seen(done),
+            random,
+        )
         keep, merge = self.config.train.keep_checkpoints, self.config.model.lora.merge
         parent = self.folder / FOLDER
         self.saved = save_checkpoint(parent, self.model, self.step, progress, self.corpus.tokenizer, keep, merge)
@@ -160,11 +204,11 @@ class _Run:
         train, metrics, clock = self.config.train, self.metrics, self.clock
         started = time.perf_counter()
         with (
-            StopRequest(saves=train.checkpoint) as stop,
+            StopRequest(train.checkpoint, self.ranks.first) as stop,
             Prefetcher(self.batches.sampler, range(self.first, train.steps), pin=self.device.type == "cuda") as batches,
-            Display(self.journal, self.first, train.steps) as self.display,
+            Display(self.journal, self.first, train.steps, self.ranks.first) as self.display,
             self.journal.recording(),
-            beside_bar(lengths=self.config.data.buckets is not None),
+            beside_bar(lengths=self.config.data.buckets is not None, bar=self.ranks.first),
         ):
             clock.begin()
             for done, batch in enumerate(batches, start=self.first + 1):
@@ -182,7 +226,8 @@ class _Run:
                     self.auto.after_step()
                 metrics.record(loss)
                 clock.end_step(host_seconds)
-                last = done == train.steps or stop.signal is not None
+                stop.agree(self.ranks.most)
+                last = done == train.steps or stop.agreed is not None
                 every = train.checkpoint_every
                 saving = train.checkpoint and (last or (every > 0 and done % every == 0))
                 if done % train.log_every == 0 or last or saving:
@@ -195,10 +240,11 @@ class _Run:
                     clock.begin()
                 if saving:
                     self._save(done)
+                    stop.agree(self.ranks.most)
                     clock.begin()
                 self.display.advance()
-                if (last or (saving and stop.signal is not None)) and done < train.steps:
-                    self.stopped_by = stop.signal.name
+                if stop.agreed is not None and done < train.steps:
+                    self.stopped_by = stop.agreed.name
                     break
             self._finish_values()
             metrics.end()
@@ -208,6 +254,9 @@ class _Run:
         """The numbers of the run, once its steps are done."""
         on_gpu = self.device.type == "cuda"
         training, evaluation = self.evaluation.apart(self.step)
+        # Step warmup_steps captures, and the one after it may still grow memory; the same for every scope.
+        measured_from = self.warmup_steps + 2 + (self.auto.began if self.auto else 0)
+        of_ranks = self.ranks.all(median(self.clock.step_ms[measured_from:])) if self.ranks.count > 1 else []
         return RunResult(
             scope="auto" if self.auto else self.config.graph.scope.value,
             config=plain_config(self.config),
@@ -221,8 +270,9 @@ class _Run:
             ema_loss=self.metrics.latest.get("eval/ema_loss"),
             step_ms=self.clock.step_ms,
             host_ms=self.clock.host_ms,
-            # Step warmup_steps captures, and the one after it may still grow memory; the same for every scope.
-            measured_from_step=self.warmup_steps + 2 + (self.auto.began if self.auto else 0),
+            measured_from_step=measured_from,
+            ranks=self.ranks.count,
+            rank_step_ms=[one for one in of_ranks if one is not None],
             lengths=self.batches.report(self.captures_by_length),
             auto=self.auto.report() if self.auto else {},
             allocated_gib=torch.cuda.max_memory_allocated(self.device) / GIB if on_gpu else None,
@@ -246,7 +296,9 @@ class _Run:
         batches = [make(after)]
         # Of one shape, where there are several.
         batches += [batch for k in range(1, 64) if (batch := make(after + k)).shape == batches[0].shape][:2]
-        return profile_steps(self.model, self.step, self.make_step, batches, self.folder)
+        with TemporaryDirectory() as nowhere:
+            folder = self.folder if self.ranks.first else Path(nowhere)
+            return profile_steps(self.model, self.step, self.make_step, batches, folder)
 
     def close(self) -> None:
         """Frees the graphs and closes the loggers."""
@@ -254,14 +306,15 @@ class _Run:
         self.step.reset()
 
 
-def _run(config: RunConfig, point: ResumePoint, *parts: Any, say: Callable[[str], None]) -> RunResult:
-    run = _Run(config, point, *parts)
+def _run(config: RunConfig, point: ResumePoint, *parts: Any, ranks: Ranks, say: Callable[[str], None]) -> RunResult:
+    run = _Run(config, point, *parts, ranks)
     try:
         run.open(say)
         result = run.result(run.steps())
         if config.train.profile and not run.stopped_by:
             result.profile = run.profile()
-        run.journal.write(result.report())
+        if ranks.first:
+            run.journal.write(result.report())
         return result
     except GraphmodError as error:
         run.journal.write(f"error: {error}")
@@ -272,34 +325,58 @@ def _run(config: RunConfig, point: ResumePoint, *parts: Any, say: Callable[[str]
         run.close()
 
 
-def _train(config: RunConfig, point: ResumePoint, say: Callable[[str], None]) -> RunResult:
+def _train(config: RunConfig, point: ResumePoint, ranks: Ranks, say: Callable[[str], None]) -> RunResult:
     device = pick_device(config.train.device)
     settings = decisive_settings(plain_config(config), device.type)
     if point.checkpoint is not None:
-        require_same(point.checkpoint, point.manifest, settings)  # what takes no time to compare
+        require_same(point.checkpoint, point.manifest, settings, ranks=ranks.count)  # what takes no time to compare
     elif config.model.path is not None:
         require_whole(Path(config.model.path))
+    if not ranks.first:  # which finds the tokens where the first one has put them
+        ranks.wait()
     corpus = load_corpus(config.data, config.model, config.train.seed)
+    if ranks.first:
+        ranks.wait()
     split(corpus, config.data)  # for its error, which should come before the model
     dims = model_config(config.model, corpus.vocab_size, config.data.seq_len)
-    batches = make_batches(config, corpus, device, dims)
+    batches = make_batches(config, corpus, device, dims, _place(config, point, ranks, corpus, device, dims))
     if config.train.epochs is not None:
         config = replace(config, train=replace(config.train, steps=batches.sampler.steps(config.train.epochs)))
     if point.checkpoint is not None:
-        require_same(point.checkpoint, point.manifest, settings, fingerprint(corpus.tokens))
+        require_same(point.checkpoint, point.manifest, settings, fingerprint(corpus.tokens), ranks.count)
         if (finished := finished_result(point, config.train.steps, config.train.epochs, say)) is not None:
             return finished
-        for said in (extension(point.manifest, config), other_order(point.manifest)):
+        changes = (
+            extension(point.manifest, config),
+            other_order(point.manifest),
+            other_ranks(point.manifest, config, ranks.count),
+        )
+        for said in changes:
             if said is not None:
                 say(said)
     with isolated(device, config.train.seed, config.train.deterministic), events_fail_once():
-        result = _run(config, point, device, corpus, dims, batches, say=say)
-    result.write(point.run_dir)
+        result = _run(config, point, device, corpus, dims, batches, ranks=ranks, say=say)
+    if ranks.first:
+        result.write(point.run_dir)
     return result
 
 
+def _place(config: RunConfig, point: ResumePoint, ranks: Ranks, *parts: Any) -> Place:
+    """Where in the data a run is; one that is resumed goes on there, also with another number of ranks."""
+    if point.manifest is None:
+        return Place(ranks.rank, ranks.count)
+    done, seen = point.manifest["steps_done"], point.manifest.get("seen")
+    if seen is None:  # from before there were several ranks
+        seen = make_batches(config, *parts).sampler.seen(done)
+    return Place(ranks.rank, ranks.count, done, *seen)
+
+
 def train(
-    config: RunConfig, run_dir: Path, point: ResumePoint | None = None, say: Callable[[str], None] = log.info
+    config: RunConfig,
+    run_dir: Path,
+    point: ResumePoint | None = None,
+    say: Callable[[str], None] = log.info,
+    ranks: Ranks = ALONE,
 ) -> RunResult:
     """Trains as told and writes its logs, `result.json` and checkpoints into the folder of the run, which no
     other process may write to meanwhile.
@@ -313,6 +390,7 @@ def train(
         run_dir: folder of this run; made if need be. A resumed run writes to its own folder instead.
         point: where to start, from a `claimed` that is entered; None looks at `config.train.resume`.
         say: told where a run resumes from, once it is certain that it may, and what it trains on what.
+        ranks: those that train together, each of which calls this with the same settings and point.
 
     Raises:
         ConfigError: the data or the saved model cannot be used, or a run with other settings cannot be resumed; raised
@@ -323,4 +401,4 @@ def train(
         Aborted: a second SIGINT came before the run had ended.
     """
     with claimed(config, run_dir) if point is None else nullcontext(point) as start:
-        return _train(config, start, say)
+        return _train(config, start, ranks, say)

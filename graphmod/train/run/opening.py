@@ -20,8 +20,9 @@ def _model(config: RunConfig, model: nn.Module) -> str:
     return f"{type(model).__name__}, {counted(total, 'parameter')}{some}, precision {config.train.precision.value}"
 
 
-def _batches(config: RunConfig, tokens_per_step: int, first: int) -> str:
+def _batches(config: RunConfig, tokens_per_step: int, first: int, ranks: int) -> str:
     data, train = config.data, config.train
+    each = f"{ranks} ranks x " if ranks > 1 else ""
     micro = f"{counted(train.grad_accumulation, 'microbatch')} of " if train.grad_accumulation > 1 else ""
     size = f"{micro}{data.batch_size} x {data.seq_len} tokens"
     if data.buckets is not None:
@@ -31,16 +32,17 @@ def _batches(config: RunConfig, tokens_per_step: int, first: int) -> str:
     left = train.steps - first
     done = f", {first:,} of them done" if first else ""
     tokens = f"{left * tokens_per_step:,} tokens {'to go' if first else 'in all'}"
-    return f"{counted(train.steps, 'step')}{done}, each of {size}; {tokens}"
+    return f"{counted(train.steps, 'step')}{done}, each of {each}{size}; {tokens}"
 
 
-def _device(config: RunConfig, device: torch.device) -> str:
+def _device(config: RunConfig, device: torch.device, ranks: int) -> str:
     name = device_name(device)
     peak = peak_flops(name)
     known = "" if peak is None else f" (peak {peak / 1e12:,.0f} TFLOP/s in bf16)"
     scope = "auto" if config.graph.auto else config.graph.scope.value
     compiled = "" if config.graph.compile is CompileMode.none else f", graph.compile={config.graph.compile.value}"
-    return f"{name}{known}, graph={scope}{compiled}"
+    several = f", parallel={config.parallel.mode.value} on {ranks} ranks" if ranks > 1 else ""
+    return f"{name}{known}{several}, graph={scope}{compiled}"
 
 
 def opening(
@@ -51,6 +53,7 @@ def opening(
     folder: Path,
     tokens_per_step: int,
     first: int,
+    ranks: int = 1,
 ) -> str:
     """Five lines: model, data, batches, device and graphs, folder.
 
@@ -60,14 +63,15 @@ def opening(
         corpus: the tokens.
         device: of the run.
         folder: of the run.
-        tokens_per_step: over all microbatches.
+        tokens_per_step: over all microbatches of all ranks.
         first: steps done before.
+        ranks: how many there are.
     """
     lines = {
         "model": _model(config, model),
         "data": f"{len(corpus.tokens):,} tokens, {corpus.description}",
-        "batches": _batches(config, tokens_per_step, first),
-        "device": _device(config, device),
+        "batches": _batches(config, tokens_per_step, first, ranks),
+        "device": _device(config, device, ranks),
         "folder": str(folder),
     }
     return "\n".join(f"{name + ':':<9}{text}" for name, text in lines.items())

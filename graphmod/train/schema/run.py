@@ -13,6 +13,7 @@ from graphmod.train.schema.data import DataConfig, check_data
 from graphmod.train.schema.limits import require
 from graphmod.train.schema.model import ModelConfig, check_model
 from graphmod.train.schema.optim import OptimConfig, check_optim
+from graphmod.train.schema.parallel import ParallelConfig, check_parallel
 from graphmod.train.schema.train import TrainConfig, check_train
 from graphmod.train.settings import Scope, TrainGraphConfig
 
@@ -48,6 +49,7 @@ class RunConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     graph: GraphConfig = field(default_factory=GraphConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
 
 def check(config: RunConfig) -> None:
@@ -57,6 +59,7 @@ def check(config: RunConfig) -> None:
     check_data(config.data, config.model)
     check_optim(config.optim)
     check_train(train)
+    check_parallel(config.parallel)
     require(
         train.eval_every == 0 or config.data.eval_fraction > 0,
         "train.eval_every asks for evaluations, but data.eval_fraction=0 keeps nothing to evaluate on; "

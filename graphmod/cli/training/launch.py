@@ -1,0 +1,108 @@
+"""`parallel=ddp` without a launcher: starts a process for each rank and waits for them.
+
+Each rank runs `cli/training/rank.py`, is told the settings on its standard input, and finds its number in the
+environment, as torchrun would have put it there.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import graphmod
+
+_GRACE = 15.0  # seconds for the other ranks, which know by themselves that one is gone
+_LAST_GRACE = 5.0
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+def _environment(rank: int, count: int, port: int) -> dict[str, str]:
+    found = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    found |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    # Where this process has the package from, which need not be installed.
+    home = str(Path(graphmod.__file__).parent.parent)
+    found["PYTHONPATH"] = os.pathsep.join([home, *filter(None, [os.environ.get("PYTHONPATH")])])
+    # Else each would use all cores.
+    found.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // count)))
+    return found
+
+
+@contextmanager
+def _forwarding(processes: list[subprocess.Popen]) -> Iterator[None]:
+    """Hands SIGINT and SIGTERM on to all ranks: these have a session of their own, so that Ctrl-C comes only here."""
+
+    def forward(number: int, frame: Any) -> None:
+        for process in processes:
+            with suppress(OSError):
+                process.send_signal(number)
+
+    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _wait(processes: list[subprocess.Popen]) -> bool:
+    """Waits until all have ended; whether they did by themselves, after one had failed."""
+    deadline, by_themselves = None, True
+    while any(process.poll() is None for process in processes):
+        if deadline is None and any(process.poll() for process in processes):
+            deadline = time.monotonic() + _GRACE
+        if deadline is not None and time.monotonic() > deadline:
+            for process in processes:
+                process.kill() if not by_themselves else process.terminate()
+            deadline, by_themselves = time.monotonic() + _LAST_GRACE, False
+        time.sleep(0.05)
+    return by_themselves
+
+
+def launch(told: dict[str, Any], count: int) -> tuple[int, str | Path]:
+    """Runs a job on so many ranks of this machine.
+
+    Args:
+        told: what each rank is told, as plain values.
+
+    Returns:
+        The exit status, and the folder that it wrote to or, if it failed, why.
+    """
+    with tempfile.TemporaryDirectory(prefix="graphmod-") as folder:
+        answer, port = Path(folder) / "answer.json", _free_port()
+        line = json.dumps({**told, "answer": str(answer)}).encode() + b"\n"
+        processes: list[subprocess.Popen] = []
+        with _forwarding(processes):
+            for rank in range(count):
+                command = [sys.executable, "-m", "graphmod.cli.training.rank"]
+                environment = _environment(rank, count, port)
+                process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, start_new_session=True)
+                processes.append(process)
+            for process in processes:
+                with suppress(OSError):  # it has ended
+                    process.stdin.write(line)
+                    process.stdin.flush()
+            by_themselves = _wait(processes)
+        if answer.exists():
+            status, failed, outcome = json.loads(answer.read_text(encoding="utf-8"))
+            return status, outcome if failed else Path(outcome)
+    codes = [process.returncode for process in processes]
+    if by_themselves and codes[0] > 0:  # the first rank has said why
+        return codes[0], "see above"
+    killed = [f"rank {rank} with signal {-code}" for rank, code in enumerate(codes) if code < 0]
+    reason = (
+        f"the ranks ended with status {', '.join(map(str, codes))}" if not killed else f"ended: {', '.join(killed)}"
+    )
+    return 1, reason

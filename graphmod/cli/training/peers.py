@@ -1,0 +1,160 @@
+"""What the ranks of a run know of each other's end: one that fails or is killed takes the others along, at once.
+
+Each holds a connection to the first one, which breaks when a process is gone, however it went; a collective would wait
+for it for minutes. The first one says, once, what went wrong.
+"""
+
+import json
+import os
+import secrets
+import selectors
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from graphmod.train.run.ranks import Ranks
+
+# Seconds for the main thread, which tidies up: where another rank is gone, and where it may find the same error itself.
+_GRACE_ALONE, _GRACE = 1.5, 4.0
+_PATIENCE = 60.0
+_GREETING = 200
+
+
+class Peers:
+    """The other ranks of this one; while it is open, a thread listens to them.
+
+    Args:
+        ranks: of the run.
+        speak: says what went wrong with another rank.
+
+    Attributes:
+        way_on: what there is to say of the run that was lost.
+        lost: what went wrong with another rank; None while nothing did.
+        status: the exit status that this has.
+    """
+
+    def __init__(self, ranks: Ranks, speak: Callable[[str], None]) -> None:
+        self._ranks, self.speak = ranks, speak
+        self.lost: str | None = None
+        self.status = 0
+        self.way_on: Callable[[], str] = lambda: ""
+        self._noticed, self._ended = threading.Event(), threading.Event()
+        self._said = ""
+        self._links: dict[int, socket.socket] = self._connect()
+        self._buffers: dict[int, bytes] = dict.fromkeys(self._links, b"")
+        self._thread = threading.Thread(target=self._listen, name="peers", daemon=True)
+        self._thread.start()
+
+    def _connect(self) -> dict[int, socket.socket]:
+        ranks, address = self._ranks, os.environ.get("MASTER_ADDR", "127.0.0.1")
+        if not ranks.first:
+            port, token = ranks.told(None)
+            link = socket.create_connection((address, port), timeout=_PATIENCE)
+            link.sendall(f"{token} {ranks.rank}".encode().ljust(_GREETING))
+            link.settimeout(None)
+            return {0: link}
+        links: dict[int, socket.socket] = {}
+        with _server(address) as server:
+            token = secrets.token_hex(16)
+            ranks.told((server.getsockname()[1], token))
+            server.settimeout(_PATIENCE)
+            while len(links) + 1 < ranks.count:
+                link, _ = server.accept()
+                link.settimeout(_PATIENCE)
+                greeting = link.recv(_GREETING, socket.MSG_WAITALL).decode(errors="replace").split()
+                if len(greeting) != 2 or not secrets.compare_digest(greeting[0], token):
+                    link.close()  # somebody else
+                    continue
+                link.settimeout(None)
+                links[int(greeting[1])] = link
+        return links
+
+    def _tell(self, rank: int, **message: Any) -> None:
+        with suppress(OSError):  # it is gone, which the listener notices
+            self._links[rank].sendall(json.dumps(message).encode() + b"\n")
+
+    def say(self, text: str) -> None:
+        """Has the first rank say what went wrong here, unless it says so itself."""
+        self._said = self._said or text
+
+    def noticed(self, seconds: float) -> str | None:
+        """What went wrong with another rank, if that is known within so many seconds."""
+        self._noticed.wait(seconds)
+        return self.lost
+
+    def close(self, status: int, failed: bool) -> None:
+        """Ends: the last thing that a rank does.
+
+        Args:
+            status: with which the process is about to exit.
+            failed: not all ranks come to this end by themselves.
+        """
+        self._ended.set()
+        if self._ranks.first:
+            for rank in self._links:
+                self._tell(rank, **({"end": status} if failed else {"left": True}))
+        elif self.lost is None:
+            self._tell(0, **({"failed": self._said, "status": status} if failed else {"left": True}))
+            self._thread.join(_PATIENCE)  # the first one, which may still write, should not be ended by a launcher
+        for link in self._links.values():
+            with suppress(OSError):
+                link.shutdown(socket.SHUT_RDWR)
+        self._thread.join(_GRACE)
+
+    def _listen(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            for rank, link in self._links.items():
+                selector.register(link, selectors.EVENT_READ, rank)
+            left: set[int] = set()
+            while len(left) < len(self._links):
+                for key, _ in selector.select():
+                    rank = key.data
+                    try:
+                        data = key.fileobj.recv(1 << 16)
+                    except OSError:
+                        data = b""
+                    *lines, self._buffers[rank] = (self._buffers[rank] + data).split(b"\n")
+                    for line in lines:
+                        message = json.loads(line)
+                        if "left" in message:
+                            left.add(rank)
+                        else:
+                            self._end(rank, message)
+                    if not data:
+                        selector.unregister(key.fileobj)
+                        if rank not in left:
+                            self._end(rank, {})
+                            left.add(rank)
+
+    def _end(self, rank: int, message: dict[str, Any]) -> None:
+        """Another rank has failed, or is gone, or the first one ends all."""
+        if self._ended.is_set():
+            return
+        if "end" in message:
+            os._exit(message["end"])
+        status = self.status = message.get("status", 1)
+        self.lost = message.get("failed") or f"rank {rank} ended without a word: it was killed, or has crashed"
+        if message.get("failed"):
+            self.lost = f"rank {rank}: {self.lost}"
+        else:
+            self.lost += self.way_on()
+        for other in self._links:
+            if other != rank:
+                self._tell(other, end=status)
+        self._noticed.set()
+        if self._ranks.rank == 1:  # the first one is gone, and one of the others speaks
+            self.speak(self.lost)
+        if self._ended.wait(_GRACE if message else _GRACE_ALONE):
+            return
+        if self._ranks.first:
+            self.speak(self.lost)
+        os._exit(status)
+
+
+def _server(address: str) -> socket.socket:
+    try:
+        return socket.create_server((address, 0))
+    except OSError:  # a name of this machine that is not one of its addresses
+        return socket.create_server(("", 0))

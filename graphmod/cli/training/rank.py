@@ -1,0 +1,48 @@
+"""One rank that `launch.py` started: `python -m graphmod.cli.training.rank`, told on its standard input what to do."""
+
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+from graphmod.cli.environment import own_rank
+from graphmod.cli.start import loading, prepare
+from graphmod.cli.stdout import end_at_once, stay_silent
+
+
+def _end_with_the_launcher() -> None:
+    """The standard input ends when the launcher does; then this stops as if it had been told to."""
+    while os.read(0, 1024):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def main() -> int:
+    """Runs the job; returns the exit status."""
+    prepare()
+    with open(0, "rb", buffering=0, closefd=False) as given:  # a buffer is locked while a thread waits for more
+        told = json.loads(given.readline())
+    threading.Thread(target=_end_with_the_launcher, name="launcher", daemon=True).start()
+    sys.argv = told["command"]
+    logging.basicConfig(level=logging.INFO, format="%(message)s")  # as configs/hydra/job_logging has it
+    if own_rank():
+        stay_silent(lambda text: None)
+    with loading():
+        from omegaconf import OmegaConf
+
+        from graphmod.cli.training.job import Job, attempt
+    job = Job(Path(told["folder"]), told["overrides"], told["alone"], told["given"])
+    status, outcome = attempt(OmegaConf.create(told["settings"]), job)
+    if not own_rank():
+        answer = json.dumps([status, isinstance(outcome, str), str(outcome)])
+        Path(told["answer"]).write_text(answer, encoding="utf-8")
+    if isinstance(outcome, str):
+        end_at_once(status)  # a process group whose ranks are gone may wait for them
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,164 @@
+"""The ranks of a run: processes that train one model together, each on a GPU of its own.
+
+A launcher (torchrun, or `cli/training/launch.py`) says in the environment how many there are and which one this is. The
+first one speaks and writes for all.
+"""
+
+import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, distributed
+
+from graphmod.errors import ConfigError
+from graphmod.ranks.ballot import Ballot
+from graphmod.train.run.device import pick_device
+from graphmod.train.schema.parallel import ParallelMode
+from graphmod.train.schema.run import RunConfig
+from graphmod.train.schema.train import DeviceName
+
+T = TypeVar("T")
+# One rank may save a large checkpoint, or tokenize, while the others wait.
+_PATIENCE = timedelta(hours=2)
+_TOLD = ("RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """One process and those it trains with; by default there are none.
+
+    Attributes:
+        rank: which one this is, from 0.
+        count: how many there are.
+        group: for tensors on the device of the run; None where this is the only one.
+    """
+
+    rank: int = 0
+    count: int = 1
+    group: Any = None
+    _host: Any = None
+    _ballot: Any = None
+
+    @property
+    def first(self) -> bool:
+        """Whether this one speaks and writes."""
+        return self.rank == 0
+
+    def told(self, value: T) -> T:
+        """What the first rank has; values must be of plain kinds."""
+        box = [value]
+        if self.count > 1:
+            distributed.broadcast_object_list(box, src=0, group=self._host)
+        return box[0]
+
+    def all(self, value: T) -> list[T]:
+        """What each rank has, in their order."""
+        found = [value] * self.count
+        if self.count > 1:
+            distributed.all_gather_object(found, value, group=self._host)
+        return found
+
+    def most(self, number: int) -> int:
+        """The greatest number of all ranks, each of 0 to 15; some microseconds, and no wait for a GPU."""
+        return number if self._ballot is None else self._ballot.vote(number)[1]
+
+    def wait(self) -> None:
+        """Returns when all ranks are here."""
+        if self.count > 1:
+            distributed.barrier(self._host)
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over all ranks, in place, on the device."""
+        if self.count > 1:
+            distributed.all_reduce(tensor, group=self.group)
+        return tensor
+
+
+ALONE = Ranks()
+
+
+def ranks_of(config: RunConfig) -> int:
+    """How many ranks a run has: those that a launcher has started, else as many as `parallel` asks for.
+
+    Raises:
+        ConfigError: these do not agree, or there are too few GPUs.
+    """
+    started, wanted = int(os.environ.get("WORLD_SIZE") or 1), config.parallel.gpus
+    if config.parallel.mode is ParallelMode.none:
+        if started > 1:
+            raise ConfigError(
+                f"WORLD_SIZE={started} asks for {started} processes that work together, and parallel=none trains in "
+                "one; add parallel=ddp, start it without a launcher, or unset WORLD_SIZE"
+            )
+        return 1
+    if started > 1:
+        if wanted not in (None, started):
+            raise ConfigError(
+                f"parallel.gpus={wanted}, and a launcher has started {started} processes; leave parallel.gpus out"
+            )
+        return started
+    if pick_device(config.train.device).type == "cpu":
+        if wanted is None:
+            raise ConfigError(
+                "parallel=ddp starts a process for each GPU, and this run has none; say how many processes are to "
+                "share the CPU: parallel.gpus=2"
+            )
+        return wanted
+    there = torch.cuda.device_count()
+    if wanted is not None and wanted > there:
+        raise ConfigError(f"parallel.gpus={wanted}, and PyTorch finds {there} on this machine")
+    return wanted or there
+
+
+def own_seed(seed: int, rank: int, done: int) -> int:
+    """What a rank's random numbers begin with that has no random state from before: another for each."""
+    return int.from_bytes(hashlib.blake2b(f"{seed} {rank} {done}".encode(), digest_size=7).digest(), "big")
+
+
+def _own_gpu(wanted: DeviceName) -> torch.device | None:
+    """The GPU of this rank, made current; None where the run is on the CPU."""
+    if wanted is DeviceName.cpu or not torch.cuda.is_available():
+        return None
+    place, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", place + 1))
+    if here > count:
+        raise ConfigError(
+            f"{here} ranks were started on this machine, and PyTorch finds {count} GPUs; start as many ranks as there "
+            f"are GPUs (torchrun --nproc-per-node {count}), or train.device=cpu"
+        )
+    torch.cuda.set_device(place)
+    return torch.device("cuda", place)
+
+
+@contextmanager
+def joined(wanted: DeviceName) -> Iterator[Ranks]:
+    """Joins the ranks that a launcher has started, and leaves them at the end; graphs must be gone by then.
+
+    Args:
+        wanted: the device that is asked for.
+
+    Raises:
+        ConfigError: there is no GPU for this rank, or the environment does not say which one it is.
+    """
+    if missing := [name for name in _TOLD if not os.environ.get(name)]:
+        raise ConfigError(
+            f"WORLD_SIZE={os.environ['WORLD_SIZE']} is set and {', '.join(missing)} is not; start the ranks with "
+            "torchrun, or unset WORLD_SIZE"
+        )
+    gpu = _own_gpu(wanted)
+    rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if gpu is None:
+        distributed.init_process_group("gloo", timeout=_PATIENCE)
+    else:
+        distributed.init_process_group("nccl", device_id=gpu)
+    try:
+        # Of its own, so that what the host says never waits for what a device does.
+        host = distributed.new_group(backend="gloo", timeout=_PATIENCE)
+        yield Ranks(rank, count, distributed.group.WORLD, host, Ballot(host, _PATIENCE.total_seconds()))
+    finally:
+        distributed.destroy_process_group()
