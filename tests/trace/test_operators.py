@@ -30,6 +30,7 @@ def test_a_function_is_equal_to_eager_or_refused(name, known, device):
     assert found is None or found.kind == "equal" or (found.kind == "refused" and found.told), found
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_functions_from_a_to_z(known, device):
     wrong = {}

@@ -72,7 +72,7 @@ def test_a_job_with_nothing_whole_begins_in_another_folder_and_leaves_its_own_as
     assert (tmp_path / "run_restart2" / "result.json").is_file() and everything_in(tmp_path / "run") == before
 
 
-@pytest.mark.parametrize("damage", ["no manifest", "no weights"])
+@pytest.mark.parametrize("damage", ["no manifest", pytest.param("no weights", marks=pytest.mark.slow)])
 def test_a_run_beside_with_nothing_whole_is_named_and_left_as_it_is(on_text, text, tmp_path, stop_after, damage):
     stop_after(3)
     runs = tmp_path / "runs" / "train"
@@ -128,7 +128,7 @@ def test_a_disk_that_fills_up_keeps_the_checkpoint_before(on_text, tmp_path, mon
     assert verify(kept)["steps_done"] == 3
 
 
-@pytest.mark.parametrize(("limit", "named"), [(100, "{run}"), (20_000, "{run}")])
+@pytest.mark.parametrize(("limit", "named"), [(100, "{run}"), pytest.param(20_000, "{run}", marks=pytest.mark.slow)])
 def test_a_disk_that_is_full_is_one_error_that_says_where(text, tmp_path, limit, named):
     limited = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))"
     (tmp_path / "sitecustomize.py").write_text(limited)

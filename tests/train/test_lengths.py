@@ -149,7 +149,7 @@ def test_packed_documents_are_as_if_each_were_alone(model, name):
 
 
 @pytest.mark.parametrize("scope", SCOPES)
-@pytest.mark.parametrize("form", ["data.buckets=[8,16,40]", "data.packing=true"])
+@pytest.mark.parametrize("form", [pytest.param("data.buckets=[8,16,40]", marks=pytest.mark.slow), "data.packing=true"])
 def test_losses_are_eagers_and_every_shape_has_its_graph(lines, tmp_path, scope, form):
     settings = [form, "train.grad_accumulation=2", "train.eval_every=8", "train.eval_batches=3", "train.steps=90"]
     plain = train(lines(*settings, "graph=none"), tmp_path / "none")

@@ -105,7 +105,7 @@ def test_it_computes_what_a_mask_does(tiny, stand_in, name):
     "more, scope",
     [
         *itertools.product([[], ["train.precision=bf16_mixed"]], SCOPES),
-        (["graph.compile=default"], "full_iteration"),
+        pytest.param(["graph.compile=default"], "full_iteration", marks=pytest.mark.slow),
     ],
     ids=str,
 )

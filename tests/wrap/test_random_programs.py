@@ -256,7 +256,7 @@ def test_random_layers_used_in_any_order(device, specs, order, program):
 
 
 @pytest.mark.parametrize("operation", sorted(set(OPERATIONS), key=lambda f: f.__name__), ids=lambda f: f.__name__)
-@pytest.mark.parametrize("graph", [wrapped, layered])
+@pytest.mark.parametrize("graph", [pytest.param(wrapped, marks=pytest.mark.slow), layered])
 def test_each_operation_again_and_again_between_training_steps(operation, graph, device):
     specs = [("sequence", ("dropout",), ("tanh",)), ("residual", ("layer norm",))]
     program = [(operation, 5), (train_step, 3)] * 3
