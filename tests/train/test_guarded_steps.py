@@ -10,7 +10,8 @@ from harness import play, twins
 from test_train_step import build, graphs, replays, scopes, stepper
 from torch import nn
 
-from graphmod.train.run.loop import NonFiniteError, train
+from graphmod.train.run.loop import train
+from graphmod.train.run.steps import NonFiniteError
 from graphmod.train.step.activations import draws_random_numbers
 from graphmod.train.step.draws import kept_draws
 from graphmod.train.step.step import TrainStep, next_token_loss

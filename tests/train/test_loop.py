@@ -17,7 +17,8 @@ from graphmod.train.model import build_model, model_config
 from graphmod.train.report.metrics import Metrics
 from graphmod.train.report.result import RunResult
 from graphmod.train.report.timing import StepClock
-from graphmod.train.run.loop import _Run, train
+from graphmod.train.run.loop import train
+from graphmod.train.run.steps import Run
 from graphmod.train.step import TrainStep
 from graphmod.train.step.isolation import isolated
 from graphmod.train.step.optim import learning_rates
@@ -163,7 +164,7 @@ def test_a_checkpoint_can_be_trained_on_as_a_local_model(on_text, settings, text
 
 
 def test_data_that_is_too_short_is_found_before_a_model_is_built(on_text, tmp_path, monkeypatch):
-    monkeypatch.setattr("graphmod.train.run.loop.build_model", lambda *args: pytest.fail("a model was built"))
+    monkeypatch.setattr("graphmod.train.run.steps.build_model", lambda *args: pytest.fail("a model was built"))
     with pytest.raises(ConfigError, match="too short"):
         train(on_text("data.max_bytes=100", "data.seq_len=128"), tmp_path)
 
@@ -247,7 +248,7 @@ def test_the_clock_leaves_out_what_happens_between_stretches(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("scope", ["none", "per_layer", "full_iteration"])
 def test_on_a_gpu_the_loop_never_waits_for_the_device(on_text, tmp_path, monkeypatch, scope):
-    original = _Run.steps
+    original = Run.steps
 
     def watched(self):
         torch.cuda.set_sync_debug_mode("error")
@@ -256,7 +257,7 @@ def test_on_a_gpu_the_loop_never_waits_for_the_device(on_text, tmp_path, monkeyp
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    monkeypatch.setattr(_Run, "steps", watched)
+    monkeypatch.setattr(Run, "steps", watched)
     # Saving does wait: it copies the weights.
     result = train(on_text("train.device=cuda", f"graph={scope}", "train.steps=20", "train.checkpoint=false"), tmp_path)
     assert len(result.losses) == len(result.step_ms) == 20

@@ -19,7 +19,8 @@ from graphmod.train.report.display import LOG_FILE, Display, Journal
 from graphmod.train.report.flops import Utilization, flops_per_token, multiplied_parameters, peak_flops, utilization
 from graphmod.train.report.result import RunResult
 from graphmod.train.report.versions import commit
-from graphmod.train.run.loop import NonFiniteError, train
+from graphmod.train.run.loop import train
+from graphmod.train.run.steps import NonFiniteError
 from graphmod.train.step import TrainStep
 
 CPU = torch.device("cpu")
@@ -241,7 +242,7 @@ def test_skipped_updates_are_told_in_words():
 
 
 def test_the_result_names_versions_and_commit(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr("graphmod.train.run.loop.commit", lambda: "a" * 40)
+    monkeypatch.setattr("graphmod.train.run.steps.commit", lambda: "a" * 40)
     train(tiny("data.max_bytes=20000", "train.steps=1", "graph=none"), tmp_path)
     written = json.loads((tmp_path / "result.json").read_text())
     assert written["versions"]["graphmod"] == graphmod.__version__ and written["commit"] == "a" * 40
