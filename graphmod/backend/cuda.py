@@ -29,6 +29,8 @@ from graphmod.trace.recorder import Recorder
 from graphmod.trace.script import Script
 
 log = logging.getLogger("graphmod")
+# Graphs whose capture CUDA ended: up to torch 2.11 the allocator of pinned memory goes on to ask them (pytorch#180395).
+_given_up: list[torch.cuda.CUDAGraph] = []
 # The recorder belongs to a thread, and so does a cuBLAS workspace: a backward inside stays on the one that captures.
 on_this_thread = torch.autograd.set_multithreading_enabled
 
@@ -211,7 +213,7 @@ class CudaBackend:
             try:
                 self._begin(graphs, pool, generators, caller)
             except BaseException:
-                self._clean_up(pool, spare)
+                self._clean_up(graphs, pool, spare)
                 raise
             try:
                 with recorder:
@@ -225,7 +227,7 @@ class CudaBackend:
             try:
                 graphs[-1].capture_end()
             except BaseException:
-                self._clean_up(pool, spare)
+                self._clean_up(graphs, pool, spare)
                 raise
             for graph, operations in zip(graphs, spans, strict=False):
                 self._instantiate(graph, operations)
@@ -274,10 +276,11 @@ class CudaBackend:
         try:
             graph.capture_end()
         except RuntimeError:
-            self._clean_up(pool, spare)
+            self._clean_up([graph], pool, spare)
 
-    def _clean_up(self, pool: CudaPool, spare: list) -> None:
+    def _clean_up(self, graphs: list[torch.cuda.CUDAGraph], pool: CudaPool, spare: list) -> None:
         """`capture_end` gave up half-way because CUDA had invalidated the capture: do the rest of its work."""
+        _given_up.extend(graphs)
         pool.abandon()
         with contextlib.suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(self.device.index, pool.handle)

@@ -7,13 +7,14 @@ from typing import Any
 from torch import Tensor
 
 from graphmod.call.replay import find, launch, results
-from graphmod.call.together import agrees, eagerly
+from graphmod.call.together import agrees, eagerly, is_nested
 from graphmod.call.verify import due, verify
 from graphmod.call.warmup import track, warm_up
 from graphmod.capture.forward import capture, place
 from graphmod.graph.casts import share_casts
 from graphmod.graph.context import Context
 from graphmod.ranks.agreement import Choice
+from graphmod.ranks.board import LateRanks
 from graphmod.signature.flattening import flatten
 from graphmod.signature.modes import FOREIGN
 from graphmod.signature.signature import Signature, parameter_names, tensor_key
@@ -25,6 +26,8 @@ from graphmod.torch_private import is_fx_tracing
 
 def run(context: Context, args: tuple, kwargs: dict) -> Any:
     """One call, on all ranks alike where it communicates; see `_run`."""
+    if is_nested(context):
+        return context.call(*args, **kwargs)
     if context.agreement is not None:
         context.agreement.begin()
     return _run(context, args, kwargs)
@@ -78,6 +81,8 @@ def _run(context: Context, args: tuple, kwargs: dict) -> Any:
             break
         try:
             state, reason = launch(context, graph, leaves, careful)
+        except LateRanks:
+            raise
         except RuntimeError as error:
             context.drop(graph.tape)
             context.failed(entry, error, "a replay")

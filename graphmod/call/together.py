@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,28 @@ from graphmod.graph.context import Context
 from graphmod.ranks.agreement import Choice, communicated, over, several_ranks
 from graphmod.ranks.teardown import free_before_destruction
 from graphmod.state.entry import Entry
+
+
+class _OfThread(threading.local):
+    depth = 0  # calls under way that were agreed on to be eager
+
+
+_of_thread = _OfThread()
+
+
+@contextlib.contextmanager
+def _nested() -> Iterator[None]:
+    _of_thread.depth += 1
+    try:
+        yield
+    finally:
+        _of_thread.depth -= 1
+
+
+def is_nested(context: Context) -> bool:
+    """Whether a call is part of another that all ranks make eagerly: what is captured there on one rank, on another
+    may be recorded as part of that."""
+    return context.agreement is not None and _of_thread.depth > 0
 
 
 def agrees(context: Context, entry: Entry, choice: Choice) -> bool:
@@ -20,7 +43,8 @@ def agrees(context: Context, entry: Entry, choice: Choice) -> bool:
     agreed = agreement.choose(choice)
     if not agreed and agreement.why:
         context.log_once(f"{context.name!r} runs eagerly, because {agreement.why}", key="other ranks")
-    if agreement.lasts:
+    entry.outvoted = 0 if agreed else entry.outvoted + agreement.lasts
+    if entry.outvoted >= context.config.max_failures:
         context.keep_eager(entry, agreement.why)
     return agreed
 
@@ -39,9 +63,8 @@ def alone(context: Context, entry: Entry | None) -> Iterator[None]:
             disabled = entry is not None and entry.disabled
             reason = entry.reason if disabled else context.last_failure or "this call is new to it"
             context.agreement.choose(Choice.eager, reason, lasts=disabled)
-            if context.agreement.lasts and entry is not None and not disabled:
-                context.keep_eager(entry, reason)
-        yield
+        with _nested():
+            yield
         return
     before = communicated() if several_ranks() else {}
     yield

@@ -14,6 +14,7 @@ from graphmod.graph.casts import device_of, keep_open, open_block
 from graphmod.graph.context import Context
 from graphmod.graph.forward import ForwardGraph
 from graphmod.graph.tape import Tape
+from graphmod.ranks.board import LateRanks
 from graphmod.ranks.sharded import captured
 from graphmod.state.entry import Entry
 
@@ -145,6 +146,8 @@ def capture(
         if graph.advanced:
             graph.before = graph.graph.before(graph.advanced)
         graph.launch()
+    except LateRanks:
+        raise
     except Exception as error:  # whatever user code or CUDA raised: the eager call decides what the user sees
         if context.agreement is not None:
             context.agreement.captured(False)

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from graphmod.config import CUDAGraphConfig, Verify
@@ -112,10 +113,12 @@ class Context:
         self.start()
         self.group.release()
 
-    def leave_ranks(self) -> None:
-        """Frees the graphs, and lets go of the other ranks: their process groups are about to be destroyed."""
+    def leave_ranks(self, group: Any) -> None:
+        """Frees the graphs where a process group that they may use is about to be destroyed; where it is that of the
+        whole program, lets go of the other ranks, too."""
         self.reset()
-        self.agreement = None
+        if group is torch.distributed.group.WORLD:
+            self.agreement = None
 
     def rearm(self) -> None:
         """Lets signatures that failures disabled be captured again."""

@@ -15,9 +15,11 @@ from typing import Any
 from torch import distributed
 
 from graphmod.ranks.ballot import Ballot
+from graphmod.ranks.board import LateRanks
 
+_FAILED, _WORKED = 8, 9  # votes after captures, which cannot be taken for others
 _TIMEOUT = 1800.0  # seconds, as long as Gloo waits
-_voters: weakref.WeakKeyDictionary[Any, dict[tuple, Any]] = weakref.WeakKeyDictionary()
+_ballots: weakref.WeakKeyDictionary[Any, dict[tuple, Any]] = weakref.WeakKeyDictionary()
 
 
 class Choice(IntEnum):
@@ -46,23 +48,22 @@ def over(groups: list[Any]) -> Agreement:
     Of several groups (a mesh) it is that of the whole program, in which each rank has to make the call.
     """
     world = distributed.group.WORLD
-    ranks = distributed.get_process_group_ranks(groups[0] if len(groups) == 1 else world)
-    known = _voters.setdefault(world, {})
-    if tuple(ranks) not in known:
-        known[tuple(ranks)] = distributed.new_group(ranks, backend="gloo", use_local_synchronization=True)
-    return Agreement(known[tuple(ranks)])
+    group = groups[0] if len(groups) == 1 else world
+    known, ranks = _ballots.setdefault(world, {}), tuple(distributed.get_process_group_ranks(group))
+    if ranks not in known:
+        known[ranks] = Ballot(group, _TIMEOUT)
+    return Agreement(known[ranks])
 
 
 class Agreement:
     """The votes of one callable.
 
     Args:
-        voters: a process group for tensors on the CPU.
+        ballot: of the ranks that take part in its calls.
     """
 
-    def __init__(self, voters: Any) -> None:
-        self._voters = voters
-        self._ballot = Ballot(voters, _TIMEOUT)
+    def __init__(self, ballot: Ballot) -> None:
+        self._ballot = ballot
         self._open = False
         self._captures = False
         self.why = ""  # the last vote was for an eager call, though this rank had another choice
@@ -90,7 +91,7 @@ class Agreement:
         if not self._open:
             return False
         self._open = False
-        least, most = self._ballot.vote(choice)
+        least, most = self._votes(choice, tuple(Choice))
         if least == Choice.eager and most != Choice.eager:
             self._explain(choice, why, lasts)
         self._captures = least == Choice.capture
@@ -103,13 +104,18 @@ class Agreement:
         if not self._captures:
             return worked
         self._captures = False
-        return self._ballot.vote(int(worked))[0] == 1
+        return self._votes(_WORKED if worked else _FAILED, (_FAILED, _WORKED))[0] == _WORKED
+
+    def _votes(self, choice: int, of: tuple) -> tuple[int, int]:
+        least, most = self._ballot.vote(choice)
+        if not (of[0] <= least and most <= of[-1]):
+            raise LateRanks("ranks are at different calls, after one was interrupted")
+        return least, most
 
     def _explain(self, choice: Choice, why: str, lasts: bool) -> None:
-        said: list[Any] = [None] * distributed.get_world_size(self._voters)
-        distributed.all_gather_object(said, (distributed.get_rank(), int(choice), why, lasts), group=self._voters)
+        said = self._ballot.board.exchange((distributed.get_rank(), int(choice), why, lasts))
         others = [one for one in said if one[1] == Choice.eager]
         if choice is not Choice.eager:
             rank, _, reason, _ = min(others, key=lambda one: (not one[3], one[0]))
-            self.why = f"rank {rank} does" + (f": {reason}" if reason else "")
+            self.why = reason if reason.startswith("rank ") else f"rank {rank} does" + (f": {reason}" if reason else "")
         self.lasts = any(one[3] for one in others)

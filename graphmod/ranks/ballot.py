@@ -11,46 +11,45 @@ import os
 import socket
 import tempfile
 import time
+from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import distributed
+
+from graphmod.ranks.board import Board, LateRanks
 
 _SPINS = 2_000  # looks before a process sleeps in between
 _SLEEP = 50e-6
 _WORD = 8
 
 
-class LateRanks(RuntimeError):
-    """Some ranks did not come to a vote in time."""
-
-
 class Ballot:
     """Votes with small numbers, of all ranks of a group; each has to take part in each of them, in the same order.
 
     Args:
-        group: a process group for tensors on the CPU.
+        group: the process group of those that vote.
         timeout: seconds to wait for the others.
     """
 
     def __init__(self, group: Any, timeout: float) -> None:
-        self._group, self._timeout = group, timeout
-        self._count = 0
-        rank, ranks = distributed.get_rank(group), distributed.get_world_size(group)
-        hosts: list[Any] = [None] * ranks
-        distributed.all_gather_object(hosts, (socket.gethostname(), _boot()), group=group)
-        self._here = [other for other in range(ranks) if hosts[other] == hosts[rank]]
+        ranks = distributed.get_process_group_ranks(group)
+        rank = ranks.index(distributed.get_rank())
+        self._timeout, self._count, self._broken = timeout, 0, ""
+        self.board = Board(ranks, timeout)
+        hosts = self.board.exchange((socket.gethostname(), _boot()))
+        self._here = [other for other in range(len(ranks)) if hosts[other] == hosts[rank]]
+        self._names = [ranks[other] for other in self._here]
         self._position = self._here.index(rank)
         leaders = sorted({hosts.index(host) for host in hosts})
-        self._leaders: Any = None
-        if len(leaders) > 1:
-            names = [distributed.get_global_rank(group, leader) for leader in leaders]
-            if rank in leaders:
-                self._leaders = distributed.new_group(names, backend="gloo", use_local_synchronization=True)
-        self._several = len(leaders) > 1
-        self._words = self._share(rank, hosts)
+        self._several, self._leaders = len(leaders) > 1, None
+        if self._several and rank in leaders:
+            store = distributed.PrefixStore("leaders", self.board.store)
+            patience = timedelta(seconds=timeout)
+            self._leaders = distributed.ProcessGroupGloo(store, leaders.index(rank), len(leaders), patience)
+        self._words = self._share(rank)
 
-    def _share(self, rank: int, hosts: list[Any]) -> memoryview:
+    def _share(self, rank: int) -> memoryview:
         """Memory of all ranks of this machine: for each of two votes in turn, a word of each rank, and the result."""
         size = 2 * (len(self._here) + 1) * _WORD
         file, path = None, None
@@ -58,23 +57,36 @@ class Ballot:
             folder = "/dev/shm" if os.path.isdir("/dev/shm") else None
             file, path = tempfile.mkstemp(prefix="graphmod-vote-", dir=folder)
             os.ftruncate(file, size)
-        paths: list[Any] = [None] * len(hosts)
-        distributed.all_gather_object(paths, path, group=self._group)
-        if file is None:
-            file = os.open(paths[self._here[0]], os.O_RDWR)
-        memory = mmap.mmap(file, size)
-        os.close(file)
-        distributed.barrier(self._group)
-        if path is not None:
+        path = self.board.exchange(path)[self._here[0]]
+        why = None
+        try:
+            file = os.open(path, os.O_RDWR) if file is None else file
+            memory = mmap.mmap(file, size)
+            os.close(file)
+        except OSError as error:
+            why = f"{path}: {error}"
+        missing = [one for one in self.board.exchange(why) if one is not None]
+        if self._position == 0:
             os.unlink(path)
+        if missing:
+            raise LateRanks(f"ranks of one machine do not share its memory: {missing[0]}")
         return memoryview(memory).cast("q")
 
     def vote(self, choice: int) -> tuple[int, int]:
         """The least and the greatest choice, each of 0 to 15, of all ranks.
 
         Raises:
-            LateRanks: naming them.
+            LateRanks: naming them; or that a vote before was interrupted, so that nobody knows what the others think.
         """
+        if self._broken:
+            raise LateRanks(self._broken)
+        try:
+            return self._vote(choice)
+        except BaseException as error:
+            self._broken = f"the vote before was interrupted: {type(error).__name__}: {error}"
+            raise
+
+    def _vote(self, choice: int) -> tuple[int, int]:
         self._count += 1
         # A rank may be one vote ahead of those that still read the last one, and no more: two sets of words do.
         base = (self._count % 2) * (len(self._here) + 1)
@@ -85,10 +97,18 @@ class Ballot:
         least, most = min(low for low, _ in found), max(high for _, high in found)
         if self._several:
             both = torch.tensor([least, -most])
-            distributed.all_reduce(both, distributed.ReduceOp.MIN, group=self._leaders)
-            least, most = int(both[0]), -int(both[1])
+            least, most = self._of_all_machines(both)
             self._words[base + len(self._here)] = self._count << 8 | least << 4 | most
         return least, most
+
+    def _of_all_machines(self, both: torch.Tensor) -> tuple[int, int]:
+        options = distributed.AllreduceOptions()
+        options.reduceOp = distributed.ReduceOp.MIN
+        try:
+            self._leaders.allreduce([both], options).wait()
+        except RuntimeError as error:
+            raise LateRanks(f"the machines of this program could not vote: {error}") from error
+        return int(both[0]), -int(both[1])
 
     def _read(self, places: Any, who: str = "") -> list[tuple[int, int]]:
         """What lies at these places, once it is of this vote."""
@@ -105,8 +125,8 @@ class Ballot:
 
     def _late(self, places: Any, who: str) -> str:
         base = (self._count % 2) * (len(self._here) + 1)
-        late = [self._here[place - base] for place in places if place - base < len(self._here)]
-        late = [rank for rank in late if self._words[base + self._here.index(rank)] >> 8 != self._count]
+        found = [place - base for place in places if place - base < len(self._here)]
+        late = [self._names[index] for index in found if self._words[base + index] >> 8 != self._count]
         named = who or f"rank {', '.join(map(str, late))}"
         return f"waited {self._timeout:.0f} s for {named}, which did not make this call, or has ended"
 

@@ -1,4 +1,4 @@
-"""Graphs with collectives are freed before their process groups: `destroy_process_group` of NCCL waits for them."""
+"""Graphs with collectives are freed before their process groups: to shut one of NCCL's down waits for them."""
 
 from __future__ import annotations
 
@@ -10,33 +10,32 @@ from typing import Any
 
 import torch
 from torch import distributed
-from torch.distributed import distributed_c10d
 
 _frees: list[weakref.WeakMethod] = []
 
 
-def free_before_destruction(free: Callable[[], None]) -> None:
-    """Calls a method, as long as its object lives, before process groups are destroyed."""
+def free_before_destruction(free: Callable[[Any], None]) -> None:
+    """Calls a method with each process group that is about to be destroyed, as long as the object lives."""
     _frees[:] = [known for known in _frees if known() is not None]
     if not any(known() == free for known in _frees):
         _frees.append(weakref.WeakMethod(free))
-    original = distributed.destroy_process_group
+    # All ways to destroy a group lead here, under whatever name a program has imported them.
+    original = distributed.ProcessGroup.shutdown
     if not hasattr(original, "_frees_graphs"):
-        distributed.destroy_process_group = distributed_c10d.destroy_process_group = _freeing(original)
+        distributed.ProcessGroup.shutdown = _freeing(original)
 
 
 def _freeing(original: Callable) -> Callable:
     @functools.wraps(original)
-    def destroy_process_group(*args: Any, **kwargs: Any) -> Any:
-        for known in _frees:
-            free = known()
-            if free is not None:
-                free()
-        _frees.clear()
-        gc.collect()
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()  # CUDA tells NCCL of a graph's end in a thread of its own
-        return original(*args, **kwargs)
+    def shutdown(group: Any) -> Any:
+        frees = [free for known in _frees if (free := known()) is not None]
+        for free in frees:
+            free(group)
+        if frees:
+            gc.collect()
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()  # CUDA tells NCCL of a graph's end in a thread of its own
+        return original(group)
 
-    destroy_process_group._frees_graphs = True
-    return destroy_process_group
+    shutdown._frees_graphs = True
+    return shutdown

@@ -82,6 +82,7 @@ class Entry:
         "match",
         "misses",
         "needs_grad",
+        "outvoted",
         "per_pass",
         "period",
         "reason",
@@ -106,6 +107,7 @@ class Entry:
         self.failures_in_a_row = 0
         self.disabled = False
         self.misses = 0
+        self.outvoted = 0  # calls in a row that are eager because another rank will always be
         self.needs_grad = False
         self.recordings: list[Any] = []  # of calls in different states, the newest first
         self.fruitless = 0  # recordings since the last replay

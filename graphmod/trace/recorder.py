@@ -106,8 +106,12 @@ class Recorder(MemoryTrace):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        for begun in self.unfinished if error[0] is not None else ():
-            begun.abandon()
+        if error[0] is not None:
+            for begun in self.unfinished:
+                begun.abandon()
+            for storage, size in self._sizes.values():
+                if storage.nbytes() != size:
+                    storage.resize_(size)
         if self.watching and self._met_generator is not None and self._draws.moved():
             self._add(Hazard("the call", self._met_generator, *SETS_STATE[:2]))
         self._draws = None

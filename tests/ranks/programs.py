@@ -316,3 +316,15 @@ def finds_shapes_anew(device, rank):
         _clear_sharding_prop_cache()
         wrapper(torch.ones(4, 16, device=device))
     return wrapper.stats.state, wrapper.stats.failures, wrapper.last_failure
+
+
+def stays_away(device, rank):
+    """What the first rank is told where the second does not make a call of the step that was kept."""
+    (wrapper,) = KEPT[0][2]
+    wrapper._context.agreement._ballot._timeout = 0.5
+    if rank:
+        return ""
+    try:
+        wrapper(torch.ones(8, 16, device=device))
+    except RuntimeError as error:
+        return str(error)

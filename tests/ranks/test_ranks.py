@@ -103,6 +103,8 @@ def test_a_process_ends_though_its_graphs_live(device):
         pytest.skip("no two GPUs")
     with pool.Ranks(device) as ranks:
         ranks.run("keeps_its_graphs")
+        said, _ = ranks.run("stays_away")
+        assert "rank 1" in said and "did not make this call" in said
         assert ranks.end() == (["ended"] * 2, [0, 0])
 
 
