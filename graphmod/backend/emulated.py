@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from graphmod.backend.streams import renew_gradient_accumulators
-from graphmod.trace.collectives import waiting
+from graphmod.trace.collectives import Messages, waiting
 from graphmod.trace.garbage import no_garbage_collection
 from graphmod.trace.operations import address, facts, tensors_in
 from graphmod.trace.recorder import Recorder
@@ -46,6 +46,7 @@ class EmulatedGraph:
         self._ran = False
         self._journal: _Journal | None = None
         self._until_write: int | None = None
+        self._messages = Messages()
 
         self.start: Callable[[], None] | None = self._start
         self.finish = self._finish
@@ -69,11 +70,12 @@ class EmulatedGraph:
             self._ran, self._journal = True, None
         elif self._until_write is not None:
             self._repeat(self._calls[self._until_write :])
+            self._messages.end()
 
-    @staticmethod
-    def _repeat(calls: list[tuple[Callable, tuple, dict]]) -> None:
+    def _repeat(self, calls: list[tuple[Callable, tuple, dict]]) -> None:
         with torch._C._DisableAutocast(), torch._C._AutoDispatchBelowADInplaceOrView():
             for run, args, kwargs in calls:
+                self._messages.before((args, tuple(kwargs.values())))
                 run(*args, **kwargs)
 
     def before_write(self, tensor: Tensor) -> None:
@@ -111,6 +113,10 @@ class EmulatedGraph:
             values = fresh[0].detach()
             if values.untyped_storage().resizable():  # else it is memory of somebody else: an array of numpy
                 self._calls.append((values.copy_, (values.clone(),), {}))
+            return
+        message = self._messages.of(about.name)
+        if message is not None:
+            self._calls.append((message, (op._op, *map(_frozen, args)), {}))
             return
         if (not fresh and not about.writes) or about.name.removeprefix("aten::") in _NO_FILL:
             return

@@ -71,6 +71,6 @@ def alone(context: Context, entry: Entry | None) -> Iterator[None]:
     if before or several_ranks():
         now = communicated()
         groups = [group for group, count in now.items() if count != before.get(group, 0)]
-        if groups:
+        if groups and not context.around.joins():
             context.agreement = over(groups)
             free_before_destruction(context.leave_ranks)

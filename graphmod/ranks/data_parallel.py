@@ -6,6 +6,7 @@ its own from the first step on. What it computes, and when, stays as it is.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.distributed.utils import _to_kwargs
 from torch.nn.parallel import DistributedDataParallel
 
 from graphmod.ranks.reducer import Reducer
+from graphmod.trace.dispatch import hidden
 
 
 def refused(model: DistributedDataParallel) -> str | None:
@@ -25,9 +27,14 @@ def refused(model: DistributedDataParallel) -> str | None:
         "delay_all_reduce_named_params": bool(model._delay_all_reduce_params),
         "the Python reducer of torch.compile": model._use_python_reducer,
         "a buffer hook": hasattr(model, "buffer_hook"),
-        "join(), for inputs of different length": model._join_config.enable,
+        "join(), for inputs of different length": joins(model),
+        "sparse gradients of an embedding": any(
+            getattr(one, "sparse", False) is True
+            for one in model.module.modules()
+            if isinstance(one, (nn.Embedding, nn.EmbeddingBag))
+        ),
         "an optimizer that steps in the backward": any(
-            hasattr(p, "_in_backward_optimizers") for p in _trained(model).values()
+            hasattr(p, "_in_backward_optimizers") for p in model.module.parameters()
         ),
     }
     return next((why for why, is_so in has.items() if is_so), None)
@@ -38,23 +45,39 @@ def is_taken_over(model: nn.Module) -> bool:
     return isinstance(model, Averaging)
 
 
+def joins(model: DistributedDataParallel) -> bool:
+    """Whether ranks may call it a different number of times, in `join()`; it does not say when that is over."""
+    return model._join_config.enable
+
+
 def take_over(model: DistributedDataParallel) -> str | None:
     """Lets gradients be averaged by a `Reducer`, from the next forward on; returns why not, where that cannot be."""
     if is_taken_over(model):
         return None
+    if isinstance(model, _Counting):
+        return model._why
     why = refused(model)
     if why is not None:
         return why
+    if model.static_graph:
+        model.__class__ = _Counting
+        return model._why
+    _replace_reducer(model, _trained(model))
+    return None
+
+
+def _replace_reducer(model: DistributedDataParallel, trained: dict[str, Tensor], times: Any = None) -> None:
     first = getattr(getattr(model, "_bucket_config", None), "first_bucket_bytes_cap", None)
     limits = [distributed._DEFAULT_FIRST_BUCKET_BYTES if first is None else first, model.bucket_bytes_cap]
     model.__class__ = Averaging
-    model._gradients = Reducer(_trained(model), model.process_group, limits)
+    model._gradients = Reducer(trained, model.process_group, limits, times)
     model.reducer = model.logger = None  # which hold as much memory as the gradients
-    return None
 
 
 def take_over_later(model: DistributedDataParallel) -> str | None:
     """Likewise, of a model whose forward runs now: from its next one on."""
+    if isinstance(model, _Counting):
+        return model._why
     why = None if isinstance(model, (Averaging, _Waiting)) else refused(model)
     if why is None and not isinstance(model, (Averaging, _Waiting)):
         model.__class__ = _Waiting
@@ -62,11 +85,13 @@ def take_over_later(model: DistributedDataParallel) -> str | None:
 
 
 def _trained(model: DistributedDataParallel) -> dict[str, Tensor]:
-    ignored = model.parameters_to_ignore
+    """The parameters that it averages: those that required grad when it was made."""
+    buckets = model.reducer._get_zeros_like_grad_buckets()
+    averaged = {id(parameter) for bucket in buckets for parameter in bucket.parameters()}
     return {
         name: parameter
         for name, parameter in model.module.named_parameters()
-        if parameter.requires_grad and name not in ignored
+        if parameter.requires_grad and id(parameter) in averaged
     }
 
 
@@ -77,6 +102,54 @@ class _Waiting(DistributedDataParallel):
         self.__class__ = DistributedDataParallel
         take_over(self)
         return self.forward(*inputs, **kwargs)
+
+
+class _Counting(DistributedDataParallel):
+    """One with `static_graph=True`, until a backward has shown which parameters get a gradient, and how often. Its own
+    reducer averages that."""
+
+    _why = "static_graph=True, whose first step shows what gets gradients and is eager"
+    _times: dict[str, int] | None = None
+
+    def __getstate__(self) -> dict:
+        state = super().__getstate__()
+        for name in ("_why", "_times", "_hooks"):
+            state.pop(name, None)
+        return state
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and self.require_backward_grad_sync:
+            if self._times is None:
+                self._count()
+            elif self._hooks and any(self._times.values()):
+                with hidden():
+                    self._decide()
+        return (self if is_taken_over(self) else super()).forward(*inputs, **kwargs)
+
+    def _count(self) -> None:
+        def counted(name: str, _: Tensor) -> None:
+            self._times[name] += 1
+
+        trained = _trained(self)
+        self._times = dict.fromkeys(trained, 0)
+        self._hooks = [
+            one.register_post_accumulate_grad_hook(functools.partial(counted, name)) for name, one in trained.items()
+        ]
+
+    def _decide(self) -> None:
+        """Lets a `Reducer` average what got gradients, which has to be the same on all ranks."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        found: list[Any] = [None] * distributed.get_world_size(self.process_group)
+        distributed.all_gather_object(found, self._times, group=self.process_group)
+        if any(one != self._times for one in found):
+            self._why = "static_graph=True and parameters that get gradients on some ranks only"
+            return
+        times = {name: count for name, count in self._times.items() if count}
+        trained = _trained(self)
+        del self._times, self._hooks
+        _replace_reducer(self, {name: trained[name] for name in times}, list(times.values()))
 
 
 class Averaging(DistributedDataParallel):
@@ -116,7 +189,20 @@ class Averaging(DistributedDataParallel):
             flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
             distributed.broadcast(flat, root, group=self.process_group)
             parts = flat.split([buffer.numel() for buffer in buffers])
-            torch._foreach_copy_(buffers, [p.view(b.shape) for p, b in zip(parts, buffers, strict=True)])
+            values = [part.view(buffer.shape) for part, buffer in zip(parts, buffers, strict=True)]
+            # As DistributedDataParallel does it, unseen by the backward of an earlier forward.
+            torch._foreach_copy_([buffer.data for buffer in buffers], values)
+
+    def join_hook(self, **kwargs: Any) -> Any:
+        """Refuses: ranks that ran out of inputs would have to follow the votes of the others.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            "this model is captured by graphmod, whose ranks all make the same calls; enter join() before the first "
+            "call of what graphmod wraps, and it runs eagerly"
+        )
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
         """Refuses: the hook would be called by the reducer that was replaced.

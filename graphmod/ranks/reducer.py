@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -44,9 +44,12 @@ class Reducer:
         parameters: name -> parameter, all that require grad.
         group: the process group.
         limits: bytes of the first bucket, and of the others.
+        times: how often each gets a gradient in one backward, where that is not once.
     """
 
-    def __init__(self, parameters: dict[str, Tensor], group: Any, limits: list[int]) -> None:
+    def __init__(
+        self, parameters: dict[str, Tensor], group: Any, limits: list[int], times: Sequence[int] | None = None
+    ) -> None:
         self._names, self._parameters = list(parameters), list(parameters.values())
         self._group, self._limits = group, limits
         self._size = distributed.get_world_size(group)
@@ -57,6 +60,8 @@ class Reducer:
         self._branch: torch.cuda.Stream | None = None
         self._branched = False
         self._order: list[int] = []
+        self._times = times or [1] * len(parameters)
+        self._left = list(self._times)  # in this backward
         self._plan(*distributed._compute_bucket_assignment_by_size(self._parameters, [sys.maxsize])[:1])
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(functools.partial(self._ready, index))
@@ -75,36 +80,51 @@ class Reducer:
             RuntimeError: some parameters had no part in the backward before.
         """
         missing = [self._names[i] for bucket in self._buckets for i in bucket.members if i not in self._order]
-        if self._order and missing:
+        if self._order and missing and torch.is_grad_enabled():
             self.abandon()
             raise RuntimeError(
                 f"{len(missing)} parameters got no gradient in the last backward, which was not averaged over all "
                 f"ranks therefore: {', '.join(missing[:4] + ['...'] * (len(missing) > 4))}. Leave them out of the "
                 "model, or give DistributedDataParallel find_unused_parameters=True"
             )
-        self._expects = averages
+        if not averages:
+            return  # and the backward of a forward before it may still be to come
+        self._expects = True
         recorder = current()
-        if recorder is not None and averages and self not in recorder.unfinished:
+        if recorder is not None and self not in recorder.unfinished:
             recorder.unfinished.append(self)
 
     def abandon(self) -> None:
-        """The backward will not come to its end."""
-        self._expects, self._branched, self._order = False, False, []
+        """There is no backward any more that will come to its end."""
+        self._expects, self._branched, self._order, self._left = False, False, [], list(self._times)
         for bucket in self._buckets:
             bucket.parts, bucket.pending = [], len(bucket.members)
         self._next = 0
 
     def _ready(self, index: int, parameter: Tensor) -> None:
-        """A gradient is there. Buckets are summed in their order, which all ranks share."""
+        """A gradient is there. Buckets are summed in their order, which all ranks share.
+
+        Raises:
+            RuntimeError: for the second time in this backward.
+        """
         if not self._expects:
             return
-        if not self._order:
-            Variable._execution_engine.queue_callback(self._finish)
+        self._left[index] -= 1
+        if self._left[index]:
+            if self._left[index] < 0:
+                self.abandon()
+                raise RuntimeError(
+                    f"{self._names[index]} got a gradient twice in one backward, as in two reentrant checkpoints: give "
+                    "checkpoint use_reentrant=False, or DistributedDataParallel static_graph=True"
+                )
+            return
         self._order.append(index)
         self._bucket_of[index].pending -= 1
         while self._next < len(self._buckets) and not self._buckets[self._next].pending:
             self._sum(self._buckets[self._next])
             self._next += 1
+            if self._next == len(self._buckets):  # a callback belongs to the innermost backward, of a checkpoint's too
+                Variable._execution_engine.queue_callback(self._finish)
 
     @torch.no_grad()
     def _sum(self, bucket: Bucket) -> None:
@@ -137,20 +157,17 @@ class Reducer:
 
     @torch.no_grad()
     def _finish(self) -> None:
-        """The backward is over."""
-        if self._next < len(self._buckets):
-            return  # which `begin` tells
+        """All gradients are there, and the backward that gave the last is over."""
         if self._branched:
             torch.cuda.current_stream(self._branch.device).wait_stream(self._branch)
             self._branched = False
         for bucket in self._buckets:
             self._hand_out(bucket)
-            bucket.parts, bucket.pending = [], len(bucket.members)
-        self._expects, self._next = False, 0
+        order = self._order
+        self.abandon()
         recorder = current()
         if recorder is not None and self in recorder.unfinished:
             recorder.unfinished.remove(self)
-        order, self._order = self._order, []
         if not self._planned:
             self._planned = True
             with hidden():

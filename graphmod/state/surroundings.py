@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphmod.ranks.data_parallel import take_over, take_over_later
+from graphmod.ranks.data_parallel import joins, take_over, take_over_later
 from graphmod.ranks.sharded import NOT_ON_GPU, shards
 
 _MOST = 4096  # objects looked at
@@ -31,7 +32,7 @@ class Surroundings:
         self._tensors: list[Tensor] = []
         self._device: torch.device | None = None  # of tensors that a function closes over or names, which may change
         self._sharded = False
-        self._not_averaged: str | None = None  # why a DistributedDataParallel cannot be captured
+        self._parallel: dict[nn.parallel.DistributedDataParallel, None] = {}
 
     def discover(self) -> None:
         """Looks at the module, or at what a function closes over and names."""
@@ -78,7 +79,7 @@ class Surroundings:
         for one in modules:
             self._sharded = self._sharded or shards(one)
             if isinstance(one, nn.parallel.DistributedDataParallel):
-                self._not_averaged = take_over(one) or self._not_averaged
+                self._parallel[one] = None
 
     def device(self, leaves: list[Tensor]) -> torch.device | None:
         """A GPU that the callable or its arguments have tensors on, else the CPU; None where there is no tensor."""
@@ -90,11 +91,16 @@ class Surroundings:
         """Why calls must not even be watched; None where they may."""
         return NOT_ON_GPU if on_gpu and self._sharded else None
 
+    def joins(self) -> bool:
+        """Whether ranks may make calls a different number of times."""
+        return any(map(joins, self._parallel))
+
     def not_averaged(self) -> str | None:
         """Why gradients would not be averaged by a replay: the callable works on a DistributedDataParallel with
         settings that are not supported, or runs inside the forward of one. None where they would."""
         around = nn.parallel.DistributedDataParallel._get_active_ddp_module()
-        why = self._not_averaged
+        reasons = list(map(take_over, self._parallel))
+        why = next(filter(None, reasons), None)
         if why is None and around is not None:
             why = take_over_later(around) or "a reducer that is replaced before its next forward"
         return why and f"is trained with DistributedDataParallel with {why}"
@@ -126,8 +132,11 @@ def _held(value: Any) -> Iterator[Any]:
                 yield cell.cell_contents
             except ValueError:  # still empty
                 continue
+        yield from (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
         if hasattr(value, "__wrapped__"):
             yield value.__wrapped__
+    elif isinstance(value, functools.partial):
+        yield from (value.func, *value.args, *value.keywords.values())
     elif isinstance(value, dict):
         yield from list(dict.values(value))[:_MOST]
     elif isinstance(value, (list, tuple)):

@@ -43,7 +43,7 @@ def waiting(run: Callable) -> Callable:
         result = run(*args, **kwargs)
         for one in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(one, torch.ScriptObject):
-                torch._C._distributed_c10d.Work.unbox(one).wait()
+                _work(one).wait()
             elif isinstance(one, Tensor):
                 torch.ops._c10d_functional.wait_tensor(one)  # does nothing with what nobody waits for
         return result
@@ -51,12 +51,62 @@ def waiting(run: Callable) -> Callable:
     return call
 
 
+class Messages:
+    """What two processes send each other in a replay. It begins where the code began it, and is waited for when its
+    memory is used, because two that send first would wait for each other."""
+
+    def __init__(self) -> None:
+        self._coming: list[tuple[Any, set]] = []
+        self._going: list[tuple[Any, list[Tensor]]] = []
+
+    def send(self, run: Callable, tensors: list[Tensor], *others: Any) -> None:
+        """Sends what tensors are now."""
+        tensors = [one.clone() for one in tensors]
+        self._going.append((_work(run(tensors, *others)), tensors))
+
+    def receive(self, run: Callable, tensors: list[Tensor], *others: Any) -> None:
+        """Begins to receive into these tensors."""
+        self._coming.append((_work(run(tensors, *others)), _memory_of(tensors)))
+
+    def of(self, name: str) -> Callable | None:
+        """What repeats an operator, by the name in its schema, if it is one of these."""
+        return {"c10d::send": self.send, "c10d::recv_": self.receive}.get(name)
+
+    def before(self, values: Any) -> None:
+        """Waits for what comes into the memory of these values."""
+        if not self._coming:
+            return
+        used = _memory_of(values)
+        for work, memory in self._coming:
+            if memory & used:
+                work.wait()
+        self._coming = [one for one in self._coming if not one[1] & used]
+
+    def end(self) -> None:
+        """Waits for all."""
+        for work, _ in (*self._coming, *self._going):
+            work.wait()
+        self._coming, self._going = [], []
+
+
+def _work(handle: torch.ScriptObject) -> Any:
+    return torch._C._distributed_c10d.Work.unbox(handle)
+
+
+def _memory_of(values: Any) -> set[int]:
+    if isinstance(values, Tensor):
+        return {values.untyped_storage().data_ptr()}
+    if isinstance(values, (list, tuple)):
+        return {where for one in values for where in _memory_of(one)}
+    return set()
+
+
 def without_running(op: Any, args: tuple, kwargs: dict) -> Any:
     """What a collective returns, holding whatever was in that memory: in a capture none runs, since other processes
     may fail to come that far."""
     if op._schema.name.startswith(_IN_PLACE):
         done = torch.futures.Future()
-        done.set_result(None)
+        done.set_result(list(args[0]) if isinstance(args[0], (list, tuple)) else [args[0]])
         work = torch._C._distributed_c10d._create_work_from_future(done).boxed()
         returned = [args[0] if "Tensor" in str(one.type) else work for one in op._schema.returns]
         return returned[0] if len(returned) == 1 else tuple(returned)

@@ -24,7 +24,8 @@ def serve(rank, count, device, port, inbox, outbox):
     torch.distributed.init_process_group(backend, rank=rank, world_size=count, **more)
     for name, arguments in iter(inbox.get, None):
         try:
-            function = getattr(importlib.import_module("programs"), name)
+            home, _, name = name.rpartition(".")
+            function = getattr(importlib.import_module(home or "programs"), name)
             outbox.put((True, function(place, rank, *arguments)))
         except BaseException:
             outbox.put((False, f"rank {rank}: {traceback.format_exc()}"))
@@ -57,7 +58,7 @@ class Ranks:
             worker.join()
 
     def run(self, name, *arguments, timeout=120):
-        """What `programs.NAME(device, rank, *arguments)` returns on each rank."""
+        """What `programs.NAME(device, rank, *arguments)` returns on each rank; of another module, `MODULE.NAME`."""
         for inbox, _ in self._boxes:
             inbox.put((name, arguments))
         return self._answers(timeout)

@@ -72,6 +72,29 @@ def test_what_is_not_supported_stays_eager(ranks, settings, why):
         assert (state, why in said) == ("disabled", True) if why else (state, said) == ("captured", "")
 
 
+@pytest.mark.parametrize("layers", [False, True], ids=["step", "layers"])
+@pytest.mark.parametrize("habit", ["looks meanwhile", "reentrant", "reentrant twice", "static unused", "unfrozen"])
+def test_habits_have_the_numbers_of_eager(ranks, habit, layers):
+    for equal, replays, why in ranks.run("habits.as_eager", habit, layers):
+        assert equal
+        assert replays > 5 or "reentrant" in habit, why
+
+
+def test_sparse_gradients_stay_eager(ranks):
+    for equal, replays, why in ranks.run("habits.as_eager", "sparse", False):
+        assert equal and not replays and "sparse gradients" in why
+
+
+@pytest.mark.parametrize("how", ["early", "late"])
+def test_join_stays_eager_or_is_refused(ranks, how):
+    for equal, why in ranks.run("habits.joins", how):
+        assert equal and "join()" in why
+
+
+def test_messages_between_two_ranks_are_repeated(ranks):
+    assert ranks.run("habits.sends") == [(True, "captured")] * 2
+
+
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_votes_are_of_all_ranks_on_one_machine_and_on_several(ranks, hosts):
     first, second = ranks.run("votes", hosts)

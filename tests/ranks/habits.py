@@ -1,0 +1,165 @@
+"""What loops do besides a plain step, beside an eager twin. Names of `HABITS` are run by `as_eager`."""
+
+import torch
+from programs import Net
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from graphmod import CUDAGraphModule, graph_layers
+
+
+class Checkpointed(Net):
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        return x
+
+
+class Twice(Checkpointed):
+    def forward(self, x):
+        return super().forward(super().forward(x))
+
+
+def plain(**more):
+    return lambda: DistributedDataParallel(Net(dropout=0.0), **more)
+
+
+def with_unused(**more):
+    inner = Net(dropout=0.0)
+    inner.unused = nn.Linear(2, 2)
+    return DistributedDataParallel(inner, **more)
+
+
+def without_head(kind, **more):
+    inner = kind(dropout=0.0)
+    del inner.head
+    return DistributedDataParallel(inner, **more)
+
+
+def unfrozen():
+    inner = Net(dropout=0.0)
+    inner.head.requires_grad_(False)
+    model = DistributedDataParallel(inner)
+    inner.head.requires_grad_(True)
+    return model
+
+
+def embedded():
+    inner = nn.Sequential(nn.Linear(16, 1), nn.Flatten(0), Rounded(), nn.Embedding(50, 4, sparse=True))
+    inner[0].requires_grad_(False)
+    return DistributedDataParallel(inner)
+
+
+class Rounded(nn.Module):
+    def forward(self, x):
+        return x.abs().long().clamp(max=49)
+
+
+def loss_of(model, x):
+    return model(x).square().mean()
+
+
+def looks_meanwhile(model, x):
+    """A forward without gradients between another and its backward, and one that is not averaged."""
+    result = model(x)
+    with torch.no_grad():
+        seen = model(x + 1)
+    with model.no_sync():
+        more = model(x - 1)
+    return (result - seen - more).square().mean()
+
+
+HABITS = {
+    "looks meanwhile": (plain(), looks_meanwhile),
+    "reentrant": (lambda: without_head(Checkpointed), lambda model, x: loss_of(model, x.clone().requires_grad_())),
+    "reentrant twice": (
+        lambda: without_head(Twice, static_graph=True),
+        lambda model, x: loss_of(model, x.clone().requires_grad_()),
+    ),
+    "static unused": (lambda: with_unused(static_graph=True), loss_of),
+    "unfrozen": (unfrozen, loss_of),
+    "sparse": (embedded, loss_of),
+}
+
+
+def as_eager(device, rank, habit, layers):
+    """Whether losses and parameters are eager's; replays and what the first wrapper said."""
+    make, loss_with = HABITS[habit]
+
+    def run(graphs):
+        torch.manual_seed(0)
+        model = make().to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x):
+            loss = loss_with(model, x)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        called, wrappers = step, []
+        if graphs and layers:
+            wrappers = graph_layers(model)
+        elif graphs:
+            called = CUDAGraphModule(step)
+            wrappers = [called]
+        generator = torch.Generator().manual_seed(7 + rank)
+        losses = [float(called(torch.randn(4, 16, generator=generator).to(device))) for _ in range(12)]
+        return losses, [one.detach() for one in model.parameters()], wrappers
+
+    losses, kept, _ = run(False)
+    again, others, wrappers = run(True)
+    equal = losses == again and all(map(torch.equal, kept, others))
+    return equal, wrappers[0].stats.replays, wrappers[0].last_failure
+
+
+def joins(device, rank, how):
+    """Ranks that make different numbers of steps: whether numbers are eager's, and what was said."""
+    found = []
+    for graphs in (False, True):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(Net(dropout=0.0).to(device))
+
+        def step(x, model=model):
+            loss = model(x).square().mean()
+            loss.backward()
+            model.zero_grad()
+            return loss.detach()
+
+        called = CUDAGraphModule(step) if graphs else step
+        if how == "late":
+            called(torch.ones(4, 16, device=device))
+            if graphs:
+                try:
+                    model.join()
+                except RuntimeError as error:
+                    return True, str(error)
+        with model.join():
+            found.append([float(called(torch.full((4, 16), float(i), device=device))) for i in range(6 + rank)])
+    return found[0] == found[1], called.last_failure
+
+
+def sends(device, rank):
+    """Messages around a ring, which all ranks begin before any waits. Whether they are eager's, and the state."""
+    ranks = distributed.get_world_size()
+
+    def step(x):
+        sent = x * 2
+        came = torch.empty_like(x)
+        coming = distributed.irecv(came, (rank - 1) % ranks)
+        going = distributed.isend(sent, (rank + 1) % ranks)
+        more = x + 1
+        coming.wait()
+        going.wait()
+        sent.zero_()
+        total = distributed.all_reduce(x.clone(), async_op=True).get_future().wait()[0]
+        return came + more, total.clone()
+
+    wrapper = CUDAGraphModule(step)
+    equal = True
+    for index in range(8):
+        x = torch.full((100_000,), float(index + rank), device=device)
+        equal &= all(map(torch.equal, wrapper(x), step(x)))
+    return equal, wrapper.stats.state
