@@ -21,6 +21,7 @@ from graphmod.trace.dispatch import hidden
 def refused(model: DistributedDataParallel) -> str | None:
     """Why a model cannot be taken over, so that it stays eager; None where it can."""
     has = {
+        f"a class of its own ({type(model).__name__})": type(model) is not DistributedDataParallel,
         "find_unused_parameters=True, which reads on the host what got no gradient": model.find_unused_parameters,
         "mixed_precision, which casts in hooks of its own; use torch.autocast": model.mixed_precision is not None,
         "a communication hook": bool(model._comm_hooks),

@@ -22,6 +22,8 @@ from torch.autograd import Variable
 
 from graphmod.trace.dispatch import current, hidden
 
+_use_count = torch._C._storage_Use_Count
+
 
 class Bucket:
     """Gradients that are summed in one collective.
@@ -30,11 +32,22 @@ class Bucket:
         members: the indices of their parameters.
         pending: how many are still to come in this backward.
         parts: where they lie, in one piece of memory, once they are being summed.
+        memory: such a piece, its storage, and how often that is used where nobody holds a part of it.
     """
 
     def __init__(self, members: list[int]) -> None:
         self.members, self.pending = members, len(members)
         self.parts: list[Tensor] = []
+        self.memory: tuple[Tensor, Any, int] | None = None
+
+    def lasting(self, grads: list[Tensor]) -> Tensor:
+        """The same memory as the last time, unless somebody still holds gradients there: an optimizer's graph reads
+        them at their address."""
+        if self.memory is None or _use_count(self.memory[1]._cdata) > self.memory[2]:
+            flat = _empty_for(grads)
+            storage = flat.untyped_storage()
+            self.memory = flat, storage, _use_count(storage._cdata)
+        return self.memory[0]
 
 
 class Reducer:
@@ -132,7 +145,8 @@ class Reducer:
         if recorder is not None:
             recorder.before_communicating()
         grads = [self._parameters[i].grad for i in bucket.members]
-        flat, bucket.parts = _laid_out(grads)
+        flat = bucket.lasting(grads) if recorder is None else _empty_for(grads)
+        bucket.parts = _parts_for(flat, grads)
         torch._foreach_copy_(bucket.parts, grads)
         operation = distributed.ReduceOp.SUM
         if self._averages and flat.is_cuda:
@@ -199,11 +213,21 @@ class Reducer:
         self._plan(buckets)
 
 
-def _laid_out(tensors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """New memory for tensors of one dtype side by side, and the part of each, contiguous. They begin at multiples of 16
-    bytes, as kernels need it to read several elements at once; others would add up a norm in another order."""
+def _sizes_of(tensors: list[Tensor]) -> list[int]:
+    """Elements for each. They begin at multiples of 16 bytes, as kernels need it to read several elements at once;
+    others would add up a norm in another order."""
     step = 16 // tensors[0].element_size()
-    sizes = [-(-tensor.numel() // step) * step for tensor in tensors]
-    flat = torch.empty(sum(sizes), dtype=tensors[0].dtype, device=tensors[0].device)
-    parts = zip(flat.split(sizes), tensors, strict=True)
-    return flat, [part[: tensor.numel()].view(tensor.shape) for part, tensor in parts]
+    return [-(-tensor.numel() // step) * step for tensor in tensors]
+
+
+def _empty_for(tensors: list[Tensor]) -> Tensor:
+    """New memory for tensors of one dtype side by side; the gaps between them are zero."""
+    size = sum(_sizes_of(tensors))
+    make = torch.empty if size == sum(tensor.numel() for tensor in tensors) else torch.zeros
+    return make(size, dtype=tensors[0].dtype, device=tensors[0].device)
+
+
+def _parts_for(flat: Tensor, tensors: list[Tensor]) -> list[Tensor]:
+    """The part of each in such memory, contiguous."""
+    parts = zip(flat.split(_sizes_of(tensors)), tensors, strict=True)
+    return [part[: tensor.numel()].view(tensor.shape) for part, tensor in parts]

@@ -328,3 +328,19 @@ def stays_away(device, rank):
         wrapper(torch.ones(8, 16, device=device))
     except RuntimeError as error:
         return str(error)
+
+
+def keeps_gradients(device, rank):
+    """Whether gradients lie where they lay in the step before, and whether those that are kept stay what they were."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Net(dropout=0.0).to(device))
+    graph_layers(model)
+    places, kept, copies = [], [], []
+    for index in range(12):
+        model(torch.randn(4, 16, generator=torch.Generator().manual_seed(index)).to(device)).sum().backward()
+        places.append([parameter.grad.data_ptr() for parameter in model.parameters()])
+        if index in (7, 9):
+            kept += [parameter.grad for parameter in model.parameters()]
+            copies += [grad.clone() for grad in kept[len(copies) :]]
+        model.zero_grad()
+    return places[5] == places[6] == places[7], all(map(torch.equal, kept, copies))

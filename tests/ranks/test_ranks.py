@@ -110,6 +110,10 @@ def test_a_rank_that_does_not_come_is_named(ranks):
     assert "rank 1" in ranks.run("comes_late")[0]
 
 
+def test_gradients_lie_still_unless_somebody_keeps_them(ranks):
+    assert ranks.run("keeps_gradients") == [(True, True)] * 2
+
+
 def test_a_copy_is_trained_by_itself(ranks):
     assert ranks.run("copies") == [True, True]
 
