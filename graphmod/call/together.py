@@ -9,6 +9,7 @@ from typing import Any
 
 from graphmod.graph.context import Context
 from graphmod.ranks.agreement import Choice, communicated, over, several_ranks
+from graphmod.ranks.data_parallel import inside_a_call
 from graphmod.ranks.teardown import free_before_destruction
 from graphmod.state.entry import Entry
 
@@ -58,6 +59,12 @@ def eagerly(context: Context, entry: Entry | None, args: tuple, kwargs: dict) ->
 @contextlib.contextmanager
 def alone(context: Context, entry: Entry | None) -> Iterator[None]:
     """Around a call without a graph."""
+    with inside_a_call(), _told(context, entry):
+        yield
+
+
+@contextlib.contextmanager
+def _told(context: Context, entry: Entry | None) -> Iterator[None]:
     if context.agreement is not None:
         if context.agreement.is_open:
             disabled = entry is not None and entry.disabled

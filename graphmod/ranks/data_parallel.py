@@ -6,7 +6,10 @@ its own from the first step on. What it computes, and when, stays as it is.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,7 +18,14 @@ from torch.distributed.utils import _to_kwargs
 from torch.nn.parallel import DistributedDataParallel
 
 from graphmod.ranks.reducer import Reducer
-from graphmod.trace.dispatch import hidden
+from graphmod.trace.dispatch import current, hidden
+
+
+class _OfThread(threading.local):
+    depth = 0  # calls of wrappers under way
+
+
+_of_thread = _OfThread()
 
 
 def refused(model: DistributedDataParallel) -> str | None:
@@ -28,6 +38,7 @@ def refused(model: DistributedDataParallel) -> str | None:
         "delay_all_reduce_named_params": bool(model._delay_all_reduce_params),
         "the Python reducer of torch.compile": model._use_python_reducer,
         "a buffer hook": hasattr(model, "buffer_hook"),
+        "replicate; use DistributedDataParallel itself": isinstance(model.module, nn.ParameterList),
         "join(), for inputs of different length": joins(model),
         "sparse gradients of an embedding": any(
             getattr(one, "sparse", False) is True
@@ -51,6 +62,27 @@ def joins(model: DistributedDataParallel) -> bool:
     return model._join_config.enable
 
 
+@contextlib.contextmanager
+def inside_a_call() -> Iterator[None]:
+    """Around what a wrapper calls, where models are found whose reducers are to be replaced."""
+    _of_thread.depth += 1
+    try:
+        yield
+    finally:
+        _of_thread.depth -= 1
+
+
+def take_over_inside(model: DistributedDataParallel) -> str | None:
+    """Likewise as `take_over`, once its forward runs inside a call: one rank alone may have a call that only uses the
+    module in it."""
+    if type(model) in (Averaging, _Counting, _Waiting):
+        return model._why if isinstance(model, _Counting) else None
+    why = refused(model)
+    if why is None and not isinstance(model, _Found):
+        model.__class__ = _Found
+    return why
+
+
 def take_over(model: DistributedDataParallel) -> str | None:
     """Lets gradients be averaged by a `Reducer`, from the next forward on; returns why not, where that cannot be."""
     if is_taken_over(model):
@@ -68,10 +100,17 @@ def take_over(model: DistributedDataParallel) -> str | None:
 
 
 def _replace_reducer(model: DistributedDataParallel, trained: dict[str, Tensor], times: Any = None) -> None:
+    if model.reducer._rebuild_buckets():
+        model._has_rebuilt_buckets = True
+    places = {id(parameter): index for index, parameter in enumerate(trained.values())}
+    buckets = model.reducer._get_zeros_like_grad_buckets()
+    planned = [[places[id(one)] for one in bucket.parameters() if id(one) in places] for bucket in buckets]
     first = getattr(getattr(model, "_bucket_config", None), "first_bucket_bytes_cap", None)
     limits = [distributed._DEFAULT_FIRST_BUCKET_BYTES if first is None else first, model.bucket_bytes_cap]
     model.__class__ = Averaging
     model._gradients = Reducer(trained, model.process_group, limits, times)
+    if model._has_rebuilt_buckets:
+        model._gradients.keep(list(filter(None, planned)))
     model.reducer = model.logger = None  # which hold as much memory as the gradients
 
 
@@ -100,6 +139,17 @@ class _Waiting(DistributedDataParallel):
     """One that is taken over by its next forward."""
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        self.__class__ = DistributedDataParallel
+        take_over(self)
+        return self.forward(*inputs, **kwargs)
+
+
+class _Found(DistributedDataParallel):
+    """One that is taken over by its next forward inside a call."""
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if not _of_thread.depth and current() is None:
+            return super().forward(*inputs, **kwargs)
         self.__class__ = DistributedDataParallel
         take_over(self)
         return self.forward(*inputs, **kwargs)

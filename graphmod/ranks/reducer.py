@@ -81,6 +81,11 @@ class Reducer:
             for index, parameter in enumerate(self._parameters)
         ]
 
+    def keep(self, buckets: list[list[int]]) -> None:
+        """Takes these buckets from the first backward on."""
+        self._planned = True
+        self._plan(buckets)
+
     def _plan(self, buckets: list[list[int]]) -> None:
         self._buckets = [Bucket(list(members)) for members in buckets]
         self._bucket_of = {index: bucket for bucket in self._buckets for index in bucket.members}
@@ -183,7 +188,6 @@ class Reducer:
         if recorder is not None and self in recorder.unfinished:
             recorder.unfinished.remove(self)
         if not self._planned:
-            self._planned = True
             with hidden():
                 self._rebuild(order)
 
@@ -209,8 +213,7 @@ class Reducer:
         distributed.broadcast_object_list(told, first, group=self._group)
         order = told[0]
         tensors = [self._parameters[index] for index in order]
-        buckets = distributed._compute_bucket_assignment_by_size(tensors, self._limits, [], order)[0]
-        self._plan(buckets)
+        self.keep(distributed._compute_bucket_assignment_by_size(tensors, self._limits, [], order)[0])
 
 
 def _sizes_of(tensors: list[Tensor]) -> list[int]:

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 NOT_ON_GPU = "has parameters of fully_shard, which is captured in emulation so far, and not on a GPU"
+_REPLICATE = "torch.distributed._composable.replicate"
+_FLAT = "torch.distributed.fsdp.fully_sharded_data_parallel"
 _STATE = "torch.distributed.fsdp._fully_shard._fsdp_state"
 _COMPOSABLE = "torch.distributed._composable_state"
 _OF_GROUP = ("_all_gather_result", "_post_reduce_event", "_all_reduce_state", "_reshard_after_forward_event")
@@ -42,6 +44,17 @@ def shards(module: Any) -> bool:
     return _STATE in sys.modules and isinstance(
         sys.modules[_COMPOSABLE]._get_module_state(module), sys.modules[_STATE].FSDPState
     )
+
+
+def shared_otherwise(module: Any) -> str | None:
+    """Why a step with a module cannot be captured, which `replicate` or FullyShardedDataParallel share; or None."""
+    if _FLAT in sys.modules and isinstance(module, sys.modules[_FLAT].FullyShardedDataParallel):
+        return "has parameters of FullyShardedDataParallel; use fully_shard"
+    if _REPLICATE in sys.modules:
+        states = module.__dict__.get(sys.modules["torch.distributed._composable.contract"].STATE_KEY, {}).values()
+        if any(isinstance(one, sys.modules[_REPLICATE]._ReplicateState) for one in states):
+            return "has parameters of replicate; use DistributedDataParallel"
+    return None
 
 
 def held_between_calls() -> dict[int, dict[str, Tensor]]:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphmod.ranks.data_parallel import joins, take_over, take_over_later
-from graphmod.ranks.sharded import NOT_ON_GPU, shards
+from graphmod.ranks.data_parallel import joins, take_over_inside, take_over_later
+from graphmod.ranks.sharded import NOT_ON_GPU, shards, shared_otherwise
 
 _MOST = 4096  # objects looked at
 _DEPTH = 4
@@ -32,6 +32,7 @@ class Surroundings:
         self._tensors: list[Tensor] = []
         self._device: torch.device | None = None  # of tensors that a function closes over or names, which may change
         self._sharded = False
+        self._shared: str | None = None  # in a way that no recorder can follow
         self._parallel: dict[nn.parallel.DistributedDataParallel, None] = {}
 
     def discover(self) -> None:
@@ -78,6 +79,7 @@ class Surroundings:
     def _note_parallel(self, modules: Any) -> None:
         for one in modules:
             self._sharded = self._sharded or shards(one)
+            self._shared = self._shared or shared_otherwise(one)
             if isinstance(one, nn.parallel.DistributedDataParallel):
                 self._parallel[one] = None
 
@@ -89,7 +91,7 @@ class Surroundings:
 
     def not_to_be_recorded(self, on_gpu: bool) -> str | None:
         """Why calls must not even be watched; None where they may."""
-        return NOT_ON_GPU if on_gpu and self._sharded else None
+        return NOT_ON_GPU if on_gpu and self._sharded else self._shared
 
     def joins(self) -> bool:
         """Whether ranks may make calls a different number of times."""
@@ -99,7 +101,7 @@ class Surroundings:
         """Why gradients would not be averaged by a replay: the callable works on a DistributedDataParallel with
         settings that are not supported, or runs inside the forward of one. None where they would."""
         around = nn.parallel.DistributedDataParallel._get_active_ddp_module()
-        reasons = list(map(take_over, self._parallel))
+        reasons = list(map(take_over_inside, self._parallel))
         why = next(filter(None, reasons), None)
         if why is None and around is not None:
             why = take_over_later(around) or "a reducer that is replaced before its next forward"

@@ -45,6 +45,14 @@ def unfrozen():
     return model
 
 
+def stepped(model):
+    """Trained before, so that its own reducer has made its buckets."""
+    for _ in range(2):
+        loss_of(model, torch.ones(4, 16)).backward()
+        model.zero_grad()
+    return model
+
+
 def embedded():
     inner = nn.Sequential(nn.Linear(16, 1), nn.Flatten(0), Rounded(), nn.Embedding(50, 4, sparse=True))
     inner[0].requires_grad_(False)
@@ -54,6 +62,12 @@ def embedded():
 class Rounded(nn.Module):
     def forward(self, x):
         return x.abs().long().clamp(max=49)
+
+
+def replicated():
+    from torch.distributed._composable.replicate import replicate
+
+    return replicate(Net(dropout=0.0))
 
 
 def loss_of(model, x):
@@ -80,6 +94,8 @@ HABITS = {
     "static unused": (lambda: with_unused(static_graph=True), loss_of),
     "unfrozen": (unfrozen, loss_of),
     "sparse": (embedded, loss_of),
+    "replicate": (replicated, loss_of),
+    "small buckets": (lambda: stepped(plain(bucket_cap_mb=0.001)()), loss_of),
 }
 
 
@@ -89,7 +105,8 @@ def as_eager(device, rank, habit, layers):
 
     def run(graphs):
         torch.manual_seed(0)
-        model = make().to(device)
+        with device:
+            model = make()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
         def step(x):
@@ -113,6 +130,33 @@ def as_eager(device, rank, habit, layers):
     again, others, wrappers = run(True)
     equal = losses == again and all(map(torch.equal, kept, others))
     return equal, wrappers[0].stats.replays, wrappers[0].last_failure
+
+
+def looks_alone(device, rank):
+    """The first rank alone has a callable that uses the module inside. Whether training is eager's."""
+    found = []
+    for graphs in (False, True):
+        torch.manual_seed(0)
+        with device:
+            model = DistributedDataParallel(Net(dropout=0.0))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def look(x, model=model):
+            return model.module(x).mean()
+
+        look = CUDAGraphModule(look) if graphs else look
+        for index in range(8):
+            x = torch.full((4, 16), float(index + rank), device=device)
+            loss_of(model, x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if rank == 0:
+                with torch.no_grad():
+                    found.append(float(look(x)))
+        found += [one.detach() for one in model.parameters()]
+    half = len(found) // 2
+    pairs = zip(found[:half], found[half:], strict=True)
+    return all(torch.equal(torch.as_tensor(one), torch.as_tensor(other)) for one, other in pairs)
 
 
 def joins(device, rank, how):

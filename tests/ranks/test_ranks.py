@@ -73,16 +73,23 @@ def test_what_is_not_supported_stays_eager(ranks, settings, why):
 
 
 @pytest.mark.parametrize("layers", [False, True], ids=["step", "layers"])
-@pytest.mark.parametrize("habit", ["looks meanwhile", "reentrant", "reentrant twice", "static unused", "unfrozen"])
+@pytest.mark.parametrize(
+    "habit", ["looks meanwhile", "reentrant", "reentrant twice", "static unused", "unfrozen", "small buckets"]
+)
 def test_habits_have_the_numbers_of_eager(ranks, habit, layers):
     for equal, replays, why in ranks.run("habits.as_eager", habit, layers):
         assert equal
         assert replays > 5 or "reentrant" in habit, why
 
 
-def test_sparse_gradients_stay_eager(ranks):
-    for equal, replays, why in ranks.run("habits.as_eager", "sparse", False):
-        assert equal and not replays and "sparse gradients" in why
+@pytest.mark.parametrize(("habit", "said"), [("sparse", "sparse gradients"), ("replicate", "DistributedDataParallel")])
+def test_other_reductions_stay_eager(ranks, habit, said):
+    for equal, replays, why in ranks.run("habits.as_eager", habit, False):
+        assert equal and not replays and said in why
+
+
+def test_a_rank_may_look_at_the_module_inside_alone(ranks):
+    assert ranks.run("habits.looks_alone") == [True, True]
 
 
 @pytest.mark.parametrize("how", ["early", "late"])
