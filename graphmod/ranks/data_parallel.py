@@ -31,7 +31,7 @@ _of_thread = _OfThread()
 def refused(model: DistributedDataParallel) -> str | None:
     """Why a model cannot be taken over, so that it stays eager; None where it can."""
     has = {
-        f"a class of its own ({type(model).__name__})": type(model) is not DistributedDataParallel,
+        f"a class of its own ({type(model).__name__})": type(model) not in (DistributedDataParallel, _Found, _Waiting),
         "find_unused_parameters=True, which reads on the host what got no gradient": model.find_unused_parameters,
         "mixed_precision, which casts in hooks of its own; use torch.autocast": model.mixed_precision is not None,
         "a communication hook": bool(model._comm_hooks),
@@ -78,9 +78,12 @@ def take_over_inside(model: DistributedDataParallel) -> str | None:
     if type(model) in (Averaging, _Counting, _Waiting):
         return model._why if isinstance(model, _Counting) else None
     why = refused(model)
-    if why is None and not isinstance(model, _Found):
+    if why is None:
         model.__class__ = _Found
-    return why
+    return why or (
+        "its own reducer, because its forward runs outside of what is wrapped; wrap the whole step, or the layers: "
+        "graph_layers(model)"
+    )
 
 
 def take_over(model: DistributedDataParallel) -> str | None:

@@ -132,8 +132,9 @@ def as_eager(device, rank, habit, layers):
     return equal, wrappers[0].stats.replays, wrappers[0].last_failure
 
 
-def looks_alone(device, rank):
-    """The first rank alone has a callable that uses the module inside. Whether training is eager's."""
+def looks_alone(device, rank, grads):
+    """The first rank alone has a callable that uses the module inside. Whether training is eager's, and what is said
+    of it; then its layers get graphs on all ranks."""
     found = []
     for graphs in (False, True):
         torch.manual_seed(0)
@@ -151,9 +152,15 @@ def looks_alone(device, rank):
             optimizer.step()
             optimizer.zero_grad()
             if rank == 0:
-                with torch.no_grad():
-                    found.append(float(look(x)))
+                with torch.set_grad_enabled(grads):
+                    found.append(float(look(x).detach()))
         found += [one.detach() for one in model.parameters()]
+    if rank == 0:
+        assert look.stats.state == "captured" if not grads else "its own reducer" in look.last_failure
+    layers = graph_layers(model)
+    for _ in range(6):
+        loss_of(model, x).backward()
+    assert all(one.stats.state == "captured" for one in layers), layers[0].last_failure
     half = len(found) // 2
     pairs = zip(found[:half], found[half:], strict=True)
     return all(torch.equal(torch.as_tensor(one), torch.as_tensor(other)) for one, other in pairs)

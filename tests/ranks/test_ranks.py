@@ -88,8 +88,9 @@ def test_other_reductions_stay_eager(ranks, habit, said):
         assert equal and not replays and said in why
 
 
-def test_a_rank_may_look_at_the_module_inside_alone(ranks):
-    assert ranks.run("habits.looks_alone") == [True, True]
+@pytest.mark.parametrize("grads", [False, True])
+def test_a_rank_may_look_at_the_module_inside_alone(ranks, grads):
+    assert ranks.run("habits.looks_alone", grads) == [True, True]
 
 
 @pytest.mark.parametrize("how", ["early", "late"])
