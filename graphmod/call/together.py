@@ -3,37 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator
 from typing import Any
 
 from graphmod.graph.context import Context
 from graphmod.ranks.agreement import Choice, communicated, over, several_ranks
-from graphmod.ranks.data_parallel import inside_a_call
+from graphmod.ranks.data_parallel import inside_calls
+from graphmod.ranks.depth import Depth
 from graphmod.ranks.teardown import free_before_destruction
 from graphmod.state.entry import Entry
 
-
-class _OfThread(threading.local):
-    depth = 0  # calls under way that were agreed on to be eager
-
-
-_of_thread = _OfThread()
-
-
-@contextlib.contextmanager
-def _nested() -> Iterator[None]:
-    _of_thread.depth += 1
-    try:
-        yield
-    finally:
-        _of_thread.depth -= 1
+_agreed_on = Depth()  # calls that all ranks make eagerly
 
 
 def is_nested(context: Context) -> bool:
     """Whether a call is part of another that all ranks make eagerly: what is captured there on one rank, on another
     may be recorded as part of that."""
-    return context.agreement is not None and _of_thread.depth > 0
+    return context.agreement is not None and _agreed_on.count > 0
 
 
 def agrees(context: Context, entry: Entry, choice: Choice) -> bool:
@@ -59,7 +45,7 @@ def eagerly(context: Context, entry: Entry | None, args: tuple, kwargs: dict) ->
 @contextlib.contextmanager
 def alone(context: Context, entry: Entry | None) -> Iterator[None]:
     """Around a call without a graph."""
-    with inside_a_call(), _told(context, entry):
+    with inside_calls.deeper(), _told(context, entry):
         yield
 
 
@@ -70,7 +56,7 @@ def _told(context: Context, entry: Entry | None) -> Iterator[None]:
             disabled = entry is not None and entry.disabled
             reason = entry.reason if disabled else context.last_failure or "this call is new to it"
             context.agreement.choose(Choice.eager, reason, lasts=disabled)
-        with _nested():
+        with _agreed_on.deeper():
             yield
         return
     before = communicated() if several_ranks() else {}

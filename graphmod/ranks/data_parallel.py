@@ -6,10 +6,7 @@ its own from the first step on. What it computes, and when, stays as it is.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import threading
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,15 +14,11 @@ from torch import Tensor, distributed, nn
 from torch.distributed.utils import _to_kwargs
 from torch.nn.parallel import DistributedDataParallel
 
+from graphmod.ranks.depth import Depth
 from graphmod.ranks.reducer import Reducer
 from graphmod.trace.dispatch import current, hidden
 
-
-class _OfThread(threading.local):
-    depth = 0  # calls of wrappers under way
-
-
-_of_thread = _OfThread()
+inside_calls = Depth()  # of what wrappers call, where models are found whose reducers are to be replaced
 
 
 def refused(model: DistributedDataParallel) -> str | None:
@@ -60,16 +53,6 @@ def is_taken_over(model: nn.Module) -> bool:
 def joins(model: DistributedDataParallel) -> bool:
     """Whether ranks may call it a different number of times, in `join()`; it does not say when that is over."""
     return model._join_config.enable
-
-
-@contextlib.contextmanager
-def inside_a_call() -> Iterator[None]:
-    """Around what a wrapper calls, where models are found whose reducers are to be replaced."""
-    _of_thread.depth += 1
-    try:
-        yield
-    finally:
-        _of_thread.depth -= 1
 
 
 def take_over_inside(model: DistributedDataParallel) -> str | None:
@@ -151,7 +134,7 @@ class _Found(DistributedDataParallel):
     """One that is taken over by its next forward inside a call."""
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        if not _of_thread.depth and current() is None:
+        if not inside_calls.count and current() is None:
             return super().forward(*inputs, **kwargs)
         self.__class__ = DistributedDataParallel
         take_over(self)

@@ -76,10 +76,8 @@ class Reducer:
         self._times = times or [1] * len(parameters)
         self._left = list(self._times)  # in this backward
         self._plan(*distributed._compute_bucket_assignment_by_size(self._parameters, [sys.maxsize])[:1])
-        self._hooks = [
+        for index, parameter in enumerate(self._parameters):
             parameter.register_post_accumulate_grad_hook(functools.partial(self._ready, index))
-            for index, parameter in enumerate(self._parameters)
-        ]
 
     def keep(self, buckets: list[list[int]]) -> None:
         """Takes these buckets from the first backward on."""
