@@ -8,6 +8,7 @@ import contextlib
 import functools
 import sys
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -164,6 +165,21 @@ def _guards_work() -> bool:
             return check(one, other) and not any(check(different, other) for different in others)
     except Exception:  # whatever a PyTorch with another signature raises
         return False
+
+
+# Where one of these goes, PyTorch 2.11 does not tell weak references to it, which then lead to memory that is freed.
+_NEVER_WEAKLY = (_C._CudaStreamBase, _C._CudaEventBase)
+
+
+def weak_reference(value: Any) -> weakref.ref:
+    """A weak reference to a value.
+
+    Raises:
+        TypeError: values of this kind cannot be held weakly.
+    """
+    if isinstance(value, _NEVER_WEAKLY):
+        raise TypeError(f"a weak reference to {type(value).__name__} would outlive it")
+    return weakref.ref(value)
 
 
 def settle_attention_order(device: torch.device) -> None:

@@ -100,7 +100,7 @@ def _run(context: Context, args: tuple, kwargs: dict) -> Any:
             "backward may still come"
         )
         return eager(context, args, kwargs, entry)
-    unwatched = context.around.not_to_be_recorded(group.gpu is not None)
+    unwatched = context.around.not_to_be_recorded
     if unwatched is not None:
         context.keep_eager(entry, unwatched)
         context.log_once(f"{context.name!r} stays eager: it {unwatched}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import types
-import weakref
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from graphmod.guards.contents import CONTAINERS, content, is_plain, same, same_content
 from graphmod.guards.lookup import Kind, Place, Slots, dict_of, get
+from graphmod.torch_private import weak_reference
 
 
 def geometry(tensor: Tensor) -> tuple:
@@ -29,7 +29,7 @@ def _held(value: Any) -> tuple[Any, bool]:
     """The value, or a weak reference to it and True: a note keeps nothing alive that the call made."""
     if not is_plain(value) and not isinstance(value, (*CONTAINERS, type, nn.Module, nn.Parameter, types.ModuleType)):
         with contextlib.suppress(TypeError):
-            return weakref.ref(value), True
+            return weak_reference(value), True
     return value, False
 
 

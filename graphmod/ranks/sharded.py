@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-NOT_ON_GPU = "has parameters of fully_shard, which is captured in emulation so far, and not on a GPU"
 _REPLICATE = "torch.distributed._composable.replicate"
 _FLAT = "torch.distributed.fsdp.fully_sharded_data_parallel"
 _STATE = "torch.distributed.fsdp._fully_shard._fsdp_state"
@@ -37,13 +36,6 @@ def _groups() -> Iterator[Any]:
     for state in _states():
         groups = getattr(state, "_fsdp_param_groups", None)  # since torch 2.12
         yield from groups if groups is not None else filter(None, [state._fsdp_param_group])
-
-
-def shards(module: Any) -> bool:
-    """Whether `fully_shard` was applied to a module."""
-    return _STATE in sys.modules and isinstance(
-        sys.modules[_COMPOSABLE]._get_module_state(module), sys.modules[_STATE].FSDPState
-    )
 
 
 def shared_otherwise(module: Any) -> str | None:

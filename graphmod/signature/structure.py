@@ -3,12 +3,13 @@
 import contextlib
 import dataclasses
 import types
-import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+
+from graphmod.torch_private import weak_reference
 
 PLAIN_KINDS = frozenset(
     {
@@ -65,7 +66,7 @@ class Opaque:
         """Keeps the object alive no longer, where Python can tell when it is gone."""
         if self._weak is None:
             with contextlib.suppress(TypeError):  # not all kinds of objects can be held weakly
-                self._weak = weakref.ref(self._held)
+                self._weak = weak_reference(self._held)
                 self._held = None
 
     def hold(self) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from graphmod.ranks.data_parallel import joins, take_over_inside, take_over_later
-from graphmod.ranks.sharded import NOT_ON_GPU, shards, shared_otherwise
+from graphmod.ranks.sharded import shared_otherwise
 
 _MOST = 4096  # objects looked at
 _DEPTH = 4
@@ -23,6 +23,7 @@ class Surroundings:
     Attributes:
         known: whether it has been discovered.
         parameters: the leaf tensors it may differentiate.
+        not_to_be_recorded: why its calls must not even be watched; None where they may.
     """
 
     def __init__(self, root: nn.Module | Callable) -> None:
@@ -31,8 +32,7 @@ class Surroundings:
         self.parameters: list[Tensor] = []
         self._tensors: list[Tensor] = []
         self._device: torch.device | None = None  # of tensors that a function closes over or names, which may change
-        self._sharded = False
-        self._shared: str | None = None  # in a way that no recorder can follow
+        self.not_to_be_recorded: str | None = None
         self._parallel: dict[nn.parallel.DistributedDataParallel, None] = {}
 
     def discover(self) -> None:
@@ -78,8 +78,7 @@ class Surroundings:
 
     def _note_parallel(self, modules: Any) -> None:
         for one in modules:
-            self._sharded = self._sharded or shards(one)
-            self._shared = self._shared or shared_otherwise(one)
+            self.not_to_be_recorded = self.not_to_be_recorded or shared_otherwise(one)
             if isinstance(one, nn.parallel.DistributedDataParallel):
                 self._parallel[one] = None
 
@@ -88,10 +87,6 @@ class Surroundings:
         tensors = (*leaves, *self.parameters, *self._tensors)
         on_gpu = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
         return on_gpu or self._device or (torch.device("cpu") if tensors else None)
-
-    def not_to_be_recorded(self, on_gpu: bool) -> str | None:
-        """Why calls must not even be watched; None where they may."""
-        return NOT_ON_GPU if on_gpu and self._sharded else self._shared
 
     def joins(self) -> bool:
         """Whether ranks may make calls a different number of times."""

@@ -11,6 +11,9 @@ from test_helper_objects import CHANGES, play
 from torch import nn
 
 from graphmod import CUDAGraphModule
+from graphmod.guards.lookup import Place
+from graphmod.guards.note import Note
+from graphmod.torch_private import weak_reference
 
 
 class Lazy:
@@ -197,3 +200,15 @@ def test_an_attribute_that_comes_later_is_noticed(way, root, device):
     step = getattr(late, way)
     graphed = CUDAGraphModule(step if root == "method" else lambda x: step(x), config())
     play(graphed, step, lambda n: LATER[way](late, n), device)
+
+
+@pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="this PyTorch has no CUDA events")
+def test_notes_on_what_pytorch_forgets_to_clear_keep_it_alive():
+    event = torch.cuda.Event()
+    with pytest.raises(TypeError):
+        weak_reference(event)
+    note = Note(event, Place({"event": event}, "event", event), ())
+    del event
+    gone = [bytes(size) for size in range(200)]  # takes the memory of what is freed
+    assert isinstance(note.owner, torch.cuda.Event), len(gone)
+    assert isinstance(note.before(), torch.cuda.Event)
