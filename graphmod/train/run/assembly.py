@@ -36,6 +36,26 @@ def device_name(device: torch.device) -> str:
     return f"CPU, {counted(torch.get_num_threads(), 'thread')}"
 
 
+def divide(config: RunConfig, model: nn.Module, ranks: Ranks) -> None:
+    """Leaves this rank its part of the model, in place, where `parallel` says that it holds a part only.
+
+    Raises:
+        ConfigError: the model cannot be split so.
+    """
+    if ranks.mesh is None:
+        return
+    # Loaded here, because it takes a second and few runs need it. Layers are split before they are sharded.
+    if "tp" in ranks.mesh.mesh_dim_names:
+        from graphmod.train.step.tensor_parallel import split_layers
+
+        split_layers(model, ranks.mesh["tp"])
+    if "dp" in ranks.mesh.mesh_dim_names:
+        from graphmod.train.step.fully_sharded import shard
+
+        reshard, dtype = config.parallel.reshard_after_forward, autocast_dtype(config.train.precision)
+        shard(model, ranks.mesh["dp"], reshard_after_forward=reshard, dtype=dtype)
+
+
 def step_maker(
     config: RunConfig, model: nn.Module, device: torch.device, loss_fn: Callable, ranks: Ranks = ALONE
 ) -> Callable[[Scope], TrainStep]:
@@ -56,7 +76,7 @@ def step_maker(
             ema_decay=train.ema_decay,
             compile=config.graph.compile.value,
             config=replace(config.graph, scope=scope),
-            process_group=ranks.group,
+            process_group=ranks.data_group,
         )
 
     return make

@@ -49,10 +49,12 @@ class Trial:
     failed: str | None = None
 
 
-def candidates(compiled: bool) -> list[Scope]:
+def candidates(compiled: bool, split: bool = False) -> list[Scope]:
     """The scopes to try, the eager one first. Where others compile the whole, layers compiled one by one round
-    differently, so that choosing them would change the numbers."""
-    return [Scope.none, Scope.full_iteration] if compiled else [Scope.none, Scope.per_layer, Scope.full_iteration]
+    differently, so that choosing them would change the numbers; and those of which a rank has a part only stay eager.
+    """
+    layers = [] if compiled or split else [Scope.per_layer]
+    return [Scope.none, *layers, Scope.full_iteration]
 
 
 def trial_steps(scope: Scope, warmup_steps: int) -> int:

@@ -30,7 +30,11 @@ class Evaluation:
         self._step: TrainStep | None = None
         self._ranks, self._device, self._any = ranks, device, bool(batches)
         self._spent = dict.fromkeys(_COUNTERS, 0)
-        batches = batches[ranks.rank :: ranks.count]
+        # Each as many, because a rank with parts of the model only computes nothing alone; more than there are count
+        # for nothing.
+        self._counted = len(batches[ranks.data_rank :: ranks.data_ranks])
+        rounds = -(-len(batches) // ranks.data_ranks)
+        batches = [batches[(ranks.data_rank + index * ranks.data_ranks) % len(batches)] for index in range(rounds)]
         self._batches = [on_device(batch, device) for batch in batches]
         count, self._targets = count_targets_of(loss_fn), None
         if count is not None and batches:
@@ -73,11 +77,11 @@ class Evaluation:
 
     def _mean(self, step: TrainStep) -> Tensor:
         losses = [step.evaluate(batch) for batch in self._batches]
-        if self._ranks.count == 1:
+        if self._ranks.data_ranks == 1:
             found = torch.stack(losses)
             return found.mean() if self._targets is None else weighted_mean(found, self._targets)
         total = torch.zeros(2, device=self._device)  # losses times targets, and targets, where there are any
-        for index, loss in enumerate(losses):
+        for index, loss in enumerate(losses[: self._counted]):
             targets = torch.ones_like(loss) if self._targets is None else self._targets[index].to(loss.dtype)
             total += torch.stack([torch.where(targets > 0, loss, 0) * targets, targets])
         weighted, targets = self._ranks.sum(total).unbind()

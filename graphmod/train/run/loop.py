@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from graphmod.errors import GraphmodError
+from graphmod.errors import ConfigError, GraphmodError
 from graphmod.train.checkpoints.loadable import require_whole
 from graphmod.train.checkpoints.manifest import FOLDER, checkpoints
 from graphmod.train.data.batches import make_batches
@@ -54,9 +54,14 @@ def _run(config: RunConfig, point: ResumePoint, *parts: Any, ranks: Ranks, say: 
 
 def _train(config: RunConfig, point: ResumePoint, ranks: Ranks, say: Callable[[str], None]) -> RunResult:
     device = pick_device(config.train.device)
+    ranks = ranks.arranged(config.parallel, device)
+    if ranks.mesh is not None and config.train.checkpoint:
+        mode = config.parallel.mode.value
+        raise ConfigError(f"parallel={mode} saves no checkpoints yet; add train.checkpoint=false, or use parallel=ddp")
     settings = decisive_settings(plain_config(config), device.type)
     if point.checkpoint is not None:
-        require_same(point.checkpoint, point.manifest, settings, ranks=ranks.count)  # what takes no time to compare
+        # What takes no time to compare.
+        require_same(point.checkpoint, point.manifest, settings, ranks=ranks.data_ranks)
     elif config.model.path is not None:
         require_whole(Path(config.model.path))
     if not ranks.first:  # which finds the tokens where the first one has put them
@@ -70,13 +75,13 @@ def _train(config: RunConfig, point: ResumePoint, ranks: Ranks, say: Callable[[s
     if config.train.epochs is not None:
         config = replace(config, train=replace(config.train, steps=batches.sampler.steps(config.train.epochs)))
     if point.checkpoint is not None:
-        require_same(point.checkpoint, point.manifest, settings, fingerprint(corpus.tokens), ranks.count)
+        require_same(point.checkpoint, point.manifest, settings, fingerprint(corpus.tokens), ranks.data_ranks)
         if (finished := finished_result(point, config.train.steps, config.train.epochs, say)) is not None:
             return finished
         changes = (
             extension(point.manifest, config),
             other_order(point.manifest),
-            other_ranks(point.manifest, config, ranks.count),
+            other_ranks(point.manifest, config, ranks.data_ranks),
         )
         for said in changes:
             if said is not None:
@@ -91,11 +96,11 @@ def _train(config: RunConfig, point: ResumePoint, ranks: Ranks, say: Callable[[s
 def _place(config: RunConfig, point: ResumePoint, ranks: Ranks, *parts: Any) -> Place:
     """Where in the data a run is; one that is resumed goes on there, also with another number of ranks."""
     if point.manifest is None:
-        return Place(ranks.rank, ranks.count)
+        return Place(ranks.data_rank, ranks.data_ranks)
     done, seen = point.manifest["steps_done"], point.manifest.get("seen")
     if seen is None:  # from before there were several ranks
         seen = make_batches(config, *parts).sampler.seen(done)
-    return Place(ranks.rank, ranks.count, done, *seen)
+    return Place(ranks.data_rank, ranks.data_ranks, done, *seen)
 
 
 def train(

@@ -9,6 +9,7 @@ from graphmod.config import CompileMode
 from graphmod.train.data.corpus import Corpus
 from graphmod.train.report.flops import peak_flops
 from graphmod.train.run.assembly import device_name
+from graphmod.train.run.ranks import ALONE, Ranks
 from graphmod.train.schema.run import RunConfig
 from graphmod.words import counted
 
@@ -17,7 +18,8 @@ def _model(config: RunConfig, model: nn.Module) -> str:
     total = sum(parameter.numel() for parameter in model.parameters())
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     some = "" if trained == total else f", {trained:,} of them trained"
-    return f"{type(model).__name__}, {counted(total, 'parameter')}{some}, precision {config.train.precision.value}"
+    name = type(model).__name__.removeprefix("FSDP")  # which fully_shard puts before it
+    return f"{name}, {counted(total, 'parameter')}{some}, precision {config.train.precision.value}"
 
 
 def _batches(config: RunConfig, tokens_per_step: int, first: int, ranks: int) -> str:
@@ -35,13 +37,13 @@ def _batches(config: RunConfig, tokens_per_step: int, first: int, ranks: int) ->
     return f"{counted(train.steps, 'step')}{done}, each of {each}{size}; {tokens}"
 
 
-def _device(config: RunConfig, device: torch.device, ranks: int) -> str:
+def _device(config: RunConfig, device: torch.device, ranks: Ranks) -> str:
     name = device_name(device)
     peak = peak_flops(name)
     known = "" if peak is None else f" (peak {peak / 1e12:,.0f} TFLOP/s in bf16)"
     scope = "auto" if config.graph.auto else config.graph.scope.value
     compiled = "" if config.graph.compile is CompileMode.none else f", graph.compile={config.graph.compile.value}"
-    several = f", parallel={config.parallel.mode.value} on {ranks} ranks" if ranks > 1 else ""
+    several = f", parallel={config.parallel.mode.value} on {ranks.arrangement}" if ranks.count > 1 else ""
     return f"{name}{known}{several}, graph={scope}{compiled}"
 
 
@@ -53,7 +55,7 @@ def opening(
     folder: Path,
     tokens_per_step: int,
     first: int,
-    ranks: int = 1,
+    ranks: Ranks = ALONE,
 ) -> str:
     """Five lines: model, data, batches, device and graphs, folder.
 
@@ -65,12 +67,12 @@ def opening(
         folder: of the run.
         tokens_per_step: over all microbatches of all ranks.
         first: steps done before.
-        ranks: how many there are.
+        ranks: of the run.
     """
     lines = {
         "model": _model(config, model),
         "data": f"{len(corpus.tokens):,} tokens, {corpus.description}",
-        "batches": _batches(config, tokens_per_step, first, ranks),
+        "batches": _batches(config, tokens_per_step, first, ranks.data_ranks),
         "device": _device(config, device, ranks),
         "folder": str(folder),
     }

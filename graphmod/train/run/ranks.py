@@ -8,17 +8,18 @@ import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, distributed
+from torch.distributed.device_mesh import init_device_mesh
 
 from graphmod.errors import ConfigError
 from graphmod.ranks.ballot import Ballot
 from graphmod.train.run.device import pick_device
-from graphmod.train.schema.parallel import ParallelMode
+from graphmod.train.schema.parallel import ParallelConfig, ParallelMode, sizes
 from graphmod.train.schema.run import RunConfig
 from graphmod.train.schema.train import DeviceName
 
@@ -36,6 +37,8 @@ class Ranks:
         rank: which one this is, from 0.
         count: how many there are.
         group: for tensors on the device of the run; None where this is the only one.
+        mesh: how they are arranged where each holds a part only of the model: `dp` for those with different batches,
+            `tp` for those that compute each batch together, without what is 1; None where each has all of it.
     """
 
     rank: int = 0
@@ -43,11 +46,44 @@ class Ranks:
     group: Any = None
     _host: Any = None
     _ballot: Any = None
+    mesh: Any = None
+
+    def _size(self, name: str) -> int:
+        return self.mesh[name].size() if name in (self.mesh.mesh_dim_names or ()) else 1
+
+    @property
+    def data_ranks(self) -> int:
+        """How many have different batches."""
+        return self.count if self.mesh is None else self._size("dp")
+
+    @property
+    def data_rank(self) -> int:
+        """Whose batches this one takes, from 0; those that compute together take the same."""
+        return self.rank // (self.count // self.data_ranks)
+
+    @property
+    def data_group(self) -> Any:
+        """Those with different batches, for tensors on the device of the run; None where all take the same."""
+        if self.mesh is None:
+            return self.group
+        return self.mesh["dp"].get_group() if self.data_ranks > 1 else None
+
+    def of_data(self, value: T) -> list[T]:
+        """What each has that takes other batches, in their order."""
+        return self.all(value)[:: self.count // self.data_ranks]
 
     @property
     def first(self) -> bool:
         """Whether this one speaks and writes."""
         return self.rank == 0
+
+    @property
+    def arrangement(self) -> str:
+        """How many they are, in words."""
+        parts = 1 if self.mesh is None else self._size("tp")
+        if parts in (1, self.count):
+            return f"{self.count} ranks"
+        return f"{self.count} ranks ({self.data_ranks} groups of {parts})"
 
     def told(self, value: T) -> T:
         """What the first rank has; values must be of plain kinds."""
@@ -73,10 +109,24 @@ class Ranks:
             distributed.barrier(self._host)
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over all ranks, in place, on the device."""
-        if self.count > 1:
-            distributed.all_reduce(tensor, group=self.group)
+        """The sum over all with different batches, in place, on the device."""
+        if self.data_ranks > 1:
+            distributed.all_reduce(tensor, group=self.data_group)
         return tensor
+
+    def arranged(self, parallel: ParallelConfig, device: torch.device) -> "Ranks":
+        """The same with their mesh, where `parallel` takes one; all ranks have to call this.
+
+        Raises:
+            ConfigError: so many cannot be arranged so.
+        """
+        if not (parallel.mode.shards or parallel.mode.splits_layers) or self.count == 1:
+            return self
+        wanted = {name: size for name, size in sizes(parallel, self.count).items() if size > 1}
+        mesh = init_device_mesh(device.type, tuple(wanted.values()), mesh_dim_names=tuple(wanted))
+        if len(wanted) > 1:
+            mesh._flatten()  # what is added up over both is then added up at once
+        return replace(self, mesh=mesh)
 
 
 ALONE = Ranks()
@@ -86,14 +136,20 @@ def ranks_of(config: RunConfig) -> int:
     """How many ranks a run has: those that a launcher has started, else as many as `parallel` asks for.
 
     Raises:
-        ConfigError: these do not agree, or there are too few GPUs.
+        ConfigError: these do not agree, there are too few GPUs, or so many cannot be arranged as `parallel` asks.
     """
+    count = _ranks_of(config)
+    sizes(config.parallel, count)
+    return count
+
+
+def _ranks_of(config: RunConfig) -> int:
     started, wanted = int(os.environ.get("WORLD_SIZE") or 1), config.parallel.gpus
     if config.parallel.mode is ParallelMode.none:
         if started > 1:
             raise ConfigError(
                 f"WORLD_SIZE={started} asks for {started} processes that work together, and parallel=none trains in "
-                "one; add parallel=ddp, start it without a launcher, or unset WORLD_SIZE"
+                "one; add parallel=ddp or another mode, start it without a launcher, or unset WORLD_SIZE"
             )
         return 1
     if started > 1:
@@ -105,8 +161,8 @@ def ranks_of(config: RunConfig) -> int:
     if pick_device(config.train.device).type == "cpu":
         if wanted is None:
             raise ConfigError(
-                "parallel=ddp starts a process for each GPU, and this run has none; say how many processes are to "
-                "share the CPU: parallel.gpus=2"
+                f"parallel={config.parallel.mode.value} starts a process for each GPU, and this run has none; say how "
+                f"many processes are to share the CPU: parallel.gpus={2 * (config.parallel.tp or 1)}"
             )
         return wanted
     there = torch.cuda.device_count()

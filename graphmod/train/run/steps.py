@@ -27,7 +27,7 @@ from graphmod.train.report.profile import profile_steps
 from graphmod.train.report.result import RunResult, spread
 from graphmod.train.report.timing import StepClock, median
 from graphmod.train.report.versions import commit, versions
-from graphmod.train.run.assembly import device_name, plain_config, step_maker
+from graphmod.train.run.assembly import device_name, divide, plain_config, step_maker
 from graphmod.train.run.auto import AutoScope, candidates
 from graphmod.train.run.decisive import (
     decisive_settings,
@@ -79,13 +79,14 @@ class Run:
         self.warmup_steps = warmup_steps(config.graph, config.graph.compile.value)
         if train.activation_checkpointing:
             recompute_activations(self.model, compiled)
-        if not ranks.first:  # the first one goes on with the random numbers that a run alone has
-            torch.manual_seed(own_seed(train.seed, ranks.rank, 0))
+        divide(config, self.model, ranks)
+        if ranks.data_rank:  # the first one goes on with the random numbers that a run alone has
+            torch.manual_seed(own_seed(train.seed, ranks.data_rank, 0))
         self.make_step = step_maker(config, self.model, device, self.batches.loss_fn, ranks)
         self.auto: AutoScope | None = None
         if config.graph.auto:
             left = train.steps - (point.manifest["steps_done"] if point.manifest else 0)
-            scopes = candidates(compiled=compiled and not train.activation_checkpointing)
+            scopes = candidates(compiled and not train.activation_checkpointing, split=ranks.mesh is not None)
             self.auto = AutoScope(self.make_step, scopes, self.warmup_steps, left, ranks)
         self.step = self.auto.step if self.auto else self.make_step(config.graph.scope)
         if train.checkpoint and ranks.first:
@@ -93,11 +94,11 @@ class Run:
         before = None
         if point.checkpoint is not None:
             weights = load_weights(point.checkpoint, dims, weights_dtype(train.precision))
-            seed = own_seed(train.seed, ranks.rank, point.manifest["steps_done"])
-            before = restore(point.checkpoint, self.model, self.step, weights, ranks.rank, ranks.count, seed)
+            seed = own_seed(train.seed, ranks.data_rank, point.manifest["steps_done"])
+            before = restore(point.checkpoint, self.model, self.step, weights, ranks.data_rank, ranks.data_ranks, seed)
         self.first = before.steps_done if before else 0
         self.clock = StepClock(device, train.sync_steps)
-        self.tokens_per_step = ranks.count * train.grad_accumulation * data.batch_size * data.seq_len
+        self.tokens_per_step = ranks.data_ranks * train.grad_accumulation * data.batch_size * data.seq_len
         self.journal, self.display = Journal(self.folder, ranks.rank), None
         length = max(data.buckets) if data.buckets else data.seq_len
         self.used = utilization(self.model, dims, length, device_name(device), ranks.count)
@@ -112,8 +113,10 @@ class Run:
     def open(self, say: Callable[[str], None]) -> None:
         """Says what is trained on what, before the first step."""
         if self.ranks.first:
-            tokens, count = self.tokens_per_step, self.ranks.count
-            text = opening(self.config, self.model, self.corpus, self.device, self.folder, tokens, self.first, count)
+            tokens = self.tokens_per_step
+            text = opening(
+                self.config, self.model, self.corpus, self.device, self.folder, tokens, self.first, self.ranks
+            )
             say(text)
             self.journal.write(text)
 
@@ -168,7 +171,7 @@ class Run:
 
     def _save(self, done: int) -> None:
         self._finish_values()
-        random = self.ranks.all(random_state(self.device))
+        random = self.ranks.of_data(random_state(self.device))
         if self.ranks.first:
             self._write(done, random)
         self.saved = self.ranks.told(self.saved)
@@ -182,7 +185,7 @@ class Run:
             self.data,
             self.metrics.losses,
             self.metrics.eval_losses,
-            self.ranks.count,
+            self.ranks.data_ranks,
             self.batches.sampler.seen(done),
             random,
         )

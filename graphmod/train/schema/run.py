@@ -12,7 +12,7 @@ from graphmod.config import CompileMode
 from graphmod.train.schema.data import DataConfig, check_data
 from graphmod.train.schema.limits import require
 from graphmod.train.schema.model import ModelConfig, check_model
-from graphmod.train.schema.optim import OptimConfig, check_optim
+from graphmod.train.schema.optim import OptimConfig, OptimizerName, check_optim
 from graphmod.train.schema.parallel import ParallelConfig, check_parallel
 from graphmod.train.schema.train import TrainConfig, check_train
 from graphmod.train.settings import Scope, TrainGraphConfig
@@ -52,6 +52,25 @@ class RunConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
 
+def _check_split(config: RunConfig) -> None:
+    """Raises ConfigError for what needs a whole model on each rank."""
+    mode = config.parallel.mode
+    if not (mode.shards or mode.splits_layers):
+        return
+    asked = {
+        f"train.sample_every={config.train.sample_every}, which writes text with a model": config.train.sample_every,
+        "optim=muon, which updates whole matrices": config.optim.name is OptimizerName.muon,
+        f"model.lora.r={config.model.lora.r}, whose adapters lie inside the matrices": mode.splits_layers
+        and config.model.lora.r,
+    }
+    for what, wanted in asked.items():
+        require(
+            not wanted,
+            f"parallel={mode.value} leaves each rank a part of the model, and {what}, needs all of it; leave that out, "
+            "or use parallel=ddp",
+        )
+
+
 def check(config: RunConfig) -> None:
     """Raises ConfigError for the first setting, combination or path that cannot work."""
     train, graph = config.train, config.graph
@@ -60,6 +79,7 @@ def check(config: RunConfig) -> None:
     check_optim(config.optim)
     check_train(train)
     check_parallel(config.parallel)
+    _check_split(config)
     require(
         train.eval_every == 0 or config.data.eval_fraction > 0,
         "train.eval_every asks for evaluations, but data.eval_fraction=0 keeps nothing to evaluate on; "

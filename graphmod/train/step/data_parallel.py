@@ -1,13 +1,14 @@
 """One model on several ranks, each of which differentiates the loss of its own microbatches.
 
-DistributedDataParallel is put around the loss, not around the model alone: compiled code then lies inside of it, as one
-piece. It averages gradients over the ranks; so that this is the mean over all targets, losses are weighted by how many
-targets their rank has (`Iteration`).
+A sharded model averages its gradients itself (`fully_sharded.py`). Around the loss of any other one
+DistributedDataParallel is put, not around the model alone: compiled code then lies inside of it, as one piece. So that
+what is averaged over the ranks is the mean over all targets, losses are weighted by how many targets their rank has
+(`Iteration`).
 """
 
 import inspect
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor, distributed, nn
@@ -15,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from graphmod.errors import ConfigError
 from graphmod.ranks.data_parallel import take_over
+from graphmod.ranks.sharded import shards
 
 # The buffers of the first rank in each forward of all; no layer here has any that a step changes, as batch norms do.
 # Torch 2.13 deprecates the second name, the only one before.
@@ -66,7 +68,59 @@ class DataParallel:
         last microbatch do."""
         return self._loss.no_sync() if wanted else nullcontext()
 
+    def settle(self) -> None:
+        """After forwards without a backward; here these leave nothing behind."""
+
     def sum(self, value: Tensor) -> Tensor:
         """The sum over all ranks, in place."""
         distributed.all_reduce(value, group=self.group)
         return value
+
+
+class FullySharded:
+    """A sharded model in a step; of the same form as `DataParallel`.
+
+    Args:
+        model: `fully_shard` was applied to it.
+        group: of the ranks with different batches.
+
+    Attributes:
+        ranks: how many these are.
+    """
+
+    def __init__(self, model: nn.Module, group: distributed.ProcessGroup) -> None:
+        self._model, self.group, self.ranks = model, group, distributed.get_world_size(group)
+
+    def __call__(self, loss_fn: Callable, microbatch: Any) -> Tensor:
+        """The loss of a microbatch, whose backward averages gradients unless it is run under `apart`."""
+        return loss_fn(self._model, microbatch)
+
+    def apart(self, wanted: bool) -> AbstractContextManager:
+        """Inside, if wanted, backwards only add to whole gradients on this rank, as all but those of the last
+        microbatch do: these take memory, and spare sending them more than once."""
+        return self._without_sync() if wanted else nullcontext()
+
+    @contextmanager
+    def _without_sync(self) -> Iterator[None]:
+        self._model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self._model.set_requires_gradient_sync(True)
+
+    def settle(self) -> None:
+        """After forwards without a backward: lets go of whole parameters, which a later forward would take for those of
+        now."""
+        for module in self._model.modules():
+            if shards(module):
+                module.reshard()
+
+    def sum(self, value: Tensor) -> Tensor:
+        """The sum over all ranks, in place."""
+        distributed.all_reduce(value, group=self.group)
+        return value
+
+
+def over_ranks(model: nn.Module, group: distributed.ProcessGroup, captured: bool) -> DataParallel | FullySharded:
+    """What averages the gradients of a model over a process group: what shards it, or DistributedDataParallel."""
+    return FullySharded(model, group) if shards(model) else DataParallel(model, group, captured)

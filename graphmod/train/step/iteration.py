@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphmod.train.step.data_parallel import DataParallel
+from graphmod.train.step.data_parallel import DataParallel, FullySharded
 from graphmod.train.step.losses import CountTargets, weighted_mean
+from graphmod.train.step.parts import by_mesh, clip, local, total_norm
 from graphmod.train.step.staging import microbatches
 from graphmod.train.step.update import CompiledUpdate
 
@@ -49,7 +50,7 @@ class Iteration:
         scale_loss: bool,
         ema_decay: float | None,
         compiled_update: CompiledUpdate | None = None,
-        parallel: DataParallel | None = None,
+        parallel: DataParallel | FullySharded | None = None,
     ) -> None:
         self.compiled_update, self.parallel = compiled_update, parallel
         self.model, self.optimizer = model, optimizer
@@ -167,9 +168,9 @@ class Iteration:
         norm = None
         compiled = self.compiled_update is not None and self.compiled_update.ready()
         if self.max_grad_norm is not None and not compiled:
-            norm = nn.utils.clip_grad_norm_(self._clipped, self.max_grad_norm)
+            norm = clip(self._clipped, self.max_grad_norm)
         elif self.max_grad_norm is not None or (self.guarded and overflow is None):
-            norm = nn.utils.get_total_norm([p.grad for p in self._clipped if p.grad is not None])
+            norm = total_norm(self._clipped)
         if self.guarded:
             self._guard(loss, norm, overflow)
         self.position += 1
@@ -179,16 +180,17 @@ class Iteration:
             self.optimizer.step()
         if self.ema:
             with torch.no_grad():
-                torch._foreach_mul_(self.ema, self.ema_decay)
-                torch._foreach_add_(self.ema, self.trained, alpha=1 - self.ema_decay)
+                for averages, parameters in by_mesh(self.ema, self.trained):
+                    torch._foreach_mul_(averages, self.ema_decay)
+                    torch._foreach_add_(averages, parameters, alpha=1 - self.ema_decay)
         return norm
 
     def _unscale(self) -> Tensor:
         """Divides the gradients by the loss scale; a 0-d float32 that is 1 where one of them is not finite."""
         overflow = torch.zeros((), device=self.device)
         inverse = self.scale.double().reciprocal().float()
-        grads = [p.grad for p in self.trained if p.grad is not None]
-        torch._amp_foreach_non_finite_check_and_unscale_(grads, overflow, inverse)
+        for (grads,) in by_mesh(p.grad for p in self.trained if p.grad is not None):
+            torch._amp_foreach_non_finite_check_and_unscale_(grads, overflow, inverse)
         return overflow
 
     def _guard(self, loss: Tensor, norm: Tensor | None, overflow: Tensor | None) -> None:
@@ -217,6 +219,8 @@ class Iteration:
     def evaluate(self, batch: Any) -> Tensor:
         parts = microbatches(batch)
         losses = [self.loss(part) for part in parts]
+        if self.parallel is not None:
+            self.parallel.settle()
         if len(losses) == 1:
             return losses[0]
         counts = self._counts(parts)
@@ -227,11 +231,14 @@ class Iteration:
         """Puts the averaged weights where the trained ones are, at the same addresses, and back again."""
         with torch.no_grad():
             kept = [p.detach().clone() for p in self.trained]
-            torch._foreach_copy_(self.trained, self.ema)
+            self._put(self.ema)
             try:
                 yield
             finally:
-                torch._foreach_copy_(self.trained, kept)
+                self._put(kept)
+
+    def _put(self, values: list[Tensor]) -> None:
+        torch._foreach_copy_([local(p) for p in self.trained], [local(value) for value in values])
 
     def state_dict(self) -> dict:
         parts = {"position": self.position, "first_bad": self.first_bad, "skipped": self.skipped}

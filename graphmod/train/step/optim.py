@@ -13,6 +13,7 @@ from transformers import get_scheduler
 from graphmod.errors import ConfigError, reason
 from graphmod.train.schema.optim import OptimConfig, OptimizerName, Schedule
 from graphmod.train.step.muon import MuonWithAdamW
+from graphmod.train.step.parts import by_mesh
 
 # Under which name a schedule knows its floor, as a share of the peak.
 _FLOORS = {
@@ -43,7 +44,12 @@ def build_optimizer(model: nn.Module, config: OptimConfig, device: torch.device)
         parts = [(members, {**options, "muon": False}) for members, options in parts]
         muon = {"muon": True, "momentum": config.momentum, "nesterov": config.nesterov}
         parts.insert(0, (inside, {"weight_decay": config.weight_decay, **muon}))
-    groups = [{"params": members, "lr": _rate(config, device), **options} for members, options in parts if members]
+    # Fused, one group takes tensors of one mesh only.
+    groups = [
+        {"params": some, "lr": _rate(config, device), **options}
+        for members, options in parts
+        for (some,) in by_mesh(members)
+    ]
     return _CLASSES[config.name](groups, **settings)
 
 

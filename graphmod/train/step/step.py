@@ -1,6 +1,7 @@
 """One training iteration as a callable, from graphs of the layers, from one graph, or eagerly."""
 
 import functools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,15 +15,18 @@ from graphmod.state.entry import GraphStats
 from graphmod.train.settings import Scope, train_settings
 from graphmod.train.step.activations import recomputed_layers
 from graphmod.train.step.compile import compile_layers, compiled
-from graphmod.train.step.data_parallel import DataParallel
+from graphmod.train.step.data_parallel import DataParallel, FullySharded, over_ranks
 from graphmod.train.step.iteration import NONFINITE, Iteration
 from graphmod.train.step.losses import CountTargets, count_targets_of, criterion_of, next_token_loss
+from graphmod.train.step.parts import is_split
 from graphmod.train.step.staging import Staging
 from graphmod.train.step.update import CompiledUpdate
 from graphmod.wrap.layers import edge_modules, find_layers, graph_layers, match_layers, ungraph
 from graphmod.wrap.module import CUDAGraphModule
 
 __all__ = ["TrainStep", "next_token_loss"]
+
+log = logging.getLogger("graphmod")
 
 _COMPILED_WARMUP = 3
 
@@ -33,6 +37,14 @@ def warmup_steps(config: CUDAGraphConfig, compile: str) -> int:
     The first step compiles, the second the update, and only a later one is what a capture can be compared with.
     """
     return config.warmup_steps if compile == "none" else max(config.warmup_steps, _COMPILED_WARMUP)
+
+
+@functools.cache  # of several steps around one model, the first says it
+def _say_eager() -> None:
+    log.warning(
+        "graph=per_layer runs eagerly, because each rank holds a part only of a layer's parameters; "
+        "graph=full_iteration captures the whole step"
+    )
 
 
 class TrainStep:
@@ -73,7 +85,9 @@ class TrainStep:
         config: what to capture (`scope`); None means `TrainGraphConfig()`.
         process_group: train on all ranks of this group, each of which calls the step with batches of its own. All begin
             with the model of the first one; gradients and the loss that is returned are means over the targets of all
-            ranks, as if their microbatches were those of one. None trains on this process alone.
+            ranks, as if their microbatches were those of one. A model that `fully_shard` was applied to is sharded over
+            this group. None trains on this process alone, or on ranks that compute each batch together (tensor
+            parallelism).
 
     Attributes:
         grad_norm: 0-d, the gradients' 2-norm of the last step before clipping; None without clipping or `nonfinite`.
@@ -116,16 +130,19 @@ class TrainStep:
                 )
         compile = choice(CompileMode, compile, "compile").value
         self.model, self.optimizer = model, optimizer
-        self.config, self.compile = train_settings(config), compile
+        self.config, self.compile, self._split = train_settings(config), compile, is_split(model)
+        if self._split and self.config.scope is Scope.per_layer:
+            _say_eager()
+            self.config = replace(self.config, scope=Scope.none)
         self._undo_compile: Callable[[], None] | None = None
         self._loss_fn = loss_fn
         count_targets = count_targets or count_targets_of(loss_fn)
         if compile != "none":
             loss_fn = self._compile(loss_fn, compile)
         self.grad_norm: Tensor | None = None
-        self._parallel: DataParallel | None = None
+        self._parallel: DataParallel | FullySharded | None = None
         if process_group is not None:
-            self._parallel = DataParallel(model, process_group, captured=self.config.scope is not Scope.none)
+            self._parallel = over_ranks(model, process_group, captured=self.config.scope is not Scope.none)
         self._iteration = Iteration(
             model,
             optimizer,
@@ -157,9 +174,10 @@ class TrainStep:
         self.config = replace(self.config, warmup_steps=warmup_steps(self.config, how))
         device = next(self.model.parameters()).device
         again = recomputed_layers(self.model)
-        if self.config.scope is not Scope.per_layer and not again:
+        # What collects the parameters of a layer is no code that could be compiled with it.
+        if self.config.scope is not Scope.per_layer and not again and not self._split:
             return compiled(loss_fn, how, device)
-        names = self._layers() if self.config.scope is Scope.per_layer else again
+        names = again if again and self.config.scope is not Scope.per_layer else self._layers()
         self._undo_compile = compile_layers(self.model, names, how, device)
         return loss_fn
 

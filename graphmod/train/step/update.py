@@ -16,6 +16,7 @@ from torch.optim.adam import adam
 
 from graphmod.guards.hooks import step_hooks
 from graphmod.train.step.compile import compiled, switched_off
+from graphmod.train.step.parts import local
 
 _MOST_TOGETHER = 8
 # Each kind takes a second or two to compile.
@@ -80,7 +81,8 @@ class CompiledUpdate:
         for index, group in enumerate(self._optimizer.param_groups):
             for p in group["params"]:
                 if p.grad is not None:
-                    yield (index, p.shape, p.stride(), p.dtype, p.grad.stride(), p.grad.dtype), p
+                    mine, grad = local(p), local(p.grad)
+                    yield (index, mine.shape, mine.stride(), mine.dtype, grad.stride(), grad.dtype), p
 
     @torch.no_grad()
     def __call__(self, norm: Tensor | None, max_norm: float | None) -> None:
@@ -101,9 +103,9 @@ class CompiledUpdate:
             for some in _divided(parameters):
                 states = [self._optimizer.state[p] for p in some]
                 self._run(
-                    [p.detach() for p in some],
-                    [p.grad for p in some],
-                    *([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step")),
+                    [local(p.detach()) for p in some],
+                    [local(p.grad) for p in some],
+                    *([local(state[name]) for state in states] for name in ("exp_avg", "exp_avg_sq", "step")),
                     scale,
                     blocked,
                     lr=group["lr"],
