@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from graphmod.errors import ConfigError
 from graphmod.ranks.data_parallel import take_over
-from graphmod.ranks.sharded import shards
+from graphmod.train.step.parts import shards
 
 # The buffers of the first rank in each forward of all; no layer here has any that a step changes, as batch norms do.
 # Torch 2.13 deprecates the second name, the only one before.

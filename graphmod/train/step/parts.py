@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_MODULE = "torch.distributed.tensor"
+_MODULE, _SHARDED = "torch.distributed.tensor", "torch.distributed.fsdp"
 
 
 def mesh_of(tensor: Tensor) -> Any:
@@ -23,6 +23,11 @@ def mesh_of(tensor: Tensor) -> Any:
 def is_split(model: nn.Module) -> bool:
     """Whether this rank holds a part only of a parameter of the model."""
     return any(mesh_of(parameter) is not None for parameter in model.parameters())
+
+
+def shards(module: nn.Module) -> bool:
+    """Whether `fully_shard` was applied to a module."""
+    return _SHARDED in sys.modules and isinstance(module, sys.modules[_SHARDED].FSDPModule)
 
 
 def local(tensor: Tensor) -> Tensor:
