@@ -16,9 +16,10 @@ from torch import Tensor
 from graphmod.backend.streams import renew_gradient_accumulators
 from graphmod.trace.collectives import Messages, waiting
 from graphmod.trace.garbage import no_garbage_collection
-from graphmod.trace.operations import address, facts, tensors_in
+from graphmod.trace.operations import address, facts
 from graphmod.trace.recorder import Recorder
 from graphmod.trace.script import Script
+from graphmod.trace.tensors import each_tensor, tensors_in
 
 _NO_FILL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
 
@@ -125,17 +126,13 @@ class EmulatedGraph:
         if not fresh:
             self._calls.append((run, args, kwargs))
             return
-        results = list(tensors_in(_several(result)))
+        results = list(tensors_in((result,)))
         kept = [(i, tensor.detach()) for i, tensor in enumerate(results) if any(tensor is one for one in fresh)]
         self._calls.append((_run_and_copy, (run, args, kwargs, kept), {}))
 
 
-def _several(result: Any) -> Any:
-    return result if isinstance(result, (tuple, list)) else (result,)
-
-
 def _run_and_copy(run: Callable, args: tuple, kwargs: dict, kept: list[tuple[int, Tensor]]) -> None:
-    results = list(tensors_in(_several(run(*args, **kwargs))))
+    results = list(tensors_in((run(*args, **kwargs),)))
     for index, memory in kept:
         made = results[index]
         if made.size() != memory.size():
@@ -153,11 +150,7 @@ def _distinct(tensor: Tensor) -> list[int]:
 
 def _frozen(value: Any) -> Any:
     """The value with each tensor replaced by an alias that holds its memory but none of its autograd history."""
-    if isinstance(value, Tensor):
-        return value.detach()
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(_frozen, value))
-    return value
+    return each_tensor(value, Tensor.detach)
 
 
 class _Journal:

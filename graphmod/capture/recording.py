@@ -21,7 +21,7 @@ from graphmod.signature.flattening import flatten
 from graphmod.torch_private import frames_compiled
 from graphmod.trace import dispatch
 from graphmod.trace.garbage import no_garbage_collection
-from graphmod.trace.recorder import Recorder
+from graphmod.trace.recorder import EagerRecorder
 
 BACKWARD_OUTSIDE = (
     "holds the forward of a DistributedDataParallel, whose backward averages gradients outside of the call; wrap the "
@@ -37,7 +37,6 @@ class Recording:
         generators: those it passed to random operations.
         backward, random: whether a backward ran inside; whether random numbers were drawn.
         communicates: whether other processes took part in it.
-        hazards: what of it a graph cannot repeat.
         guards: what its code read.
         returned: the outline of its result.
         refused: why it is not to be captured; None where it may be.
@@ -46,14 +45,19 @@ class Recording:
     """
 
     def __init__(
-        self, recorder: Recorder, guards: Guards, returned: tuple, refused: str | None, seconds: float, compiles: bool
+        self,
+        seen: EagerRecorder,
+        guards: Guards,
+        returned: tuple,
+        refused: str | None,
+        seconds: float,
+        compiles: bool,
     ) -> None:
-        self.script = recorder.script()
-        self.generators = recorder.generators
-        self.backward = recorder.backward
-        self.random = recorder.random
-        self.hazards = recorder.hazards
-        self.communicates = recorder.collectives > 0
+        self.script = seen.script
+        self.generators = seen.generators
+        self.backward = seen.backward
+        self.random = seen.random
+        self.communicates = seen.collectives > 0
         self.guards = guards
         self.returned = returned
         self.refused = refused
@@ -88,7 +92,7 @@ def record(
 
 def watch(
     call: Callable, args: tuple, kwargs: dict, names: list[str], gpu: int | None, *roots: Any
-) -> tuple[Any, Recorder, Notes, Given]:
+) -> tuple[Any, EagerRecorder, Notes, Given]:
     """Makes a call; returns its result and all that watched it, before anything is made of that. See `record`."""
     given = Given(args, kwargs, names)
     notes = noting(call, args, kwargs, *roots)
@@ -98,7 +102,7 @@ def watch(
 
 def follow(
     call: Callable, args: tuple, kwargs: dict, gpu: int | None, *around: AbstractContextManager
-) -> tuple[Any, Recorder, list[Any]]:
+) -> tuple[Any, EagerRecorder, list[Any]]:
     """Makes a call and records its operations.
 
     Args:
@@ -109,7 +113,7 @@ def follow(
     """
     leaves: list[Tensor] = []
     flatten((args, kwargs), leaves, {})
-    recorder = Recorder(leaves, gpu=gpu, watching=True)
+    recorder = EagerRecorder(leaves, gpu=gpu)
     dispatch.has_key()  # which imports much when it is first asked: not while frames are watched
     if not torch.is_grad_enabled():  # with gradients, `casts` sees to it that this changes nothing
         torch.clear_autocast_cache()  # what a graph casts, it casts itself; the recorded call must do so too

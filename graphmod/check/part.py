@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from graphmod.call.warmup import differentiable
 from graphmod.capture.recording import watch
-from graphmod.check.report import Finding, counted
+from graphmod.check.report import Finding
 from graphmod.graph.results import not_returned, not_to_be_made_again, outline
 from graphmod.guards.changes import NOT_REPLAYED, Change, all_changes, lines_of
 from graphmod.guards.guards import Guards
@@ -26,7 +26,8 @@ from graphmod.signature.signature import parameter_names
 from graphmod.signature.structure import unrepeatable
 from graphmod.state.surroundings import Surroundings
 from graphmod.trace.garbage import no_garbage_collection
-from graphmod.trace.recorder import Recorder
+from graphmod.trace.recorder import EagerRecorder
+from graphmod.words import counted
 from graphmod.wrap.target import Target, in_place_of_forward
 
 _KEEP_OUT = "keep this part out of the captured callable"
@@ -129,7 +130,7 @@ class Part:
         wanted = [*(tensor for tensor in leaves if tensor.requires_grad), *parameters]
         if not wanted or not outputs:
             return
-        recorder = Recorder([*outputs, *grads], gpu=gpu, watching=True)
+        recorder = EagerRecorder([*outputs, *grads], gpu=gpu)
         with contextlib.ExitStack() as watching:
             watching.enter_context(no_garbage_collection())
             watching.enter_context(torch.autograd.set_multithreading_enabled(False))
@@ -139,16 +140,16 @@ class Part:
             torch.autograd.grad(outputs, wanted, grads, retain_graph=True, allow_unused=True)
         self._take_in(recorder, notes, all_changes(notes), backward=True)
 
-    def _take_in(self, recorder: Recorder, notes: Notes, changes: Iterable[Change], backward: bool = False) -> None:
-        self.operations += len(recorder.trace)
-        for found, times in zip(recorder.hazards, recorder.times, strict=True):
+    def _take_in(self, seen: EagerRecorder, notes: Notes, changes: Iterable[Change], backward: bool = False) -> None:
+        self.operations += len(seen.trace)
+        for found in seen.hazards:
             where = found.lines
             library = None if where.optimizer is not None else where.library
-            self._add(found.operation, found.effect, found.remedy, where.user, library, where.backward, times)
+            self._add(found.operation, found.effect, found.remedy, where.user, library, where.backward)
         self.findings += _one_for_each_remedy(changes, backward, self._parts)
-        self.guards.append(Guards(notes, recorder.backward))
+        self.guards.append(Guards(notes, seen.backward))
 
-    def _look_at_optimizers(self, notes: Notes, recorder: Recorder, gpu: int | None) -> None:
+    def _look_at_optimizers(self, notes: Notes, recorder: EagerRecorder, gpu: int | None) -> None:
         """Those that can be made capturable and are not, which only a capture on a GPU minds."""
         kept_by, known = keepers(notes), set()
         if gpu is not None:  # those whose step is a hazard as it is
@@ -187,9 +188,8 @@ class Part:
         user: str | None = None,
         library: str | None = None,
         backward: bool = False,
-        count: int = 1,
     ) -> None:
-        self.findings.append(Finding(what, effect, remedy, user, library, backward, count, self._parts))
+        self.findings.append(Finding(what, effect, remedy, user, library, backward, parts=self._parts))
 
     def _add_said(self, said: str | None, where: tuple[str | None, str | None] = (None, None)) -> None:
         if said is not None:

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from graphmod.state.said import ranges
+from graphmod.words import counted
 
 _LINE = re.compile(r"(?P<file>.*):(?P<line>\d+) in (?P<function>.*)")
 _WIDTH = 110
@@ -175,7 +176,7 @@ class Report:
 
 def merged(findings: list[Finding]) -> list[Finding]:
     """Each cause once, with how often and in which layers it was found; what only follows from another is left out."""
-    effects = [one.effect for one in findings]
+    effects = {one.effect for one in findings}
     written = {one.effect for one in findings if one.user is not None}
     found: dict[tuple, Finding] = {}
     for one in findings:
@@ -190,11 +191,6 @@ def merged(findings: list[Finding]) -> list[Finding]:
             known.count += one.count
             known.parts += [part for part in one.parts if part not in known.parts]
     return list(found.values())
-
-
-def counted(count: int, noun: str) -> str:
-    """`1 hazard`, `2 hazards`."""
-    return f"{count:,} {noun}" + ("" if count == 1 else "s")
 
 
 def shortened(line: str) -> str:

@@ -5,11 +5,13 @@ take the process group as an opaque object, and return a handle to wait for. Fun
 (`_c10d_functional`) return a tensor that `wait_tensor` makes ready.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from graphmod.trace.tensors import each_tensor, tensors_in
 
 _IN_PLACE, _FUNCTIONAL = "c10d::", "_c10d_functional::"
 _READ_ONLY = ("c10d::send", "c10d::barrier", "c10d::monitored_barrier_", "c10d::check_for_nan")
@@ -93,12 +95,8 @@ def _work(handle: torch.ScriptObject) -> Any:
     return torch._C._distributed_c10d.Work.unbox(handle)
 
 
-def _memory_of(values: Any) -> set[int]:
-    if isinstance(values, Tensor):
-        return {values.untyped_storage().data_ptr()}
-    if isinstance(values, (list, tuple)):
-        return {where for one in values for where in _memory_of(one)}
-    return set()
+def _memory_of(values: Iterable[Any]) -> set[int]:
+    return {one.untyped_storage().data_ptr() for one in tensors_in(values)}
 
 
 def without_running(op: Any, args: tuple, kwargs: dict) -> Any:
@@ -114,19 +112,9 @@ def without_running(op: Any, args: tuple, kwargs: dict) -> Any:
         if argument.alias_info is not None and argument.alias_info.is_write:
             return kwargs[argument.name] if argument.name in kwargs else args[position]
     shapes = op(*map(_without_memory, args), **{key: _without_memory(value) for key, value in kwargs.items()})
-    device = next(one.device for one in _flat((*args, *kwargs.values())) if isinstance(one, Tensor))
-    return _each(shapes, lambda one: torch.empty_like(one, device=device))
+    device = next(tensors_in((*args, *kwargs.values()))).device
+    return each_tensor(shapes, lambda one: torch.empty_like(one, device=device))
 
 
 def _without_memory(value: Any) -> Any:
-    return _each(value, lambda one: one.detach().to("meta"))
-
-
-def _each(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    if isinstance(value, (list, tuple)):
-        return type(value)(_each(one, change) for one in value)
-    return change(value) if isinstance(value, Tensor) else value
-
-
-def _flat(values: Any) -> list[Any]:
-    return [one for value in values for one in (value if isinstance(value, (list, tuple)) else (value,))]
+    return each_tensor(value, lambda one: one.detach().to("meta"))

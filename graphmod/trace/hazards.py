@@ -1,6 +1,6 @@
 """What a graph cannot repeat: tells, before an operation runs, why."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -95,14 +95,14 @@ _FROM_LIST = Reason(
     "create it once, outside, on the device",
     "arguments",
 )
-
-
+_ON_FUNCTIONS = Reason(
+    "is an operator on functions (torch.cond, while_loop, scan, flex_attention), which runs code of its own choice",
+    f"compile what calls it, use torch.where in place of torch.cond, or {OUTSIDE}",
+)
 _GROUPS = Reason(
     "reads on the host where each group of rows ends, which it does for all numbers but bfloat16",
     "use bfloat16; or, for the experts of a transformers model, model.set_experts_implementation('batched_mm')",
 )
-
-
 COMPILES = Reason("compiles with torch.compile, for which no capture can wait", "call it once before, on equal shapes")
 _ON_HOST = Reason(
     "passes a tensor on the host to compiled code, which computes with it there or reads its value, and a replay does "
@@ -141,8 +141,12 @@ class Check:
             return _READ
         return _READ if any(tensor.is_cuda for tensor in tensors) else None
 
-    def reason(self, about: Facts, args: tuple, kwargs: dict, given: list[Tensor]) -> Reason | None:
+    def reason(self, op: Any, about: Facts, args: tuple, kwargs: dict, given: list[Tensor]) -> Reason | None:
         """Why a graph cannot repeat an operation that is about to run."""
+        if isinstance(op, CompiledGraph):
+            return self._compiled(op, given)
+        if not isinstance(op, torch._ops.OpOverload):
+            return _ON_FUNCTIONS
         name = about.name
         if name in _HOST_READS:
             return self.read(given)
@@ -198,7 +202,7 @@ class Check:
             return self._gpu_reason(about, args, kwargs, given)
         return None
 
-    def compiled(self, code: CompiledGraph, given: list[Tensor]) -> Reason | None:
+    def _compiled(self, code: CompiledGraph, given: list[Tensor]) -> Reason | None:
         """Why a graph cannot repeat what inductor has compiled."""
         if not code.known:
             return Reason("runs compiled code that does not tell what it writes", OUTSIDE)

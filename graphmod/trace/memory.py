@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphmod.trace.operations import Facts, Step, address, tensors_in
+from graphmod.trace.operations import Facts, Step, address
 from graphmod.trace.origins import Origin, Origins
+from graphmod.trace.tensors import tensors_in
 from graphmod.trace.tracer import Tracer
 
 _STATISTICS = frozenset({3, 4})  # running_mean and running_var; argument 5 says whether it trains
@@ -23,14 +24,7 @@ class Call:
     __slots__ = ("about", "args", "given", "given_at", "index", "kwargs", "random", "step")
 
     def __init__(self, step: Step, about: Facts, args: tuple, kwargs: dict, random: bool, index: int) -> None:
-        self.step, self.about, self.args, self.kwargs, self.random, self.index = (
-            step,
-            about,
-            args,
-            kwargs,
-            random,
-            index,
-        )
+        self.step, self.about, self.random, self.index = step, about, random, index
         self.look_at(args, kwargs)
 
     def look_at(self, args: tuple, kwargs: dict) -> None:

@@ -4,7 +4,6 @@ two records of a call.
 
 import logging
 import sys
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -84,30 +83,14 @@ def facts(op: Any) -> Facts:
 
 def draws(about: Facts, args: tuple, kwargs: dict) -> bool:
     """Whether this call of an operation draws random numbers: an attention without dropout does not."""
-    return about.random and (about.dropout < 0 or argument_of(args, kwargs, about.dropout, "dropout_p") != 0.0)
+    if not about.random or about.dropout < 0:
+        return about.random
+    return (args[about.dropout] if about.dropout < len(args) else kwargs.get("dropout_p", 0.0)) != 0.0
 
 
 def same_generator(one: torch.Generator, other: torch.Generator) -> bool:
     """Whether two objects stand for one generator: operations are given another than the user holds."""
     return one._cdata == other._cdata
-
-
-def argument_of(args: tuple, kwargs: dict, position: int, name: str) -> Any:
-    """The value passed for an argument whose default is 0."""
-    return args[position] if position < len(args) else kwargs.get(name, 0.0)
-
-
-def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors among an operation's arguments or results, in lists and in lists of these."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            for item in value:
-                if isinstance(item, Tensor):
-                    yield item
-                elif isinstance(item, list):
-                    yield from tensors_in(item)
 
 
 def address(tensor: Tensor) -> int:

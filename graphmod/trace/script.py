@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from graphmod.trace.lines import Lines
-from graphmod.trace.operations import Step, address, length_differs, step_differs, tensors_in
+from graphmod.trace.operations import Step, address, length_differs, step_differs
+from graphmod.trace.tensors import each_tensor, tensors_in
 
 
 class Kept:
@@ -34,13 +35,13 @@ class Kept:
     def keep(self, result: Any) -> None:
         """Takes in the operation's result, of the recorded call."""
         if self.kind == "arguments":
-            device = next((t.device for t in tensors_in(_several(result)) if t.is_cuda), None)
+            device = next((t.device for t in tensors_in((result,)) if t.is_cuda), None)
             self._value = [tensor.to(device) for tensor in self._constants]
             self.where = set(map(address, self._value))
             self._constants = []
             return
-        self._made_at = {address(tensor) for tensor in tensors_in(_several(result))} - {0}
-        self._value = _each(result, lambda tensor: tensor.detach().clone())
+        self._made_at = {address(tensor) for tensor in tensors_in((result,))} - {0}
+        self._value = each_tensor(result, lambda tensor: tensor.detach().clone())
 
     def note_write(self, where: int) -> None:
         """Takes in that the recorded call changed what lies at an address."""
@@ -48,41 +49,48 @@ class Kept:
 
     def result(self) -> Any:
         """The result for a capture: a copy, made anew in each replay, where the code goes on to change it."""
-        return _each(self._value, torch.clone if self._written else torch.Tensor.detach)
+        return each_tensor(self._value, torch.clone if self._written else torch.Tensor.detach)
 
     def in_place_of(self, constants: list[Tensor], args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """The arguments of a capture, with these host tensors replaced by those on the device."""
         other = {id(tensor): kept for tensor, kept in zip(constants, self._value, strict=True)}
 
         def swap(value: Any) -> Any:
-            return _each(value, lambda tensor: other.get(id(tensor), tensor))
+            return each_tensor(value, lambda tensor: other.get(id(tensor), tensor))
 
         return tuple(map(swap, args)), {key: swap(value) for key, value in kwargs.items()}
-
-
-def _several(value: Any) -> Any:
-    return value if isinstance(value, (tuple, list)) else (value,)
-
-
-def _each(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    if isinstance(value, Tensor):
-        return change(value)
-    if type(value) in (tuple, list):
-        return type(value)([_each(item, change) for item in value])
-    return value
 
 
 class Script:
     """The record of an eager call, for the captures of the same call.
 
+    Attributes:
+        kept: index of an operation -> what is kept of it.
+
     Args:
         trace: its operations.
-        kept: index of an operation in it -> what is kept of it.
-        made: the tensors that it made of Python values on the GPU, in order, each on the host and there.
     """
 
-    def __init__(self, trace: list[Step], kept: dict[int, Kept], made: list[tuple[Tensor, Tensor]]) -> None:
-        self.trace, self.kept, self.made = trace, kept, made
+    def __init__(self, trace: list[Step]) -> None:
+        self.trace = trace
+        self.kept: dict[int, Kept] = {}
+        self._made: list[tuple[Tensor, Tensor]] = []  # of Python values, in order, each on the host and on the GPU
+
+    def note_write(self, where: int) -> None:
+        """Takes in that the call changed what lies at an address."""
+        for kept in self.kept.values():
+            kept.note_write(where)
+
+    def note_made(self, tensor: Tensor) -> None:
+        """Takes in a tensor that the call makes of Python values."""
+        self._made.append((tensor.detach().cpu(), tensor.detach().clone()))
+
+    def made(self, number: int, now: Tensor) -> Tensor | None:
+        """A copy of the tensor made as the `number`-th; None where that had other values than `now`, on the host."""
+        then, kept = self._made[number] if number < len(self._made) else (None, None)
+        if then is None or now.dtype is not then.dtype or not torch.equal(now.nan_to_num(), then.nan_to_num()):
+            return None
+        return kept.clone()
 
     def differs(self, index: int, step: Step, where: Callable[[], Lines]) -> str | None:
         """Why an operation of a capture is not the one of the recorded call; `where` tells its lines."""

@@ -12,6 +12,7 @@ import torch
 
 from graphmod.trace import dispatch
 from graphmod.trace.hazards import Reason
+from graphmod.trace.lines import Lines
 from graphmod.trace.operations import same_generator
 
 _NO_STATE = torch.empty(0, dtype=torch.uint8)
@@ -92,19 +93,25 @@ class Draws:
         self._default = [torch.default_generator] if gpu is None else [torch.cuda.default_generators[gpu]]
         self._last = [(generator, _fingerprint(generator)) for generator in (*self._default, *known)]
         self._fresh: list[torch.Generator] = []  # those that were seeded, and not used, when they were met
+        self._met: Lines | None = None
 
-    def know(self, generator: torch.Generator) -> None:
+    def know(self, generator: torch.Generator, where: Lines) -> None:
         """Takes in that code is about to use a generator."""
+        self._met = self._met or where
         if not any(same_generator(known, generator) for known, _ in self._last):
             self._last.append((generator, _fingerprint(generator)))
             if _is_fresh(generator):
                 self._fresh.append(generator)
 
-    def moved(self) -> bool:
-        """Whether a generator is not where the last operation that drew from it left it; of the default one, others
-        tell."""
+    def moved(self) -> Lines | None:
+        """Where code first met a generator, if one is not where the last operation that drew from it left it; of the
+        default one, others tell."""
         default = self._default[0]
-        return any(state != _fingerprint(one) for one, state in self._last if not same_generator(one, default))
+        if self._met is None or all(
+            state == _fingerprint(one) for one, state in self._last if not same_generator(one, default)
+        ):
+            return None
+        return self._met
 
     def before(self, generator: torch.Generator | None) -> Reason | None:
         """Called before an operation draws; None stands for the default generator."""

@@ -330,7 +330,7 @@ def test_grouped_products_read_on_the_host_but_for_bfloat16(dtype, monkeypatch):
     rows, weights, ends = torch.ones(4, 16, dtype=dtype), torch.ones(2, 16, 16, dtype=dtype), torch.tensor([1, 4])
     check = Check(0, Origins())
     monkeypatch.setattr(check, "_gpu_reason", lambda *_: None)
-    found = check.reason(facts(op), (rows, weights, ends), {}, [rows, weights, ends])
+    found = check.reason(op, facts(op), (rows, weights, ends), {}, [rows, weights, ends])
     assert (found is None) == (dtype is torch.bfloat16)
     if found is not None:
         assert "set_experts_implementation('batched_mm')" in found.remedy

@@ -14,7 +14,7 @@ from graphmod import CUDAGraphModule
 from graphmod.errors import ConfigError
 from graphmod.trace import tracer as tracer_module
 from graphmod.trace.operations import facts
-from graphmod.trace.recorder import Recorder
+from graphmod.trace.recorder import EagerRecorder
 from graphmod.trace.tracer import is_recording
 from graphmod.train.run.loop import train
 from graphmod.train.step import TrainStep
@@ -254,7 +254,7 @@ def test_what_inductor_compiled_is_one_operation():
     made(x).sum().backward()
     expected, x.grad = x.grad, None
     loss = made(x).sum()
-    with Recorder([x], watching=True) as recorder:
+    with EagerRecorder([x]) as recorder:
         loss.backward()
     assert torch.equal(x.grad, expected)
     names = [facts(step.op).name for step in recorder.trace]
@@ -272,9 +272,9 @@ def test_random_numbers_that_compiled_code_draws_are_known_of(rate, attention):
     made = torch.compile(call, dynamic=False, options=compile_module.options("default"))
     x = torch.randn(1, 2, 8, 16, requires_grad=True)
     made(x).sum().backward()
-    with Recorder([x], watching=True) as forward:
+    with EagerRecorder([x]) as forward:
         loss = made(x).sum()
-    with Recorder([x], watching=True) as backward:
+    with EagerRecorder([x]) as backward:
         loss.backward()
     assert forward.random is (rate > 0) and not backward.random
 

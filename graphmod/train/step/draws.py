@@ -13,13 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from graphmod.trace.dispatch import through_a_mode
-from graphmod.trace.operations import argument_of, facts, tensors_in
-
-
-def _draws(op: Any, args: tuple, kwargs: dict) -> bool:
-    """Whether a call of an operation uses random numbers. Attention without dropout could, and does not."""
-    about = facts(op)
-    return about.random and (about.dropout < 0 or argument_of(args, kwargs, about.dropout, "dropout_p") != 0.0)
+from graphmod.trace.operations import draws, facts
+from graphmod.trace.tensors import tensors_in
 
 
 def _changed(op: Any, args: tuple, kwargs: dict) -> list[Tensor]:
@@ -53,7 +48,7 @@ class _Kept:
         self._versions = [tensor._version for tensor in self._tensors()]
 
     def _tensors(self) -> list[Tensor]:
-        return list(tensors_in(self._result if isinstance(self._result, (tuple, list)) else (self._result,)))
+        return list(tensors_in((self._result,)))
 
     def again(self, op: Any, args: tuple, kwargs: dict) -> Any:
         if op is not self._op:
@@ -92,7 +87,7 @@ class _Keep(_Visible):
     def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         result = op(*args, **kwargs)
-        if _draws(op, args, kwargs):
+        if draws(facts(op), args, kwargs):
             self._kept.append(_Kept(op, args, kwargs, result))
         return result
 
@@ -109,7 +104,7 @@ class _Repeat(_Visible):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if not _draws(op, args, kwargs):
+        if not draws(facts(op), args, kwargs):
             return op(*args, **kwargs)
         self._next += 1
         return self._kept[self._next - 1].again(op, args, kwargs)
