@@ -12,9 +12,8 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once, before
 import pytest
 import stream_rules
 import torch
-from hydra import compose, initialize_config_dir
 
-from graphmod.cli.training.compose import CONFIGS, parse, register
+from graphmod.cli.training.compose import TRAIN, parse
 from graphmod.train.step import TrainStep
 
 ROOT = Path(__file__).parent.parent
@@ -70,10 +69,8 @@ def rules_of_streams(monkeypatch: pytest.MonkeyPatch):
 
 
 def composed(*overrides: str):
-    """The composed, unparsed config for these overrides."""
-    register()
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        return compose("config", overrides=list(overrides))
+    """The composed, unparsed settings for these arguments."""
+    return TRAIN.compose(*TRAIN.read(list(overrides)).jobs())[0]
 
 
 def shell(folder: Path, *arguments: str, **variables: str) -> subprocess.Popen:

@@ -34,7 +34,7 @@ WITHIN = {
         ),
         *("data", "report", "run"),
     ),
-    "cli": ("stdout", "environment", "start", "explain", "training", "generation", "main"),
+    "cli": ("stdout", "environment", "start", "explain", "endings", "settings", "training", "generation", "main"),
 }
 
 

@@ -32,10 +32,7 @@ def words(name: str) -> list[str]:
 
 def shown(name: str) -> str:
     """The command `name` as help shows it."""
-    program = Path(sys.argv[0]).name
-    if program == "__main__.py":
-        return f"python -m graphmod {name}"
-    return f"python {name}.py" if program == f"{name}.py" else f"graphmod {name}"
+    return " ".join(Path(word).name for word in words(name))
 
 
 def _interrupted(*_: object) -> None:

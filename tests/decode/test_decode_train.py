@@ -28,7 +28,7 @@ from graphmod.train.run.loop import train
 def test_sampling_while_training_changes_no_loss_and_is_logged(scope, tiny, tmp_path, capfd):
     settings = ["data.max_bytes=20000", f"graph={scope}", "graph.warmup_steps=1", "train.checkpoint=false"]
     plain = train(tiny(*settings), tmp_path / "plain")
-    asked = ["train.sample_every=3", "train.sample_tokens=10", "train.sample_prompt='import '"]
+    asked = ["train.sample_every=3", "train.sample_tokens=10", "train.sample_prompt=import "]
     sampled = train(tiny(*settings, *asked), tmp_path / "sampled")
     assert sampled.losses == plain.losses
     assert sampled.graph["captures"] == plain.graph["captures"]
@@ -39,7 +39,7 @@ def test_sampling_while_training_changes_no_loss_and_is_logged(scope, tiny, tmp_
 
 
 def test_settings_of_samples_are_checked(settings):
-    for override in ("train.sample_tokens=0", "train.sample_every=-1", "train.sample_prompt=''"):
+    for override in ("train.sample_tokens=0", "train.sample_every=-1", "train.sample_prompt="):
         with pytest.raises(ConfigError, match=override.partition("=")[0]):
             settings(override)
 

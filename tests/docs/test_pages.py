@@ -6,13 +6,12 @@ from importlib import util
 
 import pytest
 import torch
-from conftest import ROOT, composed
-from hydra.core.override_parser.overrides_parser import OverridesParser
+from conftest import ROOT
 from omegaconf import OmegaConf
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from graphmod.cli.generation import main as generation
-from graphmod.cli.training.arguments import flags_first, for_hydra
+from graphmod.cli.training.compose import TRAIN
 from graphmod.train.schema.run import RunConfig
 from graphmod.wrap.target import MARK
 
@@ -92,7 +91,6 @@ def test_links_lead_to_pages_and_headings_that_there_are(path):
 
 @pytest.mark.parametrize("path", [path for path in PAGES if commands(path)], ids=name_of)
 def test_settings_of_commands_exist(path):
-    parser = OverridesParser.create()
     for program, command, *arguments in commands(path):
         name = command.removesuffix(".py")
         assert (program, name) in {
@@ -103,16 +101,10 @@ def test_settings_of_commands_exist(path):
             generation.parse(arguments)
         if name not in ("train", "compare"):
             continue
-        first = []  # of several values of a multirun, the first
-        for argument in for_hydra(flags_first(arguments)):
-            if argument.startswith(("-", "hydra.")):
-                continue
-            override = parser.parse_override(argument)
-            several = override.is_sweep_override()
-            value = next(iter(override.sweep_string_iterator())) if several else None
-            first.append(f"{override.get_key_element()}={value}" if several else argument)
-        settings = OmegaConf.to_container(composed(*first), resolve=False)
-        OmegaConf.merge(OmegaConf.structured(RunConfig), settings)
+        several = ["--multirun"] if name == "compare" else []
+        for job in TRAIN.read([*several, *arguments]).jobs():
+            settings = OmegaConf.to_container(TRAIN.compose(job)[0], resolve=False)
+            OmegaConf.merge(OmegaConf.structured(RunConfig), settings)
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ import pytest
 from conftest import ROOT, TINY, composed
 from transformers import AutoModelForCausalLM
 
-from graphmod.cli.training.arguments import flags_first, for_hydra
-from graphmod.cli.training.compose import parse
+from graphmod.cli.training.compose import TRAIN, parse
 from graphmod.cli.training.job import _way_on
+from graphmod.cli.training.main import main
 from graphmod.errors import ConfigError
 from graphmod.train.run.folders import unused
 
@@ -68,7 +68,7 @@ def test_a_typo_in_a_choice_is_one_clear_error_in_a_multirun_too(shell):
 
 def test_a_missing_file_is_one_clear_error(shell, tmp_path):
     assert_one_clear_error(shell("data=text", "data.path=not_there.txt"), "'not_there.txt'")
-    assert list((tmp_path / "runs" / "train").iterdir()) == [], "a run that never began left a folder"
+    assert list(tmp_path.iterdir()) == [], "a run that never began left a folder"
 
 
 def test_a_batch_that_memory_cannot_hold_is_one_clear_error(shell):
@@ -211,15 +211,16 @@ def test_an_interrupt_while_libraries_are_imported_is_one_line(command, tmp_path
 
 
 def test_flags_may_stand_anywhere_among_the_settings():
-    assert flags_first(["a=1", "--multirun", "b=2,3"]) == ["--multirun", "a=1", "b=2,3"]
-    assert flags_first(["a=1", "--cfg", "job", "b=2"]) == ["--cfg", "job", "a=1", "b=2"]
-    assert flags_first(["-i", "a=1"]) == ["--info=all", "a=1"]
+    asked = TRAIN.read(["a=1", "-m", "b=2,3"])
+    assert asked.flags == {"--multirun": ""} and asked.jobs() == [["a=1", "b=2"], ["a=1", "b=3"]]
+    asked = TRAIN.read(["a=1", "--cfg", "job", "b=2"])
+    assert asked.flags == {"--cfg": "job"} and asked.jobs() == [["a=1", "b=2"]]
 
 
 def test_an_unknown_flag_and_an_empty_folder_are_clear_errors(shell):
     assert_one_clear_error(shell("train.steps=3", "--multirum"), "'--multirum'", "did you mean '--multirun'?")
-    with pytest.raises(ConfigError, match="is empty; give the folder"):
-        for_hydra(["hydra.run.dir="])
+    assert_one_clear_error(shell("hydra.run.dir="), "is empty; give the folder")
+    assert_one_clear_error(shell("--config-dir", "nowhere"), "nowhere is not a folder")
 
 
 @pytest.mark.parametrize(
@@ -238,7 +239,7 @@ def test_an_unknown_flag_and_an_empty_folder_are_clear_errors(shell):
 )
 def test_a_setting_with_dashes_says_what_to_write(typed, meant):
     with pytest.raises(ConfigError) as caught:
-        flags_first(typed)
+        TRAIN.read(typed)
     assert str(caught.value).endswith(meant) and "\n" not in str(caught.value)
 
 
@@ -246,8 +247,7 @@ def test_a_setting_with_dashes_says_what_to_write(typed, meant):
     "text", ["def ", "it's $HOME (", "a,b=[", "\\", "a\\'b\\", "${x}", "\\${x}", "null", "1 {", "ü\n"]
 )
 def test_a_prompt_is_taken_as_it_is(text):
-    (argument,) = for_hydra([f"train.sample_prompt={text}"])
-    assert parse(composed(argument)).train.sample_prompt == text
+    assert parse(composed(f"train.sample_prompt={text}")).train.sample_prompt == text
 
 
 def test_runs_that_start_in_the_same_second_have_folders_of_their_own(tmp_path, monkeypatch):
@@ -276,11 +276,13 @@ def test_the_command_that_goes_on_with_a_multirun_names_its_folder(tmp_path, mon
     assert said[2:] == ["-m", "graph=none,per_layer", "hydra.sweep.dir=sweep", "train.resume=auto"]
 
 
-def test_jobs_of_a_multirun_do_not_all_go_on_with_one_run():
-    with pytest.raises(ConfigError, match=r"all its jobs resume one run; .* hydra\.sweep\.dir=FOLDER"):
-        for_hydra(["-m", "graph=none,per_layer", "train.resume=runs/train/one"])
-    for resume in ("none", "auto", "runs/train/one,runs/train/two"):
-        assert f"train.resume={resume}" in for_hydra(["-m", f"train.resume={resume}"])
+def test_jobs_of_a_multirun_do_not_all_go_on_with_one_run(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert main(["-m", "graph=none,per_layer", "train.resume=runs/train/one"]) == 2
+    said = capsys.readouterr().err
+    assert "all its jobs resume one run; " in said and "hydra.sweep.dir=FOLDER" in said
+    assert main(["-m", "train.resume=runs/train/one,runs/train/two"]) == 2
+    assert "train.resume=runs/train/two is not a folder" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -331,6 +333,5 @@ def test_a_job_without_a_folder_does_not_hide_the_others(shell, tmp_path):
 
 def test_the_home_folder_may_be_a_tilde(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path / "my home"))
-    (found,) = for_hydra(["data.path=~/texts"])
-    assert found == f"data.path='{tmp_path}/my home/texts'"
-    assert for_hydra(["~optim"]) == ["~optim"], "which is Hydra's own"
+    assert composed("data.path=~/texts").data.path == f"{tmp_path}/my home/texts"
+    assert TRAIN.read(["~optim"]).jobs() == [["~optim"]], "which is Hydra's own"

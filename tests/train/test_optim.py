@@ -7,7 +7,6 @@ import torch
 from torch import nn
 from transformers import get_scheduler
 
-from graphmod.cli.explain import explain
 from graphmod.errors import ConfigError
 from graphmod.train.model import build_model, model_config
 from graphmod.train.run.loop import train
@@ -102,9 +101,9 @@ def test_options_of_a_schedule_are_handed_on_and_wrong_ones_named(settings):
 
 @pytest.mark.parametrize("name", ["adafactor", "rmsprop", "lbfgs"])
 def test_an_optimizer_that_cannot_be_used_says_why(settings, name):
-    with pytest.raises(Exception) as caught:
+    with pytest.raises(ConfigError) as caught:
         settings(f"optim={name}")
-    said = explain(caught.value)
+    said = str(caught.value)
     assert f"optim={name} cannot be used: it " in said and "adam, adamw, muon, sgd" in said
 
 

@@ -11,12 +11,13 @@ import pytest
 from conftest import DROPOUT, TINY, shell
 from fighters import LOST, PROCESSES, WON, own_and_wait, start_at_once, train_or_lose
 
-from graphmod.errors import ConfigError, GraphmodError
+from graphmod.cli.training.main import main
+from graphmod.errors import GraphmodError
 from graphmod.train.checkpoints.manifest import FOLDER, checkpoints, verify
 from graphmod.train.report.result import RunResult
 from graphmod.train.run import ownership
 from graphmod.train.run.loop import train
-from graphmod.train.run.ownership import FolderInUse, owned, require_unused
+from graphmod.train.run.ownership import FolderInUse, owned
 from graphmod.train.run.resume import claimed
 
 
@@ -30,9 +31,6 @@ def test_the_second_owner_is_told_who_the_first_is_and_what_to_do(tmp_path, impa
         said = rf"run is in use: process {os.getpid()} on \S+ has been writing to it since \d.*hydra\.run\.dir=FOLDER"
         with pytest.raises(FolderInUse, match=said), owned(tmp_path / "run"):
             pass
-        with pytest.raises(FolderInUse, match=said):
-            require_unused(tmp_path / "run")
-    require_unused(tmp_path / "run")
     with owned(tmp_path / "run"):
         pass
 
@@ -166,14 +164,13 @@ def test_auto_skips_the_unfinished_run_beside_it_that_is_alive(on_text, tmp_path
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["2020", "2021"]
 
 
-def test_a_multirun_in_the_folder_of_one_that_is_alive_is_refused(tmp_path, impatient):
-    from graphmod.cli.training.arguments import for_hydra
-
+def test_a_multirun_in_the_folder_of_one_that_is_alive_is_refused(tmp_path, impatient, capsys):
     (tmp_path / "none").mkdir()
     RunResult(scope="none").write(tmp_path / "none")
+    arguments = ["--multirun", "graph=none,per_layer", f"hydra.sweep.dir={tmp_path}"]
     for more in ([], ["train.resume=auto"]):
-        arguments = ["--multirun", "graph=none,per_layer", f"hydra.sweep.dir={tmp_path}", *more]
-        with owned(tmp_path), pytest.raises(FolderInUse, match=r"hydra\.sweep\.dir=FOLDER"):
-            for_hydra(arguments)
-    with pytest.raises(ConfigError, match="holds runs of an earlier multirun"):
-        for_hydra(["--multirun", "graph=none,per_layer", f"hydra.sweep.dir={tmp_path}"])
+        with owned(tmp_path):
+            assert main([*arguments, *more]) == 2
+        assert "is in use: process" in capsys.readouterr().err
+    assert main(arguments) == 2
+    assert "holds runs of an earlier multirun" in capsys.readouterr().err

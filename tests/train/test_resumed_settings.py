@@ -5,9 +5,9 @@ import json
 import pytest
 from conftest import DROPOUT, composed
 
-from graphmod.cli.training.arguments import for_hydra
 from graphmod.cli.training.compose import parse
 from graphmod.cli.training.job import Job, attempt
+from graphmod.cli.training.main import main
 from graphmod.cli.training.resumed import job_settings
 from graphmod.errors import ConfigError
 from graphmod.train.checkpoints.manifest import FOLDER, FORMAT, MANIFEST_FILE, NewerCheckpoint, checkpoints
@@ -250,10 +250,11 @@ def test_options_of_a_schedule_are_compared_as_a_whole(stopped, tmp_path):
     assert train(parse(given(f"train.resume={run}").settings), tmp_path / "unused").losses == losses
 
 
-def test_steps_and_epochs_at_once_are_refused():
-    with pytest.raises(ConfigError, match=r"train\.steps=3 and train\.epochs=2 both say how long to train"):
-        for_hydra(["train.steps=3", "train.epochs=2"])
-    assert for_hydra(["train.steps=3", "train.epochs=null"]) == ["train.steps=3", "train.epochs=null"]
+def test_steps_and_epochs_at_once_are_refused(capsys):
+    assert main(["train.steps=3", "train.epochs=2"]) == 2
+    assert "train.steps=3 and train.epochs=2 both say how long to train" in capsys.readouterr().err
+    assert main(["train.steps=0", "train.epochs=null"]) == 2
+    assert "train.steps must be at least 1" in capsys.readouterr().err
 
 
 def test_a_checkpoint_of_before_epochs_says_that_its_data_came_in_another_order(stopped, tmp_path):

@@ -47,7 +47,7 @@ def trained():
 def checkpoint(on_documents, folder, trained):
     """A checkpoint that has learnt the documents."""
     if not trained:
-        asked = ["train.sample_every=150", "train.sample_prompt='ann met bob'", "train.ema_decay=0.9"]
+        asked = ["train.sample_every=150", "train.sample_prompt=ann met bob", "train.ema_decay=0.9"]
         settings = ["graph=none", "train.steps=150", "model.hidden_size=64", "model.intermediate_size=128"]
         result = train(on_documents(*settings, *asked, "optim.learning_rate=0.01"), folder / "run")
         trained["checkpoint"] = folder / "run" / result.checkpoint

@@ -4,22 +4,19 @@ import re
 import shlex
 import signal
 import sys
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from omegaconf import DictConfig, OmegaConf
 
+from graphmod.cli.endings import conclude
 from graphmod.cli.environment import ranks_started
-from graphmod.cli.explain import system_error
 from graphmod.cli.start import words
-from graphmod.cli.stdout import complain, complain_for_all, say_plainly, show, stay_silent, unwritten
-from graphmod.cli.training.arguments import NO_CHECK, NO_PROFILE
-from graphmod.cli.training.compose import parse
+from graphmod.cli.stdout import complain, complain_for_all, say_plainly, show, stay_silent
+from graphmod.cli.training.compose import TRAIN, parse
 from graphmod.cli.training.launch import launch
 from graphmod.cli.training.peers import Peers
 from graphmod.cli.training.resumed import job_settings
@@ -77,10 +74,8 @@ def _say_stopped(result: RunResult, folder: Path, given: list[str]) -> int:
     return 128 + signal.Signals[result.error]
 
 
-def _check(config: RunConfig, folder: Path, alone: bool) -> tuple[int, Path]:
+def _check(config: RunConfig, folder: Path) -> tuple[int, Path]:
     """Only says what would keep the step out of graphs."""
-    if not alone:
-        raise ConfigError(NO_CHECK)  # likewise
     from graphmod.train.run.hazards import CHECK_FILE, check_training
 
     report = check_training(config, folder)
@@ -123,19 +118,18 @@ def _tried(cfg: DictConfig, job: Job, ranks: Ranks, peers: Peers | None = None) 
             if ranks.first:
                 peers.speak(lost)
             return peers.status, lost
-        status, reason, said = _worded(error, job)
-        if said is not None:
-            complain(said)
-        return status, reason
+        if isinstance(error, Aborted):
+            way_on = f"\n  to resume: {_way_on(error.kept.parent.parent, job.given)}" if error.kept else ""
+            say_plainly(f"{error}{way_on}")
+            return 128 + signal.SIGINT, str(error)
+        return conclude(error, TRAIN.smaller, job.folder)
 
 
 def _run(cfg: DictConfig, job: Job, ranks: Ranks, peers: Peers | None) -> tuple[int, str | Path]:
     chosen = job_settings(cfg, job.overrides)
     config = parse(chosen.settings)
-    if config.train.profile and not job.alone:
-        raise ConfigError(NO_PROFILE)  # a file of configs/ says so; the command line was looked at before
     if config.graph.check:
-        return _check(config, job.folder, job.alone) if ranks.first else (0, job.folder)
+        return _check(config, job.folder) if ranks.first else (0, job.folder)
     count = ranks_of(config)
     if ranks.count != count:
         return launch(_told(cfg, job), count)
@@ -182,37 +176,9 @@ def _kept(folder: Path, given: list[str]) -> str:
     return f"; the newest checkpoint is {newest}\n  to resume: {_way_on(folder, given)}"
 
 
-def _worded(error: BaseException, job: Job) -> tuple[int, str, str | None]:
-    """The exit status for what a job ended with, why it failed, and what is to be said of it, if anything."""
-    if isinstance(error, Aborted):
-        way_on = f"\n  to resume: {_way_on(error.kept.parent.parent, job.given)}" if error.kept else ""
-        say_plainly(f"{error}{way_on}")
-        return 128 + signal.SIGINT, str(error), None
-    if isinstance(error, BrokenPipeError):  # as with `| head`, where nothing is wrong
-        return 128 + signal.SIGPIPE, "nobody reads the standard output any more", None
-    if isinstance(error, GraphmodError):
-        return 2 if isinstance(error, ConfigError) else 1, str(error), str(error)
-    if isinstance(error, OSError):
-        reason = unwritten() or system_error(error, job.folder)
-        return 1, reason, reason
-    if isinstance(error, torch.OutOfMemoryError):
-        reason = f"out of GPU memory; lower data.batch_size or data.seq_len. {str(error).splitlines()[0]}"
-        return 1, reason, reason
-    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)):
-        reason = f"out of memory; lower data.batch_size or data.seq_len. {error}".splitlines()[0]
-        return 1, reason, reason
-    if not isinstance(error, Exception):
-        raise error
-    # All of it is shown, but the other jobs of a multirun go on.
-    traceback.print_exception(error)
-    bug = "this is a bug in graphmod or in a library it uses; the lines above show where"
-    return 1, f"{type(error).__name__}: {error}", bug
-
-
 def failed(cfg: DictConfig, folder: Path, reason: str) -> RunResult:
     """What the comparison says of a job of a multirun that failed; also left in its folder, if that has no result."""
-    scope = str(getattr(cfg.graph.scope, "value", cfg.graph.scope))
-    result = RunResult(scope=scope, status="failed", error=reason)
+    result = RunResult(scope=cfg.graph.scope.value, status="failed", error=reason)
     if not (folder / RESULT_FILE).exists():  # else an earlier run's, with which this one was not allowed to mix
         with suppress(OSError, GraphmodError), owned(folder):  # nor one that another process writes to
             result.write(folder)

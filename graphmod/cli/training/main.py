@@ -1,174 +1,118 @@
-"""What `train.py` does: compose the config with Hydra, run the job or jobs, and word every error for its reader.
+"""What `train.py` does: one run, or with --multirun all combinations of settings with several values.
 
-Exit status: 0 all went well, 1 a run failed, 2 the command line, a config or the data cannot be used, 128 + N stopped
-by signal N (130 is Ctrl-C, 143 SIGTERM).
+What takes no PyTorch to refuse is refused here, before it is loaded.
 """
 
-from __future__ import annotations
-
-import os
-import sys
-import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import logging
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-import hydra
-from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
-from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
+from omegaconf import DictConfig
 
 from graphmod.cli.environment import own_rank, ranks_started, require_one_process
-from graphmod.cli.explain import explain
-from graphmod.cli.start import shown, version
-from graphmod.cli.stdout import complain, end_at_once, show, stay_silent, unwritten
-from graphmod.cli.training import callback
-from graphmod.cli.training.arguments import for_hydra, groups, swept_keys
-from graphmod.cli.training.compose import CONFIGS, parse_early, register
-from graphmod.errors import ConfigError, GraphmodError
-from graphmod.train.run.folders import job_folder, unused
+from graphmod.cli.settings import Asked
+from graphmod.cli.start import loading
+from graphmod.cli.stdout import end_at_once, stay_silent
+from graphmod.cli.training.compose import TRAIN
+from graphmod.errors import ConfigError
+from graphmod.train.run.folders import job_folder
 from graphmod.train.schema.parallel import ParallelMode
-
-if TYPE_CHECKING:
-    from graphmod.train.report.result import RunResult
-
-_FULL_ERROR = "HYDRA_FULL_ERROR"
+from graphmod.train.schema.run import RunConfig, check
 
 
-@contextmanager
-def _hydra_raises() -> Iterator[None]:
-    # Otherwise Hydra prints errors itself, in terms of its own files, and exits with status 1.
-    before = os.environ.get(_FULL_ERROR)
-    os.environ[_FULL_ERROR] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_FULL_ERROR]
-        else:
-            os.environ[_FULL_ERROR] = before
-
-
-def _tidy(folder: Path) -> None:
-    # A run that never began, or resumed in the folder of another, should leave no dated folder behind.
-    with suppress(OSError):  # it holds something
-        folder.rmdir()
-
-
-def _for_one_rank(arguments: list[str]) -> list[str]:
-    """The arguments of one of several processes that a launcher started; all but the first one stay silent.
-
-    Raises:
-        ConfigError: they ask for a multirun.
-    """
-    if own_rank() == 0:
-        if {"--multirun", "-m"} & set(arguments):
-            raise ConfigError(
-                f"--multirun with a launcher (WORLD_SIZE={ranks_started()}) is not supported; leave the launcher out, "
-                "each job starts its own ranks: --multirun parallel=ddp parallel.gpus=2"
-            )
-        return arguments
-    stay_silent(lambda text: None)
-    if {"--multirun", "-m"} & set(arguments):
-        raise ConfigError("the first rank says it")
-    # Nothing is written there: the first rank tells which folder the run has.
-    return [one for one in arguments if not one.startswith("hydra.run.dir=")] + ["hydra.run.dir=."]
-
-
-def main(given: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     """Runs `train.py` with these arguments; returns the exit status."""
-    statuses: list[int] = []
-    before, show_all = sys.argv[1:], _FULL_ERROR in os.environ
+    if ranks_started() > 1 and own_rank():
+        stay_silent(lambda text: None)  # the first rank says it
+    return TRAIN.run(arguments, _train)
 
-    def job(cfg: DictConfig) -> str | Path | RunResult:
-        hydra_config = HydraConfig.get()
-        folder = Path(hydra_config.runtime.output_dir)
-        alone = hydra_config.mode is RunMode.RUN
-        if alone:
-            try:
-                parse_early(cfg)
-                if cfg.train.resume in ("none", "auto") and cfg.parallel.mode is ParallelMode.none:
-                    require_one_process("parallel=none trains in one; add parallel=ddp")
-            except ConfigError as error:
-                complain(error)
-                _tidy(folder)
-                statuses.append(2)
-                return folder
-        from graphmod.cli.training.job import Job, attempt, failed  # loads PyTorch
 
-        callback.require_folder()
-        try:
-            status, outcome = attempt(cfg, Job(folder, list(hydra_config.overrides.task), alone, given))
-        finally:
-            if alone and own_rank() == 0:
-                _tidy(folder)
-        statuses.append(status)
-        if isinstance(outcome, str) and ranks_started() > 1:
-            end_at_once(status)  # a process group whose ranks are gone may wait for them
-        if status >= 128:
-            raise KeyboardInterrupt  # the jobs that would follow must not start
-        return failed(cfg, folder, outcome) if status and not alone else outcome
+def _train(asked: Asked) -> int:
+    lengths = [one for one in asked.overrides if one.key_or_group in ("train.steps", "train.epochs")]
+    given = {one.key_or_group: one.input_line for one in lengths if one.value() is not None}
+    if len(given) > 1:
+        raise ConfigError(f"{' and '.join(given.values())} both say how long to train; give one of them")
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    return _several(asked) if "--multirun" in asked.flags else _one(asked)
 
+
+def _folder(hydra: DictConfig, what: str) -> Path:
+    folder = str(hydra[what].dir)
+    if not folder.strip():
+        raise ConfigError(
+            f"hydra.{what}.dir is empty; give the folder to write to, such as hydra.{what}.dir=runs/mine, or leave it "
+            "out"
+        )
+    return Path(folder)
+
+
+def _own(overrides: list[str]) -> list[str]:
+    """Those that are not Hydra's."""
+    return [one for one in overrides if not one.startswith("hydra.")]
+
+
+def _require_one_run(config: RunConfig) -> None:
+    """Raises ConfigError for settings that a single run cannot have."""
+    if config.train.resume not in ("none", "auto"):
+        return  # it has settings that are not known yet
+    check(config)
+    if config.parallel.mode is ParallelMode.none:
+        require_one_process("parallel=none trains in one; add parallel=ddp")
+        if config.parallel.gpus is not None:
+            raise ConfigError("parallel.gpus does nothing with parallel=none; add parallel=ddp, or leave it out")
+
+
+def _one(asked: Asked) -> int:
+    (overrides,) = asked.jobs()
+    settings, hydra = TRAIN.compose(overrides)
+    _require_one_run(TRAIN.typed(settings))
+    with loading():
+        from graphmod.cli.training.job import Job, attempt
+    # Another rank than the first writes nowhere, and is told which folder the run has.
+    folder = Path() if own_rank() else _folder(hydra, "run")
     try:
-        if "--version" in given:
-            show(version())
-            return 0
-        arguments = for_hydra(given)
-        if ranks_started() > 1:
-            arguments = _for_one_rank(arguments)
-        sys.argv[1:] = arguments
-        register()
-        keys = swept_keys(arguments)
-        OmegaConf.register_new_resolver(
-            "swept", lambda overrides, number: job_folder(keys, list(overrides), number), replace=True
-        )
-        OmegaConf.register_new_resolver("unused", unused, replace=True)
-        OmegaConf.register_new_resolver("groups", lambda: groups(CONFIGS), replace=True)
-        OmegaConf.register_new_resolver("command", lambda: shown("train"), replace=True)
-        with _hydra_raises():
-            hydra.main(config_path=str(CONFIGS), config_name="config", version_base="1.3")(job)()
-    except KeyboardInterrupt:
-        if statuses and statuses[-1] >= 128:
-            return statuses[-1]
-        print("interrupted", file=sys.stderr)
-        return 130
-    except ConfigError as error:
-        complain(error)
-        return 2
-    except GraphmodError as error:
-        complain(error)
-        return 1
-    except (HydraException, OmegaConfBaseException, YAMLError) as error:
-        if show_all:
-            traceback.print_exc()
-        complain(explain(error))
-        return 2
-    except BrokenPipeError:  # as with `| head`, where nothing is wrong
-        unwritten()
-        return 128 + 13  # what a shell says of a program that SIGPIPE ended
-    except OSError as error:  # Hydra could not make the folder of the run, or print what it was asked for
-        if (reason := unwritten()) is not None:
-            complain(reason)
-            return 1
-        where = error.filename or "the folder of the run"
-        reason = (
-            f"cannot write to {where}: {error.strerror or error}; choose another folder with hydra.run.dir=FOLDER "
-            "(of a multirun: hydra.sweep.dir=FOLDER)"
-        )
-        callback.end_early(Path(error.filename or "the next job"), reason)
-        complain(reason)
-        if (uncompared := callback.take_failure()) is not None:
-            complain(uncompared)
-        return 1
+        status, outcome = attempt(settings, Job(folder, _own(overrides), alone=True, given=asked.arguments))
     finally:
-        callback.leave_folder()
-        sys.argv[1:] = before
-    for reason in (callback.take_failure(), unwritten()):
-        if reason is not None:
-            complain(reason)
-            statuses.append(1)
-    return max(statuses, default=0)
+        with suppress(OSError):  # it holds something: the run began
+            folder.rmdir()
+    if isinstance(outcome, str) and ranks_started() > 1:
+        end_at_once(status)  # a process group whose ranks are gone may wait for them
+    return status
+
+
+def _require_multirun(configs: list[RunConfig]) -> None:
+    """Raises ConfigError for settings that one of several jobs cannot have."""
+    if (count := ranks_started()) > 1:
+        raise ConfigError(
+            f"--multirun with a launcher (WORLD_SIZE={count}) is not supported; leave the launcher out, each job "
+            "starts its own ranks: --multirun parallel=ddp parallel.gpus=2"
+        )
+    if any(config.train.profile for config in configs):
+        raise ConfigError(
+            "train.profile=true in a multirun would slow the graph launches of every later job, because a profiler "
+            "stays attached to the process; drop it (the comparison shows how busy the GPU was), or run it alone"
+        )
+    if any(config.graph.check for config in configs):
+        raise ConfigError("graph.check=true checks a single run; drop --multirun")
+    resumed = [config.train.resume for config in configs if config.train.resume not in ("none", "auto")]
+    if len({*resumed}) < len(resumed):
+        raise ConfigError(
+            f"train.resume={resumed[0]} in a multirun would make all its jobs resume one run; drop --multirun, or "
+            "resume each job in its folder: hydra.sweep.dir=FOLDER train.resume=auto"
+        )
+
+
+def _several(asked: Asked) -> int:
+    jobs = asked.jobs()
+    composed = [TRAIN.compose(overrides) for overrides in jobs]
+    _require_multirun([TRAIN.typed(settings) for settings, _ in composed])
+    names = [job_folder(asked.swept, _own(overrides), number) for number, overrides in enumerate(jobs)]
+    with loading():
+        from graphmod.cli.training.job import Job
+        from graphmod.cli.training.sweep import run
+    folder = _folder(composed[0][1], "sweep")
+    made = [
+        (settings, Job(folder / name, _own(overrides), alone=False, given=asked.arguments))
+        for name, overrides, (settings, _) in zip(names, jobs, composed, strict=True)
+    ]
+    return run(folder, made)

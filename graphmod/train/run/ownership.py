@@ -64,7 +64,10 @@ def owned(folder: Path) -> Iterator[None]:
                 f"the file system of {folder} has no file locks ({error.strerror}), so that nothing would keep other "
                 "processes from writing to it; write to another one (hydra.run.dir=FOLDER)"
             ) from error
-        raise GraphmodError(f"cannot write to {folder}: {error.strerror or error}") from error
+        raise GraphmodError(
+            f"cannot write to {folder}: {error.strerror or error}; choose another folder with hydra.run.dir=FOLDER "
+            "(of a multirun: hydra.sweep.dir=FOLDER)"
+        ) from error
     try:
         since = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S %z")
         told = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": since})
@@ -81,16 +84,3 @@ def owned(folder: Path) -> Iterator[None]:
         if made:
             with suppress(OSError):  # it holds something
                 folder.rmdir()
-
-
-def require_unused(folder: Path) -> None:
-    """Raises FolderInUse when a process owns `folder`; changes nothing there."""
-    if not (folder / LOCK_FILE).is_file():
-        return
-    lock = FileLock(folder / LOCK_FILE, timeout=_PATIENCE_S, fallback_to_soft=False)
-    with suppress(OSError):  # where it cannot be written to, whoever writes to it says so
-        try:
-            lock.acquire()
-        except Timeout:
-            raise _in_use(folder) from None
-        lock.release()
