@@ -5,9 +5,9 @@
 
 Each GPU has the batch of the shape. Modes: the step on `one_gpu`, from one graph; DistributedDataParallel as it comes
 (`ddp_eager`), with its model compiled (`ddp_compiled`), with graphs of its layers (`ddp_layers`), in a step that is one
-graph (`ddp`); what one writes by hand with `torch.cuda.graph`: gradients in one flat buffer, reduced after the
-backward (`flat`); each layer in `fully_shard` (`fsdp`) or `parallelize_module` (`tp`, whose gradients are not clipped),
-eager and in a step that is one graph.
+graph (`ddp`), likewise when made with `init_sync=False` (`ddp_one_stream`); what one writes by hand with
+`torch.cuda.graph`: gradients in one flat buffer, reduced after the backward (`flat`); each layer in `fully_shard`
+(`fsdp`) or `parallelize_module` (`tp`, whose gradients are not clipped), eager and in a step that is one graph.
 """
 
 import argparse
@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.options import chosen, gpu_is_there
 from benchmarks.training import SHAPES, VOCABULARY, build, keep
 
-DDP = ("one_gpu", "ddp_eager", "ddp_compiled", "ddp_layers", "flat", "ddp")
+DDP = ("one_gpu", "ddp_eager", "ddp_compiled", "ddp_layers", "flat", "ddp", "ddp_one_stream")
 SHARDED = ("fsdp_eager", "fsdp", "tp_eager", "tp")
 MODES = (*DDP, *SHARDED)
 
@@ -39,7 +39,8 @@ def make_step(mode: str, shape: dict[str, int], rank: int, ranks: int) -> tuple[
     model, optimizer = build(shape)
     called = model
     if mode.startswith("ddp"):
-        called = DistributedDataParallel(model, device_ids=[rank], broadcast_buffers=False)
+        settings = {"init_sync": mode != "ddp_one_stream"}  # all ranks make the same model
+        called = DistributedDataParallel(model, device_ids=[rank], broadcast_buffers=False, **settings)
     if mode == "ddp_compiled":
         called = torch.compile(called)
     if mode.startswith(("fsdp", "tp")):
@@ -58,7 +59,7 @@ def make_step(mode: str, shape: dict[str, int], rank: int, ranks: int) -> tuple[
         return _by_hand(model, optimizer, shape, ranks), []
     if mode == "ddp_layers":
         return step, graph_layers(called)
-    if mode in ("ddp", "one_gpu", "fsdp", "tp"):
+    if mode in ("ddp", "ddp_one_stream", "one_gpu", "fsdp", "tp"):
         wrapper = CUDAGraphModule(step)
         return wrapper, [wrapper]
     return step, []

@@ -20,6 +20,7 @@ WORDS = {
     "ddp_layers": "DistributedDataParallel, `graph_layers`",
     "flat": "by hand: one graph, one flat all-reduce",
     "ddp": "DistributedDataParallel, one graph",
+    "ddp_one_stream": "DistributedDataParallel with `init_sync=False`, one graph",
     "fsdp_eager": "`fully_shard`, eager",
     "fsdp": "`fully_shard`, one graph",
     "tp_eager": "tensor parallelism, eager",
@@ -38,9 +39,18 @@ def rows_of(results: dict[str, Any]) -> str:
         same = base is not None and base is not one and run_of(base) == run_of(one)
         shape = f"{one['layers']} layers, width {one['width']}, {one['batch']} x {one['length']} tokens"
         share = f"{one['step_ms'] / base['step_ms']:.2f}" if same else ""
-        numbers = [f"{one[name]:.2f}" for name in ("step_ms", "free_ms", "busy_ms", "host_ms")]
+        numbers = [f"{one[name]:.2f}" for name in ("step_ms", "free_ms", "busy_ms", "host_ms", "reserved_now_gib")]
         rows.append([shape, WORDS[one["mode"]], numbers[0], share, *numbers[1:]])
-    head = ["a GPU's part", "", "ms per step", "x one GPU", "without synchronizing", "GPU busy ms", "host ms"]
+    head = [
+        "a GPU's part",
+        "",
+        "ms per step",
+        "x one GPU",
+        "without synchronizing",
+        "GPU busy ms",
+        "host ms",
+        "reserved GiB",
+    ]
     about = found[0]["environment"]
     gpus = max(one["gpus"] for one in found)
     ran = "; ".join(sorted({f"{one['environment']['date']} `{one['command']}`" for one in found}))

@@ -74,8 +74,9 @@ def kernel_name(node: c_void_p) -> str:
     return (name.value or b"").decode()
 
 
-def last_captured(stream: int) -> int | None:
-    """The node that whatever is captured next on a stream will follow; 0 if there is none, None if there are more."""
+def last_captured(stream: int) -> int:
+    """The node that whatever is captured next on a stream will follow, one of them where branches meet; 0 if there is
+    none."""
     status, count, following, data = c_int(), c_size_t(), c_void_p(), c_void_p()
     identity, graph = c_uint64(), c_void_p()
     call(
@@ -88,8 +89,6 @@ def last_captured(stream: int) -> int | None:
         byref(data),
         byref(count),
     )
-    if count.value > 1:
-        return None
     return c_void_p.from_address(following.value).value if count.value else 0
 
 

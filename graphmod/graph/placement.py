@@ -9,7 +9,6 @@ microbatches) share one buffer.
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,41 +16,23 @@ from torch import Tensor
 from graphmod.errors import CaptureRefused
 from graphmod.graph.gradients import GradientBuffer
 from graphmod.graph.group import Group
-from graphmod.trace.operations import address
-from graphmod.trace.overloads import writes_directly
+from graphmod.trace.places import Place, place_of
 from graphmod.trace.recorder import Recorder
 
 Gradients = list[tuple[Tensor, Tensor | None]]  # (parameter, its gradient)
 
 
-class Place(NamedTuple):
-    """The operation that makes a gradient: its index in the trace and the layout of its result."""
-
-    index: int
-    size: torch.Size
-    stride: tuple[int, ...]
-
-
 def find_places(gradients: Gradients, recorder: Recorder) -> list[Place | None]:
     """Which operation of a recorded backward made each parameter's gradient; None where nothing can compute it straight
-    into a buffer (no gradient, no such overload, a result that is only part of its memory)."""
+    into a buffer, or where it makes two of them."""
     places: list[Place | None] = []
     taken: set[int] = set()
     for parameter, grad in gradients:
-        made = recorder.made_by.get(address(grad)) if grad is not None else None
-        if made is None:
-            places.append(None)
-            continue
-        index, op, size, stride = made
-        whole = (
-            grad.untyped_storage().nbytes() == grad.nbytes
-            and grad.stride() == parameter.stride()
-            and size.numel() == grad.numel()
-            and writes_directly(op)
-        )
-        places.append(Place(index, size, stride) if whole and index not in taken else None)
-        if whole:
-            taken.add(index)
+        place = None if grad is None else place_of(grad, recorder.made_by)
+        fits = place is not None and place.index not in taken and grad.stride() == parameter.stride()
+        places.append(place if fits else None)
+        if place is not None:
+            taken.add(place.index)
     return places
 
 

@@ -20,34 +20,8 @@ import torch
 from torch import Tensor, distributed
 from torch.autograd import Variable
 
+from graphmod.ranks.buckets import Bucket
 from graphmod.trace.dispatch import current, hidden
-
-_use_count = torch._C._storage_Use_Count
-
-
-class Bucket:
-    """Gradients that are summed in one collective.
-
-    Attributes:
-        members: the indices of their parameters.
-        pending: how many are still to come in this backward.
-        parts: where they lie, in one piece of memory, once they are being summed.
-        memory: such a piece, its storage, and how often that is used where nobody holds a part of it.
-    """
-
-    def __init__(self, members: list[int]) -> None:
-        self.members, self.pending = members, len(members)
-        self.parts: list[Tensor] = []
-        self.memory: tuple[Tensor, Any, int] | None = None
-
-    def lasting(self, grads: list[Tensor]) -> Tensor:
-        """The same memory as the last time, unless somebody still holds gradients there: an optimizer's graph reads
-        them at their address."""
-        if self.memory is None or _use_count(self.memory[1]._cdata) > self.memory[2]:
-            flat = _empty_for(grads)
-            storage = flat.untyped_storage()
-            self.memory = flat, storage, _use_count(storage._cdata)
-        return self.memory[0]
 
 
 class Reducer:
@@ -85,7 +59,7 @@ class Reducer:
         self._plan(buckets)
 
     def _plan(self, buckets: list[list[int]]) -> None:
-        self._buckets = [Bucket(list(members)) for members in buckets]
+        self._buckets = [Bucket(list(members), self._parameters) for members in buckets]
         self._bucket_of = {index: bucket for bucket in self._buckets for index in bucket.members}
         self._next = 0
 
@@ -114,7 +88,7 @@ class Reducer:
         """There is no backward any more that will come to its end."""
         self._expects, self._branched, self._order, self._left = False, False, [], list(self._times)
         for bucket in self._buckets:
-            bucket.parts, bucket.pending = [], len(bucket.members)
+            bucket.forget()
         self._next = 0
 
     def _ready(self, index: int, parameter: Tensor) -> None:
@@ -148,9 +122,11 @@ class Reducer:
         if recorder is not None:
             recorder.before_communicating()
         grads = [self._parameters[i].grad for i in bucket.members]
-        flat = bucket.lasting(grads) if recorder is None else _empty_for(grads)
-        bucket.parts = _parts_for(flat, grads)
-        torch._foreach_copy_(bucket.parts, grads)
+        if recorder is not None and recorder.watching:
+            for index, grad in zip(bucket.members, grads, strict=True):
+                if _is_new(grad):
+                    recorder.aim(grad, functools.partial(self._part_for, index))
+        flat = bucket.gather(grads, recorded=recorder is not None)
         operation = distributed.ReduceOp.SUM
         if self._averages and flat.is_cuda:
             operation = distributed.ReduceOp.AVG
@@ -158,6 +134,10 @@ class Reducer:
             flat.mul_(1 / self._size)
         with self._beside(flat):
             distributed.all_reduce(flat, operation, group=self._group)
+
+    def _part_for(self, index: int) -> Tensor:
+        bucket = self._bucket_of[index]
+        return bucket.part_for(bucket.members.index(index))
 
     @contextlib.contextmanager
     def _beside(self, flat: Tensor) -> Iterator[None]:
@@ -196,7 +176,7 @@ class Reducer:
         old, new = [], []
         for parameter, part in zip(parameters, bucket.parts, strict=True):
             grad = parameter.grad
-            if grad._version == 0 and grad.is_contiguous():
+            if grad.data_ptr() == part.data_ptr() or _is_new(grad):
                 parameter.grad = part
             else:
                 old.append(grad)
@@ -214,21 +194,6 @@ class Reducer:
         self.keep(distributed._compute_bucket_assignment_by_size(tensors, self._limits, [], order)[0])
 
 
-def _sizes_of(tensors: list[Tensor]) -> list[int]:
-    """Elements for each. They begin at multiples of 16 bytes, as kernels need it to read several elements at once;
-    others would add up a norm in another order."""
-    step = 16 // tensors[0].element_size()
-    return [-(-tensor.numel() // step) * step for tensor in tensors]
-
-
-def _empty_for(tensors: list[Tensor]) -> Tensor:
-    """New memory for tensors of one dtype side by side; the gaps between them are zero."""
-    size = sum(_sizes_of(tensors))
-    make = torch.empty if size == sum(tensor.numel() for tensor in tensors) else torch.zeros
-    return make(size, dtype=tensors[0].dtype, device=tensors[0].device)
-
-
-def _parts_for(flat: Tensor, tensors: list[Tensor]) -> list[Tensor]:
-    """The part of each in such memory, contiguous."""
-    parts = zip(flat.split(_sizes_of(tensors)), tensors, strict=True)
-    return [part[: tensor.numel()].view(tensor.shape) for part, tensor in parts]
+def _is_new(gradient: Tensor) -> bool:
+    """Whether the backward that runs has made it, so that nobody holds it yet."""
+    return gradient._version == 0 and gradient.is_contiguous()

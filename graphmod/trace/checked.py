@@ -162,4 +162,6 @@ class CheckedTrace(MemoryTrace):
         self._origins.note_made(call.about, call.random, call.given, call.given_at, list(map(address, fresh)))
         if self.on_gpu and any(tensor.is_cuda for tensor in call.given):
             self._origins.note_of_kernels(address(tensor) for tensor in fresh if not tensor.is_cuda)
+        for tensor in fresh:
+            self.made_by[address(tensor)] = (call.index, call.step.op, tensor.size(), tensor.stride())
         return fresh

@@ -22,6 +22,7 @@ from graphmod.trace.memory import Call
 from graphmod.trace.operations import Facts, Step, address
 from graphmod.trace.origins import Origin
 from graphmod.trace.overloads import fits_into, run_into
+from graphmod.trace.places import place_of
 from graphmod.trace.script import Kept, Script
 from graphmod.trace.tensors import tensors_in
 
@@ -57,6 +58,13 @@ class EagerRecorder(CheckedTrace):
     def note_compilation(self) -> None:
         """Takes in that torch.compile compiles: the call is to be recorded again."""
         self.compiles = True
+
+    def aim(self, tensor: Tensor, memory: Callable[[], Tensor]) -> None:
+        """Lets a capture of this call compute a tensor straight into what `memory()` gives then: a tensor of its size,
+        contiguous, as it is. Does nothing where it cannot."""
+        place = place_of(tensor, self.made_by) if tensor.is_contiguous() else None
+        if place is not None and place.index not in self.script.aims:
+            self.script.aims[place.index] = lambda: memory().as_strided(place.size, place.stride)
 
     def _run(self, step: Step, about: Facts, args: tuple, kwargs: dict, random: bool) -> Any:
         """Runs an operation, whatever the record makes of it."""
@@ -234,8 +242,6 @@ class Recorder(CheckedTrace):
         except CaptureRefused as refusal:
             self._refused = self._refused or str(refusal)  # and not the error, whose frames hold this
             raise
-        for tensor in fresh:
-            self.made_by[address(tensor)] = (call.index, step.op, tensor.size(), tensor.stride())
         if self._after is not None:
             self._after(step.op, call.args, call.kwargs, result, fresh)
         return result
@@ -260,10 +266,18 @@ class Recorder(CheckedTrace):
         op, args, kwargs = call.step.op, call.args, call.kwargs
         if call.about.collective and not self.on_gpu:
             return without_running(op, args, kwargs)
-        target = self._targets.get(call.index) if self._targets else None
+        target = self._target(call.index)
         if target is not None and fits_into(op, args, kwargs, target):
             return run_into(op, args, kwargs, target)
         if call.about.lists and self._around is not None:
             with self._around((*args, *kwargs.values())):
                 return self._do(op, args, kwargs)
         return self._do(op, args, kwargs)
+
+    def _target(self, index: int) -> Tensor | None:
+        if index in self._targets:
+            return self._targets[index]
+        if self._script is None or index not in self._script.aims:
+            return None
+        with hidden():
+            return self._script.aims[index]()

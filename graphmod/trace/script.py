@@ -66,6 +66,7 @@ class Script:
 
     Attributes:
         kept: index of an operation -> what is kept of it.
+        aims: index of an operation -> makes the memory that its result is to be computed into.
 
     Args:
         trace: its operations.
@@ -74,6 +75,7 @@ class Script:
     def __init__(self, trace: list[Step]) -> None:
         self.trace = trace
         self.kept: dict[int, Kept] = {}
+        self.aims: dict[int, Callable[[], Tensor]] = {}
         self._made: list[tuple[Tensor, Tensor]] = []  # of Python values, in order, each on the host and on the GPU
 
     def note_write(self, where: int) -> None:

@@ -37,6 +37,7 @@ class Ranks:
     """`count` ranks on `device`; a context."""
 
     def __init__(self, device, count=2):
+        self.device = device
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]

@@ -8,6 +8,7 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from graphmod import CUDAGraphConfig, CUDAGraphModule, graph_layers
+from graphmod.ranks.buckets import Bucket
 from graphmod.trace.dispatch import current
 
 
@@ -345,3 +346,28 @@ def keeps_gradients(device, rank):
             copies += [grad.clone() for grad in kept[len(copies) :]]
         model.zero_grad()
     return places[5] == places[6] == places[7], all(map(torch.equal, kept, copies))
+
+
+def computes_in_place(device, rank):
+    """State of a step, which parameters' gradients its capture computed into their bucket, and which have a matrix."""
+    torch.manual_seed(0)
+    model, _ = shared("ddp", Net().to(device), device)
+    aimed, part_for = [], Bucket.part_for
+
+    def counted(bucket, member):
+        aimed.append(bucket.members[member])
+        return part_for(bucket, member)
+
+    def call(x):
+        model(x).square().mean().backward()
+        grads = [p.grad.clone() for p in model.parameters()]
+        model.zero_grad()
+        return grads
+
+    step, Bucket.part_for = CUDAGraphModule(call), counted
+    try:
+        for _ in range(6):
+            step(torch.randn(4, 16, device=device))
+    finally:
+        Bucket.part_for = part_for
+    return step.stats.state, sorted(aimed), [i for i, p in enumerate(model.parameters()) if p.dim() == 2]

@@ -77,6 +77,8 @@ def test_what_is_not_supported_stays_eager(ranks, settings, why):
     "habit", ["looks meanwhile", "reentrant", "reentrant twice", "static unused", "unfrozen", "small buckets"]
 )
 def test_habits_have_the_numbers_of_eager(ranks, habit, layers):
+    if habit == "looks meanwhile" and ranks.device == "cuda":
+        pytest.skip("eager raises there: NCCL's broadcast of buffers counts as a change of what the backward needs")
     for equal, replays, why in ranks.run("habits.as_eager", habit, layers):
         assert equal
         assert replays > 5 or "reentrant" in habit, why
@@ -84,6 +86,8 @@ def test_habits_have_the_numbers_of_eager(ranks, habit, layers):
 
 @pytest.mark.parametrize(("habit", "said"), [("sparse", "sparse gradients"), ("replicate", "DistributedDataParallel")])
 def test_other_reductions_stay_eager(ranks, habit, said):
+    if habit == "sparse" and ranks.device == "cuda":
+        pytest.skip("eager raises there: NCCL has no sparse sums")
     for equal, replays, why in ranks.run("habits.as_eager", habit, False):
         assert equal and not replays and said in why
 
@@ -120,6 +124,11 @@ def test_a_rank_that_does_not_come_is_named(ranks):
 
 def test_gradients_lie_still_unless_somebody_keeps_them(ranks):
     assert ranks.run("keeps_gradients") == [(True, True)] * 2
+
+
+def test_gradients_of_matrices_are_computed_into_their_bucket(ranks):
+    for state, aimed, matrices in ranks.run("computes_in_place"):
+        assert state == "captured" and set(matrices) <= set(aimed)
 
 
 def test_a_copy_is_trained_by_itself(ranks):

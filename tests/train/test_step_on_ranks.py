@@ -6,6 +6,7 @@ from group import in_group, on_ranks
 from test_train_step import language_model
 from torch import distributed
 
+from graphmod.errors import ConfigError
 from graphmod.train.data.buckets import PADDING, padded_next_token_loss
 from graphmod.train.settings import TrainGraphConfig
 from graphmod.train.step import TrainStep
@@ -67,18 +68,34 @@ def trained_on_a_bad_batch(rank, scope):
     return found
 
 
+def says_about_another_model(rank):
+    """Rank 1 has a wider layer."""
+    model = torch.nn.Linear(4, 5 if rank else 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-2), fused=True)
+    try:
+        TrainStep(model, optimizer, process_group=distributed.group.WORLD)
+    except ConfigError as error:
+        return str(error)
+
+
 def program(rank):
     """All that the tests below look at; in one group, because processes take seconds to start."""
     scopes = ("none", *SCOPES)
     return {
         **{scope: trained(rank, scope) for scope in scopes},
         **{f"bad {scope}": trained_on_a_bad_batch(rank, scope) for scope in scopes},
+        "another model": says_about_another_model(rank),
     }
 
 
 @pytest.fixture(scope="module")
 def found():
     return on_ranks(in_group(program), RANKS)
+
+
+def test_ranks_with_different_models_are_told_where_they_differ(found):
+    for rank, one in enumerate(found):
+        assert "weight" in one["another model"] and f"on rank {1 - rank}" in one["another model"]
 
 
 @pytest.mark.parametrize("scope", ["none", *SCOPES])

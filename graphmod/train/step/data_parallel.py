@@ -7,10 +7,12 @@ what is averaged over the ranks is the mean over all targets, losses are weighte
 """
 
 import inspect
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -55,7 +57,9 @@ class DataParallel:
 
     def __init__(self, model: nn.Module, group: distributed.ProcessGroup, captured: bool) -> None:
         self.group, self.ranks = group, distributed.get_world_size(group)
-        self._loss = DistributedDataParallel(_Loss(model), process_group=group, **{_SPREADS_BUFFERS: False})
+        _give_to_all(model, group)
+        settings = {_SPREADS_BUFFERS: False, "init_sync": False}
+        self._loss = DistributedDataParallel(_Loss(model), process_group=group, **settings)
         if captured and (why := take_over(self._loss)) is not None:
             raise ConfigError(f"gradients cannot be averaged over ranks in a graph, because of {why}; use graph=none")
 
@@ -124,3 +128,28 @@ class FullySharded:
 def over_ranks(model: nn.Module, group: distributed.ProcessGroup, captured: bool) -> DataParallel | FullySharded:
     """What averages the gradients of a model over a process group: what shards it, or DistributedDataParallel."""
     return FullySharded(model, group) if shards(model) else DataParallel(model, group, captured)
+
+
+@torch.no_grad()
+def _give_to_all(model: nn.Module, group: distributed.ProcessGroup) -> None:
+    """Gives all ranks what the first one has. DistributedDataParallel does so on a second stream, after which each
+    kernel of every graph starts later.
+
+    Raises:
+        ConfigError: another rank has other parameters.
+    """
+    tensors = dict(itertools.chain(model.named_parameters(), model.named_buffers()))
+    shapes = {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()}
+    found: list[Any] = [None] * distributed.get_world_size(group)
+    distributed.all_gather_object(found, shapes, group=group)
+    for rank, other in enumerate(found):
+        name = next((name for name in {**shapes, **other} if other.get(name) != shapes.get(name)), None)
+        if name is not None:
+            raise ConfigError(
+                f"ranks train different models: {name} is {shapes.get(name)} here and {other.get(name)} on rank {rank}"
+            )
+    first = distributed.get_global_rank(group, 0)
+    for tensor in tensors.values():
+        whole = tensor.detach().contiguous()
+        distributed.broadcast(whole, first, group=group)
+        tensor.copy_(whole)
