@@ -10,7 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from graphmod.errors import ConfigError, GraphmodError
-from graphmod.train.checkpoints.checkpoint import load_training_state
+from graphmod.train.checkpoints.restoring import load_training_state
 from graphmod.train.data.corpus import load_corpus
 from graphmod.train.data.windows import WindowSampler, split
 from graphmod.train.model import build_model, model_config

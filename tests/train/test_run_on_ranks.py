@@ -26,7 +26,10 @@ def run(ranks, folder, name, *overrides):
     else:
         with claimed(config, folder / name, named=True) as point:
             result = train(config, folder / name, ranks.told(point), ranks=ranks)
-    return {"losses": result.losses, "evaluated": result.eval_losses, "spread": result.rank_step_ms}
+    return {
+        **{"losses": result.losses, "evaluated": result.eval_losses, "averaged": result.ema_loss},
+        "spread": result.rank_step_ms,
+    }
 
 
 def program(rank, folder):

@@ -62,12 +62,16 @@ def on_a_mesh(rank, folder):
     return found
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runs")
+def with_text(folder):
+    """A folder for runs, with the text that they train on."""
     lines = [f"line {n} of a text about nothing in particular{' and more' * (n % 3)}\n" for n in range(200)]
     (folder / "text.txt").write_text("".join(lines))
     return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return with_text(tmp_path_factory.mktemp("runs"))
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from graphmod.train.checkpoints.manifest import (
     FORMAT,
     MANIFEST_FILE,
     STATE_FILE,
-    DamagedCheckpoint,
+    WHOLE,
     being_replaced,
     being_written,
     checkpoint_name,
@@ -31,6 +31,9 @@ from graphmod.train.checkpoints.manifest import (
     checksum,
     clear_leftovers,
 )
+from graphmod.train.checkpoints.progress import Progress, random_state
+from graphmod.train.checkpoints.shards import FOLDER as SHARDS
+from graphmod.train.checkpoints.shards import save_shards, whole_weights
 from graphmod.train.lora import has_adapters, save_merged
 from graphmod.train.model import no_transformers_bars
 from graphmod.train.schema.model import MERGED_FOLDER
@@ -39,48 +42,6 @@ from graphmod.train.step import TrainStep
 _LEAST_FREE = 1 << 22
 # Weights and AdamW's two moments in the parameters' dtype, and a margin for what is small.
 _COPIES, _MARGIN = 3, 1.05
-
-
-@dataclass
-class Progress:
-    """How far a run is and what it was told; the part of a checkpoint that is not tensors of the model.
-
-    Attributes:
-        steps_done: optimizer steps; also the position in the data.
-        config: all settings, as plain values, by group.
-        settings: those that decide the numbers (see `train/run/decisive.py`), by their full name.
-        data: fingerprint of the training tokens.
-        losses: one a step so far.
-        eval_losses: (steps done, loss).
-        ranks: how many trained together.
-        seen: how much of the data they had seen, and how much an epoch has (`Place`).
-        random: the random state of each rank; empty where that of this process is meant.
-    """
-
-    steps_done: int
-    config: dict[str, Any] = field(default_factory=dict)
-    settings: dict[str, Any] = field(default_factory=dict)
-    data: str = ""
-    losses: list[float] = field(default_factory=list)
-    eval_losses: list[tuple[int, float]] = field(default_factory=list)
-    ranks: int = 1
-    seen: tuple[int, int] | None = None
-    random: list[dict[str, torch.Tensor]] = field(default_factory=list)
-
-
-def random_state(device: torch.device) -> dict[str, torch.Tensor]:
-    """The state of the random generators that training draws from."""
-    state = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return state
-
-
-def set_random_state(state: dict[str, torch.Tensor], device: torch.device) -> None:
-    """Puts the generators back to what `random_state` found."""
-    torch.set_rng_state(state["cpu"])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state["cuda"], device)
 
 
 def _sync(path: Path) -> None:
@@ -96,39 +57,72 @@ def _files(folder: Path) -> Iterator[Path]:
     return (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != MANIFEST_FILE)
 
 
-def _save_model(model: PreTrainedModel, folder: Path, merge: bool) -> None:
-    model.save_pretrained(folder)
+@dataclass
+class _Parts:
+    """What ranks that have parts of a model hand to the first one.
+
+    Attributes:
+        weights, averages: all weights, and the averaged ones, by name; None where the model has them.
+        files: that ranks have written: size and checksum, by path.
+    """
+
+    weights: dict[str, torch.Tensor] | None = None
+    averages: dict[str, torch.Tensor] | None = None
+    files: dict[str, list[int]] = field(default_factory=dict)
+
+
+def _save_parts(partial: Path, model: PreTrainedModel, step: TrainStep, ranks: Any) -> _Parts:
+    """Writes this rank's part; all ranks call this."""
+    if ranks.first:
+        (partial / SHARDS).mkdir()
+    ranks.wait()
+    found = _Parts(whole_weights(model, ranks.first))
+    if step.has_ema:
+        with step.ema_weights():
+            found.averages = whole_weights(model, ranks.first)
+    for files in ranks.all(save_shards(partial / SHARDS, step, ranks.host, checksum)):
+        found.files |= {f"{SHARDS}/{name}": listed for name, listed in files.items()}
+    return found
+
+
+def _save_model(model: PreTrainedModel, folder: Path, merge: bool, weights: dict[str, torch.Tensor] | None) -> None:
+    model.save_pretrained(folder, state_dict=weights)
     if merge and has_adapters(model):  # of which alone transformers writes the weights
         save_merged(model, folder, folder / MERGED_FOLDER)
 
 
-def _save_weights(folder: Path, model: PreTrainedModel, step: TrainStep, merge: bool) -> None:
+def _save_weights(folder: Path, model: PreTrainedModel, step: TrainStep, merge: bool, parts: _Parts) -> None:
     before = dict(vars(model.config))  # saving writes dtype and architectures there, which a captured step may read
     try:
         # Training has no use for a key-value cache; whoever loads the model to generate has.
         model.config.use_cache = True
         with no_transformers_bars():
-            _save_model(model, folder, merge)
+            _save_model(model, folder, merge, parts.weights)
             if step.has_ema:
-                with step.ema_weights():
-                    _save_model(model, folder / EMA_FOLDER, merge)
+                with step.ema_weights() if parts.averages is None else nullcontext():
+                    _save_model(model, folder / EMA_FOLDER, merge, parts.averages)
     finally:
         vars(model.config).clear()
         vars(model.config).update(before)
 
 
 def _write(
-    partial: Path, model: PreTrainedModel, step: TrainStep, progress: Progress, tokenizer: Any, merge: bool
+    partial: Path,
+    model: PreTrainedModel,
+    step: TrainStep,
+    progress: Progress,
+    tokenizer: Any,
+    merge: bool,
+    parts: _Parts,
 ) -> None:
-    _save_weights(partial, model, step, merge)
+    _save_weights(partial, model, step, merge, parts)
     if tokenizer is not None:
         tokenizer.save_pretrained(partial)
         if step.has_ema:  # a model of its own, which is sampled from as such
             tokenizer.save_pretrained(partial / EMA_FOLDER)
     state = {
         "steps_done": progress.steps_done,
-        "optimizer": step.optimizer.state_dict(),
-        "step": step.state_dict(),
+        **_trained(step, in_shards=bool(parts.files)),
         "random": progress.random[0] if progress.random else random_state(model.device),
         "random_of_others": progress.random[1:],
         "losses": torch.tensor(progress.losses, dtype=torch.float32),
@@ -138,15 +132,17 @@ def _write(
     listed = {}
     for path in _files(partial):
         _sync(path)
-        listed[path.relative_to(partial).as_posix()] = [path.stat().st_size, checksum(path)]
+        name = path.relative_to(partial).as_posix()
+        listed[name] = parts.files.get(name) or [path.stat().st_size, checksum(path)]
     manifest = {
-        "format": FORMAT,
+        "format": FORMAT if parts.files else WHOLE,
         "graphmod": graphmod.__version__,
         "steps_done": progress.steps_done,
         "config": progress.config,
         "settings": progress.settings,
         "data": progress.data,
         "ranks": progress.ranks,
+        "arrangement": progress.arrangement,
         "seen": progress.seen,
         "loss": progress.losses[-1] if progress.losses else None,
         "files": listed,
@@ -157,6 +153,15 @@ def _write(
         _sync(folder)
 
 
+def _trained(step: TrainStep, in_shards: bool) -> dict[str, Any]:
+    """The state of optimizer and step, as far as it is not in shards."""
+    state = step.state_dict()
+    if not in_shards:
+        return {"optimizer": step.optimizer.state_dict(), "step": state}
+    state.pop("ema", None)
+    return {"learning_rate": float(step.learning_rate), "step": state}
+
+
 def save_checkpoint(
     parent: Path,
     model: PreTrainedModel,
@@ -165,22 +170,34 @@ def save_checkpoint(
     tokenizer: Any,
     keep: int,
     merge: bool = False,
+    ranks: Any = None,
 ) -> Path:
     """Writes `parent/step_N`: safetensors and `config.json`, the tokenizer if there is one, `training_state.pt`
     (optimizer, schedule, random state, losses) and `checkpoint.json`. Averaged weights go into its folder `ema`.
     Of a model with adapters these are saved alone, and with `merge` the whole model beside them in the folder `merged`.
 
+    Of a split model the state of the optimizer is in the folder `shards` instead, to which each rank writes its part.
+
     Earlier checkpoints are removed once this one is on the disk, so that `keep` remain; this one always does.
+
+    Args:
+        ranks: those that have a part each of the model, all of which call this; the first one owns the folder. None
+            where this process has all of it.
 
     Raises:
         GraphmodError: the disk is full, or may not be written to. Earlier checkpoints are untouched then.
     """
     folder = parent / checkpoint_name(progress.steps_done)
     partial, replaced = being_written(folder), being_replaced(folder)
+    owns = ranks is None or ranks.first
     try:
+        if not owns:
+            _save_parts(partial, model, step, ranks)
+            return folder
         clear_leftovers(parent)
         partial.mkdir(parents=True)
-        _write(partial, model, step, progress, tokenizer, merge)
+        parts = _Parts() if ranks is None else _save_parts(partial, model, step, ranks)
+        _write(partial, model, step, progress, tokenizer, merge, parts)
         if folder.exists():
             os.replace(folder, replaced)
         os.replace(partial, folder)
@@ -188,10 +205,13 @@ def save_checkpoint(
         shutil.rmtree(replaced, ignore_errors=True)
     except BaseException as error:
         full = _no_space(parent)
-        clear_leftovers(parent)
-        # Writers of tensors report a full disk as errors of their own; anything else they raise is a bug.
+        if owns:
+            clear_leftovers(parent)
+        # Writers of tensors report a full disk as errors of their own; anything else they raise is a bug, or another
+        # rank is gone.
+        known = (OSError, RuntimeError) if ranks is None else OSError
         if not isinstance(error, Exception) or not (
-            full or isinstance(error, (OSError, RuntimeError)) or type(error).__module__.startswith("safetensors")
+            full or isinstance(error, known) or type(error).__module__.startswith("safetensors")
         ):
             raise
         raise _cannot_save(folder, "no space left on the disk" if full else error) from error
@@ -247,48 +267,3 @@ def check_room(folder: Path, model: PreTrainedModel, with_ema: bool) -> None:
             f"a checkpoint takes about {_size(needed)}, and the disk of {folder} has {_size(free)} free; make "
             "room, write elsewhere (hydra.run.dir=FOLDER), or train.checkpoint=false"
         )
-
-
-def load_training_state(folder: Path) -> dict[str, Any]:
-    """What `save_checkpoint` put beside the model, on the CPU. Raises DamagedCheckpoint when it cannot be read."""
-    try:
-        return torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True)
-    except Exception as error:  # a damaged file fails in any of a dozen ways
-        raise DamagedCheckpoint(f"{folder / STATE_FILE} cannot be read: {error}") from error
-
-
-def restore(
-    folder: Path,
-    model: PreTrainedModel,
-    step: TrainStep,
-    weights: PreTrainedModel,
-    rank: int = 0,
-    ranks: int = 1,
-    seed: int = 0,
-) -> Progress:
-    """Puts a run back to where it was when `folder` was saved, in place: addresses stay.
-
-    Args:
-        folder: a verified checkpoint.
-        model, step: built as they were for that run.
-        weights: the model that `folder` holds.
-        rank, ranks: which one this is, of how many. Where there were as many, each gets its random state back; else the
-            first gets its own.
-        seed: of the random numbers of a rank that has no random state from before.
-    """
-    state = load_training_state(folder)
-    # Into the model built as before: buffers that are in no file, such as rotary frequencies, stay as they were then.
-    model.load_state_dict(weights.state_dict())
-    rates = [group["lr"] for group in step.optimizer.param_groups]
-    step.optimizer.load_state_dict(state["optimizer"])
-    for group, rate in zip(step.optimizer.param_groups, rates, strict=True):
-        rate.copy_(group["lr"])
-        group["lr"] = rate
-    step.load_state_dict(state["step"])
-    states = [state["random"], *state.get("random_of_others", ())]
-    if rank == 0 or len(states) == ranks:
-        set_random_state(states[rank], model.device)
-    else:
-        torch.manual_seed(seed)
-    evaluated = [(done, loss) for done, loss in state["eval_losses"]]
-    return Progress(state["steps_done"], losses=state["losses"].tolist(), eval_losses=evaluated)

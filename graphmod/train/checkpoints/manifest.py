@@ -18,8 +18,8 @@ MANIFEST_FILE = "checkpoint.json"
 STATE_FILE = "training_state.pt"
 FOLDER = "checkpoints"
 EMA_FOLDER = "ema"
-# 1, which has no number in it, holds the decisive settings only; 2 all of them.
-FORMAT = 2
+# 1, which has no number in it, holds the decisive settings only; 2 all of them; 3 the optimizer's state in shards.
+FORMAT, WHOLE = 3, 2
 _CHUNK = 1 << 22
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from graphmod.train.checkpoints.checkpoint import Progress
+from graphmod.train.checkpoints.progress import Progress
 from graphmod.train.report.flops import Utilization
 from graphmod.train.report.loggers.logger import Logger
 from graphmod.train.report.timing import StepClock, median

@@ -36,6 +36,11 @@ def device_name(device: torch.device) -> str:
     return f"CPU, {counted(torch.get_num_threads(), 'thread')}"
 
 
+def arrangement(config: RunConfig, ranks: Ranks) -> str:
+    """How the ranks of a run share the model, in words."""
+    return f"parallel={config.parallel.mode.value} on {ranks.arrangement}"
+
+
 def divide(config: RunConfig, model: nn.Module, ranks: Ranks) -> None:
     """Leaves this rank its part of the model, in place, where `parallel` says that it holds a part only.
 

@@ -161,11 +161,18 @@ def _anew(where: Path, manifest: dict[str, Any]) -> str:
     return f"start anew from its weights: train.resume=none model=local model.path={where}"
 
 
-def other_ranks(manifest: dict[str, Any], config: RunConfig, ranks: int) -> str | None:
-    """What it means that other ranks wrote a checkpoint; None where they were as many."""
-    before = manifest.get("ranks", 1)
-    if before == ranks:
+def other_ranks(manifest: dict[str, Any], config: RunConfig, ranks: int, arranged: str) -> str | None:
+    """What it means that other ranks wrote a checkpoint; None where they were the same.
+
+    Args:
+        ranks: how many with different batches.
+        arranged: how all share the model, in words.
+    """
+    before, so = manifest.get("ranks", 1), manifest.get("arrangement", arranged)
+    if before == ranks and so == arranged:
         return None
+    if before == ranks:
+        return f"{so} trained this up to here, {arranged} from here on: all goes on, and the numbers differ by rounding"
     was, now = before * all_settings(manifest)["train"]["grad_accumulation"], ranks * config.train.grad_accumulation
     size = (
         "a step has as many sequences as before, so the numbers differ by rounding and dropout alone"

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from graphmod.errors import ConfigError, GraphmodError
+from graphmod.errors import GraphmodError
 from graphmod.train.checkpoints.loadable import require_whole
 from graphmod.train.checkpoints.manifest import FOLDER, checkpoints
 from graphmod.train.data.batches import make_batches
@@ -15,7 +15,7 @@ from graphmod.train.data.windows import Place, split
 from graphmod.train.model import model_config
 from graphmod.train.report.logs import events_fail_once, log
 from graphmod.train.report.result import RunResult
-from graphmod.train.run.assembly import plain_config
+from graphmod.train.run.assembly import arrangement, plain_config
 from graphmod.train.run.decisive import (
     decisive_settings,
     extension,
@@ -55,9 +55,6 @@ def _run(config: RunConfig, point: ResumePoint, *parts: Any, ranks: Ranks, say: 
 def _train(config: RunConfig, point: ResumePoint, ranks: Ranks, say: Callable[[str], None]) -> RunResult:
     device = pick_device(config.train.device)
     ranks = ranks.arranged(config.parallel, device)
-    if ranks.mesh is not None and config.train.checkpoint:
-        mode = config.parallel.mode.value
-        raise ConfigError(f"parallel={mode} saves no checkpoints yet; add train.checkpoint=false, or use parallel=ddp")
     settings = decisive_settings(plain_config(config), device.type)
     if point.checkpoint is not None:
         # What takes no time to compare.
@@ -81,7 +78,7 @@ def _train(config: RunConfig, point: ResumePoint, ranks: Ranks, say: Callable[[s
         changes = (
             extension(point.manifest, config),
             other_order(point.manifest),
-            other_ranks(point.manifest, config, ranks.data_ranks),
+            other_ranks(point.manifest, config, ranks.data_ranks, arrangement(config, ranks)),
         )
         for said in changes:
             if said is not None:

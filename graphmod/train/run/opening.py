@@ -8,7 +8,7 @@ from torch import nn
 from graphmod.config import CompileMode
 from graphmod.train.data.corpus import Corpus
 from graphmod.train.report.flops import peak_flops
-from graphmod.train.run.assembly import device_name
+from graphmod.train.run.assembly import arrangement, device_name
 from graphmod.train.run.ranks import ALONE, Ranks
 from graphmod.train.schema.run import RunConfig
 from graphmod.words import counted
@@ -43,7 +43,7 @@ def _device(config: RunConfig, device: torch.device, ranks: Ranks) -> str:
     known = "" if peak is None else f" (peak {peak / 1e12:,.0f} TFLOP/s in bf16)"
     scope = "auto" if config.graph.auto else config.graph.scope.value
     compiled = "" if config.graph.compile is CompileMode.none else f", graph.compile={config.graph.compile.value}"
-    several = f", parallel={config.parallel.mode.value} on {ranks.arrangement}" if ranks.count > 1 else ""
+    several = f", {arrangement(config, ranks)}" if ranks.count > 1 else ""
     return f"{name}{known}{several}, graph={scope}{compiled}"
 
 

@@ -22,6 +22,7 @@ from graphmod.train.run.device import pick_device
 from graphmod.train.schema.parallel import ParallelConfig, ParallelMode, sizes
 from graphmod.train.schema.run import RunConfig
 from graphmod.train.schema.train import DeviceName
+from graphmod.words import counted
 
 T = TypeVar("T")
 # One rank may save a large checkpoint, or tokenize, while the others wait.
@@ -73,6 +74,11 @@ class Ranks:
         return self.all(value)[:: self.count // self.data_ranks]
 
     @property
+    def host(self) -> Any:
+        """The group for what the host says, and for tensors on the CPU."""
+        return self._host
+
+    @property
     def first(self) -> bool:
         """Whether this one speaks and writes."""
         return self.rank == 0
@@ -82,7 +88,7 @@ class Ranks:
         """How many they are, in words."""
         parts = 1 if self.mesh is None else self._size("tp")
         if parts in (1, self.count):
-            return f"{self.count} ranks"
+            return counted(self.count, "rank")
         return f"{self.count} ranks ({self.data_ranks} groups of {parts})"
 
     def told(self, value: T) -> T:

@@ -12,8 +12,10 @@ from transformers import PretrainedConfig
 
 from graphmod.config import CompileMode
 from graphmod.errors import GraphmodError
-from graphmod.train.checkpoints.checkpoint import Progress, check_room, random_state, restore, save_checkpoint
+from graphmod.train.checkpoints.checkpoint import check_room, save_checkpoint
 from graphmod.train.checkpoints.manifest import FOLDER
+from graphmod.train.checkpoints.progress import Progress, random_state
+from graphmod.train.checkpoints.restoring import restore
 from graphmod.train.data.batches import Batches
 from graphmod.train.data.corpus import Corpus
 from graphmod.train.data.windows import Prefetcher
@@ -27,7 +29,7 @@ from graphmod.train.report.profile import profile_steps
 from graphmod.train.report.result import RunResult, spread
 from graphmod.train.report.timing import StepClock, median
 from graphmod.train.report.versions import commit, versions
-from graphmod.train.run.assembly import device_name, divide, plain_config, step_maker
+from graphmod.train.run.assembly import arrangement, device_name, divide, plain_config, step_maker
 from graphmod.train.run.auto import AutoScope, candidates
 from graphmod.train.run.decisive import (
     decisive_settings,
@@ -172,7 +174,7 @@ class Run:
     def _save(self, done: int) -> None:
         self._finish_values()
         random = self.ranks.of_data(random_state(self.device))
-        if self.ranks.first:
+        if self.ranks.first or self.ranks.mesh is not None:
             self._write(done, random)
         self.saved = self.ranks.told(self.saved)
 
@@ -186,12 +188,15 @@ class Run:
             self.metrics.losses,
             self.metrics.eval_losses,
             self.ranks.data_ranks,
+            arrangement(self.config, self.ranks),
             self.batches.sampler.seen(done),
             random,
         )
         keep, merge = self.config.train.keep_checkpoints, self.config.model.lora.merge
         parent = self.folder / FOLDER
-        self.saved = save_checkpoint(parent, self.model, self.step, progress, self.corpus.tokenizer, keep, merge)
+        parts = self.ranks if self.ranks.mesh is not None else None
+        saved = save_checkpoint(parent, self.model, self.step, progress, self.corpus.tokenizer, keep, merge, parts)
+        self.saved = saved
 
     def steps(self) -> float:
         """Runs all steps that are left, or those until a signal says to stop; returns the seconds that took."""

@@ -94,6 +94,7 @@ class FullySharded:
 
     def __init__(self, model: nn.Module, group: distributed.ProcessGroup) -> None:
         self._model, self.group, self.ranks = model, group, distributed.get_world_size(group)
+        self._sharded = [module for module in model.modules() if shards(module)]
 
     def __call__(self, loss_fn: Callable, microbatch: Any) -> Tensor:
         """The loss of a microbatch, whose backward averages gradients unless it is run under `apart`."""
@@ -115,9 +116,8 @@ class FullySharded:
     def settle(self) -> None:
         """After forwards without a backward: lets go of whole parameters, which a later forward would take for those of
         now."""
-        for module in self._model.modules():
-            if shards(module):
-                module.reshard()
+        for module in self._sharded:
+            module.reshard()
 
     def sum(self, value: Tensor) -> Tensor:
         """The sum over all ranks, in place."""

@@ -241,12 +241,13 @@ class Iteration:
         torch._foreach_copy_([local(p) for p in self.trained], [local(value) for value in values])
 
     def state_dict(self) -> dict:
+        """On the CPU; of averaged weights this rank's part."""
         parts = {"position": self.position, "first_bad": self.first_bad, "skipped": self.skipped}
         if self.scale is not None:
             parts |= {"scale": self.scale, "growth": self.growth}
         state: dict = {name: tensor.cpu().clone() for name, tensor in parts.items()}
         if self.ema:
-            state["ema"] = [tensor.cpu().clone() for tensor in self.ema]
+            state["ema"] = [local(tensor).cpu().clone() for tensor in self.ema]
         return state
 
     @torch.no_grad()
@@ -255,4 +256,4 @@ class Iteration:
             if name in state and getattr(self, name) is not None:
                 getattr(self, name).copy_(state[name])
         for average, saved in zip(self.ema, state.get("ema", ()), strict=bool(self.ema) and "ema" in state):
-            average.copy_(saved)
+            local(average).copy_(saved)

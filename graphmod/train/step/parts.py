@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_MODULE, _SHARDED = "torch.distributed.tensor", "torch.distributed.fsdp"
+_FSDP = "torch.distributed.fsdp"
 
 
 def mesh_of(tensor: Tensor) -> Any:
     """The device mesh over which a tensor is spread; None where this rank has all of it."""
-    module = sys.modules.get(_MODULE)  # to load it takes a second, and nothing is spread where nobody has
-    return tensor.device_mesh if module is not None and isinstance(tensor, module.DTensor) else None
+    # Nothing that a captured step reads here may change when somebody imports DTensor.
+    return getattr(tensor, "device_mesh", None)
 
 
 def is_split(model: nn.Module) -> bool:
@@ -27,7 +27,7 @@ def is_split(model: nn.Module) -> bool:
 
 def shards(module: nn.Module) -> bool:
     """Whether `fully_shard` was applied to a module."""
-    return _SHARDED in sys.modules and isinstance(module, sys.modules[_SHARDED].FSDPModule)
+    return _FSDP in sys.modules and isinstance(module, sys.modules[_FSDP].FSDPModule)
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -38,6 +38,19 @@ def local(tensor: Tensor) -> Tensor:
 def whole(tensor: Tensor) -> Tensor:
     """All of a tensor, on each rank; all ranks of its mesh have to call this."""
     return tensor if mesh_of(tensor) is None else tensor.full_tensor()
+
+
+def spread(value: Tensor, like: Tensor) -> Tensor:
+    """Of a whole tensor, which each rank has, the part that this rank has of `like`; one that is spread already, or
+    where `like` is whole, stays as it is."""
+    mesh = mesh_of(like)
+    if mesh is None or mesh_of(value) is not None:
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    part = distribute_tensor(value.to(like.device), mesh, like.placements, src_data_rank=None)
+    part._local_tensor = part._local_tensor.clone()  # else all of it would live on
+    return part
 
 
 def by_mesh(tensors: Iterable[Tensor], *others: Sequence[Any]) -> list[tuple[list, ...]]:

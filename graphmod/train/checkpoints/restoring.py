@@ -1,0 +1,69 @@
+"""Puts a run back to where it was when a checkpoint was written: by these ranks, or others that share the model in
+another way."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from graphmod.train.checkpoints.manifest import STATE_FILE, DamagedCheckpoint
+from graphmod.train.checkpoints.progress import Progress, set_random_state
+from graphmod.train.checkpoints.shards import FOLDER as SHARDS
+from graphmod.train.checkpoints.shards import by_name, load_shards, put_state, put_weights
+from graphmod.train.step import TrainStep
+from graphmod.train.step.parts import is_split
+
+
+def load_training_state(folder: Path) -> dict[str, Any]:
+    """What `save_checkpoint` put beside the model, on the CPU. Raises DamagedCheckpoint when it cannot be read."""
+    try:
+        return torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True)
+    except Exception as error:  # a damaged file fails in any of a dozen ways
+        raise DamagedCheckpoint(f"{folder / STATE_FILE} cannot be read: {error}") from error
+
+
+def restore(
+    folder: Path,
+    model: PreTrainedModel,
+    step: TrainStep,
+    weights: PreTrainedModel,
+    rank: int = 0,
+    ranks: int = 1,
+    seed: int = 0,
+) -> Progress:
+    """Puts a run back to where it was when `folder` was saved, in place: addresses stay.
+
+    Args:
+        folder: a verified checkpoint.
+        model, step: built as they were for that run.
+        weights: the model that `folder` holds.
+        rank, ranks: which one this is, of how many. Where there were as many, each gets its random state back; else the
+            first gets its own.
+        seed: of the random numbers of a rank that has no random state from before.
+    """
+    state = load_training_state(folder)
+    rates = [group["lr"] for group in step.optimizer.param_groups]
+    # Into the model built as before: buffers that are in no file, such as rotary frequencies, stay as they were then.
+    if is_split(model):
+        put_weights(model, weights.state_dict().items())
+    else:
+        model.load_state_dict(weights.state_dict())
+    if "optimizer" not in state:
+        load_shards(folder / SHARDS, step)
+    elif is_split(model):
+        put_state(step, *by_name(step, state))
+        state["step"].pop("ema", None)
+    else:
+        step.optimizer.load_state_dict(state["optimizer"])
+    for group, rate in zip(step.optimizer.param_groups, rates, strict=True):
+        rate.copy_(torch.as_tensor(state.get("learning_rate", group["lr"])))
+        group["lr"] = rate
+    step.load_state_dict(state["step"])
+    states = [state["random"], *state.get("random_of_others", ())]
+    if rank == 0 or len(states) == ranks:
+        set_random_state(states[rank], model.device)
+    else:
+        torch.manual_seed(seed)
+    evaluated = [(done, loss) for done, loss in state["eval_losses"]]
+    return Progress(state["steps_done"], losses=state["losses"].tolist(), eval_losses=evaluated)
