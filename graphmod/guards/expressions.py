@@ -1,6 +1,9 @@
-"""Expressions: how code gets at a value, told apart from what the value is."""
+"""Expressions: how code gets at a value, told apart from what the value is; and which of them a piece of code reads."""
 
+from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 Expression = tuple
 """("local", name), ("global", name), ("name", name) for what may be either, ("const", value), ("module", name),
@@ -11,6 +14,36 @@ UNTOLD = ("untold",)
 """A value of which code tells nothing."""
 MOST = 8
 """Parts of an expression that are followed."""
+Stack = list[Expression | None]
+
+
+class Read(NamedTuple):
+    """One thing an instruction reads or writes.
+
+    Attributes:
+        of: the expression.
+        content: whether the items of the value are read too, should it be a container.
+    """
+
+    of: Expression
+    content: bool
+
+
+@dataclass
+class Reads:
+    """What a piece of code reads.
+
+    Attributes:
+        by_line: line -> what is to be looked at before it runs.
+        by_offset: offset of an instruction -> likewise.
+        exact: whether lines are too coarse, because one assigns a variable and reads through it.
+        spans: whether something is read on one line of what code gave on another.
+    """
+
+    by_line: dict[int, list[Read]] = field(default_factory=lambda: defaultdict(list))
+    by_offset: dict[int, list[Read]] = field(default_factory=lambda: defaultdict(list))
+    exact: bool = False
+    spans: bool = False
 
 
 def either(expressions: list[Expression | None]) -> Expression | None:
@@ -23,6 +56,12 @@ def either(expressions: list[Expression | None]) -> Expression | None:
     if len(known) <= 1:
         return known[0] if known else None
     return ("either", tuple(known[:MOST]))
+
+
+def joined(stacks: list[Stack]) -> Stack:
+    """What may lie on the stack where ways meet, as far down as all of them tell."""
+    depth = min(map(len, stacks), default=0)
+    return [either([stack[at] for stack in stacks]) for at in range(-depth, 0)]
 
 
 def variables(of: Expression) -> Iterator[str]:

@@ -18,8 +18,9 @@ import torch
 from torch import nn
 
 from graphmod.guards import instructions
+from graphmod.guards.expressions import Read, Reads
 from graphmod.guards.library import CORE, STDLIB, TORCH
-from graphmod.guards.reads import Read, Reads, reads
+from graphmod.guards.reads import reads
 from graphmod.torch_private import beside_dynamo, written_by_dynamo
 
 log = logging.getLogger("graphmod")

@@ -18,10 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from graphmod.guards.contents import CONTAINERS, content, is_plain
-from graphmod.guards.expressions import Expression
+from graphmod.guards.expressions import Expression, Read
 from graphmod.guards.lookup import MISSING, is_made_by_code
 from graphmod.guards.notes import CODE, DEEP, UNKNOWN, Notes
-from graphmod.guards.reads import Read
 
 _MOST_ITEMS = 64  # of a container, one of which something returns
 _BY_NAME = (getattr, hasattr, setattr, delattr, object.__getattribute__, object.__setattr__, object.__delattr__)

@@ -8,46 +8,24 @@ import dis
 import sys
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from types import CodeType
-from typing import NamedTuple
 
-from graphmod.guards.expressions import MOST, UNTOLD, Expression, either, inner, variables
-
-
-class Read(NamedTuple):
-    """One thing an instruction reads or writes.
-
-    Attributes:
-        of: the expression.
-        content: whether the items of the value are read too, should it be a container.
-    """
-
-    of: Expression
-    content: bool
-
-
-@dataclass
-class Reads:
-    """What a piece of code reads.
-
-    Attributes:
-        by_line: line -> what is to be looked at before it runs.
-        by_offset: offset of an instruction -> likewise.
-        exact: whether lines are too coarse, because one assigns a variable and reads through it.
-        spans: whether something is read on one line of what code gave on another.
-    """
-
-    by_line: dict[int, list[Read]] = field(default_factory=lambda: defaultdict(list))
-    by_offset: dict[int, list[Read]] = field(default_factory=lambda: defaultdict(list))
-    exact: bool = False
-    spans: bool = False
-
+from graphmod.guards.expressions import MOST, UNTOLD, Expression, Read, Reads, Stack, either, inner, joined, variables
 
 _NULL_LAST = sys.version_info >= (3, 13)
 _METHOD_BIT = sys.version_info >= (3, 12)
-_SILENT = {"RESUME", "NOP", "CACHE", "PRECALL", "EXTENDED_ARG", "MAKE_CELL", "COPY_FREE_VARS", "SETUP_ANNOTATIONS"}
-_LOCALS = {"LOAD_FAST", "LOAD_FAST_CHECK", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"}
+_SILENT = {
+    *("RESUME", "NOP", "CACHE", "PRECALL", "EXTENDED_ARG", "MAKE_CELL", "COPY_FREE_VARS", "SETUP_ANNOTATIONS"),
+    *("DELETE_FAST", "KW_NAMES"),
+}
+_LOCALS = {
+    "LOAD_FAST",
+    "LOAD_FAST_LOAD_FAST",
+    "LOAD_FAST_CHECK",
+    "LOAD_DEREF",
+    "LOAD_CLASSDEREF",
+    "LOAD_FROM_DICT_OR_DEREF",
+}
 _NAMES = {"LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}
 _PUSHES = {
     *("PUSH_NULL", "LOAD_CLOSURE", "LOAD_BUILD_CLASS", "LOAD_ASSERTION_ERROR", "LOAD_FAST_AND_CLEAR", "LOAD_LOCALS"),
@@ -55,15 +33,14 @@ _PUSHES = {
 }
 _BUILDS = {"BUILD_LIST", "BUILD_TUPLE", "BUILD_MAP", "BUILD_SET", "BUILD_STRING"}
 # These pass a value on; whoever gets it reads what is in it.
-_PASS_ON = {"POP_TOP", "YIELD_VALUE", "STORE_DEREF", "STORE_NAME", "RETURN_GENERATOR", "IS_OP"}
-_ONLY_POPS = {"POP_TOP", "STORE_DEREF", "STORE_NAME"}
+_PASS_ON = {"POP_TOP", "YIELD_VALUE", "STORE_NAME", "RETURN_GENERATOR", "IS_OP"}
+_ONLY_POPS = {"POP_TOP", "STORE_NAME"}
 _LOOKS_AT = {"MATCH_MAPPING", "MATCH_SEQUENCE", "GET_LEN", "MATCH_KEYS"}  # and leaves it where it is
 _NEVER_GOES_ON = {
     *("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT", "RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS"),
     *("RERAISE", "INTERPRETER_EXIT"),
 }
 _JUMPS = {*dis.hasjrel, *dis.hasjabs}
-Stack = list[Expression | None]
 
 
 class _Walk:
@@ -74,9 +51,7 @@ class _Walk:
         self._stack: Stack = []
         self._line = 0
         self._offsets: tuple[int, ...] = ()
-        self._constants = code.co_consts
         self._assigned: dict[str, int] = {}
-        self._keywords = 0
         self._made_at: dict[Expression, int] = {}  # the line of what only code may tell
         coming: dict[int, list[Stack]] = defaultdict(list)  # offset -> what may lie on the stack there
         goes_on, prefixes = True, ()
@@ -87,7 +62,7 @@ class _Walk:
             self._offsets = (*prefixes, step.offset)
             prefixes = (*prefixes, step.offset) if step.opname == "EXTENDED_ARG" else ()
             if step.is_jump_target:
-                self._stack = _joined([*coming.pop(step.offset, []), *([self._stack] if goes_on else [])])
+                self._stack = joined([*coming.pop(step.offset, []), *([self._stack] if goes_on else [])])
             elif not goes_on:
                 self._stack = []
             goes_on = step.opname not in _NEVER_GOES_ON
@@ -104,9 +79,7 @@ class _Walk:
 
     def _push(self, *expressions: Expression | None) -> None:
         self._stack += expressions
-        for one in expressions:
-            if one is not None and one[0] in ("call", "item", "attr"):
-                self._made_at[one] = self._line
+        self._made_at |= {one: self._line for one in expressions if one and one[0] in ("call", "item", "attr")}
 
     def _note(self, of: Expression, content: bool) -> None:
         if not self.found.exact and any(self._assigned.get(name) == self._line for name in variables(of)):
@@ -134,7 +107,7 @@ class _Walk:
         elif name in _BUILDS:
             self._build(step)
         elif name in _LOCALS:
-            self._push(("local", step.argval))
+            self._push(*(("local", one) for one in _names(step)))
         elif name in _NAMES:
             self._push(("name", step.argval))
         elif name in _PUSHES:
@@ -181,40 +154,36 @@ class _Walk:
         else:
             self._push(("const", step.argval))
 
-    def _load_fast_load_fast(self, step: dis.Instruction) -> None:
-        self._push(*(("local", name) for name in step.argval))
-
     def _load_global(self, step: dis.Instruction) -> None:
-        null = [None] if step.arg & 1 else []
-        value: list = [("global", step.argval)]
+        null = [None] * (step.arg & 1)
+        value = [("global", step.argval)]
         self._push(*(value + null if _NULL_LAST else null + value))
 
-    def _store_fast(self, step: dis.Instruction) -> None:
-        self._use(self._pop(), content=False)
-        self._assigned[step.argval] = self._line
-
-    def _store_deref(self, step: dis.Instruction) -> None:
-        self._store_fast(step)
-
-    def _store_fast_store_fast(self, step: dis.Instruction) -> None:
-        for name in step.argval:
+    def _assign(self, *names: str) -> None:
+        for name in names:
             self._use(self._pop(), content=False)
             self._assigned[name] = self._line
 
+    def _store_fast(self, step: dis.Instruction) -> None:
+        self._assign(*_names(step))
+
+    _store_deref = _store_fast_store_fast = _store_fast
+
     def _store_fast_load_fast(self, step: dis.Instruction) -> None:
-        self._use(self._pop(), content=False)
-        self._assigned[step.argval[0]] = self._line
+        self._assign(step.argval[0])
         self._push(("local", step.argval[1]))
 
+    def _change(self, step: dis.Instruction, place: Expression | None) -> None:
+        """Takes in that something is put at a place, or taken away from it."""
+        if step.opname.startswith("STORE"):
+            self._use(self._pop(), content=False)
+        if place is not None:
+            self._note(place, content=False)
+
     def _store_global(self, step: dis.Instruction) -> None:
-        self._use(self._pop(), content=False)
-        self._note(("global", step.argval), content=False)
+        self._change(step, ("global", step.argval))
 
-    def _delete_global(self, step: dis.Instruction) -> None:
-        self._note(("global", step.argval), content=False)
-
-    def _delete_fast(self, step: dis.Instruction) -> None:
-        pass
+    _delete_global = _store_global
 
     def _return_value(self, _: dis.Instruction) -> None:
         value = self._pop()
@@ -233,51 +202,36 @@ class _Walk:
 
     # -- attributes and items ------------------------------------------------------------------------------------
 
-    def _attr(self, base: Expression | None, name: Expression) -> Expression | None:
-        return None if base is None or base[0] == "const" else ("attr", base, name)
+    def _attr(self, base: Expression | None, name: str) -> Expression | None:
+        return None if base is None or base[0] == "const" else ("attr", base, ("const", name))
 
     def _load_attr(self, step: dis.Instruction) -> None:
         base = self._pop()
-        value = self._attr(base, ("const", step.argval))
-        if _METHOD_BIT and step.arg & 1:
+        method = step.opname == "LOAD_METHOD" or (_METHOD_BIT and step.arg & 1)
+        if method:
             self._use(base)  # a method may read, or change, all that is in it
-            self._push(value, None)
-        else:
-            self._push(value)
+        self._push(self._attr(base, step.argval), *[None] * bool(method))
 
-    def _load_method(self, step: dis.Instruction) -> None:
-        base = self._pop()
-        self._use(base)
-        self._push(self._attr(base, ("const", step.argval)), None)
+    _load_method = _load_attr
 
     def _load_super_attr(self, step: dis.Instruction) -> None:
         owner, kind, function = self._pop(), self._pop(), self._pop()
-        known = None not in (owner, kind, function)
-        base = ("call", function, (kind, owner)) if known else UNTOLD
-        found = ("attr", base, ("const", step.argval))
-        self._push(*([found, None] if step.arg & 1 else [found]))
+        base = UNTOLD if None in (owner, kind, function) else ("call", function, (kind, owner))
+        self._push(("attr", base, ("const", step.argval)), *[None] * (step.arg & 1))
 
     def _store_attr(self, step: dis.Instruction) -> None:
-        target, value = self._pop(), self._pop()
-        self._use(value, content=False)
-        found = self._attr(target, ("const", step.argval))
-        if found is not None:
-            self._note(found, content=False)
+        self._change(step, self._attr(self._pop(), step.argval))
 
-    def _delete_attr(self, step: dis.Instruction) -> None:
-        found = self._attr(self._pop(), ("const", step.argval))
-        if found is not None:
-            self._note(found, content=False)
+    _delete_attr = _store_attr
 
     def _match_class(self, step: dis.Instruction) -> None:
         names, kind, subject = self._pop(), self._pop(), self._pop()
         self._use(kind, content=False)
         self._use(subject)
         if subject is not None and subject[0] != "const":
-            for name in names[1] if names is not None and names[0] == "const" else ():
+            named = names[1] if names is not None and names[0] == "const" else ()
+            for name in (*named, "__dict__") if step.arg else named:
                 self._note(("attr", subject, ("const", name)), content=True)
-            if step.arg:
-                self._note(("attr", subject, ("const", "__dict__")), content=True)
         self._push(None)
 
     def _binary_subscr(self, _: dis.Instruction) -> None:
@@ -292,53 +246,34 @@ class _Walk:
         else:
             self._push(("item", base, key))
 
-    def _store_subscr(self, _: dis.Instruction) -> None:
-        key, container, value = self._pop(), self._pop(), self._pop()
-        self._use(value, content=False)
-        self._change_item(container, key)
-
-    def _delete_subscr(self, _: dis.Instruction) -> None:
+    def _store_subscr(self, step: dis.Instruction) -> None:
         key, container = self._pop(), self._pop()
-        self._change_item(container, key)
-
-    def _change_item(self, container: Expression | None, key: Expression | None) -> None:
-        if container is None or container[0] == "const":
-            return
-        if key is None or key is UNTOLD:
+        told = container is not None and container[0] != "const" and key is not None and key is not UNTOLD
+        self._change(step, ("item", container, key) if told else None)
+        if not told:
             self._use(container)
-        else:
-            self._note(("item", container, key), content=False)
+
+    _delete_subscr = _store_subscr
 
     # -- calls ---------------------------------------------------------------------------------------------------
 
-    def _kw_names(self, step: dis.Instruction) -> None:
-        self._keywords = len(self._constants[step.arg])
-
     def _call(self, step: dis.Instruction) -> None:
-        self._called(step.arg, self._keywords)
-        self._keywords = 0
+        given = [self._pop() or UNTOLD for _ in range(step.arg)][::-1]
+        self._called(given, given)
 
     def _call_kw(self, step: dis.Instruction) -> None:
-        names = self._pop()
-        self._called(step.arg, len(names[1]) if names is not None and names[0] == "const" else 1)
+        self._pop()  # the keywords
+        self._call(step)
 
     def _call_function_ex(self, step: dis.Instruction) -> None:
-        given = [self._pop() for _ in range(1 + (step.arg & 1))]
-        for one in given:
+        self._called([self._pop() for _ in range(1 + (step.arg & 1))], [])
+
+    def _called(self, used: list[Expression | None], given: list[Expression]) -> None:
+        """A call that uses some values; those in `given` are its arguments, one by one."""
+        for one in used:
             self._use(one)
-        self._made_call(self._pop_function(), [])
-
-    def _called(self, count: int, keywords: int) -> None:
-        given = [self._pop() for _ in range(count)][::-1]
-        self._made_call(self._pop_function(), [UNTOLD if one is None else one for one in given])
-
-    def _pop_function(self) -> Expression | None:
         two = [self._pop(), self._pop()]
-        return next((one for one in two if one is not None), None)
-
-    def _made_call(self, function: Expression | None, given: list[Expression]) -> None:
-        for one in given:
-            self._use(one)
+        function = next((one for one in two if one is not None), None)
         call = ("call", function or UNTOLD, tuple(given))
         self._push(call)
         if function is not None:  # some functions read an attribute, or an item, that is named to them
@@ -351,13 +286,12 @@ class _Walk:
 
     def _import_from(self, step: dis.Instruction) -> None:
         base = self._stack[-1] if self._stack else None
-        self._push(self._attr(base, ("const", step.argval)))
+        self._push(self._attr(base, step.argval))
 
 
-def _joined(stacks: list[Stack]) -> Stack:
-    """What may lie on the stack where ways meet, as far down as all of them tell."""
-    depth = min(map(len, stacks), default=0)
-    return [either([stack[at] for stack in stacks]) for at in range(-depth, 0)]
+def _names(step: dis.Instruction) -> tuple[str, ...]:
+    """The variables of an instruction, which may be two in one."""
+    return step.argval if isinstance(step.argval, tuple) else (step.argval,)
 
 
 def reads(code: CodeType) -> Reads:

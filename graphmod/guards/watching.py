@@ -16,10 +16,10 @@ from typing import Any
 from torch import nn
 
 from graphmod.guards.contents import CONTAINERS, content
+from graphmod.guards.expressions import Read
 from graphmod.guards.frames import Frames
 from graphmod.guards.looking import Looking
 from graphmod.guards.notes import Notes
-from graphmod.guards.reads import Read
 
 _lock = threading.Lock()  # the collector belongs to the process
 _recordings = 0
