@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import operator
 import types
-from collections.abc import Callable, Iterator
-from itertools import chain, compress, count, repeat
+from collections.abc import Iterator
+from itertools import chain, repeat
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from graphmod.guards.changes import differs, name_of, replacements
 from graphmod.guards.compiled import modes
@@ -23,38 +22,38 @@ from graphmod.guards.hooks import HookWatch
 from graphmod.guards.lookup import MISSING, Cell, Fields, Kind, get
 from graphmod.guards.note import Note
 from graphmod.guards.notes import Notes
-from graphmod.torch_private import alike
+from graphmod.guards.tensors import TensorWatch
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_data_ptr, _size, _stride = Tensor.data_ptr, Tensor.size, Tensor.stride
-_requires_grad = operator.attrgetter("requires_grad")
-_is, _is_not, _getitem = operator.is_, operator.is_not, operator.getitem
+_is, _getitem = operator.is_, operator.getitem
 _get = dict.get  # runs no `__missing__`
 _cell_contents = operator.attrgetter("cell_contents")
 _fields = operator.attrgetter(*Fields.NAMES)
 _flat = chain.from_iterable
 _NAMED = (dict, types.MappingProxyType)  # where something comes only if there is more of it
-_PLAIN = (Tensor, nn.Parameter)
 _MOST_LEVELS = 16  # of containers in containers, each in the place of an equal one
-
-
-def _form(tensor: Tensor) -> tuple:
-    return type(tensor), tensor.dtype, tensor.is_conj(), tensor.is_neg()
-
-
-def _parts(tensor: Tensor) -> list[tuple[Tensor, str, Tensor]]:
-    """The tensors with memory that one without (a DTensor) stands for, each with whose and which attribute it is."""
-    if type(tensor) in _PLAIN or not is_traceable_wrapper_subclass(tensor):
-        return []
-    found = []
-    for name in tensor.__tensor_flatten__()[0]:
-        part = getattr(tensor, name)
-        found += [(tensor, name, part), *_parts(part)] if isinstance(part, Tensor) else []
-    return found
 
 
 def _has_none(leaf: Tensor) -> bool:
     return leaf.grad is None
+
+
+class _Place:
+    """A place that holds what it held when it was recorded, or by now an equal value, in an equal container."""
+
+    __slots__ = ("container", "note", "value")
+
+    def __init__(self, note: Note) -> None:
+        self.note, self.container = note, note.container
+        self.value = self.now()
+
+    def now(self) -> Any:
+        return get(self.container, self.note.key)
+
+
+def _columns(places: list[_Place]) -> tuple[list, list, list]:
+    """Their containers, keys and values."""
+    return [one.container for one in places], [one.note.key for one in places], [one.value for one in places]
 
 
 class Guards:
@@ -97,45 +96,40 @@ class Guards:
 
     def _take_places(self, notes: list[Note]) -> None:
         whole = {id(value) for value, _ in self.contents.found if type(value) in (dict, list)}
-        there = [(note, note.container, note.now()) for note in notes]
-        places = [
-            (note, container, value)
-            for note, container, value in there
-            if value is not MISSING and not (id(container) in whole and note.owner is container)
-        ]
-        self._notes = [note for note, _, _ in places]
-        self._containers = [container for _, container, _ in places]
-        self._values = [value for _, _, value in places]
-        self._sort_places()
-        self._absent: dict[int, tuple[Any, list[Note]]] = {}
-        self._unset = [n for n, container, value in there if value is MISSING and not isinstance(container, _NAMED)]
-        for note, container, value in there:
+        self._places: list[_Place] = []
+        self._unset: list[Note] = []
+        absent: dict[int, tuple[Any, list[Note]]] = {}
+        self.slots, self.attributes = [], []
+        for note in notes:
+            place = _Place(note)
+            container, value = place.container, place.value
             if value is MISSING and isinstance(container, _NAMED):
-                self._absent.setdefault(id(container), (container, []))[1].append(note)
-        self._without = [container for container, _ in self._absent.values()]
+                absent.setdefault(id(container), (container, []))[1].append(note)
+            elif value is MISSING:
+                self._unset.append(note)
+            elif not (id(container) in whole and note.owner is container):
+                self._places.append(place)
+            if isinstance(value, Tensor):
+                self.slots.append((container, note.key, value))
+                if isinstance(note.owner, nn.Module) and container is note.owner._parameters:
+                    self.attributes.append((container, note.key, value))
+        self._without, self._absent = [one for one, _ in absent.values()], [names for _, names in absent.values()]
         self._lengths = list(map(len, self._without))
-        self.slots = [(c, note.key, value) for note, c, value in there if isinstance(value, Tensor)]
-        self.attributes = [
-            (container, note.key, value)
-            for note, container, value in there
-            if isinstance(value, Tensor) and isinstance(note.owner, nn.Module) and container is note.owner._parameters
-        ]
+        self._sort_places()
 
     def _sort_places(self) -> None:
         """Lays the places out so that no code in Python is needed to look at most of them."""
-        places = list(zip(self._containers, self._notes, self._values, strict=True))
-        cells = [(one.cell, value) for one, _, value in places if isinstance(one, Cell)]
-        self._cells, self._in_cells = [cell for cell, _ in cells], [value for _, value in cells]
-        fields = [(one, note, value) for one, note, value in places if isinstance(one, Fields)]
-        known = {(id(one.function), note.key): value for one, note, value in fields}
-        self._functions = list({id(one.function): one.function for one, _, _ in fields}.values())
+        cells, fields, dicts, others = [], [], [], []
+        for place in self._places:
+            one = place.container
+            kind = cells if isinstance(one, Cell) else fields if isinstance(one, Fields) else None
+            (kind if kind is not None else dicts if isinstance(one, dict) else others).append(place)
+        self._cells, self._in_cells = [place.container.cell for place in cells], [place.value for place in cells]
+        known = {(id(place.container.function), place.note.key): place.value for place in fields}
+        self._functions = list({id(one): one for one in (place.container.function for place in fields)}.values())
         self._in_functions = [known[id(one), name] for one in self._functions for name in Fields.NAMES]
-        dicts = [place for place in places if isinstance(place[0], dict)]
-        self._dicts, self._names = [one for one, _, _ in dicts], [note.key for _, note, _ in dicts]
-        self._in_dicts = [value for _, _, value in dicts]
-        others = [place for place in places if not isinstance(place[0], (Cell, Fields, dict))]
-        self._held, self._keys = [one for one, _, _ in others], [note.key for _, note, _ in others]
-        self._in_others = [value for _, _, value in others]
+        self._dicts, self._names, self._in_dicts = _columns(dicts)
+        self._held, self._keys, self._in_others = _columns(others)
 
     def _take_tensors(self, notes: Notes, backward: bool) -> None:
         held = {id(container) for container, _, _ in self.attributes}
@@ -143,54 +137,21 @@ class Guards:
         self.slots += [(value, None, tensor) for value, tensor in inside if id(value) not in held]
         met = (*(one for _, _, one in self.slots), *(one for _, one in inside))
         leaves = list(notes.gradients.values())
-        found = {id(tensor): tensor for tensor in (*met, *(leaf for leaf, _ in leaves))}
-        self._wrapped = [one for tensor in found.values() for one in _parts(tensor)]
-        found |= {id(part): part for _, _, part in self._wrapped}
-        self.tensors = [tensor for tensor in found.values() if tensor.layout is torch.strided]
-        self._take_geometry()
+        found = {id(one): one for one in (*met, *(leaf for leaf, _ in leaves))}
+        names = {id(one): key for _, key, one in reversed(self.slots) if isinstance(key, str)}
+        self._watch = TensorWatch(list(found.values()), names)
+        self.tensors = self._watch.tensors
         leaves = [one for one in leaves if one[0].requires_grad] if backward else []
         self._leaves, self._absent_gradients = [leaf for leaf, _ in leaves], [absent for _, absent in leaves]
         self._gradient_hooks = HookWatch(self._leaves)
-
-    def _take_geometry(self) -> None:
-        self._addresses = list(map(_data_ptr, self.tensors))
-        self._sizes = list(map(_size, self.tensors))
-        self._strides = list(map(_stride, self.tensors))
-        self._flags = list(map(_requires_grad, self.tensors))
-        self._forms = list(map(_form, self.tensors))
-        self._alike: Callable[..., bool] | None = None
 
     # -- the check -----------------------------------------------------------------------------------------------
 
     def moved(self) -> str | None:
         """A tensor that is no longer where or what it was, in words."""
-        tensors = self.tensors
-        self.exchanged = True
-        for tensor, name, part in self._wrapped:
-            if getattr(tensor, name) is not part:
-                return f"{name} of a {type(tensor).__name__} it reads is another"
-        if list(map(_data_ptr, tensors)) != self._addresses:
-            return f"{self._named(self._addresses, _data_ptr)} has moved to another address"
-        return None if self._alike is not None and self._alike(*tensors) else self._of_other_kind()
-
-    def _of_other_kind(self) -> str | None:
-        """A tensor of another shape, or that requires grad where it did not, in words."""
-        tensors = self.tensors
-        if list(map(_stride, tensors)) != self._strides or list(map(_size, tensors)) != self._sizes:
-            return "a tensor it reads has another shape or other strides than when it was recorded"
-        if list(map(_requires_grad, tensors)) != self._flags:
-            self.exchanged = False
-            return f"requires_grad of {self._named(self._flags, _requires_grad)} changed"
-        if list(map(_form, tensors)) != self._forms:
-            return "a tensor it reads has another dtype or class than when it was recorded"
-        self._alike = alike(tensors)  # which depends on modes, such as autocast, as they are now
-        return None
-
-    def _named(self, before: list, read: Callable) -> str:
-        """The first tensor that is other than before, by the name under which it is read."""
-        now = next(one for one, known in zip(self.tensors, before, strict=True) if read(one) != known)
-        name = next((key for _, key, value in self.slots if value is now and isinstance(key, str)), None)
-        return "a tensor it reads" if name is None else f"{name!r}, a tensor it reads,"
+        reason = self._watch.moved()
+        self.exchanged = self._watch.exchanged
+        return reason
 
     def changed(self, gradients: bool = True) -> str | None:
         """What is no longer as it was, in words; None when nothing changed. `moved` looks at the tensors themselves.
@@ -240,9 +201,9 @@ class Guards:
         return f"one {found.__name__}"
 
     def _gone(self) -> str:
-        for note, container, value in zip(self._notes, self._containers, self._values, strict=True):
-            if get(container, note.key) is MISSING:
-                return f"{name_of(note)} was {describe(value)} when it was recorded and is gone"
+        for place in self._places:
+            if place.now() is MISSING:
+                return f"{name_of(place.note)} was {describe(place.value)} when it was recorded and is gone"
         return "an object it reads cannot be looked into any more"
 
     def _other(self) -> str | None:
@@ -253,37 +214,33 @@ class Guards:
 
     def _compare(self) -> str | None:
         for _ in range(_MOST_LEVELS):
-            now = [get(container, note.key) for container, note in zip(self._containers, self._notes, strict=True)]
-            others = list(compress(count(), map(_is_not, now, self._values)))
+            others = [(place, now) for place in self._places if (now := place.now()) is not place.value]
             if not others:
                 return None
-            for index in others:
-                reason = self._compared(index, now[index])
+            for place, now in others:
+                reason = self._compared(place, now)
                 if reason is not None:
                     return reason
         return "objects it reads are others each time one looks"
 
-    def _compared(self, index: int, there: Any) -> str | None:
-        was, note = self._values[index], self._notes[index]
+    def _compared(self, place: _Place, there: Any) -> str | None:
+        was, note = place.value, place.note
         if not same(was, there):
             if is_plain(was) or is_plain(there):
                 optimizer = self._of_optimizer.get(id(note.owner))
                 return differs(name_of(note), note.key, was, there, note.where, optimizer)
             self.exchanged = True
             return f"{name_of(note)} is another {type(was).__name__} than when it was recorded"
-        if isinstance(was, CONTAINERS):
-            self._put_in_place(was, there)
-        self._values[index] = there
+        if isinstance(was, CONTAINERS):  # go on with the equal one that has taken its place
+            for one in self._places:
+                one.container = there if one.container is was else one.container
+            self._without = [there if one is was else one for one in self._without]
+            self.contents.replace(was, there)
+        place.value = there
         return None
 
-    def _put_in_place(self, was: Any, there: Any) -> None:
-        """Goes on with an equal container that has taken the place of another."""
-        self._containers = [there if one is was else one for one in self._containers]
-        self._without = [there if one is was else one for one in self._without]
-        self.contents.replace(was, there)
-
     def _come(self) -> str | None:
-        for index, (container, (_, notes)) in enumerate(zip(self._without, self._absent.values(), strict=True)):
+        for index, (container, notes) in enumerate(zip(self._without, self._absent, strict=True)):
             for note in notes:
                 now = get(container, note.key)
                 if now is not MISSING:
@@ -295,12 +252,13 @@ class Guards:
 
     def restore(self) -> None:
         """Puts back every value that is another than it was."""
-        for container, note, value in zip(self._containers, self._notes, self._values, strict=True):
+        for place in self._places:
+            container = place.container
             if isinstance(container, Cell):
-                container.cell.cell_contents = value
-            elif isinstance(container, (dict, list)) and get(container, note.key) is not value:
-                container[note.key] = value
-        for container, notes in self._absent.values():
+                container.cell.cell_contents = place.value
+            elif isinstance(container, (dict, list)) and place.now() is not place.value:
+                container[place.note.key] = place.value
+        for container, notes in zip(self._without, self._absent, strict=True):
             for note in notes:
                 if isinstance(container, dict):
                     container.pop(note.key, None)
@@ -308,7 +266,15 @@ class Guards:
 
     def __bool__(self) -> bool:
         """Whether there is anything to look at."""
-        looked_at = (self._notes, self._without, self._unset, self._hooks_of, self._objects, self.tensors, self._leaves)
+        looked_at = (
+            self._places,
+            self._without,
+            self._unset,
+            self._hooks_of,
+            self._objects,
+            self.tensors,
+            self._leaves,
+        )
         return any(looked_at) or bool(self._of_dynamo) or bool(self.contents.found)
 
     # -- what was met --------------------------------------------------------------------------------------------
@@ -316,8 +282,8 @@ class Guards:
     def told(self) -> Iterator[tuple[Any, Any, Any, tuple]]:
         """`(owner, key, value, who read it)` of each place that is compared, for people; key and value are None of a
         container that is compared as a whole."""
-        for note, value in zip(self._notes, self._values, strict=True):
-            yield note.owner, note.key, value, note.where
+        for place in self._places:
+            yield place.note.owner, place.note.key, place.value, place.note.where
         for value, where in self.contents.found:
             yield value, None, None, where
 

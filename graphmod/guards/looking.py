@@ -12,6 +12,7 @@ import sys
 import types
 import weakref
 from collections.abc import Iterable
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from graphmod.guards.contents import CONTAINERS, content, is_plain
 from graphmod.guards.expressions import Expression, Read
-from graphmod.guards.lookup import MISSING, is_made_by_code
+from graphmod.guards.lookup import MISSING, is_made_by_code, runs_code
 from graphmod.guards.notes import CODE, DEEP, UNKNOWN, Notes
 
 _MOST_ITEMS = 64  # of a container, one of which something returns
@@ -29,7 +30,6 @@ _NOTHING_INSIDE = set(map(id, (Tensor, nn.Parameter, int, float, str, bool, type
 _IN_C = (types.BuiltinFunctionType, types.MethodDescriptorType, types.MethodWrapperType, types.WrapperDescriptorType)
 _READ_STATE = {"__reduce_ex__", "__reduce__", "__getstate__"}  # all that is in an object
 _RUNS_PYTHON = (types.FunctionType, types.MethodType, nn.Module)
-_PYTHON = types.FunctionType
 # Functions that read attributes which only they know, of whatever is passed on with them.
 _READERS = (operator.attrgetter, operator.methodcaller)
 _READ_ANY = (operator.attrgetter, getattr, vars)
@@ -37,10 +37,7 @@ _READ_ANY = (operator.attrgetter, getattr, vars)
 
 def _is_any(value: Any, of: tuple) -> bool:
     """Whether a value is one of some, compared without code of the value's."""
-    for one in of:  # noqa: SIM110 - a third of the time of any() with a generator
-        if value is one:
-            return True
-    return False
+    return any(map(operator.is_, of, repeat(value)))
 
 
 class Looking:
@@ -74,8 +71,7 @@ class Looking:
                     whole = whole or _is_any(type(value), _READERS) or _is_any(value, _READ_ANY)
                     self._notes.look_inside(value)
                     if isinstance(value, dict) and "_parameters" in value and read.of[0] in ("attr", "call"):
-                        for held in ("_parameters", "_buffers", "_modules"):  # the attributes of a module, whole
-                            self._notes.look_inside(value.get(held))
+                        self._notes.held_by_module(value)  # whose attributes these are, whole
             every += values
         if whole:
             self._look_into_all(every)
@@ -106,7 +102,7 @@ class Looking:
         known = self._found.get(id(of))
         if known is None:
             before, self.blocked = self.blocked, False
-            known = _FINDERS[kind](self, of, inner), self.blocked
+            known = _FINDERS[kind](self, of, inner or kind == "made"), self.blocked
             self.blocked = before
             if inner:
                 self._found[id(of)] = known
@@ -127,9 +123,6 @@ class Looking:
 
     def _find_module(self, of: Expression, _: bool) -> list[Any]:
         return [sys.modules[of[1]]] if of[1] in sys.modules else []
-
-    def _find_made(self, of: Expression, _: bool) -> list[Any]:
-        return self._find_either(of, True)
 
     def _find_either(self, of: Expression, inner: bool) -> list[Any]:
         return [value for one in of[1] for value in self.find(one, inner)]
@@ -166,14 +159,9 @@ class Looking:
                 found += self._items(base) if isinstance(base, CONTAINERS) else self._block(inner)
             for key in keys if told else ():
                 value = self._notes.item(base, key)
-                if (
-                    value is CODE
-                    and isinstance(base, CONTAINERS)
-                    and not isinstance(getattr(type(base), "__getitem__", None), _PYTHON)
-                ):
-                    found += self._items(base)
-                else:
-                    found += self._told(value, inner)
+                in_c = not runs_code(getattr(type(base), "__getitem__", None))
+                goes_in = value is CODE and in_c and isinstance(base, CONTAINERS)
+                found += self._items(base) if goes_in else self._told(value, inner)
         return found
 
     def _names(self, of: Expression) -> tuple[list[Any], bool]:
@@ -303,5 +291,6 @@ class Looking:
 
 _FINDERS = {
     kind: getattr(Looking, f"_find_{kind}")
-    for kind in ("global", "name", "module", "attr", "item", "call", "either", "made", "untold")
+    for kind in ("global", "name", "module", "attr", "item", "call", "either", "untold")
 }
+_FINDERS["made"] = Looking._find_either

@@ -9,6 +9,8 @@ from torch import nn
 
 MISSING: Any = type("Missing", (), {"__repr__": lambda self: "nothing", "__slots__": ()})()
 """What is at a place where nothing is."""
+HELD_BY_MODULE = ("_parameters", "_buffers", "_modules")
+"""What a module keeps apart from its other attributes."""
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: of a class that was made by running code
 
 
@@ -109,7 +111,8 @@ def dict_of(owner: Any) -> dict | None:
     return found if isinstance(found, dict) else None
 
 
-def _runs_code(lookup: Callable) -> bool:
+def runs_code(lookup: Callable | None) -> bool:
+    """Whether a special method of a class is written in Python."""
     return isinstance(lookup, types.FunctionType)
 
 
@@ -151,7 +154,7 @@ def find(owner: Any, name: Any, known: dict[tuple[int, str], Place | None] | Non
     if shared is not None:
         return shared
     if isinstance(owner, nn.Module) and own is not None:
-        for held in (own.get("_parameters"), own.get("_buffers"), own.get("_modules")):
+        for held in map(own.get, HELD_BY_MODULE):
             if held is not None and name in held:
                 return Place(held, name, held[name])
     return Place(own, name, MISSING) if own is not None else None
@@ -175,6 +178,6 @@ def find_item(owner: Any, key: Any) -> Place | None:
             return None
     if kind is types.MappingProxyType:
         return Place(owner, key, owner.get(key, MISSING))
-    if isinstance(owner, (list, tuple)) and type(key) is int and not _runs_code(kind.__getitem__):
+    if isinstance(owner, (list, tuple)) and type(key) is int and not runs_code(kind.__getitem__):
         return Place(owner, key, owner[key]) if -len(owner) <= key < len(owner) else None
     return None

@@ -14,7 +14,7 @@ from graphmod.guards.chance import Chance
 from graphmod.guards.compiled import CompiledFrame, is_arithmetic
 from graphmod.guards.contents import CONTAINERS, Whole, content, is_plain
 from graphmod.guards.library import is_library, is_library_module, is_of_core, means_nothing, package_of
-from graphmod.guards.lookup import MISSING, Place, dict_of, find, find_item, is_made_by_code
+from graphmod.guards.lookup import HELD_BY_MODULE, MISSING, Place, dict_of, find, find_item, is_made_by_code
 from graphmod.guards.values import Values
 
 
@@ -103,11 +103,15 @@ class Notes(Values):
         """Takes in that code goes through a module and all that is in it."""
         if isinstance(module, nn.Module) and id(module) not in self._walked:
             self._walked[id(module)] = module
-            for held in ("_parameters", "_buffers", "_modules"):
-                self.look_inside(module.__dict__.get(held))
+            self.held_by_module(module.__dict__)
             for part in module.__dict__.get("_modules", {}).values():
                 if part is not None and id(part) not in self._walked:
                     self.walked(part)
+
+    def held_by_module(self, attributes: dict) -> None:
+        """Takes in that code reads all parameters, buffers and modules that a module holds."""
+        for name in HELD_BY_MODULE:
+            self.look_inside(attributes.get(name))
 
     def whole(self, module: nn.Module) -> None:
         """Takes in that all of a module may be read."""

@@ -8,7 +8,7 @@ from harness import config
 from torch import nn
 
 from graphmod import CUDAGraphModule, torch_private
-from graphmod.guards import guards
+from graphmod.guards import tensors as watched
 
 
 def other_memory(p):
@@ -40,7 +40,7 @@ def reads(p, x):
 @pytest.mark.parametrize("with_torchs", [True, False], ids=["the guards of torch.compile", "without them"])
 def test_a_change_of_a_tensor_is_noticed(change, with_torchs, device, monkeypatch):
     if not with_torchs:
-        monkeypatch.setattr(guards, "alike", lambda tensors: None)
+        monkeypatch.setattr(watched, "alike", lambda tensors: None)
     p = nn.Parameter(torch.arange(64.0, device=device).view(8, 8))
     if change is another_dtype:
         p = p.detach()
