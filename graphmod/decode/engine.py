@@ -19,7 +19,7 @@ from graphmod.decode.attention.choice import choose
 from graphmod.decode.batching.batch import ContinuousBatch
 from graphmod.decode.batching.prefill import Prefill
 from graphmod.decode.batching.requests import RequestReader, eos_ids
-from graphmod.decode.batching.scheduler import Scheduler, Sequence, prompt_seed
+from graphmod.decode.batching.scheduler import Scheduler
 from graphmod.decode.cache.blocks import BlockAllocator
 from graphmod.decode.cache.cache import PagedCache
 from graphmod.decode.config import EngineConfig, Sampling
@@ -38,21 +38,6 @@ from graphmod.errors import ConfigError
 from graphmod.models.exchange import attention
 
 log = logging.getLogger("graphmod")
-
-
-def _seeded(each: list[Sampling], shared: bool) -> list[Sampling]:
-    """The settings with a seed for every prompt: its own as it is, one that is `shared` by all mixed with the number
-    of the prompt, and where there is none the same of a seed drawn for this call."""
-    drawn = 0
-    if any(one.seed is None and one.temperature > 0 for one in each):
-        # Only where it is used: a greedy call leaves torch's generator, and so a training it is part of, as it was.
-        drawn = int(torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device="cpu"))
-    return [
-        one
-        if one.seed is not None and not shared
-        else dataclasses.replace(one, seed=prompt_seed(drawn if one.seed is None else one.seed, number))
-        for number, one in enumerate(each)
-    ]
 
 
 class DecodeEngine:
@@ -201,31 +186,7 @@ class DecodeEngine:
             raise DecodeError("this engine is suspended and has no KV memory; call resume() first")
         if self.model.device != self.device:
             raise DecodeError(f"the model moved from {self.device} to {self.model.device}; make a new engine")
-        if isinstance(prompts, str):
-            raise RequestError("prompts must be a list of prompts, got one text; write [prompt]")
-        if not hasattr(prompts, "__len__"):
-            raise RequestError(f"prompts must be a list of prompts, got {type(prompts).__name__}")
-        each = sampling if isinstance(sampling, list) else [sampling or Sampling()] * len(prompts)
-        if len(each) != len(prompts):
-            raise RequestError(f"{len(each)} sampling settings were given for {len(prompts)} prompts")
-        for one in each:
-            if not isinstance(one, Sampling):
-                raise RequestError(
-                    f"sampling must be a Sampling, or a list with one for each prompt, got {type(one).__name__}; "
-                    "single settings are keyword arguments"
-                )
-        try:
-            each = [dataclasses.replace(one, **settings) for one in each]
-        except TypeError as error:
-            known = ", ".join(field.name for field in dataclasses.fields(Sampling))
-            raise RequestError(f"{error}; the settings of a request are: {known}") from None
-        for one in each:
-            one.check()
-        shared = not isinstance(sampling, list) or "seed" in settings
-        each = _seeded(each, shared)
-        found: list[Sequence] = []
-        for number, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
-            found += self.requests.sequences(number, prompt, n, one)
+        found = self.requests.read(prompts, n, sampling, settings)
         there = self.scheduler.allocator.count
         for sequence in found:
             needed = self.scheduler.blocks_needed(sequence)

@@ -11,7 +11,7 @@ import functools
 import logging
 import threading
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,23 +25,8 @@ log = logging.getLogger("graphmod")
 
 _KEY_NAME = "Fake"
 _make_subclass, _as_subclass = Tensor._make_subclass, Tensor.as_subclass
-_lock = threading.Lock()
 _library: Any = None  # the registration, which lives as long as this does
-_at_work: list[Any] = []
-_watching = 0  # recorders at work in this process: a number to look at, where there is none, before anything dearer
-
-
-class Sees(Protocol):
-    """What is shown the operations."""
-
-    def see(self, op: Any, args: tuple, kwargs: dict) -> Any:
-        """Runs the operation, or does something else in its place, and returns its result."""
-
-    def note_mode(self, mode: TorchDispatchMode) -> None:
-        """Takes in that from here to the end of the call nothing can be seen, because of a mode."""
-
-    def note_compilation(self) -> None:
-        """Takes in that from here to the end of the call nothing can be seen, because torch.compile compiles."""
+_at_work: list[Any] = []  # the recorders of this process
 
 
 class _OfThread(threading.local):
@@ -53,7 +38,7 @@ _of_thread = _OfThread()
 
 def current() -> Any:
     """The recorder that watches the present call; None where there is none, or where it looks away."""
-    if not _watching:
+    if not _at_work:  # before anything dearer is looked at
         return None
     recorder = _of_thread.recorder
     if recorder is not None:
@@ -87,7 +72,7 @@ class Mode(TorchDispatchMode):
     supports_higher_order_operators = True
     hides_nothing = True
 
-    def __init__(self, recorder: Sees) -> None:
+    def __init__(self, recorder: Any) -> None:
         super().__init__()
         self._recorder = recorder
 
@@ -121,19 +106,13 @@ def _keys() -> Any:
 @functools.cache
 def has_key() -> bool:
     """Whether operations can be seen without a mode. Registers the fallback when it is first asked."""
-    global _library, _watching
+    global _library
     try:
         if torch._C._dispatch_has_backend_fallback(_key()):
             return False  # somebody else's
         _library = torch.library.Library("_", "IMPL")
         _library.fallback(_fallback, _KEY_NAME)
-        with _lock:
-            _watching += 1
-        try:
-            _self_test()
-        finally:
-            with _lock:
-                _watching -= 1
+        _self_test()
         return True
     except Exception as error:
         log.debug("operations are seen through a dispatch mode: %s", error)
@@ -151,13 +130,10 @@ def _self_test() -> None:
 
     with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
         leaf = torch.ones(1, requires_grad=True)
-        token = _include(Probe())
-        try:
+        with _showing(Probe(), keyed=True):
             if torch._C._dispatch_isTensorSubclassLike(leaf):
                 raise RuntimeError("torch takes it for a dispatch mode")
             (leaf * 2).sum().backward()
-        finally:
-            _exclude(token)
     names = [op.overloadpacket.__name__ for op, _ in seen]
     if names[:2] != ["mul", "sum"] or "expand" not in names or not seen[0][1]:
         raise RuntimeError(f"it shows {names}, the leaf itself: {seen[:1]}")
@@ -177,9 +153,23 @@ def _exclude(token: tuple) -> None:
 
 
 @contextlib.contextmanager
-def shown_to(recorder: Sees, given: Iterable[Tensor] = ()) -> Iterator[None]:
-    """Shows `recorder` each operation of this thread, which works on tensors `given`, and of its backwards."""
-    global _watching
+def _showing(recorder: Any, keyed: bool) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        if keyed:
+            stack.callback(_exclude, _include(recorder))
+        else:
+            stack.callback(_set_current, current())
+            _set_current(recorder)
+            stack.enter_context(Mode(recorder))
+        _at_work.append(recorder)
+        stack.callback(_at_work.remove, recorder)
+        yield
+
+
+@contextlib.contextmanager
+def shown_to(recorder: Any, given: Iterable[Tensor] = ()) -> Iterator[None]:
+    """Shows `recorder`, a `Tracer`, each operation of this thread, which works on tensors `given`, and of its
+    backwards."""
     keyed = has_key() and (_below_modes() or not torch._C._len_torch_dispatch_stack())
     if keyed and not _below_modes():
         if of_ranks() and torch.distributed.is_initialized():
@@ -188,26 +178,8 @@ def shown_to(recorder: Sees, given: Iterable[Tensor] = ()) -> Iterator[None]:
         keyed = all(isinstance(tensor, of_ranks()) for tensor in strange)
     if keyed:
         _pass_over_higher_order_operators()
-    before = current()
-    with _lock:
-        _watching += 1
-        _at_work.append(recorder)
-    try:
-        if keyed:
-            token = _include(recorder)
-            try:
-                yield
-            finally:
-                _exclude(token)
-        else:
-            _set_current(recorder)
-            with Mode(recorder):
-                yield
-    finally:
-        _set_current(before)
-        with _lock:
-            _watching -= 1
-            _at_work.remove(recorder)
+    with _showing(recorder, keyed):
+        yield
 
 
 @contextlib.contextmanager
@@ -248,7 +220,7 @@ def through_a_mode() -> Iterator[None]:
 
 def by_key() -> bool:
     """Whether operations are shown through the key now, and not through a mode."""
-    return has_key() and torch._C._dispatch_tls_is_dispatch_key_included(_key())
+    return torch._C._dispatch_tls_is_dispatch_key_included(_key()) and has_key()
 
 
 def stop_showing() -> None:

@@ -4,6 +4,7 @@ anything runs.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence as SequenceOf
 from numbers import Integral
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from graphmod.decode.batching.scheduler import Sequence
+from graphmod.decode.batching.scheduler import Sequence, prompt_seed
 from graphmod.decode.config import Sampling
 from graphmod.decode.errors import RequestError
 from graphmod.decode.results import Completion
@@ -29,6 +30,21 @@ def eos_ids(model: PreTrainedModel, codec: Codec | None = None) -> list[int]:
     if found is None:
         found = getattr(getattr(codec, "around", None), "end", None)
     return [] if found is None else [found] if isinstance(found, int) else list(found)
+
+
+def _seeded(each: list[Sampling], shared: bool) -> list[Sampling]:
+    """The settings with a seed for every prompt: its own as it is, one that is `shared` by all mixed with the number
+    of the prompt, and where there is none the same of a seed drawn for this call."""
+    drawn = 0
+    if any(one.seed is None and one.temperature > 0 for one in each):
+        # Only where it is used: a greedy call leaves torch's generator, and so a training it is part of, as it was.
+        drawn = int(torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device="cpu"))
+    return [
+        one
+        if one.seed is not None and not shared
+        else dataclasses.replace(one, seed=prompt_seed(drawn if one.seed is None else one.seed, number))
+        for number, one in enumerate(each)
+    ]
 
 
 class RequestReader:
@@ -116,6 +132,32 @@ class RequestReader:
                 "ignore_eos=True"
             )
         return ids, sequences, texts
+
+    def read(self, prompts: Any, n: int, sampling: Any, settings: dict) -> list[Sequence]:
+        """The n samples of each prompt; on the arguments see `DecodeEngine.generate`. Raises RequestError."""
+        if isinstance(prompts, str):
+            raise RequestError("prompts must be a list of prompts, got one text; write [prompt]")
+        if not hasattr(prompts, "__len__"):
+            raise RequestError(f"prompts must be a list of prompts, got {type(prompts).__name__}")
+        each = sampling if isinstance(sampling, list) else [sampling or Sampling()] * len(prompts)
+        if len(each) != len(prompts):
+            raise RequestError(f"{len(each)} sampling settings were given for {len(prompts)} prompts")
+        for one in each:
+            if not isinstance(one, Sampling):
+                raise RequestError(
+                    f"sampling must be a Sampling, or a list with one for each prompt, got {type(one).__name__}; "
+                    "single settings are keyword arguments"
+                )
+        try:
+            each = [dataclasses.replace(one, **settings) for one in each]
+        except TypeError as error:
+            known = ", ".join(field.name for field in dataclasses.fields(Sampling))
+            raise RequestError(f"{error}; the settings of a request are: {known}") from None
+        for one in each:
+            one.check()
+        each = _seeded(each, shared=not isinstance(sampling, list) or "seed" in settings)
+        asked = enumerate(zip(prompts, each, strict=True))
+        return [one for number, (prompt, own) in asked for one in self.sequences(number, prompt, n, own)]
 
     def sequences(self, number: int, prompt: Any, n: int, sampling: Sampling) -> list[Sequence]:
         """The n samples of one request. Raises RequestError."""
