@@ -94,16 +94,15 @@ class OwnedBuffer:
 class StaticInput:
     """One tensor argument as a graph reads it.
 
-    `tensor` is what the captured code was given. Exactly one of three holds: `buffer` is set (copied into), the memory
-    is adopted (`pointer` must match), or the graph never reads it (`unused`).
+    `tensor` is what the captured code was given. Either `buffer` is set, which what is given is copied into if the
+    graph reads it, or the memory is adopted (`pointer` must match).
     """
 
-    __slots__ = ("buffer", "name", "pointer", "tensor", "unused")
+    __slots__ = ("buffer", "name", "pointer", "tensor")
 
     def __init__(self, tensor: Tensor, buffer: OwnedBuffer | None, name: str) -> None:
         self.tensor, self.buffer, self.name = tensor, buffer, name
         self.pointer = tensor.data_ptr()
-        self.unused = False
 
 
 def adopted(source: Tensor, static: Any) -> Tensor | None:

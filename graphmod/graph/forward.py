@@ -111,21 +111,20 @@ class ForwardGraph:
             reason = passed.changed() or passed.returned(result) or self._sources.unlike_eager(self.inputs, recorder)
             if reason is not None:
                 raise CaptureRefused(reason)
-            stood_in = {id(view): view._base for view in self.stand_ins.values()}
+            originals = {id(view): view._base for view in self.stand_ins.values()}
             held = {*map(id, owned), *(id(tensor) for _, _, tensor in guards.slots)}
             clone, returned = context.config.clone_outputs, recording.returned
-            self.results = Results(result, given, recorder, entry, returned, stood_in, held, clone)
+            self.results = Results(result, given, recorder, entry, returned, originals, held, clone)
             self._find_parameters(given, recorder, oldest)
 
-        python_random = python_random_state()
-        states = [(generator, generator.get_state()) for generator in recording.generators]
+        python_random, generators = python_random_state(), recording.generators
+        states = [(generator, generator.get_state()) for generator in generators]
         random_state, captured = group.backend.random_state(), None
         try:
             with as_memory(owned), stood_in(self, guards), own_accumulators(self, owned):
-                pool, split = self.tape.arena.pool, not recording.generators and not entry.failures_in_a_row
-                captured, _ = group.backend.capture(
-                    run, pool, given, recording.generators, check, split=split, script=recording.script
-                )
+                pool, script = self.tape.arena.pool, recording.script
+                split = not generators and not entry.failures_in_a_row
+                captured, _ = group.backend.capture(run, pool, given, generators, check, split=split, script=script)
             changed = guards.moved() or guards.changed(gradients=False)
             if changed is not None:
                 raise CaptureRefused(f"changes its own state as it runs, {NOT_REPLAYED}: {changed}")
@@ -155,24 +154,18 @@ class ForwardGraph:
         left = [(p, p.grad) for p, before in zip(owned, grads_then, strict=True) if p.grad is not before]
         self._grads_after = [(p, lend(p, grad, seen.made, entry) if grad is not None else None) for p, grad in left]
         self._written = [t for t in seen.written.values() if not t.is_inference()]
-        self._arguments_written = [
-            index
-            for index, static in enumerate(self.inputs)
-            if address(static.tensor) in seen.inputs_written and not static.tensor.is_inference()
-        ]
+        given_at = [0 if tensor.is_inference() else address(tensor) for tensor in given]
+        self._arguments_written = [i for i, where in enumerate(given_at) if where in seen.inputs_written]
         self.random = seen.random
         self.advanced = list(seen.advanced.values()) if self.results.with_grad else []
         # Gradients that it leaves behind lie in the pool and may be accumulated into by whoever runs instead.
-        self.starts_early = self.graph.start is not None and not recording.generators and not self._grads_after
-        for static in self.inputs:
-            static.unused = address(static.tensor) not in seen.read and static.buffer is not None
-        for static in self.inputs:
-            if static.buffer is not None and not static.unused:
-                static.buffer.users += 1
-                if static.buffer not in group.buffers:
-                    group.buffers.add(static.buffer)
-        self._copied = [(i, s.buffer) for i, s in enumerate(self.inputs) if s.buffer is not None and not s.unused]
-        self._adopted = [(i, s.pointer) for i, s in enumerate(self.inputs) if s.buffer is None and not s.unused]
+        self.starts_early = self.graph.start is not None and not generators and not self._grads_after
+        copied = [(i, one) for i, one in enumerate(self.inputs) if one.buffer is not None]
+        self._copied = [(i, one.buffer) for i, one in copied if address(one.tensor) in seen.read]  # others stay unused
+        self._adopted = [(i, one.pointer) for i, one in enumerate(self.inputs) if one.buffer is None]
+        for _, buffer in self._copied:
+            buffer.users += 1
+            group.buffers.add(buffer)
         self.stands_alone = not self.results.handed_out and not self._copied
         lent = [left for _, left in self._grads_after if left.__class__ is GradientBuffer]
         self.tape.hand_out(self.results.handed_out + lent)
@@ -218,21 +211,22 @@ class ForwardGraph:
                 if following is not None and following not in seen:
                     seen.add(following)
                     queue.append(following)
-        shared = self.context.group.shared
-        returned = set(map(id, self.results.passed_on))
-        returned |= self._sources.identities
-        self.context.group.share([p for p in self.parameters if id(p) in returned])  # the caller may use it, too
-        self.hooked = [p for p in self.parameters if has_gradient_hooks(p) or id(p) in shared]
-        self.direct = [p for p in self.parameters if not has_gradient_hooks(p) and id(p) not in shared]
-        first = next((p for p in self.context.around.parameters if any(p is d for d in self.direct)), None)
+        group = self.context.group
+        returned = {*map(id, self.results.passed_on), *self._sources.identities}
+        group.share([p for p in self.parameters if id(p) in returned])  # the caller may use it, too
+        self.hooked = [p for p in self.parameters if has_gradient_hooks(p) or id(p) in group.shared]
+        hooked = set(map(id, self.hooked))
+        self.direct = [p for p in self.parameters if id(p) not in hooked]
+        direct = set(map(id, self.direct))
+        first = next((p for p in self.context.around.parameters if id(p) in direct), None)
         self.witness = first if len(self.direct) > 1 else None
         shared_inputs = {i: get_gradient_edge(given[i]) for i in self.entry.used_outside if given[i].requires_grad}
         counts = {i: max(1, times(uses)) for i, uses in uses_of(shared_inputs, self.results.retained).items()}
         self.differentiable = [
             i for i, tensor in enumerate(given) if tensor.requires_grad for _ in range(counts.get(i, 1))
         ]
-        hooked = {i: self.edges[id(parameter)] for i, parameter in enumerate(self.hooked)}
-        self.hooked_uses = [max(1, times(uses)) for uses in uses_of(hooked, self.results.retained).values()]
+        edges = {i: self.edges[id(parameter)] for i, parameter in enumerate(self.hooked)}
+        self.hooked_uses = [max(1, times(uses)) for uses in uses_of(edges, self.results.retained).values()]
         of_hooked = [p for p, count in zip(self.hooked, self.hooked_uses, strict=True) for _ in range(count)]
         self.through_autograd = (*of_hooked, *(() if self.witness is None else (self.witness,)))
 
