@@ -52,23 +52,22 @@ def _shortened(short: str, words: dict[str, str]) -> str | None:
 
 def _meant(key: str, names: list[str]) -> str | None:
     """The setting that was probably meant, or None: a bad guess that is followed trains something else."""
-    group, _, last = key.rpartition(".")
-
-    def lasts(among: list[str]) -> dict[str, str]:
-        return {name.rpartition(".")[2]: name for name in reversed(among)}
-
-    siblings = lasts([name for name in names if name.rpartition(".")[0] == group])
-    anywhere = lasts([name for name in names if "." in name or not group])
     if key in names:
         return key
-    if last not in anywhere and _ELSEWHERE.get(last) in anywhere:
-        return anywhere[_ELSEWHERE[last]]
-    known = anywhere.get(last)
+    group, _, last = key.rpartition(".")
+    # Last names, of which the first setting that has one gets it; a setting of a group is not meant to be a group.
+    anywhere = {name.rpartition(".")[2]: name for name in reversed(names) if "." in name or not group}
+    siblings = {word: f"{group}.{word}".lstrip(".") for word in _last_names(group, names)}
+    known = anywhere.get(last) or anywhere.get(_ELSEWHERE.get(last))
     if group and siblings:
         close = siblings.get(nearest(last, siblings, cutoff=0.65))
-    else:
-        close = (None if group else known) or nearest(key, names, cutoff=0.65)
-    return _shortened(last, siblings) or close or known or _shortened(last, lasts(names))
+        return known or _shortened(last, siblings) or close or _shortened(last, anywhere)
+    return known or _shortened(last, siblings) or _shortened(last, anywhere) or nearest(key, names, cutoff=0.65)
+
+
+def _last_names(group: str, names: list[str]) -> list[str]:
+    """Those of the settings of a group, or, with an empty name, the groups."""
+    return [name.rpartition(".")[2] for name in names if name.rpartition(".")[0] == group]
 
 
 def unknown_flag(argument: str, following: str, flags: list[str], kind: type) -> str:
@@ -111,10 +110,10 @@ def _unknown_key(key: str, kind: type, value: str | None = None) -> str:
     message = f"there is no setting {key!r}"
     if best:
         message += f"; did you mean {best!r}?" + ("" if value is None else _advice(best, value, kind))
-    known = [name.rpartition(".")[2] for name in names if group and name.rpartition(".")[0] == group]
-    if known:
-        return f"{message}\n  settings of {group!r}: {', '.join(known)}"
-    return f"{message}\n  groups: {', '.join(name for name in names if '.' not in name)}"
+    siblings = _last_names(group, names)
+    if group and siblings:
+        return f"{message}\n  settings of {group!r}: {', '.join(siblings)}"
+    return f"{message}\n  groups: {', '.join(_last_names('', names))}"
 
 
 def _most_like(word: str, options: list[str]) -> str | None:

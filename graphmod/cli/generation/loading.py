@@ -8,10 +8,11 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from graphmod.cli.generation.schema import DeviceName, ModelSource, Precision
+from graphmod.cli.generation.schema import ModelSource, Precision
 from graphmod.errors import ConfigError, reason
 from graphmod.train.checkpoints.loadable import checkpoint_of, require_whole
 from graphmod.train.lora import is_adapter
+from graphmod.train.run.device import pick_device
 from graphmod.train.schema.model import ADAPTER_FILE
 
 _CONFIGS = ("config.json", ADAPTER_FILE)
@@ -48,22 +49,13 @@ def _elsewhere() -> str:
     return "".join(f". There are models in {folder}: model.path={folder}" for folder in found)
 
 
-def pick_device(name: DeviceName) -> torch.device:
-    """The device to decode on. Raises ConfigError when a GPU is asked for and there is none."""
-    if name is DeviceName.cuda and not torch.cuda.is_available():
-        raise ConfigError("model.device=cuda, but PyTorch finds no GPU; use model.device=auto or cpu")
-    if name is DeviceName.cpu or not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
-
-
 def load_model(folder: Path, source: ModelSource) -> PreTrainedModel:
     """The model in `folder`, in evaluation mode, on its device.
 
     Raises:
         ConfigError: transformers cannot read it, or weights are missing.
     """
-    device = pick_device(source.device)
+    device = pick_device(source.device, "model.device")
     is_adapter(folder)
     bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()

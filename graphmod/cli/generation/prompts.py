@@ -61,28 +61,23 @@ class Prompt:
             raise ConfigError(f"line {self.line} of {source}: {error}" if source else f"chat=true: {error}") from error
 
 
-def _messages(read: Any) -> list[dict[str, Any]] | None:
-    """The messages that a line of JSON holds; None where they are not as a chat template wants them."""
-    found = read.get("messages")
+def _are_messages(found: Any) -> bool:
+    """Whether they are as a chat template wants them."""
     if not isinstance(found, list) or not found:
-        return None
-    fine = all(isinstance(one, dict) and isinstance(one.get("role"), str) and "content" in one for one in found)
-    return found if fine else None
+        return False
+    return all(isinstance(one, dict) and isinstance(one.get("role"), str) and "content" in one for one in found)
 
 
 def _prompt(read: Any, line: int, path: Path) -> Prompt:
-    if not isinstance(read, dict) or not {"prompt", "messages"} & set(read):
-        raise ConfigError(f"line {line} of {path} must be like {_LIKE}, got {read!r:.80}")
-    if {"prompt", "messages"} <= set(read):
+    keys = [key for key in ("prompt", "messages") if isinstance(read, dict) and key in read]
+    if len(keys) == 2:
         raise ConfigError(f'line {line} of {path} has both "prompt" and "messages"; leave one of them')
-    if "prompt" in read:
-        if not isinstance(read["prompt"], str):
-            raise ConfigError(f'line {line} of {path} must be like {_LIKE}, got "prompt": {read["prompt"]!r:.80}')
+    if keys == ["prompt"] and isinstance(read["prompt"], str):
         return Prompt(read.pop("prompt"), line, read)
-    messages = _messages(read)
-    if messages is None:
-        raise ConfigError(f'line {line} of {path} must be like {_LIKE}, got "messages": {read["messages"]!r:.80}')
-    return Prompt(line=line, fields=read, messages=messages)
+    if keys == ["messages"] and _are_messages(read["messages"]):
+        return Prompt(line=line, fields=read, messages=read["messages"])
+    got = f'"{keys[0]}": {read[keys[0]]!r:.80}' if keys else f"{read!r:.80}"
+    raise ConfigError(f"line {line} of {path} must be like {_LIKE}, got {got}")
 
 
 def read_prompts(path: Path) -> list[Prompt]:

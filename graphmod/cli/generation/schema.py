@@ -4,13 +4,13 @@ The YAML files beside it, under `configs/`, fill these classes in.
 """
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
-from typing import Any
 
 from graphmod.config import BackendName, CompileMode
 from graphmod.decode.config import AttentionName, EngineConfig, Sampling
 from graphmod.errors import ConfigError
+from graphmod.train.schema.train import DeviceName
 
 
 class GraphScope(str, Enum):
@@ -26,14 +26,6 @@ class Precision(str, Enum):
     saved = "saved"
     fp32 = "fp32"
     bf16 = "bf16"
-
-
-class DeviceName(str, Enum):
-    """`auto` takes the GPU when there is one."""
-
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
 
 
 @dataclass
@@ -53,25 +45,18 @@ class ModelSource:
 
 
 @dataclass
-class DecodeSettings:
-    """How tokens are chosen, and how much is decoded at a time. See `Sampling` and `EngineConfig` for each.
+class DecodeSettings(Sampling):
+    """How tokens are chosen, and how much is decoded at a time: the settings of `Sampling`, and some of `EngineConfig`.
 
     Attributes:
+        stop: as in `Sampling`; in texts \\n, \\r, \\t and \\\\ are read as in Python.
         n: samples of each prompt.
         logprobs: write the log-probability of each token.
         max_batch_size, max_seq_len, block_size, cache_tokens, attention, steps_per_sync, prefill_tokens: of
             `EngineConfig`. `attention` is `auto`, `fastest`, `sdpa`, `flex` or `flashinfer`.
-        temperature, top_k, top_p, seed, max_new_tokens, stop, ignore_eos: of `Sampling`. In the texts of `stop`, \\n,
-            \\r, \\t and \\\\ are read as in Python.
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
     seed: int = 0
-    max_new_tokens: int = 128
-    stop: list[Any] = field(default_factory=list)
-    ignore_eos: bool = False
     n: int = 1
     logprobs: bool = False
     max_batch_size: int = 16
@@ -133,34 +118,17 @@ class GenerateConfig:
 
     def engine(self, rows: int) -> EngineConfig:
         """The settings of the engine, for at most `rows` sequences at a time. Raises ConfigError."""
-        decode, graph = self.decode, self.graph
-        return EngineConfig(
-            max_batch_size=max(1, min(rows, decode.max_batch_size)) if decode.max_batch_size > 0 else 0,
-            max_seq_len=decode.max_seq_len,
-            block_size=decode.block_size,
-            cache_tokens=decode.cache_tokens,
-            attention=decode.attention,
-            steps_per_sync=decode.steps_per_sync,
-            prefill_tokens=decode.prefill_tokens,
-            graphs=graph.scope is GraphScope.decode,
-            compile=graph.compile,
-            warmup_steps=graph.warmup_steps,
-            max_failures=graph.max_failures,
-            backend=graph.backend,
-        )
+        given = {**vars(self.decode), **vars(self.graph)}
+        asked = {field.name: given[field.name] for field in fields(EngineConfig) if field.name in given}
+        asked["graphs"] = self.graph.scope is GraphScope.decode
+        if self.decode.max_batch_size > 0:  # else the error names what was given
+            asked["max_batch_size"] = max(1, min(rows, self.decode.max_batch_size))
+        return EngineConfig(**asked)
 
     def sampling(self) -> Sampling:
         """The settings of each request. Raises RequestError."""
-        decode = self.decode
-        made = Sampling(
-            temperature=decode.temperature,
-            top_k=decode.top_k,
-            top_p=decode.top_p,
-            seed=decode.seed,
-            max_new_tokens=decode.max_new_tokens,
-            stop=[_unescaped(stop) if isinstance(stop, str) else stop for stop in decode.stop],
-            ignore_eos=decode.ignore_eos,
-        )
+        stop = [_unescaped(one) if isinstance(one, str) else one for one in self.decode.stop]
+        made = replace(self.decode, stop=stop)
         made.check()
         return made
 

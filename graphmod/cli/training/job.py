@@ -42,7 +42,7 @@ class Job:
 
     Attributes:
         folder: made for it.
-        overrides: of its settings, Hydra's own apart.
+        overrides: of its settings.
         alone: it is not part of a multirun.
         given: the arguments of the command line, as they were.
     """

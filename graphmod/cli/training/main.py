@@ -46,11 +46,6 @@ def _folder(hydra: DictConfig, what: str) -> Path:
     return Path(folder)
 
 
-def _own(overrides: list[str]) -> list[str]:
-    """Those that are not Hydra's."""
-    return [one for one in overrides if not one.startswith("hydra.")]
-
-
 def _require_one_run(config: RunConfig) -> None:
     """Raises ConfigError for settings that a single run cannot have."""
     if config.train.resume not in ("none", "auto"):
@@ -71,7 +66,7 @@ def _one(asked: Asked) -> int:
     # Another rank than the first writes nowhere, and is told which folder the run has.
     folder = Path() if own_rank() else _folder(hydra, "run")
     try:
-        status, outcome = attempt(settings, Job(folder, _own(overrides), alone=True, given=asked.arguments))
+        status, outcome = attempt(settings, Job(folder, overrides, alone=True, given=asked.arguments))
     finally:
         with suppress(OSError):  # it holds something: the run began
             folder.rmdir()
@@ -106,13 +101,13 @@ def _several(asked: Asked) -> int:
     jobs = asked.jobs()
     composed = [TRAIN.compose(overrides) for overrides in jobs]
     _require_multirun([TRAIN.typed(settings) for settings, _ in composed])
-    names = [job_folder(asked.swept, _own(overrides), number) for number, overrides in enumerate(jobs)]
+    names = [job_folder(asked.swept, overrides, number) for number, overrides in enumerate(jobs)]
     with loading():
         from graphmod.cli.training.job import Job
         from graphmod.cli.training.sweep import run
     folder = _folder(composed[0][1], "sweep")
     made = [
-        (settings, Job(folder / name, _own(overrides), alone=False, given=asked.arguments))
+        (settings, Job(folder / name, overrides, alone=False, given=asked.arguments))
         for name, overrides, (settings, _) in zip(names, jobs, composed, strict=True)
     ]
     return run(folder, made)

@@ -35,6 +35,8 @@ def _given(cfg: DictConfig, overrides: list[str]) -> dict[str, Any]:
     group set: another file than the chosen one may have set them before."""
     given = {}
     for override in OverridesParser.create().parse_overrides(overrides):
+        if override.is_hydra_override():
+            continue
         key = override.key_or_group
         files = [OmegaConf.load(path) for path in (CONFIGS / key).glob("*.yaml")]
         for name in sorted({f"{key}.{name}" for file in files for name in file}) or [key]:
@@ -60,7 +62,7 @@ def job_settings(cfg: DictConfig, overrides: list[str]) -> JobSettings:
 
     Args:
         cfg: composed by Hydra.
-        overrides: the job's, without Hydra's own settings.
+        overrides: the job's.
 
     Raises:
         ConfigError: the folder holds no run, or a setting is to change that decides its numbers.

@@ -12,11 +12,11 @@ from graphmod.train.step.optim import check_schedule
 from graphmod.train.varlen import unavailable
 
 
-def pick_device(name: DeviceName) -> torch.device:
-    """The device a run uses. Raises ConfigError when a GPU is asked for and there is none."""
+def pick_device(name: DeviceName, setting: str = "train.device") -> torch.device:
+    """The device a run uses, which `setting` names. Raises ConfigError when a GPU is asked for and there is none."""
     if name is DeviceName.cuda or (name is DeviceName.auto and torch.cuda.is_available()):
         if not torch.cuda.is_available():
-            raise ConfigError("train.device=cuda, but PyTorch finds no GPU; use train.device=auto or cpu")
+            raise ConfigError(f"{setting}=cuda, but PyTorch finds no GPU; use {setting}=auto or cpu")
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
