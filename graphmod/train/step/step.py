@@ -17,11 +17,12 @@ from graphmod.train.step.activations import recomputed_layers
 from graphmod.train.step.compile import compile_layers, compiled
 from graphmod.train.step.data_parallel import DataParallel, FullySharded, over_ranks
 from graphmod.train.step.iteration import NONFINITE, Iteration
-from graphmod.train.step.losses import CountTargets, count_targets_of, criterion_of, next_token_loss
+from graphmod.train.step.losses import CountTargets, count_targets_of, next_token_loss
 from graphmod.train.step.parts import is_split
+from graphmod.train.step.per_layer import LayerGraphs
 from graphmod.train.step.staging import Staging
 from graphmod.train.step.update import CompiledUpdate
-from graphmod.wrap.layers import edge_modules, find_layers, graph_layers, match_layers, ungraph
+from graphmod.wrap.layers import find_layers, match_layers, ungraph
 from graphmod.wrap.module import CUDAGraphModule
 
 __all__ = ["TrainStep", "next_token_loss"]
@@ -158,16 +159,16 @@ class TrainStep:
             parallel=self._parallel,
         )
         self._stage = Staging(self._iteration.device)
-        self._settled: dict[int, Tensor] = {}
         self._eager_steps = 0
         self._graphs: list[CUDAGraphModule] = []
-        self._run, self._update, self._evaluate = self._iteration.run, None, self._iteration.evaluate
+        self._run, self._evaluate = self._iteration.run, self._iteration.evaluate
         if self.config.scope is Scope.full_iteration:
             self._run = CUDAGraphModule(self._run, self.config, name="train step")
             self._evaluate = CUDAGraphModule(self._evaluate, self.config, name="evaluation step")
             self._graphs = [self._run, self._evaluate]
         elif self.config.scope is Scope.per_layer:
-            self._graph_layers()
+            layers = LayerGraphs(self._iteration, self.config, self._layers())
+            self._run, self._graphs = layers.run, layers.graphs
 
     def _compile(self, loss_fn: Callable, how: str) -> Callable:
         """Compiles what the scope captures; returns the loss function to use."""
@@ -185,28 +186,6 @@ class TrainStep:
         patterns = self.config.layers
         return find_layers(self.model) if patterns is None else match_layers(self.model, patterns)
 
-    def _graph_layers(self) -> None:
-        layers = self._layers()
-        if self.config.optimizer:
-            # The optimizer's graph reads every gradient by address, so every parameter's gradient must stay in place.
-            layers = [*layers, *edge_modules(self.model, layers)]
-        self._graphs = graph_layers(self.model, self.config, layers=layers)
-        if self.config.optimizer:
-            self._graph_criterion()
-            self._update = CUDAGraphModule(self._iteration.update, self.config, name="optimizer step")
-            self._graphs = [*self._graphs, self._update]
-
-    def _graph_criterion(self) -> None:
-        """Puts the loss of the logits beside the head, whose results it then reads where they are."""
-        criterion = criterion_of(self._iteration.loss_fn)
-        if criterion is None:
-            return
-        # The caller keeps losses, and a copy of one number costs less than to look for those that are still held.
-        config = replace(self.config, clone_outputs=True)
-        graphed = CUDAGraphModule(criterion, config, name="loss", group=self._graphs[-1]._context.group)
-        self._iteration.loss_fn = functools.partial(self._iteration.loss_fn, criterion=graphed)
-        self._graphs = [*self._graphs, graphed]
-
     def __call__(self, batch: Any) -> Tensor:
         """Trains on `batch`, by default int64 of shape (A, B, S + 1) for A microbatches.
 
@@ -219,29 +198,13 @@ class TrainStep:
         """
         batch = self._stage(batch)
         self.grad_norm = None  # a result that is still held when its graph runs again is copied
-        if self._update is not None:
-            loss = self._iteration.differentiate(batch)
-            self._settle_gradients()
-            self.grad_norm = self._update(loss) if self._iteration.guarded else self._update()
-            self.optimizer.zero_grad(set_to_none=True)
-        else:
-            loss, self.grad_norm = self._run(batch)
+        loss, self.grad_norm = self._run(batch)
         self._eager_steps += not self._graphs
         return loss
 
     def evaluate(self, batch: Any) -> Tensor:
         """The loss of `batch` in the same sense, 0-d, with the model in its present mode and no gradient."""
         return self._evaluate(self._stage(batch))
-
-    def _settle_gradients(self) -> None:
-        """Moves gradients that autograd put at a new address (of tied weights) to where the optimizer's graph reads."""
-        for key, parameter in self._graphs[0]._context.group.shared.items():
-            if parameter.grad is not None:
-                settled = self._settled.get(key)
-                if settled is None:
-                    settled = self._settled[key] = torch.empty_like(parameter, requires_grad=False)
-                settled.copy_(parameter.grad)
-                parameter.grad = settled
 
     @property
     def iteration(self) -> Iteration:
@@ -325,5 +288,5 @@ class TrainStep:
         self._graphs = []
         if self.config.scope is Scope.per_layer:
             self._iteration.loss_fn = self._loss_fn
-        self._run, self._update, self._evaluate = self._iteration.run, None, self._iteration.evaluate
+        self._run, self._evaluate = self._iteration.run, self._iteration.evaluate
         self._stage.clear()
