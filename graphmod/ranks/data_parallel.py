@@ -59,7 +59,7 @@ def take_over_inside(model: DistributedDataParallel) -> str | None:
     """Likewise as `take_over`, once its forward runs inside a call: one rank alone may have a call that only uses the
     module in it."""
     if type(model) in (Averaging, _Counting, _Waiting):
-        return model._why if isinstance(model, _Counting) else None
+        return model._why
     why = refused(model)
     if why is None:
         model.__class__ = _Found
@@ -71,18 +71,15 @@ def take_over_inside(model: DistributedDataParallel) -> str | None:
 
 def take_over(model: DistributedDataParallel) -> str | None:
     """Lets gradients be averaged by a `Reducer`, from the next forward on; returns why not, where that cannot be."""
-    if is_taken_over(model):
-        return None
-    if isinstance(model, _Counting):
+    if type(model) in (Averaging, _Counting):
         return model._why
     why = refused(model)
-    if why is not None:
-        return why
-    if model.static_graph:
+    if why is None and model.static_graph:
         model.__class__ = _Counting
-        return model._why
-    _replace_reducer(model, _trained(model))
-    return None
+        why = model._why
+    elif why is None:
+        _replace_reducer(model, _trained(model))
+    return why
 
 
 def _replace_reducer(model: DistributedDataParallel, trained: dict[str, Tensor], times: Any = None) -> None:
@@ -102,10 +99,10 @@ def _replace_reducer(model: DistributedDataParallel, trained: dict[str, Tensor],
 
 def take_over_later(model: DistributedDataParallel) -> str | None:
     """Likewise, of a model whose forward runs now: from its next one on."""
-    if isinstance(model, _Counting):
+    if type(model) in (Averaging, _Counting, _Waiting):
         return model._why
-    why = None if isinstance(model, (Averaging, _Waiting)) else refused(model)
-    if why is None and not isinstance(model, (Averaging, _Waiting)):
+    why = refused(model)
+    if why is None:
         model.__class__ = _Waiting
     return why
 
@@ -124,21 +121,20 @@ def _trained(model: DistributedDataParallel) -> dict[str, Tensor]:
 class _Waiting(DistributedDataParallel):
     """One that is taken over by its next forward."""
 
+    _why: str | None = None  # nothing is against it
+
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         self.__class__ = DistributedDataParallel
         take_over(self)
         return self.forward(*inputs, **kwargs)
 
 
-class _Found(DistributedDataParallel):
+class _Found(_Waiting):
     """One that is taken over by its next forward inside a call."""
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        if not inside_calls.count and current() is None:
-            return super().forward(*inputs, **kwargs)
-        self.__class__ = DistributedDataParallel
-        take_over(self)
-        return self.forward(*inputs, **kwargs)
+        inside = inside_calls.count or current() is not None
+        return (super() if inside else super(_Waiting, self)).forward(*inputs, **kwargs)
 
 
 class _Counting(DistributedDataParallel):
@@ -191,6 +187,8 @@ class _Counting(DistributedDataParallel):
 
 class Averaging(DistributedDataParallel):
     """A DistributedDataParallel whose gradients a `Reducer` averages. Its copies have not been taken over."""
+
+    _why: str | None = None  # nothing is against it
 
     def __getstate__(self) -> dict:
         state = super().__getstate__()
