@@ -1,11 +1,17 @@
 """The trace shows steps of the run beside eager ones, and the summary counts what the GPU did."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from graphmod.train.report.profile import busy_us
+from graphmod.cli.training.sweep import gpu_busy_ms
+from graphmod.train.report.comparison import compare
+from graphmod.train.report.profile import busy_us, communication_us
+from graphmod.train.report.report import table
+from graphmod.train.report.result import RunResult
+from graphmod.train.run import profiling
 from graphmod.train.run.loop import train
 
 
@@ -39,3 +45,38 @@ def test_on_a_gpu_busy_and_idle_make_up_the_step(tiny, tmp_path, scope):
         assert part["busy_ms"] + part["idle_ms"] == pytest.approx(part["step_ms"])
         assert 0 < part["busy_share"] <= 1 and part["kernels"] > 10
     assert torch.cuda.is_available()
+
+
+def test_communication_is_hidden_as_far_as_other_kernels_run_meanwhile():
+    send, gemm = "ncclDevKernel_AllReduce_Sum_f32_RING_LL", "gemm"
+    kernels = [(gemm, 0, 10), (send, 5, 20), (gemm, 12, 14), (send, 18, 22), ("void NCCL_copy", 30, 31)]
+    assert communication_us(kernels) == (17 + 1, 5 + 2)
+    assert communication_us([(gemm, 0, 10)]) == (0, 0)
+
+
+def test_the_report_and_the_comparison_tell_how_long_ranks_communicate():
+    times = {"busy_ms": [9.0, 9.0], "comm_ms": [4.0, 2.0], "comm_hidden_ms": [2.0, 1.0]}
+    result = RunResult("none", device="NVIDIA H200", ranks=2, step_ms=[10.0] * 3, host_ms=[1.0] * 3, rank_profile=times)
+    assert result.summary()["comm_ms"] == 3.0 and result.summary()["comm_hidden_share"] == 0.5
+    assert "communication takes 3.00 ms of a step" in result.report()
+    (row,) = compare({"run": result}, {"run": gpu_busy_ms(result)})
+    assert (row.comm_ms, row.comm_hidden_share, row.gpu_busy_share) == (3.0, 0.5, 0.9)
+    assert "comm hidden" in table([row]) and "50%" in table([row])
+
+
+def test_a_run_on_several_gpus_records_some_steps_at_its_end_and_logs_what_ranks_communicate(settings, monkeypatch):
+    logged = {}
+    found = {"busy_ms": 9.0, "comm_ms": 4.0, "comm_hidden_ms": 1.0, "kernels": 5}
+    monkeypatch.setattr(profiling, "profile_briefly", lambda step, batches: found)
+    run = SimpleNamespace(
+        config=settings(),
+        ranks=SimpleNamespace(count=2, first=True, all=lambda value: [value, value]),
+        device=torch.device("cuda"),
+        step=None,
+        batches=SimpleNamespace(sampler=lambda step: torch.zeros(1)),
+        metrics=SimpleNamespace(log_numbers=logged.update),
+    )
+    result = RunResult("none", ranks=2)
+    profiling.add_profile(run, result)
+    assert result.rank_profile == {"busy_ms": [9.0] * 2, "comm_ms": [4.0] * 2, "comm_hidden_ms": [1.0] * 2}
+    assert logged == {"perf/comm_ms": 4.0, "perf/comm_hidden_share": 0.25}

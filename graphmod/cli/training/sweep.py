@@ -16,6 +16,7 @@ from graphmod.errors import ConfigError, GraphmodError
 from graphmod.train.report.comparison import compare, swept
 from graphmod.train.report.report import JSON_FILE, PLOT_FILE, on_tensorboard, remarks, table, write_report
 from graphmod.train.report.result import RunResult
+from graphmod.train.report.timing import median
 from graphmod.train.run.folders import link_latest
 from graphmod.train.run.loop import train
 from graphmod.train.run.ownership import owned
@@ -70,9 +71,11 @@ def _result(settings: DictConfig, folder: Path) -> RunResult:
 
 
 def gpu_busy_ms(result: RunResult) -> float | None:
-    """Kernel time of a step of the run, in ms, from a few steps done again; None without a GPU, on
-    several, or if that fails."""
-    if not result.device or result.device.startswith("CPU") or result.ranks > 1:
+    """Kernel time of a step of the run, in ms, from a few steps done again, or, of several ranks, from those that the
+    run itself has recorded; None without a GPU, or if that fails."""
+    if result.ranks > 1:
+        return median(result.rank_profile.get("busy_ms", ()))
+    if not result.device or result.device.startswith("CPU"):
         return None
     scope = result.auto.get("chosen") or result.scope
     graph = {**result.config["graph"], "scope": scope, "auto": False}

@@ -28,6 +28,8 @@ class Row:
         ranks: processes that trained together, each on a GPU.
         scaling: tokens per second over `ranks` times those of the run on one rank with otherwise the same settings;
             None without such a run.
+        comm_ms, comm_hidden_share: of several GPUs, the milliseconds of a step in which a rank communicates, waits for
+            others included, and in what share of these it computes as well; None where that was not measured.
         payback_steps: after how many steps the time that warm-up, compilation and capture took beyond eager's first
             steps is won back; None where nothing is won.
         train_loss: mean loss of the last tenth of the steps, in nats per token.
@@ -49,6 +51,8 @@ class Row:
     ranks: int = 1
     scaling: float | None = None
     gpu_busy_share: float | None = None
+    comm_ms: float | None = None
+    comm_hidden_share: float | None = None
     payback_steps: int | None = None
     reserved_gib: float | None = None
     capture_seconds: float | None = None
@@ -132,6 +136,8 @@ def compare(results: Mapping[str, RunResult], busy_ms: Mapping[str, float] | Non
         row.eval_loss, row.ema_loss = result.eval_losses[-1][1] if result.eval_losses else None, result.ema_loss
         if row.step_ms_median and name in (busy_ms or {}):
             row.gpu_busy_share = min(1.0, busy_ms[name] / row.step_ms_median)
+        sent = result.communication()
+        row.comm_ms, row.comm_hidden_share = sent.get("comm_ms"), sent.get("comm_hidden_share")
         alike = eager.get(_other_settings(result), {})
         if not alike:
             continue

@@ -123,6 +123,12 @@ class Metrics:
         for logger in self._loggers:
             logger.text(tag, text, done)
 
+    def log_numbers(self, values: dict[str, float]) -> None:
+        """Logs numbers by tag, known on the host, after the step that was last done, to the disk."""
+        for logger in self._loggers:
+            logger.scalars(values, self._first + self._done)
+            logger.flush()
+
     def write(self, wait: bool = False) -> None:
         """Writes the points whose values have arrived; with `wait`, all of them."""
         self._clock.collect(wait)

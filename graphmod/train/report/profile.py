@@ -21,6 +21,7 @@ from graphmod.wrap.layers import find_layers
 TRACE_FILE = "trace.json"
 RUN_STEP, EAGER_STEP = "step of the run", "eager step"
 _STEPS, _SETTLING = 3, 2
+_COMMUNICATES = "nccl"  # is in the name of each kernel of NCCL, in upper or lower case
 
 
 def busy_us(intervals: list[tuple[float, float]]) -> float:
@@ -30,6 +31,18 @@ def busy_us(intervals: list[tuple[float, float]]) -> float:
         total += max(0.0, stop - max(start, end))
         end = max(end, stop)
     return total
+
+
+def communication_us(kernels: list[tuple[str, float, float]]) -> tuple[float, float]:
+    """How long kernels communicate, and how much of that other kernels run meanwhile.
+
+    Args:
+        kernels: name, start and end of each, in any order.
+    """
+    sends = [(start, end) for name, start, end in kernels if _COMMUNICATES in name.lower()]
+    others = [(start, end) for name, start, end in kernels if _COMMUNICATES not in name.lower()]
+    total = busy_us(sends)
+    return total, total + busy_us(others) - busy_us(sends + others)
 
 
 @contextmanager
@@ -85,7 +98,7 @@ def _summary(profiler: profile, name: str, steps: int) -> dict[str, Any]:
     cuda = torch.autograd.DeviceType.CUDA
     (phase,) = [e.time_range for e in events if e.name == f"phase: {name}" and e.device_type != cuda]
     kernels = [
-        (e.time_range.start, e.time_range.end)
+        (e.name, e.time_range.start, e.time_range.end)
         for e in events
         # Ranges are repeated on the device's side of the trace; they are no work.
         if e.device_type == cuda and not e.is_user_annotation and phase.start <= e.time_range.start < phase.end
@@ -93,14 +106,27 @@ def _summary(profiler: profile, name: str, steps: int) -> dict[str, Any]:
     length = phase.end - phase.start
     found: dict[str, Any] = {"step_ms": length / steps / 1e3}
     if kernels:
-        busy = busy_us(kernels)
+        busy = busy_us([(start, end) for _, start, end in kernels])
+        sent, hidden = communication_us(kernels)
         found |= {
             "busy_ms": busy / steps / 1e3,
             "idle_ms": (length - busy) / steps / 1e3,
             "busy_share": busy / length,
             "kernels": len(kernels) / steps,
         }
+        if sent:
+            found |= {"comm_ms": sent / steps / 1e3, "comm_hidden_ms": hidden / steps / 1e3}
     return found
+
+
+def profile_briefly(step: TrainStep, batches: list[Tensor]) -> dict[str, Any]:
+    """What `profile_steps` returns under `run`, from steps as the run did them, without a trace. The weights are others
+    afterwards, and launching graphs costs more."""
+    chosen = [batches[index % len(batches)] for index in range(_STEPS)]
+    _steps(step, chosen[:_SETTLING], "settling")
+    with _recording([ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        _steps(step, chosen, RUN_STEP)
+    return _summary(profiler, RUN_STEP, _STEPS)
 
 
 def profile_steps(
@@ -116,7 +142,9 @@ def profile_steps(
 
     Returns:
         Under `run` and `eager`: milliseconds a step (`step_ms`), and on a GPU also `busy_ms`, `idle_ms`, `busy_share`
-        and the number of `kernels`. Recording makes the host slower: compare shares, and take times from elsewhere.
+        and the number of `kernels`; of several ranks, also `comm_ms`, in which kernels of NCCL run, waits for other
+        ranks included, and `comm_hidden_ms`, the part of it in which others run as well. Recording makes the host
+        slower: compare shares, and take times from elsewhere.
     """
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if step.device.type == "cuda" else [])]
     chosen = [batches[index % len(batches)] for index in range(_STEPS)]

@@ -63,6 +63,8 @@ _COLUMNS: dict[str, Callable[[Row], str | None]] = {
     "ranks": lambda row: None if row.ranks == 1 else str(row.ranks),
     "scaling": lambda row: _form(".0%")(row.scaling),
     "GPU busy": lambda row: _form(".0%")(row.gpu_busy_share),
+    "comm ms": lambda row: _form(".2f")(row.comm_ms),
+    "comm hidden": lambda row: _form(".0%")(row.comm_hidden_share),
     "ahead after": lambda row: None if row.payback_steps is None else counted(row.payback_steps, "step"),
     "reserved GiB": lambda row: _form(".2f")(row.reserved_gib),
     "capture s": lambda row: _form(".2f")(row.capture_seconds),
@@ -102,6 +104,8 @@ _EXPLAINED = {
     "train loss": "*Train loss* is the mean of the last tenth of the steps, *eval loss* that of the last evaluation.",
     "speed-up": "*Speed-up* is over the run without graphs with otherwise the same settings.",
     "scaling": "*Scaling*: tokens/s, over as many times those of the run on one GPU with otherwise the same settings.",
+    "comm ms": "*Comm ms*: of a step, in which a GPU communicates or waits for others; *comm hidden*: in what share of "
+    "these it computes as well.",
     "ahead after": "*Ahead after*: the step from which a run is ahead of it, compilation and capture included.",
     "losses as none": "*Losses as none*: bit for bit, at every step; `-` for that run itself.",
 }

@@ -57,6 +57,9 @@ class RunResult:
         auto: what `graph=auto` measured and chose; empty without it.
         ranks: processes that trained together; `step_ms` and `host_ms` are those of the first one.
         rank_step_ms: the median step time of each rank, of the measured steps; empty of one rank.
+        rank_profile: on several GPUs, milliseconds of a step for each rank, from a few steps recorded at the end: in
+            which kernels ran (`busy_ms`), in which those of NCCL did (`comm_ms`), waits for other ranks included, and
+            in which others ran beside these (`comm_hidden_ms`); empty without.
         first_nonfinite_step: the first step, counted from 1, whose loss or gradient was not finite; None without one.
     """
 
@@ -91,6 +94,7 @@ class RunResult:
     auto: dict[str, Any] = field(default_factory=dict)
     ranks: int = 1
     rank_step_ms: list[float] = field(default_factory=list)
+    rank_profile: dict[str, list[float]] = field(default_factory=dict)
 
     @property
     def step_ms_median(self) -> float | None:
@@ -124,7 +128,15 @@ class RunResult:
         """The derived numbers, by name."""
         names = ("step_ms_median", "step_ms_p95", "host_ms_median", "tokens_per_s", "mfu")
         of_ranks = {"rank_step_ms_spread": spread(self.rank_step_ms)} if self.rank_step_ms else {}
-        return {name: getattr(self, name) for name in names} | of_ranks
+        return {name: getattr(self, name) for name in names} | of_ranks | self.communication()
+
+    def communication(self) -> dict[str, float]:
+        """`comm_ms` of a step, the median of all ranks, and `comm_hidden_share`, the part of it beside which others
+        compute, from 0 to 1; empty where it was not measured."""
+        sent = median(self.rank_profile.get("comm_ms", ()))
+        if not sent:
+            return {}
+        return {"comm_ms": sent, "comm_hidden_share": median(self.rank_profile["comm_hidden_ms"]) / sent}
 
     def write(self, folder: Path) -> Path:
         """Writes `result.json` into `folder`, whole or not at all."""
@@ -158,6 +170,13 @@ class RunResult:
         lines.append(_times(self))
         if self.rank_step_ms:
             lines.append(_of_ranks(self.rank_step_ms))
+        if found := self.communication():
+            lines.append(
+                f"  communication takes {found['comm_ms']:.2f} ms of a step, waits for other ranks included; during "
+                f"{found['comm_hidden_share']:.0%} of that the GPU computes as well"
+            )
+        elif self.ranks > 1 and self.device.startswith("CPU"):
+            lines.append("  how long ranks communicate is measured on GPUs only")
         if self.reserved_gib is not None:
             lines.append(f"  GPU memory: {self.allocated_gib:.2f} GiB allocated, {self.reserved_gib:.2f} GiB reserved")
         if self.lengths:

@@ -26,6 +26,7 @@ from graphmod.train.run.decisive import (
 )
 from graphmod.train.run.device import pick_device
 from graphmod.train.run.interrupt import Aborted
+from graphmod.train.run.profiling import add_profile
 from graphmod.train.run.ranks import ALONE, Ranks
 from graphmod.train.run.resume import ResumePoint, claimed, finished_result
 from graphmod.train.run.steps import Run
@@ -38,8 +39,8 @@ def _run(config: RunConfig, point: ResumePoint, *parts: Any, ranks: Ranks, say: 
     try:
         run.open(say)
         result = run.result(run.steps())
-        if config.train.profile and not run.stopped_by:
-            result.profile = run.profile()
+        if not run.stopped_by:
+            add_profile(run, result)
         if ranks.first:
             run.journal.write(result.report())
         return result

@@ -4,8 +4,6 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
 from transformers import PretrainedConfig
@@ -25,7 +23,6 @@ from graphmod.train.report.flops import utilization
 from graphmod.train.report.loggers.choice import open_loggers
 from graphmod.train.report.logs import beside_bar
 from graphmod.train.report.metrics import GIB, Metrics
-from graphmod.train.report.profile import profile_steps
 from graphmod.train.report.result import RunResult, spread
 from graphmod.train.report.timing import StepClock, median
 from graphmod.train.report.versions import commit, versions
@@ -288,16 +285,6 @@ class Run:
             skipped_steps=int(self.metrics.latest.get("skipped", 0)),
             first_nonfinite_step=self.first_nonfinite,
         )
-
-    def profile(self) -> dict[str, dict[str, Any]]:
-        """Records a few more steps; only when everything else is done and saved."""
-        make, after = self.batches.sampler, self.config.train.steps
-        batches = [make(after)]
-        # Of one shape, where there are several.
-        batches += [batch for k in range(1, 64) if (batch := make(after + k)).shape == batches[0].shape][:2]
-        with TemporaryDirectory() as nowhere:
-            folder = self.folder if self.ranks.first else Path(nowhere)
-            return profile_steps(self.model, self.step, self.make_step, batches, folder)
 
     def close(self) -> None:
         """Frees the graphs and closes the loggers."""
