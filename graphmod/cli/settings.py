@@ -77,7 +77,7 @@ class Program:
         kind: its settings, a dataclass.
         configs: the folder with that file, and with those of the groups.
         texts: settings that are taken as they are, whatever Hydra's grammar would make of them.
-        paths: settings that are taken as they are where Hydra's grammar cannot read them.
+        paths: settings that are taken as they are where Hydra's grammar cannot read them, or without multiruns.
         smaller: the settings to lower where memory is short.
         multirun: whether it may run several jobs.
     """
@@ -132,8 +132,9 @@ class Program:
         key, equals, value = argument.partition("=")
         if value.startswith("~/") and key not in self.texts:  # bash leaves it so, and Hydra takes it for a deletion
             value = str(Path(value).expanduser())
-        # Several texts of a multirun are quoted already.
-        to_quote = equals and key in self.texts and not (several and value[:1] in ("'", '"'))
+        # Several texts of a multirun are quoted already. Without multiruns a path is like a text.
+        text = key in self.texts or (key in self.paths and not self.multirun and value != "null")
+        to_quote = equals and text and not (several and value[:1] in ("'", '"'))
         try:
             (found,) = parser.parse_overrides([key + equals + (quoted(value) if to_quote else value)])
         except OverrideParseException as error:
@@ -145,11 +146,8 @@ class Program:
         if found.is_interval_sweep():
             raise ConfigError(f"{argument} has no end of values; give some of them: {key}=choice(a,b)")
         if found.is_sweep_override() and not several:
-            if not self.multirun:
-                raise ConfigError(f"{argument} gives several values; give one, or write a list as {key}=[a,b]")
-            raise ConfigError(
-                f"{argument} gives several values: add --multirun to run each of them, or write a list as {key}=[a,b]"
-            )
+            way_out = "add --multirun to run each of them" if self.multirun else "give one of them"
+            raise ConfigError(f"{argument} gives several values: {way_out}, or write a list as {key}=[a,b]")
         return found
 
     def _hydra(self) -> initialize_config_dir:

@@ -204,6 +204,14 @@ def test_a_line_break_may_be_written_as_in_python(tmp_path):
     assert config.sampling().stop == ["\n", "a\\n", 10, "\t|"]
 
 
+@pytest.mark.parametrize("path", ["a,b.txt", "007", "my (1) däta", "'quoted'", "${x}", "[a]"])
+def test_a_path_is_taken_as_it_is(path, monkeypatch):
+    assert decode_cli.parse([f"model.path={path}", f"out={path}", "tokenizer=null"]).out == path
+    assert decode_cli.parse([f"model.path={path}"]).model.path == path
+    monkeypatch.setenv("HOME", "/home/me")
+    assert decode_cli.parse(["prompts_file=~/a b.txt"]).prompts_file == "/home/me/a b.txt"
+
+
 def test_half_a_line_is_taken_back_when_the_disk_is_full(tmp_path, monkeypatch):
     path = tmp_path / "out.jsonl"
     with pytest.raises(OutputError, match="No space left"), open_output(path, tmp_path / "p", False) as out:
