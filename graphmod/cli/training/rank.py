@@ -27,7 +27,7 @@ def main() -> int:
         told = json.loads(given.readline())
     threading.Thread(target=_end_with_the_launcher, name="launcher", daemon=True).start()
     sys.argv = told["command"]
-    logging.basicConfig(level=logging.INFO, format="%(message)s")  # as configs/hydra/job_logging has it
+    logging.basicConfig(level=logging.INFO, format="%(message)s")  # as main.py has it
     if own_rank():
         stay_silent(lambda text: None)
     with loading():
