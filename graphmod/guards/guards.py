@@ -23,6 +23,7 @@ from graphmod.guards.lookup import MISSING, Cell, Fields, Kind, get
 from graphmod.guards.note import Note
 from graphmod.guards.notes import Notes
 from graphmod.guards.tensors import TensorWatch
+from graphmod.ranks.sharded import as_in_forwards
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _is, _getitem = operator.is_, operator.getitem
@@ -194,7 +195,8 @@ class Guards:
     def _recompiles(self) -> str | None:
         """What torch.compile would compile anew for, in words."""
         now = modes()
-        return next((reason for one in self._of_dynamo if (reason := one.changed(now)) is not None), None)
+        with as_in_forwards():
+            return next((reason for one in self._of_dynamo if (reason := one.changed(now)) is not None), None)
 
     def _of_other_class(self) -> str:
         found = next(kind for one, kind in zip(self._objects, self._kinds, strict=True) if type(one) is not kind)

@@ -45,6 +45,15 @@ def refused(model: DistributedDataParallel) -> str | None:
     return next((why for why, is_so in has.items() if is_so), None)
 
 
+def compiled_around(module: nn.Module) -> str | None:
+    """Why a step with a module cannot be captured, whose averaging of gradients torch.compile compiles; or None."""
+    inside = module.__dict__.get("_modules", {}).get("_orig_mod", module)
+    compiled = inside is not module or module._compiled_call_impl is not None
+    if not compiled or not isinstance(inside, DistributedDataParallel):
+        return None
+    return "compiles DistributedDataParallel; compile what is inside: DistributedDataParallel(torch.compile(model))"
+
+
 def is_taken_over(model: nn.Module) -> bool:
     """Whether `take_over` was called on it."""
     return isinstance(model, Averaging)

@@ -61,6 +61,25 @@ def held_between_calls() -> dict[int, dict[str, Tensor]]:
 
 
 @contextlib.contextmanager
+def as_in_forwards() -> Iterator[None]:
+    """Inside, modules hold the parameters that they hold while their forward runs, of which only what kind they are
+    counts: there is no memory to them."""
+    before = []
+    try:
+        for parameter in (one for group in _groups() for one in group.fsdp_params if hasattr(one, "_unsharded_param")):
+            where = parameter._module_info
+            places = [(where.module, where.param_name)]
+            places += zip(where.shared_modules, where.shared_param_names, strict=True)
+            for module, name in places:
+                before.append((module._parameters, name, module._parameters[name]))
+                module._parameters[name] = parameter._unsharded_param
+        yield
+    finally:
+        for held, name, value in before:
+            held[name] = value
+
+
+@contextlib.contextmanager
 def captured() -> Iterator[None]:
     """Around a capture: neither it nor what follows waits for work of the other, and one that fails leaves no trace."""
     _forget_pending()

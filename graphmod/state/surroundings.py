@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphmod.ranks.data_parallel import joins, take_over_inside, take_over_later
+from graphmod.ranks.data_parallel import compiled_around, joins, take_over_inside, take_over_later
 from graphmod.ranks.sharded import shared_otherwise
 
 _MOST = 4096  # objects looked at
@@ -78,7 +78,7 @@ class Surroundings:
 
     def _note_parallel(self, modules: Any) -> None:
         for one in modules:
-            self.not_to_be_recorded = self.not_to_be_recorded or shared_otherwise(one)
+            self.not_to_be_recorded = self.not_to_be_recorded or shared_otherwise(one) or compiled_around(one)
             if isinstance(one, nn.parallel.DistributedDataParallel):
                 self._parallel[one] = None
 

@@ -3,6 +3,9 @@
 import torch
 from programs import Net
 from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -214,3 +217,45 @@ def sends(device, rank):
         x = torch.full((100_000,), float(index + rank), device=device)
         equal &= all(map(torch.equal, wrapper(x), step(x)))
     return equal, wrapper.stats.state
+
+
+def compiles(device, rank, kind):
+    """A step whose model, or its blocks, torch.compile compiles: whether its numbers are those of the same step without
+    graphs; state, replays and what is said."""
+
+    def run(graphs):
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        model = Net(dropout=0.0).to(device)
+        mesh = init_device_mesh(device.type, (distributed.get_world_size(),))
+        if kind in ("fully_shard", "tensor parallelism"):
+            for block in model.blocks:
+                if kind == "fully_shard":
+                    block.compile(backend="aot_eager")
+                    fully_shard(block, mesh=mesh)
+                else:
+                    parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+                    block.compile(backend="aot_eager")
+            if kind == "fully_shard":
+                fully_shard(model, mesh=mesh)
+        elif kind == "around":
+            model = torch.compile(DistributedDataParallel(model), backend="aot_eager")
+        else:
+            model = DistributedDataParallel(torch.compile(model, backend="aot_eager"))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+
+        def step(x):
+            loss = loss_of(model, x)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        called = CUDAGraphModule(step) if graphs else step
+        generator = torch.Generator().manual_seed(7 if kind == "tensor parallelism" else 7 + rank)
+        losses = [float(called(torch.randn(4, 16, generator=generator).to(device))) for _ in range(10)]
+        return losses, called
+
+    losses, _ = run(False)
+    again, called = run(True)
+    return losses == again, called.stats.state, called.stats.replays, called.last_failure

@@ -92,6 +92,17 @@ def test_other_reductions_stay_eager(ranks, habit, said):
         assert equal and not replays and said in why
 
 
+@pytest.mark.parametrize("kind", ["inside", "fully_shard", "tensor parallelism"])
+def test_compiled_models_are_captured_on_several_ranks(ranks, kind):
+    for equal, state, replays, why in ranks.run("habits.compiles", kind):
+        assert equal and (state, replays) == ("captured", 7), why
+
+
+def test_a_compiled_reducer_stays_eager_and_is_told_where_to_compile(ranks):
+    for equal, state, _, why in ranks.run("habits.compiles", "around"):
+        assert equal and state == "disabled" and "DistributedDataParallel(torch.compile(model))" in why
+
+
 @pytest.mark.parametrize("grads", [False, True])
 def test_a_rank_may_look_at_the_module_inside_alone(ranks, grads):
     assert ranks.run("habits.looks_alone", grads) == [True, True]
