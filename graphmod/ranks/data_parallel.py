@@ -48,8 +48,7 @@ def refused(model: DistributedDataParallel) -> str | None:
 def compiled_around(module: nn.Module) -> str | None:
     """Why a step with a module cannot be captured, whose averaging of gradients torch.compile compiles; or None."""
     inside = module.__dict__.get("_modules", {}).get("_orig_mod", module)
-    compiled = inside is not module or module._compiled_call_impl is not None
-    if not compiled or not isinstance(inside, DistributedDataParallel):
+    if not isinstance(inside, DistributedDataParallel) or (inside is module and module._compiled_call_impl is None):
         return None
     return "compiles DistributedDataParallel; compile what is inside: DistributedDataParallel(torch.compile(model))"
 
