@@ -47,7 +47,7 @@ def refused(model: DistributedDataParallel) -> str | None:
 
 def compiled_around(module: nn.Module) -> str | None:
     """Why a step with a module cannot be captured, whose averaging of gradients torch.compile compiles; or None."""
-    inside = module.__dict__.get("_modules", {}).get("_orig_mod", module)
+    inside = module._orig_mod if type(module).__name__ == "OptimizedModule" else module
     if not isinstance(inside, DistributedDataParallel) or (inside is module and module._compiled_call_impl is None):
         return None
     return "compiles DistributedDataParallel; compile what is inside: DistributedDataParallel(torch.compile(model))"
