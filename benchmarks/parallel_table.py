@@ -1,7 +1,7 @@
-"""Shows benchmarks/results/parallel.json in docs/benchmarks.md.
+"""Shows benchmarks/results/parallel.json in docs/benchmarks.md, and an estimate for more GPUs in docs/parallel.md.
 
-python benchmarks/parallel_table.py            # rewrites the page
-python benchmarks/parallel_table.py --check    # is it up to date?
+python benchmarks/parallel_table.py            # rewrites the pages
+python benchmarks/parallel_table.py --check    # are they up to date?
 """
 
 import sys
@@ -11,7 +11,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.pages import Part, run, run_of, table
-from benchmarks.training import SHAPES
+from benchmarks.training import SHAPES, VOCABULARY
 
 WORDS = {
     "one_gpu": "one GPU, one graph",
@@ -57,11 +57,58 @@ def rows_of(results: dict[str, Any]) -> str:
     return f"{table(head, rows)}\n\n{gpus} x {about['gpu']}, torch {about['torch']}. {ran}"
 
 
-PARTS = [Part("docs/benchmarks.md", "<!-- table: parallel -->", "<!-- end parallel -->", rows_of)]
+NETWORK = 50e9  # bytes a second and GPU between machines: assumed, not measured
+GPUS_A_MACHINE = 8
+ESTIMATED = {"ddp_one_stream": 2, "fsdp": 3}  # how often parameters or gradients as a whole are sent in a step
+
+
+def parameter_bytes(one: dict[str, Any]) -> float:
+    """The size of the parameters of a shape, in bf16; that of their gradients."""
+    width = one["width"]
+    layer = 4 * width**2 + 3 * width * (-(-width * 8 // 3 // 64) * 64)
+    return 2.0 * (one["layers"] * layer + 2 * VOCABULARY * width)
+
+
+def estimate(alone_ms: float, two_ms: float, size: float, sent: int, gpus: int) -> float:
+    """Milliseconds of a step on more GPUs than were measured; docs/parallel.md has the formula.
+
+    Args:
+        alone_ms, two_ms: measured on one GPU and on two.
+        size: bytes of all parameters.
+        sent: how often that much is sent.
+        gpus: a multiple of 8.
+    """
+    machines = gpus // GPUS_A_MACHINE
+    inside = 2 * (GPUS_A_MACHINE - 1) / GPUS_A_MACHINE * (two_ms - alone_ms)
+    between = sent * (machines - 1) / machines * size / GPUS_A_MACHINE / NETWORK
+    return alone_ms + inside + between * 1e3
+
+
+def estimates(results: dict[str, Any]) -> str:
+    """What more GPUs would take, for each mode that was measured beside one GPU in one run."""
+    found = {(run_of(one), one["mode"]): one for one in results["results"] if "step_ms" in one}
+    rows = []
+    for (ran, mode), two in sorted(found.items(), key=lambda item: list(SHAPES).index(item[1]["shape"])):
+        alone = found.get((ran, "one_gpu"))
+        if mode not in ESTIMATED or alone is None or two["gpus"] != 2 or alone["shape"] != two["shape"]:
+            continue
+        known = alone["step_ms"], two["step_ms"]
+        more = [estimate(*known, parameter_bytes(two), ESTIMATED[mode], gpus) for gpus in (8, 1024)]
+        shape = f"{two['layers']} layers, width {two['width']}, {two['batch']} x {two['length']} tokens"
+        numbers = [f"{one:.1f}" for one in (*known, *more)] + [f"{known[0] / one:.0%}" for one in more]
+        rows.append([shape, WORDS[mode], *numbers])
+    head = ["a GPU's part", "", "1 GPU, measured", "2, measured", "8", "1,024", "scaling, 8", "1,024"]
+    return table(head, rows)
+
+
+PARTS = [
+    Part("docs/benchmarks.md", "<!-- table: parallel -->", "<!-- end parallel -->", rows_of),
+    Part("docs/parallel.md", "<!-- table: estimate -->", "<!-- end estimate -->", estimates),
+]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Rewrites the page, or checks it; returns the exit status."""
+    """Rewrites the pages, or checks them; returns the exit status."""
     return run(arguments, "parallel_table.py", __doc__, "parallel.json", PARTS)
 
 

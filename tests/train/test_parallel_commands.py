@@ -133,13 +133,16 @@ def test_what_cannot_be_is_said_once(folder):
 
 @pytest.mark.slow
 def test_a_multirun_compares_one_rank_with_two(folder):
-    sweep = ["--multirun", *ON_TWO[:-3], "parallel=none,ddp", "parallel.gpus=2", "graph=none,full_iteration"]
+    sweep = ["--multirun", *ON_TWO[:-3], "parallel=none,ddp,fsdp", "parallel.gpus=2", "graph=none,full_iteration"]
     status, out, err = ended(shell(folder, *sweep, "train.steps=16", "hydra.sweep.dir=sweep"))
     assert status == 0, err
     runs = {row["name"]: row for row in json.loads((folder / "sweep" / "comparison.json").read_text())["runs"]}
     assert {name: row["ranks"] for name, row in runs.items()} == {
-        **{"none_none": 1, "none_full_iteration": 1, "ddp_none": 2, "ddp_full_iteration": 2}
+        **{"none_none": 1, "none_full_iteration": 1, "ddp_none": 2, "ddp_full_iteration": 2},
+        **{"fsdp_none": 2, "fsdp_full_iteration": 2},
     }
+    assert runs["fsdp_full_iteration"]["baseline"] == "fsdp_none" and runs["fsdp_full_iteration"]["losses_equal"]
+    assert runs["fsdp_full_iteration"]["scaling"] > 0
     assert runs["ddp_full_iteration"]["baseline"] == "ddp_none" and runs["ddp_full_iteration"]["losses_equal"]
     assert runs["ddp_full_iteration"]["scaling"] > 0 and runs["none_none"]["scaling"] is None
     assert "scaling" in out

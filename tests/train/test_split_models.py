@@ -133,6 +133,7 @@ def test_layers_may_be_split_and_sharded(folder):
     [
         (["parallel=tp", "train.sample_every=2"], "needs all of it"),
         (["parallel=fsdp", "optim=muon"], "updates whole matrices"),
+        (["parallel=tp", "optim=sgd"], "for whole parameters only, needs all of it"),
         (["parallel=fsdp", "parallel.tp=2"], "parallel=fsdp does not"),
         (["parallel=fsdp_tp", "parallel.tp=null"], "such as parallel.tp=2"),
     ],

@@ -60,6 +60,7 @@ def _check_split(config: RunConfig) -> None:
     asked = {
         f"train.sample_every={config.train.sample_every}, which writes text with a model": config.train.sample_every,
         "optim=muon, which updates whole matrices": config.optim.name is OptimizerName.muon,
+        "optim=sgd, which PyTorch fuses for whole parameters only": config.optim.name is OptimizerName.sgd,
         f"model.lora.r={config.model.lora.r}, whose adapters lie inside the matrices": mode.splits_layers
         and config.model.lora.r,
     }
