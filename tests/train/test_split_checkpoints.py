@@ -1,5 +1,6 @@
 """Checkpoints of runs whose ranks hold a part of the model each: what they hold, and who goes on from them how."""
 
+import errno
 import json
 import os
 import signal
@@ -13,9 +14,10 @@ from group import on_ranks
 from test_parallel_commands import ended, under_way
 from test_run_on_ranks import run
 from test_split_models import assert_like, with_text
+from torch.distributed import checkpoint
 from transformers import AutoModelForCausalLM
 
-from graphmod.errors import ConfigError
+from graphmod.errors import ConfigError, GraphmodError
 from graphmod.train.checkpoints.manifest import verify
 from graphmod.train.run.ranks import ALONE, joined
 from graphmod.train.schema.train import DeviceName
@@ -45,7 +47,33 @@ def program(rank, folder, through, goals):
             found[mode] = run(ranks, folder, mode, *SETTINGS, *ALIKE[mode])
         for before, mode in goals:
             found[before, mode] = goes_on(ranks, folder, before, mode)
+        found["full"] = fills_the_disk_of_the_second(ranks, folder)
     return found
+
+
+def fills_the_disk_of_the_second(ranks, folder):
+    """What each rank says of a run in which the second one cannot write its part of the second checkpoint."""
+    write, written = checkpoint.FileSystemWriter.write_data, []
+
+    def fails(self, *args):
+        written.append(args)
+        if ranks.rank == 1 and len(written) == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(self, *args)
+
+    checkpoint.FileSystemWriter.write_data = fails
+    try:
+        run(ranks, folder, f"full_{ranks.count}", *SETTINGS, *ALIKE["fsdp"])
+    except GraphmodError as error:
+        return str(error)
+    finally:
+        checkpoint.FileSystemWriter.write_data = write
+
+
+def test_a_rank_that_cannot_write_its_part_is_named_and_what_was_saved_stays(found, folder):
+    assert "cannot save the checkpoint" in found["full"] and "rank 1: [Errno 28]" in found["full"]
+    (left,) = (folder / "full_2" / "checkpoints").iterdir()
+    assert verify(left)["steps_done"] == 4
 
 
 GOALS = [("fsdp", "fsdp"), ("none", "fsdp"), ("fsdp", "tp"), ("tp", "tp"), ("tp", "ddp")]

@@ -5,14 +5,19 @@ import torch
 from group import in_group, on_ranks
 from test_train_step import language_model
 from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
 
 from graphmod.errors import ConfigError
 from graphmod.train.data.buckets import PADDING, padded_next_token_loss
 from graphmod.train.settings import TrainGraphConfig
 from graphmod.train.step import TrainStep
+from graphmod.train.step.fully_sharded import shard
 from graphmod.train.step.losses import targets_counted_by
+from graphmod.train.step.parts import whole
 
 SCOPES = ["per_layer", "full_iteration"]
+WHOLE = ["none", "full_iteration"]
+SHARDED = [f"sharded {scope}" for scope in WHOLE]
 RANKS, STEPS, PARTS = 2, 8, 2
 
 
@@ -26,9 +31,12 @@ def batch_of(step, rank):
     return tokens.masked_fill(torch.arange(13) > lengths[..., None], PADDING)
 
 
-def made(scope, group=None, **settings):
-    torch.manual_seed(3 if group is None else 3 + distributed.get_rank())  # all have the model of the first
+def made(scope, group=None, sharded=False, **settings):
+    torch.manual_seed(3 if group is None or sharded else 3 + distributed.get_rank())  # all have the model of the first
     model = language_model(torch.device("cpu"))
+    if sharded:
+        mesh = init_device_mesh("cpu", (RANKS,))
+        shard(model, mesh, reshard_after_forward=True, dtype=None)
     optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-2), fused=True)
     settings = {"max_grad_norm": 0.5, "nonfinite": "skip", "ema_decay": 0.9, **settings}
     config = TrainGraphConfig(scope=scope)
@@ -37,11 +45,11 @@ def made(scope, group=None, **settings):
 
 
 def weights(step):
-    return torch.cat([p.detach().flatten() for p in step.model.parameters()])
+    return torch.cat([whole(p.detach()).flatten() for p in step.model.parameters()])
 
 
-def trained(rank, scope):
-    step = made(scope, distributed.group.WORLD)
+def trained(rank, scope, **settings):
+    step = made(scope, distributed.group.WORLD, **settings)
     losses, norms = [], []
     for index in range(STEPS):
         losses.append(float(step(batch_of(index, rank))))
@@ -57,9 +65,9 @@ def spoilt(model, batch):
     return padded_next_token_loss(model, batch["tokens"]) * batch["factor"].sum()
 
 
-def trained_on_a_bad_batch(rank, scope):
+def trained_on_a_bad_batch(rank, scope, **settings):
     """Rank 1 has a loss that is infinite in one step."""
-    step, losses = made(scope, distributed.group.WORLD, loss_fn=spoilt), []
+    step, losses = made(scope, distributed.group.WORLD, loss_fn=spoilt, **settings), []
     for index in range(STEPS):
         factor = torch.full((PARTS, 1), float("inf") if rank and index == 5 else 1.0)
         losses.append(float(step({"tokens": batch_of(0, rank), "factor": factor})))
@@ -78,13 +86,24 @@ def says_about_another_model(rank):
         return str(error)
 
 
+def says_without_its_group(rank):
+    """A sharded model in a step that is told of no other rank."""
+    try:
+        made("none", sharded=True)
+    except ConfigError as error:
+        return str(error)
+
+
 def program(rank):
     """All that the tests below look at; in one group, because processes take seconds to start."""
     scopes = ("none", *SCOPES)
     return {
         **{scope: trained(rank, scope) for scope in scopes},
         **{f"bad {scope}": trained_on_a_bad_batch(rank, scope) for scope in scopes},
+        **{f"sharded {scope}": trained(rank, scope, sharded=True) for scope in WHOLE},
+        **{f"bad sharded {scope}": trained_on_a_bad_batch(rank, scope, sharded=True) for scope in WHOLE},
         "another model": says_about_another_model(rank),
+        "no group": says_without_its_group(rank),
     }
 
 
@@ -98,29 +117,34 @@ def test_ranks_with_different_models_are_told_where_they_differ(found):
         assert "weight" in one["another model"] and f"on rank {1 - rank}" in one["another model"]
 
 
-@pytest.mark.parametrize("scope", ["none", *SCOPES])
+def test_a_sharded_model_needs_its_group(found):
+    assert "process_group=mesh.get_group()" in found[0]["no group"]
+
+
+@pytest.mark.parametrize("scope", ["none", *SCOPES, *SHARDED])
 def test_ranks_stay_alike(found, scope):
     first, second = (one[scope] for one in found)
     assert first[:3] == second[:3]
 
 
-@pytest.mark.parametrize("scope", SCOPES)
-def test_graphs_have_the_numbers_of_eager_data_parallel_training(found, scope):
-    assert found[0][scope][:3] == found[0]["none"][:3]
+@pytest.mark.parametrize(("scope", "eager"), [*((scope, "none") for scope in SCOPES), (SHARDED[1], SHARDED[0])])
+def test_graphs_have_the_numbers_of_eager_data_parallel_training(found, scope, eager):
+    assert found[0][scope][:3] == found[0][eager][:3]
     assert found[0][scope][3] > 0 and found[0][scope][4] == 0
 
 
-def test_the_numbers_are_those_of_one_process_with_all_microbatches(found):
+@pytest.mark.parametrize("kind", ["none", "sharded none"])
+def test_the_numbers_are_those_of_one_process_with_all_microbatches(found, kind):
     step, losses, norms = made("none"), [], []
     for index in range(STEPS):
         losses.append(float(step(torch.cat([batch_of(index, rank) for rank in range(RANKS)]))))
         norms.append(float(step.grad_norm))
-    torch.testing.assert_close(torch.tensor(found[0]["none"][0]), torch.tensor(losses))
-    torch.testing.assert_close(torch.tensor(found[0]["none"][1]), torch.tensor(norms))
-    torch.testing.assert_close(torch.tensor(found[0]["none"][2]), weights(step), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(torch.tensor(found[0][kind][0]), torch.tensor(losses))
+    torch.testing.assert_close(torch.tensor(found[0][kind][1]), torch.tensor(norms))
+    torch.testing.assert_close(torch.tensor(found[0][kind][2]), weights(step), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("scope", ["none", *SCOPES])
+@pytest.mark.parametrize("scope", ["none", *SCOPES, *SHARDED])
 def test_what_is_not_finite_on_one_rank_is_skipped_on_all(found, scope):
     (losses, skipped, first_bad, after), other = (one[f"bad {scope}"] for one in found)
     assert (losses, skipped, first_bad, after) == other

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from graphmod.errors import ConfigError
 from graphmod.ranks.data_parallel import take_over
-from graphmod.train.step.parts import shards
+from graphmod.train.step.parts import is_split, shards
 
 # The buffers of the first rank in each forward of all; no layer here has any that a step changes, as batch norms do.
 # Torch 2.13 deprecates the second name, the only one before.
@@ -125,9 +125,30 @@ class FullySharded:
         return value
 
 
-def over_ranks(model: nn.Module, group: distributed.ProcessGroup, captured: bool) -> DataParallel | FullySharded:
-    """What averages the gradients of a model over a process group: what shards it, or DistributedDataParallel."""
-    return FullySharded(model, group) if shards(model) else DataParallel(model, group, captured)
+def over_ranks(
+    model: nn.Module, group: distributed.ProcessGroup | None, captured: bool
+) -> DataParallel | FullySharded | None:
+    """What averages the gradients of a model over a process group: what shards it, or DistributedDataParallel; None
+    without a group.
+
+    Raises:
+        ConfigError: the model is sharded and there is no group, or it is split and not sharded over this one.
+    """
+    if shards(model):
+        if group is None:
+            raise ConfigError(
+                "the model is sharded by fully_shard, and its gradients are means over ranks; give TrainStep the "
+                "process group of these, so that losses are, too: process_group=mesh.get_group()"
+            )
+        return FullySharded(model, group)
+    if group is None:
+        return None
+    if is_split(model):
+        raise ConfigError(
+            "the model has parameters that are split over ranks, and process_group is for ranks with different "
+            "batches; leave it out where all take the same, or apply fully_shard to the model over the mesh of these"
+        )
+    return DataParallel(model, group, captured)
 
 
 @torch.no_grad()

@@ -141,9 +141,8 @@ class TrainStep:
         if compile != "none":
             loss_fn = self._compile(loss_fn, compile)
         self.grad_norm: Tensor | None = None
-        self._parallel: DataParallel | FullySharded | None = None
-        if process_group is not None:
-            self._parallel = over_ranks(model, process_group, captured=self.config.scope is not Scope.none)
+        captured = self.config.scope is not Scope.none
+        self._parallel: DataParallel | FullySharded | None = over_ranks(model, process_group, captured)
         self._iteration = Iteration(
             model,
             optimizer,
