@@ -153,7 +153,9 @@ class Check:
         if name == _LINALG_CHECK:
             return None if self.read(given) is None else _LINALG
         if name in _INDEXING:
-            if any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1]):
+            if any(map(_is_mask, args[1])):
+                if self._fills(*args):
+                    return None
                 plain = name == "aten::index"
                 return (
                     None
@@ -219,6 +221,12 @@ class Check:
             return Reason("makes a sparse or nested tensor, whose size depends on the data", OUTSIDE)
         return None
 
+    def _fills(self, _: Tensor, indices: list[Any], value: Any = None, accumulate: bool = False, *__: Any) -> bool:
+        """Whether to index is to put one number, known beforehand, where one mask says: PyTorch runs `masked_fill_`."""
+        one = isinstance(value, Tensor) and value.numel() == 1 and value.device.type == "cpu" and not accumulate
+        masks = [index for index in indices if index is not None]
+        return one and len(masks) == 1 and self._constant([value])
+
     def _waits(self, given: list[Tensor]) -> bool:
         """Whether to know the size of a result would be to wait for the GPU."""
         return any(tensor.is_cuda for tensor in given) if self.on_gpu else not self._constant(given)
@@ -278,3 +286,7 @@ class Check:
 
 def _has_python(tensor: Tensor) -> bool:
     return type(tensor).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
+
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)

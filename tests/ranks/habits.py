@@ -5,7 +5,8 @@ from programs import Net
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -259,3 +260,44 @@ def compiles(device, rank, kind):
     losses, _ = run(False)
     again, called = run(True)
     return losses == again, called.stats.state, called.stats.replays, called.last_failure
+
+
+class Tokens(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.norm = nn.Embedding(32, 16), nn.LayerNorm(16)
+        self.up, self.down, self.head = nn.Linear(16, 64), nn.Linear(64, 16), nn.Linear(16, 32, bias=False)
+
+    def forward(self, x):
+        hidden = self.embedding(x)
+        return self.head(hidden + self.down(nn.functional.gelu(self.up(self.norm(hidden)))))
+
+
+def splits_the_vocabulary(device, rank):
+    """A model with split layers, embedding, head and loss: whether its numbers are eager's; state, replays and what is
+    said."""
+    mesh = init_device_mesh(device.type, (distributed.get_world_size(),))
+
+    def run(graphs):
+        torch.manual_seed(0)
+        model = Tokens().to(device)
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel(), "head": ColwiseParallel(use_local_output=False)}
+        parallelize_module(model, mesh, {"embedding": RowwiseParallel(input_layouts=Replicate()), **plan})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, foreach=False)
+
+        def step(x, targets):
+            with loss_parallel():
+                loss = nn.functional.cross_entropy(model(x).flatten(0, 1), targets.flatten())
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.full_tensor().detach()
+
+        called = CUDAGraphModule(step) if graphs else step
+        generator = torch.Generator().manual_seed(7)
+        batches = [torch.randint(0, 32, (4, 8), generator=generator).to(device) for _ in range(10)]
+        return [float(called(x, (x + 1) % 32)) for x in batches], called
+
+    losses, _ = run(False)
+    again, called = run(True)
+    return losses == again and losses[-1] < losses[0], called.stats.state, called.stats.replays, called.last_failure

@@ -98,6 +98,11 @@ def test_compiled_models_are_captured_on_several_ranks(ranks, kind):
         assert equal and (state, replays) == ("captured", 7), why
 
 
+def test_split_embeddings_and_losses_are_captured(ranks):
+    for equal, state, replays, why in ranks.run("habits.splits_the_vocabulary"):
+        assert equal and (state, replays) == ("captured", 7), why
+
+
 def test_a_compiled_reducer_stays_eager_and_is_told_where_to_compile(ranks):
     for equal, state, _, why in ranks.run("habits.compiles", "around"):
         assert equal and state == "disabled" and "DistributedDataParallel(torch.compile(model))" in why

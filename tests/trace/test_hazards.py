@@ -68,9 +68,9 @@ def reads_a_float(self, x):
     return x * float(x.abs().max())
 
 
-def writes_by_a_mask(self, x):
+def puts_a_result_where_a_mask_says(self, x):
     x = x.clone()
-    x[x > 0] = 1.0
+    x[x > 0] = self.average[0]
     return x
 
 
@@ -114,7 +114,8 @@ LOG.propagate = False
 REFUSED = [
     keeps_the_refusal, keeps_it_by_its_kind, takes_a_branch, uses_a_maximum, slices_by_a_tensor,
     one_hot_without_classes, picks_by_a_mask, asks_for_nonzero, asks_for_unique, selects_by_a_mask, counts_bins,
-    counts_beyond_its_bins, repeats_by_a_tensor, reads_a_list, reads_a_float, writes_by_a_mask, checks_for_equality,
+    counts_beyond_its_bins, repeats_by_a_tensor, reads_a_list, reads_a_float,
+    puts_a_result_where_a_mask_says, checks_for_equality,
 ]  # fmt: skip
 
 
@@ -197,7 +198,14 @@ def gathers(self, x):
     return x.gather(1, x.argsort(-1)) + torch.where(x > 0, x, x * 2).cumsum(-1)
 
 
+def puts_a_number_where_a_mask_says(self, x):
+    x = x.clone()
+    x[x > 0] = 1.0
+    return x
+
+
 FINE = [
+    puts_a_number_where_a_mask_says,
     uses_a_table_made_inside, draws_with_its_generator, changes_a_buffer_in_place, sorts, gathers,
     makes_a_table_of_python_numbers, picks_by_a_list,
 ]  # fmt: skip
