@@ -69,6 +69,16 @@ def with_text(folder):
     return folder
 
 
+def compiled(rank, folder):
+    found = {}
+    with joined(DeviceName.cpu) as ranks:
+        for mode, settings in MODES.items():
+            for scope in SCOPES:
+                name = f"compiled_{mode}_{scope}"
+                go(ranks, folder, found, name, *settings, *FULL[2:], "graph.compile=default", f"graph={scope}")
+    return found
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return with_text(tmp_path_factory.mktemp("runs"))
@@ -118,6 +128,16 @@ def test_layers_are_collected_in_the_dtype_of_autocast(found, folder):
 
 def test_graphs_of_layers_stay_eager_with_parts_of_parameters(found):
     assert found[0]["fsdp_per_layer"]["losses"] == found[0]["fsdp_none"]["losses"]
+
+
+@pytest.mark.slow
+def test_compiled_layers_of_which_a_rank_has_parts_are_captured_with_the_numbers_of_eager_ones(folder):
+    found = on_ranks(compiled, 2, folder)[0]
+    for mode in MODES:
+        name = f"compiled_{mode}_full_iteration"
+        assert found[name]["losses"] == found[f"compiled_{mode}_none"]["losses"]
+        assert found[name]["evaluated"] == found[f"compiled_{mode}_none"]["evaluated"]
+        assert json.loads((folder / name / "result.json").read_text())["graph"]["replays"] > 0
 
 
 @pytest.mark.slow
