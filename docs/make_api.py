@@ -30,6 +30,7 @@ SECTIONS = {
     "Check": {
         "graphmod.check.run": ["check_call"],
         "graphmod.check.report": ["Report", "Finding", "Guarded"],
+        "graphmod.check.order": ["Parting", "Stand"],
     },
     "Training": {
         "graphmod.train.step.step": ["TrainStep"],

@@ -91,29 +91,43 @@ def record(
 
 
 def watch(
-    call: Callable, args: tuple, kwargs: dict, names: list[str], gpu: int | None, *roots: Any
+    call: Callable,
+    args: tuple,
+    kwargs: dict,
+    names: list[str],
+    gpu: int | None,
+    *roots: Any,
+    before_collective: Callable | None = None,
 ) -> tuple[Any, EagerRecorder, Notes, Given]:
-    """Makes a call; returns its result and all that watched it, before anything is made of that. See `record`."""
+    """Makes a call; returns its result and all that watched it, before anything is made of that. See `record`, and
+    `EagerRecorder` for `before_collective`."""
     given = Given(args, kwargs, names)
     notes = noting(call, args, kwargs, *roots)
-    result, recorder, entered = follow(call, args, kwargs, gpu, given, notes)  # which must not see what `given` does
+    around = given, notes  # in this order: notes must not see what `given` does
+    result, recorder, entered = follow(call, args, kwargs, gpu, *around, before_collective=before_collective)
     return result, recorder, entered[1], given
 
 
 def follow(
-    call: Callable, args: tuple, kwargs: dict, gpu: int | None, *around: AbstractContextManager
+    call: Callable,
+    args: tuple,
+    kwargs: dict,
+    gpu: int | None,
+    *around: AbstractContextManager,
+    before_collective: Callable | None = None,
 ) -> tuple[Any, EagerRecorder, list[Any]]:
     """Makes a call and records its operations.
 
     Args:
         around: what is to be entered before the recorder.
+        before_collective: see `EagerRecorder`.
 
     Returns:
         Its result, the record, and what entering gave.
     """
     leaves: list[Tensor] = []
     flatten((args, kwargs), leaves, {})
-    recorder = EagerRecorder(leaves, gpu=gpu)
+    recorder = EagerRecorder(leaves, gpu=gpu, before_collective=before_collective)
     dispatch.has_key()  # which imports much when it is first asked: not while frames are watched
     if not torch.is_grad_enabled():  # with gradients, `casts` sees to it that this changes nothing
         torch.clear_autocast_cache()  # what a graph casts, it casts itself; the recorded call must do so too

@@ -10,18 +10,23 @@ import types
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from graphmod.check.meeting import RanksMissing
+    from graphmod.check.order import Parting, Stand
     from graphmod.check.report import Finding, Guarded, Report
     from graphmod.check.run import check_call, check_layers
 
 _HOMES = {
     "Finding": "graphmod.check.report",
     "Guarded": "graphmod.check.report",
+    "Parting": "graphmod.check.order",
+    "RanksMissing": "graphmod.check.meeting",
     "Report": "graphmod.check.report",
+    "Stand": "graphmod.check.order",
     "check_call": "graphmod.check.run",
     "check_layers": "graphmod.check.run",
 }
 
-__all__ = ["Finding", "Guarded", "Report", "check_call", "check_layers"]
+__all__ = ["Finding", "Guarded", "Parting", "RanksMissing", "Report", "Stand", "check_call", "check_layers"]
 
 
 def __getattr__(name: str) -> object:

@@ -1,6 +1,6 @@
 """The command line of `python -m graphmod.check`.
 
-Exit status: 0 would be captured, 1 hazards, 2 it could not be asked that way.
+Exit status: 0 would be captured, 1 hazards or ranks that part, 2 it could not be asked that way.
 """
 
 from __future__ import annotations
@@ -13,9 +13,14 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from graphmod.check.unusable import Unusable
 from graphmod.errors import GraphmodError
+
+if TYPE_CHECKING:
+    from graphmod.check.meeting import Meeting
+    from graphmod.check.report import Report
 
 _EXAMPLES = """\
 what the function may be (FILE.py:function, too):
@@ -25,16 +30,12 @@ what the function may be (FILE.py:function, too):
                                            %(prog)s train:make
 
 make_batch returns a tuple of arguments, or (arguments, keyword arguments). The step really runs, --calls times.
-exit status: 0: it would be captured; 1: there are hazards; 2: it could not be checked
+exit status: 0: it would be captured; 1: there are hazards, or ranks part; 2: it could not be checked
 """
 
 
-class Unusable(Exception):
-    """What was asked for cannot be checked; the text is one sentence."""
-
-
-def main(arguments: list[str], program: str = "python -m graphmod.check") -> int:
-    """Checks what the arguments name and prints the report; returns the exit status."""
+def parser(program: str) -> argparse.ArgumentParser:
+    """What the command takes."""
     parser = argparse.ArgumentParser(
         prog=program,
         description="Reports what would keep a step out of a CUDA graph. Captures nothing and needs no GPU.",
@@ -51,30 +52,73 @@ def main(arguments: list[str], program: str = "python -m graphmod.check") -> int
         default=2,
         help="calls of the step; the last is watched (default: 2)",
     )
+    parser.add_argument(
+        "--ranks",
+        metavar="N",
+        type=int,
+        help="check a torchrun program as N ranks, and whether all communicate in the same order; what a collective "
+        "gives is not computed, so that ranks that part do not hang",
+    )
+    parser.add_argument(
+        "--timeout",
+        metavar="SECONDS",
+        type=float,
+        default=300.0,
+        help="how long a rank waits for others (default: 300)",
+    )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument("--verbose", action="store_true", help="list each guarded value and the line that reads it")
-    if {"-h", "--help"} & {*arguments}:
-        _print(parser.format_help().rstrip())
-        return 0
-    given = parser.parse_args(arguments)
-    if given.calls < 1:
-        parser.error(f"--calls must be at least 1, got {given.calls}")
-    from graphmod.check.run import check_call  # loads PyTorch, which --help need not wait for
+    return parser
 
-    if "" not in sys.path and os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+
+def main(arguments: list[str], program: str = "python -m graphmod.check") -> int:
+    """Checks what the arguments name and prints the report; returns the exit status."""
+    parsing = parser(program)
+    if {"-h", "--help"} & {*arguments}:
+        _print(parsing.format_help().rstrip())
+        return 0
+    given = parsing.parse_args(arguments)
+    if given.calls < 1:
+        parsing.error(f"--calls must be at least 1, got {given.calls}")
+    if given.ranks is not None and given.ranks < 2:
+        parsing.error(f"--ranks must be at least 2, got {given.ranks}")
+    if given.timeout <= 0:
+        parsing.error(f"--timeout must be above 0, got {given.timeout:g}")
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # what the program prints is no part of the report
-            target, args, kwargs, done = _made(given.function, given.args)
-            calls = max(given.calls - done, 1)
-            report = _tried(
-                given.function, lambda: check_call(target, *args, calls=calls, layers=given.layers, **kwargs)
-            )
+        if given.ranks:
+            from graphmod.check.ranks import check_as_ranks
+
+            report = check_as_ranks(given.ranks, arguments)
+        else:
+            report = checked_as_given(given)
     except Unusable as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     _print(report.to_json() if given.json else report.describe(given.verbose))
     return 0 if report.captured else 1
+
+
+def checked_as_given(given: argparse.Namespace, meeting: Meeting | None = None) -> Report:
+    """The report of what the arguments name.
+
+    Args:
+        meeting: of ranks that are processes of this command; None finds those of the program itself.
+
+    Raises:
+        Unusable: it cannot be checked.
+    """
+    from graphmod.check.meeting import meeting_of_ranks  # loads PyTorch, which --help need not wait for
+    from graphmod.check.run import checked
+
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    with contextlib.redirect_stdout(sys.stderr):  # what the program prints is no part of the report
+        target, args, kwargs, done = _made(given.function, given.args)
+        settings = {"calls": max(given.calls - done, 1), "layers": given.layers}
+        return _tried(
+            given.function,
+            lambda: checked(target, args, kwargs, **settings, meeting=meeting or meeting_of_ranks(given.timeout)),
+        )
 
 
 def _print(text: str) -> None:

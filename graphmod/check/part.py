@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from graphmod.call.warmup import differentiable
 from graphmod.capture.recording import watch
+from graphmod.check.meeting import Meeting
 from graphmod.check.report import Finding
 from graphmod.graph.results import not_returned, not_to_be_made_again, outline
 from graphmod.guards.changes import NOT_REPLAYED, Change, all_changes, lines_of
@@ -40,21 +41,24 @@ class Part:
         root: a module, whose own hooks run around what is watched, or another callable.
         name: of a layer; "" for the whole.
         loss: see `check_call`.
+        meeting: where this rank tells others what it communicates; None where there are none.
 
     Attributes:
         findings, guards, operations: of the last call.
         on_gpu: what would keep it out of a graph on a GPU, if it ran on the CPU.
+        settled: whether the last call left each DistributedDataParallel the reducer that it found.
     """
 
-    def __init__(self, root: Any, name: str = "", loss: Callable | None = None) -> None:
+    def __init__(self, root: Any, name: str = "", loss: Callable | None = None, meeting: Meeting | None = None) -> None:
         self.root, self.name, self._loss = root, name, loss
+        self._before_collective = None if meeting is None else meeting.before
         self.call = Target(root) if isinstance(root, nn.Module) else root
         self.findings: list[Finding] = []
         self.on_gpu: list[Finding] = []
         self.guards: list[Guards] = []
         self.operations = 0
         self.device = ""
-        self.ran = False
+        self.ran, self.settled = False, True
 
     def run(self, args: tuple, kwargs: dict) -> Any:
         """Calls it as its user does."""
@@ -78,6 +82,7 @@ class Part:
         structure = flatten((args, kwargs), leaves, {})
         around, names = Surroundings(self.root), parameter_names(self.call)
         around.discover()
+        reducers = around.reducers()
         device = around.device(leaves) or torch.device("cpu")
         gpu = device.index if device.type == "cuda" else None
         self.device = "the CPU, as strict as a GPU" if gpu is None else str(device)
@@ -91,7 +96,9 @@ class Part:
             )
         if modes[FOREIGN] is not None:
             self._add("the call", f"{modes[FOREIGN]}, and code under that is never captured", _KEEP_OUT)
-        result, recorder, notes, given = watch(self.call, args, kwargs, names, gpu, self.root)
+        result, recorder, notes, given = watch(
+            self.call, args, kwargs, names, gpu, self.root, before_collective=self._before_collective
+        )
         changed = given.changed()
         changes = list(all_changes(notes))
         if changed is not None:  # the same, seen from the code's side, tells the line
@@ -112,6 +119,7 @@ class Part:
             )
         around.learn(self.guards[-1])
         not_averaged = around.not_averaged() if torch.is_grad_enabled() else None
+        self.settled = around.reducers() == reducers
         if not_averaged is not None:
             self._add("DistributedDataParallel", not_averaged, "use its defaults, or call it without graphs")
         if differentiable(result):
@@ -130,7 +138,7 @@ class Part:
         wanted = [*(tensor for tensor in leaves if tensor.requires_grad), *parameters]
         if not wanted or not outputs:
             return
-        recorder = EagerRecorder([*outputs, *grads], gpu=gpu)
+        recorder = EagerRecorder([*outputs, *grads], gpu=gpu, before_collective=self._before_collective)
         with contextlib.ExitStack() as watching:
             watching.enter_context(no_garbage_collection())
             watching.enter_context(torch.autograd.set_multithreading_enabled(False))

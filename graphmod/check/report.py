@@ -6,11 +6,13 @@ import json
 import os
 import re
 import textwrap
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from graphmod.state.said import ranges
-from graphmod.words import counted
+from graphmod.check.order import Parting
+from graphmod.state.said import cause_of, ranges
+from graphmod.words import counted, ranks_in_words
 
 _LINE = re.compile(r"(?P<file>.*):(?P<line>\d+) in (?P<function>.*)")
 _WIDTH = 110
@@ -34,6 +36,7 @@ class Finding:
         backward: whether it happens in a backward.
         count: how often one call does it.
         parts: the layers that do it; empty where the callable was checked as a whole.
+        ranks: the ranks that do it, where several were checked.
     """
 
     what: str
@@ -44,13 +47,15 @@ class Finding:
     backward: bool = False
     count: int = 1
     parts: list[str] = field(default_factory=list)
+    ranks: list[int] = field(default_factory=list)
 
     @property
     def cause(self) -> tuple:
         """The same for findings that are one to the user."""
         return (self.effect, self.remedy, self.user, self.library, self.backward)
 
-    def describe(self) -> str:
+    def describe(self, of_ranks: int = 0) -> str:
+        """In words, of a check of so many ranks."""
         where = "in the backward pass" if self.backward else "the call"
         if self.user or (self.library and not self.backward):
             where = shortened(self.user or self.library)
@@ -61,6 +66,9 @@ class Finding:
             notes.append(f"{self.count} times")
         if self.parts:
             notes.append("in " + ranges(self.parts))
+        if self.ranks:
+            every = len(self.ranks) == of_ranks
+            notes.append("on all ranks" if every else f"on {ranks_in_words(self.ranks)} only")
         lines = [where + (f"  ({', '.join(notes)})" if notes else "")]
         lines += _wrapped(f"{self.what}: {self.effect}")
         if self.library and (self.user or self.backward):
@@ -107,6 +115,9 @@ class Report:
         guarded: what would be compared before each replay.
         operations: how many the watched call did, those of its backward included.
         parts: the layers that were checked one by one; empty where the callable was checked as a whole.
+        collectives: how many collectives and messages each rank did; empty where ranks were not compared.
+        partings: where ranks do not communicate in the same order.
+        stopped: whether this rank was stopped there, so that hazards are not known.
     """
 
     name: str
@@ -116,11 +127,14 @@ class Report:
     operations: int = 0
     parts: list[str] = field(default_factory=list)
     on_gpu: list[Finding] = field(default_factory=list)
+    collectives: list[int] = field(default_factory=list)
+    partings: list[Parting] = field(default_factory=list)
+    stopped: bool = False
 
     @property
     def captured(self) -> bool:
-        """Whether it would be captured."""
-        return not self.hazards
+        """Whether it would be captured, and ranks communicate in the same order."""
+        return not self.hazards and not self.partings
 
     def __bool__(self) -> bool:
         return self.captured
@@ -130,19 +144,43 @@ class Report:
 
     def describe(self, verbose: bool = False) -> str:
         """The report in words; `verbose` lists each guarded value with the line that reads it."""
+        ranks = len(self.collectives)
         what = f"{self.name!r}" + (f" ({ranges(self.parts)})" if self.parts else "")
-        verdict = "would be captured" if self.captured else f"would stay eager: {counted(len(self.hazards), 'hazard')}"
-        lines = [f"{what} {verdict}. {counted(self.operations, 'operation')} watched on {self.device}."]
+        reasons = [counted(len(self.hazards), "hazard")] if self.hazards else []
+        reasons += ["its ranks part"] if self.partings else []
+        verdict = f"would stay eager: {', and '.join(reasons)}"
+        if not self.hazards:
+            verdict = "would not be captured: its ranks part" if self.partings else "would be captured"
+        watched = f"{counted(self.operations, 'operation')} watched on {self.device}"
+        if self.stopped:
+            watched = "This rank was stopped where they do, so that hazards are not known"
+        lines = [f"{what} {verdict}. {watched}."]
+        if ranks > 1:
+            lines += ["", *self._order()]
         for number, finding in enumerate(self.hazards, start=1):
-            lines += ["", textwrap.indent(finding.describe(), "   ").replace("  ", f"{number}.", 1)]
+            lines += ["", textwrap.indent(finding.describe(ranks), "   ").replace("  ", f"{number}.", 1)]
         if self.on_gpu:
             lines += ["", "On a GPU also:"]
-            lines += [textwrap.indent(finding.describe(), "   ") for finding in self.on_gpu]
+            lines += [textwrap.indent(finding.describe(ranks), "   ") for finding in self.on_gpu]
         if self.guarded:
             end = "before each replay" if self.captured else "before each replay, once it is captured"
             lines += ["", f"Compared {end}:"]
             lines += [textwrap.indent(one.describe(verbose), "   ") for one in self.guarded]
         return "\n".join(lines)
+
+    def _order(self) -> list[str]:
+        """How the ranks communicate."""
+        if not self.partings:
+            fewest, most = min(self.collectives), max(self.collectives)
+            if not most:
+                return [f"None of the {len(self.collectives)} ranks communicates."]
+            number = counted(most, "collective") if fewest == most else f"{fewest:,} to {most:,} collectives"
+            return [f"The {len(self.collectives)} ranks communicate in the same order: {number} on each."]
+        lines = []
+        for parting in self.partings:
+            begins, *stands = parting.describe()
+            lines += [begins, *(line for stand in stands for line in _wrapped(stand))]
+        return lines
 
     def to_json(self) -> str:
         """The report as JSON, with files and lines apart."""
@@ -169,6 +207,17 @@ class Report:
                 "hazards": told(self.hazards),
                 "on_gpu": told(self.on_gpu),
                 "guarded": guarded,
+                "collectives": self.collectives,
+                "stopped": self.stopped,
+                "partings": [
+                    {
+                        "after": one.after,
+                        "stands": [
+                            {**asdict(stand), "place": place(stand.place) or stand.place} for stand in one.stands
+                        ],
+                    }
+                    for one in self.partings
+                ],
             },
             indent=2,
         )
@@ -191,6 +240,27 @@ def merged(findings: list[Finding]) -> list[Finding]:
             known.count += one.count
             known.parts += [part for part in one.parts if part not in known.parts]
     return list(found.values())
+
+
+def of_all_ranks(reports: list[Report]) -> Report:
+    """One report of those of all ranks, in their order: each cause once, with the ranks that have it.
+
+    What else it tells (operations, what is guarded) is that of the first rank.
+    """
+
+    def joined(of_ranks: Iterable[list[Finding]]) -> list[Finding]:
+        found: dict[tuple, Finding] = {}
+        for rank, findings in enumerate(of_ranks):
+            for one in findings:
+                cause = (cause_of(one.effect), one.user, one.library, one.backward)  # values may be a rank's own
+                known = found.setdefault(cause, one)
+                known.ranks += [rank] if rank not in known.ranks else []
+        return list(found.values())
+
+    first = reports[0]
+    first.hazards = joined(one.hazards for one in reports)
+    first.on_gpu = joined(one.on_gpu for one in reports)
+    return first
 
 
 def shortened(line: str) -> str:

@@ -1,4 +1,4 @@
-"""`check_call` and `check_layers`. Import `part`, `guarded`, `report`, `state.surroundings` and `wrap`."""
+"""`check_call` and `check_layers`. Import `part`, `guarded`, `report`, `meeting`, `state.surroundings` and `wrap`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ from typing import Any
 from torch import Tensor, nn
 
 from graphmod.check.guarded import Kinds
+from graphmod.check.meeting import Meeting, Parted, meeting_of_ranks
+from graphmod.check.order import partings
 from graphmod.check.part import Part
 from graphmod.check.report import Finding, Report, merged
 from graphmod.state.surroundings import Surroundings
 from graphmod.wrap.layers import find_layers, match_layers, without_graphs
 from graphmod.wrap.module import CUDAGraphModule
 from graphmod.wrap.target import in_place_of_forward
+
+_SETTLING = 2  # more calls, at most, in which a DistributedDataParallel gets its reducer
 
 
 def check_call(
@@ -25,6 +29,7 @@ def check_call(
     calls: int = 2,
     copy: bool = False,
     layers: bool | str | list[str] | None = None,
+    timeout: float = 300.0,
     **kwargs: Any,
 ) -> Report:
     """Says what would keep `target(*args, **kwargs)` out of a graph, and what would be guarded; captures nothing.
@@ -32,6 +37,9 @@ def check_call(
     The call is made for real, `calls` times: weights are updated, counters count, as they do in a step of training.
     The last one is watched. Where its result requires grad, its backward is watched too; no `.grad` changes by that.
     No GPU is needed: on the CPU it is as strict as on a GPU.
+
+    In a program of several ranks (torchrun) all make the check, and learn whether they communicate in the same order. A
+    rank that would wait in a collective to which another does not come is stopped before it.
 
     Args:
         target: a module, or a callable such as a whole training step; one that is wrapped already is checked unwrapped.
@@ -41,6 +49,7 @@ def check_call(
         copy: work on a deep copy of a module.
         layers: of a module, check its layers one by one, as `graph_layers` captures them: True for those it finds, or
             name patterns as it takes them.
+        timeout: seconds that a rank waits for others in each collective, and at the end; 0: ranks are not compared.
 
     Returns:
         The report; true where the call would be captured.
@@ -48,20 +57,39 @@ def check_call(
     Raises:
         TypeError: `target` cannot be called.
         ConfigError: `layers` match nothing.
+        RanksMissing: other ranks did not come in time.
         Exception: whatever the call itself raises.
     """
+    meeting = meeting_of_ranks(timeout)
+    return checked(target, args, kwargs, loss=loss, calls=calls, copy=copy, layers=layers, meeting=meeting)
+
+
+def checked(
+    target: nn.Module | Callable,
+    args: tuple,
+    kwargs: dict,
+    *,
+    loss: Callable[[Any], Tensor] | None = None,
+    calls: int = 2,
+    copy: bool = False,
+    layers: bool | str | list[str] | None = None,
+    meeting: Meeting | None = None,
+) -> Report:
+    """The same with arguments as they are, and where the ranks meet; None where this process is alone."""
     root = target._root if isinstance(target, CUDAGraphModule) else target
     if not callable(root):
         raise TypeError(f"graphmod.check takes a module or a callable, got {type(root).__name__}")
     root = copying.deepcopy(root) if copy else root
     if layers:
         names = find_layers(root) if layers is True else match_layers(root, layers)
-        return check_layers(root, names, lambda: root(*args, **kwargs), calls=calls)
-    report = Report(_name(root))
-    with without_graphs(_modules(root, (args, kwargs))):
-        part = Part(root, loss=loss)
-        for _ in range(max(calls, 1)):
-            part.run(args, kwargs)
+        return check_layers(root, names, lambda: root(*args, **kwargs), calls=calls, meeting=meeting)
+    report, part = Report(_name(root)), Part(root, loss=loss, meeting=meeting)
+    with without_graphs(_modules(root, (args, kwargs))), _compared(report, meeting):
+        for number in range(max(calls, 1) + _SETTLING):
+            if number < calls or not number or not part.settled:
+                if meeting is not None:
+                    meeting.begin_call()
+                part.run(args, kwargs)
     _take_in(report, [part])
     return report
 
@@ -74,6 +102,7 @@ def check_layers(
     calls: int = 2,
     others: dict[str, tuple[Any, str]] | None = None,
     name: str = "",
+    meeting: Meeting | None = None,
 ) -> Report:
     """The same for parts of a model, each of which would have graphs of its own.
 
@@ -83,10 +112,14 @@ def check_layers(
         run: calls the model once.
         others: further callables that `run` calls: name -> `(object, attribute)` through which it does.
         name: of the whole, for the report.
+        meeting: of the ranks, which compare what these parts communicate.
     """
-    parts = {one: Part(model.get_submodule(one), one) for one in layers}
-    further = {one: Part(getattr(owner, attribute), one) for one, (owner, attribute) in (others or {}).items()}
-    with without_graphs(model.modules()):
+    parts = {one: Part(model.get_submodule(one), one, meeting=meeting) for one in layers}
+    further = {
+        one: Part(getattr(owner, attribute), one, meeting=meeting) for one, (owner, attribute) in (others or {}).items()
+    }
+    report = Report(name or _name(model), parts=[*parts, *further])
+    with without_graphs(model.modules()), _compared(report, meeting):
         for number in range(max(calls, 1)):
             with contextlib.ExitStack() as stack:
                 if number == max(calls, 1) - 1:
@@ -95,9 +128,25 @@ def check_layers(
                     for one, part in further.items():
                         stack.enter_context(_replaced(*others[one], part.within))
                 run()
-    report = Report(name or _name(model), parts=[*parts, *further])
     _take_in(report, [*parts.values(), *further.values()])
     return report
+
+
+@contextlib.contextmanager
+def _compared(report: Report, meeting: Meeting | None) -> Iterator[None]:
+    """Takes into the report how the calls of all ranks compare, where this is one of several."""
+    if meeting is None:
+        yield
+        return
+    try:
+        yield
+    except Parted:
+        report.stopped = True  # the comparison says where
+    except BaseException as error:
+        meeting.finish(error)
+        raise
+    ways = meeting.finish()
+    report.collectives, report.partings = [way.count for way in ways], partings(ways)
 
 
 @contextlib.contextmanager

@@ -92,6 +92,10 @@ class Surroundings:
         """Whether ranks may make calls a different number of times."""
         return any(map(joins, self._parallel))
 
+    def reducers(self) -> dict[int, type]:
+        """What averages the gradients of each DistributedDataParallel, as its class tells."""
+        return {id(one): type(one) for one in self._parallel}
+
     def not_averaged(self) -> str | None:
         """Why gradients would not be averaged by a replay: the callable works on a DistributedDataParallel with
         settings that are not supported, or runs inside the forward of one. None where they would."""

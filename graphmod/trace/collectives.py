@@ -31,11 +31,18 @@ def written_by(name: str) -> frozenset:
 
 
 def opaque_scalar(value: torch.ScriptObject) -> Any:
-    """What an opaque argument is told apart by: a process group by its name."""
+    """What an opaque argument is told apart by: a process group by its name, a reduction by its number."""
     kind = value._type().name()
+    if kind == "ReduceOp":
+        return kind, reduction_of(value)
     if kind == "ProcessGroup":
         return kind, torch._C._distributed_c10d.ProcessGroup.unbox(value).group_name
     return kind
+
+
+def reduction_of(value: torch.ScriptObject) -> int | None:
+    """The number of a reduction, as in `ReduceOp.RedOpType`; None where this PyTorch does not tell."""
+    return value.op() if value._has_method("op") else None
 
 
 def waiting(run: Callable) -> Callable:

@@ -36,15 +36,24 @@ class EagerRecorder(CheckedTrace):
         script: what a capture of the same call must do, and what it may use.
         compiles: whether torch.compile compiled something where it could be seen: a backward, for the first time.
 
-    Args: see `CheckedTrace`.
+    Args:
+        inputs, gpu, generators: see `CheckedTrace`.
+        before_collective: called with `(op, args, kwargs)` before each operation that other processes take part in;
+            what it raises ends the call.
     """
 
     watching = True
 
     def __init__(
-        self, inputs: Iterable[Tensor] = (), *, gpu: int | None = None, generators: Iterable[torch.Generator] = ()
+        self,
+        inputs: Iterable[Tensor] = (),
+        *,
+        gpu: int | None = None,
+        generators: Iterable[torch.Generator] = (),
+        before_collective: Callable[[Any, tuple, dict], None] | None = None,
     ) -> None:
         super().__init__(inputs, gpu, generators)
+        self._before_collective = before_collective
         self.script = Script(self.trace)
         self.compiles = False
 
@@ -68,6 +77,9 @@ class EagerRecorder(CheckedTrace):
 
     def _run(self, step: Step, about: Facts, args: tuple, kwargs: dict, random: bool) -> Any:
         """Runs an operation, whatever the record makes of it."""
+        if about.collective and self._before_collective is not None:
+            with hidden():
+                self._before_collective(step.op, args, kwargs)
         call = Call(step, about, args, kwargs, random, len(self.trace))
         kept: Kept | None = None
         try:

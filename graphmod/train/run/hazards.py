@@ -65,7 +65,7 @@ def check_training(config: RunConfig, folder: Path) -> Report:
 def _of_step(step: TrainStep, batch: Any, scope: Scope) -> Report:
     iteration = step.iteration
     if scope is Scope.full_iteration:
-        report = check_call(iteration.run, batch)
+        report = check_call(iteration.run, batch, timeout=0)  # the first rank checks alone
         report.name = "train step"
         return report
     layers, others = step._layers(), {}
