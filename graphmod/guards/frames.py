@@ -55,6 +55,9 @@ _MACHINERY = {
     *(nn.Module._wrapped_call_impl.__code__, nn.Module.__getattr__.__code__, nn.Module.__setattr__.__code__),
     *(nn.Module.__delattr__.__code__, _CALL),
 }
+# The code that makes one of a named tuple is given what it holds, and would have a note keep that alive: all that
+# `fully_shard` gathers, for example.
+_MAKES_A_NAMED_TUPLE = ("_tuple_new",)
 
 # These go through a module and all in it, and read nothing but its dicts.
 _WALKS = {
@@ -120,7 +123,9 @@ def _reads_of(code: CodeType) -> Reads | None:
     known = _known.get(where)
     if known is None:
         looked_at = _watched(code.co_filename) or code in written_by_dynamo()
-        found = None if where in _machinery or where in _walks or not looked_at else reads(code)
+        if where in _machinery or where in _walks or code.co_names == _MAKES_A_NAMED_TUPLE:
+            looked_at = False
+        found = reads(code) if looked_at else None
         gone = weakref.ref(code, lambda _: _known.pop(where, None))
         known = _known[where] = found if found is not None and found.by_line else None, gone
     return known[0]

@@ -1,8 +1,10 @@
 """Objects that make what they hold when first asked, or whose reading runs code or fails."""
 
 import functools
+import weakref
 from collections import deque
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch import nn
 from graphmod import CUDAGraphModule
 from graphmod.guards.lookup import Place
 from graphmod.guards.note import Note
+from graphmod.guards.watching import noting
 from graphmod.torch_private import weak_reference
 
 
@@ -212,3 +215,26 @@ def test_notes_on_what_pytorch_forgets_to_clear_keep_it_alive():
     gone = [bytes(size) for size in range(200)]  # takes the memory of what is freed
     assert isinstance(note.owner, torch.cuda.Event), len(gone)
     assert isinstance(note.before(), torch.cuda.Event)
+
+
+class Gathered(NamedTuple):
+    whole: torch.Tensor
+
+
+class Pending(NamedTuple):
+    result: Gathered
+
+
+def test_what_a_named_tuple_held_is_freed_when_the_call_lets_go_of_it(device):
+    alive = []
+
+    def step(x):
+        made = Pending(Gathered(x * 2))
+        gone = weakref.ref(made[0][0])
+        del made
+        alive.append(gone() is not None)
+        return x + 1
+
+    with noting(step):
+        step(torch.ones(3, device=device))
+    assert alive == [False]

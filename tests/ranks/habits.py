@@ -203,11 +203,15 @@ def sends(device, rank):
     def step(x):
         sent = x * 2
         came = torch.empty_like(x)
-        coming = distributed.irecv(came, (rank - 1) % ranks)
-        going = distributed.isend(sent, (rank + 1) % ranks)
+        ahead, behind = (rank + 1) % ranks, (rank - 1) % ranks
+        if device.type == "cuda":  # where NCCL runs one after the other what is not in one batch
+            messages = (distributed.irecv, came, behind), (distributed.isend, sent, ahead)
+            works = distributed.batch_isend_irecv([distributed.P2POp(*one) for one in messages])
+        else:
+            works = [distributed.irecv(came, behind), distributed.isend(sent, ahead)]
         more = x + 1
-        coming.wait()
-        going.wait()
+        for work in works:
+            work.wait()
         sent.zero_()
         total = distributed.all_reduce(x.clone(), async_op=True).get_future().wait()[0]
         return came + more, total.clone()
