@@ -15,12 +15,13 @@ from graphmod.trace.tensors import each_tensor, tensors_in
 
 _IN_PLACE, _FUNCTIONAL = "c10d::", "_c10d_functional::"
 _READ_ONLY = ("c10d::send", "c10d::barrier", "c10d::monitored_barrier_", "c10d::check_for_nan")
+_OF_DTENSOR = "_dtensor::shard_dim_alltoall"
 _LOCAL = ("_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd", "c10d::check_for_nan")
 
 
 def is_collective(name: str) -> bool:
     """Whether an operator, by the name in its schema, is one that other processes take part in."""
-    return name.startswith((_IN_PLACE, _FUNCTIONAL)) and name not in _LOCAL
+    return name.startswith((_IN_PLACE, _FUNCTIONAL, _OF_DTENSOR)) and name not in _LOCAL
 
 
 def written_by(name: str) -> frozenset:
