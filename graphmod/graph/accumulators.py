@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from graphmod.guards.guards import Guards
 from graphmod.guards.hooks import has_gradient_hooks
@@ -70,17 +70,22 @@ def stood_in(graph: Any, found: Guards) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def own_accumulators(graph: Any, owned: list[Tensor]) -> Iterator[None]:
+def own_accumulators(graph: Any, found: Guards, given: set[int]) -> Iterator[None]:
     """Lets a capture make nodes of its own, for all parameters but those that must keep theirs; and whoever comes after
     it make others again.
 
     Args:
         graph: about to be captured; its stand-ins are in place.
-        owned: the parameters that its callable reaches in this call.
+        found: what the recorded call read.
+        given: the identities of its arguments. It has aliases of those, and calls before this one led to their nodes.
     """
     context, backend = graph.context, graph.context.group.backend
-    known = {id(parameter): parameter for parameter in (*owned, *context.around.parameters)}
-    keep = context.group.shared.keys() | graph.stand_ins.keys()
+    known = {id(parameter): parameter for parameter in (*found.parameters(), *context.around.parameters)}
+    keep = (
+        context.group.shared.keys()
+        | graph.stand_ins.keys()
+        | (given - {id(one) for *_, one in (*found.attributes, *found.slots)})
+    )
     if context.group.busy or not _runs_backward(graph):  # whoever leads to the node of now runs the hooks, too
         keep |= {key for key, parameter in known.items() if has_gradient_hooks(parameter)}
     renewed = [parameter for key, parameter in known.items() if key not in keep] if torch.is_grad_enabled() else []

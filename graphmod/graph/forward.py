@@ -121,7 +121,7 @@ class ForwardGraph:
         states = [(generator, generator.get_state()) for generator in generators]
         random_state, captured = group.backend.random_state(), None
         try:
-            with as_memory(owned), stood_in(self, guards), own_accumulators(self, owned):
+            with as_memory(owned), stood_in(self, guards), own_accumulators(self, guards, self._sources.identities):
                 pool, script = self.tape.arena.pool, recording.script
                 split = not generators and not entry.failures_in_a_row
                 captured, _ = group.backend.capture(run, pool, given, generators, check, split=split, script=script)

@@ -58,7 +58,9 @@ def learn_uses(
     share: Callable[[list[Tensor]], None],
 ) -> None:
     """Lets an entry know in the backward of an eager call which arguments code outside uses too: those for which
-    autograd has more, or something else, than the sum of what the call gives. Likewise of parameters.
+    autograd has more, or something else, than the sum of what the call gives, or nothing but zeros, which tell nothing.
+    Likewise of parameters. Parameters as arguments are taken to be used outside: mostly they are, and always by the
+    next call.
 
     Args:
         leaves: the tensor arguments of the call; outputs: its results that have a backward.
@@ -73,13 +75,15 @@ def learn_uses(
     edges = {
         index: get_gradient_edge(leaf)
         for index, leaf in enumerate(leaves)
-        if leaf.requires_grad and leaf.grad_fn is not None and index not in entry.used_outside
+        if leaf.requires_grad and index not in entry.used_outside
     }
     if len({(edge.node, edge.output_nr) for edge in edges.values()}) < len(edges):
         return  # the same tensor twice: nobody could tell the arguments apart
     for index, uses in uses_of(edges, outputs).items():
-        if times(uses) > 1:
-            Sum(uses, edges[index], functools.partial(entry.used_outside.add, index))
+        if times(uses) > 1 and leaves[index].is_leaf:
+            entry.used_outside.add(index)
+        elif times(uses) > 1:
+            Sum(uses, edges[index], functools.partial(entry.used_outside.add, index), zeros_tell=False)
 
 
 class Sum:
@@ -88,10 +92,11 @@ class Sum:
     Args:
         uses: those; edge: where they come together.
         otherwise: called if it is another.
+        zeros_tell: whether zeros on both sides count as equal, or as something that tells nothing.
     """
 
-    def __init__(self, uses: Uses, edge: GradientEdge, otherwise: Callable[[], None]) -> None:
-        self._otherwise, self._number = otherwise, edge.output_nr
+    def __init__(self, uses: Uses, edge: GradientEdge, otherwise: Callable[[], None], zeros_tell: bool = True) -> None:
+        self._otherwise, self._number, self._zeros_tell = otherwise, edge.output_nr, zeros_tell
         self._parts: list[Tensor] = []
         self._handles = [node.register_hook(self._collector(positions)) for node, positions in uses.items()]
         self._handles.append(edge.node.register_prehook(self._compare))
@@ -118,20 +123,25 @@ class Sum:
             whole = parts[0]
             for part in parts[1:]:
                 whole = whole + part
-            if whole.shape != total.shape or not _equal(whole, total):
+            if whole.shape != total.shape or not _equal(whole, total, self._zeros_tell):
                 self._otherwise()
 
 
-def _equal(one: Tensor, other: Tensor) -> bool:
+def _equal(one: Tensor, other: Tensor, zeros_tell: bool) -> bool:
     """Whether two tensors are the same. Waits for the GPU, which a warm-up step may do, also in a program that has
     torch forbid it (`torch.cuda.set_sync_debug_mode`)."""
-    one, other = one.nan_to_num(), other.nan_to_num()  # a loss scale may be too large at first
-    if not one.is_cuda:
-        return torch.equal(one, other)
+    with _waiting() if one.is_cuda else contextlib.nullcontext():
+        if not zeros_tell and not (one.isfinite() & (one != 0)).any():
+            return False
+        return torch.equal(one.nan_to_num(), other.nan_to_num())  # a loss scale may be too large at first
+
+
+@contextlib.contextmanager
+def _waiting() -> Iterator[None]:
     forbidden = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("default")
     try:
-        return torch.equal(one, other)
+        yield
     finally:
         torch.cuda.set_sync_debug_mode(forbidden)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from graphmod import graph_layers
+from graphmod import CUDAGraphModule, graph_layers
 
 
 class Residual(nn.Module):
@@ -96,6 +96,72 @@ def test_sums_are_rounded_as_in_eager(make, dtype, device):
     found, graphed, wrappers = trained(make, device, dtype, wrap=True)
     assert found == losses and all(map(torch.equal, graphed, weights))
     assert all(wrapper.stats.replays > 8 and wrapper.stats.captures == 2 for wrapper in wrappers)
+
+
+class Queries(nn.Module):
+    """A learned tensor is an argument of each layer, which uses it several times."""
+
+    def __init__(self, width=16):
+        super().__init__()
+        self.queries = nn.Parameter(torch.randn(1, 8, width))
+        self.blocks = nn.ModuleList([Attends(width) for _ in range(3)])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x, self.queries)
+        return x.square().mean()
+
+
+class Normalized(nn.Module):
+    """A weight is an argument of what divides it by its norm, twice in a step."""
+
+    def __init__(self, width=16):
+        super().__init__()
+        weighted = nn.utils.parametrizations.spectral_norm(nn.Linear(width, width))
+        self.norm, self.weight = weighted.parametrizations.weight[0], nn.Parameter(torch.randn(width, width))
+
+    def forward(self, x):
+        fake, real = ((part @ self.norm(self.weight)).tanh() for part in x.chunk(2))
+        return (real.sum() - fake.sum()).exp().mean()
+
+
+@pytest.mark.parametrize("make", [Queries, Normalized])
+def test_parameters_as_arguments_are_rounded_as_in_eager(make, device):
+    found = []
+    for wrap in (False, True):
+        torch.manual_seed(0)
+        model = make().to(device)
+        wrappers = []
+        for name, module in list(model.named_modules()) if wrap else ():
+            if isinstance(module, Attends) or name == "norm":
+                wrappers.append(CUDAGraphModule(module))
+                model.set_submodule(name, wrappers[-1])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        found.append([])
+        for step in range(12):
+            x = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(step)).to(device)
+            optimizer.zero_grad()
+            model(x).backward()
+            optimizer.step()
+            found[-1] += [one.grad.clone() for one in model.parameters()]
+    assert all(map(torch.equal, *found))
+    assert all(wrapper.stats.replays > 8 for wrapper in wrappers)
+
+
+def test_zeros_in_the_recorded_step_do_not_tell(device):
+    found = []
+    for wrap in (False, True):
+        torch.manual_seed(0)
+        model = Skips(Residual).to(device)
+        if wrap:
+            graph_layers(model)
+        found.append([])
+        for step in range(8):
+            x = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(step)).to(device)
+            (model(x) * (step > 3)).backward()
+            found[-1] += [one.grad.clone() for one in model.parameters()]
+            model.zero_grad()
+    assert all(map(torch.equal, *found))
 
 
 def differentiable(wrapper):
