@@ -50,7 +50,7 @@ compare: $(STAMP) ## the same run without graphs, per layer and as one graph, si
 tensorboard: $(STAMP) ## show all runs in the browser
 	$(BIN)/tensorboard --logdir runs
 
-test: $(STAMP) ## run the tests on all cores (at most 8), but the slow ones; those for a GPU are skipped where there is none
+test: $(STAMP) ## run the tests on all cores (at most 8), except the slow ones; those for a GPU are skipped where there is none
 	$(BIN)/python -m pytest -n auto --maxprocesses=8 --dist loadfile -m "not slow" $(ARGS)
 
 test-all: $(STAMP) ## likewise, with the slow ones

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from graphmod.config import CUDAGraphConfig, settings
 from graphmod.errors import ConfigError
@@ -153,6 +154,7 @@ def find_layers(model: nn.Module) -> list[str]:
     found: list[str] = []
     for name, module in model.named_modules():
         inside = any(name == layer or name.startswith(layer + ".") for layer in found)
+        inside = inside or isinstance(module, ParametrizationList)  # which computes a weight
         if inside or not isinstance(module, (nn.ModuleList, nn.Sequential)) or not len(module):
             continue
         if isinstance(module, nn.Sequential) and not (len(module) > 1 and _is_block(module[0])):

@@ -66,6 +66,12 @@ def test_training_is_that_of_eager(name, way, bf16, device):
     assert all((one.stats.replays == 0) is bool(eager) for one in wrapped), wrapped[0].last_failure
 
 
+def test_what_computes_a_weight_is_no_layer():
+    weighted = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
+    with pytest.raises(ConfigError, match="Sequential has no list of like layers"):
+        graph_layers(nn.Sequential(weighted, nn.ReLU(), nn.Linear(4, 4)))
+
+
 def test_layers_may_stand_in_a_sequence(device):
     def block():
         return nn.Sequential(nn.Linear(8, 8), nn.GELU())
