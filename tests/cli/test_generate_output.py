@@ -12,6 +12,7 @@ from conftest import ROOT
 from decode_models import tiny_model
 from torch import nn
 
+from graphmod.cli.generation import loading
 from graphmod.cli.generation import main as decode_cli
 from graphmod.cli.generation import run as decode_run
 from graphmod.cli.generation.output import OutputFile, open_output
@@ -234,3 +235,14 @@ def test_a_prompt_of_a_file_that_is_too_long_is_named_by_its_line(generate, tmp_
     assert status == 2 and "line 3 of p.txt has 200 tokens" in said and "no more positions" in said
     status, _, said = generate("prompts_file=p.txt", "decode.max_seq_len=20")
     assert status == 2 and "raise max_seq_len" in said
+
+
+def test_the_last_checkpoint_of_a_run_is_that_of_most_steps(tmp_path, monkeypatch):
+    """Not the newest file: a copy of a run has files of any order, and a damaged one must not give way unseen."""
+    monkeypatch.setattr(loading, "require_whole", lambda folder: folder)
+    for step in (20, 10):
+        folder = tmp_path / "checkpoints" / f"step_{step:08}"
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+        os.utime(folder / "config.json", (step, 1000 - step))
+    assert loading.model_folder(str(tmp_path)).name == "step_00000020"

@@ -11,6 +11,7 @@ from transformers.utils import logging as transformers_logging
 from graphmod.cli.generation.schema import ModelSource, Precision
 from graphmod.errors import ConfigError, reason
 from graphmod.train.checkpoints.loadable import checkpoint_of, require_whole
+from graphmod.train.checkpoints.manifest import checkpoints
 from graphmod.train.lora import is_adapter
 from graphmod.train.run.device import pick_device
 from graphmod.train.schema.model import ADAPTER_FILE
@@ -40,7 +41,8 @@ def model_folder(path: str) -> Path:
             f"model.path={path} holds neither a saved model (there is no config.json) nor a checkpoint of a run; "
             f"train one: graphmod train{_elsewhere()}"
         )
-    return require_whole(max(found, key=lambda config: config.stat().st_mtime).parent)
+    newest = max(found, key=lambda config: config.stat().st_mtime).parent
+    return require_whole(next(iter(checkpoints(newest.parent)), newest))  # by their steps: copies may all be as new
 
 
 def _elsewhere() -> str:
