@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, distributed
 from torch.autograd import Variable
 
-from graphmod.ranks.buckets import Bucket
+from graphmod.ranks.buckets import Bucket, alone
 from graphmod.trace.dispatch import current, hidden
 
 
@@ -124,7 +124,7 @@ class Reducer:
         grads = [self._parameters[i].grad for i in bucket.members]
         if recorder is not None and recorder.watching:
             for index, grad in zip(bucket.members, grads, strict=True):
-                if _is_new(grad):
+                if _is_new(grad) and alone(grad):
                     recorder.aim(grad, functools.partial(self._part_for, index))
         flat = bucket.gather(grads, recorded=recorder is not None)
         operation = distributed.ReduceOp.SUM

@@ -89,6 +89,7 @@ def looks_meanwhile(model, x):
 
 
 HABITS = {
+    "terms": (lambda: DistributedDataParallel(Terms(), bucket_cap_mb=0.0001), loss_of),
     "looks meanwhile": (plain(), looks_meanwhile),
     "reentrant": (lambda: without_head(Checkpointed), lambda model, x: loss_of(model, x.clone().requires_grad_())),
     "reentrant twice": (
@@ -222,6 +223,20 @@ def sends(device, rank):
         x = torch.full((100_000,), float(index + rank), device=device)
         equal &= all(map(torch.equal, wrapper(x), step(x)))
     return equal, wrapper.stats.state
+
+
+class Terms(nn.Module):
+    """The gradient of a sum is that of each term, and that of a view of a parameter shares its memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+        self.delta, self.bias = nn.Parameter(torch.randn(256) / 9), nn.Parameter(torch.randn(64) / 9)
+        self.a, self.b = nn.Parameter(torch.randn(16, 2) / 9), nn.Parameter(torch.randn(2, 16) / 9)
+
+    def forward(self, x):
+        hidden = self.blocks[0](x) + self.bias.view(4, 16)
+        return self.blocks[1](hidden @ (self.delta.view(16, 16) + self.a @ self.b))
 
 
 def compiles(device, rank, kind):
