@@ -17,6 +17,7 @@ from torch import Tensor
 from graphmod.errors import Diverged
 
 _use_count = torch._C._storage_Use_Count
+_TELLS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
 _ONE = torch.empty(1)
 _OF_ONE = _use_count(_ONE.untyped_storage()._cdata)
 _operators = torch.library.Library("graphmod", "FRAGMENT")
@@ -26,8 +27,8 @@ _operators.define("gather_(Tensor(a!) bucket, Tensor[] gradients) -> ()")
 
 def alone(tensor: Tensor) -> bool:
     """Whether no other tensor shares its memory, as the gradient of a sum and of a view of one of its terms do: the
-    backward would go on to read what has been summed by then."""
-    return _use_count(tensor.untyped_storage()._cdata) <= _OF_ONE
+    backward would go on to read what has been summed by then. Before torch 2.12 that cannot be told."""
+    return _TELLS and _use_count(tensor.untyped_storage()._cdata) <= _OF_ONE
 
 
 class Bucket:
