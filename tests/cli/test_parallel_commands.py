@@ -122,6 +122,10 @@ def test_torchrun_starts_the_ranks_as_well(folder):
     assert status == 0, err
     both = [json.loads((path / "result.json").read_text())["losses"] for path in (run, folder / "run")]
     assert both[0] == both[1]
+    again = shell(folder, f"train.resume={run}", "train.steps=10")
+    status, out, err = ended(again)
+    assert status == 0 and "on 2 ranks" in out, err
+    assert json.loads((run / "result.json").read_text())["ranks"] == 2
 
 
 def test_what_cannot_be_is_said_once(folder):

@@ -208,6 +208,30 @@ def test_a_checkpoint_with_a_setting_that_is_gone_is_resumed_where_it_decided_no
     assert train(parse(given(f"train.resume={run}").settings), tmp_path).losses == losses
 
 
+@pytest.mark.parametrize(
+    ("written", "arguments", "launched", "gpus"),
+    [
+        ({"processes": 3}, [], "1", 3),
+        ({"processes": 3}, ["parallel.gpus=2"], "1", 2),
+        ({"processes": 3}, ["parallel=none"], "1", None),
+        ({"processes": 3}, [], "2", None),  # those that a launcher has started now
+        ({"ranks": 2}, [], "1", 2),  # as an earlier version wrote it
+    ],
+)
+def test_as_many_ranks_are_started_as_a_launcher_had(stopped, monkeypatch, written, arguments, launched, gpus):
+    run, _ = stopped()
+    (folder,) = checkpoints(run / FOLDER)
+
+    def as_launched(manifest):
+        manifest["config"]["parallel"].update(mode="ddp", gpus=None)
+        del manifest["processes"]
+        manifest.update(written)
+
+    edit(folder, as_launched)
+    monkeypatch.setenv("WORLD_SIZE", launched)
+    assert given(f"train.resume={run}", *arguments).settings["parallel"]["gpus"] == gpus
+
+
 @pytest.mark.parametrize("resume", ["auto", "FOLDER"])
 def test_a_checkpoint_of_a_newer_format_is_named_and_nothing_older_taken_in_its_place(on_text, tmp_path, resume):
     run = tmp_path / "run"

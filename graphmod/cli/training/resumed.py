@@ -5,13 +5,18 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
+from graphmod.cli.environment import ranks_started
 from graphmod.cli.training.compose import CONFIGS
 from graphmod.train.checkpoints.manifest import DamagedCheckpoint, read_manifest
 from graphmod.train.run.decisive import all_settings, require_same, with_changes
+from graphmod.train.run.device import pick_device
 from graphmod.train.run.resume import AUTO, NONE, ResumePoint, newest_readable, run_of
+from graphmod.train.schema.parallel import ParallelMode
+from graphmod.train.schema.train import DeviceName
 
 _RESUME = "train.resume"
 _SAID = (_RESUME, "train.steps", "train.epochs")  # what more steps mean for a run, the run says itself
@@ -56,6 +61,19 @@ def _named(resume: str) -> ResumePoint | None:
         return None
 
 
+def _start_as_many(settings: dict[str, Any], manifest: dict[str, Any]) -> None:
+    """Has as many ranks started as the run had, where a launcher had started them, or its settings left the number to
+    the GPUs of its machine; this one may have too few."""
+    parallel = settings["parallel"]
+    shared = parallel.get("mode", ParallelMode.none.value) not in (ParallelMode.none, ParallelMode.none.value)
+    # A checkpoint of an earlier version says only how many had different batches.
+    count = manifest.get("processes", manifest.get("ranks", 1) * (parallel.get("tp") or 1))
+    if not shared or parallel.get("gpus") is not None or count == 1:
+        return
+    if pick_device(DeviceName(settings["train"]["device"])).type == "cpu" or count <= torch.cuda.device_count():
+        parallel["gpus"] = count
+
+
 def job_settings(cfg: DictConfig, overrides: list[str]) -> JobSettings:
     """The settings of a job that Hydra has composed: with `train.resume=FOLDER` those of that run and, over them, what
     the command line gives.
@@ -87,6 +105,8 @@ def job_settings(cfg: DictConfig, overrides: list[str]) -> JobSettings:
         if name not in _SAID and key in was and was[key] != value:
             changed.append(f"{name} was {was[key]} and is now {value}")
         place[key] = value
+    if "parallel.gpus" not in given and "parallel.mode" not in given and ranks_started() == 1:
+        _start_as_many(settings, manifest)
     if "train.steps" in given and "train.epochs" not in given:
         settings["train"]["epochs"] = None  # which would decide otherwise
     return JobSettings(settings, changed)

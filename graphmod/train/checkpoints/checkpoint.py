@@ -142,6 +142,7 @@ def _write(
         "settings": progress.settings,
         "data": progress.data,
         "ranks": progress.ranks,
+        "processes": progress.processes,
         "arrangement": progress.arrangement,
         "seen": progress.seen,
         "loss": progress.losses[-1] if progress.losses else None,

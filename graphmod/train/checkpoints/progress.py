@@ -18,6 +18,7 @@ class Progress:
         losses: one a step so far.
         eval_losses: (steps done, loss).
         ranks: how many trained together on different batches.
+        processes: how many there were in all.
         arrangement: how all ranks shared the model, in words.
         seen: how much of the data they had seen, and how much an epoch has (`Place`).
         random: the random state of each rank; empty where that of this process is meant.
@@ -30,6 +31,7 @@ class Progress:
     losses: list[float] = field(default_factory=list)
     eval_losses: list[tuple[int, float]] = field(default_factory=list)
     ranks: int = 1
+    processes: int = 1
     arrangement: str = ""
     seen: tuple[int, int] | None = None
     random: list[dict[str, torch.Tensor]] = field(default_factory=list)

@@ -185,6 +185,7 @@ class Run:
             self.metrics.losses,
             self.metrics.eval_losses,
             self.ranks.data_ranks,
+            self.ranks.count,
             arrangement(self.config, self.ranks),
             self.batches.sampler.seen(done),
             random,
