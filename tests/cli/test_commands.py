@@ -9,7 +9,7 @@ import pytest
 from conftest import TINY, composed, shell
 
 from graphmod.cli.generation import main as generation
-from graphmod.cli.generation.loading import model_folder
+from graphmod.cli.generation.folder import model_folder
 from graphmod.cli.training.job import Job, attempt
 from graphmod.errors import ConfigError
 from graphmod.train.checkpoints.manifest import FORMAT, NewerCheckpoint
@@ -93,11 +93,17 @@ def test_a_damaged_model_is_named_and_another_one_of_its_run(checkpoint, tmp_pat
         model_folder(str(checkpoint / inside))
 
 
-def test_the_latest_of_several_runs_is_looked_at_too(checkpoint, tmp_path):
-    assert model_folder(str(tmp_path)) == checkpoint
+def test_of_a_folder_of_runs_the_latest_whole_checkpoint_is_taken(checkpoint, tmp_path, caplog):
+    assert model_folder(str(tmp_path)) == checkpoint and not caplog.messages
     (checkpoint / "config.json").write_text("{}")
-    os.utime(checkpoint / "config.json", (2**33, 2**33))
-    with pytest.raises(ConfigError, match=r"is damaged: config\.json has 2 bytes"):
+    older = checkpoint.parent / "step_00000004"
+    assert model_folder(str(tmp_path)) == older
+    (said,) = caplog.messages
+    assert "step_00000008 is damaged: config.json has 2 bytes" in said and said.endswith("; it is skipped")
+    (checkpoint / "config.json").unlink()
+    assert model_folder(str(tmp_path)) == older
+    (older / "checkpoint.json").unlink()
+    with pytest.raises(ConfigError, match=r"holds no whole checkpoint: .*step_00000008 .*; .*step_00000004 is damaged"):
         model_folder(str(tmp_path))
 
 

@@ -17,7 +17,7 @@ from transformers import (
 
 from graphmod import CUDAGraphConfig, CUDAGraphModule, DecodeEngine, graph_layers
 from graphmod.check.cli import main as check
-from graphmod.cli.generation.loading import model_folder
+from graphmod.cli.generation.folder import model_folder
 from graphmod.decode.config import EngineConfig, Sampling
 from graphmod.errors import ConfigError, UnknownSetting
 from graphmod.train.settings import TrainGraphConfig
@@ -30,6 +30,29 @@ wrong = ["train.steps=0", "train.steps=-5", "train.steps=abc", "train.log=foo", 
 assert [train([one]) for one in wrong] == [2] * len(wrong)
 assert not {"torch", "transformers", "numpy"} & set(sys.modules)
 """
+ANSWERS_OF_GENERATE = """
+import sys
+from pathlib import Path
+from graphmod.cli.main import generate
+
+model = Path("model")
+model.mkdir()
+(model / "config.json").write_text("{}")
+Path("prompts.txt").write_text("one\\n")
+Path("full.jsonl").write_text("kept\\n")
+wrong = [
+    ["prompt=a", "model.path=model", "decode.temprature=1"],
+    ["prompt=a"],
+    ["prompt=a", "model.path=nothing"],
+    ["prompt=a", "model.path=model"],
+    ["prompt=a", "model.path=model", "tokenizer=nothing"],
+    ["prompts_file=nothing.txt", "model.path=model"],
+    ["prompts_file=prompts.txt", "model.path=model", "out=full.jsonl"],
+    ["prompts_file=prompts.txt", "model.path=model", "out=prompts.txt"],
+]
+assert [generate(one) for one in wrong] == [2] * len(wrong)
+assert not {"torch", "transformers", "numpy"} & set(sys.modules)
+"""
 STEP = """
 import torch
 from beside import made
@@ -39,6 +62,11 @@ layer = torch.nn.Linear(4, 4)
 
 def step():
     return layer(made).detach()
+
+
+class Model:
+    def fit_epoch(self):
+        pass
 """
 SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 32, "intermediate_size": 32}
 
@@ -51,6 +79,15 @@ def test_values_that_cannot_be_are_told_without_loading_torch(tmp_path):
     done = python("-c", ANSWERS, cwd=tmp_path)
     assert done.returncode == 0 and done.stderr.count("error: ") == 6, done.stderr
     assert "train.steps must be at least 1, got -5" in done.stderr
+
+
+def test_what_generate_cannot_use_is_told_without_loading_torch(tmp_path):
+    done = python("-c", ANSWERS_OF_GENERATE, cwd=tmp_path)
+    assert done.returncode == 0 and done.stderr.count("error: ") == 8, done.stderr
+    for said in ("did you mean", "model.path=FOLDER is missing", "model.path=nothing is not", "holds no tokenizer"):
+        assert said in done.stderr
+    for said in ("tokenizer=nothing is not", "nothing.txt cannot be read", "full.jsonl exists", "is the file of the"):
+        assert said in done.stderr
 
 
 def test_the_package_is_the_command(tmp_path):
@@ -87,11 +124,19 @@ def test_a_file_is_checked_by_its_path(step_file, monkeypatch, capsys, form):
     [
         ("inside/nothing.py:step", "there is no file inside/nothing.py; write FILE.py:function, or package.module:"),
         ("inside/its_step.py", "names no function; write package.module:function or FILE.py:function"),
-        ("inside/its_step.py:nothing", "inside.its_step has no 'nothing'"),
+        ("inside/its_step.py:zzz", "inside.its_step has no 'zzz'; it has Model, step"),
+        ("inside/its_step.py:stpe", "inside.its_step has no 'stpe'; did you mean 'step'?"),
+        ("inside/its_step.py:Model.fit_epok", "has no 'Model.fit_epok'; did you mean 'Model.fit_epoch'?"),
     ],
 )
 def test_a_file_that_cannot_be_checked_says_what_is_expected(step_file, capsys, name, said):
     assert check([name]) == 2 and said in capsys.readouterr().err
+
+
+def test_layers_of_a_function_are_told_to_be_those_of_a_module(step_file, capsys):
+    assert check(["inside/its_step.py:step", "--layers", "layers.*"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: layers (--layers) are those of a module, and 'step' is a function; check the model")
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["inside/its_step.py:step"]])

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from graphmod.cli.generation import main as generate_cli
 from graphmod.cli.generation import run as generation_run
-from graphmod.cli.generation.loading import load_model, model_folder
+from graphmod.cli.generation.folder import model_folder
+from graphmod.cli.generation.loading import load_model
 from graphmod.cli.generation.schema import ModelSource
 from graphmod.cli.training.compose import parse
 from graphmod.cli.training.resumed import job_settings

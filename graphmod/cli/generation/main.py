@@ -1,8 +1,9 @@
-"""What `generate.py` does: checks its settings, and loads PyTorch for what is left to do."""
+"""What `generate.py` does: checks its settings and files, and loads PyTorch for what is left to do."""
 
 from pathlib import Path
 
 from graphmod.cli.environment import require_one_process
+from graphmod.cli.generation.plan import planned
 from graphmod.cli.generation.schema import GenerateConfig
 from graphmod.cli.settings import Asked, Program
 from graphmod.cli.start import loading
@@ -28,11 +29,10 @@ def _settings(asked: Asked) -> GenerateConfig:
 
 def _generate(asked: Asked) -> int:
     require_one_process("graphmod generate works in one; give it one GPU")
-    config = _settings(asked)
-    config.check()  # before PyTorch is loaded
+    plan = planned(_settings(asked))  # before PyTorch is loaded
     with loading():
         from graphmod.cli.generation.run import generate
-    return generate(config)
+    return generate(plan)
 
 
 def main(arguments: list[str]) -> int:

@@ -21,6 +21,10 @@ def _wrong(path: Path, error: OSError) -> str:
     return f"out={path} cannot be written: {error.strerror or error}"
 
 
+def _not_opened(path: Path, error: OSError) -> str:
+    return f"{_wrong(path, error)}; give out=FILE a file in a folder you may write to"
+
+
 class OutputFile:
     """The file of completions, one line each. It is opened, but nothing in it replaced, until `begin`: what goes wrong
     before the first completion, such as a model that cannot be read, costs nobody their earlier results."""
@@ -48,6 +52,20 @@ class OutputFile:
             raise OutputError(_wrong(self.path, error)) from error
 
 
+def require_free(path: Path, prompts: Path, overwrite: bool) -> None:
+    """Raises ConfigError where `path` is the file of the prompts, or holds something that is not to be overwritten, or
+    may not be looked at."""
+    try:
+        if _same(path, prompts):
+            raise ConfigError(f"out={path} is the file of the prompts and would replace them; give out another name")
+        if not overwrite and path.is_file() and path.stat().st_size:
+            raise ConfigError(
+                f"out={path} exists and is not empty; give out=FILE another name, or overwrite=true to replace it"
+            )
+    except OSError as error:
+        raise ConfigError(_not_opened(path, error)) from error
+
+
 @contextlib.contextmanager
 def open_output(path: Path, prompts: Path, overwrite: bool) -> Iterator[OutputFile]:
     """The file at `path`, opened for writing; folders above it are made.
@@ -57,18 +75,13 @@ def open_output(path: Path, prompts: Path, overwrite: bool) -> Iterator[OutputFi
             opened.
         OutputError: what was written did not reach it.
     """
+    require_free(path, prompts, overwrite)
     try:
-        if _same(path, prompts):
-            raise ConfigError(f"out={path} is the file of the prompts and would replace them; give out another name")
-        if not overwrite and path.is_file() and path.stat().st_size:
-            raise ConfigError(
-                f"out={path} exists and is not empty; give out=FILE another name, or overwrite=true to replace it"
-            )
         new = not path.exists()
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("a", encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{_wrong(path, error)}; give out=FILE a file in a folder you may write to") from error
+        raise ConfigError(_not_opened(path, error)) from error
     try:
         yield OutputFile(path, file)
     except BaseException:

@@ -1,15 +1,17 @@
-"""The prompts of a file, and the line of JSON that a completion becomes."""
+"""The prompts of a file, and the line of JSON that a completion becomes. No torch."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from graphmod.decode.results import Completion
 from graphmod.decode.text.codec import Codec, TokenizerCodec
 from graphmod.errors import ConfigError
+
+if TYPE_CHECKING:
+    from graphmod.decode.results import Completion
 
 _LIKE = '{"prompt": "a text"} or {"messages": [{"role": "user", "content": "a text"}]}'
 

@@ -10,9 +10,10 @@ from pathlib import Path
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from graphmod.cli.generation.loading import load_model, model_folder
+from graphmod.cli.generation.loading import load_model
 from graphmod.cli.generation.output import OutputFile, open_output
-from graphmod.cli.generation.prompts import Prompt, line_of, read_prompts
+from graphmod.cli.generation.plan import Plan
+from graphmod.cli.generation.prompts import Prompt, line_of
 from graphmod.cli.generation.provenance import trained
 from graphmod.cli.generation.schema import GenerateConfig
 from graphmod.cli.stdout import OutputError, complain, show
@@ -129,8 +130,8 @@ def _in_words_of(prompts: list[Prompt], source: str | None, message: str) -> str
     return f"line {prompts[int(found[1])].line} of {source}{message[found.end() :]}"
 
 
-def _run(config: GenerateConfig, prompts: list[Prompt], out: OutputFile | None) -> int:
-    folder = model_folder(config.model.path)
+def _run(plan: Plan, out: OutputFile | None) -> int:
+    config, folder, prompts = plan.config, plan.folder, plan.prompts
     codec = codec_for(folder, config.tokenizer)
     for prompt in prompts:
         prompt.apply_template(codec, config.prompts_file)
@@ -151,16 +152,10 @@ def _run(config: GenerateConfig, prompts: list[Prompt], out: OutputFile | None) 
     return _many(engine, config, prompts, out)
 
 
-def generate(config: GenerateConfig) -> int:
-    """Runs one command; returns the exit status. Raises GraphmodError."""
-    config.check()
-    if config.prompts_file is None:
-        prompt = Prompt(config.prompt or "")
-        return _run(config, [prompt.as_chat() if config.chat else prompt], None)
-    source = Path(config.prompts_file)
-    prompts = read_prompts(source)
-    if config.chat:
-        prompts = [prompt.as_chat() for prompt in prompts]
-    path = Path(config.out) if config.out else source.with_suffix(".out.jsonl")
-    with open_output(path, source, config.overwrite) as out:  # before the model is loaded, which may take minutes
-        return _run(config, prompts, out)
+def generate(plan: Plan) -> int:
+    """Does what is planned; returns the exit status. Raises GraphmodError."""
+    if plan.out is None:
+        return _run(plan, None)
+    source = Path(plan.config.prompts_file)
+    with open_output(plan.out, source, plan.config.overwrite) as out:  # the model may take minutes to load
+        return _run(plan, out)

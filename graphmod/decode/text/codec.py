@@ -89,8 +89,8 @@ def _has_tokenizer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in _TOKENIZER_FILES)
 
 
-def codec_for(folder: Path, tokenizer: str | None) -> Codec:
-    """The codec of a model.
+def tokenizer_folder(folder: Path, tokenizer: str | None) -> Path | None:
+    """Where the tokenizer of a model is; None for bytes.
 
     Args:
         folder: of the model, such as a checkpoint of `train.py` or the averaged weights in it.
@@ -98,22 +98,33 @@ def codec_for(folder: Path, tokenizer: str | None) -> Codec:
             for a checkpoint of `train.py` without one.
 
     Raises:
-        ConfigError: there is none, or it cannot be read.
+        ConfigError: there is none.
     """
     if tokenizer == "bytes":
+        return None
+    if tokenizer is not None:
+        if not Path(tokenizer).is_dir():  # transformers would look for a repository of that name
+            raise ConfigError(
+                f"tokenizer={tokenizer} is not a folder; give the folder of a saved tokenizer, or tokenizer=bytes"
+            )
+        return Path(tokenizer)
+    if _has_tokenizer(folder):
+        return folder
+    checkpoint = next((path for path in (folder, folder.parent) if (path / _TRAINING_STATE).is_file()), None)
+    if checkpoint is None:
+        raise ConfigError(f"{folder} holds no tokenizer; set tokenizer=FOLDER, or tokenizer=bytes")
+    return checkpoint if _has_tokenizer(checkpoint) else None
+
+
+def codec_for(folder: Path, tokenizer: str | None) -> Codec:
+    """The codec of a model; arguments as of `tokenizer_folder`.
+
+    Raises:
+        ConfigError: there is none, or it cannot be read.
+    """
+    source = tokenizer_folder(folder, tokenizer)
+    if source is None:
         return ByteCodec()
-    source = folder if tokenizer is None else Path(tokenizer)
-    if tokenizer is None and not _has_tokenizer(folder):
-        checkpoint = next((path for path in (folder, folder.parent) if (path / _TRAINING_STATE).is_file()), None)
-        if checkpoint is None:
-            raise ConfigError(f"{folder} holds no tokenizer; set tokenizer=FOLDER, or tokenizer=bytes")
-        if not _has_tokenizer(checkpoint):
-            return ByteCodec()
-        source = checkpoint
-    if not source.is_dir():  # transformers would look for a repository of that name, and complain of the network
-        raise ConfigError(
-            f"tokenizer={tokenizer} is not a folder; give the folder of a saved tokenizer, or tokenizer=bytes"
-        )
     from transformers import AutoTokenizer
 
     try:

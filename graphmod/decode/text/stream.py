@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from tokenizers.decoders import DecodeStream
-from transformers import PreTrainedTokenizerFast
 
 from graphmod.decode.text.codec import ByteCodec, Codec, TokenizerCodec
 
@@ -36,7 +35,11 @@ def completion_text(codec: Codec, prompt: Sequence[int], tokens: Sequence[int]) 
 
 def _streamable(codec: Codec) -> Any | None:
     """The `tokenizers.Tokenizer` whose DecodeStream gives what the codec decodes; None where there is none."""
-    tokenizer = codec.tokenizer if isinstance(codec, TokenizerCodec) else None
+    if not isinstance(codec, TokenizerCodec):
+        return None
+    from transformers import PreTrainedTokenizerFast  # loads PyTorch; whoever has made such a codec has done so
+
+    tokenizer = codec.tokenizer
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         return None
     kind = type(tokenizer)

@@ -29,6 +29,23 @@ def _verify(checkpoint: Path, inside: Path) -> None:
     verify(checkpoint, lambda file: file.parent == inside and file.name != STATE_FILE)
 
 
+def newest_whole_model(found: list[Path]) -> tuple[Path | None, list[str]]:
+    """The first of these folders whose model can be loaded, or None; and what is wrong with each before it.
+
+    Raises:
+        NewerCheckpoint: see `read_manifest`.
+    """
+    damage = []
+    for folder in found:
+        try:
+            if checkpoint_of(folder) is not None:
+                _verify(folder, Path())
+            return folder, damage
+        except DamagedCheckpoint as error:
+            damage.append(str(error))
+    return None, damage
+
+
 def require_whole(folder: Path) -> Path:
     """`folder`, whose model is to be loaded; also where it is no checkpoint of a run, and says nothing of its files.
 

@@ -1,0 +1,71 @@
+"""Finds the folder of the model that `generate.py` is to sample from. No torch."""
+
+import logging
+from pathlib import Path
+
+from graphmod.errors import ConfigError
+from graphmod.train.checkpoints.loadable import checkpoint_of, newest_whole_model, require_whole
+from graphmod.train.checkpoints.manifest import FOLDER, MANIFEST_FILE
+from graphmod.train.schema.model import ADAPTER_FILE
+
+log = logging.getLogger("graphmod")
+
+_CONFIGS = ("config.json", ADAPTER_FILE)
+_RUNS = Path("runs/train"), Path("runs/compare")  # of train.py, and of its multiruns
+
+
+def model_folder(path: str) -> Path:
+    """The folder of the model that `path` means: itself, or the latest checkpoint below it that is whole. The log says
+    which later ones are damaged.
+
+    Raises:
+        ConfigError: there is none, or it is a checkpoint that is damaged or newer than this version.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise ConfigError(
+            f"model.path={path} is not a folder; give that of a saved model, or train one: graphmod train{_elsewhere()}"
+        )
+    if any((folder / name).is_file() for name in _CONFIGS) or checkpoint_of(folder) is not None:
+        return require_whole(folder)
+    found = _latest_first(folder)
+    if not found:
+        raise ConfigError(
+            f"model.path={path} holds neither a saved model (there is no config.json) nor a checkpoint of a run; "
+            f"train one: graphmod train{_elsewhere()}"
+        )
+    whole, damage = newest_whole_model(found)
+    if whole is None:
+        raise ConfigError(
+            f"model.path={path} holds no whole checkpoint: {'; '.join(damage)}; train again: graphmod train"
+        )
+    for what in damage:
+        log.warning(f"{what}; it is skipped")
+    return whole
+
+
+def _latest_first(folder: Path) -> list[Path]:
+    """The checkpoints in a folder of runs, those of the run that saved last first, and of each run the one with most
+    steps; what has lost some of its files is among them."""
+    runs: dict[Path, list[Path]] = {}
+    for one in folder.glob(f"**/{FOLDER}/*"):
+        if one.name[0] != "." and (checkpoint_of(one) or any((one / name).is_file() for name in _CONFIGS)):
+            runs.setdefault(one.parent, []).append(one)
+    ordered = sorted(runs.values(), key=lambda run: max(map(_saved_at, run)), reverse=True)
+    return [one for run in ordered for one in sorted(run, key=_progress, reverse=True)]
+
+
+def _saved_at(checkpoint: Path) -> float:
+    files = [checkpoint / name for name in (*_CONFIGS, MANIFEST_FILE)]
+    return max((file.stat().st_mtime for file in files if file.is_file()), default=0.0)
+
+
+def _progress(checkpoint: Path) -> tuple[int, float]:
+    steps = checkpoint.name.removeprefix("step_")
+    return int(steps) if steps.isdigit() else -1, _saved_at(checkpoint)
+
+
+def _elsewhere() -> str:
+    """Where else commands in this folder have saved models; "" where they have not."""
+    found = [folder for folder in _RUNS if any(folder.glob("**/checkpoints/*/config.json"))]
+    return "".join(f". There are models in {folder}: model.path={folder}" for folder in found)
