@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import importlib
 import os
 import sys
@@ -32,6 +33,9 @@ what the function may be (FILE.py:function, too):
 make_batch returns a tuple of arguments, or (arguments, keyword arguments). The step really runs, --calls times.
 exit status: 0: it would be captured; 1: there are hazards, or ranks part; 2: it could not be checked
 """
+
+
+_FEW, _MANY = 3, 8  # of the names most like one, and of those that there are
 
 
 def parser(program: str) -> argparse.ArgumentParser:
@@ -172,12 +176,25 @@ def _found(name: str) -> Any:
         raise Unusable(_raised(f"importing {module}", error)) from None
     except (Exception, SystemExit) as error:
         raise Unusable(_raised(f"importing {module}", error)) from None
-    for part in path.split("."):
+    parts = path.split(".")
+    for number, part in enumerate(parts):
         try:
             found = getattr(found, part)
         except AttributeError:
-            raise Unusable(f"{module} has no {path!r}") from None
+            raise Unusable(_missing(module, found, parts[:number], part)) from None
     return found
+
+
+def _missing(module: str, owner: Any, before: list[str], name: str) -> str:
+    """The error for a name that `owner`, at the end of the path `before` in a module, does not have."""
+    names = [one for one in dir(owner) if not one.startswith("_")]
+    near = difflib.get_close_matches(name, names, n=_FEW, cutoff=0.5)
+    found = [getattr(owner, one, None) for one in names]
+    own = [one for one, what in zip(names, found, strict=True) if getattr(what, "__module__", None) == module]
+    said = f"{module} has no {'.'.join([*before, name])!r}"
+    if near:
+        return f"{said}; did you mean {' or '.join(repr('.'.join([*before, one])) for one in near)}?"
+    return f"{said}; it has {', '.join('.'.join([*before, one]) for one in own[:_MANY])}" if own else said
 
 
 def _module_of(given: str) -> str:

@@ -14,6 +14,7 @@ from graphmod.check.meeting import Meeting, Parted, meeting_of_ranks
 from graphmod.check.order import partings
 from graphmod.check.part import Part
 from graphmod.check.report import Finding, Report, merged
+from graphmod.errors import ConfigError
 from graphmod.state.surroundings import Surroundings
 from graphmod.wrap.layers import find_layers, match_layers, without_graphs
 from graphmod.wrap.module import CUDAGraphModule
@@ -56,7 +57,7 @@ def check_call(
 
     Raises:
         TypeError: `target` cannot be called.
-        ConfigError: `layers` match nothing.
+        ConfigError: `layers` match nothing, or `target` is no module.
         RanksMissing: other ranks did not come in time.
         Exception: whatever the call itself raises.
     """
@@ -81,6 +82,11 @@ def checked(
         raise TypeError(f"graphmod.check takes a module or a callable, got {type(root).__name__}")
     root = copying.deepcopy(root) if copy else root
     if layers:
+        if not isinstance(root, nn.Module):
+            raise ConfigError(
+                f"layers (--layers) are those of a module, and {_name(root)!r} is a {type(root).__name__}; check the "
+                f"model that it calls, or leave layers out to check all of {_name(root)!r}"
+            )
         names = find_layers(root) if layers is True else match_layers(root, layers)
         return check_layers(root, names, lambda: root(*args, **kwargs), calls=calls, meeting=meeting)
     report, part = Report(_name(root)), Part(root, loss=loss, meeting=meeting)
