@@ -189,9 +189,11 @@ def test_profiling_within_a_multirun_is_a_clear_error(shell, tmp_path):
     assert not (tmp_path / "runs").exists(), "it was said after jobs had begun"
 
 
-@pytest.mark.parametrize("command", ["train.py", "generate.py prompt=a model.path=x"])
+@pytest.mark.parametrize("command", ["train.py", "generate.py prompt=a model.path=x tokenizer=bytes"])
 def test_an_interrupt_while_libraries_are_imported_is_one_line(command, tmp_path):
-    # A torch that is still being imported, whenever the signal comes.
+    # A torch that is still being imported, whenever the signal comes; a model, as what is wrong is told before that.
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "config.json").write_text("{}")
     (tmp_path / "torch.py").write_text("print('importing', flush=True)\nimport time\ntime.sleep(60)\n")
     script, *arguments = command.split()
     process = subprocess.Popen(
