@@ -127,7 +127,8 @@ def _reads_of(code: CodeType) -> Reads | None:
             looked_at = False
         found = reads(code) if looked_at else None
         gone = weakref.ref(code, lambda _: _known.pop(where, None))
-        known = _known[where] = found if found is not None and found.by_line else None, gone
+        reads_any = found is not None and (found.by_line or code.co_freevars)
+        known = _known[where] = found if reads_any else None, gone
     return known[0]
 
 
@@ -143,6 +144,9 @@ class Watcher(Protocol):
         Returns:
             What it reads of values that only code can tell.
         """
+
+    def entered(self, frame: FrameType) -> None:
+        """Code that closes over variables, or reads anything else, is about to run."""
 
     def called(self, module: nn.Module) -> None:
         """A module is called."""
@@ -215,7 +219,9 @@ class Frames:
             if id(frame.f_back) not in self._open:  # nobody waits for what it returns
                 return None
             frame.f_trace_lines = False
-        elif found.exact:
+            return self._step
+        self._watcher.entered(frame)
+        if found.exact:
             frame.f_trace_lines = False
             self.missed = not instructions.ask(frame) or self.missed
         return self._step

@@ -76,7 +76,7 @@ class Notes(Values):
             value = value.__func__
         if isinstance(value, types.FunctionType):
             self.roots.add(id(value))
-            self._function(value)
+            self.function(value)
         elif isinstance(value, CONTAINERS):
             for item in content(value) or ():
                 if isinstance(item, CONTAINERS):

@@ -78,7 +78,7 @@ class Values:
         if isinstance(value, Tensor):
             self._leaf(value)
         elif isinstance(value, types.FunctionType):
-            self._function(value)
+            self.function(value)
         elif isinstance(value, (staticmethod, classmethod)):
             self._meet(value.__func__)
         elif isinstance(value, property):
@@ -96,7 +96,7 @@ class Values:
         ):
             self.gradients[id(tensor)] = tensor, tensor.grad is None
 
-    def _function(self, function: types.FunctionType) -> None:
+    def function(self, function: types.FunctionType) -> None:
         """Notes what belongs to a function: the variables it closes over, and, of one of the user's, its defaults."""
         if self._functions.get(id(function)) is function:
             return

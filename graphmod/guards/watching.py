@@ -20,6 +20,7 @@ from graphmod.guards.expressions import Read
 from graphmod.guards.frames import Frames
 from graphmod.guards.looking import Looking
 from graphmod.guards.notes import Notes
+from graphmod.guards.running import functions_of, those_there
 
 _lock = threading.Lock()  # the collector belongs to the process
 _recordings = 0
@@ -48,6 +49,7 @@ class _Watcher:
 
     def __init__(self, notes: Notes) -> None:
         self._notes = notes
+        self._functions = those_there()
 
     def take(self, note: Callable, *seen: Any) -> Any:
         """Notes something that was seen. It may be of any kind, so that this may fail; the user's call goes on."""
@@ -57,6 +59,15 @@ class _Watcher:
             notes = self._notes
             notes.unreadable = notes.unreadable or (f"{type(error).__name__}: {error}", notes.here())
             return None
+
+    def entered(self, frame: FrameType) -> None:
+        """Takes in that a function is about to run, whoever called it."""
+        self._notes.where, self._notes.frame = (frame.f_code, frame.f_lineno), frame
+        try:
+            for function in functions_of(frame, self._functions):
+                self.take(self._notes.function, function)
+        finally:
+            self._notes.frame = None
 
     def called(self, module: nn.Module) -> None:
         """Takes in that a module is called."""
