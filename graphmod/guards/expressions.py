@@ -7,11 +7,14 @@ from typing import NamedTuple
 
 Expression = tuple
 """("local", name), ("global", name), ("name", name) for what may be either, ("const", value), ("module", name),
-("attr", base, expression of the name), ("item", base, expression of the key), ("call", function, expressions of the
-positional arguments), ("either", expressions), ("made", expressions) for a container of them, or UNTOLD."""
+("attr", base, expression of the name), ("item", base, expression of the key), ("key", base, expression of the key) for
+whether it is there, ("call", function, expressions of the positional arguments), ("either", expressions),
+("made", expressions) for a container of them, or UNTOLD."""
 
 UNTOLD = ("untold",)
 """A value of which code tells nothing."""
+BY_KEY = "get"
+"""The method that reads one item of a dict, and not all that is in it."""
 MOST = 8
 """Parts of an expression that are followed."""
 Stack = list[Expression | None]
@@ -68,7 +71,7 @@ def variables(of: Expression) -> Iterator[str]:
     """The local variables in an expression."""
     if of[0] in ("local", "name"):
         yield of[1]
-    elif of[0] in ("attr", "item"):
+    elif of[0] in ("attr", "item", "key"):
         yield from variables(of[1])
         yield from variables(of[2])
     elif of[0] == "call":
@@ -82,7 +85,7 @@ def variables(of: Expression) -> Iterator[str]:
 
 def inner(of: Expression) -> Iterator[Expression]:
     """The calls and items, and the attributes of such, of which something is read in an expression."""
-    base = of[1] if of[0] in ("attr", "item", "call") else None
+    base = of[1] if of[0] in ("attr", "item", "key", "call") else None
     while base is not None:
         if base[0] in ("call", "item") or (base[0] == "attr" and base[1][0] in ("call", "item")):
             yield base

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from graphmod.guards.contents import CONTAINERS, content, is_plain
-from graphmod.guards.expressions import Expression, Read
+from graphmod.guards.expressions import BY_KEY, Expression, Read
 from graphmod.guards.lookup import MISSING, is_made_by_code, runs_code
 from graphmod.guards.notes import CODE, DEEP, UNKNOWN, Notes
 
@@ -33,6 +33,13 @@ _RUNS_PYTHON = (types.FunctionType, types.MethodType, nn.Module)
 # Functions that read attributes which only they know, of whatever is passed on with them.
 _READERS = (operator.attrgetter, operator.methodcaller)
 _READ_ANY = (operator.attrgetter, getattr, vars)
+
+
+def _goes_by_key(value: Any, method: str) -> bool:
+    """Whether a method of a value looks at one key of a dict, and runs no code of the value's class."""
+    kind = type(value)
+    of = dict if issubclass(kind, dict) else types.MappingProxyType
+    return issubclass(kind, of) and getattr(kind, method, None) is getattr(of, method)
 
 
 def _is_any(value: Any, of: tuple) -> bool:
@@ -164,6 +171,20 @@ class Looking:
                 found += self._items(base) if goes_in else self._told(value, inner)
         return found
 
+    def _find_key(self, of: Expression, _: bool) -> list[Any]:
+        keys, told = self._names(of[2])
+        for base in self.find(of[1]):
+            for key in keys if told and _goes_by_key(base, "__contains__") else ():
+                self._notes.item(base, key)
+            if not told or not _goes_by_key(base, "__contains__"):
+                self._look_into(base)
+        return []
+
+    def _look_into(self, value: Any) -> None:
+        if id(type(value)) not in _NOTHING_INSIDE:
+            self._notes.chance.meet(value, self._notes.where)
+            self._notes.look_inside(value)
+
     def _names(self, of: Expression) -> tuple[list[Any], bool]:
         """The keys, or names, that an expression may stand for, and whether that is all; not if code makes them."""
         blocked, self.blocked = self.blocked, False
@@ -185,6 +206,10 @@ class Looking:
     def _find_call(self, of: Expression, inner: bool) -> list[Any]:
         functions = self.find(of[1])
         found: list[Any] = []
+        if of[1][0] == "attr" and of[1][2] == ("const", BY_KEY):
+            for base in self.find(of[1][1]):
+                if not of[2] or not _goes_by_key(base, BY_KEY):
+                    self._look_into(base)
         for function in functions or (None,):
             self._notes.chance.meet(function, self._notes.where)
             self._take_function(function, of)
@@ -291,6 +316,6 @@ class Looking:
 
 _FINDERS = {
     kind: getattr(Looking, f"_find_{kind}")
-    for kind in ("global", "name", "module", "attr", "item", "call", "either", "untold")
+    for kind in ("global", "name", "module", "attr", "item", "key", "call", "either", "untold")
 }
 _FINDERS["made"] = Looking._find_either

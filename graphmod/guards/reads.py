@@ -10,7 +10,19 @@ from collections import defaultdict
 from collections.abc import Callable
 from types import CodeType
 
-from graphmod.guards.expressions import MOST, UNTOLD, Expression, Read, Reads, Stack, either, inner, joined, variables
+from graphmod.guards.expressions import (
+    BY_KEY,
+    MOST,
+    UNTOLD,
+    Expression,
+    Read,
+    Reads,
+    Stack,
+    either,
+    inner,
+    joined,
+    variables,
+)
 
 _NULL_LAST = sys.version_info >= (3, 13)
 _METHOD_BIT = sys.version_info >= (3, 12)
@@ -53,6 +65,8 @@ class _Walk:
         self._offsets: tuple[int, ...] = ()
         self._assigned: dict[str, int] = {}
         self._made_at: dict[Expression, int] = {}  # the line of what only code may tell
+        # Methods that are still to be called, by identity: where they were loaded.
+        self._waiting: dict[int, tuple[Expression, int, tuple[int, ...]]] = {}
         coming: dict[int, list[Stack]] = defaultdict(list)  # offset -> what may lie on the stack there
         goes_on, prefixes = True, ()
         for step in dis.get_instructions(code):
@@ -73,6 +87,9 @@ class _Walk:
             if before is not None:
                 effect = dis.stack_effect(step.opcode, step.arg, jump=True)
                 coming[step.argval].append([*before[: len(before) + min(0, effect)], *[None] * max(0, effect)])
+        for method, *where in self._waiting.values():  # no call of it was seen
+            self._line, self._offsets = where
+            self._use(method[1])
 
     def _pop(self) -> Expression | None:
         return self._stack.pop() if self._stack else None
@@ -208,9 +225,12 @@ class _Walk:
     def _load_attr(self, step: dis.Instruction) -> None:
         base = self._pop()
         method = step.opname == "LOAD_METHOD" or (_METHOD_BIT and step.arg & 1)
-        if method:
+        found = self._attr(base, step.argval)
+        if method and step.argval == BY_KEY and found is not None:
+            self._waiting[id(found)] = found, self._line, self._offsets
+        elif method:
             self._use(base)  # a method may read, or change, all that is in it
-        self._push(self._attr(base, step.argval), *[None] * bool(method))
+        self._push(found, *[None] * bool(method))
 
     _load_method = _load_attr
 
@@ -246,6 +266,15 @@ class _Walk:
         else:
             self._push(("item", base, key))
 
+    def _contains_op(self, _: dis.Instruction) -> None:
+        container, key = self._pop(), self._pop()
+        self._use(key)
+        if container is None or key is None or container[0] in ("const", "module", "made", "untold"):
+            self._use(container)
+        else:
+            self._note(("key", container, key), content=False)
+        self._push(None)
+
     def _store_subscr(self, step: dis.Instruction) -> None:
         key, container = self._pop(), self._pop()
         told = container is not None and container[0] != "const" and key is not None and key is not UNTOLD
@@ -275,6 +304,7 @@ class _Walk:
         two = [self._pop(), self._pop()]
         function = next((one for one in two if one is not None), None)
         call = ("call", function or UNTOLD, tuple(given))
+        self._waiting.pop(id(function), None)
         self._push(call)
         if function is not None:  # some functions read an attribute, or an item, that is named to them
             self._note(call, content=False)

@@ -217,6 +217,86 @@ def as_before(monkeypatch):
     globals().pop("max", None)
 
 
+@way
+def key_that_is_there():
+    held = {}
+    return lambda x: x * (3.0 if "scale" in held else 0.5), lambda: held.update(scale=1)
+
+
+@way
+def key_that_is_not_there():
+    held = {"scale": 1}
+    return lambda x: x * (3.0 if "scale" not in held else 0.5), lambda: held.pop("scale", None)
+
+
+@way
+def one_of_several_keys():
+    held = {"a": 0.5}
+    return lambda x: x * sum(held[key] for key in "abc" if key in held), lambda: held.update(b=2.5)
+
+
+@way
+def key_of_a_class():
+    Kind = type("Kind", (), {})
+    return lambda x: x * (3.0 if "scale" in vars(Kind) else 0.5), lambda: setattr(Kind, "scale", 1)
+
+
+@way
+def key_that_is_made_as_the_code_runs():
+    held = {}
+    return lambda x: x * (3.0 if "sc" + str(x.dim()) in held else 0.5), lambda: held.update(sc1=1)
+
+
+@way
+def key_asked_of_a_dict_with_a_way_of_its_own():
+    class Folded(dict):
+        def __contains__(self, key):
+            return any(one.lower() == key for one in self.keys())
+
+        def get(self, key, default):
+            return next((value for one, value in self.items() if one.lower() == key), default)
+
+    held = Folded()
+    return lambda x: x * (held.get("scale", 1.0) if "scale" in held else 0.5), lambda: held.update(SCALE=3.0)
+
+
+@way
+def get_of_a_dict():
+    held = collections.OrderedDict()
+    return lambda x: x * held.get("scale", 0.5), lambda: held.update(scale=3.0)
+
+
+@way
+def get_with_its_arguments_in_a_tuple():
+    held, given = {}, ("scale", 0.5)
+    return lambda x: x * held.get(*given), lambda: held.update(scale=3.0)
+
+
+@way
+def get_of_another_kind_of_object():
+    class Settings:
+        def __init__(self):
+            self.scale = 0.5
+
+        def get(self, name):
+            return getattr(self, name)
+
+    settings = Settings()
+    return lambda x: x * settings.get("scale"), lambda: setattr(settings, "scale", 3.0)
+
+
+@way
+def member_of_a_set():
+    held = set()
+    return lambda x: x * (3.0 if "scale" in held else 0.5), lambda: held.add("scale")
+
+
+@way
+def member_of_a_list():
+    held = [0, 1]
+    return lambda x: x * (3.0 if 1 in held else 0.5), held.clear
+
+
 @pytest.mark.parametrize("name", WAYS)
 def test_a_change_is_noticed_whichever_way_it_is_read(name, device):
     function, change = WAYS[name]()
@@ -227,6 +307,23 @@ def test_a_change_is_noticed_whichever_way_it_is_read(name, device):
         x = torch.linspace(-1, 2, 3, device=device) + step
         assert torch.equal(graphed(x), function(x)), step
     assert graphed.stats.replays or device.type == "cuda"  # which takes no array of numpy
+
+
+HELD = {"a": 1.0}
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda x: x * ("scale" in HELD), lambda x: x * HELD.get("scale", 0.5), lambda x: x * HELD["a"]],
+    ids=["in", "get", "item"],
+)
+def test_other_keys_of_a_dict_do_not_count(function, monkeypatch, device):
+    """As those of `sys.modules`, which each import fills."""
+    wrapper = CUDAGraphModule(function, config())
+    for index in range(8):
+        monkeypatch.setitem(HELD, f"other {index}", index)
+        wrapper(torch.ones(2, device=device))
+    assert (wrapper.stats.captures, wrapper.stats.replays) == (1, 6)
 
 
 def test_looking_puts_nothing_into_a_dict_and_runs_no_code_of_containers(device):
