@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from graphmod.graph.context import Context
-from graphmod.ranks.agreement import Choice, communicated, over, several_ranks
+from graphmod.ranks.agreement import Agreement, Choice, communicated, several_ranks
 from graphmod.ranks.data_parallel import inside_calls
 from graphmod.ranks.depth import Depth
 from graphmod.ranks.teardown import free_before_destruction
@@ -51,19 +51,20 @@ def alone(context: Context, entry: Entry | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _told(context: Context, entry: Entry | None) -> Iterator[None]:
-    if context.agreement is not None:
-        if context.agreement.is_open:
-            disabled = entry is not None and entry.disabled
-            reason = entry.reason if disabled else context.last_failure or "this call is new to it"
-            context.agreement.choose(Choice.eager, reason, lasts=disabled)
-        with _agreed_on.deeper():
-            yield
-        return
+    agreement = context.agreement
+    if agreement is not None and agreement.is_open:
+        disabled = entry is not None and entry.disabled
+        reason = entry.reason if disabled else context.last_failure or "this call is new to it"
+        agreement.choose(Choice.eager, reason, lasts=disabled)
     before = communicated() if several_ranks() else {}
-    yield
-    if before or several_ranks():
-        now = communicated()
-        groups = [group for group, count in now.items() if count != before.get(group, 0)]
-        if groups and not context.around.joins():
-            context.agreement = over(groups)
-            free_before_destruction(context.leave_ranks)
+    with _agreed_on.deeper() if agreement is not None else contextlib.nullcontext():
+        yield
+    if not (before or several_ranks()):
+        return
+    groups = [group for group, count in communicated().items() if count != before.get(group, 0)]
+    if not groups or context.around.joins():
+        return
+    if context.agreement is None:
+        context.agreement = Agreement()
+        free_before_destruction(context.leave_ranks)
+    context.agreement.learn(groups)

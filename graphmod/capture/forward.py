@@ -65,8 +65,11 @@ def place(context: Context, entry: Entry, reason: str, recording: Recording) -> 
     tape = tape or group.place(entry.needs_grad)
     if tape is None:
         entry.misses += 0 if entry.graphs else 1
-        # In the middle of an iteration only where there never is a beginning, because one is always in flight.
-        if max(entry.misses, entry.waits) > patience * (3 if group.eager_in_flight else 1):
+        # In the middle of an iteration only where there never is a beginning, because one is always in flight: some of
+        # these calls are gone without a backward. Where all still wait, it is a long one, whose backward adds up the
+        # gradients of all of them in their order.
+        missed = max(entry.misses, entry.waits)
+        if missed > max(patience * (3 if group.eager_in_flight else 1), context.waiting()):
             tape = group.new_tape_elsewhere()
         if tape is None and reason == IN_USE and entry.waits > 3 * patience:
             context.log_once(f"{context.name!r} runs eagerly: {reason}. {_REMEDIES[IN_USE]}", key=reason)

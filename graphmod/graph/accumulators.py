@@ -41,7 +41,7 @@ def stood_in(graph: Any, found: Guards) -> Iterator[None]:
     context, entry = graph.context, graph.entry
     owned = found.parameters()
     inside = _runs_backward(graph)
-    kept = owned if context.eager_in_flight() else [parameter for parameter in owned if has_gradient_hooks(parameter)]
+    kept = owned if context.waiting() else [parameter for parameter in owned if has_gradient_hooks(parameter)]
     kept = [] if inside else kept
     held = {id(names) for names, _, _ in found.attributes}
     elsewhere = {id(tensor) for container, _, tensor in found.slots if id(container) not in held}

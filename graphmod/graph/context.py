@@ -93,9 +93,9 @@ class Context:
         self.group.forget(self.around.learn(guards, lasting))
         self.group.learn([parameter for parameter in self.around.parameters if id(parameter) not in known])
 
-    def eager_in_flight(self) -> bool:
-        """Whether a call without a graph waits for its backward."""
-        return any(not call.done for call in self.eager_calls)
+    def waiting(self) -> int:
+        """How many calls without a graph wait for their backward."""
+        return sum(not call.done for call in self.eager_calls)
 
     def drop(self, *tapes: Tape, why: str = "") -> None:
         """Takes the tapes' graphs away from everybody; their memory is free once nothing in flight needs it."""

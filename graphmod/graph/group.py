@@ -29,7 +29,7 @@ log = logging.getLogger("graphmod")
 
 @functools.cache  # once a process: it says nothing about one module
 def _tell_of_emulation() -> None:
-    log.warning("graphs are emulated on the CPU: that checks correctness and brings no speed")
+    log.warning("graphs are emulated on the CPU: this checks correctness, and nothing gets faster")
 
 
 class EagerCall:

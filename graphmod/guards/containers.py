@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from graphmod.guards.changes import differs, line_of
-from graphmod.guards.contents import CONTAINERS, content, is_plain, same, same_content
+from graphmod.guards.contents import CONTAINERS, content, is_shown, same, same_content
 
 _is = operator.is_
 _flat = chain.from_iterable
@@ -83,7 +83,7 @@ class Contents:
                 if isinstance(key, str) and not same(was, value[key]):
                     optimizer = self.optimizers.get(id(value))
                     name = repr(key) if optimizer is not None else f"{key!r} of a {type(value).__name__}"
-                    if is_plain(was) or is_plain(value[key]):
+                    if is_shown(was) or is_shown(value[key]):
                         return differs(name, key, was, value[key], where, optimizer)
                     return (
                         f"{name} is another {type(was).__name__} than when it was recorded (read at {line_of(where)})"

@@ -5,6 +5,7 @@ import contextvars
 import datetime
 import decimal
 import functools
+import gc
 import io
 import pathlib
 import queue
@@ -51,6 +52,26 @@ class Whole:
             value for part in parts for name, value in vars(part).items() if is_plain(value) and name[:2] != "__"
         ]
         return (*tensors, *settings, *(bool(part.training) for part in parts))
+
+
+class Cached:
+    """What an `lru_cache` may return without calling its function, among other things that it refers to.
+
+    Args:
+        function: read as those of these that it still has; it may come to have more.
+    """
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+        self._first = self._held()
+
+    def content(self) -> tuple:
+        now = set(map(id, self._held()))
+        return tuple(one for one in self._first if id(one) in now)
+
+    def _held(self) -> list[Any]:
+        held = gc.get_referents(self.function)
+        return [*held, *(value for one in held if type(one) is dict for value in one.values())]
 
 
 _plain: dict[int, tuple[type, bool]] = {}  # by identity: a class may have a hash of its own
@@ -101,7 +122,7 @@ def content(value: Any) -> tuple | None:
 
     What only counts while the call runs, the state of a random generator, is in `state`.
     """
-    if isinstance(value, Whole):
+    if isinstance(value, (Whole, Cached)):
         return value.content()
     if isinstance(value, _MAPPINGS):
         kind = dict if isinstance(value, dict) else type(value)
@@ -186,11 +207,16 @@ def same_content(one: tuple, other: tuple, depth: int = _DEPTH) -> bool:
         return False
 
 
+def is_shown(value: Any) -> bool:
+    """Whether a message shows a value as it is: numbers, texts, and tuples of them, such as Adam's betas."""
+    return isinstance(value, PLAIN) or (type(value) is tuple and all(isinstance(one, PLAIN) for one in value))
+
+
 def describe(value: Any) -> str:
     """A value in a message: itself where that is short, else its kind."""
     if value is MISSING:
         return "nothing"
-    if isinstance(value, PLAIN):
+    if is_shown(value):
         text = repr(value)
         return text if len(text) <= 60 else f"{text[:57]}..."
     return f"one {type(value).__name__}"

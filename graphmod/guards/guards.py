@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from graphmod.guards.changes import differs, name_of, replacements
 from graphmod.guards.compiled import modes
 from graphmod.guards.containers import Contents
-from graphmod.guards.contents import CONTAINERS, describe, is_plain, same
+from graphmod.guards.contents import CONTAINERS, describe, is_plain, is_shown, same
 from graphmod.guards.hooks import HookWatch
 from graphmod.guards.lookup import MISSING, Cell, Fields, Kind, get
 from graphmod.guards.note import Note
@@ -228,10 +228,10 @@ class Guards:
     def _compared(self, place: _Place, there: Any) -> str | None:
         was, note = place.value, place.note
         if not same(was, there):
-            if is_plain(was) or is_plain(there):
+            self.exchanged = self.exchanged or not (is_plain(was) or is_plain(there))
+            if is_shown(was) or is_shown(there):
                 optimizer = self._of_optimizer.get(id(note.owner))
                 return differs(name_of(note), note.key, was, there, note.where, optimizer)
-            self.exchanged = True
             return f"{name_of(note)} is another {type(was).__name__} than when it was recorded"
         if isinstance(was, CONTAINERS):  # go on with the equal one that has taken its place
             for one in self._places:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import builtins
 import contextvars
+import functools
 import operator
 import sys
 import types
@@ -221,6 +222,8 @@ class Looking:
                 found += self._block()
                 if not isinstance(function, _RUNS_PYTHON):
                     found += self._passed_through(of)
+                if isinstance(function, functools._lru_cache_wrapper):
+                    found += self._notes.cached(function)
         return found
 
     def _take_function(self, function: Any, of: Expression) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from graphmod.guards.chance import Chance
 from graphmod.guards.compiled import CompiledFrame, is_arithmetic
-from graphmod.guards.contents import CONTAINERS, Whole, content, is_plain
+from graphmod.guards.contents import CONTAINERS, Cached, Whole, content, is_plain
 from graphmod.guards.library import is_library, is_library_module, is_of_core, means_nothing, package_of
 from graphmod.guards.lookup import HELD_BY_MODULE, MISSING, Place, dict_of, find, find_item, is_made_by_code
 from graphmod.guards.values import Values
@@ -32,6 +32,7 @@ _KEPT_IN_C = (types.GetSetDescriptorType, types.MemberDescriptorType, type(vars(
 _GLOBAL_HOOKS = (
     *("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks"),
 )
+_MOST_CACHED = 256
 DEEP = 6  # how far attributes of attributes are followed, where code in C may read any of them
 
 
@@ -63,7 +64,7 @@ class Notes(Values):
         self._in_classes: dict[tuple[int, str], Place | None] = {}
         self._kinds: dict[int, type] = {}  # kept, so that their identities stay theirs
         self._of_classes: dict[int, types.MappingProxyType] = {}
-        self._wholes: dict[int, Whole] = {}
+        self._wholes: dict[int, Whole | Cached] = {}
         self._deep: dict[int, Any] = {}
 
     # -- what there is to begin with -----------------------------------------------------------------------------
@@ -119,6 +120,17 @@ class Notes(Values):
             whole = self._wholes[id(module)] = Whole(module)
             self.roots.add(id(whole))
             self.look_inside(whole)
+
+    def cached(self, function: Any) -> tuple:
+        """What an `lru_cache` may return without calling its function, noted; nothing where that is too much."""
+        if id(function) not in self._wholes:
+            self._wholes[id(function)] = Cached(function)
+            self.roots.add(id(self._wholes[id(function)]))
+        items = self._wholes[id(function)].content()
+        if len(items) > _MOST_CACHED:
+            return ()
+        self.look_inside(self._wholes[id(function)])
+        return items
 
     # -- places --------------------------------------------------------------------------------------------------
 
@@ -217,6 +229,12 @@ class Notes(Values):
         if isinstance(owner, (Tensor, nn.Module, types.FunctionType, types.ModuleType)) and depth > 1:
             return
         if is_plain(owner) and not is_made_by_code(type(owner)):
+            return
+        if isinstance(owner, types.ModuleType) and is_library_module(owner):
+            if id(owner) not in self._deep:  # in which most never changes, and what watches a call is put
+                self._deep[id(owner)] = owner
+                for name in list(vars(owner)):
+                    self.attribute(owner, name)
             return
         found = [self.attribute(owner, "__dict__")]
         self.look_inside(found[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import deque
 from typing import Any
 
 import torch
@@ -12,6 +13,11 @@ from graphmod.guards.contents import is_plain
 from graphmod.guards.notes import Notes
 
 KEEP = "keep it in a tensor that is changed in place, or pass it as an argument"
+KEEP_ITEMS = "do that after the call, with what the call returns"
+KEEP_COUNT = (
+    f"{KEEP}. If it counts microbatches, capture forward and backward only, and call optimizer.step() outside, after "
+    "the last of them"
+)
 KEEP_ITERATOR = "take them outside and pass them as an argument"
 OUTSIDE = "keep the code that does outside of the captured call"
 IN_THREAD = "run it in this thread"
@@ -20,6 +26,8 @@ TWO_STEPS = (
     "make two steps of it, each captured on its own, and switch requires_grad between their calls; a network that "
     "only lends its gradient needs no switch at all (examples/gan.py)"
 )
+_CYCLED = ("betas", "momentum")  # which OneCycleLR and CyclicLR change along with the rate
+_NO_CYCLE = "build the scheduler (OneCycleLR, CyclicLR) with cycle_momentum=False"
 _SCHEDULER = "keep the scheduler's step() outside of the captured call"
 _TENSOR = "pass it as a tensor argument, or keep it fixed"
 _FIXED = "keep it fixed, or pass it as an argument"
@@ -60,12 +68,16 @@ def against_change(owner: Any, key: Any, was: Any, keeper: Any) -> str:
         return "keep the GradScaler's unscale_(), step() and update() outside of the captured call"
     optimizer = owner if isinstance(owner, torch.optim.Optimizer) else keeper
     if optimizer is not None:
-        if key in ("lr", "initial_lr", "_opt_called"):
+        if key in ("lr", "initial_lr", "_opt_called", *_CYCLED):
             return _SCHEDULER
         return f"keep the step() of this {type(optimizer).__name__} outside of the captured call"
+    if key == "require_forward_param_sync" and isinstance(owner, nn.parallel.DistributedDataParallel):
+        return "call what it holds where nothing is trained: ddp.module(...)"
     if isinstance(owner, nn.Module) and key == "training":
         return "call train() and eval() outside of the captured call"
-    return KEEP
+    if isinstance(owner, (list, deque)) and key is None:
+        return KEEP_ITEMS
+    return KEEP_COUNT if type(was) is int else KEEP
 
 
 def between_calls(key: Any, was: Any, now: Any, optimizer: torch.optim.Optimizer | None) -> str:
@@ -78,6 +90,8 @@ def between_calls(key: Any, was: Any, now: Any, optimizer: torch.optim.Optimizer
     if optimizer is not None:
         if key == "lr" and number:
             return tensor_rate(optimizer)
+        if key in _CYCLED:
+            return f"{_NO_CYCLE}, or keep the step() of this {type(optimizer).__name__} outside of the captured call"
         return f"keep it fixed, or keep the step() of this {type(optimizer).__name__} outside of the captured call"
     if number:
         return _TENSOR

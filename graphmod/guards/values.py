@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import types
+from collections.abc import ItemsView, KeysView, ValuesView
 from functools import partial
 from typing import Any
 
@@ -14,7 +16,7 @@ from graphmod.guards.lookup import Cell, Fields, Kind, Place, get, is_made_by_co
 from graphmod.guards.note import Note
 from graphmod.ranks.sharded import held_between_calls
 
-_FOLLOWED = (*CONTAINERS, partial, types.SimpleNamespace)
+_FOLLOWED = (*CONTAINERS, partial, types.SimpleNamespace, types.BuiltinMethodType)
 _DEPTH, _MOST_INSIDE = 32, 4096  # how far, and into how many items, containers in containers are followed
 
 
@@ -123,6 +125,8 @@ class Values:
             return
         if isinstance(value, types.BuiltinMethodType) and isinstance(value.__self__, CONTAINERS):
             value = value.__self__
+        elif isinstance(value, (KeysView, ValuesView, ItemsView)) and hasattr(value, "mapping"):
+            value = gc.get_referents(value)[0]  # the dict itself, which `mapping` would wrap anew each time
         if is_iterator(value):
             self.iterators.append((value, type(value).__name__, self.here()))
             return

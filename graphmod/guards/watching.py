@@ -10,18 +10,21 @@ import contextlib
 import gc
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from types import FrameType
+from functools import _lru_cache_wrapper, partial
+from types import BuiltinMethodType, FrameType, FunctionType, ModuleType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from graphmod.guards.contents import CONTAINERS, content
+from graphmod.guards.contents import CONTAINERS, Cached, content
 from graphmod.guards.expressions import Read
 from graphmod.guards.frames import Frames
 from graphmod.guards.looking import Looking
 from graphmod.guards.notes import Notes
 from graphmod.guards.running import functions_of, those_there
 
+_OF_C = (BuiltinMethodType, partial)
+_NAMED = (type, ModuleType, FunctionType, nn.Module, Tensor)
 _lock = threading.Lock()  # the collector belongs to the process
 _recordings = 0
 
@@ -41,7 +44,7 @@ def noting(*roots: Any) -> Iterator[Notes]:
         with Frames(watcher) as frames:
             yield notes
         notes.watched = frames.heard and not frames.missed
-        _forget_new(notes)
+        _forget_new(notes, roots)
 
 
 class _Watcher:
@@ -112,9 +115,9 @@ def _telling_new_objects() -> Iterator[None]:
                 gc.unfreeze()  # also what the program itself may have frozen: to count that would take long
 
 
-def _forget_new(notes: Notes) -> None:
+def _forget_new(notes: Notes, roots: tuple) -> None:
     new = set(map(id, gc.get_objects())) - notes.roots
-    old = set(notes.roots)  # the collector does not track all containers: others are old if an old place leads to them
+    old: set[int] = set()  # the collector does not track all containers: others are old if what is old leads to them
 
     def was_there(value: Any) -> bool:
         value = notes.holders.get(id(value), value)
@@ -123,10 +126,13 @@ def _forget_new(notes: Notes) -> None:
     def leads_to(value: Any) -> None:
         if id(value) not in old:
             old.add(id(value))
-            if isinstance(value, CONTAINERS) and id(value) not in new:
-                for item in content(value) or ():
+            if id(value) not in new:
+                for item in _inside(value):
                     leads_to(item)
 
+    for root in roots:
+        leads_to(root)
+    old |= notes.roots
     waiting, found = list(notes.notes.items()), {}
     contents, inside = list(notes.contents.items()), {}
     known = -1
@@ -152,3 +158,15 @@ def _forget_new(notes: Notes) -> None:
     notes.iterators = [one for one in notes.iterators if was_there(one[0])]
     notes.gradients = {key: one for key, one in notes.gradients.items() if was_there(one[0])}
     notes.modules = {key: module for key, module in notes.modules.items() if was_there(module)}
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    """What a container holds; of another object its dicts that the collector does not track, and what leads to such."""
+    if isinstance(value, (*CONTAINERS, partial)):
+        return content(value) or ()
+    if isinstance(value, _lru_cache_wrapper):
+        return Cached(value).content()
+    if isinstance(value, _NAMED):  # what is in these has notes of its own
+        return ()
+    held = gc.get_referents(value)
+    return [one for one in held if isinstance(one, _OF_C) or (isinstance(one, dict) and not gc.is_tracked(one))]

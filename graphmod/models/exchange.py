@@ -53,8 +53,8 @@ def attention(
         ALL_ATTENTION_FUNCTIONS.register(name, function)
         ALL_MASK_ATTENTION_FUNCTIONS.register(name, mask)
     before = [(one, one._attn_implementation) for one in _configs(model.config)]
-    model.config._attn_implementation = name  # which is set in the configs of its parts too
     try:
+        model.config._attn_implementation = name  # which is set in the configs of its parts too
         yield
     finally:
         for one, old in before:

@@ -32,16 +32,19 @@ class Rule(NamedTuple):
             return torch.div((context - 1).clamp(min=0), self.chunk, rounding_mode="floor") * self.chunk
         return None
 
-    def mask(self, length: int, device: torch.device) -> Tensor:
-        """(length, length) bool: whether a query, in rows, sees a key."""
-        token = torch.arange(length, device=device)
-        query, key = token[:, None], token[None, :]
+    def sees(self, query: Tensor, key: Tensor) -> Tensor:
+        """Whether the token at position `query` sees the one at `key`; bool, as the two broadcast."""
         seen = key <= query
         if self.window is not None:
             seen = seen & (key > query - self.window)
         if self.chunk is not None:
             seen = seen & (key // self.chunk == query // self.chunk)
         return seen
+
+    def mask(self, length: int, device: torch.device) -> Tensor:
+        """(length, length) bool: whether a query, in rows, sees a key."""
+        token = torch.arange(length, device=device)
+        return self.sees(token[:, None], token[None, :])
 
     def __str__(self) -> str:
         if self.window is not None:

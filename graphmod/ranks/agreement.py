@@ -4,30 +4,37 @@ Whether a collective is captured has to be the same on all its ranks (NCCL's use
 and a rank that stays behind would leave the others waiting. So each call of a callable that communicates holds one
 vote, on the host: after a rank has found what it would do, and before anything is launched that others see. One that
 captures votes again before the first launch. Calls that do not communicate hold none.
+
+Who votes: all ranks that are reached from one another through the process groups in which such calls have communicated.
+A rank begins alone. One whose last call communicated with ranks that do not vote with it says so in the next vote, and
+all then find out together who votes from there on (`connected`). So groups may overlap in any way, as in a pipeline,
+and others may come later.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from enum import IntEnum
 from typing import Any
 
 from torch import distributed
 
 from graphmod.ranks.ballot import Ballot
-from graphmod.ranks.board import LateRanks
+from graphmod.ranks.board import LateRanks, connected
 
 _FAILED, _WORKED = 8, 9  # votes after captures, which cannot be taken for others
 _TIMEOUT = 1800.0  # seconds, as long as Gloo waits
-_ballots: weakref.WeakKeyDictionary[Any, dict[tuple, Any]] = weakref.WeakKeyDictionary()
+_ballots: weakref.WeakKeyDictionary[Any, dict[tuple, Ballot]] = weakref.WeakKeyDictionary()
 
 
 class Choice(IntEnum):
-    """What a rank would do with a call; the least of all is done."""
+    """What a rank would do with a call; the least of all is done. Those that `meet` then vote once more."""
 
-    eager = 0
-    capture = 1
-    replay = 2
+    meet = 0
+    eager = 1
+    capture = 2
+    replay = 3
 
 
 def several_ranks() -> bool:
@@ -42,32 +49,22 @@ def communicated() -> dict[Any, int]:
     return {group: group._get_sequence_number_for_group() for group in distributed.distributed_c10d._world.pg_map}
 
 
-def over(groups: list[Any]) -> Agreement:
-    """The agreement of all ranks that communicate in these groups.
-
-    Of several groups (a mesh) it is that of the whole program, in which each rank has to make the call.
-    """
-    world = distributed.group.WORLD
-    group = groups[0] if len(groups) == 1 else world
-    known, ranks = _ballots.setdefault(world, {}), tuple(distributed.get_process_group_ranks(group))
-    if ranks not in known:
-        known[ranks] = Ballot(group, _TIMEOUT)
-    return Agreement(known[ranks])
-
-
 class Agreement:
-    """The votes of one callable.
+    """The votes of one callable."""
 
-    Args:
-        ballot: of the ranks that take part in its calls.
-    """
-
-    def __init__(self, ballot: Ballot) -> None:
-        self._ballot = ballot
+    def __init__(self) -> None:
+        self._ranks: tuple[int, ...] = (distributed.get_rank(),)
+        self._ballot: Ballot | None = None  # of these ranks, where they are several
+        self._others: set[tuple[int, ...]] = set()  # groups with ranks that do not vote yet
         self._open = False
         self._captures = False
         self.why = ""  # the last vote was for an eager call, though this rank had another choice
         self.lasts = False  # and a rank will always vote so
+
+    def learn(self, groups: Iterable[Any]) -> None:
+        """A call has communicated in these process groups."""
+        ranks = (tuple(distributed.get_process_group_ranks(group)) for group in groups)
+        self._others.update(one for one in ranks if not set(one) <= set(self._ranks))
 
     def begin(self) -> None:
         """A call begins, in which nobody has voted yet."""
@@ -91,7 +88,10 @@ class Agreement:
         if not self._open:
             return False
         self._open = False
-        least, most = self._votes(choice, tuple(Choice))
+        least, most = self._votes(Choice.meet if self._others else choice, tuple(Choice))
+        if least == Choice.meet:
+            self._meet()
+            least, most = self._votes(choice, tuple(Choice))
         if least == Choice.eager and most != Choice.eager:
             self._explain(choice, why, lasts)
         self._captures = least == Choice.capture
@@ -107,10 +107,17 @@ class Agreement:
         return self._votes(_WORKED if worked else _FAILED, (_FAILED, _WORKED))[0] == _WORKED
 
     def _votes(self, choice: int, of: tuple) -> tuple[int, int]:
-        least, most = self._ballot.vote(choice)
+        least, most = (choice, choice) if self._ballot is None else self._ballot.vote(choice)
         if not (of[0] <= least and most <= of[-1]):
             raise LateRanks("ranks are at different calls, after one was interrupted")
         return least, most
+
+    def _meet(self) -> None:
+        self._ranks, self._others = connected({self._ranks, *self._others}, _TIMEOUT), set()
+        known = _ballots.setdefault(distributed.group.WORLD, {})
+        if self._ranks not in known:
+            known[self._ranks] = Ballot(self._ranks, _TIMEOUT)
+        self._ballot = known[self._ranks]
 
     def _explain(self, choice: Choice, why: str, lasts: bool) -> None:
         said = self._ballot.board.exchange((distributed.get_rank(), int(choice), why, lasts))

@@ -11,6 +11,7 @@ import os
 import socket
 import tempfile
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -25,21 +26,22 @@ _WORD = 8
 
 
 class Ballot:
-    """Votes with small numbers, of all ranks of a group; each has to take part in each of them, in the same order.
+    """Votes with small numbers, of some ranks; each has to take part in each of them, in the same order.
 
     Args:
-        group: the process group of those that vote.
+        ranks: of the whole program, those that vote.
         timeout: seconds to wait for the others.
     """
 
-    def __init__(self, group: Any, timeout: float) -> None:
-        ranks = distributed.get_process_group_ranks(group)
+    def __init__(self, ranks: Sequence[int], timeout: float) -> None:
         rank = ranks.index(distributed.get_rank())
         self._timeout, self._count, self._broken = timeout, 0, ""
         self.board = Board(ranks, timeout)
-        hosts = self.board.exchange((socket.gethostname(), _boot()))
+        told = self.board.exchange((socket.gethostname(), _boot(), os.getpid()))
+        hosts = [one[:2] for one in told]
         self._here = [other for other in range(len(ranks)) if hosts[other] == hosts[rank]]
         self._names = [ranks[other] for other in self._here]
+        self._processes = [told[other][2] for other in self._here]
         self._position = self._here.index(rank)
         leaders = sorted({hosts.index(host) for host in hosts})
         self._several, self._leaders = len(leaders) > 1, None
@@ -76,7 +78,8 @@ class Ballot:
         """The least and the greatest choice, each of 0 to 15, of all ranks.
 
         Raises:
-            LateRanks: naming them; or that a vote before was interrupted, so that nobody knows what the others think.
+            LateRanks: naming those that did not come in time, or whose process has ended; or that a vote before was
+                interrupted, so that nobody knows what the others think.
         """
         if self._broken:
             raise LateRanks(self._broken)
@@ -118,23 +121,41 @@ class Ballot:
                 looks += 1
                 if looks > _SPINS:
                     began = began or time.monotonic()
-                    if time.monotonic() - began > self._timeout:
-                        raise LateRanks(self._late(places, who))
+                    late = looks % _SPINS == 0 and self._late(places)
+                    if late and (gone := [index for index in late if _has_ended(self._processes[index])]):
+                        raise LateRanks(f"{self._named(gone)} has ended, and did not make this call")
+                    if late and time.monotonic() - began > self._timeout:
+                        named = who or self._named(late)
+                        raise LateRanks(
+                            f"waited {self._timeout:.0f} s for {named}, which did not make this call, or has ended"
+                        )
                     time.sleep(_SLEEP)
         return [(words[place] >> 4 & 15, words[place] & 15) for place in places]
 
-    def _late(self, places: Any, who: str) -> str:
+    def _late(self, places: Any) -> list[int]:
+        """Which of this machine's ranks have not written what is to be there; the first writes the result."""
         base = (self._count % 2) * (len(self._here) + 1)
-        found = [place - base for place in places if place - base < len(self._here)]
-        late = [self._names[index] for index in found if self._words[base + index] >> 8 != self._count]
-        named = who or f"rank {', '.join(map(str, late))}"
-        return f"waited {self._timeout:.0f} s for {named}, which did not make this call, or has ended"
+        return [(place - base) % len(self._here) for place in places if self._words[place] >> 8 != self._count]
+
+    def _named(self, late: list[int]) -> str:
+        return f"rank {', '.join(str(self._names[index]) for index in late)}"
 
 
 def _boot() -> str:
-    """What tells machines of one name apart."""
+    """What tells machines of one name apart, and containers whose processes have numbers of their own."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip()
+            return file.read().strip() + os.readlink("/proc/self/ns/pid")
     except OSError:
         return ""
+
+
+def _has_ended(process: int) -> bool:
+    """Whether a process of this machine is no more; False where that cannot be told."""
+    try:
+        with open(f"/proc/{process}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] in "ZX"
+    except FileNotFoundError:
+        return os.path.isdir("/proc/self")
+    except OSError:
+        return False

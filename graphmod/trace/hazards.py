@@ -77,7 +77,7 @@ UNDER_A_MODE = Reason("computes under a dispatch mode, whose Python code a repla
 _READ = Reason(
     "reads a value on the host (.item(), float(), bool(), if, max(a, b), a tensor as a slice bound), and a replay "
     "reads nothing",
-    "use torch.where or clamp, or move it out of the captured module",
+    "use torch.where or clamp, or return the tensor and read it after the call",
     "result",
 )
 _READ_CHANCE = Reason(

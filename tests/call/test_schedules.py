@@ -201,3 +201,17 @@ def test_schedules_that_take_turns(graph, device):
 
     _, history = play(deep, step, device, graph=GRAPHS[graph][0](), steps=36)
     assert history[-1][0] > 36 * GRAPHS[graph][1], "hardly anything was replayed"
+
+
+@pytest.mark.parametrize("length", [5, 12, 30])
+def test_a_part_that_is_called_many_times_before_one_backward(length, device):
+    """As a recurrent cell: in the first iteration, too, the gradients of all calls are added in eager's order."""
+
+    def step(side, i):
+        state = torch.zeros(2, 8, device=side.device)
+        for time in range(length):
+            state = side.call(state + side.batch(i, 2, 8, key=time))
+        loss_of(state).backward()
+        finish(side)
+
+    twins(lambda device: mlp(device), step, device, replays=2 * length, steps=8)

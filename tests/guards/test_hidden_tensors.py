@@ -1,6 +1,7 @@
 """What a callable holds in places that are hard to look into, and on which device that says it works."""
 
 import functools
+import types
 from collections import deque
 from dataclasses import dataclass
 
@@ -88,13 +89,31 @@ def test_a_queue_of_tensors_is_watched(device):
 
 def test_a_tensor_that_nothing_leads_to_is_refused(device):
     """Nobody would notice if another took its place."""
-    hidden = functools.cache(lambda: torch.ones(3, device=device))
-    hidden()
-    graphed = CUDAGraphModule(lambda x: x * hidden(), config())
+    hidden = torch.futures.Future()
+    hidden.set_result(torch.ones(3, device=device))
+    graphed = CUDAGraphModule(lambda x: x * hidden.wait(), config())
     for _ in range(8):
         assert torch.equal(graphed(torch.ones(3, device=device)), torch.ones(3, device=device))
     assert graphed.stats.replays == 0
     assert "float32 tensor of shape (3,) at " in graphed.last_failure and "Pass it as" in graphed.last_failure
+
+
+def test_what_a_cache_returns_is_watched(device):
+    """Also where the cache is cleared, or what it returned is changed."""
+    factor = {"factor": 1.0}
+    settings = functools.lru_cache(lambda: types.SimpleNamespace(scale=torch.ones(3, device=device), more=factor))
+    settings()
+    graphed = CUDAGraphModule(lambda x: x * settings().scale * settings().more["factor"], config())
+    x = torch.ones(3, device=device)
+    for step in range(24):
+        if step == 8:
+            settings.cache_clear()
+            settings().scale.fill_(2.0)
+        if step == 16:
+            factor["factor"] = 3.0
+        expected = (1.0 if step < 8 else 2.0) * (1.0 if step < 16 else 3.0)
+        assert torch.equal(graphed(x), torch.full_like(x, expected)), step
+    assert graphed.stats.replays > 15
 
 
 def test_a_tensor_that_nothing_leads_to_may_be_marked_static(device):

@@ -17,6 +17,7 @@ import torch
 from harness import config
 from test_helper_objects import play
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from graphmod import CUDAGraphModule
 
@@ -270,3 +271,19 @@ BEHIND = {
 def test_what_lies_behind_machinery_is_watched(way, device):
     held, (read, change) = Holder(device), BEHIND[way]
     play(CUDAGraphModule(lambda x: read(held, x), config()), lambda x: read(held, x), lambda n: change(held, n), device)
+
+
+def test_a_backend_of_attention_that_the_call_chooses_is_no_change(device):
+    """PyTorch makes the names of the functions that it asks for it, from all that `torch._C` has."""
+    chosen = [SDPBackend.MATH]
+
+    def attend(x):
+        with sdpa_kernel(chosen[0]):
+            return nn.functional.scaled_dot_product_attention(x, x, x)
+
+    graphed = CUDAGraphModule(attend, config())
+    for step in range(16):
+        chosen[0] = SDPBackend.MATH if step < 8 else SDPBackend.FLASH_ATTENTION
+        x = torch.randn(1, 2, 8, 16, device=device, dtype=torch.bfloat16)
+        assert torch.equal(graphed(x), attend(x))
+    assert graphed.stats.replays > 10

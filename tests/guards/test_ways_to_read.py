@@ -297,6 +297,63 @@ def member_of_a_list():
     return lambda x: x * (3.0 if 1 in held else 0.5), held.clear
 
 
+@way
+def arguments_of_a_partial():
+    plain = {"scale": 0.5}
+    return functools.partial(lambda d, x: x * d["scale"], plain), lambda: plain.update(scale=3.0)
+
+
+@way
+def keywords_of_a_partial_in_a_partial():
+    plain = {"scale": 0.5}
+    inner = functools.partial(lambda x, d: x * d["scale"], d=plain)
+    return functools.partial(lambda f, x: f(x), inner), lambda: plain.update(scale=3.0)
+
+
+@way
+def method_of_a_plain_dict():
+    plain = {"scale": 0.5}
+    return (lambda get: lambda x: x * get("scale"))(plain.get), lambda: plain.update(scale=3.0)
+
+
+@way
+def view_of_a_plain_dict():
+    plain = {"scale": 0.5}
+    return (lambda view: lambda x: x * sum(view))(plain.values()), lambda: plain.update(scale=3.0)
+
+
+@way
+def method_of_a_plain_dict_in_a_partial():
+    plain = {"scale": 0.5}
+    return (lambda get: lambda x: x * get())(functools.partial(plain.get, "scale")), lambda: plain.update(scale=3.0)
+
+
+@way
+def method_of_a_plain_dict_in_a_class():
+    plain = {"scale": 0.5}
+    Kind = type("Kind", (), {"get": staticmethod(plain.get)})
+    return lambda x: x * Kind.get("scale"), lambda: plain.update(scale=3.0)
+
+
+@way
+def dict_in_a_cache_by_way_of_a_variable():
+    plain = {"scale": 0.5}
+    cached = functools.cache(lambda: plain)
+
+    def function(x):
+        found = cached()
+        return x * found["scale"]
+
+    return function, lambda: plain.update(scale=3.0)
+
+
+@way
+def dict_in_a_cache():
+    plain = {"scale": 0.5}
+    cached = functools.lru_cache(lambda: plain)
+    return lambda x: x * cached()["scale"], lambda: plain.update(scale=3.0)
+
+
 @pytest.mark.parametrize("name", WAYS)
 def test_a_change_is_noticed_whichever_way_it_is_read(name, device):
     function, change = WAYS[name]()

@@ -320,3 +320,23 @@ def splits_the_vocabulary(device, rank):
     losses, _ = run(False)
     again, called = run(True)
     return losses == again and losses[-1] < losses[0], called.stats.state, called.stats.replays, called.last_failure
+
+
+def evaluates(device, rank, inside):
+    """What is said of a step and of an evaluation that take turns, through DistributedDataParallel or what it holds."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Net(dropout=0.0).to(device))
+
+    def step(x):
+        loss = loss_of(model, x)
+        loss.backward()
+        model.zero_grad()
+        return loss.detach()
+
+    look = torch.no_grad()(lambda x: (model.module if inside else model)(x).sum())
+    called = CUDAGraphModule(step), CUDAGraphModule(look)
+    for index in range(8):
+        x = torch.full((4, 16), float(index + rank), device=device)
+        assert called[1](x).item() == look(x).item()
+        called[0](x)
+    return [(one.stats.state, one.last_failure) for one in called]

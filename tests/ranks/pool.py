@@ -64,6 +64,16 @@ class Ranks:
             inbox.put((name, arguments))
         return self._answers(timeout)
 
+    def run_on_first(self, name, *arguments, timeout=120):
+        """Likewise, of the first rank alone; others may end meanwhile."""
+        for inbox, _ in self._boxes:
+            inbox.put((name, arguments))
+        deadline, (_, outbox) = time.monotonic() + timeout, self._boxes[0]
+        while outbox.empty():
+            assert time.monotonic() < deadline, f"no answer in {timeout} s"
+            time.sleep(0.005)
+        return outbox.get()[1]
+
     def end(self, timeout=60):
         """Has all ranks destroy their process group and end; whether they did."""
         for inbox, _ in self._boxes:

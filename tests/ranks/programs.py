@@ -233,11 +233,10 @@ def votes(device, rank, hosts):
     """Votes of all ranks, as if they ran on so many machines."""
     from graphmod.ranks import ballot
 
-    group = distributed.new_group(backend="gloo")
     original = ballot._boot
     ballot._boot = lambda: f"machine {rank % hosts}"
     try:
-        box = ballot.Ballot(group, 30)
+        box = ballot.Ballot([0, 1], 30)
     finally:
         ballot._boot = original
     found = []
@@ -250,10 +249,27 @@ def comes_late(device, rank):
     """What the first rank is told where the second does not vote."""
     from graphmod.ranks import ballot
 
-    box = ballot.Ballot(distributed.new_group(backend="gloo"), 0.5)
+    box = ballot.Ballot([0, 1], 0.5)
     box.vote(1)
     if rank:
         return ""
+    try:
+        box.vote(1)
+    except ballot.LateRanks as error:
+        return str(error)
+
+
+def ends_early(device, rank):
+    """What the first rank is told where the process of the second is killed."""
+    import os
+    import signal
+
+    from graphmod.ranks import ballot
+
+    box = ballot.Ballot([0, 1], 60)
+    box.vote(1)
+    if rank:
+        os.kill(os.getpid(), signal.SIGKILL)
     try:
         box.vote(1)
     except ballot.LateRanks as error:

@@ -120,6 +120,14 @@ def test_join_stays_eager_or_is_refused(ranks, how):
         assert equal and "join()" in why
 
 
+@pytest.mark.parametrize("inside", [True, False])
+def test_evaluations_of_what_is_inside_are_captured_and_others_are_told_so(ranks, inside):
+    """DistributedDataParallel notes in each forward whether it has to give ranks the same buffers in the next."""
+    for said in ranks.run("habits.evaluates", inside):
+        assert inside or all("ddp.module(...)" in why for _, why in said)
+        assert not inside or said == [("captured", "")] * 2
+
+
 def test_messages_between_two_ranks_are_repeated(ranks):
     assert ranks.run("habits.sends") == [(True, "captured")] * 2
 
@@ -137,6 +145,12 @@ def test_shapes_that_a_dtensor_finds_in_the_recorded_call_are_no_hazard(ranks):
 
 def test_a_rank_that_does_not_come_is_named(ranks):
     assert "rank 1" in ranks.run("comes_late")[0]
+
+
+def test_a_rank_that_is_killed_is_named_at_once():
+    with pool.Ranks("cpu") as ranks:
+        said = ranks.run_on_first("ends_early", timeout=30)
+    assert "rank 1 has ended, and did not make this call" in said
 
 
 def test_gradients_lie_still_unless_somebody_keeps_them(ranks):

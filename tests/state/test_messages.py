@@ -289,7 +289,7 @@ def chance_on_the_host():
     run(whole(lambda p: torch.optim.SGD(p, lr=0.1), dice)[0])
 
 
-@says(["changes the items of a list", "# keeps losses", "keep it in a tensor"], ["'step'" + EAGER])
+@says(["changes the items of a list", "# keeps losses", "do that after the call"], ["'step'" + EAGER])
 def losses_kept_in_a_list():
     seen = []
 
