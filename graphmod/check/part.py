@@ -19,7 +19,7 @@ from graphmod.guards.changes import NOT_REPLAYED, Change, all_changes, lines_of
 from graphmod.guards.guards import Guards
 from graphmod.guards.hooks import without_gradient_hooks
 from graphmod.guards.notes import Notes
-from graphmod.guards.remedies import KEEP, KEEP_ITERATOR, keepers
+from graphmod.guards.remedies import KEEP, KEEP_COUNT, KEEP_ITEMS, KEEP_ITERATOR, keepers
 from graphmod.guards.watching import noting
 from graphmod.signature.flattening import flatten
 from graphmod.signature.modes import FOREIGN, difference, key_reader
@@ -145,7 +145,12 @@ class Part:
             watching.enter_context(without_gradient_hooks(parameters))  # they run outside of a graph
             notes = watching.enter_context(noting(outputs, wanted))
             watching.enter_context(recorder)
-            torch.autograd.grad(outputs, wanted, grads, retain_graph=True, allow_unused=True)
+            try:
+                torch.autograd.grad(outputs, wanted, grads, retain_graph=True, allow_unused=True)
+            except RuntimeError as error:
+                if _TWICE not in str(error):
+                    raise
+                return  # the call ran the backward of its result itself; nobody runs it again
         self._take_in(recorder, notes, all_changes(notes), backward=True)
 
     def _take_in(self, seen: EagerRecorder, notes: Notes, changes: Iterable[Change], backward: bool = False) -> None:
@@ -205,11 +210,14 @@ class Part:
             self._add("the call", effect, remedy or _KEEP_OUT, *where)
 
 
+_TWICE = "backward through the graph a second time"  # of PyTorch
+
+
 def _one_for_each_remedy(changes: Iterable[Change], backward: bool, parts: list[str]) -> list[Finding]:
     """All that one step of a scheduler or optimizer changes is one cause, on the line on which most of it is read."""
     groups: dict[tuple, list[Change]] = {}
     for change in changes:
-        special = change.remedy not in (KEEP, KEEP_ITERATOR)
+        special = change.remedy not in (KEEP, KEEP_COUNT, KEEP_ITEMS, KEEP_ITERATOR)
         groups.setdefault((change.remedy,) if special else (change.effect, change.where), []).append(change)
     findings = []
     for group in groups.values():

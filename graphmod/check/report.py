@@ -21,6 +21,8 @@ _FOLLOWS = (
     ("makes a sparse or nested tensor", "has a sparse gradient"),
 )
 _FEW = 3
+_MINOR = ("defaults of optimizers", "settings of function", "variables of closures", "global variables and class")
+_NO_OPERATIONS = ("Python", "the call", "the arguments", "the optimizer", "the result", "DistributedData")
 
 
 @dataclass
@@ -70,10 +72,10 @@ class Finding:
             every = len(self.ranks) == of_ranks
             notes.append("on all ranks" if every else f"on {ranks_in_words(self.ranks)} only")
         lines = [where + (f"  ({', '.join(notes)})" if notes else "")]
-        lines += _wrapped(f"{self.what}: {self.effect}")
+        lines += _wrapped(self.effect if self.what.startswith(_NO_OPERATIONS) else f"{self.effect} ({self.what})")
         if self.library and (self.user or self.backward):
             lines.append(f"    by way of {shortened(self.library)}")
-        return "\n".join([*lines, *_wrapped(f"remedy: {self.remedy}")])
+        return "\n".join([*lines, *_wrapped(f"fix: {self.remedy}")])
 
 
 @dataclass
@@ -92,9 +94,19 @@ class Guarded:
     values: list[tuple[str, str, str]] = field(default_factory=list)
     note: str = ""
 
-    def describe(self, verbose: bool = False) -> str:
+    @property
+    def minor(self) -> bool:
+        """Whether a short report only counts it: what users neither set nor change as a rule."""
+        return not self.values or self.what.startswith(_MINOR)
+
+    def counted(self) -> str:
+        """How many there are of it, such as `4 parameters (by address, shape and strides)`."""
         what = self.what if self.count != 1 else re.sub(r"^((class |global )?\w+)s\b", r"\1", self.what)
-        text = f"{self.count} {what}"
+        return f"{self.count} {what}"
+
+    def describe(self, verbose: bool = False) -> str:
+        """In words; `verbose` lists each value with the line that reads it."""
+        text = self.counted()
         shown = self.values if verbose else []
         public = {f"{name} = {value}": None for name, value, _ in self.values if not name.startswith("_")}
         if public and not verbose:
@@ -165,7 +177,11 @@ class Report:
         if self.guarded:
             end = "before each replay" if self.captured else "before each replay, once it is captured"
             lines += ["", f"Compared {end}:"]
-            lines += [textwrap.indent(one.describe(verbose), "   ") for one in self.guarded]
+            lines += [textwrap.indent(one.describe(verbose), "   ") for one in self.guarded if verbose or not one.minor]
+            minor = [one.counted().partition(" (")[0] for one in self.guarded if one.minor]
+            if minor and not verbose:
+                counts = f"{', '.join(minor)} (a verbose report lists them)"
+                lines += textwrap.wrap(counts, _WIDTH, initial_indent="   ", subsequent_indent="     ")
         return "\n".join(lines)
 
     def _order(self) -> list[str]:

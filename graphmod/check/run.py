@@ -192,4 +192,4 @@ def _take_in(report: Report, parts: list[Part]) -> None:
     report.hazards, report.guarded = merged(findings), kinds.told()
     report.on_gpu = merged([finding for part in parts for finding in part.on_gpu])
     if not any(part.ran for part in parts):
-        report.hazards.append(Finding("nothing", "was called", "pass arguments with which it is"))
+        report.hazards.append(Finding("the call", "runs none of its parts", "pass arguments with which it does"))

@@ -27,6 +27,10 @@ _ELSEWHERE = {
     "gradient_checkpointing": "activation_checkpointing",
     "max_tokens": "max_new_tokens",
 }
+# What omegaconf says of a value of another kind, and how users call that kind.
+_WRONG_KIND = re.compile(r"Value '(.*)' (?:of type .* could not be converted to |is not a valid )(Integer|Float|bool)")
+_KINDS = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
+_OWN_FILES = ("--config", "--config-name", "--config-path", "-cn", "-cp", "--config-file", "--yaml")
 
 
 def setting_names(kind: type = RunConfig, prefix: str = "") -> list[str]:
@@ -50,7 +54,7 @@ def _shortened(short: str, words: dict[str, str]) -> str | None:
     return found[0] if len(found) == 1 and len(short) > 1 else None
 
 
-def _meant(key: str, names: list[str]) -> str | None:
+def meant(key: str, names: list[str]) -> str | None:
     """The setting that was probably meant, or None: a bad guess that is followed trains something else."""
     if key in names:
         return key
@@ -82,9 +86,11 @@ def unknown_flag(argument: str, following: str, flags: list[str], kind: type) ->
     if not equals:
         value = following if following and "=" not in following and not following.startswith("-") else "VALUE"
     said = f"there is no flag {name!r}"
+    if name in _OWN_FILES:
+        return f"{said}; settings in a file: --config-dir FOLDER GROUP=CHOICE reads FOLDER/GROUP/CHOICE.yaml"
     if flag := nearest(name, flags, cutoff=0.8):
         return f"{said}; did you mean {flag!r}? Settings are written without dashes: key=value"
-    setting = _meant(word, setting_names(kind))
+    setting = meant(word, setting_names(kind))
     return f"{said}; settings are written without dashes: {f'{setting}={value}' if setting else 'key=value'}"
 
 
@@ -106,8 +112,10 @@ def _unknown_key(key: str, kind: type, value: str | None = None) -> str:
     """The error for a key no run understands; `value` is what was to be set, where that is known."""
     names = setting_names(kind)
     group = key.rpartition(".")[0]
-    best = _meant(key, names)
+    best = meant(key, names)
     message = f"there is no setting {key!r}"
+    if key.startswith("hydra."):
+        return f"{message}; those of Hydra that count here are hydra.run.dir=FOLDER and hydra.sweep.dir=FOLDER"
     if best:
         message += f"; did you mean {best!r}?" + ("" if value is None else _advice(best, value, kind))
     siblings = _last_names(group, names)
@@ -154,15 +162,14 @@ def _reason(error: BaseException, kind: type) -> str:
     if isinstance(error, MissingConfigException):
         return _choices(error)
     if isinstance(error, OverrideParseException):
-        meant = _meant(error.override, setting_names(kind)) if "=" not in error.override else None
-        if meant:
-            return f"{error.override!r} has no value; write {meant}=VALUE"
-        example = "train.steps=100, or in quotes where it has special characters: 'data.path=\"my text.txt\"'"
-        return f"cannot read {error.override!r} as key=value (for example {example})"
+        example = "'data.path=\"my text.txt\"'; a list is [a,b]"
+        return f"cannot read {error.override!r}; put a value with special characters in quotes: {example}"
     found = [one for one in (error.__cause__, error, error.__context__) if isinstance(one, OmegaConfBaseException)]
     if not found:
         return "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
     inner = next((one for one in found if one.full_key), found[0])
+    if not inner.full_key and "is not a subclass of" in str(inner.msg):
+        return "the file is a list; write settings without '-', one a line, such as steps: 100"
     key = inner.full_key or "the config"
     if isinstance(inner, (ConfigKeyError, ConfigAttributeError)):
         typed = re.search(r"use \+(\S+?)=(.*)$", str(error))  # Hydra's own advice, which would let a typo pass
@@ -172,10 +179,14 @@ def _reason(error: BaseException, kind: type) -> str:
         return f"{key} refers to something that is not there: {reason}"
     if reason.endswith("is not Optional"):
         reason = "null is not allowed"
+    elif wrong := _WRONG_KIND.match(reason):
+        return f"{key} must be {_KINDS[wrong[2]]}, got {wrong[1]!r}"
     elif "is not a ListConfig" in reason:
         reason = f"{inner.value!r} is not a list; write it as '{key}=[{inner.value}]'"
     elif "is not a subclass of" in reason:
-        reason = f"{inner.value!r} is not a set of settings; {key!r} is a group: write {key}=CHOICE"
+        saved = kind is not RunConfig and key == "model"  # a group without choices
+        write = "model.path=FOLDER" if saved else f"{key}=CHOICE"
+        reason = f"{inner.value!r} is not a set of settings; {key!r} is a group: write {write}"
     elif key == "graph.scope" and (allowed := re.search(r"expected one of \[(.*)\]", reason)):
         scopes = [*allowed[1].split(", "), *(["auto"] if kind is RunConfig else [])]
         reason += f"; write graph={_most_like(str(inner.value), scopes) or 'SCOPE'}"

@@ -1,4 +1,4 @@
-"""The console command `graphmod`, and the commands behind `train.py` and `generate.py`.
+"""The console command `graphmod`, and the commands behind `train.py`, `generate.py` and `serve.py`.
 
 Each command is imported when it is asked for; PyTorch later still, when there is something to compute.
 """
@@ -6,18 +6,44 @@ Each command is imported when it is asked for; PyTorch later still, when there i
 import sys
 from collections.abc import Callable
 
-from graphmod.cli.start import loading, prepare, version
+from graphmod.cli.start import loading, prepare, shown, version
 from graphmod.words import nearest
 
-_HELP = """CUDA graphs for PyTorch training and decode.
+_HELP = """CUDA graphs for PyTorch: training and text generation (inference, decoding).
 
   graphmod train [GROUP=CHOICE ...] [KEY=VALUE ...]     train a causal language model
   graphmod compare [GROUP=CHOICE ...] [KEY=VALUE ...]   the same run without graphs, per layer and as one graph
-  graphmod generate model.path=FOLDER prompt="..."      sample from a trained model
+  graphmod generate model.path=FOLDER prompt="..."      generate text with a trained model
+  graphmod serve model.path=FOLDER                      serve it over HTTP, as OpenAI's API does
   graphmod check package.module:function                what would keep a training step out of CUDA graphs
   graphmod --version
 
 graphmod COMMAND --help says more about each."""
+_COMPARE_HELP = """Trains the same model several times and compares the runs: step times, memory, losses.
+
+  {command} [GROUP=CHOICE ...] [KEY=VALUE ...]
+
+By default there are three short runs with the same seed: graph=none (plain PyTorch), graph=per_layer (each layer is a
+graph) and graph=full_iteration (the whole step is one graph). At the end a table shows how much faster the graphs are,
+and whether their losses are those of plain PyTorch, bit for bit. The table, a picture and the runs go to
+runs/compare/DATE_TIME.
+
+The arguments are the settings of {train}, for all runs. A setting with several values, separated by commas,
+makes a run of each. {train} --help lists the settings.
+
+This is short for:
+
+  {train} --multirun {defaults}
+
+Examples:
+
+  {command}
+  {command} model=llama_124m data.seq_len=1024       with another model
+  {command} graph=none,full_iteration                without per_layer
+  {command} data.batch_size=1,8,32                   each scope with each batch size
+  {command} train.steps=300                          longer runs (the default is 100 steps)
+
+A GPU is needed to see a difference: on a CPU, graphs are emulated and nothing gets faster."""
 _COMPARED = {"graph": "none,per_layer,full_iteration", "train": "measure", "train.deterministic": "true"}
 
 
@@ -31,6 +57,10 @@ def train(arguments: list[str]) -> int:
 
 def compare(arguments: list[str]) -> int:
     """`graphmod compare`: a multirun over the scopes, unless the arguments choose otherwise."""
+    if {"--help", "-h"} & {*arguments}:
+        said = " ".join(f"{key}={value}" for key, value in _COMPARED.items())
+        print(_COMPARE_HELP.format(command=shown("compare"), train=shown("train"), defaults=said))
+        return 0
     given = {argument.partition("=")[0] for argument in arguments}
     defaults = [f"{key}={value}" for key, value in _COMPARED.items() if key not in given]
     return train(["--multirun", *defaults, *arguments])
@@ -41,6 +71,14 @@ def generate(arguments: list[str]) -> int:
     prepare()
     with loading():
         from graphmod.cli.generation.main import main
+    return main(arguments)
+
+
+def serve(arguments: list[str]) -> int:
+    """`graphmod serve` and `python serve.py`; returns the exit status."""
+    prepare()
+    with loading():
+        from graphmod.cli.serving.main import main
     return main(arguments)
 
 
@@ -56,8 +94,14 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": train,
     "compare": compare,
     "generate": generate,
+    "serve": serve,
     "check": check,
 }
+
+
+def serve_main() -> int:
+    """The console command `graphmod-serve`, which is `graphmod serve`; returns the exit status."""
+    return serve(sys.argv[1:])
 
 
 def main() -> int:

@@ -22,9 +22,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from graphmod.cli.endings import conclude
-from graphmod.cli.explain import explain, unknown_flag
+from graphmod.cli.explain import explain, setting_names, unknown_flag
 from graphmod.cli.start import shown, version
 from graphmod.cli.stdout import show
+from graphmod.cli.unnamed import without_name, without_value
 from graphmod.errors import ConfigError
 from graphmod.train.run.folders import unused
 
@@ -126,19 +127,25 @@ class Program:
             given.insert(0, f"hydra.searchpath=[{quoted(f'file://{Path(folder).absolute()}')}]")
         with self._hydra():
             parser = OverridesParser.create(GlobalHydra.instance().config_loader())
+        for before, one in zip(["", *given], given, strict=False):
+            if "=" not in one or one.startswith("~"):
+                raise ConfigError(without_name(one, before, self.kind, self.configs, self.texts))
         return Asked(arguments, flags, [self._override(parser, one, "--multirun" in flags) for one in given])
 
     def _override(self, parser: OverridesParser, argument: str, several: bool) -> Override:
-        key, equals, value = argument.partition("=")
+        key, _, value = argument.partition("=")
+        if key and not value and key not in self.texts and not key.startswith("hydra."):
+            raise ConfigError(without_value(key))
+        key = self._added(key)
         if value.startswith("~/") and key not in self.texts:  # bash leaves it so, and Hydra takes it for a deletion
             value = str(Path(value).expanduser())
         # Several texts of a multirun are quoted already. Without multiruns a path is like a text.
         text = key in self.texts or (key in self.paths and not self.multirun and value != "null")
-        to_quote = equals and text and not (several and value[:1] in ("'", '"'))
+        to_quote = text and not (several and value[:1] in ("'", '"'))
         try:
-            (found,) = parser.parse_overrides([key + equals + (quoted(value) if to_quote else value)])
+            (found,) = parser.parse_overrides([f"{key}={quoted(value) if to_quote else value}"])
         except OverrideParseException as error:
-            if key not in self.paths or not equals:
+            if key not in self.paths:
                 raise ConfigError(explain(error, self.kind)) from error
             (found,) = parser.parse_overrides([f"{key}={quoted(value)}"])
         if not found.key_or_group:
@@ -149,6 +156,16 @@ class Program:
             way_out = "add --multirun to run each of them" if self.multirun else "give one of them"
             raise ConfigError(f"{argument} gives several values: {way_out}, or write a list as {key}=[a,b]")
         return found
+
+    def _added(self, key: str) -> str:
+        """`key` as Hydra wants it: what is new in a setting of many keys (`optim.schedule_options`) is added, what is
+        there already is not. A misspelt key is found by `typed`."""
+        known, bare = setting_names(self.kind), key.lstrip("+")
+        above = bare.rpartition(".")[0]
+        if above in known and bare not in known:
+            holder = OmegaConf.select(OmegaConf.structured(self.kind), above)
+            return f"++{bare}" if OmegaConf.get_type(holder) is dict else key
+        return bare if bare in known else key
 
     def _hydra(self) -> initialize_config_dir:
         ConfigStore.instance().store(name=f"{self.name}_schema", node=self.kind)

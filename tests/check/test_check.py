@@ -373,3 +373,33 @@ def test_both_ways_to_the_package_are_one():
 
     assert check is graphmod.check is sys.modules["graphmod.check"]
     assert check.Report is type(check(lambda x: x * 2, X))
+
+
+def test_a_loss_with_its_history_is_returned_by_a_step_that_ran_the_backward_itself():
+    model = mlp(torch.device("cpu"))
+
+    def step(x):
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    assert graphmod.check(step, X).captured
+
+
+def test_a_list_that_grows_and_a_count_say_where_they_belong():
+    kept, count = [], 0
+
+    def step(x):
+        nonlocal count
+        count += 1
+        kept.append(x.sum())
+
+    remedies = [one.remedy for one in graphmod.check(step, X).hazards]
+    assert any(said.startswith("do that after the call, with what the call returns") for said in remedies), remedies
+    assert any("call optimizer.step() outside" in said for said in remedies), remedies
+
+
+def test_a_short_report_only_counts_what_nobody_sets():
+    report = graphmod.check(whole_step()[0], X)
+    assert "(a verbose report lists them)" in str(report) and "by address" not in str(report)
+    assert "4 parameters (by address, shape and strides)" in report.describe(verbose=True)

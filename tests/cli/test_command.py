@@ -72,7 +72,7 @@ def test_each_command_is_given_the_arguments_behind_it(monkeypatch):
     monkeypatch.setattr(command, "COMMANDS", dict.fromkeys(command.COMMANDS, seen.append))
     for name in command.COMMANDS:
         run(monkeypatch, name, "a=1", "--flag")
-    assert seen == [["a=1", "--flag"]] * 4
+    assert seen == [["a=1", "--flag"]] * len(command.COMMANDS)
 
 
 def test_comparing_sweeps_the_scopes_unless_told_otherwise(monkeypatch):
@@ -85,6 +85,14 @@ def test_comparing_sweeps_the_scopes_unless_told_otherwise(monkeypatch):
         ["--multirun", sweep, "train=measure", "train.deterministic=true", "model=llama_tiny,gpt2_tiny"],
         ["--multirun", "train=measure", "graph=none,auto", "train.deterministic=false"],
     ]
+
+
+def test_compare_says_what_it_compares_and_shows_examples(monkeypatch, capsys):
+    assert run(monkeypatch, "compare", "--help") == 0
+    shown = capsys.readouterr().out
+    for said in ("graph=none (plain PyTorch)", "Examples:", "--multirun graph=none,per_layer,full_iteration"):
+        assert said in shown
+    assert max(map(len, shown.splitlines())) <= 120
 
 
 def test_a_command_is_shown_the_way_it_was_started(monkeypatch, tmp_path):

@@ -18,7 +18,10 @@ from transformers import (
 from graphmod import CUDAGraphConfig, CUDAGraphModule, DecodeEngine, graph_layers
 from graphmod.check.cli import main as check
 from graphmod.cli.generation.folder import model_folder
+from graphmod.cli.generation.main import GENERATE
+from graphmod.cli.training.compose import TRAIN, parse
 from graphmod.decode.config import EngineConfig, Sampling
+from graphmod.decode.text.codec import tokenizer_folder
 from graphmod.errors import ConfigError, UnknownSetting
 from graphmod.train.settings import TrainGraphConfig
 
@@ -208,3 +211,63 @@ def test_where_only_comparisons_have_models_generate_says_so(tmp_path, monkeypat
     (kept / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"model.path=runs/train is not a folder.*model.path=runs/compare"):
         model_folder("runs/train")
+
+
+@pytest.mark.parametrize(
+    ("program", "typed", "said"),
+    [
+        (TRAIN, ["train.steps="], "'train.steps=' has no value; write train.steps=VALUE, without spaces around '='"),
+        (TRAIN, ["data=text", "data.path="], "'data.path=' has no value"),
+        (TRAIN, ["graph", "=", "none"], "'graph' has no value; write graph=VALUE, without spaces around '='"),
+        (TRAIN, ["~train.steps"], "'~train.steps' would remove a setting, which is not possible; leave it out"),
+        (TRAIN, ["~train.steps=3"], "or write train.steps=VALUE"),
+        (TRAIN, ["per_layer"], "'per_layer' has no name; settings are written key=value, such as graph=per_layer"),
+        (TRAIN, ["my_texts"], "such as data=text data.path=my_texts"),
+        (TRAIN, ["data=text", "data.path=my", "texts.txt"], 'put both in quotes: data.path="my texts.txt"'),
+        (TRAIN, ["train.steps=3", "foo"], "'foo' has no name; settings are written key=value, such as train"),
+        (TRAIN, [""], "'' has no name"),
+        (TRAIN, ["--config-name", "mine"], "settings in a file: --config-dir FOLDER GROUP=CHOICE reads"),
+        (GENERATE, ["my_texts", "hi"], "such as model.path=my_texts"),
+        (
+            GENERATE,
+            ["model.path=my_texts", "hi"],
+            "'hi' has no name; settings are written key=value, such as prompt=hi",
+        ),
+        (GENERATE, ["model.path=my_texts", "prompt=one", "two"], 'put both in quotes: prompt="one two"'),
+    ],
+)
+def test_an_argument_that_is_no_setting_says_what_to_write(program, typed, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_texts").mkdir()
+    (tmp_path / "my texts.txt").touch()
+    with pytest.raises(ConfigError) as caught:
+        program.read(typed)
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_an_empty_prompt_is_a_prompt():
+    assert GENERATE.read(["prompt="]).jobs() == [["prompt=''"]]
+
+
+@pytest.mark.parametrize("plus", ["", "+", "++"])
+def test_what_hydra_wants_a_plus_for_needs_none(plus):
+    settings = TRAIN.compose(TRAIN.read([f"{plus}optim.schedule_options.num_cycles=2", "+train.steps=7"]).jobs()[0])[0]
+    config = TRAIN.typed(settings)
+    assert (config.optim.schedule_options, config.train.steps) == ({"num_cycles": 2}, 7)
+
+
+def test_a_name_in_the_place_of_a_folder_says_that_nothing_is_downloaded(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for ask in (lambda: model_folder("gpt2"), lambda: parse({"model": {"architecture": "local", "path": "gpt2"}})):
+        with pytest.raises(ConfigError, match=r"model.path=gpt2 is not a folder; .*nothing is downloaded"):
+            ask()
+
+
+def test_a_model_for_generate_is_given_by_its_path():
+    with pytest.raises(ConfigError, match=r"'model' is a group: write model.path=FOLDER"):
+        GENERATE.compose(["model=gpt2"])
+
+
+def test_an_empty_folder_of_a_tokenizer_is_told(tmp_path):
+    with pytest.raises(ConfigError, match="is empty; give the folder of a saved tokenizer, or tokenizer=bytes"):
+        tokenizer_folder(tmp_path, str(tmp_path))

@@ -61,6 +61,15 @@ def test_out_never_is_the_file_of_the_prompts(generate, tmp_path, no_model):
     assert (tmp_path / "p.txt").read_text() == "a\n"
 
 
+def test_prompts_of_windows_editors_are_read_or_say_how_to_convert_them(generate, tmp_path):
+    (tmp_path / "p.txt").write_text("a\n", encoding="utf-8-sig")
+    assert generate("prompts_file=p.txt")[0] == 0
+    assert json.loads((tmp_path / "p.out.jsonl").read_text())["prompt"] == "a"
+    (tmp_path / "wide.txt").write_text("a\n", encoding="utf-16")
+    status, _, said = generate("prompts_file=wide.txt")
+    assert status == 2 and "wide.txt is not UTF-8 but UTF-16; convert it: iconv -f UTF-16 -t UTF-8 wide.txt" in said
+
+
 @pytest.mark.parametrize("out", ["p.out.jsonl", "mine.jsonl"])
 def test_completions_of_an_earlier_run_are_kept_unless_told(generate, tmp_path, out):
     (tmp_path / "p.txt").write_text("a\nb\n")
@@ -70,7 +79,8 @@ def test_completions_of_an_earlier_run_are_kept_unless_told(generate, tmp_path, 
     assert status == 2 and f"out={out} exists" in said and "overwrite=true" in said
     status, _, _ = generate(*arguments, "overwrite=true", "decode.max_seq_len=99999")  # fails later than opening
     assert status == 2 and (tmp_path / out).read_text() == "kept\n"
-    assert generate(*arguments, "overwrite=true")[0] == 0
+    status, _, said = generate(*arguments, "overwrite=true")
+    assert status == 0 and "\r" not in said, "the bar of a terminal in a file"
     assert len([json.loads(line) for line in (tmp_path / out).read_text().splitlines()]) == 2
 
 

@@ -63,7 +63,7 @@ def test_a_killed_rank_ends_all_within_seconds_and_the_next_start_resumes(folder
     status, _, err = ended(process)
     assert status == 1 and time.monotonic() - began < 10 and all(map(gone, found.values()))
     (said,) = [line for line in err.splitlines() if line.startswith("error")]
-    assert said.startswith("error: rank 1 ended without a word") and "newest checkpoint is" in said
+    assert said.startswith("error: rank 1 ended without an error message") and "newest checkpoint is" in said
     assert "error: rank 1 ended" in (folder / "run" / "train.log").read_text()
     done = int(sorted(os.listdir(folder / "run" / "checkpoints"))[-1][5:])
     status, out, err = ended(shell(folder, "train.resume=run", f"train.steps={done + 2}"))
@@ -89,7 +89,11 @@ def test_the_first_rank_may_be_killed_too_and_without_the_command_the_ranks_save
     found = under_way(folder, process)
     os.kill(found[0], signal.SIGKILL)
     status, _, err = ended(process)
-    assert status == 1 and err.count("error: rank 0 ended without a word") == 1 and all(map(gone, found.values()))
+    assert (
+        status == 1
+        and err.count("error: rank 0 ended without an error message") == 1
+        and all(map(gone, found.values()))
+    )
     process = shell(folder, *LONG, "train.resume=auto")
     time.sleep(0.5)
     found = under_way(folder, process)

@@ -6,7 +6,7 @@ from pathlib import Path
 from graphmod.errors import ConfigError
 from graphmod.train.checkpoints.loadable import checkpoint_of, newest_whole_model, require_whole
 from graphmod.train.checkpoints.manifest import FOLDER, MANIFEST_FILE
-from graphmod.train.schema.model import ADAPTER_FILE
+from graphmod.train.schema.model import ADAPTER_FILE, NO_DOWNLOAD
 
 log = logging.getLogger("graphmod")
 
@@ -24,7 +24,7 @@ def model_folder(path: str) -> Path:
     folder = Path(path)
     if not folder.is_dir():
         raise ConfigError(
-            f"model.path={path} is not a folder; give that of a saved model, or train one: graphmod train{_elsewhere()}"
+            f"model.path={path} is not a folder; {NO_DOWNLOAD}. Or train one: graphmod train{_elsewhere()}"
         )
     if any((folder / name).is_file() for name in _CONFIGS) or checkpoint_of(folder) is not None:
         return require_whole(folder)

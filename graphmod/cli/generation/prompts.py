@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from graphmod.decode.text.codec import Codec, TokenizerCodec
 from graphmod.errors import ConfigError
+from graphmod.train.data.encodings import not_utf8
 
 if TYPE_CHECKING:
     from graphmod.decode.results import Completion
@@ -86,10 +87,11 @@ def read_prompts(path: Path) -> list[Prompt]:
     """The prompts of a file. Raises ConfigError."""
     try:
         # Not splitlines(), which also splits at characters that may stand in a text or a string of JSON.
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"prompts_file={path} cannot be read: {reason}") from error
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"prompts_file: {not_utf8(path) or error}") from error
+    except OSError as error:
+        raise ConfigError(f"prompts_file={path} cannot be read: {error.strerror or error}") from error
     numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
     if not numbered:
         raise ConfigError(f"prompts_file={path} holds no prompt")

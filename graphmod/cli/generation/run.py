@@ -56,7 +56,9 @@ def _stream(engine: DecodeEngine, config: GenerateConfig, prompt: Prompt, codec:
         if engine.config.compile is not CompileMode.none and engine.device.type == "cuda":
             print("compiling decode steps; this takes a while", file=sys.stderr, flush=True)
         # First, so that the text does not stop for it, nor log lines come in between.
-        engine.warm_up(max_context=len(ids) + config.decode.max_new_tokens, kinds=(_kind(config),), progress=False)
+        engine.warm_up(
+            max_context=len(ids) + config.decode.max_new_tokens, kinds=(_kind(config),), prefill=False, progress=False
+        )
     text = TextStream(codec, ids)
     tokens, began, error, before = 0, time.perf_counter(), None, prompt.shown
     try:
@@ -88,7 +90,8 @@ def _many(engine: DecodeEngine, config: GenerateConfig, prompts: list[Prompt], o
     """Writes the completions of all prompts, each as soon as it is there, so that an interruption keeps them."""
     total, finished, failed, tokens = len(prompts) * config.decode.n, 0, 0, 0
     began = time.perf_counter()
-    with logging_redirect_tqdm(), tqdm(total=total, unit="sample", disable=out is None) as bar:
+    # None: a bar on a terminal only.
+    with logging_redirect_tqdm(), tqdm(total=total, unit="sample", disable=True if out is None else None) as bar:
 
         def finish(completion: Completion) -> None:
             nonlocal finished, failed, tokens
@@ -146,7 +149,7 @@ def _run(plan: Plan, out: OutputFile | None) -> int:
         print("note: with decode.temperature=0 all samples of a prompt are the same", file=sys.stderr, flush=True)
     engine = DecodeEngine(model, config.engine(len(prompts) * config.decode.n), codec=codec)
     if config.graph.ahead and engine.config.graphs:
-        engine.warm_up(kinds=(_kind(config),))
+        engine.warm_up(kinds=(_kind(config),), prefill=False)
     if config.prompts_file is None and config.decode.n == 1:
         return _stream(engine, config, prompts[0], codec)
     return _many(engine, config, prompts, out)

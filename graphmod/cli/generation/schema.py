@@ -53,7 +53,7 @@ class DecodeSettings(Sampling):
         n: samples of each prompt.
         logprobs: write the log-probability of each token.
         max_batch_size, max_seq_len, block_size, cache_tokens, attention, steps_per_sync, prefill_tokens: of
-            `EngineConfig`. `attention` is `auto`, `fastest`, `sdpa`, `flex` or `flashinfer`.
+            `EngineConfig`. `attention` is `auto`, `fastest`, `sdpa`, `flex`, `flashinfer` or `triton`.
     """
 
     seed: int = 0

@@ -101,7 +101,8 @@ def _several(asked: Asked) -> int:
     jobs = asked.jobs()
     composed = [TRAIN.compose(overrides) for overrides in jobs]
     _require_multirun([TRAIN.typed(settings) for settings, _ in composed])
-    names = [job_folder(asked.swept, overrides, number) for number, overrides in enumerate(jobs)]
+    scope = str(composed[0][1].runtime.choices["graph"])  # names the only job, where nothing has several values
+    names = [job_folder(asked.swept, overrides, scope) for overrides in jobs]
     with loading():
         from graphmod.cli.training.job import Job
         from graphmod.cli.training.sweep import run

@@ -135,7 +135,7 @@ class Peers:
         if "end" in message:
             os._exit(message["end"])
         status = self.status = message.get("status", 1)
-        self.lost = message.get("failed") or f"rank {rank} ended without a word: it was killed, or has crashed"
+        self.lost = message.get("failed") or f"rank {rank} ended without an error message: it was killed, or it crashed"
         if message.get("failed"):
             self.lost = f"rank {rank}: {self.lost}"
         else:

@@ -19,6 +19,7 @@ from graphmod.decode.text.codec import TokenizerCodec
 from graphmod.errors import ConfigError
 from graphmod.train.data.cache import cached, files_key, tokenizer_key
 from graphmod.train.data.encode import encode_pieces, flattened, pieces
+from graphmod.train.data.encodings import not_utf8, unmarked, wide_encoding
 from graphmod.train.data.reading import row_files
 from graphmod.train.data.rows import load_rows
 from graphmod.train.schema.data import DataConfig, Documents, Source
@@ -81,7 +82,7 @@ def text_files(paths: list[str], pattern: str) -> list[Path]:
         shown = paths[0] if len(paths) == 1 else f"[{','.join(paths)}]"
         there = [file for path in map(Path, paths) for file in _visible(path, "*")]
         kinds = sorted({f"*{file.suffix}" if file.suffix else file.name for file in there})[:6]
-        what = f"give another pattern: it holds {', '.join(kinds)}" if there else "it holds only hidden files"
+        what = f"give another pattern: it holds {', '.join(kinds)}" if there else "it is empty, or all in it is hidden"
         raise ConfigError(f"data.path={shown} holds no file that matches data.pattern={pattern!r}; {what}")
     return found
 
@@ -102,12 +103,15 @@ def read_pieces(files: list[Path], max_bytes: int | None) -> Iterator[bytes]:
             left -= len(piece)
         if not _is_text(piece, cut=left == 0):
             odd.append(path)
-        if piece:
+            if wide_encoding(piece):
+                raise ConfigError(f"data.path: {not_utf8(path)}, or leave it out with data.pattern")
+        if piece := unmarked(piece):
             yield piece
     if odd:
         log.warning(
             f"not UTF-8 text: {len(odd):,} of {counted(len(files), 'file')} of the data, such as {odd[0]}; a tokenizer "
-            "gets replacement characters for invalid bytes. Exclude such files (data.pattern='*.txt'), or convert them"
+            "gets replacement characters for invalid bytes. Exclude such files (data.pattern='*.txt'), or convert them "
+            "(iconv -f latin1 -t UTF-8 OLD > NEW)"
         )
 
 

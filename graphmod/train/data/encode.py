@@ -5,7 +5,9 @@ cores. Memory is that of the tokens and of one batch, however long a document is
 """
 
 import itertools
+import logging
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +25,9 @@ _BATCH, _MOST_TOGETHER = 1 << 21, 4096  # characters, documents
 _LONG, _CONTEXT, _MOST_TRIES = 1 << 16, 256, 64
 # Between words: where tokenizers that split at spaces begin a token, whether spaces begin words or follow them.
 _BETWEEN = re.compile(r"(?<=\S)(?=[ \n]\S)")
-_SECONDS_WITHOUT_BAR = 2.0
+_SECONDS_WITHOUT_BAR, _SECONDS_BETWEEN_LINES = 2.0, 10.0
+
+log = logging.getLogger("graphmod")
 
 Encoder = Callable[[Sequence[Any]], list[np.ndarray]]
 
@@ -53,7 +57,8 @@ def _size(document: Any) -> int:
 
 
 def flattened(documents: Iterable[Any], encode: Encoder) -> tuple[Tensor, Tensor]:
-    """All documents in one row of tokens, with a bar where that takes longer than a moment.
+    """All documents in one row of tokens. Where that takes longer than a moment, a terminal shows a bar, and a log
+    file gets a line now and then.
 
     Args:
         documents: in their order, pieces of texts, pairs or chats, read one batch at a time.
@@ -64,7 +69,8 @@ def flattened(documents: Iterable[Any], encode: Encoder) -> tuple[Tensor, Tensor
         without a token are left out.
     """
     parts, starts, count, begins = [np.empty(0, dtype=np.int32)], [0], 0, True
-    with tqdm(desc="tokenizing", unit=" characters", unit_scale=True, delay=_SECONDS_WITHOUT_BAR) as bar:
+    said, read = time.monotonic(), 0
+    with tqdm(desc="tokenizing", unit=" characters", unit_scale=True, delay=_SECONDS_WITHOUT_BAR, disable=None) as bar:
         for batch, size in _batches(documents):
             found = encode(batch)
             for document, tokens in zip(batch, found, strict=True):
@@ -74,6 +80,10 @@ def flattened(documents: Iterable[Any], encode: Encoder) -> tuple[Tensor, Tensor
                 begins = not isinstance(document, Piece) or document.last
             parts.append(np.concatenate(found))
             bar.update(size)
+            read += size
+            if bar.disable and time.monotonic() - said > _SECONDS_BETWEEN_LINES:
+                log.info(f"tokenizing: {read:,} characters so far")
+                said = time.monotonic()
     return torch.from_numpy(np.concatenate(parts)), torch.tensor(starts, dtype=torch.int64)
 
 

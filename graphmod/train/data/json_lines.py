@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from graphmod.train.data.encodings import not_utf8
+
 _OPEN: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 _LINES = (".jsonl", ".ndjson", ".json")
 
@@ -23,9 +25,11 @@ def first_odd_line(paths: Iterable[Path]) -> str | None:
         whole = suffixes[-1].lower() == ".json"
         try:
             known = {*kinds} or None
-            with _OPEN.get(path.suffix, open)(path, "rt", encoding="utf-8") as file:
+            with _OPEN.get(path.suffix, open)(path, "rt", encoding="utf-8-sig") as file:
                 found = _odd(file, path, kinds, known, whole)
-        except (OSError, UnicodeDecodeError, EOFError, lzma.LZMAError) as error:
+        except UnicodeDecodeError as error:
+            return not_utf8(path) or f"{path}: {error}"
+        except (OSError, EOFError, lzma.LZMAError) as error:
             return f"{path}: {error}"
         if found is not None:
             return found

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from graphmod.errors import ConfigError, reason
+from graphmod.train.data.encodings import not_utf8
 from graphmod.train.data.json_lines import first_odd_line
 from graphmod.train.schema.data import DataConfig, Documents
 from graphmod.words import counted
@@ -124,5 +125,7 @@ def _unreadable(path: str, error: Exception) -> ConfigError:
     files = row_files(Path(path))
     if not any(file.stat().st_size for file in files):
         return ConfigError(f"data.path={path} is empty: {counted(len(files), 'file')} without a row")
+    if "codec can't decode" in str(error) and (odd := next(filter(None, map(not_utf8, files)), None)):
+        return ConfigError(f"data.path={path} cannot be read: {odd}")
     why = first_odd_line(files) or reason(error)
     return ConfigError(f"data.path={path} cannot be read by the datasets library: {why}")

@@ -1,5 +1,6 @@
 """The picture of a comparison: step times as bars and over the steps, and losses where other settings differ."""
 
+import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,8 @@ def plot(path: Path, rows: list[Row], results: Mapping[str, RunResult], device: 
         device: its name.
         with_losses: draw losses too.
     """
+    # When it is first used in a home it says that it made a list of fonts, which nobody asked for.
+    logging.getLogger("matplotlib").setLevel(logging.WARNING)
     try:
         from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator

@@ -164,6 +164,8 @@ class RunResult:
     def report(self) -> str:
         """A few lines for the end of a run."""
         lines = [f"graph={self.scope}: {self.graph.get('state', 'eager')} on {self.device}"]
+        if self.device.startswith("CPU") and self.graph.get("captures"):
+            lines[0] += ", where graphs are emulated: the numbers are right, but nothing gets faster"
         lines.append(_counters("training", self.graph))
         if any(self.evaluation_graph.values()):
             lines.append(_counters("evaluation", self.evaluation_graph))
@@ -201,11 +203,23 @@ def _counters(name: str, graph: Mapping[str, Any]) -> str:
 
 def _times(result: "RunResult") -> str:
     if result.step_ms_median is None:
-        return f"  no step times: timing starts at step {result.measured_from_step + 1}"
+        return f"  {_without_times(result)}"
+    first = result.resumed_at_step + result.measured_from_step + 1
     used = "" if result.mfu is None else f", MFU {result.mfu:.1%}"
     return (
-        f"  step {result.step_ms_median:.2f} ms (median from step {result.measured_from_step + 1} on), "
+        f"  step {result.step_ms_median:.2f} ms (median from step {first} on), "
         f"host {result.host_ms_median:.2f} ms, {result.tokens_per_s:,.0f} tokens/s{used}"
+    )
+
+
+def _without_times(result: "RunResult") -> str:
+    done, before = len(result.step_ms), result.resumed_at_step
+    if before and not done:
+        return f"no step was left to train: all {before:,} had been done before the run was resumed"
+    since = " since it was resumed" if before else ""
+    return (
+        f"no step times: the run did {counted(done, 'step')}{since}, and the first {result.measured_from_step:,}, "
+        "which warm up and capture, are not timed"
     )
 
 

@@ -20,20 +20,20 @@ def unused(folder: str) -> str:
         return name  # where it cannot be made, whoever writes to it says so
 
 
-def job_folder(keys: list[str], overrides: list[str], number: object) -> str:
+def job_folder(keys: list[str], overrides: list[str], otherwise: str) -> str:
     """The name of a job's folder: `none` for graph=none; keys that are no group keep their name, as in `train.seed=1`.
 
     Args:
         keys: the swept ones.
         overrides: all of the job's.
-        number: of the job; its name when nothing is swept.
+        otherwise: its name when nothing is swept.
     """
     parts = []
     for override in overrides:
         key, _, value = override.partition("=")
         if key in keys:
             parts.append(override if "." in key else value)
-    return "_".join(parts).replace(os.sep, "-")[:200] or str(number)
+    return "_".join(parts).replace(os.sep, "-")[:200] or otherwise
 
 
 def from_here(path: str | Path) -> str:

@@ -221,6 +221,6 @@ def joined(wanted: DeviceName) -> Iterator[Ranks]:
     try:
         # Of its own, so that what the host says never waits for what a device does.
         host = distributed.new_group(backend="gloo", timeout=_PATIENCE)
-        yield Ranks(rank, count, distributed.group.WORLD, host, Ballot(host, _PATIENCE.total_seconds()))
+        yield Ranks(rank, count, distributed.group.WORLD, host, Ballot(range(count), _PATIENCE.total_seconds()))
     finally:
         distributed.destroy_process_group()

@@ -7,6 +7,7 @@ from pathlib import Path
 from graphmod.train.libraries import require_library
 from graphmod.train.schema.limits import at_least, positive, require
 
+NO_DOWNLOAD = "give that of a saved model (save_pretrained of model and tokenizer); nothing is downloaded"
 # In a checkpoint of adapters: the file they are described in, and the folder of the whole model that they make.
 ADAPTER_FILE, MERGED_FOLDER = "adapter_config.json", "merged"
 
@@ -95,7 +96,7 @@ def check_model(model: ModelConfig) -> None:
     if model.architecture is Architecture.local:
         require(model.path is not None, "model=local needs model.path=FOLDER with a saved transformers model")
         folder = Path(model.path)
-        require(folder.is_dir(), f"model.path={model.path} is not a folder")
+        require(folder.is_dir(), f"model.path={model.path} is not a folder; {NO_DOWNLOAD}")
         require(
             (folder / "config.json").is_file() or not (folder / ADAPTER_FILE).is_file(),
             f"model.path={model.path} holds LoRA adapters and no whole model; train them on with train.resume="

@@ -155,7 +155,7 @@ def test_a_killed_rank_loses_nothing_that_was_saved_and_another_mode_and_generat
     process = shell(tmp_path, *run, "train.steps=100000", "train.checkpoint_every=3")
     os.kill(under_way(tmp_path, process)[1], signal.SIGKILL)
     status, _, err = ended(process)
-    assert status == 1 and "error: rank 1 ended without a word" in err
+    assert status == 1 and "error: rank 1 ended without an error message" in err
     done = int(sorted(os.listdir(tmp_path / "run" / "checkpoints"))[-1][5:])
     again = ["train.resume=run", f"train.steps={done + 2}", "parallel=none", "train.grad_accumulation=2"]
     status, out, err = ended(shell(tmp_path, *again))

@@ -233,3 +233,23 @@ def test_files_that_are_no_text_are_named(tmp_path, caplog):
     load_corpus(text_data(tmp_path, pattern="a.txt"), ModelConfig(), 0)
     load_corpus(text_data(tmp_path, pattern="umlauts", max_bytes=101), ModelConfig(), 0)  # cut within a character
     assert "UTF-8" not in caplog.text
+
+
+def test_a_text_in_utf16_is_an_error_that_says_how_to_convert_it(tmp_path):
+    (tmp_path / "a b.txt").write_text("text " * 20, encoding="utf-16")
+    with pytest.raises(ConfigError, match=r"is not UTF-8 but UTF-16; convert it: iconv -f UTF-16 .*a b.txt' >"):
+        load_corpus(text_data(tmp_path), ModelConfig(), 0)
+
+
+def test_what_only_begins_like_utf16_is_no_text(tmp_path, caplog):
+    (tmp_path / "a.txt").write_text("text " * 20)
+    (tmp_path / "b.mp3").write_bytes(b"\xff\xfe" + b"\xd8" * 64)  # halves of characters without the others
+    load_corpus(text_data(tmp_path), ModelConfig(), 0)
+    assert "b.mp3" in caplog.text
+
+
+def test_the_mark_of_an_editor_is_no_part_of_a_text(tmp_path):
+    (tmp_path / "plain").write_text("text " * 20)
+    (tmp_path / "marked").write_text("text " * 20, encoding="utf-8-sig")
+    plain, marked = (load_corpus(text_data(tmp_path, pattern=name), ModelConfig(), 0) for name in ("plain", "marked"))
+    assert torch.equal(plain.tokens, marked.tokens)

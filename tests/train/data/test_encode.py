@@ -63,6 +63,17 @@ def test_a_long_text_has_the_tokens_of_the_whole(tokenizer, prose, monkeypatch):
     assert tokens.tolist() == whole(tokenizer, prose) and starts.tolist() == [0]
 
 
+def test_a_log_file_gets_lines_and_no_bar(tokenizer, prose, monkeypatch, caplog, capsys):
+    monkeypatch.setattr(encode, "_BATCH", 900)
+    monkeypatch.setattr(encode, "_SECONDS_BETWEEN_LINES", -1.0)
+    monkeypatch.setattr(encode, "_SECONDS_WITHOUT_BAR", 0.0)
+    codec = TokenizerCodec(tokenizer)
+    with caplog.at_level("INFO", "graphmod"):
+        flattened(pieces(codec, [prose[:800], prose[:600], prose[:9]]), partial(encode_pieces, codec))
+    assert caplog.messages == [f"tokenizing: {read} characters so far" for read in ("1,400", "1,409")]
+    assert capsys.readouterr().err.count("\r") == 0
+
+
 def test_several_texts_follow_each_other(tokenizer, prose, monkeypatch):
     monkeypatch.setattr(encode, "_LONG", 2000)
     texts = [prose[:300], prose[300:7000], "", prose[7000:7001]]

@@ -161,6 +161,14 @@ def test_files_that_cannot_be_read_are_named(library, tmp_path):
         corpus_of(tmp_path / "a.xyz")
 
 
+@pytest.mark.parametrize(("encoding", "said"), [("utf-16", "but UTF-16; convert it"), ("latin-1", "such as Latin-1")])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv"])
+def test_rows_in_another_encoding_say_how_to_convert_them(library, tmp_path, name, encoding, said):
+    (tmp_path / name).write_text('{"text": "grün"}\n' if name == "a.jsonl" else "text\ngrün\n", encoding=encoding)
+    with pytest.raises(ConfigError, match=f"{name} is not UTF-8 but .*{said}|{said}"):
+        corpus_of(tmp_path / name)
+
+
 def test_without_the_library_the_error_says_what_to_install(write, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
     with pytest.raises(ConfigError, match=r"pip install 'graphmod\[data\]'"):

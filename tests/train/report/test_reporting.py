@@ -241,6 +241,27 @@ def test_skipped_updates_are_told_in_words():
     assert "skipped" not in RunResult("none", losses=[1.0]).report()
 
 
+@pytest.mark.parametrize(
+    ("resumed", "steps", "said"),
+    [
+        (0, 3, "no step times: the run did 3 steps, and the first 5, which warm up and capture, are not timed"),
+        (40, 1, "no step times: the run did 1 step since it was resumed, and the first 5, which"),
+        (40, 0, "no step was left to train: all 40 had been done before the run was resumed"),
+        (40, 6, "step 1.00 ms (median from step 46 on)"),
+    ],
+)
+def test_a_run_without_step_times_says_why(resumed, steps, said):
+    times = [1.0] * steps
+    result = RunResult("none", resumed_at_step=resumed, measured_from_step=5, step_ms=times, host_ms=times)
+    assert said in result.report()
+
+
+def test_a_report_of_emulated_graphs_says_that_nothing_gets_faster():
+    result = RunResult("per_layer", device="CPU, 2 threads", graph={"captures": 1, "state": "captured"})
+    assert "captured on CPU, 2 threads, where graphs are emulated: the numbers are right" in result.report()
+    assert "emulated" not in RunResult("none", device="CPU, 2 threads", graph={"captures": 0}).report()
+
+
 def test_the_result_names_versions_and_commit(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr("graphmod.train.run.steps.commit", lambda: "a" * 40)
     train(tiny("data.max_bytes=20000", "train.steps=1", "graph=none"), tmp_path)

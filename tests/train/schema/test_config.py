@@ -96,7 +96,11 @@ def test_a_value_without_a_name_is_refused(typed):
     ("content", "said"),
     [
         ("stepz: 3\n", "train/mine.yaml: there is no setting 'train.stepz'; did you mean 'train.steps'?"),
-        ("steps: abc\n", "train/mine.yaml: train.steps: Value 'abc' of type 'str' could not be converted to Integer"),
+        ("steps: abc\n", "train/mine.yaml: train.steps must be a whole number, got 'abc'"),
+        (
+            "- steps: 3\n",
+            "train/mine.yaml: the file is a list; write settings without '-', one a line, such as steps: 100",
+        ),
         ("steps: [3\n", "train/mine.yaml:2 is not YAML: expected ',' or ']', but got '<stream end>'"),
     ],
 )
@@ -143,9 +147,22 @@ def test_what_is_like_nothing_gets_no_advice(typed):
 
 
 def test_a_setting_without_a_value_says_what_to_write():
-    assert complaint("train.steps") == "'train.steps' has no value; write train.steps=VALUE"
+    assert complaint("train.steps") == "'train.steps' has no value; write train.steps=VALUE, without spaces around '='"
     assert "in quotes" in complaint("train.log=notes(1.txt") and "in quotes" in complaint("train.log=a=b")
-    assert complaint("steps") == "'steps' has no value; write train.steps=VALUE"
+    assert complaint("steps") == "'steps' has no value; write train.steps=VALUE, without spaces around '='"
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        ("train.steps=1.5", "a whole number, got '1.5'"),
+        ("optim.learning_rate=high", "a number, got 'high'"),
+        ("train.deterministic=yess", "true or false, got 'yess'"),
+        ("data.buckets=[a]", "a whole number, got 'a'"),
+    ],
+)
+def test_a_value_of_another_kind_says_what_is_expected(typed, expected):
+    assert complaint(typed).endswith(f" must be {expected}")
 
 
 @pytest.mark.parametrize("typed", ["full", "full_iter", "auto", "per_layr"])
@@ -174,7 +191,7 @@ def test_the_beginning_of_a_choice_names_it():
 
 def test_a_value_of_the_wrong_kind_names_the_key_and_the_value():
     message = complaint("train.steps=abc")
-    assert "train.steps" in message and "abc" in message and "Integer" in message
+    assert message == "train.steps must be a whole number, got 'abc'"
 
 
 def test_an_unknown_enum_value_names_the_allowed_ones():
@@ -188,7 +205,7 @@ def test_null_where_a_number_is_needed_is_refused():
 
 def test_text_that_is_no_override_is_refused_in_words():
     message = complaint("three steps")
-    assert "'three steps' as key=value" in message and "http" not in message
+    assert "'three steps' has no name; settings are written key=value" in message and "http" not in message
 
 
 def test_an_environment_variable_that_is_not_set_is_named():
@@ -275,6 +292,6 @@ def test_folders_of_jobs_are_named_after_what_varies():
         ["graph=none", "train.seed=2", "train.steps=5"],
         ["graph=per_layer", "train.seed=1", "train.steps=5"],
     ]
-    assert job_folder(keys, ["graph=none", "train.seed=2", "train.steps=5"], 3) == "none_train.seed=2"
-    assert job_folder(["graph"], ["graph=none", "train.steps=5"], 0) == "none"
-    assert job_folder([], ["train.steps=5"], 7) == "7"
+    assert job_folder(keys, ["graph=none", "train.seed=2", "train.steps=5"], "") == "none_train.seed=2"
+    assert job_folder(["graph"], ["graph=none", "train.steps=5"], "") == "none"
+    assert job_folder([], ["train.steps=5"], "per_layer") == "per_layer"
