@@ -7,7 +7,8 @@
 Models have random bf16 weights. Modes: `eager_step` (this engine without graphs), `uncompiled`, `compiled`,
 `compiled_max` (coordinate-descent tuning), `hf_dynamic` (`model.generate`), `hf_static` (static cache, compiled by
 generate), `hand_graph` (the static-cache model compiled, and one CUDA graph of it made by hand). The shape `capture`
-measures capturing ten buckets, `ragged` 256 requests of different lengths.
+measures capturing ten buckets, `ragged` 256 requests of different lengths, where `hf_batch` is the continuous batching
+of transformers.
 """
 
 import argparse
@@ -30,7 +31,7 @@ from benchmarks.options import chosen, gpu_is_there  # noqa: E402
 
 ENGINE_MODES = ("eager_step", "uncompiled", "compiled", "compiled_max")
 FLAGS = ("shapes", "modes", "steps", "attention")
-PEERS = ("hf_dynamic", "hf_static", "hand_graph")
+PEERS = ("hf_dynamic", "hf_static", "hand_graph", "hf_batch")
 MODES = (*ENGINE_MODES, *PEERS)
 
 
@@ -38,7 +39,9 @@ def modes_of(shape: str) -> tuple[str, ...]:
     """The modes that mean something for a shape."""
     if shape == "capture":
         return ("uncompiled",)
-    return ("uncompiled", "compiled", "hf_dynamic") if shape == "ragged" else MODES
+    if shape == "ragged":
+        return ("uncompiled", "compiled", "hf_batch", "hf_dynamic")
+    return tuple(mode for mode in MODES if mode != "hf_batch")
 
 
 def work(mode: str, name: str, steps: int, attention: str, smoke: bool) -> dict[str, Any]:
@@ -78,6 +81,9 @@ def report(result: dict[str, Any]) -> str:
         "seconds",
         "tokens_per_s",
         "padding_waste",
+        "prefill_padding",
+        "waited_s",
+        "warm_up_s",
     ):
         if result.get(key) is not None:
             numbers.append(f"{key} {result[key]:.3f}")

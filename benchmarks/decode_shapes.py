@@ -14,7 +14,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "0.6b_b1_2k": {"model": QWEN3_0_6B, "batch": 1, "context": 512, "max_seq_len": 2048},
     "0.6b_b1_32k": {"model": QWEN3_0_6B, "batch": 1, "context": 512, "max_seq_len": 32768},
     "capture": {"model": QWEN3_0_6B, "batch": 56, "context": 64, "max_seq_len": 2048},
-    "ragged": {"model": QWEN3_0_6B, "batch": 64, "requests": 256, "prompt": 512, "new": 256, "max_seq_len": 1024},
+    "ragged": {"model": QWEN3_0_6B, "batch": 128, "requests": 256, "prompt": 512, "new": 256, "max_seq_len": 1024},
 }
 SMOKE: dict[str, dict[str, Any]] = {
     "tiny_b1": {"model": TINY, "batch": 1, "context": 12, "max_seq_len": 64},

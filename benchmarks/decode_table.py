@@ -85,7 +85,11 @@ def render(content: dict[str, Any]) -> str:
         head = ["", "tokens/s", "row steps without a token", "GPU busy"]
         rows = []
         for result in ragged:
-            name = "`model.generate`, batches of 64" if result["mode"] == "hf_dynamic" else NAMES[result["mode"]]
+            name = (
+                f"`model.generate`, batches of {result['batch']}"
+                if result["mode"] == "hf_dynamic"
+                else NAMES[result["mode"]]
+            )
             shares = [
                 f"{result[key]:.1%}" if result.get(key) is not None else "-" for key in ("padding_waste", "busy_share")
             ]

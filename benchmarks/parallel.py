@@ -129,7 +129,7 @@ def _by_hand(model: Any, optimizer: Any, shape: dict[str, int], ranks: int) -> A
         graph.replay()
         return loss
 
-    step.graph = graph
+    step.reads = run, graph  # a graph does not hold the memory that it reads: the model, what the optimizer keeps
     return step
 
 

@@ -7,10 +7,13 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from graphmod.decode.batching.handle import Handle
     from graphmod.decode.config import EngineConfig, Sampling
     from graphmod.decode.engine import DecodeEngine
     from graphmod.decode.errors import DecodeError, RequestError
-    from graphmod.decode.results import Completion, DecodeStats, TokenEvent
+    from graphmod.decode.loop import EngineLoop
+    from graphmod.decode.results import Completion, DecodeStats, Run, TokenEvent
+    from graphmod.decode.streaming import TokenStream
 
 _HOMES = {
     "Completion": "graphmod.decode.results",
@@ -18,9 +21,13 @@ _HOMES = {
     "DecodeError": "graphmod.decode.errors",
     "DecodeStats": "graphmod.decode.results",
     "EngineConfig": "graphmod.decode.config",
+    "EngineLoop": "graphmod.decode.loop",
+    "Handle": "graphmod.decode.batching.handle",
     "RequestError": "graphmod.decode.errors",
+    "Run": "graphmod.decode.results",
     "Sampling": "graphmod.decode.config",
     "TokenEvent": "graphmod.decode.results",
+    "TokenStream": "graphmod.decode.streaming",
 }
 
 __all__ = [
@@ -29,9 +36,13 @@ __all__ = [
     "DecodeError",
     "DecodeStats",
     "EngineConfig",
+    "EngineLoop",
+    "Handle",
     "RequestError",
+    "Run",
     "Sampling",
     "TokenEvent",
+    "TokenStream",
 ]
 
 

@@ -20,6 +20,7 @@ class AttentionName(str, Enum):
     sdpa = "sdpa"
     flex = "flex"
     flashinfer = "flashinfer"
+    triton = "triton"
     own = "own"
 
 
@@ -33,10 +34,13 @@ class EngineConfig:
         max_seq_len: tokens of a sequence, prompt included; null takes the model's positions.
         block_size: tokens of a block of the paged cache.
         cache_tokens: tokens the cache holds; null is room for `max_batch_size` sequences of `max_seq_len`.
-        attention: `auto`, `fastest`, `sdpa`, `flex`, `flashinfer` or `own`, the model's own attention.
+        attention: `auto`, `fastest`, `sdpa`, `flex`, `flashinfer`, `triton` or `own`, the model's own attention.
         buckets: batch sizes that have a graph; null means 1, 2, 4, 8, 16, 24, 32, ... The maximum is always added.
         steps_per_sync: decode steps launched before results are read.
-        prefill_tokens: tokens of prompts that one prefill call works on; longer prompts go in chunks.
+        prefill_tokens: tokens of prompts that are prefilled at once, at most; longer prompts go in pieces.
+        keep_prefixes: find the beginnings of prompts in the cache even after the engine had nothing to do. For weights
+            that stay as they are: a change that leaves no trace, such as that of an optimizer in a graph, would not be
+            noticed.
         graphs: capture decode steps. Without, every step is eager and counted.
         compile: `none`, `default` or `max`: compile model and sampler before capture. On a GPU only.
         warmup_steps: eager steps of a new bucket before its capture.
@@ -52,6 +56,7 @@ class EngineConfig:
     buckets: list[int] | None = None
     steps_per_sync: int = 8
     prefill_tokens: int = 4096
+    keep_prefixes: bool = False
     graphs: bool = True
     compile: CompileMode = CompileMode.none
     warmup_steps: int = 1

@@ -1,43 +1,37 @@
-"""`DecodeEngine`: generates from a transformers causal LM, prefill eager, each decode step a replay of a graph.
+"""`DecodeEngine`: generates from a transformers causal LM; prefill and each decode step are replays of graphs.
 
-Owns the parts of decode and their life; the loop that moves sequences is in `batch`.
+Owns the parts of decode and their life, and who may do what when; what moves sequences is in `batch`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
-import logging
+import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from graphmod.config import CompileMode
-from graphmod.decode.attention.choice import choose
-from graphmod.decode.batching.batch import ContinuousBatch
-from graphmod.decode.batching.prefill import Prefill
-from graphmod.decode.batching.requests import RequestReader, eos_ids
-from graphmod.decode.batching.scheduler import Scheduler
-from graphmod.decode.cache.blocks import BlockAllocator
-from graphmod.decode.cache.cache import PagedCache
+from graphmod.decode.batching.handle import Handle
 from graphmod.decode.config import EngineConfig, Sampling
 from graphmod.decode.errors import DecodeError, RequestError
-from graphmod.decode.model_state import decoding
-from graphmod.decode.results import Completion, DecodeStats, Run, TokenEvent, events
-from graphmod.decode.step.anatomy import look_at, require_causal_lm
-from graphmod.decode.step.graphs import BucketGraphs, context_sizes
+from graphmod.decode.loop import EngineLoop
+from graphmod.decode.model_state import decoding, weights_state
+from graphmod.decode.parts import build
+from graphmod.decode.results import Completion, DecodeStats, Run
+from graphmod.decode.step.anatomy import require_causal_lm
 from graphmod.decode.step.sampling import GREEDY
-from graphmod.decode.step.state import BatchState
-from graphmod.decode.step.step import DecodeStep
+from graphmod.decode.streaming import TokenStream
 from graphmod.decode.text.codec import Codec
 from graphmod.decode.text.stream import completion_text
-from graphmod.decode.verification import compare_made_up, compare_tokens
+from graphmod.decode.turns import Turns
+from graphmod.decode.verification import compare_tokens
 from graphmod.errors import ConfigError
 from graphmod.models.exchange import attention
-
-log = logging.getLogger("graphmod")
 
 
 class DecodeEngine:
@@ -62,50 +56,115 @@ class DecodeEngine:
         self, model: PreTrainedModel, config: EngineConfig | None = None, *, codec: Codec | None = None, **settings: Any
     ) -> None:
         require_causal_lm(model)
-        self.model = model
-        self.config = dataclasses.replace(config or EngineConfig(), **settings)
-        text = model.config.get_text_config()
-        positions = getattr(text, "max_position_embeddings", None)
-        self.max_seq_len = self.config.max_seq_len or positions
-        if self.max_seq_len is None:
-            raise ConfigError("the number of positions of this model is unknown; give max_seq_len")
-        if positions is not None and self.max_seq_len > positions:
-            raise ConfigError(f"max_seq_len={self.max_seq_len} is more than the {positions} positions of the model")
-        self.device = model.device
+        config = dataclasses.replace(config or EngineConfig(), **settings)
+        self.model, self.config, self.device = model, config, model.device
         self._modules = list(model.modules())
-        with decoding(self._modules):
-            anatomy = look_at(model, self.max_seq_len)
-        block_size = self.config.block_size
-        table = -(-self.max_seq_len // block_size)
-        rows = self.config.max_batch_size
-        blocks = rows * table if self.config.cache_tokens is None else self.config.cache_tokens // block_size
-        if blocks < 1:
-            raise ConfigError(f"cache_tokens={self.config.cache_tokens} is less than one block of {block_size} tokens")
-        self.memory = PagedCache(anatomy.layers, blocks, block_size, rows, model.dtype, self.device)
-        compiled = self.config.compile is not CompileMode.none
-        self.attention, self.attention_us = choose(
-            self.config.attention, self.memory, compiled, self.max_seq_len, anatomy.own_reason
-        )
-        self.state = BatchState(rows, table, 2 * self.config.steps_per_sync, self.device)
-        self.scheduler = Scheduler(BlockAllocator(blocks, block_size, self.memory.first_block), rows)
-        contexts = context_sizes(block_size, table * block_size, self.attention.stops_at_context)
-        step = DecodeStep(model, self.memory, self.config.compile, own=self.attention.name is None)
-        self.graphs = BucketGraphs(step, self.state, self.config, contexts)
-        self.requests = RequestReader(text.vocab_size, self.max_seq_len, eos_ids(model, codec), codec, positions)
-        prefill = Prefill(model, self.memory, self.config.prefill_tokens, self.state.to_device)
-        self._batch = ContinuousBatch(
-            model,
-            self.memory,
-            self.state,
-            self.scheduler,
-            self.graphs,
-            prefill,
-            self.attention.name,
-            self.config.steps_per_sync,
-        )
-        self._busy = self._suspended = self._compared = False
-        with decoding(self._modules):
-            compare_made_up(model, self.memory, self.state, prefill, self.attention)
+        parts = self._parts = build(model, config, codec)
+        self.max_seq_len, self.requests = parts.max_seq_len, parts.requests
+        self.memory, self.state, self.scheduler = parts.memory, parts.state, parts.scheduler
+        self.attention, self.attention_us = parts.attention, parts.attention_us
+        self.graphs, self.prefill, self._batch = parts.graphs, parts.prefill, parts.batch
+        self._turns = Turns()
+        self._arrived: deque[Handle] = deque()
+        self._leaving: deque[Handle] = deque()
+        self._handles: list[Handle] = []
+        self._suspended = self._compared = self._moving = False
+        self._weights = 0
+        self._mixed: set[int] = set()  # ids of completions that weights before and after a change have made
+        self._loop: EngineLoop | None = None
+        self._making_loop = threading.Lock()
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        prompt: Any,
+        n: int = 1,
+        sampling: Sampling | None = None,
+        *,
+        on_run: Callable[[Run], None] | None = None,
+        **settings: Any,
+    ) -> Handle:
+        """Gives the engine a request, which is worked on from the next `step` on. Any thread may call it.
+
+        Args:
+            prompt: a list or 1-D tensor of token ids, or a text if the engine has a codec.
+            n: samples; they share the blocks of the prompt.
+            sampling: settings; None means the defaults.
+            on_run: called with what a sample gets, by the thread that steps the engine.
+            settings: single fields of `Sampling`, such as `temperature=0.8`.
+
+        Raises:
+            RequestError: the prompt or a setting cannot be used.
+            DecodeError: the engine is suspended, or the model moved to another device.
+        """
+        return self._submit([prompt], n, sampling, settings, on_run)
+
+    def step(self) -> list[Run]:
+        """Takes in who arrived, launches the next steps, and returns what became known from those before.
+
+        Call it for as long as there is something `unfinished`. `generate`, `stream` and `EngineLoop` do that.
+
+        Raises:
+            DecodeError: the first tokens of this engine are not those of the model's own forward.
+            Exception: whatever goes wrong in a step. All requests end with it, and the engine may be used again.
+        """
+        with self._turn():
+            try:
+                self._take_in()
+                if not self._batch.unfinished:
+                    return []
+                self._require_memory()
+                if self.scheduler.waiting:
+                    self._forget_if_changed()
+                runs = self._move(self._decoded, self._batch.advance)
+                self._give_out(runs)
+                self._rest()
+            except BaseException as error:
+                self._fail(error)
+                raise
+            return runs
+
+    def abort(self, handle: Handle) -> None:
+        """Ends what has not ended of a request, with the reason "abort", and frees its memory: at once, or before the
+        next step if another thread is in the middle of one. Any thread may call it."""
+        if handle.done:
+            return
+        self._leaving.append(handle)
+        self._let_out()
+
+    def abort_all(self) -> None:
+        """Ends all requests; see `abort`."""
+        for handle in [*self._arrived, *self._handles]:  # the way they go, so that none is missed in between
+            self.abort(handle)
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether there is something to do."""
+        return bool(self._arrived or self._leaving or self._handles)  # any thread may ask, while another steps
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """For as long as it is entered no step runs or is under way, so that weights may change as a whole. Requests
+        go on after it, with what they have."""
+        with self._turn():
+            try:
+                self._give_out(self._move(self._decoded, self._batch.drain))
+            except BaseException as error:
+                self._fail(error)
+                raise
+            try:
+                yield
+            finally:
+                self._forget()
+
+    @property
+    def loop(self) -> EngineLoop:
+        """Steps the engine in a thread of its own; what `async for` over a stream uses."""
+        if self._loop is None:
+            with self._making_loop:  # two threads get the same one
+                self._loop = self._loop or EngineLoop(self)
+        return self._loop
 
     # -- generating ----------------------------------------------------------------------------------------------
 
@@ -122,7 +181,7 @@ class DecodeEngine:
 
         Args:
             prompts: each a list or 1-D tensor of token ids, or a text if the engine has a codec.
-            n: samples of each prompt; they share its prefill and its blocks.
+            n: samples of each prompt; they share its blocks.
             sampling: settings for all prompts, or one for each; None means the defaults.
             on_finish: called with each completion as it finishes, so that an interruption loses none of them.
             settings: single fields of `Sampling` for all prompts, such as `temperature=0.8`.
@@ -134,56 +193,39 @@ class DecodeEngine:
             RequestError: a prompt or setting cannot be used; nothing has run.
             DecodeError: the first tokens of this engine are not those of the model's own forward.
         """
-        finished: list[Completion] = []
 
-        def take(completion: Completion) -> None:
-            finished.append(completion)
-            if self.requests.codec is not None:
-                completion.text = completion_text(self.requests.codec, completion.prompt, completion.tokens)
-            if on_finish is not None:
-                on_finish(completion)
+        def take(run: Run) -> None:
+            if run.ended and on_finish is not None:
+                on_finish(run.completion)
 
-        self._begin(prompts, n, sampling, settings)
+        handle = self._submit(prompts, n, sampling, settings, take)
         try:
-            with decoding(self._modules):
-                while self._batch.unfinished:
-                    ended = [run for run in self._advance() if run.ended]
-                    for run in sorted(ended, key=lambda run: len(run.tokens)):  # as they finished
-                        take(run.completion)
+            while not handle.done:
+                self.step()
         finally:
-            self._end()
-        return sorted(finished, key=lambda c: (c.request, c.sample))
+            self.abort(handle)
+        handle.check()
+        return handle.completions
 
     def stream(
         self, prompts: list[Any], n: int = 1, sampling: Sampling | list[Sampling] | None = None, **settings: Any
-    ) -> Iterator[TokenEvent]:
-        """As `generate`, but yields tokens as they become known, up to `steps_per_sync` at a time.
+    ) -> TokenStream:
+        """As `generate`, but yields tokens as they become known, up to `steps_per_sync` of each sample at a time.
 
-        The model may be used for other things between two tokens, and closing the iterator ends all requests.
+        The model may be used for other things between two tokens, other requests may run beside it, and closing the
+        stream ends its own. `async for` lets a thread of the engine's own work.
         """
-        self._begin(prompts, n, sampling, settings)
-        try:
-            while self._batch.unfinished:
-                with decoding(self._modules):
-                    runs = self._advance()
-                yield from events(runs)
-        finally:
-            self._end()
+        return TokenStream(self, self._submit(prompts, n, sampling, settings))
 
-    def _advance(self) -> list[Run]:
-        runs = self._batch.advance()
-        for done in () if self._compared else [run.completion for run in runs]:
-            if len(done.tokens) > 1 and len(done.prompt) <= self.config.prefill_tokens:
-                compare_tokens(self.model, done, f"decode steps with {self.attention.name or 'own attention'}")
-                self._compared = True
-                break
-        return runs
+    # -- inside a turn -------------------------------------------------------------------------------------------
 
-    def _begin(self, prompts: list[Any], n: int, sampling: Any, settings: dict) -> None:
-        if self._busy:
-            raise DecodeError("this engine is already generating; finish or close the other iterator first")
-        if self._suspended:
-            raise DecodeError("this engine is suspended and has no KV memory; call resume() first")
+    def _decoding(self) -> contextlib.AbstractContextManager:
+        return decoding(self._modules)
+
+    def _submit(
+        self, prompts: Any, n: int, sampling: Any, settings: dict, on_run: Callable[[Run], None] | None = None
+    ) -> Handle:
+        self._require_memory()
         if self.model.device != self.device:
             raise DecodeError(f"the model moved from {self.device} to {self.model.device}; make a new engine")
         found = self.requests.read(prompts, n, sampling, settings)
@@ -196,18 +238,145 @@ class DecodeEngine:
                     f"prompt {sequence.completion.request} needs {needed * size} tokens of KV memory and the engine "
                     f"has {there * size} in all; lower max_new_tokens, or raise cache_tokens"
                 )
-        self.scheduler.waiting.extend(found)
-        self._modules = list(self.model.modules())
-        self._busy = True
+        handle = Handle(found, on_run)
+        if found:
+            self._arrived.append(handle)
+        return handle
 
-    def _end(self) -> None:
-        self._batch.end()
-        self._busy = False
+    def _require_memory(self) -> None:
+        if self._suspended:
+            raise DecodeError("this engine is suspended and has no KV memory; call resume() first")
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Nobody else moves sequences meanwhile. Who is aborted meanwhile is let out at the end."""
+        try:
+            with self._turns:
+                if self._moving:
+                    self._give_up(DecodeError("the engine was interrupted before this request had ended"))
+                self._let_out()
+                yield
+        finally:
+            self._let_out()
+
+    def _let_out(self) -> None:
+        """Lets out who leaves, unless a thread is in the middle of something: that one does it. It may be this one:
+        streams are closed wherever garbage is collected."""
+        while self._leaving and not self._moving and self._turns.do_if_free(self._take_in_safely):
+            pass
+
+    def _take_in_safely(self) -> None:
+        try:
+            self._take_in()
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def _move(self, act: Callable[..., Any], *given: Any) -> Any:
+        """Does it. If it is interrupted, `_moving` stays set, whatever else the interruption prevents."""
+        self._moving = True
+        found = act(*given)
+        self._moving = False
+        return found
+
+    def _take_in(self) -> None:
+        """Lets in who arrived, and out who leaves."""
+        if self._arrived or self._leaving:
+            self._give_out(self._move(self._arrive_and_leave))
+            self._rest()
+
+    def _arrive_and_leave(self) -> list[Run]:
+        if self._arrived:
+            self._modules = list(self.model.modules())
+        while self._arrived:
+            handle = self._arrived[0]
+            if not handle.done:
+                self._handles.append(handle)  # before it is taken away, so that whoever looks finds it
+                self.scheduler.waiting.extend(handle.sequences)
+            self._arrived.popleft()
+        dropped: list[Run] = []
+        with torch.inference_mode():
+            while self._leaving:
+                sequences = self._leaving.popleft().sequences
+                dropped += [self._batch.drop(sequence) for sequence in sequences if not sequence.done]
+        return dropped
+
+    def _decoded(self, act: Callable[[], list[Run]]) -> list[Run]:
+        with self._decoding():
+            return self._compare(act())
+
+    def _compare(self, runs: list[Run]) -> list[Run]:
+        if not self._compared:
+            self._forget_if_changed()
+        for done in () if self._compared else [run.completion for run in runs if id(run.completion) not in self._mixed]:
+            if len(done.tokens) > 1 and len(done.prompt) <= self.config.prefill_tokens:
+                compare_tokens(self.model, done, f"decode steps with {self.attention.name or 'own attention'}")
+                self._compared = True
+                break
+        return runs
+
+    def _give_out(self, runs: list[Run]) -> None:
+        codec, errors = self.requests.codec, []
+        for run in sorted(runs, key=lambda run: len(run.tokens)):  # as they ended
+            try:
+                if run.ended and codec is not None:
+                    run.completion.text = completion_text(codec, run.completion.prompt, run.completion.tokens)
+                run.handle.take(run)
+            except BaseException as error:  # by which the others do not lose what they have got
+                errors.append(error)
+            if run.handle.done and run.handle in self._handles:
+                self._handles.remove(run.handle)
+        if errors:
+            raise errors[0]
+
+    def _forget_if_changed(self) -> None:
+        """What is in the cache is no beginning of a prompt any more once the weights are others."""
+        now = weights_state(self.model)
+        if now != self._weights:
+            self._forget()  # even if nothing is known: what runs will be, once it has ended
+        self._weights = now
+
+    def _forget(self) -> None:
+        self.scheduler.allocator.forget()
+        if not self._compared:
+            sequences = (sequence for handle in self._handles for sequence in handle.sequences)
+            self._mixed = {id(sequence.completion) for sequence in sequences if sequence.stored}
+
+    def _rest(self) -> None:
+        """Puts everything back where it was, once there is nothing to do."""
+        if not self._batch.unfinished:
+            self._move(self._batch.end)
+            if not self.config.keep_prefixes:
+                self.scheduler.allocator.forget()
+
+    def _fail(self, error: BaseException) -> None:
+        """Ends all requests with an error."""
+        self._moving = True
+        while self._arrived:  # one by one: others may arrive meanwhile
+            self._handles.append(self._arrived[0])
+            self._arrived.popleft()
+        self._give_up(error)
+
+    def _give_up(self, error: BaseException) -> None:
+        """The same, but who has only arrived may go on."""
+        try:
+            self._batch.give_up()
+        finally:  # a GPU that has failed fails there again
+            for handle in [*self._handles]:
+                handle.fail(error)
+                self._handles.remove(handle)
+        self._moving = False
 
     # -- lifecycle -----------------------------------------------------------------------------------------------
 
     def warm_up(
-        self, sizes: list[int] | None = None, *, max_context: int | None = None, kinds: tuple = (GREEDY,), progress=True
+        self,
+        sizes: list[int] | None = None,
+        *,
+        max_context: int | None = None,
+        kinds: tuple = (GREEDY,),
+        prefill: bool = True,
+        progress: bool = True,
     ) -> None:
         """Captures graphs ahead of time, largest first; without it each is captured when it is first needed.
 
@@ -216,20 +385,24 @@ class DecodeEngine:
             max_context: capture for contexts up to this length; None means `max_seq_len`. Of no importance where
                 attention stops at the context by itself.
             kinds: of sampling: `GREEDY`, `PLAIN`, `FILTERED` of `graphmod.decode.step.sampling`.
-            progress: show a bar with the free memory.
+            prefill: also the graphs of prefill.
+            progress: show a bar with the free memory, on a terminal.
         """
-        if self._busy or self._suspended:
-            raise DecodeError("capture ahead of time while the engine is idle, and not suspended")
-        unknown = sorted(set(sizes or ()) - set(self.graphs.sizes))
-        if unknown:
-            raise ConfigError(f"sizes={unknown} are no batch sizes with a graph; choose among {self.graphs.sizes}")
-        most = self.graphs.visited(min(max_context or self.max_seq_len, self.max_seq_len))
-        contexts = [c for c in self.graphs.contexts if c is None or c <= most]
-        try:
-            with decoding(self._modules), attention(self.model, self.attention.name):
-                self.graphs.capture(sizes or self.graphs.sizes, contexts, kinds, progress)
-        finally:
-            self._end()
+        with self._turn():
+            self._require_rest("capture ahead of time while the engine is idle, and not suspended")
+            unknown = sorted(set(sizes or ()) - set(self.graphs.sizes))
+            if unknown:
+                raise ConfigError(f"sizes={unknown} are no batch sizes with a graph; choose among {self.graphs.sizes}")
+            most = self.graphs.visited(min(max_context or self.max_seq_len, self.max_seq_len))
+            contexts = [c for c in self.graphs.contexts if c is None or c <= most]
+            try:
+                with self._decoding():
+                    with attention(self.model, self.attention.name):
+                        self.graphs.capture(sizes or self.graphs.sizes, contexts, kinds, progress)
+                    if prefill and self.prefill is not None:
+                        self.prefill.capture(min(max_context or self.max_seq_len, self.max_seq_len), progress)
+            finally:
+                self._batch.end()
 
     def suspend(self) -> None:
         """Gives KV memory and graphs back, for a phase of training. Does nothing when called again.
@@ -237,44 +410,39 @@ class DecodeEngine:
         Raises:
             DecodeError: something is being generated.
         """
-        if self._busy:
-            raise DecodeError("requests are running; finish or close their iterator before suspend()")
-        if self._suspended:
-            return
-        self._suspended = True
-        self.graphs.reset()
-        self.memory.release()
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        with self._turn():
+            if self._suspended:
+                return
+            self._require_rest("requests are running; let them end, or abort them, before suspend()")
+            self._suspended = True
+            self.scheduler.allocator.forget()
+            self.graphs.reset()
+            if self.prefill is not None:
+                self.prefill.reset()
+            self.memory.release()
+            gc.collect()
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
 
     def resume(self) -> None:
         """Takes KV memory again. Graphs come back as they are needed; what did not move is not captured again, so that
         `resume` without `suspend` costs nothing."""
-        if self._suspended:
-            self.memory.allocate()
-            self._suspended = False
+        with self._turn():
+            if self._suspended:
+                self.memory.allocate()
+                self._suspended = False
+
+    def _require_rest(self, words: str) -> None:
+        if self.unfinished or self._suspended:
+            raise DecodeError(words)
 
     def force_enable(self) -> None:
         """Lets buckets that failures disabled be captured again."""
         self.graphs.force_enable()
+        if self.prefill is not None:
+            self.prefill.force_enable()
 
     @property
     def stats(self) -> DecodeStats:
         """Counters since the engine was made."""
-        buckets, seconds, pool = self.graphs.stats()
-        states = {bucket.state for bucket in buckets.values()}
-        ran = {b.state for b in buckets.values() if b.launches or b.eager_steps}
-        state = next((s for s in ("capturing", "valid") if s in states), None)
-        state = state or ("disabled" if ran == {"disabled"} else "invalid")
-        return DecodeStats(
-            state=state,
-            buckets=buckets,
-            prompt_tokens=self._batch.prompt_tokens,
-            tokens=self._batch.tokens,
-            capture_seconds=seconds,
-            waited_seconds=self._batch.waited_seconds,
-            graph_bytes=pool,
-            cache_bytes=self.memory.nbytes,
-            attention_us=dict(self.attention_us),
-        )
+        return self._parts.stats()

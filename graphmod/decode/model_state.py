@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import operator
+from collections import deque
 from collections.abc import Iterator
+from itertools import repeat
 
 import torch
 from torch import nn
@@ -12,7 +14,13 @@ from torch import nn
 from graphmod.models.exchange import STATIC, attention
 from graphmod.wrap.layers import without_graphs
 
+_SWITCHES = ("_active_adapter", "_disable_adapters", "scaling")  # of a layer with adapters
 _training = operator.attrgetter("training")
+
+
+def _set(training: list[dict], value: bool) -> None:
+    # In one call, which Ctrl-C cannot interrupt: some modules would stay in the other mode.
+    deque(map(dict.update, training, repeat({"training": value})), maxlen=0)
 
 
 @contextlib.contextmanager
@@ -24,14 +32,21 @@ def decoding(modules: list[nn.Module]) -> Iterator[None]:
         modules: all of the model's, which is the first. Walking them costs more than a decode step, so the caller keeps
             the list.
     """
-    model, training = modules[0], list(filter(_training, modules))
+    model, training = modules[0], [vars(module) for module in filter(_training, modules)]
     config = getattr(model, "config", None)
     attends = "sdpa" if getattr(config, "_attn_implementation", None) == STATIC else None
-    for module in training:
-        module.training = False
     try:
+        _set(training, False)
         with without_graphs(modules), attention(model, attends), torch.inference_mode():
             yield
     finally:
-        for module in training:
-            module.training = True
+        _set(training, True)
+
+
+def weights_state(model: nn.Module) -> int:
+    """A number that is another one after weights were exchanged, or changed in place by an operation of PyTorch, or
+    after adapters of peft were switched."""
+    tensors = (*model.parameters(), *model.buffers())
+    weights = tuple((one.data_ptr(), 0 if one.is_inference() else one._version) for one in tensors)
+    layers = [vars(module) for module in model.modules() if "_active_adapter" in vars(module)]
+    return hash((weights, *(str([layer.get(name) for name in _SWITCHES]) for layer in layers)))

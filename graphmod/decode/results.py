@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Completion:
         prompt: its token ids.
         tokens: the generated ids; the one that ended it is the last.
         logprobs: of each of them; see `TokenEvent`.
-        finish_reason: "stop" (end-of-sequence or a stop), "length", or "error".
+        finish_reason: "stop" (end-of-sequence or a stop), "length", "error", or "abort" (it was ended by `abort`).
         error: what went wrong where it is "error"; the tokens before that are good.
         text: of the tokens after the prompt, where the engine has a codec: that of both together, without that of the
             prompt, and without special tokens.
@@ -57,18 +57,20 @@ class Run(NamedTuple):
         completion: that it went into.
         tokens, logprobs: what is new; of an error, what was good.
         ended: whether it ended with that.
+        handle: of the request; None where that gave the run.
     """
 
     completion: Completion
     tokens: list[int]
     logprobs: list[float]
     ended: bool
+    handle: Any = None
 
 
 def events(runs: list[Run]) -> Iterator[TokenEvent]:
     """The tokens of runs one by one: the first of each, then the second of each, and so on."""
     for step in range(max((len(run.tokens) for run in runs), default=-1) + 1):
-        for done, tokens, logprobs, ended in runs:
+        for done, tokens, logprobs, ended, _ in runs:
             if step < len(tokens):
                 last = ended and step == len(tokens) - 1 and done.error is None
                 yield TokenEvent(
@@ -115,8 +117,12 @@ class DecodeStats:
     Attributes:
         state: `capturing` while it is; else `valid` with any graph, `disabled` if all that ran are, else `invalid`.
         buckets: batch size -> its counters.
+        prefill: counters of the graphs of prefill, whose rows are tokens of prompts.
         prompt_tokens: tokens of prompts that were prefilled.
+        prefix_tokens: tokens of prompts that were not, because they were found in the cache.
         tokens: tokens generated.
+        waiting, running: sequences that have no token yet, and those that have a row.
+        blocks_used, blocks_total: blocks of the KV cache that sequences hold, and those that there are for them.
         capture_seconds: host time spent capturing.
         waited_seconds: host time spent waiting for results of steps.
         graph_bytes: memory reserved by the graphs' pool.
@@ -126,8 +132,14 @@ class DecodeStats:
 
     state: str
     buckets: dict[int, BucketStats]
+    prefill: BucketStats
     prompt_tokens: int
+    prefix_tokens: int
     tokens: int
+    waiting: int
+    running: int
+    blocks_used: int
+    blocks_total: int
     capture_seconds: float
     waited_seconds: float
     graph_bytes: int

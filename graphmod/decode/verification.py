@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 
 from graphmod.decode.attention.choice import reference
 from graphmod.decode.attention.implementation import Implementation
-from graphmod.decode.batching.prefill import Prefill
 from graphmod.decode.cache.cache import PagedCache
 from graphmod.decode.errors import DecodeError
+from graphmod.decode.prefill.piece import Piece, Prefill
 from graphmod.decode.results import Completion
 from graphmod.decode.step.anatomy import refusal
 from graphmod.decode.step.graphs import context_sizes
@@ -43,7 +43,12 @@ def _made_up(model: PreTrainedModel, memory: PagedCache, most: int) -> list[int]
 
 
 def compare_made_up(
-    model: PreTrainedModel, memory: PagedCache, state: BatchState, prefill: Prefill, chosen: Implementation
+    model: PreTrainedModel,
+    memory: PagedCache,
+    state: BatchState,
+    prefill: Prefill,
+    most: int,
+    chosen: Implementation,
 ) -> None:
     """Compares the logits after the last two of some tokens: the first by prefill, the second by a decode step.
 
@@ -52,6 +57,7 @@ def compare_made_up(
 
     Args:
         memory, state: of an engine that has no sequences yet.
+        most: tokens that are prefilled at once.
 
     Raises:
         DecodeError: they differ from those of the model's own forward by more than kernels do.
@@ -64,7 +70,7 @@ def compare_made_up(
         own = _own_logits(model, tokens, 2)
         if not bool(torch.isfinite(own).all()):  # weights that hold NaN are told with the first token
             return
-        found = _decoded(model, memory, state, prefill, reference(chosen, memory), tokens)
+        found = _decoded(model, memory, state, prefill, most, reference(chosen, memory), tokens)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # of a model's own code: anything
@@ -82,6 +88,7 @@ def _decoded(
     memory: PagedCache,
     state: BatchState,
     prefill: Prefill,
+    most: int,
     plain: Implementation,
     tokens: list[int],
 ) -> Tensor:
@@ -89,7 +96,10 @@ def _decoded(
     size = memory.block_size
     blocks = list(range(memory.first_block, memory.first_block + -(-len(tokens) // size)))
     visited = min(one for one in context_sizes(size, state.blocks * size, False) if one >= len(tokens))
-    before = prefill([tokens[:-1]], [blocks])
+    last, step = len(tokens) - 1, min(most, -(-(len(tokens) - 1) // 2))  # in pieces, as long prompts are
+    for start in range(0, last, step):
+        end = min(last, start + step)
+        before = prefill([Piece(tokens[start:end], start, blocks, end == last)])
     state.set_rows(0, [RowValues([tokens[-1], len(tokens) - 1, 1, 0, 0, 0], [0.0, 1.0], blocks, [])])
     with attention(model, plain.name):
         after = next_logits(model, memory, state.rows(1), visited, plain.name is None)

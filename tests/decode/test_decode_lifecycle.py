@@ -298,18 +298,24 @@ def test_an_interruption_keeps_what_had_finished_and_leaves_the_engine_usable(de
     assert tokens_of(engine, prompts, max_new_tokens=9) == references(model, prompts, 9)
 
 
-def test_closing_a_stream_frees_its_requests_and_a_second_one_is_refused_meanwhile(device):
+def test_streams_run_beside_other_requests_and_closing_one_frees_its_requests(device):
     model = tiny_model("llama", device)
     engine = DecodeEngine(model, max_batch_size=4)
-    stream = engine.stream(prompts_of(4, 5), max_new_tokens=50)
-    next(stream)
+    prompts = prompts_of(4, 5, 3)
+    stream = engine.stream(prompts[:2], max_new_tokens=50)
+    first = next(stream)
     assert not torch.is_inference_mode_enabled()
-    with pytest.raises(DecodeError, match="already"):
-        engine.generate(prompts_of(3))
     with pytest.raises(DecodeError, match="running"):
         engine.suspend()
+    assert tokens_of(engine, prompts[2:], max_new_tokens=6) == references(model, prompts[2:], 6)
+    events = [first, *(next(stream) for _ in range(20))]
+    for number in range(2):
+        found = [event.token for event in events if event.request == number]
+        assert found == reference(model, prompts[number], 50)[: len(found)] != []
     stream.close()
-    prompts = prompts_of(3)
+    assert engine.stats.blocks_used == 0 and not engine.unfinished
+    engine.suspend()
+    engine.resume()
     assert tokens_of(engine, prompts, max_new_tokens=6) == references(model, prompts, 6)
 
 

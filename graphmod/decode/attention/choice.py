@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from graphmod.decode.attention import flex, xqa
+from graphmod.decode.attention import flex, triton, xqa
 from graphmod.decode.attention.fastest import measure
 from graphmod.decode.attention.implementation import Implementation
 from graphmod.decode.cache.cache import CacheView, PagedCache
@@ -84,6 +84,7 @@ def _sdpa_unavailable(memory: PagedCache) -> str | None:
 IMPLEMENTATIONS = {
     AttentionName.flashinfer: Implementation("graphmod_xqa", xqa.paged_xqa, True, xqa.unavailable, xqa.prepare),
     AttentionName.flex: Implementation("graphmod_flex", flex.paged_flex, True, flex.unavailable, flex.prepare),
+    AttentionName.triton: Implementation("graphmod_triton", triton.paged_triton, True, triton.unavailable),
     AttentionName.sdpa: Implementation("graphmod_sdpa", paged_sdpa, False, _sdpa_unavailable),
 }
 OWN = Implementation(None, None, False, lambda _: None)
@@ -91,8 +92,8 @@ OWN = Implementation(None, None, False, lambda _: None)
 # What `auto` tries, in this order: a rule and no measurement, so that one model decodes with the same last bits in
 # every run. Without compilation it leaves out flex attention, which takes seconds to compile for each batch size.
 # `benchmarks/attention.py` measured them: SDPA takes three to five times as long as FlashInfer, flex about 0.9 times.
-AUTO = (AttentionName.flashinfer, AttentionName.sdpa)
-AUTO_COMPILED = (AttentionName.flex, AttentionName.sdpa)
+AUTO = (AttentionName.flashinfer, AttentionName.triton, AttentionName.sdpa)
+AUTO_COMPILED = (AttentionName.flex, AttentionName.triton, AttentionName.sdpa)
 
 
 class Choice(NamedTuple):

@@ -12,27 +12,32 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from graphmod.decode.batching.prefill import Prefill
-from graphmod.decode.batching.scheduler import Scheduler, Sequence
+from graphmod.decode.batching.scheduler import Scheduler
+from graphmod.decode.batching.sequence import Sequence
 from graphmod.decode.cache.cache import PagedCache
+from graphmod.decode.prefill.piece import Limits, Prefill
 from graphmod.decode.results import Run
 from graphmod.decode.step.graphs import BucketGraphs
-from graphmod.decode.step.sampling import sample
 from graphmod.decode.step.state import BAD, FULL, NOTHING, STOPPED, BatchState
+from graphmod.decode.step.step import take_token
 from graphmod.models.exchange import attention
 
 _NO_NUMBERS = (
     "the model's logits hold NaN or infinity, so no token can be chosen; look at its weights (a diverged training run, "
     "an overflow in fp16)"
 )
+_LEAST_TOKENS = 512  # of prompts in a turn: a replay of so many takes a GPU little longer than one of fewer
+_TOKENS_PER_ROW = 24  # of prompts in a turn, for each row that waits for it meanwhile
 
 
 @dataclass
 class _Chunk:
-    """Steps that were launched together: in which rows whose tokens come, and where the host finds them."""
+    """Steps that were launched together, or first tokens (`bucket` is None): in which rows whose tokens come, and where
+    the host finds them."""
 
     sequences: list[Sequence]
-    bucket: int
+    rows: slice
+    bucket: int | None
     kept: list[int]
     event: torch.cuda.Event | None
 
@@ -43,6 +48,7 @@ class ContinuousBatch:
     Args:
         model: with everything for decoding switched on, except its attention, whenever `advance` is called.
         memory, state, scheduler, graphs, prefill: the parts.
+        limits: of what is prefilled at once.
         attention_name: the function decode steps use; None for the model's own.
         steps: the most decode steps in a chunk; results are read a chunk at a time.
 
@@ -59,11 +65,12 @@ class ContinuousBatch:
         scheduler: Scheduler,
         graphs: BucketGraphs,
         prefill: Prefill,
+        limits: Limits,
         attention_name: str | None,
         steps: int,
     ) -> None:
         self._model, self._memory, self._state, self.scheduler = model, memory, state, scheduler
-        self._graphs, self._prefill = graphs, prefill
+        self._graphs, self._prefill, self._limits = graphs, prefill, limits
         self._attention, self._steps = attention_name, steps
         self._in_flight: deque[_Chunk] = deque()
         self._next_step = 0
@@ -71,104 +78,131 @@ class ContinuousBatch:
         self.waited_seconds = 0.0
 
     def end(self) -> None:
-        """Gives up whatever has not finished, and makes every row padding."""
-        for chunk in self._in_flight:
-            for sequence in chunk.sequences:
-                if sequence.blocks and not self.scheduler.runs(sequence):
-                    self.scheduler.release(sequence)
-        self.scheduler.clear()
+        """Back to the beginning, once all has finished: every row is padding."""
         self._in_flight.clear()
         with torch.inference_mode():
             self._state.restart()
         self._next_step = 0
 
+    def give_up(self) -> None:
+        """Gives up everything, after an error that may have come anywhere."""
+        given_up = {*self.scheduler.clear(), *(one for chunk in self._in_flight for one in chunk.sequences)}
+        self._in_flight.clear()
+        blocks = {block for sequence in given_up for block in sequence.blocks}
+        for sequence in given_up:
+            sequence.done, sequence.blocks = True, []
+        self.scheduler.allocator.reset()
+        self._next_step = 0
+        with torch.inference_mode():
+            self._state.restart()
+            self._memory.clear([*blocks])  # nobody has looked at what they hold
+
     @property
     def unfinished(self) -> bool:
-        return self.scheduler.busy or bool(self._in_flight)
+        """Whether somebody still waits for tokens."""
+        return self.scheduler.busy or any(not one.done for chunk in self._in_flight for one in chunk.sequences)
 
     def advance(self) -> list[Run]:
-        """Lets in who fits, launches the next steps, and only then reads the results of the steps before them."""
-        runs = self._admit()
+        """Prefills what may join, launches the next steps, and only then reads the results of what came before them.
+
+        First tokens are read while those steps run.
+        """
+        self._fill()
         launched = self._launch()
-        if self._in_flight and (len(self._in_flight) > 1 or not launched):
-            runs += self._read(self._in_flight[0])
-            self._in_flight.popleft()  # not before: a codec may raise, and `end` frees the blocks of what is in flight
-        return runs
+        return self._read_all(but=int(launched))
 
-    def _admit(self) -> list[Run]:
-        groups, copies = self.scheduler.admit()
-        if not groups:
-            return []
-        firsts = [group[0] for group in groups]
-        try:
-            logits = self._prefill([first.prompt for first in firsts], [first.blocks for first in firsts])
-            self._memory.copy_blocks(copies)
-            sequences = [sequence for group in groups for sequence in group]
-            of_prompt = [number for number, group in enumerate(groups) for _ in group]
-            logits = logits.index_select(0, self._state.to_device(of_prompt, torch.int64))
-            tokens, logprobs, bad = self._first_tokens(logits, sequences)
-            self.prompt_tokens += sum(len(first.prompt) for first in firsts)
-            runs, joining = [], []
-            for sequence, token, logprob, wrong in zip(sequences, tokens, logprobs, bad, strict=True):
-                over = sequence.steps_left == 0
-                status = BAD if wrong else STOPPED if token in sequence.stop_ids else FULL if over else 0
-                runs.append(self._take(sequence, [token], [logprob], [status]))
-                if sequence.done:
-                    self._release(sequence)
-                else:
-                    joining.append(sequence)
-        except BaseException:
-            for group in groups:
-                for sequence in group:
-                    self.scheduler.release(sequence)
-            raise
-        if joining:
-            self._state.set_rows(self.scheduler.join(joining), [sequence.row_values() for sequence in joining])
-        return runs
+    def drain(self) -> list[Run]:
+        """Reads the results of all that was launched."""
+        return self._read_all(but=0)
 
-    def _first_tokens(self, logits: torch.Tensor, sequences: list[Sequence]) -> tuple[list, list, list]:
-        bring = self._state.to_device
-        choice = sample(
-            logits,
-            bring([s.sampling.temperature for s in sequences], torch.float32),
-            bring([s.sampling.top_k for s in sequences], torch.int64),
-            bring([s.sampling.top_p for s in sequences], torch.float32),
-            bring([s.seed for s in sequences], torch.int64),
-            bring([len(s.prompt) for s in sequences], torch.int64),
-            max(s.kind for s in sequences),
-        )
-        return choice.tokens.tolist(), choice.logprobs.tolist(), choice.bad.tolist()
+    def drop(self, sequence: Sequence) -> Run:
+        """Ends a sequence that has not ended; its blocks are free at once, since whatever still writes to them was
+        launched before what their next owner writes."""
+        scheduler = self.scheduler
+        unseen = sequence in scheduler.filling or any(sequence in chunk.sequences for chunk in self._in_flight)
+        for queue in (scheduler.waiting, scheduler.filling):
+            if sequence in queue:
+                queue.remove(sequence)
+        if sequence in scheduler.running:
+            self._vacate(sequence)
+        done = sequence.completion
+        done.finish_reason = "abort"
+        blocks = sequence.blocks
+        self._release(sequence)
+        if unseen:
+            self._clear(blocks)  # nobody has looked at what they hold
+        return Run(done, [], [], True, sequence.handle)
+
+    def _budget(self) -> int:
+        """Tokens of prompts for this turn: few while others wait for their next token, many where most of those who
+        are there wait for their first."""
+        running, waiting = len(self.scheduler.running), len(self.scheduler.waiting) + len(self.scheduler.filling)
+        if not running:
+            return self._limits.tokens
+        fair = max(_LEAST_TOKENS, _TOKENS_PER_ROW * running) * max(1, waiting // running)
+        return min(fair, self._limits.tokens)
+
+    def _fill(self) -> None:
+        """Prefills some tokens of prompts; who has no more of them is given a row and its first token."""
+        scheduler = self.scheduler
+        planned = scheduler.plan(self._limits._replace(tokens=self._budget()))
+        if not planned:
+            return
+        logits = self._prefill([part.piece() for part in planned])
+        self.prompt_tokens += sum(part.end - part.start for part in planned)
+        joining = [part.sequence for part in planned if part.last]
+        if not joining:
+            return
+        first = scheduler.join(joining)
+        self._state.set_rows(first, [sequence.row_values() for sequence in joining])
+        rows = self._state.part(first, len(joining))
+        take_token(logits, rows, max(sequence.kind for sequence in joining))
+        self._sent(joining, slice(first, first + len(joining)), None, 1)
 
     def _launch(self) -> bool:
         running = self.scheduler.running
-        steps = min(self._steps, max((s.steps_left for s in running), default=0))
-        if not steps:
-            return False
-        kind = max(s.kind for s in running)
+        steps = min(self._most_steps(), max((s.steps_left for s in running), default=0))
         for sequence in running:
             sequence.launched += min(steps, sequence.steps_left)
-        context = max(len(s.prompt) + s.launched for s in running)
-        with attention(self._model, self._attention):
-            bucket = self._graphs.launch(len(running), context, kind, steps)
-        kept, event = self._state.read_back(self._next_step, steps)
-        self._next_step = (self._next_step + steps) % self._state.steps
-        self._in_flight.append(_Chunk(list(running), bucket, kept, event))
+        if steps:
+            kind = max(s.kind for s in running)
+            context = max(len(s.prompt) + s.launched for s in running)
+            with attention(self._model, self._attention):
+                bucket = self._graphs.launch(len(running), context, kind, steps)
+            self._sent(list(running), slice(0, len(running)), bucket, steps)
         # Whose last step this was is known now; the row need not wait until its tokens are read.
         for sequence in [s for s in running if not s.steps_left]:
             self._vacate(sequence)
-        return True
+        return steps > 0
+
+    def _most_steps(self) -> int:
+        """Half as many as usual while somebody waits: a row that ended within a chunk is empty until the next one."""
+        return max(1, self._steps // 2) if self.scheduler.waiting else self._steps
+
+    def _sent(self, sequences: list[Sequence], rows: slice, bucket: int | None, steps: int) -> None:
+        kept, event = self._state.read_back(self._next_step, steps)
+        self._next_step = (self._next_step + steps) % self._state.steps
+        self._in_flight.append(_Chunk(sequences, rows, bucket, kept, event))
+
+    def _read_all(self, but: int) -> list[Run]:
+        runs: list[Run] = []
+        while len(self._in_flight) > but:
+            runs += self._read(self._in_flight[0])
+            self._in_flight.popleft()  # not before: a codec may raise, and `end` frees the blocks of what is in flight
+        return runs
 
     def _read(self, chunk: _Chunk) -> list[Run]:
         if chunk.event is not None:
             began = time.perf_counter()
             chunk.event.synchronize()
             self.waited_seconds += time.perf_counter() - began
-        rows = zip(chunk.sequences, *self._state.results_at(chunk.kept, len(chunk.sequences)), strict=True)
+        rows = zip(chunk.sequences, *self._state.results_at(chunk.kept, chunk.rows), strict=True)
         runs = [self._take(sequence, *found) for sequence, *found in rows if not sequence.done]
-        self._graphs.count(chunk.bucket, chunk.bucket * len(chunk.kept), sum(len(run.logprobs) for run in runs))
+        if chunk.bucket is not None:
+            self._graphs.count(chunk.bucket, chunk.bucket * len(chunk.kept), sum(len(run.logprobs) for run in runs))
         for sequence in chunk.sequences:
             if sequence.done and sequence.blocks:
-                if self.scheduler.runs(sequence):
+                if sequence in self.scheduler.running:
                     self._vacate(sequence)
                 self._release(sequence)
         return runs
@@ -185,7 +219,7 @@ class ContinuousBatch:
         else:  # as nearly always; rows times steps are many to look at one by one
             done.tokens += tokens
             done.logprobs += logprobs
-        run = Run(done, done.tokens[before:], done.logprobs[before:], sequence.done)
+        run = Run(done, done.tokens[before:], done.logprobs[before:], sequence.done, sequence.handle)
         self.tokens += len(run.tokens)
         return run
 
@@ -214,5 +248,11 @@ class ContinuousBatch:
         blocks = sequence.blocks
         self.scheduler.release(sequence)
         if sequence.completion.error is not None:
-            # What nobody holds any more may hold NaN, which masks do not take out.
-            self._memory.clear([block for block in blocks if not self.scheduler.allocator.holders(block)])
+            self._clear(blocks)
+
+    def _clear(self, blocks: list[int]) -> None:
+        """Of blocks that may hold NaN, which masks do not take out, those that nobody holds any more."""
+        allocator = self.scheduler.allocator
+        for block in blocks:
+            allocator.unknow(block)
+        self._memory.clear([block for block in blocks if not allocator.holders(block)])

@@ -73,7 +73,7 @@ class PagedCache:
 
     def clear(self, blocks: list[int]) -> None:
         """Zeroes blocks that may hold NaN, before another sequence gets them."""
-        index = torch.tensor(blocks, device=self.device)
+        index = torch.tensor(blocks, dtype=torch.int64, device=self.device)  # which may be none
         for tensor in (*self.keys, *self.values):
             tensor.index_fill_(0, index, 0)
 

@@ -46,6 +46,34 @@ def _state(states: list[str]) -> str:
     return "disabled" if "disabled" in states else "invalid"
 
 
+def counters(wrappers: Iterable[CUDAGraphModule], own: BucketStats, released: int) -> BucketStats:
+    """The counters of some wrappers together.
+
+    Args:
+        own: what they do not count: steps without a wrapper, and rows.
+        released: captures whose graphs were freed by a `reset`.
+    """
+    graphs = [wrapper.stats for wrapper in wrappers]
+    captures = sum(graph.captures for graph in graphs)
+    return BucketStats(
+        state=_state([graph.state for graph in graphs]),
+        launches=sum(graph.replays for graph in graphs),
+        captures=captures,
+        recaptures=max(0, captures - released - sum(graph.captures > 0 for graph in graphs)),
+        eager_steps=own.eager_steps + sum(graph.eager_calls for graph in graphs),
+        failures=sum(graph.failures for graph in graphs),
+        row_steps=own.row_steps,
+        padding_row_steps=own.padding_row_steps,
+    )
+
+
+def free_memory(device: torch.device) -> dict[str, str]:
+    """For a bar: the free memory of a GPU."""
+    if device.type != "cuda":
+        return {}
+    return {"free": f"{torch.cuda.mem_get_info(device)[0] / 2**30:.1f} GiB"}
+
+
 class BucketGraphs:
     """Launches decode steps in the smallest bucket that holds the batch.
 
@@ -59,14 +87,14 @@ class BucketGraphs:
     def __init__(self, step: DecodeStep, state: BatchState, config: EngineConfig, contexts: list[int | None]) -> None:
         self.step, self.state, self.config, self.contexts = step, state, config, contexts
         self.sizes = config.bucket_sizes()
-        self._settings = CUDAGraphConfig(
+        self.settings = CUDAGraphConfig(
             warmup_steps=config.warmup_steps,
             max_failures=config.max_failures,
             backend=config.backend,
             max_graphs=1,
             verify=Verify.off,  # a token would come late
         )
-        self._group = Group()
+        self.group = Group()
         self.wrappers: dict[Key, CUDAGraphModule] = {}
         self._counts = {size: BucketStats() for size in self.sizes}
         self._released = dict.fromkeys(self.sizes, 0)  # captures whose graphs `reset` freed
@@ -92,7 +120,7 @@ class BucketGraphs:
         wrapper = self.wrappers.get(key)
         if wrapper is None:
             name = f"decode step of {size} row{'s' if size != 1 else ''}"
-            wrapper = self.wrappers[key] = CUDAGraphModule(self.step, self._settings, name=name, group=self._group)
+            wrapper = self.wrappers[key] = CUDAGraphModule(self.step, self.settings, name=name, group=self.group)
         while steps > 0:
             wrapper(self.state.rows(size), visited, kind)
             steps -= 1 + wrapper.replay(steps - 1)
@@ -113,7 +141,8 @@ class BucketGraphs:
             for visited in sorted(contexts, key=lambda c: c or 0, reverse=True)
             for kind in sorted(kinds, reverse=True)
         ]
-        with tqdm(wanted, desc="capturing", unit="graph", disable=not progress) as bar:
+        # None: a bar on a terminal only.
+        with tqdm(wanted, desc="capturing", unit="graph", disable=None if progress else True) as bar:
             for size, visited, kind in bar:
                 self.capturing = size
                 try:
@@ -121,31 +150,19 @@ class BucketGraphs:
                         self.launch(size, visited or 1, kind)
                 finally:
                     self.capturing = None
-                if self.state.device.type == "cuda":
-                    free, _ = torch.cuda.mem_get_info(self.state.device)
-                    bar.set_postfix(rows=size, free=f"{free / 2**30:.1f} GiB", refresh=False)
-                else:
-                    bar.set_postfix(rows=size, refresh=False)
+                bar.set_postfix(rows=size, **free_memory(self.state.device), refresh=False)
 
     def stats(self) -> tuple[dict[int, BucketStats], float, int]:
         """Counters of each bucket, seconds spent capturing, and bytes of the pool."""
-        buckets, seconds, pool = {}, 0.0, 0
+        buckets, wrappers = {}, list(self.wrappers.items())  # another thread may add some
         for size in self.sizes:
-            graphs = [wrapper.stats for (rows, _, _), wrapper in self.wrappers.items() if rows == size]
-            own, captures = self._counts[size], sum(graph.captures for graph in graphs)
-            buckets[size] = BucketStats(
-                state="capturing" if size == self.capturing else _state([graph.state for graph in graphs]),
-                launches=sum(graph.replays for graph in graphs),
-                captures=captures,
-                recaptures=max(0, captures - self._released[size] - sum(graph.captures > 0 for graph in graphs)),
-                eager_steps=own.eager_steps + sum(graph.eager_calls for graph in graphs),
-                failures=sum(graph.failures for graph in graphs),
-                row_steps=own.row_steps,
-                padding_row_steps=own.padding_row_steps,
-            )
-            seconds += sum(graph.capture_seconds for graph in graphs)
-            pool = max([pool, *(graph.pool_bytes for graph in graphs)])
-        return buckets, seconds, pool
+            graphs = [wrapper for (rows, _, _), wrapper in wrappers if rows == size]
+            buckets[size] = counters(graphs, self._counts[size], self._released[size])
+            if size == self.capturing:
+                buckets[size].state = "capturing"
+        every = [wrapper.stats for _, wrapper in wrappers]
+        seconds = sum((graph.capture_seconds for graph in every), 0.0)
+        return buckets, seconds, max((graph.pool_bytes for graph in every), default=0)
 
     def reset(self) -> None:
         """Frees the graphs; what was disabled stays so, and what is captured next is no recapture."""

@@ -84,18 +84,22 @@ class BatchState:
     def rows(self, count: int) -> Rows:
         """The state of the first `count` rows; the same tensors each time."""
         if count not in self._slices:
-            whole = self.whole
-            cut = Rows(
-                integers=whole.integers[:count],
-                floats=whole.floats[:count],
-                block_table=whole.block_table[:count],
-                stops=whole.stops[:count],
-                results=whole.results[:, :, :count],
-                logprobs=whole.logprobs[:, :count],
-                cursor=whole.cursor[:],
-            )
-            self._slices[count] = Rows(*map(mark_static, cut))
+            part = self.part(0, count)._replace(cursor=self.whole.cursor[:])
+            self._slices[count] = Rows(*map(mark_static, part))
         return self._slices[count]
+
+    def part(self, first: int, count: int) -> Rows:
+        """The state of `count` rows from `first` on, for what no graph reads."""
+        whole, part = self.whole, slice(first, first + count)
+        return Rows(
+            whole.integers[part],
+            whole.floats[part],
+            whole.block_table[part],
+            whole.stops[part],
+            whole.results[:, :, part],
+            whole.logprobs[:, part],
+            whole.cursor,
+        )
 
     def to_device(self, values: list, dtype: torch.dtype) -> Tensor:
         """`values` as a tensor on the device, copied from pinned memory without waiting."""
@@ -141,11 +145,11 @@ class BatchState:
             event.record()
         return kept, event
 
-    def results_at(self, kept: list[int], rows: int) -> tuple[list[list[int]], list[list[float]], list[list[int]]]:
+    def results_at(self, kept: list[int], rows: slice) -> tuple[list[list[int]], list[list[float]], list[list[int]]]:
         """Tokens, log-probabilities and statuses, each (rows, steps), of steps that have been read back."""
         results, logprobs = self._host_results.numpy(), self._host_logprobs.numpy()  # whose lists are made faster
-        tokens, statuses = results[kept, :, :rows].transpose(1, 2, 0).tolist()
-        return tokens, logprobs[kept, :rows].T.tolist(), statuses
+        tokens, statuses = results[kept, :, rows].transpose(1, 2, 0).tolist()
+        return tokens, logprobs[kept, rows].T.tolist(), statuses
 
     def restart(self) -> None:
         """Back to the first step of `results`, and to nothing but padding."""

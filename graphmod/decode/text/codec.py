@@ -107,6 +107,10 @@ def tokenizer_folder(folder: Path, tokenizer: str | None) -> Path | None:
             raise ConfigError(
                 f"tokenizer={tokenizer} is not a folder; give the folder of a saved tokenizer, or tokenizer=bytes"
             )
+        if not any(Path(tokenizer).iterdir()):
+            raise ConfigError(
+                f"tokenizer={tokenizer} is empty; give the folder of a saved tokenizer, or tokenizer=bytes"
+            )
         return Path(tokenizer)
     if _has_tokenizer(folder):
         return folder
@@ -130,5 +134,6 @@ def codec_for(folder: Path, tokenizer: str | None) -> Codec:
     try:
         loaded = AutoTokenizer.from_pretrained(source, local_files_only=True)
     except Exception as error:  # whatever the readers of the many formats raise
-        raise ConfigError(f"tokenizer={source} is not a tokenizer that transformers reads: {reason(error)}") from error
+        why = reason(error).rstrip(" ,")
+        raise ConfigError(f"tokenizer={source} is not a tokenizer that transformers reads: {why}") from error
     return TokenizerCodec(loaded)

@@ -86,9 +86,11 @@ def test_a_row_without_context_is_finite_or_ignored_but_never_spreads(device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_flex_agrees_with_it(dtype):
-    memory, table, context, query = filled(64, torch.device("cuda"), dtype)
-    found = IMPLEMENTATIONS[AttentionName.flex]
+@pytest.mark.parametrize("name", [AttentionName.flex, AttentionName.triton])
+@pytest.mark.parametrize("block_size", [16, 64, 128])
+def test_others_agree_with_it(name, dtype, block_size):
+    memory, table, context, query = filled(block_size, torch.device("cuda"), dtype)
+    found = IMPLEMENTATIONS[name]
     reason = found.unavailable(memory)
     if reason is not None:
         pytest.skip(reason)
@@ -100,11 +102,12 @@ def test_flex_agrees_with_it(dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("mode", [CompileMode.none, CompileMode.default])
-def test_flex_in_a_graph_decodes_the_tokens_of_generate(architecture, mode):
+@pytest.mark.parametrize("attention", ["flex", "triton"])
+def test_kernels_in_a_graph_decode_the_tokens_of_generate(architecture, mode, attention):
     model = tiny_model(architecture, torch.device("cuda"))
     if (model.config.get_text_config().hidden_size // 4) % 16 and architecture != "qwen3":
-        pytest.skip("heads of this model are smaller than flex attention takes")
-    engine = DecodeEngine(model, max_batch_size=4, block_size=16, attention="flex", compile=mode)
+        pytest.skip("heads of this model are smaller than the kernels take")
+    engine = DecodeEngine(model, max_batch_size=4, block_size=16, attention=attention, compile=mode)
     prompts = prompts_of(5, 20, 33)
     for prompt, done in zip(prompts, engine.generate(prompts, max_new_tokens=30), strict=True):
         assert done.tokens == reference(model, prompt, 30)
@@ -132,6 +135,26 @@ def test_slots_follow_the_block_table_and_padding_has_none(device):
     position = torch.tensor([0, 6, 3], device=device)
     active = torch.tensor([True, True, False], device=device)
     assert slot_mapping(position, table, active, 4).tolist() == [28, 38, -1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 3, 64])
+def test_rows_without_context_and_what_lies_behind_a_context_do_not_reach_others(rows):
+    memory, table, context, query = filled(16, torch.device("cuda"))
+    found = IMPLEMENTATIONS[AttentionName.triton]
+    if found.unavailable(memory) is not None:
+        pytest.skip(found.unavailable(memory))
+    table, context, query = (one.repeat(16, *[1] * (one.dim() - 1))[: 4 * rows] for one in (table, context, query))
+    context[1] = 0
+    with torch.inference_mode():
+        view = CacheView(memory, table.new_zeros(len(table)), table, context, None)
+        expected = found.function(Layer, query, None, None, None, 0.2, cache_view=view)[0]
+        assert not expected[1].any() and torch.isfinite(expected).all()
+        last = table[0, 0] * 16
+        for held in (*memory.keys, *memory.values):
+            held.flatten(0, 1)[last + 5 : last + 16] = float("nan")  # behind the 5 tokens of row 0
+        got = found.function(Layer, query, None, None, None, 0.2, cache_view=view)[0]
+    assert torch.equal(got, expected)
 
 
 def test_padding_writes_to_no_block_of_a_sequence(device):

@@ -16,7 +16,7 @@ from graphmod.decode.attention.choice import IMPLEMENTATIONS, choose
 from graphmod.decode.config import AttentionName
 from graphmod.decode.step.compile import compiled_code
 
-ALL = [AttentionName.flashinfer, AttentionName.flex, AttentionName.sdpa]
+ALL = [AttentionName.flashinfer, AttentionName.flex, AttentionName.triton, AttentionName.sdpa]
 
 
 @pytest.fixture

@@ -1,0 +1,128 @@
+"""`EngineLoop`: steps an engine in a thread of its own, for as long as there is something to do."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from graphmod.decode.batching.handle import Handle
+from graphmod.decode.config import Sampling
+from graphmod.decode.errors import DecodeError
+from graphmod.decode.results import Run
+
+log = logging.getLogger("graphmod")
+
+
+class Engine(Protocol):
+    """What loops and streams need of a `DecodeEngine`."""
+
+    @property
+    def unfinished(self) -> bool: ...
+
+    @property
+    def loop(self) -> EngineLoop: ...
+
+    def submit(self, prompt: Any, n: int, sampling: Any, **settings: Any) -> Handle: ...
+
+    def step(self) -> list[Run]: ...
+
+    def abort(self, handle: Handle) -> None: ...
+
+    def abort_all(self) -> None: ...
+
+
+class EngineLoop:
+    """Requests may come from any thread; a thread that ends when there is nothing left to do steps the engine.
+
+    Args:
+        engine: a `DecodeEngine`, which may be used beside it.
+
+    Attributes:
+        error: of the engine, the last one; the requests that it ended have it as well, and later ones are tried again.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.error: BaseException | None = None
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def start(self) -> None:
+        """Goes to work on whatever the engine was given. `submit` does that by itself.
+
+        Raises:
+            DecodeError: it was closed.
+        """
+        with self._lock:
+            if self._closed:
+                raise DecodeError("this loop was closed and takes no more requests; make another EngineLoop(engine)")
+            if self._thread is None and self.engine.unfinished:
+                thread = threading.Thread(target=self._run, name="graphmod-engine")
+                thread.start()  # may fail, as when the interpreter ends
+                self._thread = thread
+
+    def submit(
+        self,
+        prompt: Any,
+        n: int = 1,
+        sampling: Sampling | None = None,
+        *,
+        on_run: Callable[[Run], None] | None = None,
+        **settings: Any,
+    ) -> Handle:
+        """As `DecodeEngine.submit`; the request is worked on at once.
+
+        Raises:
+            RequestError: the prompt or a setting cannot be used.
+            DecodeError: the loop was closed.
+        """
+        if self._closed:
+            self.start()
+        handle = self.engine.submit(prompt, n, sampling, on_run=on_run, **settings)
+        try:
+            self.start()
+        except BaseException:
+            self.engine.abort(handle)
+            raise
+        return handle
+
+    def abort(self, handle: Handle) -> None:
+        """Ends a request; see `DecodeEngine.abort`."""
+        self.engine.abort(handle)
+
+    def close(self, drain: bool = True, timeout: float | None = None) -> None:
+        """Takes no more requests, and waits for the thread to end, unless it is that thread which calls.
+
+        Args:
+            drain: finish what waits and runs, else end it now.
+            timeout: seconds for that, after which the rest is ended; None waits for as long as it takes.
+        """
+        with self._lock:
+            self._closed, thread = True, self._thread
+        if not drain:
+            self.engine.abort_all()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout if drain else None)
+            if thread.is_alive():
+                self.engine.abort_all()
+                thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self.engine.unfinished:
+                    self._thread = None
+                    return
+            try:
+                self.engine.step()
+            except BaseException as error:
+                # All requests that it ended have it; a thread has nobody else to tell.
+                self.error = error
+                log.error("decoding failed, and the requests that ran or waited have ended: %s", error)

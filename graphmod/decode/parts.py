@@ -1,0 +1,128 @@
+"""The parts of an engine, made for a model and settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel
+
+from graphmod.config import CompileMode
+from graphmod.decode.attention.choice import choose
+from graphmod.decode.attention.implementation import Implementation
+from graphmod.decode.batching.batch import ContinuousBatch
+from graphmod.decode.batching.requests import RequestReader, eos_ids
+from graphmod.decode.batching.scheduler import Scheduler
+from graphmod.decode.cache.blocks import BlockAllocator
+from graphmod.decode.cache.cache import PagedCache
+from graphmod.decode.config import EngineConfig
+from graphmod.decode.model_state import decoding
+from graphmod.decode.prefill.attention import unavailable
+from graphmod.decode.prefill.packed import PackedPrefill
+from graphmod.decode.prefill.padded import PaddedPrefill
+from graphmod.decode.prefill.piece import Limits
+from graphmod.decode.results import BucketStats, DecodeStats
+from graphmod.decode.step.anatomy import look_at
+from graphmod.decode.step.graphs import BucketGraphs, context_sizes
+from graphmod.decode.step.state import BatchState
+from graphmod.decode.step.step import DecodeStep
+from graphmod.decode.text.codec import Codec
+from graphmod.decode.verification import compare_made_up
+from graphmod.errors import ConfigError
+
+_MOST_PIECES = 32  # of prompts that are prefilled at once: logits are made for the end of each
+
+
+@dataclass
+class Parts:
+    """What an engine consists of.
+
+    Attributes:
+        prefill: in graphs; None where the model attends by itself.
+        attention_us: see `DecodeStats`.
+    """
+
+    max_seq_len: int
+    memory: PagedCache
+    attention: Implementation
+    attention_us: dict[str, float]
+    state: BatchState
+    scheduler: Scheduler
+    graphs: BucketGraphs
+    prefill: PackedPrefill | None
+    requests: RequestReader
+    batch: ContinuousBatch
+
+    def stats(self) -> DecodeStats:
+        """The counters of all parts."""
+        buckets, seconds, pool = self.graphs.stats()
+        prefill, prefill_seconds = self.prefill.stats() if self.prefill else (BucketStats(), 0.0)
+        states = {bucket.state for bucket in buckets.values()}
+        ran = {b.state for b in buckets.values() if b.launches or b.eager_steps}
+        state = next((s for s in ("capturing", "valid") if s in states), None)
+        scheduler, allocator = self.scheduler, self.scheduler.allocator
+        return DecodeStats(
+            state=state or ("disabled" if ran == {"disabled"} else "invalid"),
+            buckets=buckets,
+            prefill=prefill,
+            prompt_tokens=self.batch.prompt_tokens,
+            prefix_tokens=scheduler.prefix_tokens,
+            tokens=self.batch.tokens,
+            waiting=len(scheduler.waiting) + len(scheduler.filling),
+            running=len(scheduler.running),
+            blocks_used=allocator.count - allocator.free_blocks,
+            blocks_total=allocator.count,
+            capture_seconds=seconds + prefill_seconds,
+            waited_seconds=self.batch.waited_seconds,
+            graph_bytes=pool,
+            cache_bytes=self.memory.nbytes,
+            attention_us=dict(self.attention_us),
+        )
+
+
+def _length(config: EngineConfig, positions: int | None) -> int:
+    found = config.max_seq_len or positions
+    if found is None:
+        raise ConfigError("the number of positions of this model is unknown; give max_seq_len")
+    if positions is not None and found > positions:
+        raise ConfigError(f"max_seq_len={found} is more than the {positions} positions of the model")
+    return found
+
+
+def build(model: PreTrainedModel, config: EngineConfig, codec: Codec | None) -> Parts:
+    """Makes the parts, and compares what they compute with the model's own forward.
+
+    Raises:
+        ConfigError, DecodeError: see `DecodeEngine`.
+    """
+    text = model.config.get_text_config()
+    positions = getattr(text, "max_position_embeddings", None)
+    max_seq_len = _length(config, positions)
+    modules = list(model.modules())
+    with decoding(modules):
+        anatomy = look_at(model, max_seq_len)
+    size, rows = config.block_size, config.max_batch_size
+    table = -(-max_seq_len // size)
+    blocks = rows * table if config.cache_tokens is None else config.cache_tokens // size
+    if blocks < 1:
+        raise ConfigError(f"cache_tokens={config.cache_tokens} is less than one block of {size} tokens")
+    memory = PagedCache(anatomy.layers, blocks, size, rows, model.dtype, model.device)
+    compiled = config.compile is not CompileMode.none
+    attention, attention_us = choose(config.attention, memory, compiled, max_seq_len, anatomy.own_reason)
+    # Results of two chunks of steps wait to be read at most, and first tokens.
+    state = BatchState(rows, table, 2 * config.steps_per_sync + 1, model.device)
+    scheduler = Scheduler(BlockAllocator(blocks, size, memory.first_block), rows)
+    step = DecodeStep(model, memory, config.compile, own=attention.name is None)
+    graphs = BucketGraphs(step, state, config, context_sizes(size, table * size, attention.stops_at_context))
+    tokens = config.prefill_tokens
+    limits = Limits(tokens, _MOST_PIECES, max(table * size, 4 * tokens))
+    packed = None
+    if attention.name is not None and unavailable(memory) is None:
+        packed = PackedPrefill(model, memory, limits, graphs.settings if config.graphs else None, graphs.group)
+    padded = PaddedPrefill(model, memory, tokens, state.to_device)
+    batch = ContinuousBatch(
+        model, memory, state, scheduler, graphs, packed or padded, limits, attention.name, config.steps_per_sync
+    )
+    with decoding(modules):
+        compare_made_up(model, memory, state, packed.uncounted if packed else padded, tokens, attention)
+    requests = RequestReader(text.vocab_size, max_seq_len, eos_ids(model, codec), codec, positions)
+    return Parts(max_seq_len, memory, attention, attention_us, state, scheduler, graphs, packed, requests, batch)

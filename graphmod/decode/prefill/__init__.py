@@ -1,0 +1,1 @@
+"""Prompts on their way into the KV cache."""

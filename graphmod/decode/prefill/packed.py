@@ -1,0 +1,150 @@
+"""Prefill in graphs: pieces of prompts lie one after the other, padded to one of a few sizes."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from graphmod.config import CUDAGraphConfig
+from graphmod.decode.cache.cache import PagedCache
+from graphmod.decode.prefill.attention import NAME
+from graphmod.decode.prefill.piece import Limits, Piece
+from graphmod.decode.prefill.view import POSITION, TOKEN, Packed, PackedBuffer, PackedView
+from graphmod.decode.results import BucketStats
+from graphmod.decode.step.anatomy import step_arguments
+from graphmod.decode.step.graphs import counters, free_memory
+from graphmod.graph.group import Group
+from graphmod.models.exchange import attention, takes
+from graphmod.wrap.module import CUDAGraphModule
+
+_LEAST_TOKENS = 32
+_BUSY_TOKENS = 512
+_LEAST_COLUMNS = 256
+
+Key = tuple[int, int | None]  # tokens, columns
+
+
+def sizes(least: int, most: int, factor: int) -> list[int]:
+    """From `least` on, each `factor` times the one before, up to `most`, which is the last."""
+    found = []
+    while least < most:
+        found.append(least)
+        least *= factor
+    return [*found, most]
+
+
+class PackedStep(nn.Module):
+    """The callable that is captured."""
+
+    def __init__(self, model: PreTrainedModel, memory: PagedCache) -> None:
+        super().__init__()
+        self.model, self.memory = model, memory
+        self._keeps = takes(model, "logits_to_keep")
+
+    def forward(self, packed: Packed) -> Tensor:
+        """(pieces, vocabulary): the logits after the tokens `packed.ends`."""
+        tokens = packed.tokens
+        given = step_arguments(
+            self.model, tokens[TOKEN].unsqueeze(0), tokens[POSITION].unsqueeze(0), PackedView(self.memory, packed)
+        )
+        if self._keeps:
+            return self.model(**given, logits_to_keep=packed.ends).logits[0]
+        return self.model(**given).logits[0].index_select(0, packed.ends)
+
+
+class PackedPrefill:
+    """See `piece.Prefill`.
+
+    Args:
+        limits: of pieces.
+        settings: of the wrappers; None captures nothing.
+        group: of the wrappers.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        memory: PagedCache,
+        limits: Limits,
+        settings: CUDAGraphConfig | None,
+        group: Group,
+    ) -> None:
+        self._model, self._step, self._settings, self._group = model, PackedStep(model, memory), settings, group
+        doubling = sizes(_LEAST_TOKENS, limits.tokens, 2)
+        # Where a GPU is busy with them, tokens that are padding cost as much as others.
+        between = [3 * size // 2 for size in doubling if size >= _BUSY_TOKENS and 3 * size // 2 < limits.tokens]
+        self.tokens = sorted({*doubling, *between})
+        self.columns = sizes(_LEAST_COLUMNS, limits.columns, 4)
+        self._buffer = PackedBuffer(memory, limits)
+        self._device, self._released = memory.device, 0
+        self.wrappers: dict[Key, CUDAGraphModule] = {}
+        self._counts = BucketStats()
+
+    def __call__(self, pieces: list[Piece]) -> Tensor:
+        size, columns = self._sizes(pieces)
+        packed = self._buffer.fill(pieces, size, columns)
+        with attention(self._model, NAME):
+            logits = (self._wrapper(size, columns) if self._settings else self._step)(packed)
+        self._counts.eager_steps += self._settings is None
+        self._counts.row_steps += size
+        self._counts.padding_row_steps += size - sum(len(piece.tokens) for piece in pieces)
+        return logits[: sum(piece.last for piece in pieces)]
+
+    def uncounted(self, pieces: list[Piece]) -> Tensor:
+        """The same without a graph, and without traces in the counters."""
+        with attention(self._model, NAME):
+            logits = self._step(self._buffer.fill(pieces, *self._sizes(pieces)))
+        return logits[: sum(piece.last for piece in pieces)]
+
+    def _sizes(self, pieces: list[Piece]) -> Key:
+        used = sum(len(piece.tokens) for piece in pieces)
+        size = next(size for size in self.tokens if size >= used)
+        columns = None
+        if any(piece.start for piece in pieces):
+            columns = next(size for size in self.columns if size >= sum(piece.end for piece in pieces))
+        return size, columns
+
+    def _wrapper(self, size: int, columns: int | None) -> CUDAGraphModule:
+        wrapper = self.wrappers.get((size, columns))
+        if wrapper is None:
+            name = f"prefill of {size} tokens"
+            wrapper = CUDAGraphModule(self._step, self._settings, name=name, group=self._group)
+            self.wrappers[size, columns] = wrapper
+        return wrapper
+
+    def capture(self, longest: int, progress: bool) -> None:
+        """Captures ahead of time, with nothing but padding.
+
+        Args:
+            longest: tokens of the longest sequence.
+            progress: show a bar, on a terminal.
+        """
+        if self._settings is None:
+            return
+        most = next((size for size in self.columns if size >= longest), self.columns[-1])
+        columns = [size for size in self.columns if size <= most]
+        sizes = [(size, held) for size in self.tokens for held in (None, *columns) if held is None or held >= size]
+        with tqdm(sizes[::-1], desc="capturing prefill", unit="graph", disable=None if progress else True) as bar:
+            for size, held in bar:
+                for _ in range(self._settings.warmup_steps + 1):
+                    with attention(self._model, NAME):
+                        self._wrapper(size, held)(self._buffer.fill([], size, held))
+                bar.set_postfix(tokens=size, **free_memory(self._device), refresh=False)
+
+    def stats(self) -> tuple[BucketStats, float]:
+        """Counters, and seconds spent capturing."""
+        wrappers = list(self.wrappers.values())  # another thread may add some
+        seconds = sum((wrapper.stats.capture_seconds for wrapper in wrappers), 0.0)
+        return counters(wrappers, self._counts, self._released), seconds
+
+    def reset(self) -> None:
+        """Frees the graphs."""
+        for wrapper in self.wrappers.values():
+            self._released += wrapper.stats.state == "captured"
+            wrapper.reset()
+
+    def force_enable(self) -> None:
+        """Lets sizes that failures disabled be captured again."""
+        for wrapper in self.wrappers.values():
+            wrapper.force_enable()

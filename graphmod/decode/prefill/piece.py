@@ -1,0 +1,47 @@
+"""What prefill is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Piece(NamedTuple):
+    """Part of a prompt, whose tokens before it are in the cache.
+
+    Attributes:
+        tokens: of this part.
+        start: how many come before it.
+        blocks: of the cache, for the whole sequence.
+        last: whether the prompt ends with it, so that the logits after its last token are needed.
+    """
+
+    tokens: list[int]
+    start: int
+    blocks: list[int]
+    last: bool
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens)
+
+
+class Limits(NamedTuple):
+    """Of what is prefilled at once.
+
+    Attributes:
+        tokens: of all pieces together.
+        pieces: how many.
+        columns: tokens that they attend to, all together; at least those of one whole sequence.
+    """
+
+    tokens: int
+    pieces: int
+    columns: int
+
+
+Prefill = Callable[[list[Piece]], Tensor]
+"""Stores the keys and values of pieces, in their order; gives the logits after those that are `last`, (pieces that are
+last, vocabulary)."""
