@@ -1,0 +1,1 @@
+"""`serve.py`: its command line and settings, the server's life."""

@@ -1,0 +1,1 @@
+"""An HTTP server over a decode engine, which answers as OpenAI's API does. Needs the extra `serve`."""

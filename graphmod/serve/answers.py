@@ -1,0 +1,213 @@
+"""From an HTTP request to its answer, whole or streamed; a client that goes away ends what it asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from graphmod.serve.body import read_body
+from graphmod.serve.errors import ApiError
+from graphmod.serve.forms import Form, usage
+from graphmod.serve.service import Service
+from graphmod.serve.text import Scored
+from graphmod.serve.work import Part, Work
+
+log = logging.getLogger("graphmod")
+
+PATIENCE = 120  # seconds that a client may read nothing of a stream
+
+
+class Gone(Exception):
+    """The client has gone away."""
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, Any]) -> Any:
+    """What `work` returns. Raises Gone as soon as the client goes away, and ends `work`."""
+    working, gone = asyncio.ensure_future(work), asyncio.ensure_future(_until_gone(receive))
+    try:
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise Gone
+        return working.result()
+    finally:
+        for task in (working, gone):
+            task.cancel()
+        await asyncio.gather(working, gone, return_exceptions=True)
+
+
+def require_key(service: Service, request: Request) -> None:
+    """Raises ApiError where the request lacks the key that the server asks for."""
+    key = service.settings.api_key
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    if key is None or (scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), key.encode())):
+        return
+    raise ApiError(401, "the API key is missing or wrong; send it as Authorization: Bearer KEY", code="invalid_api_key")
+
+
+def require_model(service: Service, name: str | None) -> None:
+    """Raises ApiError where it is not the name of the model that is served."""
+    if name is not None and name != service.name:
+        raise ApiError(404, f"there is no model {name!r}; this server has {service.name!r}", "model", "model_not_found")
+
+
+class Exchange:
+    """One request and its answer.
+
+    Args:
+        service: that answers.
+        form: of the request.
+        request: of HTTP.
+    """
+
+    def __init__(self, service: Service, form: Form, request: Request) -> None:
+        self._service, self._form, self._request = service, form, request
+        self._began = time.perf_counter()
+        self._let_in = contextlib.ExitStack()
+        self._work: Work | None = None
+        self._ended = False
+
+    async def answer(self) -> Response:
+        """The answer; of a stream, what sends it."""
+        try:
+            return await self._answer()
+        except ApiError as error:
+            self.end(error.outcome)
+            return error.response()
+        except Gone:
+            self.end("gone")
+            return Response(status_code=499)  # which nobody gets
+        except BaseException:
+            self.end("error")
+            raise
+
+    async def _answer(self) -> Response:
+        service, form = self._service, self._form
+        require_key(service, self._request)
+        service.require_ready()
+        body = await read_body(self._request, form.request, service.settings.max_body_bytes)
+        require_model(service, body.model)
+        service.require_ready()
+        self._let_in.enter_context(service.admission.let_in(form.samples(body)))
+        self._work = Work(service, form.reader(body, service.codec, service.settings.default_max_tokens))
+        if body.stream:
+            await self._work.submit()
+            return EventStream(self, self._events())
+        whole = await _unless_gone(self._request.receive, self._whole())
+        self.end("ok")
+        return Response(json.dumps(whole), media_type="application/json")
+
+    def end(self, outcome: str) -> None:
+        """Books what became of the request, and ends what still runs of it."""
+        if self._ended:
+            return
+        self._ended = True
+        if self._work is not None:
+            self._work.close()
+        self._let_in.close()
+        metrics = self._service.metrics
+        metrics.requests.labels(self._form.endpoint, outcome).inc()
+        if outcome == "ok":
+            metrics.request_seconds.observe(time.perf_counter() - self._began)
+
+    async def _whole(self) -> dict[str, Any]:
+        form, work = self._form, self._work
+        await work.submit()
+        asked = work.asked
+        texts: list[list[str]] = [[] for _ in range(asked.samples)]
+        scored: list[list[Scored]] = [[] for _ in texts]
+        tokens: list[list[int]] = [[] for _ in texts]
+        reasons: list[str | None] = [None for _ in texts]
+        async with contextlib.aclosing(work.parts()) as parts:
+            async for part in parts:
+                texts[part.index].append(part.piece.text)
+                scored[part.index] += part.piece.scored
+                tokens[part.index] += part.tokens
+                reasons[part.index] = part.finish_reason
+        choices = []
+        for index, text in enumerate(texts):
+            made = form.whole("".join(text), scored[index] if asked.score else None)
+            ids = {"token_ids": tokens[index]} if asked.token_ids else {}
+            choices.append({"index": index, **made, "finish_reason": reasons[index], **ids})
+        head = form.head(self._service.name, streamed=False)
+        return {**head, "choices": choices, "usage": usage(work.prompt_tokens, work.tokens)}
+
+    async def _events(self) -> AsyncIterator[dict[str, Any]]:
+        form, work, asked = self._form, self._work, self._work.asked
+        head = form.head(self._service.name, streamed=True)
+        if asked.usage:
+            head["usage"] = None
+        if (first := form.first()) is not None:
+            for index in range(asked.samples):
+                yield {**head, "choices": [{"index": index, **first, "finish_reason": None}]}
+        async with contextlib.aclosing(work.parts()) as parts:
+            async for part in parts:
+                if part.piece.text or part.piece.scored or part.finish_reason or asked.token_ids:
+                    yield {**head, "choices": [self._choice(part)]}
+        if asked.usage:
+            yield {**head, "choices": [], "usage": usage(work.prompt_tokens, work.tokens)}
+
+    def _choice(self, part: Part) -> dict[str, Any]:
+        asked = self._work.asked
+        made = self._form.chunk(part.piece.text, part.piece.scored if asked.score else None)
+        ids = {"token_ids": part.tokens} if asked.token_ids else {}
+        return {"index": part.index, **made, "finish_reason": part.finish_reason, **ids}
+
+
+class EventStream(Response):
+    """Sends an answer in pieces, as server-sent events. A client that reads slowly makes `send` wait, and so the next
+    piece: tokens then stay with their completions.
+
+    Args:
+        exchange: that it belongs to.
+        events: the pieces.
+    """
+
+    def __init__(self, exchange: Exchange, events: AsyncIterator[dict[str, Any]]) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        self._exchange, self._events = exchange, events
+        del self.headers["content-length"]
+        self.headers["content-type"] = "text/event-stream; charset=utf-8"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        outcome = "gone"
+        try:
+            outcome = await _unless_gone(receive, self._send(send))
+        except (Gone, OSError):  # TimeoutError is one of these
+            pass
+        finally:
+            self._exchange.end(outcome)
+
+    async def _send(self, send: Send) -> str:
+        """Sends it all; returns the word for it in the metrics."""
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        outcome = "ok"
+
+        async def write(text: str, more: bool = True) -> None:
+            async with asyncio.timeout(PATIENCE):  # else who never reads keeps a place in the queue
+                await send({"type": "http.response.body", "body": f"data: {text}\n\n".encode(), "more_body": more})
+
+        try:
+            async with contextlib.aclosing(self._events) as events:
+                async for event in events:
+                    # Escaped: some clients take other characters than \n for the end of a line.
+                    await write(json.dumps(event, separators=(",", ":")))
+        except ApiError as error:
+            outcome = error.outcome
+            await write(json.dumps(error.body))
+        await write("[DONE]", more=False)
+        return outcome

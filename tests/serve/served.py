@@ -1,0 +1,118 @@
+"""A server in the process of the test, and what asks it."""
+
+import contextlib
+import http.client
+import json
+import socket
+import time
+
+import openai
+import torch
+from made_tokenizers import CHAT_TEMPLATE, llama_like
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from graphmod.decode import DecodeEngine
+from graphmod.decode.text import TokenizerCodec
+from graphmod.serve.app import make_app
+from graphmod.serve.server import HttpServer, bound
+from graphmod.serve.service import Service
+from graphmod.serve.settings import ServeSettings
+
+POSITIONS = 512
+
+
+def tokenizer():
+    made = llama_like()
+    made.chat_template = CHAT_TEMPLATE
+    return made
+
+
+def chat_model():
+    """A tiny Llama with random weights, always the same; its texts are nonsense, and rarely end by themselves."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    ends = {"bos_token_id": 1, "eos_token_id": 2}
+    config = LlamaConfig(
+        vocab_size=len(tokenizer()), max_position_embeddings=POSITIONS, num_key_value_heads=2, **sizes, **ends
+    )
+    model = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(3)
+    return model
+
+
+class Served:
+    """A server of a model. Use as a context.
+
+    Args:
+        model: to serve.
+        words: its tokenizer.
+        settings: of the server, a dict; port 0 and a queue of 400 are the defaults.
+        engine: settings of the engine.
+    """
+
+    def __init__(self, model, words, settings=None, **engine):
+        self.engine = self.engine_of(model, words, keep_prefixes=True, **engine)
+        self.service = Service(ServeSettings(**{"port": 0, "max_waiting": 400} | (settings or {})), "tiny")
+        self.app = make_app(self.service)
+        self.server = HttpServer(self.app, bound("127.0.0.1", 0))
+        self.url = self.server.url
+        self.port = int(self.url.rpartition(":")[2])
+
+    @staticmethod
+    def engine_of(model, words, **engine):
+        codec = words if hasattr(words, "encode_as_is") or not hasattr(words, "added_tokens_decoder") else None
+        return DecodeEngine(model, codec=codec or TokenizerCodec(words), **engine)
+
+    def __enter__(self):
+        self.server.start()
+        self.service.begin(self.engine, self.engine.requests.codec)
+        return self
+
+    def __exit__(self, *_):
+        self.service.end(10)
+        self.server.stop()
+
+    def client(self, key="none", **settings):
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, **{"max_retries": 0, "timeout": 60} | settings)
+
+    def post(self, path, body, **headers):
+        """The status, the body as JSON, and the headers of the answer to a body of JSON, or of bytes."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        with contextlib.closing(connection):
+            given = body if isinstance(body, bytes) else json.dumps(body).encode()
+            connection.request("POST", path, given, {"content-type": "application/json"} | headers)
+            answer = connection.getresponse()
+            return answer.status, json.loads(answer.read()), answer.headers
+
+    def get(self, path, **headers):
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        with contextlib.closing(connection):
+            connection.request("GET", path, headers=headers)
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode()
+
+    def metric(self, name):
+        """The sum of a metric over its labels."""
+        lines = [line for line in self.get("/metrics")[1].splitlines() if line.partition("{")[0].split()[0] == name]
+        return sum(float(line.split()[-1]) for line in lines)
+
+    def raw(self, body, path="/v1/completions"):
+        """A socket that has sent a request and read nothing."""
+        given = json.dumps(body).encode()
+        head = f"POST {path} HTTP/1.1\r\nhost: here\r\ncontent-length: {len(given)}\r\n\r\n"
+        connection = socket.create_connection(("127.0.0.1", self.port), timeout=60)
+        connection.sendall(head.encode() + given)
+        return connection
+
+    def wait_until(self, condition, seconds=20):
+        until = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < until, "it did not happen"
+            time.sleep(0.02)
+
+    def wait_until_idle(self):
+        """Returns once nothing runs, nothing waits, and all blocks are free."""
+        self.wait_until(lambda: not self.service.admission.requests and not self.metric("graphmod_blocks_used"))

@@ -1,0 +1,274 @@
+"""What a server answers, asked with OpenAI's own client: the tokens of the engine, in the form of the API."""
+
+import openai
+import pytest
+from served import Served, chat_model, tokenizer
+
+from graphmod.decode.text import ByteCodec, completion_text
+
+
+@pytest.fixture(scope="module")
+def served():
+    with Served(chat_model(), tokenizer(), max_batch_size=4) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """An engine for the same model, which runs one request at a time."""
+    return Served.engine_of(chat_model(), tokenizer(), max_batch_size=4)
+
+
+MESSAGES = [{"role": "user", "content": "why is the sky blue"}]
+
+
+def chat_prompt(engine):
+    codec = engine.requests.codec
+    return codec.encode_as_is(codec.chat(MESSAGES))
+
+
+def same(given, expected):
+    """Whether a choice has the tokens and the text of a completion."""
+    text = given.text if hasattr(given, "text") else given.message.content
+    return (
+        given.token_ids == expected.tokens and text == expected.text and given.finish_reason == expected.finish_reason
+    )
+
+
+def test_a_chat_has_the_tokens_of_the_engine(served, alone):
+    settings = {"temperature": 0.9, "top_p": 0.9, "seed": 7}
+    got = served.client().chat.completions.create(
+        model="tiny",
+        messages=MESSAGES,
+        max_tokens=20,
+        n=3,
+        **settings,
+        extra_body={"return_token_ids": True, "top_k": 50},
+    )
+    expected = alone.generate([chat_prompt(alone)], n=3, max_new_tokens=20, top_k=50, **settings)
+    assert [same(choice, done) for choice, done in zip(got.choices, expected, strict=True)] == [True] * 3
+    assert len({choice.message.content for choice in got.choices}) == 3
+    prompt, tokens = len(expected[0].prompt), sum(len(done.tokens) for done in expected)
+    assert (got.usage.prompt_tokens, got.usage.completion_tokens) == (prompt, tokens)
+    assert got.usage.total_tokens == prompt + tokens
+    assert got.object == "chat.completion" and got.model == "tiny" and got.choices[0].message.role == "assistant"
+
+
+def test_the_stream_of_a_chat_is_the_same_text(served, alone):
+    asked = {"model": "tiny", "messages": MESSAGES, "max_completion_tokens": 30, "seed": 3, "n": 2}
+    (whole,) = [served.client().chat.completions.create(**asked)]
+    texts, reasons, ids = ["", ""], [None, None], set()
+    chunks = list(served.client().chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    for chunk in chunks[:-1]:
+        assert chunk.usage is None and len(chunk.choices) == 1 and chunk.object == "chat.completion.chunk"
+        (choice,) = chunk.choices
+        texts[choice.index] += choice.delta.content or ""
+        reasons[choice.index] = choice.finish_reason
+        ids.add(chunk.id)
+    assert texts == [choice.message.content for choice in whole.choices]
+    assert reasons == [choice.finish_reason for choice in whole.choices] and len(ids) == 1
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-1].choices == [] and chunks[-1].usage == whole.usage
+
+
+def test_several_prompts_share_a_request(served, alone):
+    prompts = ["one two", "three", "four five six"]
+    got = served.client().completions.create(
+        model="tiny", prompt=prompts, n=2, max_tokens=12, temperature=1.0, seed=5, extra_body={"return_token_ids": True}
+    )
+    expected = alone.generate(prompts, n=2, max_new_tokens=12, temperature=1.0, seed=5)
+    assert [choice.index for choice in got.choices] == list(range(6))
+    assert all(same(choice, done) for choice, done in zip(got.choices, expected, strict=True))
+
+
+@pytest.mark.parametrize("prompt", [[5, 6, 7], [[5, 6, 7], [8, 9]]])
+def test_prompts_may_be_token_ids(served, alone, prompt):
+    prompts = prompt if isinstance(prompt[0], list) else [prompt]
+    got = served.client().completions.create(model="tiny", prompt=prompt, temperature=0)
+    expected = alone.generate(prompts, max_new_tokens=16)  # as many as OpenAI's API takes
+    assert [choice.text for choice in got.choices] == [done.text for done in expected]
+
+
+def test_the_stream_of_several_prompts_is_the_same(served):
+    asked = {"model": "tiny", "prompt": ["one", "two", "three"], "max_tokens": 20, "seed": 1, "n": 2, "logprobs": 1}
+    whole = served.client().completions.create(**asked)
+    texts, scores = [""] * 6, [[] for _ in range(6)]
+    for chunk in served.client().completions.create(**asked, stream=True):
+        (choice,) = chunk.choices
+        texts[choice.index] += choice.text
+        scores[choice.index] += choice.logprobs.token_logprobs
+    assert texts == [choice.text for choice in whole.choices]
+    for streamed, choice in zip(scores, whole.choices, strict=True):  # the last bits go by the size of the batch
+        assert streamed == pytest.approx(choice.logprobs.token_logprobs, abs=1e-5)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_stop_is_cut_off(served, alone, stream):
+    prompt = chat_prompt(alone)
+    (free,) = alone.generate([prompt], max_new_tokens=40)
+    middle = len(free.text) // 2
+    stop = free.text[middle : middle + 3]
+    asked = {"model": "tiny", "messages": MESSAGES, "max_tokens": 40, "temperature": 0, "stop": [stop, "never"]}
+    got = served.client().chat.completions.create(**asked, stream=stream)
+    if stream:
+        chunks = [chunk.choices[0] for chunk in got]
+        text, reason = "".join(chunk.delta.content or "" for chunk in chunks), chunks[-1].finish_reason
+    else:
+        text, reason = got.choices[0].message.content, got.choices[0].finish_reason
+    assert text == free.text[: free.text.index(stop)] and reason == "stop"
+
+
+def test_log_probabilities_are_those_of_the_engine(served, alone):
+    (expected,) = alone.generate([chat_prompt(alone)], max_new_tokens=15)
+    asked = {"messages": MESSAGES, "max_tokens": 15, "temperature": 0, "logprobs": True}
+    got = served.client().chat.completions.create(model="tiny", **asked).choices[0]
+    assert [one.logprob for one in got.logprobs.content] == pytest.approx(expected.logprobs, abs=1e-5)
+    assert "".join(one.token for one in got.logprobs.content) == got.message.content
+    assert all(bytes(one.bytes).decode() == one.token for one in got.logprobs.content)
+    text = served.client().completions.create(model="tiny", prompt="one", max_tokens=9, logprobs=1).choices[0]
+    assert "".join(text.logprobs.tokens) == text.text and len(text.logprobs.token_logprobs) == 9
+    assert text.logprobs.text_offset[0] == 0 and text.logprobs.top_logprobs is None
+
+
+def test_a_seed_repeats_and_no_seed_varies(served):
+    def ask(**settings):
+        made = served.client().completions.create(model="tiny", prompt="one", max_tokens=20, **settings)
+        return made.choices[0].text
+
+    assert ask(seed=1) == ask(seed=1) != ask(seed=2)
+    assert len({ask() for _ in range(3)}) == 3
+
+
+def test_models_are_listed(served):
+    models = served.client().models
+    assert [one.id for one in models.list()] == ["tiny"] and models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError) as error:
+        models.retrieve("huge")
+    assert error.value.code == "model_not_found"
+
+
+WRONG = [
+    ({"model": "huge"}, 404, "model", "'tiny'"),
+    ({"messages": None}, 400, "messages", "list"),
+    ({"messages": []}, 400, "messages", "at least 1"),
+    ({"messages": [{"role": "user"}]}, 400, "messages.0.content", "required"),
+    ({"messages": [{"role": "nobody", "content": "a"}]}, 400, "messages", "no such role"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages.0.content", "text"),
+    ({"messages": [{"role": "user", "content": "word " * 600}]}, 400, "messages", "max_seq_len"),
+    ({"n": 0}, 400, "n", "greater"),
+    ({"n": 129}, 400, "n", "less"),
+    ({"max_tokens": "5"}, 400, "max_tokens", "integer"),
+    ({"max_tokens": 0}, 400, "max_tokens", "greater"),
+    ({"temperature": -1}, 400, "temperature", "greater"),
+    ({"temperature": None, "top_p": 0}, 400, "top_p", "greater"),
+    ({"seed": 2**63}, 400, "seed", "less"),
+    ({"stop": [""]}, 400, "stop.0", "at least 1"),
+    ({"stop": 5}, 400, "stop", "list"),
+    ({"stop_token_ids": [10**6]}, 400, "stop", "unknown stop"),
+    ({"stream": "yes"}, 400, "stream", "boolean"),
+    ({"tools": [{"type": "function"}]}, 400, "tools", "not supported"),
+    ({"response_format": {"type": "json_object"}}, 400, "response_format", "not supported"),
+    ({"logit_bias": {"5": 1}}, 400, "logit_bias", "not supported"),
+    ({"presence_penalty": 0.5}, 400, "presence_penalty", "not supported"),
+    ({"frequency_penalty": -1}, 400, "frequency_penalty", "not supported"),
+    ({"logprobs": True, "top_logprobs": 2}, 400, "top_logprobs", "not supported"),
+]
+
+
+@pytest.mark.parametrize(("change", "status", "param", "said"), WRONG, ids=[str(one[0])[:40] for one in WRONG])
+def test_what_is_wrong_with_a_chat_is_said_with_its_field(served, change, status, param, said):
+    asked = {"model": "tiny", "messages": MESSAGES} | change
+    got, body, _ = served.post("/v1/chat/completions", asked)
+    assert got == status and set(body) == {"error"} and set(body["error"]) == {"message", "type", "param", "code"}
+    assert body["error"]["param"] == param and said in body["error"]["message"], body
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "said"),
+    [
+        ({"prompt": None}, "prompt", "not empty"),
+        ({"prompt": ""}, "prompt", ""),
+        ({"prompt": []}, "prompt", "not empty"),
+        ({"prompt": ["a", 5]}, "prompt", "token ids"),
+        ({"prompt": [[1], []]}, "prompt", "not empty"),
+        ({"prompt": [True]}, "prompt", "token ids"),
+        ({"prompt": [[1, 2], [10**9]]}, "prompt", "prompt 1 holds"),
+        ({"prompt": [[1, 2], [5] * 600]}, "prompt", "prompt 1 has 600 tokens"),
+        ({"echo": True}, "echo", "not supported"),
+        ({"suffix": "x"}, "suffix", "not supported"),
+        ({"best_of": 3}, "best_of", "not supported"),
+        ({"logprobs": 5}, "logprobs", "0 or 1"),
+        ({"prompt": ["a"] * 5, "n": 100}, "n", "takes 404 at a time"),
+    ],
+)
+def test_what_is_wrong_with_a_completion_is_said_with_its_field(served, change, param, said):
+    status, body, _ = served.post("/v1/completions", {"model": "tiny", "prompt": "a"} | change)
+    if change == {"prompt": ""}:  # the start-of-text token alone is a prompt
+        assert status == 200
+        return
+    assert status == 400 and body["error"]["param"] == param and said in body["error"]["message"], body
+
+
+def test_fields_that_change_nothing_are_ignored(served):
+    others = {
+        "user": "me",
+        "metadata": {"a": "b"},
+        "store": False,
+        "tools": [],
+        "logit_bias": {},
+        "presence_penalty": 0,
+    }
+    status, _, _ = served.post("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 2, "nonsense": 1} | others)
+    assert status == 200
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b"null", b'"a"', b"\xff\xfe", b"[" * 100_000, b'{"temperature": NaN}']
+)
+def test_what_is_no_json_object_is_refused(served, body):
+    status, answer, _ = served.post("/v1/chat/completions", body)
+    assert status == 400 and "error" in answer
+
+
+def test_half_a_surrogate_pair_is_refused(served):
+    for field in (b"model", b"prompt", b"stop"):
+        status, body, _ = served.post("/v1/completions", b'{"prompt": "a", "%s": "\\ud800"}' % field)
+        assert status == 400 and "error" in body
+    assert served.post("/v1/completions", b'{"prompt": "\\ud83d\\ude00"}')[0] == 200
+
+
+def test_other_paths_and_methods_are_told_what_there_is(served):
+    assert served.post("/v1/embeddings", {})[0] == 404
+    status, body = served.get("/v1/chat/completions")
+    assert status == 405 and "POST /v1/chat/completions" in body
+
+
+def test_metrics_count_what_was_done(served):
+    before = {name: served.metric(name) for name in ("graphmod_tokens_total", "graphmod_requests_total")}
+    served.client().completions.create(model="tiny", prompt=[5, 6, 7], max_tokens=10, temperature=0)
+    after = {name: served.metric(name) for name in before}
+    assert after["graphmod_tokens_total"] - before["graphmod_tokens_total"] == 13
+    assert after["graphmod_requests_total"] - before["graphmod_requests_total"] == 1
+    assert served.metric("graphmod_replays_total") > 0 and served.metric("graphmod_blocks_total") > 0
+    for name in ("time_to_first_token_seconds", "time_between_tokens_seconds", "request_seconds"):
+        assert served.metric(f"graphmod_{name}_count") > 0
+    assert served.metric("graphmod_blocks_used") == served.metric("graphmod_waiting") == 0
+
+
+def test_a_model_without_a_template_completes_and_does_not_chat():
+    model = chat_model()
+    model.resize_token_embeddings(256)
+    with Served(model, ByteCodec(), max_batch_size=2) as one:
+        status, body, _ = one.post("/v1/chat/completions", {"messages": MESSAGES})
+        assert status == 400 and body["error"]["param"] == "messages" and "/v1/completions" in body["error"]["message"]
+        got = one.client().completions.create(model="tiny", prompt="abc", max_tokens=5, temperature=0)
+        expected = Served.engine_of(model, ByteCodec()).generate(["abc"], max_new_tokens=5)
+        assert got.choices[0].text == completion_text(ByteCodec(), b"abc", expected[0].tokens)
+
+
+def test_a_key_is_asked_for():
+    with Served(chat_model(), tokenizer(), {"api_key": "secret"}, max_batch_size=2) as one:
+        assert one.post("/v1/completions", {"prompt": "a"})[0] == 401
+        assert one.get("/v1/models")[0] == 401 and one.get("/v1/models", authorization="Bearer other")[0] == 401
+        assert one.get("/health")[0] == one.get("/")[0] == one.get("/metrics")[0] == 200
+        assert [model.id for model in one.client("secret").models.list()] == ["tiny"]

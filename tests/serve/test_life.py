@@ -1,0 +1,168 @@
+"""`serve.py` from a shell: it starts, drains on SIGTERM, ends at once on a second one, and starts after a kill."""
+
+import contextlib
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from served import chat_model, tokenizer
+
+from graphmod.cli.serving.main import main, parse
+from graphmod.decode.config import EngineConfig
+from graphmod.errors import ConfigError
+
+LONG = {"prompt": "a", "max_tokens": 480, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved") / "tiny"
+    chat_model().save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+class Process:
+    """`python serve.py` in a process of its own."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        command = [sys.executable, str(ROOT / "serve.py"), f"model.path={folder}", "model.device=cpu", *arguments]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        self.process = subprocess.Popen(command, env=environment, **pipes)
+
+    def wait_until_ready(self) -> None:
+        line = self.process.stdout.readline()
+        found = re.search(r"serving tiny at http://[0-9.]+:(\d+)$", line)
+        assert found, line + self.process.communicate()[1]
+        self.port = int(found[1])
+
+    def ask(self, path: str, body: dict | None = None, key: str = "") -> tuple[int, dict]:
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)) as connection:
+            headers = {"authorization": f"Bearer {key}"}
+            connection.request("GET" if body is None else "POST", path, body and json.dumps(body), headers)
+            answer = connection.getresponse()
+            return answer.status, json.loads(answer.read())
+
+    def metrics(self) -> str:
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)) as connection:
+            connection.request("GET", "/metrics")
+            return connection.getresponse().read().decode()
+
+    def wait_until_running(self) -> None:
+        while "graphmod_running 0.0" in self.metrics():
+            time.sleep(0.01)
+
+    def ended(self) -> tuple[int, str]:
+        said = self.process.communicate(timeout=60)[1]
+        return self.process.returncode, said
+
+
+@contextlib.contextmanager
+def started(folder, *arguments):
+    one = Process(folder, *arguments)
+    try:
+        one.wait_until_ready()
+        yield one
+    finally:
+        one.process.kill()
+        one.process.communicate()
+
+
+def test_sigterm_lets_running_requests_finish_and_takes_no_new_ones(saved):
+    with started(saved, "serve.port=0", "serve.api_key=secret") as one, ThreadPoolExecutor(1) as pool:
+        assert one.ask("/v1/completions", LONG)[0] == 401
+        running = pool.submit(one.ask, "/v1/completions", {**LONG, "n": 4}, "secret")
+        one.wait_until_running()
+        one.process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(ConnectionError):  # it may have ended by now
+            while one.ask("/health")[0] == 200:
+                time.sleep(0.01)
+            assert one.ask("/v1/completions", LONG, "secret")[0] == 503
+        status, body = running.result()
+        assert status == 200 and body["usage"]["completion_tokens"] == 4 * 480
+        code, said = one.ended()
+        assert code == 0 and said.rstrip().endswith("stopped"), said
+
+
+def test_what_takes_too_long_is_ended_and_after_a_kill_the_same_port_serves_again(saved):
+    with started(saved, "serve.port=0") as killed:
+        port = killed.port
+        assert killed.ask("/v1/completions", {"prompt": "a", "max_tokens": 3})[0] == 200
+        killed.process.kill()
+    with started(saved, f"serve.port={port}", "serve.drain_seconds=0") as one, ThreadPoolExecutor(1) as pool:
+        assert one.port == port
+        running = pool.submit(one.ask, "/v1/completions", {**LONG, "n": 16})
+        one.wait_until_running()
+        one.process.send_signal(signal.SIGINT)
+        status, body = running.result()
+        assert (status, body["error"]["code"]) == (503, "shutting_down")
+        code, said = one.ended()
+        assert code == 128 + signal.SIGINT and "1 request had to be ended" in said
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_at_once(saved):
+    with (
+        started(saved, "serve.port=0", "serve.enforce_eager=true", "serve.host=0.0.0.0") as one,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        running = pool.submit(one.ask, "/v1/completions", {**LONG, "n": 16})
+        one.wait_until_running()
+        assert "graphmod_replays_total 0.0" in one.metrics()
+        one.process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+        began = time.monotonic()
+        one.process.send_signal(signal.SIGTERM)
+        code, said = one.ended()
+        assert code == 128 + signal.SIGTERM and time.monotonic() - began < 3
+        assert "serve.api_key=KEY asks for a key" in said
+        with pytest.raises((ConnectionError, http.client.HTTPException)):
+            running.result()
+
+
+@pytest.mark.parametrize(
+    ("argument", "said"),
+    [
+        ("serve.prot=1", "did you mean 'serve.port'?"),
+        ("serve.port=70000", "serve.port must be"),
+        ("serve.max_waiting=-1", "serve.max_waiting must be at least 0"),
+        ("serve.api_key=", "serve.api_key"),
+        ("decode.max_batch_size=0", "max_batch_size"),
+        ("graph=per_layer", "choices of 'graph': decode, none"),
+        ("model.path=nowhere", "nowhere"),
+        ("tokenizer=nowhere", "tokenizer=nowhere is not a folder"),
+        ("serve.host=256.1.1.1", "serve.host=256.1.1.1"),
+    ],
+)
+def test_wrong_settings_are_one_clear_error(saved, capsys, argument, said):
+    path = [] if argument.startswith("model.path") else [f"model.path={saved}"]
+    assert main([*path, "model.device=cpu", "serve.port=0", argument]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and said in error and len(error.splitlines()) <= 3
+
+
+def test_a_port_that_is_taken_is_one_clear_error(saved, capsys):
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as taken:
+        port = taken.getsockname()[1]
+        assert main([f"model.path={saved}", f"serve.port={port}"]) == 2
+    assert f"serve.port={port}" in capsys.readouterr().err
+
+
+def test_settings_reach_the_engine(saved):
+    arguments = ["model.path=x/Tiny", "decode.max_batch_size=3", "decode.cache_tokens=640", "serve.enforce_eager=true"]
+    config = parse(arguments)
+    assert config.engine() == EngineConfig(max_batch_size=3, cache_tokens=640, graphs=False, keep_prefixes=True)
+    assert config.name == "Tiny" and parse([*arguments, "serve.model_name=other"]).name == "other"
+    with pytest.raises(ConfigError, match=r"model\.path=FOLDER is missing"):
+        parse([]).check()

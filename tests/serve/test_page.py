@@ -1,0 +1,81 @@
+"""The page at `/`, in a browser without a window."""
+
+import pytest
+from browser import FOUND, Browser
+from served import Served, chat_model, tokenizer
+
+from graphmod.decode.text import ByteCodec
+from graphmod.serve.app import PAGE
+
+ANSWER = "document.querySelector('.turn.assistant:last-child:not(.busy) .text')?.textContent"
+NOTE = "document.querySelector('.turn.assistant:last-child .note')?.textContent"
+needs_browser = pytest.mark.skipif(FOUND is None, reason="no chromium")
+
+
+def test_the_page_loads_nothing_from_elsewhere_and_every_field_has_a_label():
+    page = PAGE.read_text()
+    assert not any(words in page for words in ("http:", "https:", "src=", "@import", "url("))
+    for field in ("temperature", "top_p", "max_tokens", "key"):
+        assert f'<label for="{field}">' in page and f'id="{field}"' in page
+    assert 'aria-label="Your message"' in page and 'role="log"' in page and "prefers-color-scheme: dark" in page
+
+
+def ask(page, text):
+    page.js("document.getElementById('input').focus()")
+    page.type(text)
+    page.press("Enter", 13)
+
+
+@needs_browser
+def test_a_chat_streams_goes_on_and_can_be_stopped(tmp_path):
+    alone = Served.engine_of(chat_model(), tokenizer(), max_batch_size=4)
+    codec = alone.requests.codec
+
+    def answer(*messages):
+        roles = [("user", "assistant")[number % 2] for number in range(len(messages))]
+        said = [{"role": role, "content": text} for role, text in zip(roles, messages, strict=True)]
+        return alone.generate([codec.encode_as_is(codec.chat(said))], max_new_tokens=12)[0].text
+
+    with Served(chat_model(), tokenizer(), max_batch_size=4) as one, Browser(tmp_path, one.url) as page:
+        page.wait_for("document.getElementById('state')?.textContent === 'ready'")
+        assert page.js("document.title") == "tiny"
+        page.js("for (const [id, value] of [['temperature', 0], ['top_p', 1], ['max_tokens', 12]]) $(id).value = value")
+        ask(page, "why <b>is</b> it")
+        page.wait_for(f"({NOTE})?.includes('12 tokens')")
+        first = page.js(ANSWER)
+        assert first == answer("why <b>is</b> it")
+        assert page.js("document.querySelector('.turn.user .text').textContent") == "why <b>is</b> it"
+        ask(page, "and then")
+        page.wait_for(f"document.querySelectorAll('.turn').length === 4 && ({NOTE})?.includes('12 tokens')")
+        assert page.js(ANSWER) == answer("why <b>is</b> it", first, "and then")
+        page.js("$('max_tokens').value = 400")
+        ask(page, "a long one")
+        page.wait_for("document.querySelector('.turn.busy .text')?.textContent")
+        assert page.js("$('send').textContent") == "Stop"
+        page.js("$('send').click()")
+        page.wait_for(f"({NOTE}) === 'stopped'")
+        one.wait_until_idle()
+        page.js("$('clear').click()")
+        assert page.js("document.querySelectorAll('.turn').length") == 0
+
+
+@needs_browser
+def test_without_a_template_the_page_continues_texts_and_it_asks_for_a_key(tmp_path):
+    model = chat_model()
+    model.resize_token_embeddings(256)
+    with (
+        Served(model, ByteCodec(), {"api_key": "secret"}, max_batch_size=2) as one,
+        Browser(tmp_path, one.url) as page,
+    ):
+        page.wait_for("document.getElementById('state')?.textContent === 'needs an API key'")
+        page.js("$('key').value = 'secret'; $('key').dispatchEvent(new Event('change'))")
+        page.wait_for("document.getElementById('state').textContent === 'ready'")
+        assert "no chat template" in page.js("document.body.innerText")
+        page.js("$('temperature').value = 0; $('top_p').value = 1; $('max_tokens').value = 5")
+        ask(page, "def")
+        page.wait_for(f"({NOTE})?.includes('5 tokens')")
+        (expected,) = Served.engine_of(model, ByteCodec()).generate(["def"], max_new_tokens=5)
+        assert page.js(ANSWER) == expected.text
+        page.js("$('top_p').value = 7")
+        ask(page, "def")
+        assert "top_p" in page.wait_for("document.querySelector('.turn.error .text')?.textContent")

@@ -1,0 +1,75 @@
+"""The text that is sent: cut before a stop, nothing of which is sent while it could still complete."""
+
+import random
+
+import pytest
+from made_tokenizers import KINDS, metaspace
+
+from graphmod.decode.results import Completion
+from graphmod.decode.text import ByteCodec, TokenizerCodec, completion_text
+from graphmod.serve.text import Answer, StopCut
+
+
+def pieces(text, chance):
+    while text:
+        length = chance.randint(1, 3)
+        yield text[:length]
+        text = text[length:]
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_nothing_of_a_stop_is_ever_sent_and_all_before_it_is(seed):
+    chance = random.Random(seed)
+    text = "".join(chance.choices("ab", k=chance.randint(0, 12)))
+    stops = ["".join(chance.choices("ab", k=chance.randint(1, 4))) for _ in range(chance.randint(0, 3))]
+    cut, given, sent = StopCut(stops), "", ""
+    for piece in pieces(text, chance):
+        given += piece
+        sent += cut.add(piece)
+        assert text.startswith(sent) and not any(stop in sent for stop in stops)
+        begun = [place for place in range(len(given)) if any(stop.startswith(given[place:]) for stop in stops)]
+        assert cut.met or len(sent) <= min(begun, default=len(given))
+    if not cut.met:
+        assert sent + cut.rest() == text and not any(stop in text for stop in stops)
+    else:
+        assert any(text[len(sent) :].startswith(stop) for stop in stops)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(5))
+def test_all_pieces_joined_are_the_text_and_all_tokens_are_scored_once(kind, seed):
+    chance = random.Random(seed)
+    made = KINDS[kind]()
+    codec, count = TokenizerCodec(made), len(made)
+    prompt, tokens = ([chance.randrange(count) for _ in range(length)] for length in (3, 20))
+    logprobs = [-float(number) for number in range(20)]
+    answer = Answer(codec, prompt, score=True)
+    got = [answer.add([token], [logprob]) for token, logprob in zip(tokens, logprobs, strict=True)]
+    got.append(answer.end(Completion(0, 0, prompt, tokens, logprobs, "length")))
+    assert "".join(piece.text for piece in got) == completion_text(codec, prompt, tokens)
+    scored = [one for piece in got for one in piece.scored]
+    assert [(one.token, one.logprob) for one in scored] == list(zip(tokens, logprobs, strict=True))
+
+
+def test_tokens_of_the_stop_are_not_scored():
+    answer = Answer(ByteCodec(), list(b"x"), ["cd"], score=True)
+    sent = [answer.add([byte], [-1.0]) for byte in b"abcd"]
+    sent.append(answer.end(Completion(0, 0, list(b"x"), list(b"abcd"), [-1.0] * 4, "stop")))
+    assert "".join(piece.text for piece in sent) == "ab"
+    assert [one.text for piece in sent for one in piece.scored] == ["a", "b"]
+    assert [one.offset for piece in sent for one in piece.scored] == [0, 1]
+
+
+def test_of_a_stop_with_a_special_token_nothing_is_sent_either():
+    codec = TokenizerCodec(metaspace())
+    ids = codec.tokenizer.get_vocab()
+    tokens = [ids["▁x"], ids["\n"], ids["<|end|>"]]
+    answer = Answer(codec, [ids["▁def"]], ["\n<|end|>"])
+    sent = [answer.add([token], [0.0]).text for token in tokens]
+    assert "".join(sent) == " x"
+    assert answer.end(Completion(0, 0, [ids["▁def"]], tokens, [0.0] * 3, "stop")).text == ""
+    goes_on = Answer(codec, [ids["▁def"]], ["\n<|end|>"])
+    tokens = [ids["▁x"], ids["\n"], ids["▁x"]]
+    sent = [goes_on.add([token], [0.0]).text for token in tokens]
+    done = Completion(0, 0, [ids["▁def"]], tokens, [0.0] * 3, "length")
+    assert "".join(sent) + goes_on.end(done).text == completion_text(codec, [ids["▁def"]], tokens)
