@@ -13,7 +13,7 @@ PROMPT ?= def main(
 export GOMP_SPINCOUNT ?= 3000
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train generate compare tensorboard test test-all lint format clean
+.PHONY: help setup train generate serve compare tensorboard test test-all lint format clean
 
 help: ## show this list
 	@echo "make TARGET [ARGS='KEY=VALUE ...'] [PYTHON=python3.12]"
@@ -43,6 +43,10 @@ train: $(STAMP) ## train a small model on Python's own sources, in graphs; ARGS 
 generate: $(STAMP) ## sample from the last trained model (trains one briefly if there is none); ARGS are settings
 	@ls runs/train/*/checkpoints/*/config.json >/dev/null 2>&1 || $(BIN)/python train.py train.steps=200 data.seq_len=128
 	$(BIN)/python generate.py model.path=runs/train prompt="$(PROMPT)" decode=sample $(ARGS)
+
+serve: $(STAMP) ## serve the last trained model at http://127.0.0.1:8000 (trains one briefly if there is none); ARGS are settings
+	@ls runs/train/*/checkpoints/*/config.json >/dev/null 2>&1 || $(BIN)/python train.py train.steps=200 data.seq_len=128
+	$(BIN)/python serve.py model.path=runs/train $(ARGS)
 
 compare: $(STAMP) ## the same run without graphs, per layer and as one graph, side by side; ARGS are settings
 	$(BIN)/graphmod compare $(ARGS)

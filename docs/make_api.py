@@ -39,8 +39,11 @@ SECTIONS = {
     },
     "Decoding": {
         "graphmod.decode.engine": ["DecodeEngine"],
+        "graphmod.decode.loop": ["EngineLoop"],
+        "graphmod.decode.batching.handle": ["Handle"],
+        "graphmod.decode.streaming": ["TokenStream"],
         "graphmod.decode.config": ["EngineConfig", "Sampling"],
-        "graphmod.decode.results": ["Completion", "TokenEvent", "DecodeStats"],
+        "graphmod.decode.results": ["Completion", "Run", "TokenEvent", "DecodeStats"],
         "graphmod.decode.text.codec": ["TokenizerCodec", "ByteCodec"],
     },
     "Exceptions": {

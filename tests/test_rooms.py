@@ -12,12 +12,12 @@ import graphmod
 HOUSE = Path(graphmod.__file__).parent
 ROOMS = (
     *("errors", "words", "config", "torch_private", "trace", "ranks", "guards", "signature", "state"),
-    *("backend", "graph", "capture", "call", "wrap", "check", "models", "decode", "train", "cli", "__main__"),
+    *("backend", "graph", "capture", "call", "wrap", "check", "models", "decode", "train", "serve", "cli", "__main__"),
 )
 WITHIN = {
     "decode": (
-        *("errors", "results", "model_state", "config", "cache", "step", "attention", "text", "batching"),
-        *("verification", "engine"),
+        *("errors", "results", "model_state", "config", "cache", "step", "attention", "text", "prefill", "batching"),
+        *("verification", "parts", "turns", "loop", "streaming", "engine"),
     ),
     "train": (
         *(
@@ -34,7 +34,10 @@ WITHIN = {
         ),
         *("data", "report", "run"),
     ),
-    "cli": ("stdout", "environment", "start", "explain", "endings", "settings", "training", "generation", "main"),
+    "cli": (
+        *("stdout", "environment", "start", "explain", "unnamed", "endings", "settings"),
+        *("training", "generation", "serving", "main"),
+    ),
 }
 
 

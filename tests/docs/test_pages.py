@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from graphmod.cli.generation import main as generation
+from graphmod.cli.serving import main as serving
 from graphmod.cli.training.compose import TRAIN
 from graphmod.train.schema.run import RunConfig
 from graphmod.wrap.target import MARK
@@ -36,7 +37,9 @@ def slug(heading):
 
 def commands(path):
     """The commands of a page that graphmod answers itself, as lists of words."""
-    lines = re.findall(r"^    ((?:python (?:train|generate)\.py|graphmod \w+)\b.*)$", path.read_text(), flags=re.M)
+    lines = re.findall(
+        r"^    ((?:python (?:train|generate|serve)\.py|graphmod \w+)\b.*)$", path.read_text(), flags=re.M
+    )
     return [shlex.split(line, comments=True) for line in lines]
 
 
@@ -94,11 +97,13 @@ def test_settings_of_commands_exist(path):
     for program, command, *arguments in commands(path):
         name = command.removesuffix(".py")
         assert (program, name) in {
-            *(("python", one) for one in ("train", "generate")),
-            *(("graphmod", one) for one in ("train", "generate", "compare", "check")),
+            *(("python", one) for one in ("train", "generate", "serve")),
+            *(("graphmod", one) for one in ("train", "generate", "serve", "compare", "check")),
         }
         if name == "generate" and not {"--help", "--cfg"} & set(arguments):
             generation.parse(arguments)
+        if name == "serve":
+            serving.parse(arguments)
         if name not in ("train", "compare"):
             continue
         several = ["--multirun"] if name == "compare" else []
