@@ -29,6 +29,7 @@ _REMEDIES = {
     UNFINISHED: "Call the part under torch.no_grad() where no backward follows",
     TAKE_TURNS: "Raise max_graphs",
 }
+_MANY = 16  # calls of one iteration: more are told of, because they may be results that somebody just keeps
 _IDLE = 4  # times max_graphs: calls for which a signature was not used before its graphs make room for another's
 
 
@@ -68,9 +69,15 @@ def place(context: Context, entry: Entry, reason: str, recording: Recording) -> 
         # In the middle of an iteration only where there never is a beginning, because one is always in flight: some of
         # these calls are gone without a backward. Where all still wait, it is a long one, whose backward adds up the
         # gradients of all of them in their order.
-        missed = max(entry.misses, entry.waits)
-        if missed > max(patience * (3 if group.eager_in_flight else 1), context.waiting()):
+        missed, waiting = max(entry.misses, entry.waits), context.waiting()
+        if missed > max(patience * (3 if group.eager_in_flight else 1), waiting):
             tape = group.new_tape_elsewhere()
+        if tape is None and waiting > _MANY:
+            context.log_once(
+                f"{context.name!r} runs eagerly: {waiting} of its calls wait for their backward, and it may be "
+                f"captured once that has come. {_REMEDIES[IN_USE]}",
+                key=UNFINISHED,
+            )
         if tape is None and reason == IN_USE and entry.waits > 3 * patience:
             context.log_once(f"{context.name!r} runs eagerly: {reason}. {_REMEDIES[IN_USE]}", key=reason)
     return tape

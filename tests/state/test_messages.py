@@ -310,7 +310,7 @@ def more_shapes_than_graphs():
             graphed(torch.randn(2 + index % 5, 8))
 
 
-@says(["its graphs are in use", "it may be captured again. Keep results of earlier calls with detach()"])
+@says(["calls wait for their backward", "captured once that has come. Keep results of earlier calls with detach()"])
 def results_kept_with_their_history():
     graphed, held = CUDAGraphModule(mlp(CPU), config()), []
     for _ in range(30):
