@@ -16,8 +16,8 @@ ROOMS = (
 )
 WITHIN = {
     "decode": (
-        *("errors", "results", "model_state", "config", "cache", "step", "attention", "text", "prefill", "batching"),
-        *("verification", "parts", "turns", "loop", "streaming", "engine"),
+        *("errors", "results", "model_state", "config", "cache", "step", "attention", "text", "prefill"),
+        *("verification", "batching", "parts", "loop", "streaming", "engine"),
     ),
     "train": (
         *(

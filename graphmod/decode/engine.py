@@ -1,6 +1,6 @@
 """`DecodeEngine`: generates from a transformers causal LM; prefill and each decode step are replays of graphs.
 
-Owns the parts of decode and their life, and who may do what when; what moves sequences is in `batch`.
+Owns the parts of decode and their life; requests come and go in `batching.traffic`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import gc
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,16 +19,12 @@ from graphmod.decode.batching.handle import Handle
 from graphmod.decode.config import EngineConfig, Sampling
 from graphmod.decode.errors import DecodeError, RequestError
 from graphmod.decode.loop import EngineLoop
-from graphmod.decode.model_state import decoding, weights_state
 from graphmod.decode.parts import build
 from graphmod.decode.results import Completion, DecodeStats, Run
 from graphmod.decode.step.anatomy import require_causal_lm
 from graphmod.decode.step.sampling import GREEDY
 from graphmod.decode.streaming import TokenStream
 from graphmod.decode.text.codec import Codec
-from graphmod.decode.text.stream import completion_text
-from graphmod.decode.turns import Turns
-from graphmod.decode.verification import compare_tokens
 from graphmod.errors import ConfigError
 from graphmod.models.exchange import attention
 
@@ -58,19 +53,12 @@ class DecodeEngine:
         require_causal_lm(model)
         config = dataclasses.replace(config or EngineConfig(), **settings)
         self.model, self.config, self.device = model, config, model.device
-        self._modules = list(model.modules())
         parts = self._parts = build(model, config, codec)
         self.max_seq_len, self.requests = parts.max_seq_len, parts.requests
         self.memory, self.state, self.scheduler = parts.memory, parts.state, parts.scheduler
         self.attention, self.attention_us = parts.attention, parts.attention_us
-        self.graphs, self.prefill, self._batch = parts.graphs, parts.prefill, parts.batch
-        self._turns = Turns()
-        self._arrived: deque[Handle] = deque()
-        self._leaving: deque[Handle] = deque()
-        self._handles: list[Handle] = []
-        self._suspended = self._compared = self._moving = False
-        self._weights = 0
-        self._mixed: set[int] = set()  # ids of completions that weights before and after a change have made
+        self.graphs, self.prefill = parts.graphs, parts.prefill
+        self._batch, self._traffic = parts.batch, parts.traffic
         self._loop: EngineLoop | None = None
         self._making_loop = threading.Lock()
 
@@ -109,54 +97,34 @@ class DecodeEngine:
             DecodeError: the first tokens of this engine are not those of the model's own forward.
             Exception: whatever goes wrong in a step. All requests end with it, and the engine may be used again.
         """
-        with self._turn():
-            try:
-                self._take_in()
-                if not self._batch.unfinished:
-                    return []
-                self._require_memory()
-                if self.scheduler.waiting:
-                    self._forget_if_changed()
-                runs = self._move(self._decoded, self._batch.advance)
-                self._give_out(runs)
-                self._rest()
-            except BaseException as error:
-                self._fail(error)
-                raise
-            return runs
+        with self._traffic.turn():
+            return self._traffic.step()
 
     def abort(self, handle: Handle) -> None:
         """Ends what has not ended of a request, with the reason "abort", and frees its memory: at once, or before the
         next step if another thread is in the middle of one. Any thread may call it."""
-        if handle.done:
-            return
-        self._leaving.append(handle)
-        self._let_out()
+        self._traffic.leave(handle)
 
     def abort_all(self) -> None:
         """Ends all requests; see `abort`."""
-        for handle in [*self._arrived, *self._handles]:  # the way they go, so that none is missed in between
+        for handle in self._traffic.everybody():
             self.abort(handle)
 
     @property
     def unfinished(self) -> bool:
         """Whether there is something to do."""
-        return bool(self._arrived or self._leaving or self._handles)  # any thread may ask, while another steps
+        return self._traffic.unfinished  # any thread may ask, while another steps
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
         """For as long as it is entered no step runs or is under way, so that weights may change as a whole. Requests
         go on after it, with what they have."""
-        with self._turn():
-            try:
-                self._give_out(self._move(self._decoded, self._batch.drain))
-            except BaseException as error:
-                self._fail(error)
-                raise
+        with self._traffic.turn():
+            self._traffic.drain()
             try:
                 yield
             finally:
-                self._forget()
+                self._traffic.forget()
 
     @property
     def loop(self) -> EngineLoop:
@@ -217,15 +185,10 @@ class DecodeEngine:
         """
         return TokenStream(self, self._submit(prompts, n, sampling, settings))
 
-    # -- inside a turn -------------------------------------------------------------------------------------------
-
-    def _decoding(self) -> contextlib.AbstractContextManager:
-        return decoding(self._modules)
-
     def _submit(
         self, prompts: Any, n: int, sampling: Any, settings: dict, on_run: Callable[[Run], None] | None = None
     ) -> Handle:
-        self._require_memory()
+        self._traffic.require_memory()
         if self.model.device != self.device:
             raise DecodeError(f"the model moved from {self.device} to {self.model.device}; make a new engine")
         found = self.requests.read(prompts, n, sampling, settings)
@@ -240,132 +203,8 @@ class DecodeEngine:
                 )
         handle = Handle(found, on_run)
         if found:
-            self._arrived.append(handle)
+            self._traffic.enter(handle)
         return handle
-
-    def _require_memory(self) -> None:
-        if self._suspended:
-            raise DecodeError("this engine is suspended and has no KV memory; call resume() first")
-
-    @contextlib.contextmanager
-    def _turn(self) -> Iterator[None]:
-        """Nobody else moves sequences meanwhile. Who is aborted meanwhile is let out at the end."""
-        try:
-            with self._turns:
-                if self._moving:
-                    self._give_up(DecodeError("the engine was interrupted before this request had ended"))
-                self._let_out()
-                yield
-        finally:
-            self._let_out()
-
-    def _let_out(self) -> None:
-        """Lets out who leaves, unless a thread is in the middle of something: that one does it. It may be this one:
-        streams are closed wherever garbage is collected."""
-        while self._leaving and not self._moving and self._turns.do_if_free(self._take_in_safely):
-            pass
-
-    def _take_in_safely(self) -> None:
-        try:
-            self._take_in()
-        except BaseException as error:
-            self._fail(error)
-            raise
-
-    def _move(self, act: Callable[..., Any], *given: Any) -> Any:
-        """Does it. If it is interrupted, `_moving` stays set, whatever else the interruption prevents."""
-        self._moving = True
-        found = act(*given)
-        self._moving = False
-        return found
-
-    def _take_in(self) -> None:
-        """Lets in who arrived, and out who leaves."""
-        if self._arrived or self._leaving:
-            self._give_out(self._move(self._arrive_and_leave))
-            self._rest()
-
-    def _arrive_and_leave(self) -> list[Run]:
-        if self._arrived:
-            self._modules = list(self.model.modules())
-        while self._arrived:
-            handle = self._arrived[0]
-            if not handle.done:
-                self._handles.append(handle)  # before it is taken away, so that whoever looks finds it
-                self.scheduler.waiting.extend(handle.sequences)
-            self._arrived.popleft()
-        dropped: list[Run] = []
-        with torch.inference_mode():
-            while self._leaving:
-                sequences = self._leaving.popleft().sequences
-                dropped += [self._batch.drop(sequence) for sequence in sequences if not sequence.done]
-        return dropped
-
-    def _decoded(self, act: Callable[[], list[Run]]) -> list[Run]:
-        with self._decoding():
-            return self._compare(act())
-
-    def _compare(self, runs: list[Run]) -> list[Run]:
-        if not self._compared:
-            self._forget_if_changed()
-        for done in () if self._compared else [run.completion for run in runs if id(run.completion) not in self._mixed]:
-            if len(done.tokens) > 1 and len(done.prompt) <= self.config.prefill_tokens:
-                compare_tokens(self.model, done, f"decode steps with {self.attention.name or 'own attention'}")
-                self._compared = True
-                break
-        return runs
-
-    def _give_out(self, runs: list[Run]) -> None:
-        codec, errors = self.requests.codec, []
-        for run in sorted(runs, key=lambda run: len(run.tokens)):  # as they ended
-            try:
-                if run.ended and codec is not None:
-                    run.completion.text = completion_text(codec, run.completion.prompt, run.completion.tokens)
-                run.handle.take(run)
-            except BaseException as error:  # by which the others do not lose what they have got
-                errors.append(error)
-            if run.handle.done and run.handle in self._handles:
-                self._handles.remove(run.handle)
-        if errors:
-            raise errors[0]
-
-    def _forget_if_changed(self) -> None:
-        """What is in the cache is no beginning of a prompt any more once the weights are others."""
-        now = weights_state(self.model)
-        if now != self._weights:
-            self._forget()  # even if nothing is known: what runs will be, once it has ended
-        self._weights = now
-
-    def _forget(self) -> None:
-        self.scheduler.allocator.forget()
-        if not self._compared:
-            sequences = (sequence for handle in self._handles for sequence in handle.sequences)
-            self._mixed = {id(sequence.completion) for sequence in sequences if sequence.stored}
-
-    def _rest(self) -> None:
-        """Puts everything back where it was, once there is nothing to do."""
-        if not self._batch.unfinished:
-            self._move(self._batch.end)
-            if not self.config.keep_prefixes:
-                self.scheduler.allocator.forget()
-
-    def _fail(self, error: BaseException) -> None:
-        """Ends all requests with an error."""
-        self._moving = True
-        while self._arrived:  # one by one: others may arrive meanwhile
-            self._handles.append(self._arrived[0])
-            self._arrived.popleft()
-        self._give_up(error)
-
-    def _give_up(self, error: BaseException) -> None:
-        """The same, but who has only arrived may go on."""
-        try:
-            self._batch.give_up()
-        finally:  # a GPU that has failed fails there again
-            for handle in [*self._handles]:
-                handle.fail(error)
-                self._handles.remove(handle)
-        self._moving = False
 
     # -- lifecycle -----------------------------------------------------------------------------------------------
 
@@ -388,15 +227,15 @@ class DecodeEngine:
             prefill: also the graphs of prefill.
             progress: show a bar with the free memory, on a terminal.
         """
-        with self._turn():
-            self._require_rest("capture ahead of time while the engine is idle, and not suspended")
+        with self._traffic.turn():
+            self._traffic.require_rest("capture ahead of time while the engine is idle, and not suspended")
             unknown = sorted(set(sizes or ()) - set(self.graphs.sizes))
             if unknown:
                 raise ConfigError(f"sizes={unknown} are no batch sizes with a graph; choose among {self.graphs.sizes}")
             most = self.graphs.visited(min(max_context or self.max_seq_len, self.max_seq_len))
             contexts = [c for c in self.graphs.contexts if c is None or c <= most]
             try:
-                with self._decoding():
+                with self._traffic.decoding():
                     with attention(self.model, self.attention.name):
                         self.graphs.capture(sizes or self.graphs.sizes, contexts, kinds, progress)
                     if prefill and self.prefill is not None:
@@ -410,11 +249,11 @@ class DecodeEngine:
         Raises:
             DecodeError: something is being generated.
         """
-        with self._turn():
-            if self._suspended:
+        with self._traffic.turn():
+            if self._traffic.suspended:
                 return
-            self._require_rest("requests are running; let them end, or abort them, before suspend()")
-            self._suspended = True
+            self._traffic.require_rest("requests are running; let them end, or abort them, before suspend()")
+            self._traffic.suspended = True
             self.scheduler.allocator.forget()
             self.graphs.reset()
             if self.prefill is not None:
@@ -427,14 +266,10 @@ class DecodeEngine:
     def resume(self) -> None:
         """Takes KV memory again. Graphs come back as they are needed; what did not move is not captured again, so that
         `resume` without `suspend` costs nothing."""
-        with self._turn():
-            if self._suspended:
+        with self._traffic.turn():
+            if self._traffic.suspended:
                 self.memory.allocate()
-                self._suspended = False
-
-    def _require_rest(self, words: str) -> None:
-        if self.unfinished or self._suspended:
-            raise DecodeError(words)
+                self._traffic.suspended = False
 
     def force_enable(self) -> None:
         """Lets buckets that failures disabled be captured again."""

@@ -12,6 +12,7 @@ from graphmod.decode.attention.implementation import Implementation
 from graphmod.decode.batching.batch import ContinuousBatch
 from graphmod.decode.batching.requests import RequestReader, eos_ids
 from graphmod.decode.batching.scheduler import Scheduler
+from graphmod.decode.batching.traffic import Traffic
 from graphmod.decode.cache.blocks import BlockAllocator
 from graphmod.decode.cache.cache import PagedCache
 from graphmod.decode.config import EngineConfig
@@ -26,7 +27,7 @@ from graphmod.decode.step.graphs import BucketGraphs, context_sizes
 from graphmod.decode.step.state import BatchState
 from graphmod.decode.step.step import DecodeStep
 from graphmod.decode.text.codec import Codec
-from graphmod.decode.verification import compare_made_up
+from graphmod.decode.verification import FirstTokens, compare_made_up
 from graphmod.errors import ConfigError
 
 _MOST_PIECES = 32  # of prompts that are prefilled at once: logits are made for the end of each
@@ -51,6 +52,7 @@ class Parts:
     prefill: PackedPrefill | None
     requests: RequestReader
     batch: ContinuousBatch
+    traffic: Traffic
 
     def stats(self) -> DecodeStats:
         """The counters of all parts."""
@@ -125,4 +127,8 @@ def build(model: PreTrainedModel, config: EngineConfig, codec: Codec | None) -> 
     with decoding(modules):
         compare_made_up(model, memory, state, packed.uncounted if packed else padded, tokens, attention)
     requests = RequestReader(text.vocab_size, max_seq_len, eos_ids(model, codec), codec, positions)
-    return Parts(max_seq_len, memory, attention, attention_us, state, scheduler, graphs, packed, requests, batch)
+    first = FirstTokens(model, tokens, f"decode steps with {attention.name or 'own attention'}")
+    traffic = Traffic(model, batch, first, requests, config.keep_prefixes)
+    return Parts(
+        max_seq_len, memory, attention, attention_us, state, scheduler, graphs, packed, requests, batch, traffic
+    )

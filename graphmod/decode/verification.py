@@ -6,6 +6,8 @@ them. A difference is an error, never a wrong token.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -106,6 +108,41 @@ def _decoded(
     state.restart()
     memory.clear([*range(memory.first_block), *blocks])
     return torch.cat((before, after)).float()
+
+
+class FirstTokens:
+    """Compares the first tokens that an engine generates, once.
+
+    Args:
+        model: that generates.
+        most: tokens of a prompt that are prefilled at once; no longer prompts are compared.
+        where: tokens are made, for the message.
+
+    Attributes:
+        awaited: whether nothing was compared yet.
+    """
+
+    def __init__(self, model: PreTrainedModel, most: int, where: str) -> None:
+        self._model, self._most, self._where = model, most, where
+        self.awaited = True
+        self._mixed: set[int] = set()
+
+    def pass_over(self, completions: Iterable[Completion]) -> None:
+        """Does not compare these: weights before and after a change have made them."""
+        if self.awaited:
+            self._mixed = {id(one) for one in completions}
+
+    def compare(self, completions: Iterable[Completion]) -> None:
+        """Compares the first of them that can be.
+
+        Raises:
+            DecodeError: its tokens are not those of the model's own forward.
+        """
+        for done in completions:
+            if id(done) not in self._mixed and len(done.tokens) > 1 and len(done.prompt) <= self._most:
+                compare_tokens(self._model, done, self._where)
+                self.awaited = False
+                return
 
 
 def compare_tokens(model: PreTrainedModel, done: Completion, where: str) -> None:

@@ -12,7 +12,7 @@ from conftest import ROOT
 from decode_models import prompts_of, reference, tiny_model
 
 from graphmod.decode import DecodeEngine, DecodeError, EngineLoop
-from graphmod.decode.turns import Turns
+from graphmod.decode.batching.turns import Turns
 
 
 def run(engine):

@@ -20,9 +20,9 @@ def test_weights_that_change_between_the_first_steps_are_no_error(device):
     engine.step()
     model.load_state_dict(other.state_dict())
     run(engine)
-    assert handle.wait(0)[0].finish_reason == "length" and not engine._compared
+    assert handle.wait(0)[0].finish_reason == "length" and engine._traffic._first.awaited
     assert engine.generate([prompt], max_new_tokens=9)[0].tokens == reference(other, prompt, 9)
-    assert engine._compared
+    assert not engine._traffic._first.awaited
 
 
 def test_what_runs_while_weights_change_is_no_beginning_even_if_nothing_was_known(device):
@@ -70,8 +70,8 @@ def test_a_request_may_be_aborted_whose_blocks_others_hold(device):
     (prompt,) = prompts_of(16)
     first = engine.submit(prompt, max_new_tokens=1)
     second = engine.submit([*prompt, 5], max_new_tokens=9)
-    with engine._decoding():
-        engine._arrive_and_leave()
+    with engine._traffic.decoding():
+        engine._traffic._arrive_and_leave()
         engine._batch._fill()  # both, of which the second reads from the blocks of the first
     engine.abort(first)
     run(engine)

@@ -1,0 +1,228 @@
+"""Requests that come and go while others run: whose turn it is, who is let in and out, and whom an error ends."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from graphmod.decode.batching.batch import ContinuousBatch
+from graphmod.decode.batching.handle import Handle
+from graphmod.decode.batching.requests import RequestReader
+from graphmod.decode.batching.turns import Turns
+from graphmod.decode.errors import DecodeError
+from graphmod.decode.model_state import decoding, weights_state
+from graphmod.decode.results import Run
+from graphmod.decode.text.stream import completion_text
+from graphmod.decode.verification import FirstTokens
+
+
+class Traffic:
+    """Lets one thread at a time move sequences, for all that arrive from any thread.
+
+    Args:
+        model: that decodes.
+        batch: moves the sequences.
+        first: compares the first tokens.
+        requests: has the codec that makes the texts of completions.
+        keep_prefixes: see `EngineConfig`.
+
+    Attributes:
+        suspended: whether there is no KV memory now.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        batch: ContinuousBatch,
+        first: FirstTokens,
+        requests: RequestReader,
+        keep_prefixes: bool,
+    ) -> None:
+        self._model, self._batch, self._first = model, batch, first
+        self._requests, self._keep_prefixes = requests, keep_prefixes
+        self._modules = list(model.modules())
+        self._weights = 0
+        self._turns = Turns()
+        self._arrived: deque[Handle] = deque()
+        self._leaving: deque[Handle] = deque()
+        self._handles: list[Handle] = []
+        self._moving = False
+        self.suspended = False
+
+    # -- from any thread -----------------------------------------------------------------------------------------
+
+    def enter(self, handle: Handle) -> None:
+        """Lets a request in, before the next step."""
+        self._arrived.append(handle)
+
+    def leave(self, handle: Handle) -> None:
+        """Lets a request out: at once, or before the next step if another thread is in the middle of one."""
+        if not handle.done:
+            self._leaving.append(handle)
+            self._let_out()
+
+    def everybody(self) -> list[Handle]:
+        """Who is there, or was a moment ago."""
+        return [*self._arrived, *self._handles]  # the way they go, so that none is missed in between
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether there is something to do."""
+        return bool(self._arrived or self._leaving or self._handles)
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """Nobody else moves sequences meanwhile. Who is aborted meanwhile is let out at the end."""
+        try:
+            with self._turns:
+                if self._moving:
+                    self._give_up(DecodeError("the engine was interrupted before this request had ended"))
+                self._let_out()
+                yield
+        finally:
+            self._let_out()
+
+    def require_memory(self) -> None:
+        """Raises DecodeError while the engine is suspended."""
+        if self.suspended:
+            raise DecodeError("this engine is suspended and has no KV memory; call resume() first")
+
+    def require_rest(self, words: str) -> None:
+        """Raises DecodeError with these words while there is something to do, or the engine is suspended."""
+        if self.unfinished or self.suspended:
+            raise DecodeError(words)
+
+    # -- within a turn -------------------------------------------------------------------------------------------
+
+    def decoding(self) -> contextlib.AbstractContextManager:
+        """The model as decode needs it; see `model_state.decoding`."""
+        return decoding(self._modules)
+
+    def step(self) -> list[Run]:
+        """Takes in who arrived, launches the next steps, and gives out what became known from those before."""
+        with self._failing():
+            self._take_in()
+            if not self._batch.unfinished:
+                return []
+            self.require_memory()
+            if self._batch.scheduler.waiting:
+                self._forget_if_changed()
+            runs = self._move(self._decoded, self._batch.advance)
+            self._give_out(runs)
+            self._rest()
+            return runs
+
+    def drain(self) -> None:
+        """Gives out what all launched steps find; nothing is under way after it."""
+        with self._failing():
+            self._give_out(self._move(self._decoded, self._batch.drain))
+
+    def forget(self) -> None:
+        """What is in the cache is no beginning of a prompt any more, and what runs was made by weights of two times."""
+        self._batch.scheduler.allocator.forget()
+        sequences = (sequence for handle in self._handles for sequence in handle.sequences)
+        self._first.pass_over(sequence.completion for sequence in sequences if sequence.stored)
+
+    def _forget_if_changed(self) -> None:
+        now = weights_state(self._model)
+        if now != self._weights:
+            self.forget()  # even if nothing is known: what runs will be, once it has ended
+        self._weights = now
+
+    def _let_out(self) -> None:
+        """Lets out who leaves, unless a thread is in the middle of something: that one does it. It may be this one:
+        streams are closed wherever garbage is collected."""
+        while self._leaving and not self._moving and self._turns.do_if_free(self._take_in_safely):
+            pass
+
+    def _take_in_safely(self) -> None:
+        with self._failing():
+            self._take_in()
+
+    def _move(self, act: Callable[..., Any], *given: Any) -> Any:
+        """Does it. If it is interrupted, `_moving` stays set, whatever else the interruption prevents."""
+        self._moving = True
+        found = act(*given)
+        self._moving = False
+        return found
+
+    def _take_in(self) -> None:
+        """Lets in who arrived, and out who leaves."""
+        if self._arrived or self._leaving:
+            self._give_out(self._move(self._arrive_and_leave))
+            self._rest()
+
+    def _arrive_and_leave(self) -> list[Run]:
+        if self._arrived:
+            self._modules = list(self._model.modules())
+        while self._arrived:
+            handle = self._arrived[0]
+            if not handle.done:
+                self._handles.append(handle)  # before it is taken away, so that whoever looks finds it
+                self._batch.scheduler.waiting.extend(handle.sequences)
+            self._arrived.popleft()
+        dropped: list[Run] = []
+        with torch.inference_mode():
+            while self._leaving:
+                sequences = self._leaving.popleft().sequences
+                dropped += [self._batch.drop(sequence) for sequence in sequences if not sequence.done]
+        return dropped
+
+    def _decoded(self, act: Callable[[], list[Run]]) -> list[Run]:
+        with self.decoding():
+            runs = act()
+            if self._first.awaited:
+                self._forget_if_changed()
+                self._first.compare([run.completion for run in runs])
+            return runs
+
+    def _give_out(self, runs: list[Run]) -> None:
+        codec, errors = self._requests.codec, []
+        for run in sorted(runs, key=lambda run: len(run.tokens)):  # as they ended
+            try:
+                if run.ended and codec is not None:
+                    run.completion.text = completion_text(codec, run.completion.prompt, run.completion.tokens)
+                run.handle.take(run)
+            except BaseException as error:  # by which the others do not lose what they have got
+                errors.append(error)
+            if run.handle.done and run.handle in self._handles:
+                self._handles.remove(run.handle)
+        if errors:
+            raise errors[0]
+
+    def _rest(self) -> None:
+        """Puts everything back where it was, once there is nothing to do."""
+        if not self._batch.unfinished:
+            self._move(self._batch.end)
+            if not self._keep_prefixes:
+                self._batch.scheduler.allocator.forget()
+
+    # -- errors --------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Whatever goes wrong within it ends all requests."""
+        try:
+            yield
+        except BaseException as error:
+            self._moving = True
+            while self._arrived:  # one by one: others may arrive meanwhile
+                self._handles.append(self._arrived[0])
+                self._arrived.popleft()
+            self._give_up(error)
+            raise
+
+    def _give_up(self, error: BaseException) -> None:
+        """Ends all requests but those that have only arrived."""
+        try:
+            self._batch.give_up()
+        finally:  # a GPU that has failed fails there again
+            for handle in [*self._handles]:
+                handle.fail(error)
+                self._handles.remove(handle)
+        self._moving = False
