@@ -10,6 +10,7 @@ from typing import Any
 
 from graphmod.config import BackendName, CompileMode, choice, integer, names_settings
 from graphmod.decode.errors import RequestError
+from graphmod.errors import ConfigError
 
 
 class AttentionName(str, Enum):
@@ -24,6 +25,13 @@ class AttentionName(str, Enum):
     own = "own"
 
 
+class OffloadName(str, Enum):
+    """What of the KV cache is kept in the memory of the host: nothing, or the caches of whole layers."""
+
+    none = "none"
+    layers = "layers"
+
+
 @names_settings
 @dataclass
 class EngineConfig:
@@ -34,6 +42,10 @@ class EngineConfig:
         max_seq_len: tokens of a sequence, prompt included; null takes the model's positions.
         block_size: tokens of a block of the paged cache.
         cache_tokens: tokens the cache holds; null is room for `max_batch_size` sequences of `max_seq_len`.
+        offload: `layers` keeps keys and values in the memory of the host, and brings them to the GPU layer by layer
+            in each step: for a cache that is larger than the GPU. `none` keeps all on the GPU.
+        offload_buffers: layers there is room for on the GPU at a time.
+        offload_resident: the share of layers that stay on the GPU all the time, 0 to 1.
         attention: `auto`, `fastest`, `sdpa`, `flex`, `flashinfer`, `triton` or `own`, the model's own attention.
         buckets: batch sizes that have a graph; null means 1, 2, 4, 8, 16, 24, 32, ... The maximum is always added.
         steps_per_sync: decode steps launched before results are read.
@@ -52,6 +64,9 @@ class EngineConfig:
     max_seq_len: int | None = None
     block_size: int = 64
     cache_tokens: int | None = None
+    offload: OffloadName = OffloadName.none
+    offload_buffers: int = 2
+    offload_resident: float = 0.0
     attention: AttentionName = AttentionName.auto
     buckets: list[int] | None = None
     steps_per_sync: int = 8
@@ -65,11 +80,13 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         self.attention = choice(AttentionName, self.attention, "attention")
+        self.offload = choice(OffloadName, self.offload, "offload")
         self.compile = choice(CompileMode, self.compile, "compile")
         self.backend = choice(BackendName, self.backend, "backend")
         for name in (
             "max_batch_size",
             "block_size",
+            "offload_buffers",
             "steps_per_sync",
             "prefill_tokens",
             "max_failures",
@@ -81,6 +98,14 @@ class EngineConfig:
                 integer(getattr(self, name), 1, name)
         for size in self.buckets or ():
             integer(size, 1, "each of buckets")
+        share = self.offload_resident
+        if isinstance(share, bool) or not isinstance(share, Real) or not 0 <= share <= 1:
+            raise ConfigError(f"offload_resident must be a number from 0 to 1, got {share!r}")
+        if self.offload is OffloadName.layers and self.compile is not CompileMode.none:
+            raise ConfigError(
+                f"offload=layers cannot be used with compile={self.compile.value}: its steps wait for copies, which "
+                "compiled code does not shorten; use compile=none"
+            )
 
     def bucket_sizes(self) -> list[int]:
         """The batch sizes that may be captured, ascending, `max_batch_size` last."""

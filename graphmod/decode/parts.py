@@ -14,8 +14,9 @@ from graphmod.decode.batching.requests import RequestReader, eos_ids
 from graphmod.decode.batching.scheduler import Scheduler
 from graphmod.decode.batching.traffic import Traffic
 from graphmod.decode.cache.blocks import BlockAllocator
-from graphmod.decode.cache.cache import PagedCache
-from graphmod.decode.config import EngineConfig
+from graphmod.decode.cache.cache import Offload, PagedCache
+from graphmod.decode.cache.fetch import unavailable as unavailable_fetch
+from graphmod.decode.config import EngineConfig, OffloadName
 from graphmod.decode.model_state import decoding
 from graphmod.decode.prefill.attention import unavailable
 from graphmod.decode.prefill.packed import PackedPrefill
@@ -77,6 +78,7 @@ class Parts:
             waited_seconds=self.batch.waited_seconds,
             graph_bytes=pool,
             cache_bytes=self.memory.nbytes,
+            host_cache_bytes=self.memory.host_nbytes,
             attention_us=dict(self.attention_us),
         )
 
@@ -88,6 +90,15 @@ def _length(config: EngineConfig, positions: int | None) -> int:
     if positions is not None and found > positions:
         raise ConfigError(f"max_seq_len={found} is more than the {positions} positions of the model")
     return found
+
+
+def _offload(config: EngineConfig, model: PreTrainedModel) -> Offload | None:
+    if config.offload is OffloadName.none:
+        return None
+    reason = unavailable_fetch(model.device)
+    if reason is not None:
+        raise ConfigError(f"offload=layers cannot be used: {reason}; use offload=none")
+    return Offload(config.offload_buffers, config.offload_resident)
 
 
 def build(model: PreTrainedModel, config: EngineConfig, codec: Codec | None) -> Parts:
@@ -107,7 +118,7 @@ def build(model: PreTrainedModel, config: EngineConfig, codec: Codec | None) -> 
     blocks = rows * table if config.cache_tokens is None else config.cache_tokens // size
     if blocks < 1:
         raise ConfigError(f"cache_tokens={config.cache_tokens} is less than one block of {size} tokens")
-    memory = PagedCache(anatomy.layers, blocks, size, rows, model.dtype, model.device)
+    memory = PagedCache(anatomy.layers, blocks, size, rows, model.dtype, model.device, _offload(config, model))
     compiled = config.compile is not CompileMode.none
     attention, attention_us = choose(config.attention, memory, compiled, max_seq_len, anatomy.own_reason)
     # Results of two chunks of steps wait to be read at most, and first tokens.

@@ -126,7 +126,8 @@ class DecodeStats:
         capture_seconds: host time spent capturing.
         waited_seconds: host time spent waiting for results of steps.
         graph_bytes: memory reserved by the graphs' pool.
-        cache_bytes: memory of the KV cache; 0 while suspended.
+        cache_bytes: memory of the KV cache on the device; 0 while suspended.
+        host_cache_bytes: memory of the host that it takes beside that (`offload=layers`).
         attention_us: microseconds a layer of each attention that `attention=fastest` compared; else empty.
     """
 
@@ -144,6 +145,7 @@ class DecodeStats:
     waited_seconds: float
     graph_bytes: int
     cache_bytes: int
+    host_cache_bytes: int = 0
     attention_us: dict[str, float] = field(default_factory=dict)
 
     def total(self, counter: str) -> int:

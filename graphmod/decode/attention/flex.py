@@ -124,9 +124,7 @@ def paged_flex(
     layer, tokens = memory.layers[module.layer_idx], memory.blocks * memory.block_size
     if layer.rule not in view.shared:
         view.shared[layer.rule] = block_mask(view, tokens, layer)
-    keys, values = (
-        held[module.layer_idx].flatten(0, 1).unsqueeze(0).transpose(1, 2) for held in (memory.keys, memory.values)
-    )
+    keys, values = (held.flatten(0, 1).unsqueeze(0).transpose(1, 2) for held in memory.near(module.layer_idx))
     query = query.to(keys.dtype)
     settings = {
         "block_mask": view.shared[layer.rule],

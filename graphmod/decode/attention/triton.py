@@ -92,8 +92,7 @@ def paged_triton(
         view.shared[rule] = rule.first_seen(view.context)
     out = triton_decode(
         query.to(memory.dtype),
-        memory.keys[module.layer_idx],
-        memory.values[module.layer_idx],
+        *memory.near(module.layer_idx),
         view.block_table,
         view.context,
         view.shared[rule],

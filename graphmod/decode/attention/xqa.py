@@ -108,7 +108,7 @@ def prepare(memory: PagedCache) -> str | None:
             )
             table, lengths = torch.zeros((1, 1), **settings), torch.ones((1, 1), **settings)
             with torch.inference_mode():
-                xqa_decode(query, memory.keys[0], memory.values[0], table, lengths, *memory.scratch, 1.0)
+                xqa_decode(query, *memory.near(0), table, lengths, *memory.scratch, 1.0)
             torch.cuda.synchronize()
     except Exception as error:  # of imports, compilers and loaders: anything
         log.debug("FlashInfer failed", exc_info=True)
@@ -153,8 +153,7 @@ def paged_xqa(
         view.shared[None] = view.block_table.to(torch.int32), lengths
     out = xqa_decode(
         query.transpose(1, 2).to(memory.dtype),
-        memory.keys[module.layer_idx],
-        memory.values[module.layer_idx],
+        *memory.near(module.layer_idx),
         *view.shared[None],
         *memory.scratch,
         1.0 if scaling is None else scaling * math.sqrt(query.shape[-1]),

@@ -1,16 +1,31 @@
 """The KV cache: its memory, and the views of it that a transformers model is called with."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from graphmod.backend.branch import Branch
+from graphmod.decode.cache.host import host_zeros
 from graphmod.decode.cache.layers import Layer
+from graphmod.decode.cache.ring import Passage, Ring, far_layers
 from graphmod.decode.errors import DecodeError
 
 NULL_BLOCK = 0
 """Pads block tables. It is never written, so that reading it adds finite numbers that the mask takes out again."""
+
+
+class Offload(NamedTuple):
+    """What is kept in the memory of the host.
+
+    Attributes:
+        buffers: on the device, which the layers take in turn.
+        resident: share of the layers that stay on the device, 0 to 1.
+    """
+
+    buffers: int
+    resident: float
 
 
 class PagedCache:
@@ -18,7 +33,8 @@ class PagedCache:
 
     `keys[i]` and `values[i]` are (blocks, block_size, kv_heads, head_dim) tensors of layer i, whose sizes
     are its own. The first blocks are not for sequences: `NULL_BLOCK`, and then those that padded rows write to, one
-    slot for each row, which nobody reads.
+    slot for each row, which nobody reads. Those of far layers are in the memory of the host (`Offload`), where anything
+    can read them, and slowly; `near` has what a decode step reads.
     `scratch` is what an attention writes to beside its result, for as long as the cache lives; most need none.
     `kernel_options` are what an attention found to fit this cache.
 
@@ -27,6 +43,7 @@ class PagedCache:
         blocks: blocks for sequences.
         rows: the most rows in a batch.
         block_size: tokens of a block.
+        offload: which layers are far; None keeps all on the device.
     """
 
     def __init__(
@@ -37,6 +54,7 @@ class PagedCache:
         rows: int,
         dtype: torch.dtype,
         device: torch.device,
+        offload: Offload | None = None,
     ) -> None:
         self.layers, self.rows, self.block_size = layers, rows, block_size
         self.first_block = 1 + -(-rows // block_size)
@@ -47,52 +65,79 @@ class PagedCache:
         self.values: list[Tensor] = []
         self.scratch: tuple[Tensor, ...] = ()
         self.kernel_options: dict[str, int] = {}
+        self._buffers = offload.buffers if offload else 0
+        self._far = far_layers(len(layers), offload.resident) if offload else []
+        self._branch = Branch(device) if self._far else None
+        self.ring: Ring | None = None
         self.allocate()
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
+        """On the device."""
+        return sum(tensor.nbytes for tensor in self._here()) + sum(one.nbytes for one in self._ring_tensors())
 
-    def tensors(self) -> list[Tensor]:
-        """All memory a decode step touches."""
-        return [*self.keys, *self.values, self.spare_slots, *self.scratch]
+    @property
+    def host_nbytes(self) -> int:
+        """In the memory of the host, beside it."""
+        return sum(tensor.nbytes for tensor in (*self.keys, *self.values)) - sum(one.nbytes for one in self._here())
+
+    def _here(self) -> list[Tensor]:
+        far = {*self._far}
+        return [one for kept in (self.keys, self.values) for number, one in enumerate(kept) if number not in far]
+
+    def _ring_tensors(self) -> list[Tensor]:
+        return [] if self.ring is None else self.ring.tensors()
 
     def allocate(self) -> None:
         """Takes the memory, zeroed: what is not written yet must be finite, since masks multiply by zero."""
         self.release()
         settings = {"dtype": self.dtype, "device": self.device}
-        for layer in self.layers:
+        sizes = {}
+        for number, layer in enumerate(self.layers):
             size = self.blocks, self.block_size, layer.kv_heads
-            self.keys.append(torch.zeros((*size, layer.head_dim), **settings))
-            self.values.append(torch.zeros((*size, layer.value_dim), **settings))
+            zeros = host_zeros if number in self._far else torch.zeros
+            self.keys.append(zeros((*size, layer.head_dim), **settings))
+            self.values.append(zeros((*size, layer.value_dim), **settings))
+            sizes[number] = self.keys[-1].shape, self.values[-1].shape
+        if self._far:
+            self.ring = Ring({far: sizes[far] for far in self._far}, self._buffers, branch=self._branch, **settings)
 
     def release(self) -> None:
         """Gives the memory back."""
         self.keys.clear()
         self.values.clear()
+        self.ring = None
+
+    def near(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer as attention in a decode step reads them, on the device."""
+        found = None if self.ring is None else self.ring.near(layer)
+        return (self.keys[layer], self.values[layer]) if found is None else found
 
     def clear(self, blocks: list[int]) -> None:
         """Zeroes blocks that may hold NaN, before another sequence gets them."""
         index = torch.tensor(blocks, dtype=torch.int64, device=self.device)  # which may be none
         for tensor in (*self.keys, *self.values):
             tensor.index_fill_(0, index, 0)
-
-    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
-        """Copies blocks `(from, to)` in every layer."""
-        if not pairs:
-            return
-        source, target = torch.tensor(pairs, device=self.device).T
-        for tensor in (*self.keys, *self.values):
-            tensor.index_copy_(0, target, tensor.index_select(0, source))
+        if self.ring is not None and blocks:
+            self.ring.clear()
 
     def write(self, layer: int, places: tuple[Tensor, Tensor], key: Tensor, value: Tensor) -> None:
         """Stores `key` and `value`, (B, kv_heads, S, head_dim), at `places`: block and offset in it, each (B * S,)."""
-        for memory, new in ((self.keys[layer], key), (self.values[layer], value)):
-            # Straight into the tensor and not into a view of it, so that a compiler can see that no copy is needed.
-            memory.index_put_(places, new.transpose(1, 2).reshape(-1, *memory.shape[2:]).to(self.dtype))
+        _store((self.keys[layer], self.values[layer]), places, key, value)
+
+    def write_near(self, layer: int, places: tuple[Tensor, Tensor], key: Tensor, value: Tensor) -> None:
+        """As `write`, where `near` is another place."""
+        if self.ring is not None and self.ring.near(layer) is not None:
+            _store(self.ring.near(layer), places, key, value)
+
+    def passage(self, block_table: Tensor, context: Tensor) -> Passage | None:
+        """What brings far layers near in one step; None if there are none."""
+        if self.ring is None:
+            return None
+        return Passage(self.ring, (self.keys, self.values), self.layers, block_table, context)
 
     def read(self, layer: int, block_table: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-        """The first `tokens` keys and values of each row, two (B, kv_heads, tokens, head_dim) tensors.
+        """The first `tokens` keys and values of each row near by, two (B, kv_heads, tokens, head_dim) tensors.
 
         Args:
             block_table: (B, blocks of a sequence).
@@ -101,11 +146,17 @@ class PagedCache:
         found = []
         rows, count = len(block_table), max(1, tokens // self.block_size)
         index = block_table[:, :count].reshape(-1)
-        for memory in (self.keys[layer], self.values[layer]):
+        for memory in self.near(layer):
             part = memory[:, :tokens] if tokens < self.block_size else memory
             taken = part.index_select(0, index).view(rows, tokens, *memory.shape[2:])
             found.append(taken.transpose(1, 2))
         return found[0], found[1]
+
+
+def _store(into: tuple[Tensor, Tensor], places: tuple[Tensor, Tensor], key: Tensor, value: Tensor) -> None:
+    for memory, new in zip(into, (key, value), strict=True):
+        # Straight into the tensor and not into a view of it, so that a compiler can see that no copy is needed.
+        memory.index_put_(places, new.transpose(1, 2).reshape(-1, *memory.shape[2:]).to(memory.dtype))
 
 
 def slot_mapping(position: Tensor, block_table: Tensor, active: Tensor, block_size: int) -> Tensor:
@@ -142,9 +193,13 @@ class CacheView(Cache):
         self.places = slots // memory.block_size, slots % memory.block_size
         self.context, self.visited = context, visited
         self.shared: dict[Any, Any] = {}  # what an attention function computes once for all layers of one rule
+        self._passage = memory.passage(block_table, context)
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any):
         """Stores the new keys and values; returns them as they are."""
+        if self._passage is not None:
+            self._passage.reach(layer_idx)
+            self.memory.write_near(layer_idx, self.places, key_states, value_states)
         self.memory.write(layer_idx, self.places, key_states, value_states)
         return key_states, value_states
 
