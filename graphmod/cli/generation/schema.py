@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 
 from graphmod.config import BackendName, CompileMode
-from graphmod.decode.config import AttentionName, EngineConfig, Sampling
+from graphmod.decode.config import AttentionName, EngineConfig, OffloadName, Sampling
 from graphmod.errors import ConfigError
 from graphmod.train.schema.train import DeviceName
 
@@ -52,8 +52,9 @@ class DecodeSettings(Sampling):
         stop: as in `Sampling`; in texts \\n, \\r, \\t and \\\\ are read as in Python.
         n: samples of each prompt.
         logprobs: write the log-probability of each token.
-        max_batch_size, max_seq_len, block_size, cache_tokens, attention, steps_per_sync, prefill_tokens: of
-            `EngineConfig`. `attention` is `auto`, `fastest`, `sdpa`, `flex`, `flashinfer` or `triton`.
+        max_batch_size, max_seq_len, block_size, cache_tokens, offload, offload_buffers, offload_resident, attention,
+            steps_per_sync, prefill_tokens: of `EngineConfig`. `attention` is `auto`, `fastest`, `sdpa`, `flex`,
+            `flashinfer` or `triton`.
     """
 
     seed: int = 0
@@ -63,6 +64,9 @@ class DecodeSettings(Sampling):
     max_seq_len: int | None = None
     block_size: int = 64
     cache_tokens: int | None = None
+    offload: OffloadName = OffloadName.none
+    offload_buffers: int = 2
+    offload_resident: float = 0.0
     attention: AttentionName = AttentionName.auto
     steps_per_sync: int = 8
     prefill_tokens: int = 4096
