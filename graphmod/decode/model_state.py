@@ -43,10 +43,20 @@ def decoding(modules: list[nn.Module]) -> Iterator[None]:
         _set(training, True)
 
 
-def weights_state(model: nn.Module) -> int:
-    """A number that is another one after weights were exchanged, or changed in place by an operation of PyTorch, or
-    after adapters of peft were switched."""
-    tensors = (*model.parameters(), *model.buffers())
-    weights = tuple((one.data_ptr(), 0 if one.is_inference() else one._version) for one in tensors)
-    layers = [vars(module) for module in model.modules() if "_active_adapter" in vars(module)]
-    return hash((weights, *(str([layer.get(name) for name in _SWITCHES]) for layer in layers)))
+def weights_state(modules: list[nn.Module]) -> int:
+    """A number that is another one after weights or modules were exchanged, or weights changed in place by an operation
+    of PyTorch, or after adapters of peft were switched.
+
+    Args:
+        modules: as in `decoding`.
+    """
+    seen: list = []
+    for module in modules:
+        own = vars(module)
+        seen += map(id, own["_modules"].values())
+        for tensor in (*own["_parameters"].values(), *own["_buffers"].values()):
+            if tensor is not None:
+                seen += tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
+        if "_active_adapter" in own:
+            seen += [str(own.get(name)) for name in _SWITCHES]
+    return hash(tuple(seen))

@@ -129,7 +129,7 @@ class Traffic:
         self._first.pass_over(sequence.completion for sequence in sequences if sequence.stored)
 
     def _forget_if_changed(self) -> None:
-        now = weights_state(self._model)
+        now = weights_state(self._modules)
         if now != self._weights:
             self.forget()  # even if nothing is known: what runs will be, once it has ended
         self._weights = now

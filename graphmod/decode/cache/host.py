@@ -34,6 +34,7 @@ class _Bytes:
 
 
 def _unpin(memory: Tensor) -> None:
+    torch.cuda.synchronize()  # what was launched may still work on it
     torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
 
