@@ -35,9 +35,10 @@ def deterministic_kernels(wanted: bool) -> Iterator[None]:
 
 
 def release_memory(device: torch.device) -> None:
-    """Gives memory that nothing refers to back to the device and forgets the peaks."""
-    gc.collect()
+    """Gives memory that nothing refers to back to a GPU and forgets the peaks. A CPU's is left to the collector's own
+    pace: to look through all that there is takes longer than many a run."""
     if device.type == "cuda":
+        gc.collect()
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
@@ -49,8 +50,7 @@ def isolated(device: torch.device, seed: int, deterministic: bool) -> Iterator[N
 
     What the body made must be local to functions that it calls: a name in the frame of the `with` lives longer.
     """
-    if device.type == "cuda":  # whose memory, and the peaks of it, a run reports
-        release_memory(device)
+    release_memory(device)
     gpus = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(gpus), deterministic_kernels(deterministic):
         torch.manual_seed(seed)
