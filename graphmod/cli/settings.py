@@ -168,7 +168,9 @@ class Program:
         return bare if bare in known else key
 
     def _hydra(self) -> initialize_config_dir:
-        ConfigStore.instance().store(name=f"{self.name}_schema", node=self.kind)
+        store, schema = ConfigStore.instance(), f"{self.name}_schema"
+        if f"{schema}.yaml" not in store.repo:  # to store it is to copy it, which takes as long as to read a file
+            store.store(schema, self.kind)
         OmegaConf.register_new_resolver("unused", unused, replace=True)
         return initialize_config_dir(str(self.configs), version_base="1.3")
 
