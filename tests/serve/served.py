@@ -5,6 +5,7 @@ import http.client
 import json
 import socket
 import time
+from functools import lru_cache
 
 import openai
 import torch
@@ -30,7 +31,7 @@ def tokenizer():
 def chat_model():
     """A tiny Llama with random weights, always the same; its texts are nonsense, and rarely end by themselves."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
     ends = {"bos_token_id": 1, "eos_token_id": 2}
     config = LlamaConfig(
         vocab_size=len(tokenizer()), max_position_embeddings=POSITIONS, num_key_value_heads=2, **sizes, **ends
@@ -41,6 +42,13 @@ def chat_model():
             if parameter.dim() > 1:
                 parameter.mul_(3)
     return model
+
+
+@lru_cache
+def alone():
+    """An engine for the same model without graphs and without a server: what it makes of a request is expected of a
+    server with `max_batch_size=4`."""
+    return Served.engine_of(chat_model(), tokenizer(), max_batch_size=4, graphs=False)
 
 
 class Served:

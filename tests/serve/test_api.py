@@ -2,7 +2,7 @@
 
 import openai
 import pytest
-from served import Served, chat_model, tokenizer
+from served import Served, alone, chat_model, tokenizer
 
 from graphmod.decode.text import ByteCodec, completion_text
 
@@ -13,17 +13,11 @@ def served():
         yield one
 
 
-@pytest.fixture(scope="module")
-def alone():
-    """An engine for the same model, which runs one request at a time."""
-    return Served.engine_of(chat_model(), tokenizer(), max_batch_size=4)
-
-
 MESSAGES = [{"role": "user", "content": "why is the sky blue"}]
 
 
-def chat_prompt(engine):
-    codec = engine.requests.codec
+def chat_prompt():
+    codec = alone().requests.codec
     return codec.encode_as_is(codec.chat(MESSAGES))
 
 
@@ -35,7 +29,7 @@ def same(given, expected):
     )
 
 
-def test_a_chat_has_the_tokens_of_the_engine(served, alone):
+def test_a_chat_has_the_tokens_of_the_engine(served):
     settings = {"temperature": 0.9, "top_p": 0.9, "seed": 7}
     got = served.client().chat.completions.create(
         model="tiny",
@@ -45,7 +39,7 @@ def test_a_chat_has_the_tokens_of_the_engine(served, alone):
         **settings,
         extra_body={"return_token_ids": True, "top_k": 50},
     )
-    expected = alone.generate([chat_prompt(alone)], n=3, max_new_tokens=20, top_k=50, **settings)
+    expected = alone().generate([chat_prompt()], n=3, max_new_tokens=20, top_k=50, **settings)
     assert [same(choice, done) for choice, done in zip(got.choices, expected, strict=True)] == [True] * 3
     assert len({choice.message.content for choice in got.choices}) == 3
     prompt, tokens = len(expected[0].prompt), sum(len(done.tokens) for done in expected)
@@ -54,7 +48,7 @@ def test_a_chat_has_the_tokens_of_the_engine(served, alone):
     assert got.object == "chat.completion" and got.model == "tiny" and got.choices[0].message.role == "assistant"
 
 
-def test_the_stream_of_a_chat_is_the_same_text(served, alone):
+def test_the_stream_of_a_chat_is_the_same_text(served):
     asked = {"model": "tiny", "messages": MESSAGES, "max_completion_tokens": 30, "seed": 3, "n": 2}
     (whole,) = [served.client().chat.completions.create(**asked)]
     texts, reasons, ids = ["", ""], [None, None], set()
@@ -71,21 +65,21 @@ def test_the_stream_of_a_chat_is_the_same_text(served, alone):
     assert chunks[-1].choices == [] and chunks[-1].usage == whole.usage
 
 
-def test_several_prompts_share_a_request(served, alone):
+def test_several_prompts_share_a_request(served):
     prompts = ["one two", "three", "four five six"]
     got = served.client().completions.create(
         model="tiny", prompt=prompts, n=2, max_tokens=12, temperature=1.0, seed=5, extra_body={"return_token_ids": True}
     )
-    expected = alone.generate(prompts, n=2, max_new_tokens=12, temperature=1.0, seed=5)
+    expected = alone().generate(prompts, n=2, max_new_tokens=12, temperature=1.0, seed=5)
     assert [choice.index for choice in got.choices] == list(range(6))
     assert all(same(choice, done) for choice, done in zip(got.choices, expected, strict=True))
 
 
 @pytest.mark.parametrize("prompt", [[5, 6, 7], [[5, 6, 7], [8, 9]]])
-def test_prompts_may_be_token_ids(served, alone, prompt):
+def test_prompts_may_be_token_ids(served, prompt):
     prompts = prompt if isinstance(prompt[0], list) else [prompt]
     got = served.client().completions.create(model="tiny", prompt=prompt, temperature=0)
-    expected = alone.generate(prompts, max_new_tokens=16)  # as many as OpenAI's API takes
+    expected = alone().generate(prompts, max_new_tokens=16)  # as many as OpenAI's API takes
     assert [choice.text for choice in got.choices] == [done.text for done in expected]
 
 
@@ -103,9 +97,9 @@ def test_the_stream_of_several_prompts_is_the_same(served):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_stop_is_cut_off(served, alone, stream):
-    prompt = chat_prompt(alone)
-    (free,) = alone.generate([prompt], max_new_tokens=40)
+def test_the_stop_is_cut_off(served, stream):
+    prompt = chat_prompt()
+    (free,) = alone().generate([prompt], max_new_tokens=40)
     middle = len(free.text) // 2
     stop = free.text[middle : middle + 3]
     asked = {"model": "tiny", "messages": MESSAGES, "max_tokens": 40, "temperature": 0, "stop": [stop, "never"]}
@@ -118,14 +112,14 @@ def test_the_stop_is_cut_off(served, alone, stream):
     assert text == free.text[: free.text.index(stop)] and reason == "stop"
 
 
-def test_log_probabilities_are_those_of_the_engine(served, alone):
-    (expected,) = alone.generate([chat_prompt(alone)], max_new_tokens=15)
+def test_log_probabilities_are_those_of_the_engine(served):
+    (expected,) = alone().generate([chat_prompt()], max_new_tokens=15)
     asked = {"messages": MESSAGES, "max_tokens": 15, "temperature": 0, "logprobs": True}
     got = served.client().chat.completions.create(model="tiny", **asked).choices[0]
     assert [one.logprob for one in got.logprobs.content] == pytest.approx(expected.logprobs, abs=1e-5)
     assert "".join(one.token for one in got.logprobs.content) == got.message.content
     assert all(bytes(one.bytes).decode() == one.token for one in got.logprobs.content)
-    text = served.client().completions.create(model="tiny", prompt="one", max_tokens=9, logprobs=1).choices[0]
+    text = served.client().completions.create(model="tiny", prompt="one", max_tokens=9, seed=1, logprobs=1).choices[0]
     assert "".join(text.logprobs.tokens) == text.text and len(text.logprobs.token_logprobs) == 9
     assert text.logprobs.text_offset[0] == 0 and text.logprobs.top_logprobs is None
 

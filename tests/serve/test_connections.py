@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
-from served import Served, chat_model, tokenizer
+from served import Served, alone, chat_model, tokenizer
 
 from graphmod.decode import Sampling
 from graphmod.serve import answers
@@ -27,15 +27,10 @@ def served():
         one.wait_until_idle()
 
 
-@pytest.fixture(scope="module")
-def alone():
-    return Served.engine_of(chat_model(), tokenizer(), max_batch_size=4)
-
-
-def test_two_hundred_at_once_get_the_tokens_of_the_engine(served, alone):
+def test_two_hundred_at_once_get_the_tokens_of_the_engine(served):
     prompts = [[5 + number % 90, 6, 7 + number % 50] for number in range(200)]
     settings = [{"temperature": 0.9 if number % 2 else 0.0, "seed": number} for number in range(200)]
-    expected = alone.generate(prompts, sampling=[Sampling(max_new_tokens=8, **own) for own in settings])
+    expected = alone().generate(prompts, sampling=[Sampling(max_new_tokens=8, **own) for own in settings])
 
     def ask(number):
         body = {"prompt": prompts[number], "max_tokens": 8, "return_token_ids": True, **settings[number]}
@@ -84,7 +79,7 @@ def test_clients_that_wait_and_go_away_leave_the_queue(served, slowly):
     served.wait_until_idle()
 
 
-def test_who_reads_slowly_holds_up_nobody_and_still_gets_all(served, alone):
+def test_who_reads_slowly_holds_up_nobody_and_still_gets_all(served):
     asked = {**LONG, "n": 4, "stream": True, "logprobs": 1, "return_token_ids": True}
     slow = socket.create_connection(("127.0.0.1", served.port), timeout=60)
     slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -105,7 +100,7 @@ def test_who_reads_slowly_holds_up_nobody_and_still_gets_all(served, alone):
     for line in lines:
         (choice,) = json.loads(line[6:])["choices"]
         tokens[choice["index"]] += choice["token_ids"]
-    (expected,) = alone.generate([LONG["prompt"]], max_new_tokens=300, ignore_eos=True)
+    (expected,) = alone().generate([LONG["prompt"]], max_new_tokens=300, ignore_eos=True)
     assert tokens == [expected.tokens] * 4
 
 

@@ -8,7 +8,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from served import POSITIONS, Served, chat_model, tokenizer
+from served import POSITIONS, Served, alone, chat_model, tokenizer
 
 AT_ONCE = 12
 WORDS = ["one", "two ", " three", "[user]", "\n", "€", "\U0001f600", "</s>", "\x00", "a" * 40]
@@ -92,10 +92,10 @@ def unchunked(body):
     return whole
 
 
-def check_good(alone, number, choices):
+def check_good(number, choices):
     """Compares with what the engine makes of that request alone."""
     _, path, body, _ = asked(number)
-    codec = alone.requests.codec
+    codec = alone().requests.codec
     if "messages" in body and "chat" in path:
         prompts = [codec.encode_as_is(codec.chat(body["messages"]))]
     else:
@@ -103,7 +103,7 @@ def check_good(alone, number, choices):
         prompts = [given] if isinstance(given, str) or isinstance(given[0], int) else given
     stop = body["stop"] or []
     stop = [stop] if isinstance(stop, str) else stop
-    expected = alone.generate(
+    expected = alone().generate(
         prompts,
         n=body["n"] or 1,
         max_new_tokens=body["max_tokens"],
@@ -122,7 +122,6 @@ def check_good(alone, number, choices):
 
 
 def fuzz(numbers):
-    alone = Served.engine_of(chat_model(), tokenizer(), max_batch_size=4)
     with Served(chat_model(), tokenizer(), max_batch_size=4) as served:
         with ThreadPoolExecutor(AT_ONCE) as pool:
             answers = dict(zip(numbers, pool.map(lambda number: answered(served, number), numbers), strict=True))
@@ -137,7 +136,7 @@ def fuzz(numbers):
     for number, (status, choices) in answers.items():
         if kinds[number] == "good":
             assert status == 200, (number, choices)
-            check_good(alone, number, choices)
+            check_good(number, choices)
 
 
 def test_two_hundred_requests_at_random():

@@ -1,4 +1,4 @@
-"""`serve.py` from a shell: it starts, drains on SIGTERM, ends at once on a second one, and starts after a kill."""
+"""The life of `serve.py`: it starts, drains on SIGTERM, ends at once on a second one, and starts after a kill."""
 
 import contextlib
 import http.client
@@ -12,11 +12,13 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import Queue
 
 import pytest
 from conftest import ROOT
 from served import chat_model, tokenizer
 
+from graphmod.cli.serving import run
 from graphmod.cli.serving.main import main, parse
 from graphmod.decode.config import EngineConfig
 from graphmod.errors import ConfigError
@@ -32,20 +34,10 @@ def saved(tmp_path_factory):
     return folder
 
 
-class Process:
-    """`python serve.py` in a process of its own."""
+class Client:
+    """Asks the server on `port`."""
 
-    def __init__(self, folder: Path, *arguments: str) -> None:
-        command = [sys.executable, str(ROOT / "serve.py"), f"model.path={folder}", "model.device=cpu", *arguments]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        self.process = subprocess.Popen(command, env=environment, **pipes)
-
-    def wait_until_ready(self) -> None:
-        line = self.process.stdout.readline()
-        found = re.search(r"serving tiny at http://[0-9.]+:(\d+)$", line)
-        assert found, line + self.process.communicate()[1]
-        self.port = int(found[1])
+    port = 0
 
     def ask(self, path: str, body: dict | None = None, key: str = "") -> tuple[int, dict]:
         with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)) as connection:
@@ -63,6 +55,22 @@ class Process:
         while "graphmod_running 0.0" in self.metrics():
             time.sleep(0.01)
 
+
+class Process(Client):
+    """`python serve.py` in a process of its own."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        command = [sys.executable, str(ROOT / "serve.py"), f"model.path={folder}", "model.device=cpu", *arguments]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        self.process = subprocess.Popen(command, env=environment, **pipes)
+
+    def wait_until_ready(self) -> None:
+        line = self.process.stdout.readline()
+        found = re.search(r"serving tiny at http://[0-9.]+:(\d+)$", line)
+        assert found, line + self.process.communicate()[1]
+        self.port = int(found[1])
+
     def ended(self) -> tuple[int, str]:
         said = self.process.communicate(timeout=60)[1]
         return self.process.returncode, said
@@ -79,9 +87,16 @@ def started(folder, *arguments):
         one.process.communicate()
 
 
-def test_sigterm_lets_running_requests_finish_and_takes_no_new_ones(saved):
-    with started(saved, "serve.port=0", "serve.api_key=secret") as one, ThreadPoolExecutor(1) as pool:
-        assert one.ask("/v1/completions", LONG)[0] == 401
+def test_after_a_kill_the_same_port_serves_again_and_sigterm_lets_what_runs_finish(saved):
+    with started(saved, "serve.port=0") as killed, ThreadPoolExecutor(1) as pool:
+        port = killed.port
+        running = pool.submit(killed.ask, "/v1/completions", {**LONG, "n": 16})
+        killed.wait_until_running()
+        killed.process.kill()
+        with pytest.raises((ConnectionError, http.client.HTTPException)):
+            running.result()
+    with started(saved, f"serve.port={port}", "serve.api_key=secret") as one, ThreadPoolExecutor(1) as pool:
+        assert one.port == port and one.ask("/v1/completions", LONG)[0] == 401
         running = pool.submit(one.ask, "/v1/completions", {**LONG, "n": 4}, "secret")
         one.wait_until_running()
         one.process.send_signal(signal.SIGTERM)
@@ -95,20 +110,33 @@ def test_sigterm_lets_running_requests_finish_and_takes_no_new_ones(saved):
         assert code == 0 and said.rstrip().endswith("stopped"), said
 
 
-def test_what_takes_too_long_is_ended_and_after_a_kill_the_same_port_serves_again(saved):
-    with started(saved, "serve.port=0") as killed:
-        port = killed.port
-        assert killed.ask("/v1/completions", {"prompt": "a", "max_tokens": 3})[0] == 200
-        killed.process.kill()
-    with started(saved, f"serve.port={port}", "serve.drain_seconds=0") as one, ThreadPoolExecutor(1) as pool:
-        assert one.port == port
-        running = pool.submit(one.ask, "/v1/completions", {**LONG, "n": 16})
-        one.wait_until_running()
-        one.process.send_signal(signal.SIGINT)
-        status, body = running.result()
-        assert (status, body["error"]["code"]) == (503, "shutting_down")
-        code, said = one.ended()
-        assert code == 128 + signal.SIGINT and "1 request had to be ended" in said
+@pytest.fixture
+def signals():
+    """The handlers of signals are afterwards those of before."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_what_takes_too_long_is_ended(saved, signals, monkeypatch, capsys):
+    one, said = Client(), Queue()
+    monkeypatch.setattr(run, "show", said.put)
+
+    def interrupt():
+        one.port = int(said.get(timeout=60).rpartition(":")[2])
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(one.ask, "/v1/completions", {**LONG, "n": 16})
+            one.wait_until_running()
+            os.kill(os.getpid(), signal.SIGINT)
+            return running.result()
+
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(interrupt)
+        code = main([f"model.path={saved}", "model.device=cpu", "serve.port=0", "serve.drain_seconds=0"])
+        status, body = answer.result()
+    assert (status, body["error"]["code"]) == (503, "shutting_down")
+    assert code == 128 + signal.SIGINT and "1 request had to be ended" in capsys.readouterr().err
 
 
 @pytest.mark.slow

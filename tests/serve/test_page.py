@@ -2,7 +2,7 @@
 
 import pytest
 from browser import FOUND, Browser
-from served import Served, chat_model, tokenizer
+from served import Served, alone, chat_model, tokenizer
 
 from graphmod.decode.text import ByteCodec
 from graphmod.serve.app import PAGE
@@ -28,13 +28,12 @@ def ask(page, text):
 
 @needs_browser
 def test_a_chat_streams_goes_on_and_can_be_stopped(tmp_path):
-    alone = Served.engine_of(chat_model(), tokenizer(), max_batch_size=4)
-    codec = alone.requests.codec
+    codec = alone().requests.codec
 
     def answer(*messages):
         roles = [("user", "assistant")[number % 2] for number in range(len(messages))]
         said = [{"role": role, "content": text} for role, text in zip(roles, messages, strict=True)]
-        return alone.generate([codec.encode_as_is(codec.chat(said))], max_new_tokens=12)[0].text
+        return alone().generate([codec.encode_as_is(codec.chat(said))], max_new_tokens=12)[0].text
 
     with Served(chat_model(), tokenizer(), max_batch_size=4) as one, Browser(tmp_path, one.url) as page:
         page.wait_for("document.getElementById('state')?.textContent === 'ready'")
