@@ -93,9 +93,11 @@ class EngineConfig:
             "warmup_steps",
         ):
             integer(getattr(self, name), 1, name)
-        for name in ("max_seq_len", "cache_tokens"):
+        for name, least in (("max_seq_len", 2), ("cache_tokens", 1)):  # of a sequence, a token that is generated too
             if getattr(self, name) is not None:
-                integer(getattr(self, name), 1, name)
+                integer(getattr(self, name), least, name)
+        if self.cache_tokens is not None and self.cache_tokens < self.block_size:
+            raise ConfigError(f"cache_tokens={self.cache_tokens} is less than one block of {self.block_size} tokens")
         for size in self.buckets or ():
             integer(size, 1, "each of buckets")
         share = self.offload_resident

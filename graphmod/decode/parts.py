@@ -116,8 +116,6 @@ def build(model: PreTrainedModel, config: EngineConfig, codec: Codec | None) -> 
     size, rows = config.block_size, config.max_batch_size
     table = -(-max_seq_len // size)
     blocks = rows * table if config.cache_tokens is None else config.cache_tokens // size
-    if blocks < 1:
-        raise ConfigError(f"cache_tokens={config.cache_tokens} is less than one block of {size} tokens")
     memory = PagedCache(anatomy.layers, blocks, size, rows, model.dtype, model.device, _offload(config, model))
     compiled = config.compile is not CompileMode.none
     attention, attention_us = choose(config.attention, memory, compiled, max_seq_len, anatomy.own_reason)

@@ -10,21 +10,7 @@ import time
 import uvicorn
 from fastapi import FastAPI
 
-from graphmod.errors import ConfigError
-
 _LAST_WORDS = 2  # seconds that answers may still take to be sent once the server stops
-
-
-def bound(host: str, port: int) -> socket.socket:
-    """A socket that listens there. Raises ConfigError."""
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
-        return socket.create_server((host, port), family=family, backlog=2048)
-    except OSError as error:
-        raise ConfigError(
-            f"serve.host={host} serve.port={port} cannot be listened on: {error.strerror or error}; give another port, "
-            "or serve.port=0 for any free one"
-        ) from error
 
 
 class HttpServer:

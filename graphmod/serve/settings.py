@@ -39,4 +39,4 @@ class ServeSettings:
             if not getattr(self, name) >= least:
                 raise ConfigError(f"serve.{name} must be at least {least}, got {getattr(self, name)}")
         if self.api_key == "" or not (self.api_key or "").isascii():
-            raise ConfigError("serve.api_key must be a word of ASCII characters, or null for none")
+            raise ConfigError("serve.api_key must be a word of ASCII characters; leave it out to ask for none")

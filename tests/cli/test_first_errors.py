@@ -56,6 +56,29 @@ wrong = [
 assert [generate(one) for one in wrong] == [2] * len(wrong)
 assert not {"torch", "transformers", "numpy"} & set(sys.modules)
 """
+ANSWERS_OF_SERVE = """
+import socket
+import sys
+from pathlib import Path
+from graphmod.cli.main import serve
+
+model = Path("model")
+model.mkdir()
+(model / "config.json").write_text("{}")
+assert serve(["model.path=model"]) == 2
+(model / "tokenizer.json").touch()
+taken = socket.create_server(("127.0.0.1", 0))
+wrong = [
+    "serve.prot=1", "serve.port=70000", "serve.port=x", f"serve.port={taken.getsockname()[1]}", "serve.host=256.1.1.1",
+    "serve.host=" + "a" * 70, "serve.api_key=", "serve.max_waiting=-1", "serve.drain_seconds=nan", "graph=per_layer",
+    "serve.max_body_bytes=0", "serve.default_max_tokens=0", "decode.max_batch_size=0", "decode.max_seq_len=1",
+    "decode.cache_tokens=1", "graph.compile=some", "tokenizer=nothing", "model.path=nothing", "model.device=tpu",
+]
+assert [serve(["model.path=model", one]) for one in wrong] == [2] * len(wrong)
+sys.modules["uvicorn"] = None
+assert serve(["model.path=model"]) == 2
+assert not {"torch", "transformers", "numpy"} & set(sys.modules)
+"""
 STEP = """
 import torch
 from beside import made
@@ -90,6 +113,15 @@ def test_what_generate_cannot_use_is_told_without_loading_torch(tmp_path):
     for said in ("did you mean", "model.path=FOLDER is missing", "model.path=nothing is not", "holds no tokenizer"):
         assert said in done.stderr
     for said in ("tokenizer=nothing is not", "nothing.txt cannot be read", "full.jsonl exists", "is the file of the"):
+        assert said in done.stderr
+
+
+def test_what_serve_cannot_use_is_told_without_loading_torch(tmp_path):
+    done = python("-c", ANSWERS_OF_SERVE, cwd=tmp_path)
+    assert done.returncode == 0 and done.stderr.count("error: ") == 21, done.stderr
+    for said in ("holds no tokenizer", "serve.port=0 for any free one", "serve.host=256.1.1.1 serve.port=8000 cannot"):
+        assert said in done.stderr
+    for said in ("aaa serve.port=8000 cannot be listened on: it is no", "less than one block", "serving needs uvicorn"):
         assert said in done.stderr
 
 

@@ -15,7 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from graphmod.decode import DecodeEngine
 from graphmod.decode.text import TokenizerCodec
 from graphmod.serve.app import make_app
-from graphmod.serve.server import HttpServer, bound
+from graphmod.serve.listening import bound
+from graphmod.serve.server import HttpServer
 from graphmod.serve.service import Service
 from graphmod.serve.settings import ServeSettings
 

@@ -1,5 +1,7 @@
 """What `serve.py` does: checks its settings and files, and loads PyTorch for what is left to do."""
 
+from contextlib import closing
+from importlib.util import find_spec
 from pathlib import Path
 
 from graphmod.cli.environment import require_one_process
@@ -9,16 +11,17 @@ from graphmod.cli.settings import Asked, Program
 from graphmod.cli.start import loading
 from graphmod.decode.text.codec import tokenizer_folder
 from graphmod.errors import ConfigError
+from graphmod.serve.listening import bound
 
 SERVE = Program(
     name="serve",
     kind=ServeConfig,
     configs=Path(__file__).parent.resolve() / "configs",
-    texts=("serve.api_key", "serve.model_name"),
+    texts=("serve.host", "serve.api_key", "serve.model_name"),
     paths=("tokenizer", "model.path"),
     smaller="decode.max_batch_size, decode.max_seq_len or decode.cache_tokens",
 )
-_EXTRA = ("fastapi", "uvicorn", "starlette", "pydantic", "prometheus_client")
+_EXTRA = ("fastapi", "uvicorn", "prometheus_client")  # the first brings starlette and pydantic
 
 
 def parse(arguments: list[str]) -> ServeConfig:
@@ -30,22 +33,23 @@ def _settings(asked: Asked) -> ServeConfig:
     return SERVE.typed(SERVE.compose(*asked.jobs())[0])
 
 
+def _require_extra() -> None:
+    missing = next((name for name in _EXTRA if find_spec(name) is None), None)
+    if missing is not None:
+        raise ConfigError(f"serving needs {missing}, which is not installed: pip install 'graphmod[serve]'")
+
+
 def _serve(asked: Asked) -> int:
     require_one_process("graphmod serve works in one; give it one GPU")
     config = _settings(asked)
     config.check()
     folder = model_folder(config.model.path)
     tokenizer_folder(folder, config.tokenizer)
-    try:
+    _require_extra()
+    with closing(bound(config.serve.host, config.serve.port)) as listening:  # before PyTorch is loaded
         with loading():
             from graphmod.cli.serving.run import serve
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in _EXTRA:
-            raise
-        raise ConfigError(
-            f"serving needs {error.name}, which is not installed: pip install 'graphmod[serve]'"
-        ) from None
-    return serve(config, folder)
+        return serve(config, folder, listening)
 
 
 def main(arguments: list[str]) -> int:

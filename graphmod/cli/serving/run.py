@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import sys
 import time
 from ipaddress import ip_address
@@ -18,7 +19,7 @@ from graphmod.decode.engine import DecodeEngine
 from graphmod.decode.step.sampling import FILTERED, GREEDY, PLAIN
 from graphmod.decode.text.codec import TokenizerCodec, codec_for
 from graphmod.serve.app import make_app
-from graphmod.serve.server import HttpServer, bound
+from graphmod.serve.server import HttpServer
 from graphmod.serve.service import Service
 from graphmod.train.lora import is_adapter
 from graphmod.train.special_tokens import set_special_tokens
@@ -62,10 +63,10 @@ def _engine(config: ServeConfig, folder: Path) -> DecodeEngine:
     return engine
 
 
-def serve(config: ServeConfig, folder: Path) -> int:
-    """Serves the model in `folder`; returns the exit status. Raises GraphmodError."""
+def serve(config: ServeConfig, folder: Path, listening: socket.socket) -> int:
+    """Serves the model in `folder` on a socket; returns the exit status. Raises GraphmodError."""
     service = Service(config.serve, config.name)
-    server = HttpServer(make_app(service), bound(config.serve.host, config.serve.port))
+    server = HttpServer(make_app(service), listening)
     url = server.url
     server.start()
     try:
