@@ -16,7 +16,7 @@ ROOMS = (
 )
 WITHIN = {
     "decode": (
-        *("errors", "results", "model_state", "config", "cache", "step", "attention", "text", "prefill"),
+        *("errors", "interrupts", "results", "model_state", "config", "cache", "step", "attention", "text", "prefill"),
         *("verification", "batching", "parts", "loop", "streaming", "engine"),
     ),
     "train": (

@@ -5,17 +5,18 @@ Owns the parts of decode and their life; requests come and go in `batching.traff
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import gc
+import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from graphmod.decode.batching.handle import Handle
+from graphmod.decode.batching.pause import Pause
 from graphmod.decode.config import EngineConfig, Sampling
 from graphmod.decode.errors import DecodeError, RequestError
 from graphmod.decode.loop import EngineLoop
@@ -60,7 +61,7 @@ class DecodeEngine:
         self.graphs, self.prefill = parts.graphs, parts.prefill
         self._batch, self._traffic = parts.batch, parts.traffic
         self._loop: EngineLoop | None = None
-        self._making_loop = threading.Lock()
+        self._making_loop = threading.RLock()  # garbage collection may ask for it in between
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -115,23 +116,24 @@ class DecodeEngine:
         """Whether there is something to do."""
         return self._traffic.unfinished  # any thread may ask, while another steps
 
-    @contextlib.contextmanager
-    def pause(self) -> Iterator[None]:
-        """For as long as it is entered no step runs or is under way, so that weights may change as a whole. Requests
-        go on after it, with what they have."""
-        with self._traffic.turn():
-            self._traffic.drain()
-            try:
-                yield
-            finally:
-                self._traffic.forget()
+    def pause(self) -> Pause:
+        """For `with engine.pause():`. While it is entered no step runs or is under way, so that weights may change as a
+        whole. Requests go on after it, with what they have.
+
+        The thread that has entered it may use the engine. Others wait; the log tells them for whom, and it is an error
+        for them where that thread has ended without leaving it.
+        """
+        caller = sys._getframe(1)
+        return Pause(self._traffic, f"{caller.f_code.co_filename}:{caller.f_lineno}")
 
     @property
     def loop(self) -> EngineLoop:
         """Steps the engine in a thread of its own; what `async for` over a stream uses."""
         if self._loop is None:
+            made = EngineLoop(self)
             with self._making_loop:  # two threads get the same one
-                self._loop = self._loop or EngineLoop(self)
+                if self._loop is None:
+                    self._loop = made
         return self._loop
 
     # -- generating ----------------------------------------------------------------------------------------------
@@ -234,12 +236,15 @@ class DecodeEngine:
                 raise ConfigError(f"sizes={unknown} are no batch sizes with a graph; choose among {self.graphs.sizes}")
             most = self.graphs.visited(min(max_context or self.max_seq_len, self.max_seq_len))
             contexts = [c for c in self.graphs.contexts if c is None or c <= most]
+
+            def capture() -> None:
+                with attention(self.model, self.attention.name):
+                    self.graphs.capture(sizes or self.graphs.sizes, contexts, kinds, progress)
+                if prefill and self.prefill is not None:
+                    self.prefill.capture(min(max_context or self.max_seq_len, self.max_seq_len), progress)
+
             try:
-                with self._traffic.decoding():
-                    with attention(self.model, self.attention.name):
-                        self.graphs.capture(sizes or self.graphs.sizes, contexts, kinds, progress)
-                    if prefill and self.prefill is not None:
-                        self.prefill.capture(min(max_context or self.max_seq_len, self.max_seq_len), progress)
+                self._traffic.decoding(capture)
             finally:
                 self._batch.end()
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from graphmod.decode.batching.handle import Handle
 from graphmod.decode.config import Sampling
 from graphmod.decode.errors import DecodeError
+from graphmod.decode.interrupts import Held
 from graphmod.decode.results import Run
 
 log = logging.getLogger("graphmod")
@@ -46,7 +47,7 @@ class EngineLoop:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.error: BaseException | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # garbage collection and signals may call into it anywhere
         self._thread: threading.Thread | None = None
         self._closed = False
 
@@ -60,13 +61,17 @@ class EngineLoop:
         Raises:
             DecodeError: it was closed.
         """
-        with self._lock:
+        thread = threading.Thread(target=self._run, name="graphmod-engine")
+        with Held(), self._lock:
             if self._closed:
                 raise DecodeError("this loop was closed and takes no more requests; make another EngineLoop(engine)")
-            if self._thread is None and self.engine.unfinished:
-                thread = threading.Thread(target=self._run, name="graphmod-engine")
-                thread.start()  # may fail, as when the interpreter ends
-                self._thread = thread
+            if self.engine.unfinished and self._thread is None:
+                self._thread = thread  # before anything else, which may call into this
+                try:
+                    thread.start()
+                except BaseException:  # as when the interpreter ends
+                    self._thread = None
+                    raise
 
     def submit(
         self,
@@ -98,17 +103,19 @@ class EngineLoop:
         self.engine.abort(handle)
 
     def close(self, drain: bool = True, timeout: float | None = None) -> None:
-        """Takes no more requests, and waits for the thread to end, unless it is that thread which calls.
+        """Takes no more requests, and waits for the thread to end, unless it is that thread which calls, or a signal
+        has met the caller in the middle of `start`.
 
         Args:
             drain: finish what waits and runs, else end it now.
             timeout: seconds for that, after which the rest is ended; None waits for as long as it takes.
         """
+        inside = self._lock._is_owned()
         with self._lock:
             self._closed, thread = True, self._thread
         if not drain:
             self.engine.abort_all()
-        if thread is not None and thread is not threading.current_thread():
+        if thread is not None and thread is not threading.current_thread() and not inside:
             thread.join(timeout if drain else None)
             if thread.is_alive():
                 self.engine.abort_all()

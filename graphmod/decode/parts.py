@@ -111,8 +111,7 @@ def build(model: PreTrainedModel, config: EngineConfig, codec: Codec | None) -> 
     positions = getattr(text, "max_position_embeddings", None)
     max_seq_len = _length(config, positions)
     modules = list(model.modules())
-    with decoding(modules):
-        anatomy = look_at(model, max_seq_len)
+    anatomy = decoding(modules, look_at, model, max_seq_len)
     size, rows = config.block_size, config.max_batch_size
     table = -(-max_seq_len // size)
     blocks = rows * table if config.cache_tokens is None else config.cache_tokens // size
@@ -133,8 +132,8 @@ def build(model: PreTrainedModel, config: EngineConfig, codec: Codec | None) -> 
     batch = ContinuousBatch(
         model, memory, state, scheduler, graphs, packed or padded, limits, attention.name, config.steps_per_sync
     )
-    with decoding(modules):
-        compare_made_up(model, memory, state, packed.uncounted if packed else padded, tokens, attention)
+    computed = packed.uncounted if packed else padded
+    decoding(modules, compare_made_up, model, memory, state, computed, tokens, attention)
     requests = RequestReader(text.vocab_size, max_seq_len, eos_ids(model, codec), codec, positions)
     first = FirstTokens(model, tokens, f"decode steps with {attention.name or 'own attention'}")
     traffic = Traffic(model, batch, first, requests, config.keep_prefixes)

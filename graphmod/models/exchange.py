@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 from collections.abc import Callable, Iterator
 
@@ -37,31 +36,39 @@ def takes(model: PreTrainedModel, name: str) -> bool:
     return name in inspect.signature(model.forward).parameters
 
 
-@contextlib.contextmanager
-def attention(
-    model: PreTrainedModel, name: str | None, function: Callable | None = None, mask: Callable | None = None
-) -> Iterator[None]:
-    """Lets `model` use the attention function `name` while it is active; None leaves it its own.
+class attention:
+    """Lets `model` use the attention function `name` while it is entered; None leaves it its own. At the end it has
+    what it had, whatever was exchanged within.
+
+    No generator: one that Ctrl-C leaves half-way would put things back when garbage is collected, at any later time.
 
     Args:
         function, mask: registered under that name for as long; None where they are registered already.
     """
-    if name is None:
-        yield
-        return
-    if function is not None:
-        ALL_ATTENTION_FUNCTIONS.register(name, function)
-        ALL_MASK_ATTENTION_FUNCTIONS.register(name, mask)
-    before = [(one, one._attn_implementation) for one in _configs(model.config)]
-    try:
-        model.config._attn_implementation = name  # which is set in the configs of its parts too
-        yield
-    finally:
-        for one, old in before:
+
+    def __init__(
+        self, model: PreTrainedModel, name: str | None, function: Callable | None = None, mask: Callable | None = None
+    ) -> None:
+        self._config, self._name, self._function, self._mask = model.config, name, function, mask
+        self._before = [(one, one._attn_implementation) for one in _configs(model.config)]
+
+    def __enter__(self) -> None:
+        if self._function is not None:
+            ALL_ATTENTION_FUNCTIONS.register(self._name, self._function)
+            ALL_MASK_ATTENTION_FUNCTIONS.register(self._name, self._mask)
+        try:
+            if self._name is not None:
+                self._config._attn_implementation = self._name  # which is set in the configs of its parts too
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        for one, old in self._before:
             one._attn_implementation = old
-        if function is not None:
-            ALL_ATTENTION_FUNCTIONS._global_mapping.pop(name, None)
-            ALL_MASK_ATTENTION_FUNCTIONS._global_mapping.pop(name, None)
+        if self._function is not None:
+            ALL_ATTENTION_FUNCTIONS._global_mapping.pop(self._name, None)
+            ALL_MASK_ATTENTION_FUNCTIONS._global_mapping.pop(self._name, None)
 
 
 def _configs(config: PretrainedConfig) -> Iterator[PretrainedConfig]:

@@ -174,13 +174,17 @@ def _rules(model: PreTrainedModel) -> list[tuple[nn.Module, Rule]]:
 
     tokens = torch.arange(_TOKENS, device=model.device).unsqueeze(0) % text.vocab_size
     more: dict[str, Any] = {"use_cache": False} if takes(model, "use_cache") else {}
-    try:
-        with decoding(list(model.modules())), attention(model, PROBE, attend, asker(reach)):
+
+    def ask() -> None:
+        with attention(model, PROBE, attend, asker(reach)):
             try:
                 model(input_ids=tokens, **more, **{_MASKS: {}})
             except TypeError:  # it takes no keywords for its attention
                 found.clear()
                 model(input_ids=tokens, **more)
+
+    try:
+        decoding(list(model.modules()), ask)
     except Unknown:
         raise
     except Exception as error:  # of a model's own code: anything

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,7 +16,8 @@ from graphmod.decode.batching.handle import Handle
 from graphmod.decode.batching.requests import RequestReader
 from graphmod.decode.batching.turns import Turns
 from graphmod.decode.errors import DecodeError
-from graphmod.decode.model_state import decoding, weights_state
+from graphmod.decode.interrupts import Held
+from graphmod.decode.model_state import WeightsWatch, decoding
 from graphmod.decode.results import Run
 from graphmod.decode.text.stream import completion_text
 from graphmod.decode.verification import FirstTokens
@@ -46,7 +48,7 @@ class Traffic:
         self._model, self._batch, self._first = model, batch, first
         self._requests, self._keep_prefixes = requests, keep_prefixes
         self._modules = list(model.modules())
-        self._weights = 0
+        self._weights = WeightsWatch()
         self._turns = Turns()
         self._arrived: deque[Handle] = deque()
         self._leaving: deque[Handle] = deque()
@@ -76,16 +78,30 @@ class Traffic:
         return bool(self._arrived or self._leaving or self._handles)
 
     @contextlib.contextmanager
-    def turn(self) -> Iterator[None]:
-        """Nobody else moves sequences meanwhile. Who is aborted meanwhile is let out at the end."""
-        try:
-            with self._turns:
-                if self._moving:
-                    self._give_up(DecodeError("the engine was interrupted before this request had ended"))
+    def turn(self) -> Iterator[Held]:
+        """Nobody else moves sequences meanwhile, and Ctrl-C comes after it, or where what it gives lets it be heard.
+        Who is aborted meanwhile is let out at the end.
+
+        Raises:
+            DecodeError: this thread is in the middle of a step.
+        """
+        with Held() as interrupts:
+            try:
+                again = self._turns.take(interrupts)
+                try:
+                    if self._moving and again:
+                        raise DecodeError(
+                            "the engine is in the middle of a step of this very thread, from which nothing else can be "
+                            "asked of it but submit() and abort()"
+                        )
+                    if self._moving:
+                        self._give_up(DecodeError("the engine was interrupted before this request had ended"))
+                    self._let_out()
+                    yield interrupts
+                finally:
+                    self._turns.release()
+            finally:
                 self._let_out()
-                yield
-        finally:
-            self._let_out()
 
     def require_memory(self) -> None:
         """Raises DecodeError while the engine is suspended."""
@@ -99,9 +115,18 @@ class Traffic:
 
     # -- within a turn -------------------------------------------------------------------------------------------
 
-    def decoding(self) -> contextlib.AbstractContextManager:
-        """The model as decode needs it; see `model_state.decoding`."""
-        return decoding(self._modules)
+    def decoding(self, act: Callable[..., Any], *given: Any) -> Any:
+        """What it returns with the model as decode needs it; see `model_state.decoding`."""
+        return decoding(self._modules, act, *given)
+
+    @contextlib.contextmanager
+    def kept_by(self, thread: threading.Thread, place: str) -> Iterator[None]:
+        """The turn lasts: who waits for the next one is told which thread has it, and from where in the source."""
+        before, self._turns.paused = self._turns.paused, (thread, place)
+        try:
+            yield
+        finally:
+            self._turns.paused = before
 
     def step(self) -> list[Run]:
         """Takes in who arrived, launches the next steps, and gives out what became known from those before."""
@@ -129,16 +154,16 @@ class Traffic:
         self._first.pass_over(sequence.completion for sequence in sequences if sequence.stored)
 
     def _forget_if_changed(self) -> None:
-        now = weights_state(self._modules)
-        if now != self._weights:
+        if self._weights.changed(self._modules):
             self.forget()  # even if nothing is known: what runs will be, once it has ended
-        self._weights = now
 
     def _let_out(self) -> None:
         """Lets out who leaves, unless a thread is in the middle of something: that one does it. It may be this one:
         streams are closed wherever garbage is collected."""
-        while self._leaving and not self._moving and self._turns.do_if_free(self._take_in_safely):
-            pass
+        if self._leaving:
+            with Held():
+                while self._leaving and not self._moving and self._turns.do_if_free(self._take_in_safely):
+                    pass
 
     def _take_in_safely(self) -> None:
         with self._failing():
@@ -174,12 +199,14 @@ class Traffic:
         return dropped
 
     def _decoded(self, act: Callable[[], list[Run]]) -> list[Run]:
-        with self.decoding():
-            runs = act()
-            if self._first.awaited:
-                self._forget_if_changed()
-                self._first.compare([run.completion for run in runs])
-            return runs
+        return self.decoding(self._compared, act)
+
+    def _compared(self, act: Callable[[], list[Run]]) -> list[Run]:
+        runs = act()
+        if self._first.awaited:
+            self._forget_if_changed()
+            self._first.compare([run.completion for run in runs])
+        return runs
 
     def _give_out(self, runs: list[Run]) -> None:
         codec, errors = self._requests.codec, []

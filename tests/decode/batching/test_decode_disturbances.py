@@ -12,7 +12,6 @@ from conftest import ROOT
 from decode_models import prompts_of, reference, tiny_model
 
 from graphmod.decode import DecodeEngine, DecodeError, EngineLoop
-from graphmod.decode.batching.turns import Turns
 
 
 def run(engine):
@@ -204,24 +203,6 @@ def test_an_interruption_while_everything_is_put_back_breaks_no_later_request(wh
             engine.generate([[5, 6]], max_new_tokens=4)
     for prompt in prompts_of(5, 6, 7):
         assert engine.generate([prompt], max_new_tokens=9)[0].tokens == reference(model, prompt, 9)
-
-
-def test_ctrl_c_right_after_a_turn_was_taken_gives_it_back():
-    class Interrupts:
-        def __enter__(self):
-            pass
-
-        def __exit__(self, *_):
-            raise KeyboardInterrupt
-
-    turns, taken = Turns(), []
-    turns._next = Interrupts()
-    with pytest.raises(KeyboardInterrupt), turns:
-        pass
-    thread = threading.Thread(target=lambda: taken.append(turns.do_if_free(lambda: None)))
-    thread.start()
-    thread.join()
-    assert taken == [True]
 
 
 def test_a_loop_may_be_closed_by_who_is_told_of_a_run(device):

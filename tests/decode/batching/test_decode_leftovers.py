@@ -39,6 +39,25 @@ def test_what_runs_while_weights_change_is_no_beginning_even_if_nothing_was_know
     assert engine.generate([longer], max_new_tokens=9)[0].tokens == reference(other, longer, 9)
 
 
+def test_weights_in_the_memory_of_those_before_them_are_noticed(device):
+    model = tiny_model("llama", device)
+    engine = DecodeEngine(model, max_batch_size=2, block_size=8, keep_prefixes=True, graphs=False)
+    weight, (prompt,) = model.model.layers[0].self_attn.k_proj.weight, prompts_of(40)
+    met = 0
+    for _ in range(20):
+        engine.generate([prompt], max_new_tokens=2)
+        before = weight.data_ptr()
+        for _ in range(50):
+            weight.data = weight.data * -1.01  # the memory of the one before the last is free
+            if weight.data_ptr() == before:
+                break
+        met += weight.data_ptr() == before
+        found = engine.stats.prefix_tokens
+        assert engine.generate([prompt], max_new_tokens=7)[0].tokens == reference(model, prompt, 7)
+        assert engine.stats.prefix_tokens == found
+    assert met, "it has never happened"
+
+
 def test_what_another_adapter_has_computed_is_no_beginning(device):
     peft = pytest.importorskip("peft")
     model = tiny_model("llama", device)
@@ -70,9 +89,8 @@ def test_a_request_may_be_aborted_whose_blocks_others_hold(device):
     (prompt,) = prompts_of(16)
     first = engine.submit(prompt, max_new_tokens=1)
     second = engine.submit([*prompt, 5], max_new_tokens=9)
-    with engine._traffic.decoding():
-        engine._traffic._arrive_and_leave()
-        engine._batch._fill()  # both, of which the second reads from the blocks of the first
+    engine._traffic._arrive_and_leave()
+    engine._traffic.decoding(engine._batch._fill)  # both, of which the second reads from the blocks of the first
     engine.abort(first)
     run(engine)
     assert second.wait(0)[0].tokens == reference(model, [*prompt, 5], 9) and engine.stats.blocks_used == 0
