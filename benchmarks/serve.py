@@ -4,8 +4,8 @@
     python benchmarks/serve.py --compile max       # the engine's steps compiled
     python benchmarks/serve.py --smoke             # a tiny model on the CPU, to see that everything runs
 
-Qwen3-0.6B's shape with random bf16 weights; the 256 requests of `benchmarks/decode.py --shapes ragged`, all sent at once
-by a client in a process of its own.
+Qwen3-0.6B's shape with random bf16 weights; the 256 requests of `benchmarks/decode.py --shapes ragged`, all sent at
+once by a client in a process of its own.
 """
 
 import argparse
@@ -141,7 +141,12 @@ async def measure(shape: dict[str, Any], compile_mode: str, device: str) -> dict
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, __file__, "--client"), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
     )
-    result: dict[str, Any] = {"tokens": useful, "rows": batch, "compile": compile_mode, "attention": engine.attention.name}
+    result: dict[str, Any] = {
+        "tokens": useful,
+        "rows": batch,
+        "compile": compile_mode,
+        "attention": engine.attention.name,
+    }
     try:
         seconds = best(alone)["seconds"]
         result["engine"] = {"seconds": seconds, "tokens_per_s": useful / seconds}
@@ -161,7 +166,10 @@ async def measure(shape: dict[str, Any], compile_mode: str, device: str) -> dict
         bodies = [{"prompt": prompt, "max_tokens": 9, "temperature": 0, "stream": True} for prompt in light]
         await through_http(process, port=port, bodies=bodies, one_by_one=True)
         served = await through_http(process, port=port, bodies=bodies, one_by_one=True)
-        result["light_load"] = {"engine_first_token_ms": statistics.median(first), "http_first_token_ms": served["first_ms"]}
+        result["light_load"] = {
+            "engine_first_token_ms": statistics.median(first),
+            "http_first_token_ms": served["first_ms"],
+        }
     finally:
         process.stdin.close()
         await process.wait()
@@ -182,7 +190,11 @@ def main() -> int:
         return 0
     from benchmarks.measure import environment
 
-    shape = {**SMOKE["ragged"], "requests": 128, "batch": 64, "new": 64, "max_seq_len": 128} if options.smoke else SHAPES["ragged"]
+    shape = (
+        {**SMOKE["ragged"], "requests": 128, "batch": 64, "new": 64, "max_seq_len": 128}
+        if options.smoke
+        else SHAPES["ragged"]
+    )
     result = asyncio.run(measure(shape, options.compile, "cpu" if options.smoke else "cuda"))
     print(json.dumps(result, indent=1))
     if options.out is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
 import threading
 import time
@@ -46,7 +45,7 @@ class HttpServer:
         self._thread.join(2 * _LAST_WORDS + 1)
 
     def _work(self) -> None:
-        asyncio.run(self._server.serve(sockets=[self._socket]))
+        self._server.run(sockets=[self._socket])
 
     @property
     def host(self) -> str:
