@@ -95,7 +95,8 @@ async def measure(shape: dict[str, Any], compile_mode: str, device: str) -> dict
     from benchmarks.decode_ragged import ragged_requests
     from graphmod.decode import DecodeEngine, Sampling
     from graphmod.serve.app import make_app
-    from graphmod.serve.server import HttpServer, bound
+    from graphmod.serve.listening import bound
+    from graphmod.serve.server import HttpServer
     from graphmod.serve.service import Service
     from graphmod.serve.settings import ServeSettings
 
