@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from graphmod.graph.buffers import can_swap, storage_over, swap_for_copy
 from graphmod.trace.operations import address
 
-_use_count = torch._C._storage_Use_Count
+_use_count, _data_ptr = torch._C._storage_Use_Count, torch.Tensor.data_ptr
 _tensor, _where = operator.attrgetter("tensor"), operator.attrgetter("where")
 
 
@@ -27,7 +27,7 @@ class GradientBuffer:
     """One parameter's gradient.
 
     Attributes:
-        parameter: whose gradient it is.
+        parameter: whose gradient it is; kind: see `kind_of`.
         memory: what captures read and write.
         tensor: what is `.grad`.
         where: the storage of `tensor`, as a number.
@@ -35,12 +35,13 @@ class GradientBuffer:
         entry: the signature whose captured call left it behind; None of one that a backward graph writes.
     """
 
-    __slots__ = ("__weakref__", "_storage", "entry", "memory", "parameter", "tensor", "where")
+    __slots__ = ("__weakref__", "_storage", "entry", "kind", "memory", "parameter", "tensor", "where")
 
     moves = 0
 
     def __init__(self, parameter: Tensor, memory: Tensor, entry: Any = None) -> None:
         self.parameter, self.memory, self.entry = parameter, memory, entry
+        self.kind = kind_of(parameter)
         self._lend()
 
     def _lend(self) -> None:
@@ -64,20 +65,27 @@ class GradientBuffer:
             Whether the memory may be written now. False only where this torch cannot move a storage (before 2.13) and
             views of the gradient are held.
         """
-        if not self.held():
+        # Somebody has given the tensor other memory (`p.grad.data = ...`, `module.to(memory_format=...)`).
+        elsewhere = self.tensor.data_ptr() != self.memory.data_ptr()
+        if not elsewhere and not self.held():
             return True
         with torch.no_grad():
             if can_swap():
                 swap_for_copy(self._storage, self.memory.device)
-            elif _use_count(self.where) > _counts().uses:
+            elif _use_count(self.where) > _counts().uses - elsewhere:
                 return False
-            else:
+            elif not elsewhere:
                 self.tensor.data = self.tensor.detach().clone()
         self._lend()
         return True
 
     def let_go(self) -> None:
         """Nothing to forget: what holds a gradient is counted when its memory is about to be written."""
+
+
+def kind_of(parameter: Tensor) -> tuple:
+    """What decides how the memory of a parameter's gradient is laid out."""
+    return parameter.size(), parameter.stride(), parameter.dtype, parameter.device
 
 
 # Address -> the gradient lent out over it.
@@ -115,15 +123,17 @@ def _counts() -> _Counts:
 class Loans:
     """The gradients that one graph writes, looked at together: hundreds of them, before each backward."""
 
-    __slots__ = ("_buffers", "_moves", "_where")
+    __slots__ = ("_buffers", "_memory", "_moves", "_where")
 
     def __init__(self, buffers: list[GradientBuffer]) -> None:
         self._buffers = buffers
+        self._memory = [buffer.memory.data_ptr() for buffer in buffers]
         self._moves = -1
         self._where: list[int] = []
 
     def free(self) -> list[Tensor] | None:
-        """What is to be `.grad`, where nothing is now; None where somebody holds one of the gradients before."""
+        """What is to be `.grad`, where nothing is now; None where somebody holds one of the gradients before, or has
+        given it other memory."""
         if self._moves != GradientBuffer.moves:
             self._where = list(map(_where, self._buffers))
             self._moves = GradientBuffer.moves
@@ -131,6 +141,8 @@ class Loans:
         tensors = list(map(_tensor, self._buffers))
         most = len(tensors)
         if list(map(getrefcount, tensors)).count(alone.references) != most:
+            return None
+        if list(map(_data_ptr, tensors)) != self._memory:
             return None
         return tensors if list(map(_use_count, self._where)).count(alone.uses) == most else None
 

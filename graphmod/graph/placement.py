@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from graphmod.errors import CaptureRefused
-from graphmod.graph.gradients import GradientBuffer
+from graphmod.graph.gradients import GradientBuffer, kind_of
 from graphmod.graph.group import Group
 from graphmod.trace.places import Place, place_of
 from graphmod.trace.recorder import Recorder
@@ -42,8 +42,7 @@ def buffers_for(group: Group, parameters: list[Tensor]) -> list[GradientBuffer]:
     buffers = []
     for parameter in parameters:
         buffer = group.gradients.get(id(parameter))
-        kind = parameter.size(), parameter.dtype, parameter.device
-        fits = buffer is not None and (buffer.memory.size(), buffer.memory.dtype, buffer.memory.device) == kind
+        fits = buffer is not None and buffer.kind == kind_of(parameter)
         if not fits or (parameter.grad is not buffer.tensor and not buffer.evacuate()):
             buffer = GradientBuffer(parameter, torch.empty_like(parameter, requires_grad=False))
             group.gradients[id(parameter)] = buffer

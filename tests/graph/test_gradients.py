@@ -78,6 +78,58 @@ def test_gradients_that_a_captured_step_leaves_behind_keep_their_values(can_swap
     twins(mlp, step, device, graph=graph, replays=1)
 
 
+def scaled(parameter, kept):
+    parameter.grad.data = parameter.grad.data * 0.5
+
+
+def scaled_and_held(parameter, kept):
+    kept[parameter] = parameter.grad.data
+    parameter.grad.data = parameter.grad.data * 0.5
+
+
+def set_to_another(parameter, kept):
+    parameter.grad.set_(torch.ones_like(parameter))
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("give", [scaled, scaled_and_held, set_to_another])
+@pytest.mark.parametrize("can_swap", [True, False], ids=["storages can be moved", "before torch 2.13"])
+@pytest.mark.parametrize("graph", [wrapped, layered])
+def test_a_gradient_may_be_given_other_memory(graph, can_swap, give, every, device, monkeypatch):
+    if can_swap and not gradients.can_swap():
+        pytest.skip("this torch cannot exchange the memory of a storage")
+    if not can_swap:
+        monkeypatch.setattr(gradients, "can_swap", lambda: False)
+
+    def step(side, i):
+        side.model.zero_grad()
+        loss_of(side.call(side.batch(i, 4, 8))).backward()
+        side.note_gradients()
+        side.kept = getattr(side, "kept", {})
+        side.note(kept=list(side.kept.values()))
+        for parameter in side.model.parameters() if i % every == every - 1 else ():
+            give(parameter, side.kept)
+        side.optimizer.step()
+
+    _, history = play(two, step, device, graph=graph())
+    assert history[-1][0] > history[-4][0]
+
+
+def test_a_gradient_has_the_layout_that_its_parameter_has_by_now(device):
+    def build(device):
+        return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 1)).to(device)
+
+    def step(side, i):
+        if i == 6:
+            side.model.to(memory_format=torch.channels_last)  # moves the gradients, too
+        loss_of(side.call(side.batch(i, 2, 3, 6, 6))).backward()
+        side.note(strides=[parameter.grad.stride() for parameter in side.model.parameters()])
+        side.optimizer.step()
+        side.optimizer.zero_grad()
+
+    twins(build, step, device, replays=2, steps=16)
+
+
 def test_nothing_is_moved_in_the_usual_loop(device, monkeypatch):
     moved = []
     monkeypatch.setattr(gradients, "swap_for_copy", lambda *arguments: moved.append(arguments))
