@@ -17,6 +17,7 @@ from graphmod.graph.backward import BackwardGraph, GradientsExchanged
 from graphmod.graph.differentiate import changed_in_place, deliver
 from graphmod.graph.forward import ForwardGraph
 from graphmod.graph.tape import Ticket
+from graphmod.graph.uses import notice_others, watch_sums
 
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 _NOTHING_BESIDE = contextlib.nullcontext()
@@ -112,7 +113,7 @@ def _backward(ticket: Ticket, graph: ForwardGraph, grads: tuple[Tensor | None, .
             known = capture_backward(graph, grads)
             if known is not None:
                 graph.backward_settings = context.group.settings_in_backward()
-                return _hand_out(known, graph.entry)
+                return _hand_out(known, ticket)
             return recompute(ticket, graph, grads, True, pending)
         return recompute(ticket, graph, grads, accumulates, pending)
     for output in known.saved:
@@ -144,16 +145,20 @@ def _backward(ticket: Ticket, graph: ForwardGraph, grads: tuple[Tensor | None, .
         context.counters.replays += 1
         if graph.mismatches or graph.entry.recaptures or not as_captured:
             _count_mismatch(graph, as_captured)
-        return _hand_out(known, graph.entry)
+        return _hand_out(known, ticket)
     _count_mismatch(graph, False)
+    notice_others(context.group, known, grads, tape.arena.passes)
     return recompute(ticket, graph, grads, accumulates)
 
 
-def _hand_out(known: BackwardGraph, entry: Any) -> list[Tensor | None]:
-    copies = entry.copies_out
-    return [
+def _hand_out(known: BackwardGraph, ticket: Ticket) -> list[Tensor | None]:
+    copies = ticket.graph.entry.copies_out
+    found = [
         None if result is None else result.tensor.clone() if copies else result.hand_out() for result in known.results
     ]
+    if known.unwatched:
+        watch_sums(ticket.graph, ticket.node(), known.unwatched, found)
+    return found
 
 
 def _used_later(ticket: Ticket, graph: ForwardGraph) -> set[int]:

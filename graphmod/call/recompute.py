@@ -12,6 +12,7 @@ from graphmod.graph.buffers import apart
 from graphmod.graph.differentiate import changed_in_place, deliver, differentiate
 from graphmod.graph.forward import ForwardGraph
 from graphmod.graph.tape import Ticket
+from graphmod.graph.uses import watch_sums
 from graphmod.signature.flattening import rebuild
 from graphmod.signature.modes import entered_again
 
@@ -57,6 +58,8 @@ def recompute(
     with backend.in_turn():
         deliver(ready)
     context.counters.eager_calls += 1
+    if graph.summed and ticket.node is not None:
+        watch_sums(graph, ticket.node(), graph.summed, through)
     return through
 
 

@@ -14,6 +14,7 @@ from graphmod.graph.buffers import OwnedBuffer, StaticInput, StaticOutput, adopt
 from graphmod.graph.differentiate import changed_in_place, differentiate
 from graphmod.graph.forward import ForwardGraph
 from graphmod.graph.gradients import Loans
+from graphmod.graph.group import Group
 from graphmod.graph.placement import Place, buffers_for, find_places, real, store, targets_for
 from graphmod.graph.watch import refuse_unseen
 from graphmod.guards.changes import what_changed
@@ -34,7 +35,6 @@ def capture_backward(graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> B
         RuntimeError: something saved for the backward was changed in place since, as eager says it.
     """
     context, entry, group, arena = graph.context, graph.entry, graph.context.group, graph.tape.arena
-    fresh = not any(p.grad is not None for p in graph.parameters)
     began = time.perf_counter()
     known = BackwardGraph()
     known.graph = None
@@ -140,9 +140,16 @@ def capture_backward(graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> B
     graph.tape.hand_out(results)
     for result in results:
         group.static[result.tensor.data_ptr()] = result.tensor
-    if graph.tape.fresh_grads is None and graph.parameters:
-        graph.tape.fresh_grads = fresh
+    known.launched_in, known.unwatched = arena.passes, graph.summed
     graph.backward = known
+    for place in graph.summed:
+        if known.results[place] is not None:
+            group.sums[known.results[place].tensor.data_ptr()] = graph
+    for item in known.inputs:
+        if item is not None and item.buffer is None:
+            _watch_sum(group, item)
+    if graph.tape.fresh_grads is None and graph.parameters:
+        graph.tape.fresh_grads = group.found_fresh
     entry.finished(graph)
     graph.forget_autograd()
     context.counters.captures += 1
@@ -167,6 +174,15 @@ def _watch_others(graph: ForwardGraph, known: BackwardGraph, guards: Guards, giv
         refuse_unseen(seen, [where for where in others if where not in places])
     graph.watch.also(guards, others)
     seen.outside.clear()
+
+
+def _watch_sum(group: Group, gradient: StaticInput) -> None:
+    """Has the one backward that makes a gradient leave it to the other, which reads it at its place, to notice when
+    autograd adds more to it."""
+    maker = group.sums.get(gradient.pointer)
+    if maker is not None and maker.backward is not None:
+        noticed = maker.backward.place_of(gradient.pointer)
+        maker.backward.unwatched = [place for place in maker.backward.unwatched if place != noticed]
 
 
 def _static_gradient(graph: ForwardGraph, grad: Tensor) -> StaticInput:

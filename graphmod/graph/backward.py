@@ -24,6 +24,9 @@ class BackwardGraph:
         inputs: per output of the forward, where its gradient is read, or None if there was none at capture.
         copied: of those, index and buffer of each that is copied.
         results: per differentiable input and hooked parameter of the forward, its gradient, or None.
+        launched_in: the last pass in which it was.
+        unwatched: those of `results` that are sums of several uses, of which no backward on the tape would notice that
+            autograd adds more to them.
         saved, weights: outputs and parameters of the forward that the backward reads again.
         written: the buffers of the gradients that the graph overwrites.
         accumulated: those of gradients that it adds to, each with what it adds to: the buffer's memory, or a tensor
@@ -40,10 +43,12 @@ class BackwardGraph:
         "graph",
         "index",
         "inputs",
+        "launched_in",
         "loans",
         "parameters",
         "results",
         "saved",
+        "unwatched",
         "weights",
         "written",
     )  # fmt: skip
@@ -63,6 +68,11 @@ class BackwardGraph:
                 return False
         return True
 
+    def place_of(self, pointer: int) -> int | None:
+        """Which of its results lies at an address."""
+        at = (place for place, one in enumerate(self.results) if one is not None and one.tensor.data_ptr() == pointer)
+        return next(at, None)
+
     def launch(self, grads: Sequence[Tensor | None], passes: int) -> tuple[int, bool]:
         """Replays into the parameters' gradients, whatever state they are in; returns the bytes copied in, and whether
         the gradients were in the state they had at capture.
@@ -71,7 +81,7 @@ class BackwardGraph:
             GradientsExchanged: that is not possible; nothing has changed.
             Exception: whatever the launch raised; the gradients are in their places.
         """
-        copied = 0
+        copied, self.launched_in = 0, passes
         for index, buffer in self.copied:
             copied += buffer.load(grads[index], passes)
         if not self.accumulated and not any(map(_is_not, map(_grad, self.parameters), _NOTHING)):

@@ -71,6 +71,7 @@ class ForwardGraph:
         self.hooked: list[Tensor] = []
         self.hooked_uses: list[int] = []
         self.direct: list[Tensor] = []
+        self.summed: list[int] = []
         self.backward: BackwardGraph | None = None
         self.backward_settings: tuple = ()
         self.edges: dict[int, GradientEdge] = {}
@@ -220,11 +221,11 @@ class ForwardGraph:
         direct = set(map(id, self.direct))
         first = next((p for p in self.context.around.parameters if id(p) in direct), None)
         self.witness = first if len(self.direct) > 1 else None
-        shared_inputs = {i: get_gradient_edge(given[i]) for i in self.entry.used_outside if given[i].requires_grad}
-        counts = {i: max(1, times(uses)) for i, uses in uses_of(shared_inputs, self.results.retained).items()}
-        self.differentiable = [
-            i for i, tensor in enumerate(given) if tensor.requires_grad for _ in range(counts.get(i, 1))
-        ]
+        inputs = {i: get_gradient_edge(tensor) for i, tensor in enumerate(given) if tensor.requires_grad}
+        counts = {i: max(1, times(uses)) for i, uses in uses_of(inputs, self.results.retained).items()}
+        apart = self.entry.used_outside
+        self.differentiable = [i for i, count in counts.items() for _ in range(count if i in apart else 1)]
+        self.summed = [place for place, i in enumerate(self.differentiable) if counts[i] > 1 and i not in apart]
         edges = {i: self.edges[id(parameter)] for i, parameter in enumerate(self.hooked)}
         self.hooked_uses = [max(1, times(uses)) for uses in uses_of(edges, self.results.retained).values()]
         of_hooked = [p for p, count in zip(self.hooked, self.hooked_uses, strict=True) for _ in range(count)]

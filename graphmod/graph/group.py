@@ -92,6 +92,7 @@ class Group:
         self.places: dict[tuple, list] = {}
         self.matchers: dict[tuple, Matcher] = {}
         self.static: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self.sums: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # see `uses.watch_sums`
         self.context: tuple | None = None
         self.begun = 0  # passes
         self.said = Said()
@@ -100,7 +101,7 @@ class Group:
         self.anchor_node: Any = None
         self._learned: dict[tuple, bool] = {}
         self._version = -1
-        self._last: bool | None = None  # whether the last pass found gradients to be None
+        self.found_fresh: bool | None = None  # whether the last pass found gradients to be None
 
     def settle(self, name: BackendName, device: torch.device | None, misguessed: bool = False) -> bool:
         """Sees to a backend and an anchor for calls on `device`, which may be unknown. From the CPU to a GPU, or from
@@ -214,7 +215,7 @@ class Group:
         self.stash.clear()
         version = probe._version
         # Fused optimizers leave the version alone; then what the last pass met tells one kind of pass from another.
-        self.context = (probe.grad is None, version != self._version, self._last)
+        self.context = (probe.grad is None, version != self._version, self.found_fresh)
         self._version = version
 
     def expects_fresh_grads(self) -> bool | None:
@@ -235,7 +236,7 @@ class Group:
         """Called as each backward begins; the first of a pass tells what the gradients really were."""
         probe = self._probe()
         if self.context is not None and probe is not None:
-            self._learned[self.context] = self._last = probe.grad is None
+            self._learned[self.context] = self.found_fresh = probe.grad is None
             self.context = None
 
     def _probe(self) -> Tensor | None:
@@ -267,6 +268,7 @@ class Group:
         self.matchers.clear()
         self.stash.clear()
         self.static.clear()
+        self.sums.clear()
         self.buffers.clear()
         self._learned.clear()
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from graphmod.state.entry import Entry
+from graphmod.torch_private import current_backward
 
 Uses = dict[Node, list[int]]  # a node -> which of its gradients are for one tensor
 
@@ -125,6 +126,62 @@ class Sum:
                 whole = whole + part
             if whole.shape != total.shape or not _equal(whole, total, self._zeros_tell):
                 self._otherwise()
+
+
+def watch_sums(graph: Any, node: Any, places: Sequence[int], gradients: Sequence[Tensor | None]) -> None:
+    """Tells in the backward that runs now where autograd adds more to a sum that a call made of its argument's uses:
+    code outside has begun to use that argument, too.
+
+    Args:
+        graph: of the call; node: its autograd node.
+        places: the sums among `gradients`, which go to where the node leads.
+    """
+    task = current_backward()
+
+    def watch(place: int, part: Tensor, end: Node, number: int) -> None:
+        def compare(totals: Sequence[Tensor | None]) -> None:
+            handle.remove()
+            total = totals[number]
+            if total is not None and current_backward() == task:
+                tell_of_others(graph, place, part, total)
+
+        handle = end.register_prehook(compare)
+
+    ends = node.next_functions[1:]  # past the anchor
+    for place in places:
+        part, (end, number) = gradients[place], ends[place]
+        if part is not None and end is not None:
+            watch(place, part, end, number)
+
+
+def notice_others(group: Any, backward: Any, grads: Sequence[Tensor | None], passes: int) -> None:
+    """Likewise, where a backward finds that the gradients it is given are not those it reads at their place.
+
+    Args:
+        group: of the graphs; passes: the present pass of the arena that they are in.
+    """
+    for static, grad in zip(backward.inputs, grads, strict=True):
+        if static is not None and grad is not None and static.buffer is None and static.pointer != grad.data_ptr():
+            maker = group.sums.get(static.pointer)
+            if maker is not None and maker.backward is not None and maker.backward.launched_in == passes:
+                tell_of_others(maker, maker.backward.place_of(static.pointer), static.tensor, grad)
+
+
+def tell_of_others(graph: Any, place: int, part: Tensor, total: Tensor) -> None:
+    """Has a call captured anew, with the gradients of an argument's uses apart, where what autograd has for the
+    argument is no longer the call's own sum, which it would hand on as it is."""
+    if total.layout is not torch.strided or total.data_ptr() == part.data_ptr():
+        return
+    if total.shape == part.shape and _equal(total, part, zeros_tell=True):
+        return
+    index, context = graph.differentiable[place], graph.context
+    graph.entry.used_outside.add(index)
+    context.drop(graph.tape, why="code outside uses its arguments, too")
+    context.log_once(
+        f"{context.name!r} had added up what its uses of {graph.inputs[index].name!r} give when code outside, which "
+        "had not used that before, added more. The last bits of this gradient may differ from eager's, this once",
+        key="uses, once",
+    )
 
 
 def _equal(one: Tensor, other: Tensor, zeros_tell: bool) -> bool:

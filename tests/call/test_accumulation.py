@@ -126,6 +126,20 @@ def test_a_gradient_scaled_or_replaced_by_the_user_is_what_the_optimizer_sees(de
     twins(mlp, step, device, replays=2)
 
 
+@pytest.mark.parametrize("trained", [0, 1])
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_gradients_of_some_parameters_may_keep_growing(graph, trained, device):
+    """Those that no optimizer knows, as of a discriminator that only lends its gradient."""
+
+    def step(side, i):
+        loss_of(side.call(side.batch(i, 4, 8))).backward()
+        side.note_gradients()
+        side.model.layers[trained].zero_grad()
+
+    make, count = GRAPHS[graph]
+    twins(lambda d: Two().to(d), step, device, graph=make(), replays=2 * count)
+
+
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_zero_grad_of_the_model_works_as_well(accumulation, device):
     def step(side, i):

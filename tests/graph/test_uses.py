@@ -98,6 +98,34 @@ def test_sums_are_rounded_as_in_eager(make, dtype, device):
     assert all(wrapper.stats.replays > 8 and wrapper.stats.captures == 2 for wrapper in wrappers)
 
 
+@pytest.mark.parametrize("which", range(3))
+@pytest.mark.parametrize("every", [1, 4])
+@pytest.mark.parametrize("kind", [Residual, Squares])
+def test_a_use_outside_that_begins_later_is_told_and_learned(kind, every, which, device, caplog):
+    """An auxiliary loss of hidden states, after some steps."""
+    found = []
+    for wrap in (False, True):
+        torch.manual_seed(0)
+        model = Skips(kind, outside=False).to(device)
+        wrappers = graph_layers(model) if wrap else []
+        found.append([])
+        for step in range(24):
+            hidden, kept = model.first(torch.randn(4, 16, generator=torch.Generator().manual_seed(step)).to(device)), []
+            for block in model.blocks:
+                kept.append(hidden)
+                hidden = block(hidden)
+            loss = hidden.square().mean()
+            if step >= 8 and step % every == 0:
+                loss = loss + 0.3 * kept[which].pow(3).abs().mean()
+            model.zero_grad()
+            loss.backward()
+            found[-1].append([parameter.grad.clone() for parameter in model.parameters()])
+    same = [all(map(torch.equal, *two)) for two in zip(*found, strict=True)]
+    assert all(same[:8] + same[9:])
+    assert sum("which had not used that before" in line for line in caplog.messages) == 1
+    assert all(wrapper.stats.replays > 30 for wrapper in wrappers)
+
+
 class Queries(nn.Module):
     """A learned tensor is an argument of each layer, which uses it several times."""
 
