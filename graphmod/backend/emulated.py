@@ -22,6 +22,8 @@ from graphmod.trace.script import Script
 from graphmod.trace.tensors import each_tensor, tensors_in
 
 _NO_FILL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
+# These change how a tensor looks at its memory, which the recording keeps as they have left it.
+_NO_FILL |= {"as_strided_", "detach_", "squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_"}
 
 
 class EmulatedPool:

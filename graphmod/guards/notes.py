@@ -192,6 +192,11 @@ class Notes(Values):
                 self.holders[id(place.container)] = owner
                 self._note(place.container, place)
             return value
+        own = dict_of(owner)
+        if isinstance(owner, nn.Module) and place.container is not own and own is not None:
+            self._note(
+                owner, next(Place(own, held, own[held]) for held in HELD_BY_MODULE if own[held] is place.container)
+            )
         self._note(owner, place)
         if value is MISSING:
             if hasattr(kind, "_reach_through"):

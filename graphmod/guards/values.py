@@ -42,6 +42,7 @@ class Values:
         self.where: tuple = ("", 0)
         self.frame: types.FrameType | None = None
         self._functions: dict[int, types.FunctionType] = {}
+        self._first: dict[tuple[int, Any], Note] = {}  # notes by identity of the container, and key
 
     def here(self) -> tuple:
         """The code and line that reads now; if they are a library's, also those of the user's that had called it."""
@@ -59,9 +60,13 @@ class Values:
         except TypeError:  # a key that cannot be hashed
             return
         if known is None or known.owner is not owner:
-            lasting = self.between_calls.get(id(place.container), {}).get(place.key)
+            found = (id(place.container), place.key)
+            lasting = self.between_calls.get(found[0], {}).get(place.key)
+            earlier = self._first.get(found)  # by another way, before the call put something else there
+            if lasting is None and earlier is not None and earlier.container is place.container:
+                lasting = earlier.before()
             place = place if lasting is None else place._replace(value=lasting)
-            self.notes[name] = Note(owner, place, self.here())
+            self.notes[name] = self._first[found] = Note(owner, place, self.here())
             self._meet(place.value)
 
     def _kind_if_it_matters(self, owner: Any) -> None:

@@ -79,8 +79,6 @@ class CUDAGraphModule(Surface):
         self._mark: Any = object()  # the `Mark` of a layer whose forward leads here
         self._retired = False
         self._collectors: dict[tuple, Collector] = {}
-        self._class = type(module) if isinstance(module, nn.Module) else nn.Module
-        self._class_forward = self._class.forward
         if isinstance(module, nn.Module) and not self._hooks_outside:
             self._context.group.said.join(type(module), name)
         self._made = True
@@ -94,6 +92,9 @@ class CUDAGraphModule(Surface):
             return root(*args, **kwargs)
         if not self._hooks_outside:
             return self._run(*args, **kwargs)
+        if is_recording():  # for another wrapper, which is to see all that a call of the module reads
+            self._context.served = None
+            return root(*args, **kwargs)
         own = root.__dict__.get("forward")
         if own is not self._call.own and getattr(own, "__self__", None) is not self:
             self._call.own = own
@@ -112,9 +113,6 @@ class CUDAGraphModule(Surface):
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the wrapped callable without the module's own hooks."""
         context = self._context
-        if is_recording():
-            context.served = None
-            return self._call(*args, **kwargs)  # part of what another wrapper captures
         if _dynamo_compiles():
             return self._call(*args, **kwargs)
         if self._retired or _reference_count(self._mark) > HOLDERS:
@@ -123,9 +121,9 @@ class CUDAGraphModule(Surface):
                 return self._for_copy(other, args, kwargs)
             if self._retired:
                 return self._call(*args, **kwargs)
-        if self._class.forward is not self._class_forward:
-            self._class_forward = self._class.forward
-            self.reset()
+        if is_recording():
+            context.served = None
+            return self._call(*args, **kwargs)  # part of what another wrapper captures
         if self._call.__class__ is not Target:
             return run(context, args, kwargs)
         asked, names = asked_of(self._root), mappings_in(kwargs)

@@ -315,6 +315,48 @@ def test_a_container_of_modules_that_grows_is_noticed(device):
     play(CUDAGraphModule(call, config()), call, lambda n: blocks.append(nn.Linear(3, 3).to(device)), device)
 
 
+@pytest.mark.parametrize("kind", ["_parameters", "_buffers"])
+def test_a_dict_of_a_module_that_is_exchanged_is_noticed(kind, device):
+    class Scales(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+            self.register_buffer("offset", torch.zeros(3))
+
+        def forward(self, x):
+            return x * self.weight + self.offset
+
+    module = Scales().to(device).requires_grad_(False)
+    graphed = CUDAGraphModule(module, config())
+
+    def change(step):
+        held = {name: nn.Parameter(value + step, requires_grad=False) for name, value in getattr(module, kind).items()}
+        setattr(module, kind, held if kind == "_parameters" else {name: one.data for name, one in held.items()})
+
+    play(graphed, module, change, device)
+
+
+def test_parameters_that_are_others_during_the_call_are_no_change(device):
+    """As `torch.func.functional_call` puts them in place: here per-sample gradients."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).to(device)
+
+    def loss(parameters, x):
+        return torch.func.functional_call(model, parameters, (x,)).square().mean()
+
+    def gradients(x):
+        parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        return torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, x)["0.weight"]
+
+    def change(step):
+        with torch.no_grad():
+            model[0].weight.mul_(0.5)
+        model[2].weight = nn.Parameter(model[2].weight * step)
+
+    graphed = CUDAGraphModule(lambda x: gradients(x[None]), config())
+    play(graphed, lambda x: gradients(x[None]), change, device)
+
+
 @pytest.mark.parametrize("value", [(4, 8), [1.0, 2.0], float("nan")])
 def test_an_equal_value_in_the_place_of_another_changes_nothing(value, device):
     held = SimpleNamespace(value=value)
