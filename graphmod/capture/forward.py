@@ -12,7 +12,7 @@ from graphmod.capture.recording import Recording
 from graphmod.errors import CaptureRefused, Diverged
 from graphmod.graph.casts import device_of, keep_open, open_block
 from graphmod.graph.context import Context
-from graphmod.graph.forward import ForwardGraph
+from graphmod.graph.forward import ALIGNED_OTHERWISE, ForwardGraph
 from graphmod.graph.tape import Tape
 from graphmod.ranks.board import LateRanks
 from graphmod.ranks.sharded import captured
@@ -46,7 +46,7 @@ def place(context: Context, entry: Entry, reason: str, recording: Recording) -> 
     tape = group.growing_tape(entry)
     again = tape is not None and any(graph.tape is tape for graph in entry.graphs)
     known = any(graph.recording is recording for graph in entry.graphs)
-    if tape is None and known and reason not in (CAPTURE_ANOTHER, UNFINISHED):
+    if tape is None and known and reason not in (CAPTURE_ANOTHER, UNFINISHED, ALIGNED_OTHERWISE):
         # The graphs there are do not fit. Once is an exception, several times in a row is how it is from now on.
         entry.misses += 1
         entry.waits += reason == IN_USE

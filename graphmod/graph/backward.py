@@ -64,7 +64,7 @@ class BackwardGraph:
             if static.buffer is None:
                 if static.pointer != grad.data_ptr():
                     return False
-            elif not static.buffer.free_for(grad, passes):
+            elif not (static.buffer.free_for(grad, passes) and static.buffer.aligned_as(grad)):
                 return False
         return True
 

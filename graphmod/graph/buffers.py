@@ -33,25 +33,51 @@ def mark_static(tensor: Tensor) -> Tensor:
 
 
 _SMALL = 1024  # bytes
+_VECTOR = 16 - 1  # the bits of an address that tell where in a vector it is
+
+
+def _aligned_as(like: Tensor, sizes: list[int]) -> Tensor:
+    """Memory for a tensor of some sizes, with the strides of another, that begins where in a vector that one begins."""
+    skipped = (like.data_ptr() & _VECTOR) // like.element_size()
+    extent = skipped + sum((size - 1) * stride for size, stride in zip(sizes, like.stride(), strict=True)) + 1
+    whole = torch.empty(extent if all(sizes) else 0, dtype=like.dtype, device=like.device)
+    return whole.as_strided(sizes, like.stride(), skipped if all(sizes) else 0)
 
 
 class OwnedBuffer:
     """A copy of an argument at a fixed address. Several graphs may read it when they get the same tensor."""
 
-    __slots__ = ("__weakref__", "_memory", "_pass", "_pointer", "_source", "_version", "tensor", "users")
+    __slots__ = (
+        "__weakref__",
+        "_memory",
+        "_pass",
+        "_pointer",
+        "_rounds",
+        "_source",
+        "_version",
+        "_where",
+        "tensor",
+        "users",
+    )
 
     def __init__(self, like: Tensor) -> None:
         # Dimensions broadcast by a zero stride stay so: the memory holds their one element.
         sizes = [1 if stride == 0 else size for size, stride in zip(like.size(), like.stride(), strict=True)]
-        compact = torch.empty_strided(sizes, like.stride(), dtype=like.dtype, device=like.device)
+        compact = _aligned_as(like, sizes)
         self.tensor = compact.expand(like.size())
         # `.data`: writing must not advance the version counter of the tensor that autograd saved for the backward.
         self._memory = compact.data
+        self._where, self._rounds = compact.data_ptr(), like.is_floating_point() or like.is_complex()
         self.users = 0
         self._source: Any = None
         self._version = -1
         self._pointer = 0
         self._pass = -1
+
+    def aligned_as(self, source: Tensor) -> bool:
+        """Whether kernels would take the same way with `source`: sums and products are rounded otherwise where memory
+        does not begin at a multiple of a vector's size."""
+        return not (source.data_ptr() ^ self._where) & _VECTOR or not self._rounds
 
     def holds(self, source: Tensor) -> bool:
         """Whether the present content is a copy of this very tensor in its present state."""

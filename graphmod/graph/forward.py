@@ -32,6 +32,8 @@ from graphmod.state.entry import Entry
 from graphmod.trace.operations import address
 from graphmod.trace.recorder import Recorder
 
+ALIGNED_OTHERWISE = "an argument begins at another place within 16 bytes than when it was captured"
+
 
 class ForwardGraph:
     """One captured forward of one module for one signature.
@@ -243,6 +245,9 @@ class ForwardGraph:
         for index, pointer in self._adopted:
             if leaves[index].data_ptr() != pointer:
                 return f"{self.inputs[index].name} is at another address than when it was captured"
+        for index, buffer in self._copied:
+            if not buffer.aligned_as(leaves[index]):
+                return ALIGNED_OTHERWISE
         if self._sources.changed:
             for index, _ in self._copied:
                 if address(leaves[index]) in self._sources.changed:

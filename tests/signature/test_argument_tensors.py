@@ -304,6 +304,21 @@ def test_an_argument_that_shares_memory_which_the_call_changes(first, device):
     assert first == "a view" or wrapper.stats.replays
 
 
+@pytest.mark.parametrize("first, step", [(0, 30), (1, 32), (0, 31), (3, 30)])
+def test_an_argument_is_read_where_in_a_vector_it_begins(first, step, device):
+    """Where it begins elsewhere, products and sums may be rounded otherwise."""
+    torch.manual_seed(0)
+    module, data = nn.Linear(6, 8).to(device), torch.randn(1000, device=device)
+    graphed = CUDAGraphModule(module, config())
+    replays = []
+    with torch.no_grad():
+        for index in range(24):
+            x = data[first + step * index :][:30].view(5, 6)
+            assert torch.equal(graphed(x), module(x)), index
+            replays.append(graphed.stats.replays)
+    assert replays[-1] == replays[-5] + 4
+
+
 def test_an_argument_that_shares_memory_with_one_that_is_changed_in_place(device):
     def call(state, view):
         state.add_(1)
