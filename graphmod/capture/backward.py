@@ -18,6 +18,7 @@ from graphmod.graph.group import Group
 from graphmod.graph.placement import Place, buffers_for, find_places, real, store, targets_for
 from graphmod.graph.watch import refuse_unseen
 from graphmod.guards.changes import what_changed
+from graphmod.guards.containers import undo
 from graphmod.guards.guards import Guards
 from graphmod.guards.notes import Notes
 from graphmod.guards.watching import noting
@@ -38,6 +39,7 @@ def capture_backward(graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> B
     began = time.perf_counter()
     known = BackwardGraph()
     known.graph = None
+    noted: list[Notes] = []
     try:
         known.inputs = [None if grad is None else _static_gradient(graph, grad) for grad in grads]
         static = [None if item is None else item.tensor for item in known.inputs]
@@ -45,7 +47,6 @@ def capture_backward(graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> B
         buffers = buffers_for(group, direct)
         into = targets_for(buffers, entry.adds_apart)
         given = [tensor for tensor in static if tensor is not None]
-        noted: list[Notes] = []
 
         def capture(places: list[Place | None] | None) -> tuple[list[Place | None], bool]:
             """Captures with the gradients at `places` computed straight into their buffers; returns where the
@@ -66,10 +67,10 @@ def capture_backward(graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> B
                 nonlocal missed
                 inputs = [item.tensor for item in graph.inputs]
                 with noting() as notes:
+                    noted[:] = [notes]
                     through, gradients = differentiate(
                         graph, graph.results.retained, inputs, static, direct, graph.edges
                     )
-                noted[:] = [notes]
                 taken = {address(tensor) for tensor in (*given, *(buffer.memory for buffer in buffers))}
                 known.results = [_own(item, taken) for item in through]
                 before = list(gradients)
@@ -124,6 +125,8 @@ def capture_backward(graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> B
     except BaseException as error:  # whatever user code or CUDA raised: the eager backward decides what the user sees
         if known.graph is not None:
             known.graph.discard()
+        for notes in noted:
+            undo(notes)  # the eager backward does it
         context.drop(graph.tape)
         if not isinstance(error, Exception) or "modified by an inplace operation" in str(error):
             raise  # as eager does: something saved for the backward was changed since

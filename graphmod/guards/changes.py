@@ -133,7 +133,8 @@ def _change_of(note: Note, keeper: Any) -> Change:
     was, now, name = note.before(), note.now(), name_of(note)
     remedy = against_change(note.owner, note.key, was, keeper)
     if not isinstance(now, Tensor) or was is not now:
-        effect = f"changes {name}{_of(keeper)} from {describe(was)} to {describe(now)} as it runs"
+        before = "what is gone" if note.gone else describe(was)
+        effect = f"changes {name}{_of(keeper)} from {before} to {describe(now)} as it runs"
     elif geometry(now)[:-1] == note.geometry[:-1]:
         effect, remedy = f"switches requires_grad of {name} as it runs", TWO_STEPS
     else:

@@ -11,10 +11,42 @@ from torch import Tensor
 
 from graphmod.guards.changes import differs, line_of
 from graphmod.guards.contents import CONTAINERS, content, is_shown, same, same_content
+from graphmod.guards.lookup import MISSING, Cell
+from graphmod.guards.notes import Notes
 
 _is = operator.is_
 _flat = chain.from_iterable
 _UNCHANGING = (tuple, frozenset)  # where they lie is compared
+
+
+def put_back(value: Any, items: tuple) -> None:
+    """Gives a container the items that it had; see `content`."""
+    now = content(value)
+    if now is None or (len(now) == len(items) and all(map(_is, now, items))):
+        return
+    if isinstance(value, dict):
+        half = len(items) // 2
+        value.clear()
+        value.update(zip(items[:half], items[half:], strict=True))
+    elif isinstance(value, (list, deque, set)):
+        value.clear()
+        (value.update if isinstance(value, set) else value.extend)(items)
+
+
+def undo(notes: Notes) -> None:
+    """Puts back what a call changed of what it read, as far as that is still there."""
+    for note in notes.notes.values():
+        before, container = note.before(), note.container
+        if not note.changed() or (before is None and note.gone):
+            continue
+        if isinstance(container, Cell):
+            container.cell.cell_contents = before
+        elif isinstance(container, dict) and before is MISSING:
+            container.pop(note.key, None)
+        elif isinstance(container, (dict, list)):
+            container[note.key] = before
+    for value, items, _ in notes.contents.values():
+        put_back(value, items)
 
 
 class Contents:
@@ -93,16 +125,7 @@ class Contents:
     def restore(self) -> None:
         """Gives the containers the items that they had."""
         for (value, _), items in zip(self.found, self._items, strict=True):
-            now = content(value)
-            if len(now) == len(items) and all(map(_is, now, items)):
-                continue
-            if isinstance(value, dict):
-                half = len(items) // 2
-                value.clear()
-                value.update(zip(items[:half], items[half:], strict=True))
-            elif isinstance(value, (list, deque, set)):
-                value.clear()
-                (value.update if isinstance(value, set) else value.extend)(items)
+            put_back(value, items)
 
     def tensors(self) -> list[tuple[Any, Tensor]]:
         """The tensors inside, each with its container."""

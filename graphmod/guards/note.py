@@ -82,6 +82,11 @@ class Note:
         """What was there; None when that is gone."""
         return self._value() if self._weak_value else self._value
 
+    @property
+    def gone(self) -> bool:
+        """Whether what was there is no more."""
+        return self._weak_value and self._value() is None
+
     def now(self) -> Any:
         return get(self.container, self.key)
 

@@ -29,6 +29,7 @@ class Values:
         iterators: what code used that is used up by it.
         gradients: the leaf tensors met -> whether they had no gradient then.
         between_calls: identity of a dict of parameters -> what is in it before and after the call, though not in it.
+        untracked: the identities of dicts that the collector did not track when they were met.
         where: the code and line that reads now.
         frame: that runs now; held for no longer than it is looked at.
     """
@@ -39,6 +40,7 @@ class Values:
         self.iterators: list[tuple[Any, str, tuple]] = []
         self.gradients: dict[int, tuple[Tensor, bool]] = {}
         self.between_calls = held_between_calls()
+        self.untracked: set[int] = set()
         self.where: tuple = ("", 0)
         self.frame: types.FrameType | None = None
         self._functions: dict[int, types.FunctionType] = {}
@@ -60,6 +62,8 @@ class Values:
         except TypeError:  # a key that cannot be hashed
             return
         if known is None or known.owner is not owner:
+            self._untracked_yet(owner)
+            self._untracked_yet(place.value)
             found = (id(place.container), place.key)
             lasting = self.between_calls.get(found[0], {}).get(place.key)
             earlier = self._first.get(found)  # by another way, before the call put something else there
@@ -68,6 +72,10 @@ class Values:
             place = place if lasting is None else place._replace(value=lasting)
             self.notes[name] = self._first[found] = Note(owner, place, self.here())
             self._meet(place.value)
+
+    def _untracked_yet(self, value: Any) -> None:
+        if isinstance(value, dict) and not gc.is_tracked(value):
+            self.untracked.add(id(value))
 
     def _kind_if_it_matters(self, owner: Any) -> None:
         """Notes the class of an object, if it is one of a program's own."""
@@ -138,6 +146,7 @@ class Values:
         known = self.contents.get(id(value))
         if known is not None and known[0] is value:
             return
+        self._untracked_yet(value)
         items = content(self.between_calls.get(id(value), value))
         if items is None:
             if is_made_by_code(type(value)):

@@ -116,12 +116,15 @@ def _telling_new_objects() -> Iterator[None]:
 
 
 def _forget_new(notes: Notes, roots: tuple) -> None:
-    new = set(map(id, gc.get_objects())) - notes.roots
+    # A dict that comes to hold more than plain values is tracked from then on, however old it is.
+    new = set(map(id, gc.get_objects())) - notes.roots - notes.untracked
     old: set[int] = set()  # the collector does not track all containers: others are old if what is old leads to them
 
     def was_there(value: Any) -> bool:
         value = notes.holders.get(id(value), value)
-        return value is not None and id(value) not in new and (gc.is_tracked(value) or id(value) in old)
+        if value is None or id(value) in new:
+            return False
+        return id(value) in old or (gc.is_tracked(value) and id(value) not in notes.untracked)
 
     def leads_to(value: Any) -> None:
         if id(value) not in old:

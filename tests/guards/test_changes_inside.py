@@ -2,6 +2,7 @@
 changes nothing in the end."""
 
 import contextlib
+import copy
 import random
 
 import numpy
@@ -187,6 +188,67 @@ def test_an_error_in_the_middle_leaves_pythons_state_as_eager_does(fails_at, dev
             with contextlib.suppress(ValueError):
                 seen.append(call(torch.full((3,), float(index), device=device)).tolist())
         return seen, state
+
+    assert run(True) == run(False)
+
+
+def hook_of_a_module(model, log):
+    model[0].register_full_backward_hook(lambda *_: log.update(count=log.get("count", 0) + 1))
+
+
+def hook_that_appends(model, log):
+    log["sizes"] = []
+    model[2].register_full_backward_hook(lambda _, given, got: log["sizes"].append(got[0].numel()))
+
+
+def backward_of_a_function(model, log):
+    class Counts(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, grad):
+            log["count"] = log.get("count", 0) + 1
+            return grad
+
+    model[1].forward = Counts.apply
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("change", [hook_of_a_module, hook_that_appends, backward_of_a_function])
+def test_what_a_backward_changes_in_python_happens_once_a_call(change, late, device):
+    def run(graphed):
+        torch.manual_seed(0)
+        model, log = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2)).to(device), {}
+        call = CUDAGraphModule(model, TrainGraphConfig(warmup_steps=2)) if graphed else model
+        seen = []
+        for index in range(CALLS + 3):
+            if index == (5 if late else 0):
+                change(model, log)
+            call(torch.full((3, 4), float(index), device=device)).sum().backward()
+            seen.append(copy.deepcopy(log))
+        return seen
+
+    assert run(True) == run(False)
+
+
+@pytest.mark.parametrize("warmup_steps", [1, 2])
+@pytest.mark.parametrize("fills", [{}, {"a": {}}], ids=["empty", "nested"])
+def test_an_empty_dict_that_the_recorded_call_is_the_first_to_fill_is_changed(fills, warmup_steps, device):
+    """The collector tracks a dict from when it holds more than plain values."""
+
+    def run(graphed):
+        held = copy.deepcopy(fills)
+
+        def function(x):
+            (held["a"] if fills else held).setdefault("seen", []).append(1)
+            return x * 2
+
+        call = CUDAGraphModule(function, TrainGraphConfig(warmup_steps=warmup_steps)) if graphed else function
+        for index in range(CALLS):
+            call(torch.full((3,), float(index), device=device))
+        return held
 
     assert run(True) == run(False)
 
