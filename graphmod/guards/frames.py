@@ -43,10 +43,7 @@ _NOT_OF_STDLIB = tuple(
         *("asyncio/", "gettext.py"),
     )
 )
-_OF_CORE = (
-    *(CORE + "train" + os.sep, CORE + "decode" + os.sep, CORE + os.path.join("ranks", "data_parallel.py")),
-    CORE + os.path.join("wrap", "target.py"),
-)
+_OF_CORE = (CORE + "train" + os.sep, CORE + "decode" + os.sep, CORE + os.path.join("ranks", "data_parallel.py"))
 _NOT_OF_CORE = (CORE + os.path.join("train", "step", "draws.py"),)  # what a forward keeps for its own backward
 # Where dynamo compiles, and where it runs code of its own that it has written out.
 _DYNAMO = tuple(os.path.join("torch", "_dynamo", name) for name in ("convert_frame.py", "guards.py"))

@@ -94,6 +94,8 @@ class Notes(Values):
             self.whole(module)
         else:
             self.attribute(module, "forward")
+            if "forward" in vars(module):  # which may lead to that of the class, as a wrapper's does
+                self.attribute(type(module), "forward")
 
     def compiled(self, frame: types.FrameType) -> None:
         """Takes in that code which dynamo has written runs, under guards of its own."""

@@ -79,6 +79,8 @@ class CUDAGraphModule(Surface):
         self._mark: Any = object()  # the `Mark` of a layer whose forward leads here
         self._retired = False
         self._collectors: dict[tuple, Collector] = {}
+        self._class = type(module) if isinstance(module, nn.Module) else nn.Module
+        self._class_forward = self._class.forward
         if isinstance(module, nn.Module) and not self._hooks_outside:
             self._context.group.said.join(type(module), name)
         self._made = True
@@ -124,6 +126,9 @@ class CUDAGraphModule(Surface):
         if is_recording():
             context.served = None
             return self._call(*args, **kwargs)  # part of what another wrapper captures
+        if self._class.forward is not self._class_forward:
+            self._class_forward = self._class.forward
+            self.reset()
         if self._call.__class__ is not Target:
             return run(context, args, kwargs)
         asked, names = asked_of(self._root), mappings_in(kwargs)
