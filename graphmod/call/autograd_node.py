@@ -14,7 +14,7 @@ from graphmod.call.recompute import recompute
 from graphmod.capture.backward import capture_backward
 from graphmod.errors import BackwardUnavailable
 from graphmod.graph.backward import BackwardGraph, GradientsExchanged
-from graphmod.graph.differentiate import changed_in_place, deliver
+from graphmod.graph.differentiate import changed_in_place
 from graphmod.graph.forward import ForwardGraph
 from graphmod.graph.tape import Ticket
 from graphmod.graph.uses import notice_others, watch_sums
@@ -122,6 +122,8 @@ def _backward(ticket: Ticket, graph: ForwardGraph, grads: tuple[Tensor | None, .
     for output in graph.results.sharing:
         if output.changed():  # eager would follow the change into what shares its memory
             raise changed_in_place(context)
+    if context.group.stash and any(id(parameter) in context.group.stash for parameter in graph.direct):
+        return recompute(ticket, graph, grads, accumulates)  # which adds its uses, one by one, to what waits for them
     settings = context.group.settings_in_backward()
     as_then = settings is graph.backward_settings or settings == graph.backward_settings
     if on_tape and known.index >= tape.cursor and as_then and known.fits(grads, tape.arena.passes):
@@ -130,8 +132,6 @@ def _backward(ticket: Ticket, graph: ForwardGraph, grads: tuple[Tensor | None, .
         try:
             with group.backend.in_turn() if context.eager_in >= group.begun - 1 else _NOTHING_BESIDE:
                 copied, as_captured = known.launch(grads, tape.arena.passes)
-                if group.stash:
-                    deliver([(p, group.stash.pop(id(p), None)) for p in graph.direct])
         except GradientsExchanged:
             graph.entry.adds_apart = True
             context.drop(tape, why="gradients that it adds to, or that are held, are others each time")

@@ -45,16 +45,13 @@ def recompute(
     if not edges:
         torch.autograd.graph.increment_version(modified)  # so that autograd refuses them where it needs them
     direct = graph.direct if accumulates else []
-    through, gradients = differentiate(graph, outputs, leaves, grads, direct, edges)
-    stash, ready = context.group.stash, []
-    for parameter, grad in gradients:
-        earlier = stash.pop(id(parameter), None)
-        if earlier is not None:
-            grad = earlier if grad is None else earlier + grad
-        if grad is not None and id(parameter) in pending:
-            stash[id(parameter)] = grad.clone()
-        else:
-            ready.append((parameter, grad))
+    stash, sums = context.group.stash, {}
+    through, gradients = differentiate(graph, outputs, leaves, grads, direct, edges, {*pending, *stash})
+    for parameter, grad in gradients:  # those of several uses one by one, as autograd adds them up
+        earlier = sums[parameter] if parameter in sums else stash.pop(id(parameter), None)
+        sums[parameter] = grad if earlier is None else earlier if grad is None else earlier + grad
+    stash.update({id(p): grad.clone() for p, grad in sums.items() if grad is not None and id(p) in pending})
+    ready = [(p, grad) for p, grad in sums.items() if id(p) not in stash]
     with backend.in_turn():
         deliver(ready)
     context.counters.eager_calls += 1

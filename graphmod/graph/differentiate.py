@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -24,11 +24,13 @@ def differentiate(
     grads: Sequence[Tensor | None],
     direct: Sequence[Tensor],
     edges: Mapping[int, GradientEdge],
+    several: Collection[int] = (),
 ) -> tuple[list[Tensor | None], Gradients]:
     """Gradients of `outputs`: of the differentiable inputs and hooked parameters, one for each use that is to be kept
     apart, and of the `direct` parameters.
 
     Args:
+        several: those of the direct parameters (by identity) of which there is one for each use, too.
         edges: parameter (by identity) -> where the autograd graph of `outputs` ends for it, if not at the
             AccumulateGrad node that the parameter has now.
     """
@@ -43,6 +45,10 @@ def differentiate(
     parts: dict[int, list[Tensor]] = {}
     if pairs and wanted:
         repeated = {place: ends[place] for place, count in enumerate(counts) if count > 1}
+        with torch.enable_grad():
+            for place, parameter in enumerate(direct, len(ends)):
+                if id(parameter) in several:
+                    repeated[place] = edges.get(id(parameter)) or get_gradient_edge(parameter)
         separately = apart(repeated, outputs) if repeated else contextlib.nullcontext(parts)
         # Autograd runs the hooks when the gradients come out of this node.
         with separately as parts, without_gradient_hooks(graph.hooked):
@@ -58,7 +64,8 @@ def differentiate(
         whole = found[place]
         of_uses = parts.get(place, [] if whole is None else [whole])
         through += [*of_uses, *[None] * (count - len(of_uses))]
-    return through, list(zip(direct, found[len(counts) :], strict=True))
+    of_direct = [(p, one) for place, p in enumerate(direct, len(ends)) for one in parts.get(place) or [found[place]]]
+    return through, of_direct
 
 
 def deliver(direct: list[tuple[Tensor, Tensor | None]]) -> None:

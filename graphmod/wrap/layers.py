@@ -183,7 +183,8 @@ def match_layers(model: nn.Module, patterns: str | list[str]) -> list[str]:
             f"layers must be one or more name patterns, such as 'layers.*.mlp', got {patterns!r:.80}; modules one has "
             "in hand are wrapped one by one: CUDAGraphModule(module)"
         )
-    names = [name for name, _ in model.named_modules() if name]
+    weights = [name for name, module in model.named_modules() if isinstance(module, ParametrizationList)]
+    names = [name for name, _ in model.named_modules() if name and not name.startswith(tuple(f"{w}." for w in weights))]
     found: list[str] = []
     for pattern in patterns:
         parts = pattern.split(".")

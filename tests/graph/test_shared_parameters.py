@@ -178,3 +178,27 @@ def test_two_wrappers_of_one_module_in_one_backward(device):
         side.optimizer.zero_grad()
 
     play(mlp, step, device, graph=graph, steps=14)
+
+
+class Critic(nn.Module):
+    """Uses a weight twice in each call, and is called three times in each step."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.utils.parametrizations.spectral_norm(nn.Linear(8, 1))
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.first(x)))
+
+
+def test_a_weight_used_twice_in_each_of_several_calls_is_summed_up_use_by_use(device):
+    def step(side, i):
+        model, fake = side.model, side.batch(i, 4, 8, key=1).requires_grad_()
+        (-model(side.batch(i, 4, 8)).mean() + model(fake.detach()).square().mean()).backward()
+        side.note_gradients()
+        side.optimizer.step()
+        (-model(fake).mean()).backward()
+        side.note_gradients()
+        side.optimizer.zero_grad()
+
+    twins(lambda d: Critic().to(d), step, device, graph=layered(["first", "last"]), replays=12, steps=14)

@@ -72,6 +72,11 @@ def test_what_computes_a_weight_is_no_layer():
         graph_layers(nn.Sequential(weighted, nn.ReLU(), nn.Linear(4, 4)))
 
 
+def test_a_pattern_means_no_part_that_computes_a_weight():
+    model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), nn.ReLU(), nn.Linear(4, 4))
+    assert [wrapper.graph_name for wrapper in graph_layers(model, layers=["0", "2"])] == ["0", "2"]
+
+
 def test_layers_may_stand_in_a_sequence(device):
     def block():
         return nn.Sequential(nn.Linear(8, 8), nn.GELU())
