@@ -7,6 +7,7 @@ objects of classes of one's own.
 
 from __future__ import annotations
 
+import operator
 from types import CodeType, FrameType
 from typing import Any
 
@@ -20,6 +21,7 @@ from graphmod.torch_private import dynamo_guards, written_by_dynamo
 from graphmod.trace.dispatch import hidden
 
 _DEVICES = ("cpu", "cuda")
+_COPIED = (tuple, list, dict)
 
 
 def is_arithmetic(frame: FrameType) -> bool:
@@ -54,8 +56,9 @@ class CompiledFrame:
             raise LookupError(f"dynamo keeps no guards of {self.code.co_name}")
         made: dict[int, Tensor] = {}
         given = dict(frame.f_locals)
+        closed_over = {name: given[name] for name in frame.f_code.co_freevars if type(given.get(name)) in _COPIED}
         with hidden(), _disable_current_modes():
-            self._variables = {name: _without_memory(value, made) for name, value in given.items()}
+            self._variables = {name: _without_memory(value, made) for name, value in given.items()} | closed_over
         if not self._guards.check(self._variables):
             self._variables = given
             if not self._guards.check(given):
@@ -82,11 +85,14 @@ class CompiledFrame:
 
 
 def _without_memory(value: Any, made: dict[int, Tensor]) -> Any:
-    """The value, with each tensor that is no parameter or buffer replaced by one of its kind without memory."""
-    if type(value) in (tuple, list):
-        return type(value)([_without_memory(one, made) for one in value])
-    if type(value) is dict:
-        return {key: _without_memory(one, made) for key, one in value.items()}
+    """The value, with each tensor that is no parameter or buffer replaced by one of its kind without memory. What holds
+    none is the very object, whose items may change."""
+    if type(value) in _COPIED:
+        items = list(value.values()) if type(value) is dict else list(value)
+        parts = [_without_memory(one, made) for one in items]
+        if all(map(operator.is_, parts, items)):
+            return value
+        return dict(zip(value, parts, strict=True)) if type(value) is dict else type(value)(parts)
     if type(value) is not Tensor or value.layout is not torch.strided:
         return value
     if id(value) not in made:

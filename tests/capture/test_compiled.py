@@ -230,6 +230,23 @@ def test_inference(backend, device):
     assert graphed.stats.replays >= 3
 
 
+@pytest.mark.parametrize("kind", ["dict", "list", "nested"])
+def test_items_of_what_compiled_code_closes_over_are_watched(kind, device):
+    held = {"dict": {"k": 2.0}, "list": [2.0], "nested": {"k": (1.0, [2.0])}}[kind]
+    at, key = {"dict": (held, "k"), "list": (held, 0), "nested": (held["k"][1] if kind == "nested" else None, 0)}[kind]
+
+    def function(x):
+        return x * (held["k"][1][0] if kind == "nested" else held[key])
+
+    graphed = CUDAGraphModule(torch.compile(function, backend="aot_eager"), config())
+    for step in range(STEPS + 4):
+        if step == STEPS:
+            assert graphed.stats.replays > 3
+            at[key] = 3.0
+        x = torch.randn(3, device=device)
+        assert torch.equal(graphed(x), function(x)), step
+
+
 @backends
 def test_an_optimizer_that_is_compiled(backend, device):
     results = []

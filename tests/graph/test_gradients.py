@@ -117,17 +117,21 @@ def test_a_gradient_may_be_given_other_memory(graph, can_swap, give, every, devi
 
 def test_a_gradient_has_the_layout_that_its_parameter_has_by_now(device):
     def build(device):
-        return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 1)).to(device)
+        return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 1)).to(device)
 
     def step(side, i):
-        if i == 6:
+        if i == 14:
             side.model.to(memory_format=torch.channels_last)  # moves the gradients, too
-        loss_of(side.call(side.batch(i, 2, 3, 6, 6))).backward()
+        x = side.batch(i, 2, 3, 6, 6)
+        x = x.to(memory_format=torch.channels_last) if i % 3 else x
+        loss = loss_of(side.call(x.transpose(2, 3) if i % 4 == 3 else x))
+        side.optimizer.zero_grad()
+        loss.backward()
         side.note(strides=[parameter.grad.stride() for parameter in side.model.parameters()])
         side.optimizer.step()
-        side.optimizer.zero_grad()
 
-    twins(build, step, device, replays=2, steps=16)
+    _, history = play(build, step, device, graph=wrapped(warmup_steps=3), steps=30)
+    assert history[-1][0] > history[15][0] + 8
 
 
 def test_nothing_is_moved_in_the_usual_loop(device, monkeypatch):

@@ -180,25 +180,24 @@ def test_two_wrappers_of_one_module_in_one_backward(device):
     play(mlp, step, device, graph=graph, steps=14)
 
 
-class Critic(nn.Module):
-    """Uses a weight twice in each call, and is called three times in each step."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(8, 8), nn.utils.parametrizations.spectral_norm(nn.Linear(8, 1))
-
-    def forward(self, x):
-        return self.last(torch.tanh(self.first(x)))
+def critic():
+    """Uses weights twice in each call, and is called three times in each step."""
+    norm = nn.utils.parametrizations.spectral_norm
+    return nn.ModuleDict({"all": nn.Sequential(norm(nn.Linear(8, 16)), nn.LeakyReLU(0.1), norm(nn.Linear(16, 1)))})
 
 
-def test_a_weight_used_twice_in_each_of_several_calls_is_summed_up_use_by_use(device):
+@pytest.mark.parametrize("seed", range(4))
+def test_a_weight_used_twice_in_each_of_several_calls_is_summed_up_use_by_use(seed, device):
     def step(side, i):
-        model, fake = side.model, side.batch(i, 4, 8, key=1).requires_grad_()
-        (-model(side.batch(i, 4, 8)).mean() + model(fake.detach()).square().mean()).backward()
+        call, fake = side.model["all"], side.generator(side.batch(i, 4, 4, key=seed))
+        side.optimizer.zero_grad()
+        (-call(side.batch(i, 4, 8)).mean() + call(fake.detach()).square().mean()).backward()
         side.note_gradients()
         side.optimizer.step()
-        (-model(fake).mean()).backward()
+        (-call(fake).mean()).backward()
         side.note_gradients()
-        side.optimizer.zero_grad()
 
-    twins(lambda d: Critic().to(d), step, device, graph=layered(["first", "last"]), replays=12, steps=14)
+    def build(device):
+        return {"generator": nn.Linear(4, 8).to(device), "model": critic().to(device)}
+
+    twins(build, step, device, graph=layered(["all.0", "all.1", "all.2"], warmup_steps=3), replays=18, steps=14)
