@@ -27,6 +27,8 @@ def time_engine(mode: str, shape: dict[str, Any], steps: int, attention: str, de
     """Wall time of a token while a full batch decodes, what the host spends of it, and how long the GPU works."""
     import torch
 
+    from graphmod.decode.cache.pages import Ordinary
+
     model = build(shape, device)
     engine = engine_for(mode, model, shape, attention)
     batch, chunk = shape["batch"], engine.config.steps_per_sync
@@ -62,6 +64,7 @@ def time_engine(mode: str, shape: dict[str, Any], steps: int, attention: str, de
         result |= busy_ms(engine, given, 4 * chunk)
         result["busy_share"] = result["busy_ms"] / result["token_ms"]
     stats = engine.stats
+    outside = 0 if isinstance(engine.memory.pages, Ordinary) else stats.cache_bytes  # PyTorch does not count it
     return result | {
         "attention": engine.attention.name,
         "state": stats.state,
@@ -72,7 +75,7 @@ def time_engine(mode: str, shape: dict[str, Any], steps: int, attention: str, de
         "capture_seconds": stats.capture_seconds,
         "graph_mib": stats.graph_bytes / 2**20,
         "cache_mib": stats.cache_bytes / 2**20,
-        "reserved_gib": torch.cuda.max_memory_reserved() / 2**30 if device == "cuda" else None,
+        "reserved_gib": (torch.cuda.max_memory_reserved() + outside) / 2**30 if device == "cuda" else None,
     }
 
 

@@ -7,7 +7,7 @@ without a lock around either.
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -15,6 +15,7 @@ _turn = threading.RLock()  # to capture
 _lock = threading.RLock()  # of what follows
 _under_way = 0  # captures
 _waiting: list[torch.cuda.CUDAGraph] = []
+_later: list[Callable[[], None]] = []
 _PATIENCE = 10.0  # seconds; a capture that waits for this very thread would never end
 
 
@@ -56,3 +57,27 @@ def capturing() -> Iterator[None]:
                     _waiting.clear()
     finally:
         _turn.release()
+        do_what_waits()
+
+
+def between_captures(act: Callable[[], None]) -> None:
+    """Does what would break a capture, such as waiting for the GPU: now, or once none is under way.
+
+    Args:
+        act: raises nothing.
+    """
+    _later.append(act)
+    do_what_waits()
+
+
+def do_what_waits() -> None:
+    """Does what has waited for the end of a capture, if it has ended. That of a capture by others waits for the next
+    call."""
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        return
+    with _lock:
+        if _under_way:
+            return
+        acts, _later[:] = _later[:], []
+    for act in acts:
+        act()

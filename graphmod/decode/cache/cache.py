@@ -9,7 +9,8 @@ from transformers.cache_utils import Cache
 from graphmod.backend.branch import Branch
 from graphmod.decode.cache.host import host_zeros
 from graphmod.decode.cache.layers import Layer
-from graphmod.decode.cache.ring import Passage, Ring, far_layers
+from graphmod.decode.cache.pages import Ordinary, Pages, zeros
+from graphmod.decode.cache.ring import Passage, Ring, buffer_sizes, far_layers
 from graphmod.decode.errors import DecodeError
 
 NULL_BLOCK = 0
@@ -36,7 +37,7 @@ class PagedCache:
     slot for each row, which nobody reads. Those of far layers are in the memory of the host (`Offload`), where anything
     can read them, and slowly; `near` has what a decode step reads.
     `scratch` is what an attention writes to beside its result, for as long as the cache lives; most need none.
-    `kernel_options` are what an attention found to fit this cache.
+    `kernel_options` are what an attention found to fit this cache. `pages` is the memory below keys and values.
 
     Args:
         layers: what each layer keeps.
@@ -61,6 +62,7 @@ class PagedCache:
         self.blocks = blocks + self.first_block
         self.dtype, self.device = dtype, device
         self.spare_slots = torch.arange(block_size, block_size + rows, device=device)
+        self.pages: Pages | Ordinary | None = None
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         self.scratch: tuple[Tensor, ...] = ()
@@ -72,9 +74,19 @@ class PagedCache:
         self.allocate()
 
     @property
+    def allocated(self) -> bool:
+        """Whether it has addresses, be there memory behind them or not."""
+        return self.pages is not None
+
+    @property
+    def mapped(self) -> bool:
+        """Whether there is memory; without it keys and values may not be touched."""
+        return self.pages is not None and self.pages.mapped
+
+    @property
     def nbytes(self) -> int:
         """On the device."""
-        return sum(tensor.nbytes for tensor in self._here()) + sum(one.nbytes for one in self._ring_tensors())
+        return sum(tensor.nbytes for tensor in (*self._here(), *self._ring_tensors())) if self.mapped else 0
 
     @property
     def host_nbytes(self) -> int:
@@ -91,19 +103,43 @@ class PagedCache:
     def allocate(self) -> None:
         """Takes the memory, zeroed: what is not written yet must be finite, since masks multiply by zero."""
         self.release()
-        settings = {"dtype": self.dtype, "device": self.device}
-        sizes = {}
-        for number, layer in enumerate(self.layers):
+        shapes = []
+        for layer in self.layers:
             size = self.blocks, self.block_size, layer.kv_heads
-            zeros = host_zeros if number in self._far else torch.zeros
-            self.keys.append(zeros((*size, layer.head_dim), **settings))
-            self.values.append(zeros((*size, layer.value_dim), **settings))
-            sizes[number] = self.keys[-1].shape, self.values[-1].shape
-        if self._far:
-            self.ring = Ring({far: sizes[far] for far in self._far}, self._buffers, branch=self._branch, **settings)
+            shapes.append((torch.Size((*size, layer.head_dim)), torch.Size((*size, layer.value_dim))))
+        far = {number: shapes[number] for number in self._far}
+        here = [shape for number, both in enumerate(shapes) if number not in far for shape in both]
+        tensors, pages = zeros([*here, *buffer_sizes(far, self._buffers)], self.dtype, self.device)
+        found, pairs = iter(tensors), []
+        for number, both in enumerate(shapes):
+            pairs.append([host_zeros(s, self.dtype, self.device) if number in far else next(found) for s in both])
+        self.keys += [key for key, _ in pairs]
+        self.values += [value for _, value in pairs]
+        if self._branch is not None:
+            self.ring = Ring(far, list(zip(found, found, strict=True)), self._branch)
+        self.pages = pages  # last: `mapped` says that all is there
+
+    def unmap(self) -> None:
+        """Gives the memory on the device back and keeps its addresses. Waits until nothing uses it.
+
+        Raises:
+            DecodeError: that cannot be done with this memory.
+        """
+        if self.pages is not None:
+            self.pages.unmap()
+
+    def map(self) -> None:
+        """Takes memory again at these addresses, all zeros.
+
+        Raises:
+            torch.OutOfMemoryError: there is not enough.
+        """
+        if self.pages is not None:
+            self.pages.map()
 
     def release(self) -> None:
-        """Gives the memory back."""
+        """Gives the memory back, and the addresses."""
+        self.pages = None
         self.keys.clear()
         self.values.clear()
         self.ring = None
@@ -115,6 +151,8 @@ class PagedCache:
 
     def clear(self, blocks: list[int]) -> None:
         """Zeroes blocks that may hold NaN, before another sequence gets them."""
+        if not self.mapped:
+            return  # then nobody has held any
         index = torch.tensor(blocks, dtype=torch.int64, device=self.device)  # which may be none
         for tensor in (*self.keys, *self.values):
             tensor.index_fill_(0, index, 0)

@@ -25,6 +25,12 @@ def far_layers(count: int, resident: float) -> list[int]:
     return [number for number in range(count) if int((number + 1) * resident) == int(number * resident)]
 
 
+def buffer_sizes(sizes: dict[int, tuple[torch.Size, torch.Size]], buffers: int) -> list[tuple[int]]:
+    """The sizes of the tensors of a `Ring`: for each buffer that of its keys, then that of its values."""
+    largest = [(max(size[part].numel() for size in sizes.values()),) for part in range(2)] if sizes else []
+    return largest * min(buffers, len(sizes))
+
+
 class Ring:
     """The far layer number k uses buffer k modulo their count.
 
@@ -35,24 +41,18 @@ class Ring:
 
     Args:
         sizes: of the keys and the values of each far layer, by the number of the layer.
-        buffers: how many.
+        buffers: tensors of `buffer_sizes`.
         branch: where copies run.
     """
 
     def __init__(
         self,
         sizes: dict[int, tuple[torch.Size, torch.Size]],
-        buffers: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        buffers: list[Pair],
         branch: Branch,
     ) -> None:
         self.far, self.branch = list(sizes), branch
-        self.count = min(buffers, len(sizes))
-        largest = [max(size[part].numel() for size in sizes.values()) for part in range(2)]
-        self._buffers = [
-            tuple(torch.zeros(numel, dtype=dtype, device=device) for numel in largest) for _ in range(self.count)
-        ]
+        self._buffers, self.count = buffers, len(buffers)
         self._near = {
             layer: tuple(
                 one[: size.numel()].view(size) for one, size in zip(self._buffers[k % self.count], both, strict=True)
