@@ -32,6 +32,13 @@ class OffloadName(str, Enum):
     layers = "layers"
 
 
+class Keep(str, Enum):
+    """What `DecodeEngine.suspend` keeps: nothing (`none`), or graphs and the addresses they read (`graphs`)."""
+
+    none = "none"
+    graphs = "graphs"
+
+
 @names_settings
 @dataclass
 class EngineConfig:

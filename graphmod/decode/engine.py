@@ -9,15 +9,17 @@ import dataclasses
 import gc
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
+from graphmod.config import choice
 from graphmod.decode.batching.handle import Handle
 from graphmod.decode.batching.pause import Pause
-from graphmod.decode.config import EngineConfig, Sampling
+from graphmod.decode.config import EngineConfig, Keep, Sampling
 from graphmod.decode.errors import DecodeError, RequestError
 from graphmod.decode.loop import EngineLoop
 from graphmod.decode.parts import build
@@ -248,33 +250,50 @@ class DecodeEngine:
             finally:
                 self._batch.end()
 
-    def suspend(self) -> None:
-        """Gives KV memory and graphs back, for a phase of training. Does nothing when called again.
+    def suspend(self, keep: Keep | str = Keep.none) -> None:
+        """Gives memory back, for a phase of training, once nothing that was launched can use it. What is given back
+        already stays so when it is called again.
+
+        Args:
+            keep: `none` gives KV memory and graphs back. `graphs` gives the KV memory back and keeps the graphs, and
+                the addresses they read, so that `resume` needs no capture.
 
         Raises:
-            DecodeError: something is being generated.
+            ConfigError: `keep` is neither.
+            DecodeError: something is being generated; or the cache lies in memory whose addresses cannot be kept, and
+                nothing was given back.
+        """
+        kept = choice(Keep, keep, "keep") is Keep.graphs
+        with self._traffic.turn():
+            if not self._traffic.suspended:
+                self._traffic.require_rest("requests are running; let them end, or abort them, before suspend()")
+                self.scheduler.allocator.forget()
+                if kept:
+                    self.memory.unmap()
+            if not kept and self.memory.allocated:
+                self.graphs.reset()
+                if self.prefill is not None:
+                    self.prefill.reset()
+                self.memory.release()
+                gc.collect()
+                if self.device.type == "cuda":
+                    torch.cuda.empty_cache()
+
+    def resume(self) -> None:
+        """Takes KV memory again, and does nothing without `suspend`. Graphs that were kept are used again, others come
+        back as they are needed.
+
+        Raises:
+            torch.OutOfMemoryError: there is not enough memory; the engine stays as it is, for another try.
         """
         with self._traffic.turn():
             if self._traffic.suspended:
-                return
-            self._traffic.require_rest("requests are running; let them end, or abort them, before suspend()")
-            self._traffic.suspended = True
-            self.scheduler.allocator.forget()
-            self.graphs.reset()
-            if self.prefill is not None:
-                self.prefill.reset()
-            self.memory.release()
-            gc.collect()
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
-
-    def resume(self) -> None:
-        """Takes KV memory again. Graphs come back as they are needed; what did not move is not captured again, so that
-        `resume` without `suspend` costs nothing."""
-        with self._traffic.turn():
-            if self._traffic.suspended:
-                self.memory.allocate()
-                self._traffic.suspended = False
+                began = time.perf_counter()
+                if self.memory.allocated:
+                    self.memory.map()
+                else:
+                    self.memory.allocate()
+                self._parts.resume_seconds = time.perf_counter() - began
 
     def force_enable(self) -> None:
         """Lets buckets that failures disabled be captured again."""

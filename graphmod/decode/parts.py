@@ -40,7 +40,7 @@ class Parts:
 
     Attributes:
         prefill: in graphs; None where the model attends by itself.
-        attention_us: see `DecodeStats`.
+        attention_us, resume_seconds: see `DecodeStats`.
     """
 
     max_seq_len: int
@@ -54,6 +54,7 @@ class Parts:
     requests: RequestReader
     batch: ContinuousBatch
     traffic: Traffic
+    resume_seconds: float = 0.0
 
     def stats(self) -> DecodeStats:
         """The counters of all parts."""
@@ -79,6 +80,7 @@ class Parts:
             graph_bytes=pool,
             cache_bytes=self.memory.nbytes,
             host_cache_bytes=self.memory.host_nbytes,
+            resume_seconds=self.resume_seconds,
             attention_us=dict(self.attention_us),
         )
 
@@ -136,7 +138,7 @@ def build(model: PreTrainedModel, config: EngineConfig, codec: Codec | None) -> 
     decoding(modules, compare_made_up, model, memory, state, computed, tokens, attention)
     requests = RequestReader(text.vocab_size, max_seq_len, eos_ids(model, codec), codec, positions)
     first = FirstTokens(model, tokens, f"decode steps with {attention.name or 'own attention'}")
-    traffic = Traffic(model, batch, first, requests, config.keep_prefixes)
+    traffic = Traffic(model, batch, memory, first, requests, config.keep_prefixes)
     return Parts(
         max_seq_len, memory, attention, attention_us, state, scheduler, graphs, packed, requests, batch, traffic
     )

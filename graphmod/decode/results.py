@@ -125,9 +125,11 @@ class DecodeStats:
         blocks_used, blocks_total: blocks of the KV cache that sequences hold, and those that there are for them.
         capture_seconds: host time spent capturing.
         waited_seconds: host time spent waiting for results of steps.
-        graph_bytes: memory reserved by the graphs' pool.
+        graph_bytes: memory reserved by the graphs' pool; it stays in `suspend(keep="graphs")`.
         cache_bytes: memory of the KV cache on the device; 0 while suspended.
-        host_cache_bytes: memory of the host that it takes beside that (`offload=layers`).
+        host_cache_bytes: memory of the host that it takes beside that (`offload=layers`); it stays in
+            `suspend(keep="graphs")`.
+        resume_seconds: what the last `resume` took to take and zero the memory; 0 before the first.
         attention_us: microseconds a layer of each attention that `attention=fastest` compared; else empty.
     """
 
@@ -146,6 +148,7 @@ class DecodeStats:
     graph_bytes: int
     cache_bytes: int
     host_cache_bytes: int = 0
+    resume_seconds: float = 0.0
     attention_us: dict[str, float] = field(default_factory=dict)
 
     def total(self, counter: str) -> int:

@@ -15,6 +15,7 @@ from graphmod.decode.batching.batch import ContinuousBatch
 from graphmod.decode.batching.handle import Handle
 from graphmod.decode.batching.requests import RequestReader
 from graphmod.decode.batching.turns import Turns
+from graphmod.decode.cache.cache import PagedCache
 from graphmod.decode.errors import DecodeError
 from graphmod.decode.interrupts import Held
 from graphmod.decode.model_state import WeightsWatch, decoding
@@ -29,23 +30,22 @@ class Traffic:
     Args:
         model: that decodes.
         batch: moves the sequences.
+        memory: the KV cache.
         first: compares the first tokens.
         requests: has the codec that makes the texts of completions.
         keep_prefixes: see `EngineConfig`.
-
-    Attributes:
-        suspended: whether there is no KV memory now.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
         batch: ContinuousBatch,
+        memory: PagedCache,
         first: FirstTokens,
         requests: RequestReader,
         keep_prefixes: bool,
     ) -> None:
-        self._model, self._batch, self._first = model, batch, first
+        self._model, self._batch, self._memory, self._first = model, batch, memory, first
         self._requests, self._keep_prefixes = requests, keep_prefixes
         self._modules = list(model.modules())
         self._weights = WeightsWatch()
@@ -54,7 +54,6 @@ class Traffic:
         self._leaving: deque[Handle] = deque()
         self._handles: list[Handle] = []
         self._moving = False
-        self.suspended = False
 
     # -- from any thread -----------------------------------------------------------------------------------------
 
@@ -102,6 +101,11 @@ class Traffic:
                     self._turns.release()
             finally:
                 self._let_out()
+
+    @property
+    def suspended(self) -> bool:
+        """Whether there is no KV memory now."""
+        return not self._memory.mapped
 
     def require_memory(self) -> None:
         """Raises DecodeError while the engine is suspended."""

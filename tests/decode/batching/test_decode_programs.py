@@ -1,6 +1,7 @@
 """Programs at random: each request that runs with one set of weights has the tokens that it has alone with them."""
 
 import random
+import sys
 import threading
 from functools import lru_cache
 
@@ -103,7 +104,7 @@ class Program:
 
     def suspend(self):
         self.finish()
-        self.engine.suspend()
+        self.engine.suspend(self.chance.choice(["none", "graphs"] if sys.platform == "linux" else ["none"]))
         self.engine.resume()
 
     def stream(self):
