@@ -62,6 +62,14 @@ def test_an_example_has_the_losses_of_eager_from_graphs(name, capsys):
     assert re.findall(r"failures=(\d+)", graphed) == ["0"] * len(stats)
 
 
+def test_the_reward_of_grpo_rises_and_its_engine_captures_once(capsys):
+    example("grpo").main()
+    said = capsys.readouterr().out
+    rewards = [float(one) for one in re.findall(r"reward ([\d.]+)", said)]
+    assert sum(rewards[:5]) / 5 < 0.6 and sum(rewards[-5:]) / 5 > 0.9
+    assert re.findall(r"\bcaptures=(\d+)", said) == ["1"] * 3  # the step that trains, decode steps, prefill
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_an_example_takes_a_number_of_steps_and_is_short(name):
     lines = (FOLDER / f"{name}.py").read_text().splitlines()
