@@ -3,34 +3,27 @@
 from __future__ import annotations
 
 import weakref
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from graphmod.backend.lifetime import between_captures
+from graphmod.decode.cache.foreign import bytes_at, shaped
 from graphmod.errors import ConfigError
 
 _PORTABLE_AND_MAPPED = 3  # cudaHostRegisterPortable | cudaHostRegisterMapped
 
 
-class _Bytes:
-    """Pinned bytes as the CUDA array interface describes them. They are unpinned when nothing refers to them any more.
-
-    (The interface: numba's documentation, "CUDA Array Interface", version 3.)
-    """
+class _Pinned:
+    """Keeps memory pinned. Once nothing refers to it any more, it is unpinned, as soon as no capture is under way."""
 
     def __init__(self, memory: Tensor) -> None:
-        pointer = memory.data_ptr()
-        code = int(torch.cuda.cudart().cudaHostRegister(pointer, memory.nbytes, _PORTABLE_AND_MAPPED))
+        code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE_AND_MAPPED))
         if code:
             raise torch.cuda.CudaError(code)
-        self.__cuda_array_interface__ = {
-            "shape": (memory.nbytes,),
-            "typestr": "|u1",
-            "data": (pointer, False),
-            "version": 3,
-            "strides": None,
-        }
-        weakref.finalize(self, _unpin, memory).atexit = False  # what ends gives everything back
+        # What ends gives everything back.
+        weakref.finalize(self, between_captures, partial(_unpin, memory)).atexit = False
 
 
 def _unpin(memory: Tensor) -> None:
@@ -52,10 +45,10 @@ def host_zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) 
     with torch.cuda.device(device):
         memory = torch.zeros(size, dtype=dtype)
         try:
-            held = _Bytes(memory)
+            pinned = _Pinned(memory)
         except RuntimeError as error:
             raise ConfigError(
                 f"{memory.nbytes / 2**30:.2f} GiB more of the host's memory cannot be pinned for the KV cache "
                 f"({error}); lower cache_tokens, raise decode.offload_resident, or use offload=none"
             ) from error
-        return torch.as_tensor(held, device=device).view(dtype).view(size)
+        return shaped(bytes_at(memory.data_ptr(), memory.nbytes, pinned, device), size, dtype)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from graphmod.backend.lifetime import between_captures, do_what_waits
 from graphmod.decode.cache.driver import Addresses, load
+from graphmod.decode.cache.foreign import bytes_at, shaped
 from graphmod.decode.errors import DecodeError
 
 log = logging.getLogger("graphmod")
@@ -153,7 +154,7 @@ def _on_pages(shapes: Shapes, dtype: torch.dtype, device: torch.device) -> tuple
     pages = Pages(space)
     pages.map()
     memory = [_over(space, pages, start, size, device) for start, size in zip(starts, sizes, strict=False)]
-    return [_shaped(raw, shape, dtype) for raw, shape in zip(memory, shapes, strict=True)], pages
+    return [shaped(raw, shape, dtype) for raw, shape in zip(memory, shapes, strict=True)], pages
 
 
 def _space(device: torch.device, nbytes: int) -> Space:
@@ -174,30 +175,7 @@ def _over(space: Space, pages: Pages, start: int, size: int, device: torch.devic
     """Bytes of a range as a tensor that keeps the memory alive."""
     if isinstance(space, HostSpace):
         return torch.frombuffer(space.buffer, dtype=torch.uint8, count=size, offset=start)
-    address = space.start + start
-    found = torch.as_tensor(_Bytes(address, size, pages), device=device)
-    if found.data_ptr() != address:
-        raise DecodeError("this PyTorch copies memory that is not its own")
-    return found
-
-
-class _Bytes:
-    """Bytes on a GPU, as libraries tell each other of them. The tensor over them holds this, and this the pages."""
-
-    def __init__(self, address: int, size: int, pages: Pages) -> None:
-        self.pages = pages
-        self.__cuda_array_interface__ = {
-            "shape": (size,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "strides": None,
-            "version": 2,
-        }
-
-
-def _shaped(raw: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """The bytes as a tensor that is no view of another, for a view shares the version of its base."""
-    return torch.empty(0, dtype=dtype, device=raw.device).set_(raw.untyped_storage(), 0, shape)
+    return bytes_at(space.start + start, size, pages, device)
 
 
 def _free(space: Space, process: int) -> None:
