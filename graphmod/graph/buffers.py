@@ -67,7 +67,9 @@ class OwnedBuffer:
         self.tensor = compact.expand(like.size())
         # `.data`: writing must not advance the version counter of the tensor that autograd saved for the backward.
         self._memory = compact.data
-        self._where, self._rounds = compact.data_ptr(), like.is_floating_point() or like.is_complex()
+        # What is no number with a fraction is not rounded, and one element is no vector.
+        self._rounds = compact.numel() > 1 and (like.is_floating_point() or like.is_complex())
+        self._where = compact.data_ptr()
         self.users = 0
         self._source: Any = None
         self._version = -1
