@@ -7,7 +7,6 @@ Qwen3-0.6B's shape with random bf16 weights, not compiled.
 """
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -80,22 +79,14 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="write the results there as JSON")
     parser.add_argument("--smoke", action="store_true", help="a tiny model on the CPU")
     options = parser.parse_args()
-    from benchmarks.measure import environment
+    from benchmarks.measure import save, show
 
     if options.smoke:
         results = [measure(4, 8, 64, "cpu", TINY)]
     else:
         results = [measure(rows, 128, 8192, "cuda", QWEN3_0_6B) for rows in (1, 32)]
-    for result in results:
-        print(
-            "  ".join(
-                f"{key} {value:.3g}" if isinstance(value, float) else f"{key} {value}" for key, value in result.items()
-            )
-        )
-    if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        content = {"command": "python benchmarks/decode_join.py", "environment": environment(), "results": results}
-        options.out.write_text(json.dumps(content, indent=1) + "\n")
+    show(results)
+    save(options.out, results)
     return 0
 
 

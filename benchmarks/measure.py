@@ -1,9 +1,12 @@
 """Timing of training steps: medians with and without a synchronisation a step, host time, memory, GPU busy time."""
 
+import json
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +21,22 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "date": time.strftime("%Y-%m-%d"),
     }
+
+
+def save(out: Path | None, results: Any) -> None:
+    """Writes results as JSON, with the command and what they depend on, if they are wanted."""
+    if out is None:
+        return
+    out.parent.mkdir(parents=True, exist_ok=True)
+    command = " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    out.write_text(json.dumps({"command": command, "environment": environment(), "results": results}, indent=1) + "\n")
+
+
+def show(results: list[dict[str, Any]]) -> None:
+    """Prints a line for each result."""
+    for result in results:
+        shown = {key: f"{one:.4g}" if isinstance(one, float) else one for key, one in result.items()}
+        print("  ".join(f"{key} {one}" for key, one in shown.items()))
 
 
 def _quantile(values: list[float], q: float) -> float:

@@ -7,7 +7,6 @@ Qwen3-8B's shape with random bf16 weights, one row with a context of 16,384 toke
 """
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -110,20 +109,14 @@ def main() -> int:
     parser.add_argument("--chunks", type=int, default=12, help=f"of {_STEPS} steps that are timed")
     parser.add_argument("--smoke", action="store_true", help="a tiny model on the CPU")
     options = parser.parse_args()
-    from benchmarks.measure import environment
+    from benchmarks.measure import save, show
 
     if options.smoke:
         results = measure(TINY, 100, 3, "cpu")
     else:
         results = measure(QWEN3_8B, options.context, options.chunks, "cuda")
-    for result in results:
-        print(
-            "  ".join(f"{key} {one:.4g}" if isinstance(one, float) else f"{key} {one}" for key, one in result.items())
-        )
-    if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        content = {"command": " ".join(["python", *sys.argv]), "environment": environment(), "results": results}
-        options.out.write_text(json.dumps(content, indent=1) + "\n")
+    show(results)
+    save(options.out, results)
     return 0
 
 

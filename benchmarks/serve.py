@@ -189,7 +189,7 @@ def main() -> int:
     if options.client:
         client()
         return 0
-    from benchmarks.measure import environment
+    from benchmarks.measure import save
 
     shape = (
         {**SMOKE["ragged"], "requests": 128, "batch": 64, "new": 64, "max_seq_len": 128}
@@ -198,10 +198,7 @@ def main() -> int:
     )
     result = asyncio.run(measure(shape, options.compile, "cpu" if options.smoke else "cuda"))
     print(json.dumps(result, indent=1))
-    if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        content = {"command": " ".join(["python", *sys.argv]), "environment": environment(), "results": result}
-        options.out.write_text(json.dumps(content, indent=1) + "\n")
+    save(options.out, result)
     return 0
 
 

@@ -8,7 +8,6 @@ need are captured again.
 """
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -97,7 +96,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5, help="how often each is suspended")
     parser.add_argument("--smoke", action="store_true", help="a tiny model on the CPU")
     options = parser.parse_args()
-    from benchmarks.measure import environment
+    from benchmarks.measure import save, show
 
     if options.smoke:
         results = [measure(keep, 4, 64, options.rounds, "cpu", TINY) for keep in ("none", "graphs")]
@@ -108,16 +107,8 @@ def main() -> int:
             for rows, length in sizes
             for keep in ("none", "graphs")
         ]
-    for result in results:
-        print(
-            "  ".join(
-                f"{key} {value:.3g}" if isinstance(value, float) else f"{key} {value}" for key, value in result.items()
-            )
-        )
-    if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        content = {"command": "python benchmarks/suspend.py", "environment": environment(), "results": results}
-        options.out.write_text(json.dumps(content, indent=1) + "\n")
+    show(results)
+    save(options.out, results)
     return 0 if all(result["equal_tokens"] for result in results) else 1
 
 

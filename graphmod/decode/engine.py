@@ -289,10 +289,7 @@ class DecodeEngine:
         with self._traffic.turn():
             if self._traffic.suspended:
                 began = time.perf_counter()
-                if self.memory.allocated:
-                    self.memory.map()
-                else:
-                    self.memory.allocate()
+                self.memory.map()
                 self._parts.resume_seconds = time.perf_counter() - began
 
     def force_enable(self) -> None:

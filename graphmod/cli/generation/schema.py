@@ -45,21 +45,15 @@ class ModelSource:
 
 
 @dataclass
-class DecodeSettings(Sampling):
-    """How tokens are chosen, and how much is decoded at a time: the settings of `Sampling`, and some of `EngineConfig`.
+class BatchSettings:
+    """How much is decoded at a time: settings of `EngineConfig`.
 
     Attributes:
-        stop: as in `Sampling`; in texts \\n, \\r, \\t and \\\\ are read as in Python.
-        n: samples of each prompt.
-        logprobs: write the log-probability of each token.
         max_batch_size, max_seq_len, block_size, cache_tokens, offload, offload_buffers, offload_resident, attention,
             steps_per_sync, prefill_tokens: of `EngineConfig`. `attention` is `auto`, `fastest`, `sdpa`, `flex`,
             `flashinfer` or `triton`.
     """
 
-    seed: int = 0
-    n: int = 1
-    logprobs: bool = False
     max_batch_size: int = 16
     max_seq_len: int | None = None
     block_size: int = 64
@@ -70,6 +64,21 @@ class DecodeSettings(Sampling):
     attention: AttentionName = AttentionName.auto
     steps_per_sync: int = 8
     prefill_tokens: int = 4096
+
+
+@dataclass
+class DecodeSettings(BatchSettings, Sampling):
+    """How tokens are chosen, and how much is decoded at a time.
+
+    Attributes:
+        stop: as in `Sampling`; in texts \\n, \\r, \\t and \\\\ are read as in Python.
+        n: samples of each prompt.
+        logprobs: write the log-probability of each token.
+    """
+
+    seed: int = 0
+    n: int = 1
+    logprobs: bool = False
 
 
 @dataclass

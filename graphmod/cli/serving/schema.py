@@ -6,32 +6,10 @@ The YAML files beside it, under `configs/`, fill these classes in.
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from graphmod.cli.generation.schema import GraphScope, GraphSettings, ModelSource
-from graphmod.decode.config import AttentionName, EngineConfig, OffloadName
+from graphmod.cli.generation.schema import BatchSettings, GraphScope, GraphSettings, ModelSource
+from graphmod.decode.config import EngineConfig
 from graphmod.errors import ConfigError
 from graphmod.serve.settings import ServeSettings
-
-
-@dataclass
-class BatchSettings:
-    """How much is decoded at a time: settings of `EngineConfig`. How tokens are chosen, each request says.
-
-    Attributes:
-        max_batch_size, max_seq_len, block_size, cache_tokens, offload, offload_buffers, offload_resident, attention,
-            steps_per_sync, prefill_tokens: of `EngineConfig`. `attention` is `auto`, `fastest`, `sdpa`, `flex`,
-            `flashinfer` or `triton`.
-    """
-
-    max_batch_size: int = 16
-    max_seq_len: int | None = None
-    block_size: int = 64
-    cache_tokens: int | None = None
-    offload: OffloadName = OffloadName.none
-    offload_buffers: int = 2
-    offload_resident: float = 0.0
-    attention: AttentionName = AttentionName.auto
-    steps_per_sync: int = 8
-    prefill_tokens: int = 4096
 
 
 @dataclass

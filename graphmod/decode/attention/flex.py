@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.nn.functional import pad
 
-from graphmod.decode.cache.cache import CacheView, PagedCache
+from graphmod.decode.cache.cache import PagedCache
 from graphmod.decode.cache.layers import Layer
+from graphmod.decode.cache.views import CacheView
 from graphmod.decode.step.compile import compiled_code
 
 

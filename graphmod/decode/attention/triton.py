@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, library, nn
 
-from graphmod.decode.cache.cache import CacheView, PagedCache
+from graphmod.decode.cache.cache import PagedCache
+from graphmod.decode.cache.views import CacheView
 
 _WIDEST = 256
 

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, library, nn
 
 from graphmod.decode.attention.xqa_limits import padded, padded_head, unavailable
-from graphmod.decode.cache.cache import CacheView, PagedCache
+from graphmod.decode.cache.cache import PagedCache
+from graphmod.decode.cache.views import CacheView
 
 __all__ = ["paged_xqa", "prepare", "scratch", "unavailable", "xqa_decode"]
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from graphmod.decode.cache.cache import NULL_BLOCK, GatheredView, PagedCache, slot_mapping
+from graphmod.decode.cache.cache import NULL_BLOCK, PagedCache
+from graphmod.decode.cache.views import GatheredView, slot_mapping
 from graphmod.decode.prefill.piece import Piece
 from graphmod.decode.step.anatomy import positions
 from graphmod.models.exchange import takes

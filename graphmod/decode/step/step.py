@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from graphmod.config import CompileMode
-from graphmod.decode.cache.cache import CacheView, GatheredView, PagedCache, slot_mapping
+from graphmod.decode.cache.cache import PagedCache
+from graphmod.decode.cache.views import CacheView, GatheredView, slot_mapping
 from graphmod.decode.step.anatomy import positions, step_arguments
 from graphmod.decode.step.compile import compiled_code, for_decode
 from graphmod.decode.step.sampling import sample
