@@ -5,12 +5,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from graphmod.guards.contents import content, describe, same_content
+from graphmod.guards.contents import Cached, content, describe, same_content
 from graphmod.guards.lookup import Cell
 from graphmod.guards.note import Note, geometry
 from graphmod.guards.notes import Notes
 from graphmod.guards.remedies import (
     DRAW,
+    FILLED,
     IN_THREAD,
     KEEP_ITERATOR,
     OUTSIDE,
@@ -126,6 +127,9 @@ def all_changes(notes: Notes) -> Iterator[Change]:
             keeper = kept_by.get(id(value))
             effect = f"changes the items of a {type(value).__name__}{_of(keeper)} as it runs"
             yield Change(effect, lines_of(where), against_change(value, None, items, keeper), id(value))
+        elif isinstance(value, Cached) and (kept := value.came_to_hold()):
+            effect = f"is the first to call {value.function!r}, which keeps its result (one {type(kept[0]).__name__})"
+            yield Change(effect, lines_of(where), FILLED, id(value))
 
 
 def _change_of(note: Note, keeper: Any) -> Change:

@@ -55,7 +55,7 @@ class Whole:
 
 
 class Cached:
-    """What an `lru_cache` may return without calling its function, among other things that it refers to.
+    """What an `lru_cache` may return without calling its function, and what else it refers to.
 
     Args:
         function: read as those of these that it still has; it may come to have more.
@@ -69,9 +69,16 @@ class Cached:
         now = set(map(id, self._held()))
         return tuple(one for one in self._first if id(one) in now)
 
+    def came_to_hold(self) -> list[Any]:
+        """What is in it since then, and may change."""
+        first = set(map(id, self._first))
+        return [one for one in self._held() if id(one) not in first and not is_plain(one)]
+
     def _held(self) -> list[Any]:
+        """Without the dict that it keeps results in, and their order in it, which decide nothing by themselves."""
         held = gc.get_referents(self.function)
-        return [*held, *(value for one in held if type(one) is dict for value in one.values())]
+        held = [value for one in held for value in (one.values() if type(one) is dict else (one,))]
+        return [one for one in held if type(one).__name__ != "_lru_list_elem"]
 
 
 _plain: dict[int, tuple[type, bool]] = {}  # by identity: a class may have a hash of its own

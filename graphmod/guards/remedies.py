@@ -22,6 +22,7 @@ KEEP_ITERATOR = "take them outside and pass them as an argument"
 OUTSIDE = "keep the code that does outside of the captured call"
 IN_THREAD = "run it in this thread"
 DRAW = "draw them outside and pass them as an argument, or draw on the device with torch"
+FILLED = "call it once before, or let the next call be captured, which finds it"
 TWO_STEPS = (
     "make two steps of it, each captured on its own, and switch requires_grad between their calls; a network that "
     "only lends its gradient needs no switch at all (examples/gan.py)"

@@ -3,6 +3,7 @@ changes nothing in the end."""
 
 import contextlib
 import copy
+import functools
 import random
 
 import numpy
@@ -165,6 +166,33 @@ def test_what_a_call_leaves_as_it_was_is_captured(name, device):
     graphed, step = play(HARMLESS[name], device, True)
     assert_equal(eager, graphed)
     assert step.stats.replays >= CALLS - 4, step.last_failure
+
+
+@pytest.mark.parametrize("bound", [None, 2])
+def test_a_cache_that_the_recorded_call_is_the_first_to_fill_keeps_it_out_of_no_graph(bound, device):
+    scale = functools.lru_cache(bound)(lambda n: n * 2.0)
+    step = CUDAGraphModule(lambda x: x * scale(len(x)), TrainGraphConfig(warmup_steps=1))
+    for call in range(4):
+        if call < 2:
+            scale.cache_clear()
+        x = torch.full((3,), float(call), device=device)
+        assert torch.equal(step(x), x * 6.0)
+    assert step.stats.replays == 3 and not step.stats.failures, step.last_failure
+
+
+@pytest.mark.parametrize("bound", [None, 2])
+def test_what_is_first_kept_in_a_cache_by_the_recorded_call_and_changes_later_is_seen(bound, device):
+    scale = functools.lru_cache(bound)(lambda n: [n * 2.0])
+    step, told = CUDAGraphModule(lambda x: x * scale(len(x))[0], TrainGraphConfig(warmup_steps=1)), ""
+    for call in range(8):
+        if call < 2:
+            scale.cache_clear()
+        if call > 3:
+            scale(3)[0] = 0.5 * (call // 2)
+        x = torch.full((3,), float(call), device=device)
+        assert torch.equal(step(x), x * scale(3)[0]), call
+        told = told or step.last_failure
+    assert "keeps its result (one list)" in told and step.stats.replays, told
 
 
 @pytest.mark.parametrize("fails_at", [1, 2, 3, 4])
