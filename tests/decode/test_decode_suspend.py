@@ -410,7 +410,8 @@ def test_any_order_of_calls_gives_what_an_engine_gives_that_was_never_suspended(
 @pytest.mark.gpu
 def test_other_tensors_get_the_memory_of_a_suspended_engine():
     model = tiny_model("llama", torch.device("cuda"))
-    engine, prompts = DecodeEngine(model, max_batch_size=4, cache_tokens=2**22), prompts_of(5, 9)
+    engine, prompts = DecodeEngine(model, max_batch_size=4, max_seq_len=128, cache_tokens=2**22), prompts_of(5, 9)
+    engine.warm_up(progress=False)
     expected, size = tokens_of(engine, prompts, max_new_tokens=12), engine.stats.cache_bytes
     assert not isinstance(engine.memory.pages, Ordinary), engine.memory.pages.reason
     free = torch.cuda.mem_get_info()[0]

@@ -4,8 +4,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_PROGRAMS = 64  # fill the bus, and leave the multiprocessors to what computes
-_BYTES = 8192  # of a copy that is on its way, in each program
+_PROGRAMS = 32  # as many as fill the bus, and leave the multiprocessors to what computes
+_BYTES = 16384  # of a copy that is on its way, in each program
 
 
 @triton.jit
@@ -17,6 +17,7 @@ def _copy(
     table,
     contexts,
     firsts,
+    rows,
     table_row,
     BLOCK: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
@@ -25,29 +26,34 @@ def _copy(
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Some blocks of a row."""
-    row, lane, lanes = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    before = tl.load(contexts + row) - 1
-    first = tl.load(firsts + row) if WINDOW else before * 0
-    others = tl.arange(0, ROWS)
-    ahead = others < row
-    other_before = tl.load(contexts + others, mask=ahead, other=0) - 1
-    other_first = tl.load(firsts + others, mask=ahead, other=0) if WINDOW else other_before * 0
-    step = tl.arange(0, CHUNK)
-    for place in tl.range(tl.maximum(first, 0) // BLOCK + lane, (before + BLOCK - 1) // BLOCK, lanes):
-        block = tl.load(table + row * table_row + place).to(tl.int64)
+    """Some chunks of the blocks of all rows: however long each row is, all programs have as much to do."""
+    key_chunks: tl.constexpr = (KEY_BLOCK + CHUNK - 1) // CHUNK
+    chunks: tl.constexpr = key_chunks + (VALUE_BLOCK + CHUNK - 1) // CHUNK
+    row, step = tl.arange(0, ROWS), tl.arange(0, CHUNK)
+    begin = tl.load(firsts + row, mask=row < rows, other=0) if WINDOW else row * 0
+    begin = (tl.maximum(begin, 0) // BLOCK).to(tl.int32)
+    end = ((tl.load(contexts + row, mask=row < rows, other=1) - 1 + BLOCK - 1) // BLOCK).to(tl.int32)
+    count = tl.maximum(end - begin, 0) * chunks
+    until = tl.cumsum(count, 0)
+    for at in tl.range(tl.program_id(0), tl.sum(count, 0), tl.num_programs(0)):
+        mine = tl.sum((until <= at).to(tl.int32), 0)
+        within = at - tl.sum(tl.where(row < mine, count, 0), 0)
+        place = tl.sum(tl.where(row == mine, begin, 0), 0) + within // chunks
+        block = tl.load(table + mine * table_row + place).to(tl.int64)
         # Who shares a block holds it at the same place, and the first of them copies it.
-        held = ahead & (place * BLOCK < other_before) & ((place + 1) * BLOCK > other_first)
-        same = tl.load(table + others * table_row + place, mask=held, other=-1) == block
+        held = (row < mine) & (begin <= place) & (place < end)
+        same = tl.load(table + row * table_row + place, mask=held, other=-1) == block
         if tl.sum(same.to(tl.int32), 0) == 0:
-            for start in tl.range(0, KEY_BLOCK, CHUNK):
-                at = block * KEY_BLOCK + start + step
-                inside = start + step < KEY_BLOCK
-                tl.store(near_keys + at, tl.load(keys + at, mask=inside), mask=inside)
-            for start in tl.range(0, VALUE_BLOCK, CHUNK):
-                at = block * VALUE_BLOCK + start + step
-                inside = start + step < VALUE_BLOCK
-                tl.store(near_values + at, tl.load(values + at, mask=inside), mask=inside)
+            chunk = within % chunks
+            if chunk < key_chunks:
+                inside = chunk * CHUNK + step < KEY_BLOCK
+                where = block * KEY_BLOCK + chunk * CHUNK + step
+                tl.store(near_keys + where, tl.load(keys + where, mask=inside), mask=inside)
+            else:
+                chunk -= key_chunks
+                inside = chunk * CHUNK + step < VALUE_BLOCK
+                where = block * VALUE_BLOCK + chunk * CHUNK + step
+                tl.store(near_values + where, tl.load(values + where, mask=inside), mask=inside)
 
 
 def copy(
@@ -61,7 +67,7 @@ def copy(
 ) -> None:
     """See `fetch`, whose arguments these are."""
     rows = len(context)
-    _copy[(rows, triton.cdiv(_PROGRAMS, rows))](
+    _copy[(_PROGRAMS,)](
         keys,
         values,
         near_keys,
@@ -69,6 +75,7 @@ def copy(
         table,
         context,
         context if first is None else first,
+        rows,
         table.stride(0),
         BLOCK=keys.shape[1],
         KEY_BLOCK=keys[0].numel(),
