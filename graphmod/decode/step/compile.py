@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphmod.decode.step.pieces import compile_pieces
 from graphmod.decode.step.products import join_products
 
 _MOST_COMPILED = 256  # batch sizes times kinds of sampling; dynamo's own limit is 8, and beyond it goes on uncompiled
@@ -50,7 +51,8 @@ def _inductor(tuned: bool) -> Callable:
             decompositions[product] = functools.partial(_product, decompositions[product])
         # The cache of whole traced graphs knows neither of the decomposition nor of the kernels that wait.
         with torch._functorch.config.patch(enable_autograd_cache=False), waiting():
-            return compile_fx(graph, inputs, config_patches=patches, decompositions=decompositions)
+            compile = functools.partial(compile_fx, config_patches=patches, decompositions=decompositions)
+            return compile_pieces(graph, inputs, compile)
 
     return backend
 
