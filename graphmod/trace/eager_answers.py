@@ -231,13 +231,21 @@ def _fuses(on_gpu: bool) -> bool:
     return fuses and torch._C._jit_texpr_fuser_enabled()
 
 
+def _is_script(function: Any) -> bool:
+    """Methods of classes in C++ are of the same type, but are no script: nothing of them is fused."""
+    try:
+        return function.graph is not None
+    except RuntimeError:
+        return False
+
+
 def _scripted() -> list[tuple[Any, str, Any]]:
     def scripted(kind: Any) -> Any:
         original = kind.__call__
 
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             recorder = dispatch.current()
-            if recorder is not None and _fuses(recorder.on_gpu):
+            if recorder is not None and _fuses(recorder.on_gpu) and _is_script(self):
                 recorder.refuse(f"torch.jit function {getattr(self, 'name', '')!r}", _SCRIPTED)
             return original(self, *args, **kwargs)
 

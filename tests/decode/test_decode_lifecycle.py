@@ -100,10 +100,11 @@ def test_suspend_frees_the_memory_of_the_cache_and_of_the_graphs():
     model = tiny_model("llama", torch.device("cuda"))
     torch.cuda.empty_cache()
     before = torch.cuda.mem_get_info()[0]  # the cache is no memory of PyTorch's
-    engine = DecodeEngine(model, max_batch_size=4, cache_tokens=2**20)
+    engine = DecodeEngine(model, max_batch_size=4, cache_tokens=2**23)
     engine.generate(prompts_of(5, 9), max_new_tokens=12)
     cache = engine.stats.cache_bytes
-    assert torch.cuda.mem_get_info()[0] <= before - cache
+    assert cache >= 2**31, "more than other tests take meanwhile on the same GPU"
+    assert torch.cuda.mem_get_info()[0] <= before - cache / 2
     engine.suspend()
     assert torch.cuda.mem_get_info()[0] > before - cache / 2
 

@@ -398,6 +398,15 @@ def test_code_of_torch_jit_is_captured_where_each_operation_is_seen(fuses, devic
     assert "torch.jit" in side.call.last_failure if fuses else not side.call.last_failure
 
 
+def test_methods_of_classes_in_cpp_are_no_scripts(device, monkeypatch):
+    """Such as that of an opaque `ReduceOp` that tells which reduction a collective does."""
+    monkeypatch.setattr(eager_answers, "_fuses", lambda on_gpu: True)
+    weight = torch.quantize_per_tensor(torch.ones(2, 3), 0.1, 0, torch.qint8)
+    packed = torch.ops.quantized.linear_prepack(weight, None)
+    side, history = play(lambda d: Program(lambda _, x: x + (packed.bias() is None), d).to(d), step, device)
+    assert history[-1][0] - history[-2][0] == 2 and not side.call.last_failure
+
+
 @pytest.mark.parametrize("use", [copies_lists, reads_what_is_made_of_constants, maps, reads_chance, reads_with_numpy])
 def test_where_the_key_is_not_to_be_had_a_mode_serves(use, device, monkeypatch):
     monkeypatch.setattr(dispatch, "has_key", lambda: False)

@@ -55,6 +55,7 @@ def prepare(memory: PagedCache) -> None:
     stages = min(3, getattr(properties, "shared_memory_per_block_optin", 48 * 1024) // 2 // block)
     if stages > 1 and powers:
         memory.kernel_options = {"num_stages": stages, "num_warps": 4}
+    _compiled()  # a recorded step that made it would be refused, for it keeps what it made
 
 
 def block_mask(view: CacheView, tokens: int, layer: Layer) -> BlockMask:
