@@ -29,6 +29,10 @@ class BackwardUnavailable(GraphmodError, RuntimeError):
     """A backward pass was asked for whose saved values are gone or that a replayed graph cannot provide."""
 
 
+class SuccessorFailed(GraphmodError):
+    """Code that was to take the place of a graph failed where it may have changed something already."""
+
+
 class VerificationFailed(GraphmodError, RuntimeError):
     """With `verify=always`, a call did other operations than the graph that would have been replayed for it."""
 

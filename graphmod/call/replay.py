@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from typing import Any
 
@@ -10,7 +11,10 @@ from torch import Tensor
 from graphmod.call.autograd_node import apply_replayed
 from graphmod.call.together import agrees
 from graphmod.capture.forward import CANNOT_MOVE, CAPTURE_ANOTHER, IN_USE, UNFINISHED
+from graphmod.errors import SuccessorFailed
+from graphmod.errors import reason as failure
 from graphmod.graph.context import Context
+from graphmod.graph.exchange import take_over
 from graphmod.graph.forward import ForwardGraph
 from graphmod.graph.tape import Ticket
 from graphmod.ranks.agreement import Choice
@@ -73,26 +77,28 @@ def launch(context: Context, graph: ForwardGraph, leaves: list[Tensor], careful:
     if graph.advanced:
         graph.before = [tensor.clone() for tensor in graph.advanced]
     graph.tape.cursor = graph.index + 1
-    early = graph.starts_early and not careful
+    early = graph.starts_early and not careful and graph.successor is None
     finished = False
     try:
         if early:
             graph.graph.start()  # the GPU works while the host looks
-        reason = graph.changed() if early else None
+        reason = graph.changed() if graph.starts_early and not careful else None
         if reason is None and not agrees(context, entry, Choice.replay):
             reason = "another rank runs eagerly"
         if reason is not None:
             return None, reason
+        replayed = graph.successor is None or not _taken_over(context, graph)
         if early:
             graph.graph.finish()
-        else:
+        elif replayed:
             graph.graph.replay()
         finished = True
     finally:
         if graph.random and not finished:
             backend.set_random_state(state)
     graph.after(leaves)
-    context.counters.replays += 1
+    context.counters.replays += replayed
+    context.counters.eager_calls += not replayed
     context.served = graph  # past nn.Module's __setattr__, which takes a microsecond
     if context.entries.usual is not entry:
         if entry.match is None:
@@ -103,6 +109,22 @@ def launch(context: Context, graph: ForwardGraph, leaves: list[Tensor], careful:
     if graph.backward is not None or not graph.results.with_grad:
         entry.succeeded()
     return state, None
+
+
+def _taken_over(context: Context, graph: ForwardGraph) -> bool:
+    """Whether the successor of a graph has done this call; see `take_over`."""
+    began, first = time.perf_counter(), not graph.succeeded
+    try:
+        done = take_over(graph)
+    except Exception as error:
+        graph.successor = None
+        if first:
+            raise SuccessorFailed(f"{context.name!r}: {failure(error)}") from error
+        context.log_once(f"{context.name!r} keeps the kernels it has: {failure(error)}")
+        return False
+    if not done:  # no capture of the call, of which there is one already
+        context.counters.capture_seconds += time.perf_counter() - began
+    return done
 
 
 def results(context: Context, graph: ForwardGraph, leaves: list[Tensor], random_state: Any) -> Any:

@@ -61,7 +61,9 @@ class EngineConfig:
             that stay as they are: a change that leaves no trace, such as that of an optimizer in a graph, would not be
             noticed.
         graphs: capture decode steps. Without, every step is eager and counted.
-        compile: `none`, `default` or `max`: compile model and sampler before capture. On a GPU only.
+        compile: `none`, `default` or `max`: compile captured steps. On a GPU only.
+        compile_in_background: compile in a thread of its own. Steps run uncompiled until it is done, instead of waiting;
+            so which tokens compiled code computes, whose last bits may differ, depends on time.
         warmup_steps: eager steps of a new bucket before its capture.
         max_failures: failures in a row after which a bucket stays eager.
         backend: `auto`, `cuda` or `emulated`.
@@ -81,6 +83,7 @@ class EngineConfig:
     keep_prefixes: bool = False
     graphs: bool = True
     compile: CompileMode = CompileMode.none
+    compile_in_background: bool = False
     warmup_steps: int = 1
     max_failures: int = 3
     backend: BackendName = BackendName.auto

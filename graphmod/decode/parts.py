@@ -123,7 +123,7 @@ def build(model: PreTrainedModel, config: EngineConfig, codec: Codec | None) -> 
     # Results of two chunks of steps wait to be read at most, and first tokens.
     state = BatchState(rows, table, 2 * config.steps_per_sync + 1, model.device)
     scheduler = Scheduler(BlockAllocator(blocks, size, memory.first_block), rows)
-    step = DecodeStep(model, memory, config.compile, own=attention.name is None)
+    step = DecodeStep(model, memory, own=attention.name is None)
     graphs = BucketGraphs(step, state, config, context_sizes(size, table * size, attention.stops_at_context))
     tokens = config.prefill_tokens
     limits = Limits(tokens, _MOST_PIECES, max(table * size, 4 * tokens))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -59,6 +60,8 @@ class ForwardGraph:
         captured_in: the pass of its arena in which it was captured.
         recording: the `Recording` of the eager call it stands on.
         mismatches: backwards in a row that the captured backward did not fit.
+        successor, succeeded: code whose graph is to take the place of this one's, and whether it has run once; see
+            `exchange`.
     """
 
     def __init__(self, context: Context, entry: Entry, tape: Tape, recording: Any) -> None:
@@ -79,6 +82,8 @@ class ForwardGraph:
         self.edges: dict[int, GradientEdge] = {}
         self.stand_ins: dict[int, Tensor] = {}
         self.mismatches = 0
+        self.successor: Callable[[], None] | None = None
+        self.succeeded = False
         self.ticket: Any = None
 
     # -- capture -------------------------------------------------------------------------------------------------

@@ -3,8 +3,10 @@
 Twice: `EagerRecorder` watches the warm-up call that decides on a capture, `Recorder` follows the capture.
 """
 
+import contextlib
 import logging
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -27,6 +29,23 @@ from graphmod.trace.script import Kept, Script
 from graphmod.trace.tensors import tensors_in
 
 log = logging.getLogger("graphmod")
+
+
+class _Observer(threading.local):
+    callback: Callable | None = None
+
+
+_observer = _Observer()
+
+
+@contextlib.contextmanager
+def observed(callback: Callable[[Any, tuple, dict, Any, list[Tensor]], None]) -> Iterator[None]:
+    """Shows the operations of captures that this thread makes meanwhile to `callback`, as to `after` of `Recorder`."""
+    before, _observer.callback = _observer.callback, callback
+    try:
+        yield
+    finally:
+        _observer.callback = before
 
 
 class EagerRecorder(CheckedTrace):
@@ -154,13 +173,15 @@ class Recorder(CheckedTrace):
         self._refused: str | None = None
         self._script = script
         self._made = 0  # tensors of Python values, on the GPU
-        self._after, self._around, self._before_collective = after, around, before_collective
+        self._after = [one for one in (after, _observer.callback) if one is not None]
+        self._around, self._before_collective = around, before_collective
         self._after_resize = after_resize
         self._targets = targets or {}
 
     def finish(self) -> "Recorder":
         """Lets go of the callbacks, so that the record keeps nothing alive but the tensors from outside."""
-        self._before_write = self._after = self._around = self._before_collective = self._after_resize = None
+        self._before_write = self._around = self._before_collective = self._after_resize = None
+        self._after = []
         self._sizes.clear()
         self._targets = {}
         self.made_by = {}
@@ -254,8 +275,8 @@ class Recorder(CheckedTrace):
         except CaptureRefused as refusal:
             self._refused = self._refused or str(refusal)  # and not the error, whose frames hold this
             raise
-        if self._after is not None:
-            self._after(step.op, call.args, call.kwargs, result, fresh)
+        for after in self._after:
+            after(step.op, call.args, call.kwargs, result, fresh)
         return result
 
     def _kept(self, call: Call, reason: Reason) -> Kept:

@@ -131,7 +131,7 @@ def choose(name: AttentionName, memory: PagedCache, compiled: bool, max_seq_len:
         found = _first(AUTO_COMPILED if compiled else AUTO, memory)
     elif name is AttentionName.fastest:
         usable = {one.value: IMPLEMENTATIONS[one] for one in IMPLEMENTATIONS if _reason(one, memory) is None}
-        measured = measure(usable, memory, compiled, max_seq_len) if len(usable) > 1 else {}
+        measured = measure(usable, memory, max_seq_len) if len(usable) > 1 else {}
         fastest = min(measured, key=measured.__getitem__) if measured else AttentionName.sdpa.value
         found = usable.get(fastest, OWN)
     else:

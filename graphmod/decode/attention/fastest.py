@@ -18,7 +18,6 @@ from graphmod.config import CUDAGraphConfig
 from graphmod.decode.attention.implementation import Implementation
 from graphmod.decode.cache.cache import PagedCache
 from graphmod.decode.cache.views import CacheView
-from graphmod.decode.step.compile import compiled_code, for_decode
 from graphmod.decode.step.graphs import context_sizes
 from graphmod.wrap.module import CUDAGraphModule
 
@@ -40,13 +39,12 @@ def measure(
 
     Args:
         candidates: by the name of the setting; prepared.
-        compiled: whether decode steps are compiled, which also changes the code around a kernel.
     """
     found = {}
     for name, one in candidates.items():
         try:
             with torch.cuda.device(memory.device):
-                found[name] = time_graph(*layers_of(one, memory, memory.rows, max_seq_len // 2, max_seq_len, compiled))
+                found[name] = time_graph(*layers_of(one, memory, memory.rows, max_seq_len // 2, max_seq_len))
         except torch.OutOfMemoryError:
             log.warning("decode attention: %s is skipped, because the GPU has no memory left to measure it", name)
         except Exception as error:  # of kernels, compilers and loaders: anything
@@ -57,7 +55,7 @@ def measure(
 
 
 def layers_of(
-    one: Implementation, memory: PagedCache, rows: int, context: int, max_seq_len: int, compiled: bool
+    one: Implementation, memory: PagedCache, rows: int, context: int, max_seq_len: int
 ) -> tuple[Callable[[], Any], int]:
     """A function that calls an attention once for each of some layers, as a decode step does; and for how many.
 
@@ -78,19 +76,13 @@ def layers_of(
     queries = [torch.ones(size, dtype=memory.dtype, device=memory.device) for size in sizes]
     slots = torch.zeros_like(lengths)
 
-    def call(table: Tensor, lengths: Tensor, slots: Tensor, *queries: Tensor) -> list[Tensor]:
+    def call(memory: PagedCache, table: Tensor, lengths: Tensor, slots: Tensor, *queries: Tensor) -> list[Tensor]:
         view = CacheView(memory, slots, table, lengths, visited)
         pairs = zip(layers, queries, strict=True)
         return [one.function(layer, query, None, None, None, None, cache_view=view)[0] for layer, query in pairs]
 
-    run = for_decode(call, tuned=False) if compiled else call
-
-    def calls(memory: PagedCache, *given: Tensor) -> list[Tensor]:
-        with compiled_code() if compiled else contextlib.nullcontext():
-            return run(*given)
-
     # A partial, because the core looks for tensors there, and not in functions of this package.
-    return functools.partial(calls, memory, table, lengths, slots, *queries), len(layers)
+    return functools.partial(call, memory, table, lengths, slots, *queries), len(layers)
 
 
 def time_graph(function: Callable[[], Any], parts: int) -> float:

@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from graphmod.decode.cache.cache import PagedCache
 from graphmod.decode.cache.layers import Layer
 from graphmod.decode.cache.views import CacheView
-from graphmod.decode.step.compile import compiled_code
+from graphmod.decode.step.compile import compiled_code, for_decode
 
 
 def unavailable(memory: PagedCache) -> str | None:
@@ -37,7 +37,7 @@ def unavailable(memory: PagedCache) -> str | None:
 
 @cache
 def _compiled() -> Any:
-    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
+    return for_decode(flex_attention)
 
 
 def prepare(memory: PagedCache) -> None:
@@ -138,11 +138,8 @@ def paged_flex(
         settings["score_mod"] = _capped(softcap)
     if s_aux is not None:
         settings["return_aux"] = AuxRequest(lse=True)
-    if torch.compiler.is_compiling():
-        out = flex_attention(query, keys, values, **settings)
-    else:
-        with compiled_code():
-            out = _compiled()(query, keys, values, **settings)
+    with compiled_code():
+        out = _compiled()(query, keys, values, **settings)
     if s_aux is not None:
         # A sink adds its exponential to the denominator and nothing to the numerator.
         out, aux = out

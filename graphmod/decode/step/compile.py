@@ -1,4 +1,4 @@
-"""How a decode step is compiled, and how compiled code of it runs."""
+"""What inductor is asked for when a decode step is compiled."""
 
 from __future__ import annotations
 
@@ -9,18 +9,42 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._guards import detect_fake_mode
+from torch.fx import GraphModule
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-from graphmod.decode.step.pieces import compile_pieces
 from graphmod.decode.step.products import join_products
 
-_MOST_COMPILED = 256  # batch sizes times kinds of sampling; dynamo's own limit is 8, and beyond it goes on uncompiled
+_MOST_COMPILED = 256  # batch sizes times rules of layers; dynamo's own limit is 8, and beyond it goes on uncompiled
 # Bytes of a weight whose product takes longer than the launch of one more kernel (4 us on an H200).
 _LARGE_WEIGHT = 16 * 2**20
 _WAIT = "tl.extra.cuda.gdc_wait()"
 
 
-def for_decode(function: Callable, tuned: bool) -> Callable:
-    """`function` compiled for CUDA graphs of fixed shapes.
+def for_decode(function: Callable) -> Callable:
+    """`function` compiled by dynamo and inductor for CUDA graphs of fixed shapes."""
+    return torch.compile(function, dynamic=False, fullgraph=True, backend=_by_inductor)
+
+
+def _by_inductor(graph: GraphModule, inputs: list[Any]) -> Callable:
+    return by_inductor(graph, inputs, tuned=False)
+
+
+def compile_graph(graph: GraphModule, inputs: list[Tensor], tuned: bool) -> Callable[..., tuple]:
+    """A graph of aten operations compiled for CUDA graphs of fixed shapes. Any thread may call it.
+
+    Args:
+        inputs: without memory (fake tensors).
+        tuned: see `by_inductor`.
+    """
+    FakeTensorProp(graph, detect_fake_mode(inputs)).propagate_dont_convert_inputs(*inputs)
+    join_products(graph, fewest_rows=2 if tuned else 1)
+    with torch.no_grad():
+        return by_inductor(graph, inputs, tuned)
+
+
+def by_inductor(graph: GraphModule, inputs: list[Any], tuned: bool) -> Callable[..., tuple]:
+    """What inductor makes of a graph.
 
     Generated kernels use programmatic dependent launch where PyTorch and GPU have it (compute capability 9.0): the next
     one is set up while the last one ends, and a step of many small kernels has no gaps. (CUDA Programming Guide,
@@ -29,32 +53,21 @@ def for_decode(function: Callable, tuned: bool) -> Callable:
     Args:
         tuned: coordinate-descent tuning, with which inductor makes batch-1 products generated kernels.
     """
-    return torch.compile(function, dynamic=False, backend=_inductor(tuned))
-
-
-@functools.cache  # dynamo keeps what it compiled for each backend object
-def _inductor(tuned: bool) -> Callable:
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.decomposition import select_decomp_table
 
     patches: dict[str, Any] = {"coordinate_descent_tuning": True} if tuned else {}
     waiting: Callable = contextlib.nullcontext
-    if _can_launch_early():
+    if torch.cuda.is_available() and _can_launch_early():
         patches["triton.enable_pdl"] = True
         waiting = every_kernel_waits
-    product = torch.ops.aten.mm.default
-
-    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        join_products(graph, fewest_rows=2 if tuned else 1)
-        decompositions = dict(select_decomp_table())
-        if tuned:
-            decompositions[product] = functools.partial(_product, decompositions[product])
-        # The cache of whole traced graphs knows neither of the decomposition nor of the kernels that wait.
-        with torch._functorch.config.patch(enable_autograd_cache=False), waiting():
-            compile = functools.partial(compile_fx, config_patches=patches, decompositions=decompositions)
-            return compile_pieces(graph, inputs, compile)
-
-    return backend
+    decompositions = dict(select_decomp_table())
+    if tuned:
+        product = torch.ops.aten.mm.default
+        decompositions[product] = functools.partial(_product, decompositions[product])
+    # The cache of whole traced graphs knows neither of the decomposition nor of the kernels that wait.
+    with torch._functorch.config.patch(enable_autograd_cache=False), waiting():
+        return compile_fx(graph, inputs, config_patches=patches, decompositions=decompositions)
 
 
 def _product(decompose: Callable, left: Tensor, right: Tensor, *more: Any, **named: Any) -> Tensor:
@@ -98,5 +111,5 @@ def every_kernel_waits() -> Iterator[None]:
 
 
 def compiled_code() -> contextlib.AbstractContextManager:
-    """For compiled code to run in: it may be compiled for as many batch sizes and kinds of sampling as there are."""
+    """For code that dynamo compiles to run in: for as many batch sizes as there are."""
     return torch._dynamo.config.patch(recompile_limit=_MOST_COMPILED)

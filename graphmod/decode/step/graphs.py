@@ -7,9 +7,10 @@ from collections.abc import Iterable
 import torch
 from tqdm import tqdm
 
-from graphmod.config import CUDAGraphConfig, Verify
+from graphmod.config import CompileMode, CUDAGraphConfig, Verify
 from graphmod.decode.config import EngineConfig
 from graphmod.decode.results import BucketStats
+from graphmod.decode.step.compiler import StepCompiler
 from graphmod.decode.step.state import BatchState
 from graphmod.decode.step.step import DecodeStep
 from graphmod.graph.group import Group
@@ -99,6 +100,9 @@ class BucketGraphs:
         self._counts = {size: BucketStats() for size in self.sizes}
         self._released = dict.fromkeys(self.sizes, 0)  # captures whose graphs `reset` freed
         self.capturing: int | None = None
+        self.compiler: StepCompiler | None = None
+        if config.compile is not CompileMode.none and state.device.type == "cuda":
+            self.compiler = StepCompiler(config.compile is CompileMode.max, config.compile_in_background)
 
     def bucket(self, rows: int) -> int:
         """The smallest batch size with a graph that holds `rows` rows."""
@@ -122,7 +126,10 @@ class BucketGraphs:
             name = f"decode step of {size} row{'s' if size != 1 else ''}"
             wrapper = self.wrappers[key] = CUDAGraphModule(self.step, self.settings, name=name, group=self.group)
         while steps > 0:
-            wrapper(self.state.rows(size), visited, kind)
+            if self.compiler is None:
+                wrapper(self.state.rows(size), visited, kind)
+            else:
+                self.compiler.call(wrapper, self.state.rows(size), visited, kind)
             steps -= 1 + wrapper.replay(steps - 1)
         return size
 
@@ -146,7 +153,8 @@ class BucketGraphs:
             for size, visited, kind in bar:
                 self.capturing = size
                 try:
-                    for _ in range(self.config.warmup_steps + 1):
+                    # Compiled code runs once before it is captured.
+                    for _ in range(self.config.warmup_steps + (1 if self.compiler is None else 3)):
                         self.launch(size, visited or 1, kind)
                 finally:
                     self.capturing = None
@@ -169,6 +177,8 @@ class BucketGraphs:
         for (size, _, _), wrapper in self.wrappers.items():
             self._released[size] += wrapper.stats.state == "captured"
             wrapper.reset()
+        if self.compiler is not None:
+            self.compiler.forget()
 
     def force_enable(self) -> None:
         """Lets buckets that failures disabled be captured again."""

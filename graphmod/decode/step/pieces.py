@@ -1,197 +1,213 @@
-"""A traced decode step in pieces, each up to the attention of a layer, of which those that are alike are compiled once.
+"""A decode step in pieces, each up to the attention of a layer, of which those that are alike are compiled once.
 
-A compiler takes as long for each of a model's layers as for the first, although they are the same code with other
+A compiler takes as long for each of a model's layers as for the first, although they are the same operations with other
 weights. Nothing is lost by the cuts: no kernel reaches across an attention, and in a CUDA graph calls cost nothing.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node, map_arg
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.fx import Graph, GraphModule, Node
 
-_FEWEST = 3  # attentions: then there are two pieces that may be alike
+from graphmod.decode.step.program import Operation, Program, Ref, Unsupported, refs, used_by, with_refs
+from graphmod.trace.compiled import CompiledGraph
+from graphmod.trace.operations import facts
+
+_PLAIN = (int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None))
 
 
-class _Piece(NamedTuple):
-    """Some successive nodes of a graph.
+class Piece(NamedTuple):
+    """Some successive operations.
 
     Attributes:
-        nodes: in their order.
-        inputs: nodes before it that it uses, in the order of their first use.
-        outputs: of its nodes, those that are used after it.
+        operations: in their order; before them the views that they take of what other pieces made.
+        inputs: numbers of the tensors that they are given, in the order of their first use.
+        outputs: numbers of the tensors that they make and that are used after them.
+        is_compiled: whether it was compiled before.
     """
 
-    nodes: list[Node]
-    inputs: list[Node]
-    outputs: list[Node]
+    operations: list[Operation]
+    inputs: list[int]
+    outputs: list[int]
+    is_compiled: bool
 
 
-class _Place(NamedTuple):
-    """Stands for a node in what describes a graph: which one it is of the inputs, or of the nodes."""
+def cut(program: Program) -> list[Piece]:
+    """The pieces of a step, in order.
 
-    of: str
-    number: int
+    Raises:
+        Unsupported: a piece would change memory that it is given in two ways.
+    """
+    values, parts = program.values, list(_parts(program.operations))
+    made_in = {n: place for place, part in enumerate(parts) for one in part for n in _made(one)}
+    made_in |= dict.fromkeys(program.inputs, -1)
+    maker = {n: one for part in parts for one in part for n in _made(one)}
+
+    def views(number: int) -> Iterator[Operation]:
+        """What makes a tensor that is a view, from what is none."""
+        one = maker.get(number)
+        if one is not None and facts(one.op).views:
+            base = next((n for n in used_by(one) if values[n].storage == values[number].storage), None)
+            if base is not None:
+                yield from views(base)
+                yield one
+
+    found: list[list[Operation]] = []
+    for place, part in enumerate(parts):
+        if _is_compiled(part):
+            found.append(part)
+            continue
+        again: dict[int, Operation] = {}
+        for number in dict.fromkeys(n for one in part for n in used_by(one) if made_in[n] != place):
+            again |= {id(one): one for one in views(number)}
+        found.append([*again.values(), *part])
+    given = [_given(part) for part in found]
+    later: set[int] = set()
+    pieces: list[Piece] = []
+    for place in reversed(range(len(parts))):
+        own = dict.fromkeys(n for one in parts[place] for n in _made(one) if made_in[n] == place)
+        piece = Piece(found[place], given[place], [n for n in own if n in later], _is_compiled(parts[place]))
+        later |= set(piece.inputs)
+        pieces.insert(0, piece)
+    for piece in pieces:
+        if not piece.is_compiled:
+            _require_single_ways(piece, program)
+    return pieces
 
 
-def compile_pieces(graph: GraphModule, inputs: list[Any], compile: Callable[[GraphModule, list[Any]], Callable]) -> Any:
-    """`compile(graph, inputs)`, in pieces where some of them are alike.
+def _parts(operations: list[Operation]) -> Iterator[list[Operation]]:
+    part: list[Operation] = []
+    for one in operations:
+        alone = isinstance(one.op, CompiledGraph)
+        if alone and part:
+            yield part
+            part = []
+        part.append(one)
+        if alone or _is_attention(one.op):
+            yield part
+            part = []
+    if part:
+        yield part
+
+
+def _is_attention(op: Any) -> bool:
+    if not isinstance(op, torch._ops.OpOverload):
+        return False
+    own = op.namespace == "graphmod" and op._opname.endswith("_decode")
+    return own or op.overloadpacket is torch.ops.aten.scaled_dot_product_attention
+
+
+def _is_compiled(part: list[Operation]) -> bool:
+    return isinstance(part[0].op, CompiledGraph)
+
+
+def _made(one: Operation) -> list[int]:
+    """Numbers of what an operation returns and was not given."""
+    before = set(used_by(one))
+    return [ref.number for ref in refs(one.result) if ref.number not in before]
+
+
+def _given(operations: list[Operation]) -> list[int]:
+    made: set[int] = set()
+    found: dict[int, None] = {}
+    for one in operations:
+        found |= dict.fromkeys(n for n in used_by(one) if n not in made)
+        made |= set(_made(one))
+    return list(found)
+
+
+def _require_single_ways(piece: Piece, program: Program) -> None:
+    values = program.values
+    written = {values[n].storage for one in piece.operations for n in one.writes}
+    storages = [values[n].storage for n in piece.inputs]
+    if any(storages.count(one) > 1 for one in written):
+        raise Unsupported("it changes memory that it is given as two tensors")
+
+
+def description(piece: Piece, program: Program) -> str:
+    """The same for two pieces that compute the same of what they are given, and for no others.
+
+    Raises:
+        Unsupported: an operation is given something whose value cannot be told.
+    """
+    names = {number: place for place, number in enumerate(piece.inputs)}
+    memory: dict[int, int] = {}
+
+    def kind(number: int) -> str:
+        value = program.values[number]
+        return f"{value[:5]} {memory.setdefault(value.storage, len(memory))}"
+
+    def told(value: Any) -> Any:
+        if isinstance(value, Ref):
+            return Ref(names.setdefault(value.number, len(names)))
+        if isinstance(value, (list, tuple)):
+            return [told(one) for one in value]
+        if not isinstance(value, _PLAIN):
+            raise Unsupported(f"it is given a {type(value).__name__}")
+        return value
+
+    lines = [kind(number) for number in piece.inputs]
+    for one in piece.operations:
+        given = [told(list(one.args)), {key: told(value) for key, value in one.kwargs.items()}, told(one.result)]
+        lines.append(f"{one.op} {given} {[kind(ref.number) for ref in refs(one.result)]}")
+    return "\n".join([*lines, f"{[names[number] for number in piece.outputs]}"])
+
+
+def graph_of(piece: Piece) -> GraphModule:
+    """A graph of a piece: its inputs are placeholders, and it returns its outputs as a tuple."""
+    graph = Graph()
+    nodes: dict[int, Node] = {number: graph.placeholder(f"given_{place}") for place, number in enumerate(piece.inputs)}
+
+    def name(result: Any, node: Node) -> None:
+        if isinstance(result, Ref):
+            nodes.setdefault(result.number, node)
+        elif refs(result):
+            for place, one in enumerate(result):
+                name(one, graph.call_function(operator.getitem, (node, place)))
+
+    for one in piece.operations:
+        args = tuple(with_refs(list(one.args), nodes.__getitem__))
+        kwargs = {key: with_refs(value, nodes.__getitem__) for key, value in one.kwargs.items()}
+        name(one.result, graph.call_function(one.op, args, kwargs))
+    graph.output(tuple(nodes[number] for number in piece.outputs))
+    return GraphModule(torch.nn.Module(), graph)
+
+
+class Compiled:
+    """A program whose pieces were compiled: calling it does once what the step does.
 
     Args:
-        graph: of `torch.compile`, with example values.
+        functions: of each piece.
     """
-    pieces = list(_cut(graph))
-    names = [_description(graph, piece.nodes, piece.inputs, piece.outputs) for piece in pieces]
-    results = _nodes(graph, "output")[0].args[0]
-    passed = [node for piece in pieces for node in (*piece.inputs, *piece.outputs)]
-    can_pass = all(map(_is_fixed, map(_example, passed))) and all(isinstance(one, Node) for one in results)
-    if len(set(names)) == len(names) or not can_pass:
-        return compile(graph, inputs)
-    compiled: dict[str, Callable] = {}
-    for piece, name in zip(pieces, names, strict=True):
-        if name not in compiled:
-            compiled[name] = compile(_module(graph, piece), [_example(node) for node in piece.inputs])
-    steps = [(compiled[name], piece) for piece, name in zip(pieces, names, strict=True)]
-    return _Pieces(_nodes(graph, "placeholder"), steps, results)
 
-
-class _Pieces:
-    """Calls compiled pieces one after the other, and lets go of what no later one uses."""
-
-    def __init__(self, given: list[Node], pieces: list[tuple[Callable, _Piece]], results: Sequence[Node]) -> None:
-        self._given, self._results = [node.name for node in given], [node.name for node in results]
-        last: dict[str, int] = {}
-        for number, (_, piece) in enumerate(pieces):
-            last |= {node.name: number for node in (*piece.inputs, *piece.outputs)}
+    def __init__(self, program: Program, pieces: list[Piece], functions: list[Callable]) -> None:
+        self._inputs = program.inputs
+        last = {number: place for place, piece in enumerate(pieces) for number in (*piece.inputs, *piece.outputs)}
         self._steps = [
-            (
-                run,
-                [node.name for node in piece.inputs],
-                [node.name for node in piece.outputs],
-                [name for name, end in last.items() if end == number and name not in self._results],
-            )
-            for number, (run, piece) in enumerate(pieces)
+            (run, piece, [n for n, end in last.items() if end == place and n not in program.inputs])
+            for place, (run, piece) in enumerate(zip(functions, pieces, strict=True))
         ]
 
-    def __call__(self, *given: Any) -> tuple:
-        values = dict(zip(self._given, given, strict=True))
-        for run, inputs, outputs, dead in self._steps:
-            values.update(zip(outputs, run(*[values[name] for name in inputs]), strict=True))
-            for name in dead:
-                del values[name]
-        return tuple(values[name] for name in self._results)
+    def __call__(self) -> None:
+        values: dict[int, Tensor] = dict(self._inputs)
+        for run, piece, dead in self._steps:
+            if piece.is_compiled:
+                (one,) = piece.operations
+                _name(one.result, run([with_refs(arg, values.__getitem__) for arg in one.args]), values)
+            else:
+                values.update(zip(piece.outputs, run(*[values[n] for n in piece.inputs]), strict=True))
+            for number in dead:
+                values.pop(number, None)
 
 
-def _nodes(graph: GraphModule, *kinds: str) -> list[Node]:
-    return [node for node in graph.graph.nodes if node.op in kinds]
-
-
-def _work(graph: GraphModule) -> list[Node]:
-    """All nodes but what a graph is given, what it has and what it returns."""
-    return _nodes(graph, "call_function", "call_method", "call_module")
-
-
-def _example(node: Node) -> Any:
-    return node.meta.get("example_value")
-
-
-def _is_attention(node: Node) -> bool:
-    target = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        return target.namespace == "graphmod" and target._opname.endswith("_decode")
-    if isinstance(target, torch._ops.HigherOrderOperator):
-        return target.name() == "flex_attention"
-    return target is torch.nn.functional.scaled_dot_product_attention
-
-
-def _ends(nodes: list[Node]) -> Iterator[int]:
-    """Where attentions end, with the parts of their results."""
-    for number, node in enumerate(nodes):
-        if _is_attention(node):
-            number += 1
-            while number < len(nodes) and nodes[number].target is operator.getitem and nodes[number].args[0] is node:
-                number += 1
-            yield number
-
-
-def _cut(graph: GraphModule) -> Iterator[_Piece]:
-    """The work of a graph; one piece where there are few attentions."""
-    nodes = _work(graph)
-    ends = list(_ends(nodes))
-    ends = [*(ends if len(ends) >= _FEWEST else []), len(nodes)]
-    parts = [nodes[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
-    where = {node: number for number, part in enumerate(parts) for node in part}
-    for number, part in enumerate(parts):
-        used = dict.fromkeys(given for node in part for given in node.all_input_nodes if given.op != "get_attr")
-        inputs = [node for node in used if where.get(node) != number]
-        yield _Piece(part, inputs, [node for node in part if any(where.get(user) != number for user in node.users)])
-
-
-def _module(graph: GraphModule, piece: _Piece) -> GraphModule:
-    """A graph of its own."""
-    own = Graph()
-    known: dict[Node, Node] = {}
-    for node in piece.inputs:
-        known[node] = own.placeholder(node.name)
-        known[node].meta = dict(node.meta)
-
-    def copied(node: Node) -> Node:
-        if node not in known:  # an attribute of the whole
-            known[node] = own.node_copy(node)
-        return known[node]
-
-    for node in piece.nodes:
-        known[node] = own.node_copy(node, copied)
-    own.output(tuple(known[node] for node in piece.outputs))
-    return GraphModule(graph, own)
-
-
-def _description(graph: GraphModule, nodes: Sequence[Node], inputs: Sequence[Node], results: Any) -> str:
-    """The same for two parts of graphs that compute the same of what they are given, and for no others."""
-    places = {node: _Place("input", number) for number, node in enumerate(inputs)}
-    places |= {node: _Place("node", number) for number, node in enumerate(nodes)}
-
-    def told(node: Node) -> Any:
-        return places[node] if node in places else _attribute(graph, node.target)
-
-    memory: dict[int, int] = {}
-    lines = [_kind(_example(node), memory) for node in inputs]
-    for node in nodes:
-        target = node.target if isinstance(node.target, str) else id(node.target)
-        lines.append(f"{node.op} {target} {map_arg((node.args, node.kwargs), told)!r} {_kind(_example(node), memory)}")
-    return "\n".join([*lines, repr(map_arg(results, told))])
-
-
-def _attribute(graph: GraphModule, name: str) -> str:
-    """What a graph has: another graph is described, all else counts as itself."""
-    found = operator.attrgetter(name)(graph)
-    if not isinstance(found, GraphModule):
-        return f"{id(found)}"
-    return _description(found, _work(found), _nodes(found, "placeholder"), _nodes(found, "output")[0].args)
-
-
-def _kind(value: Any, memory: dict[int, int]) -> str:
-    """What a compiler may rely on in a value.
-
-    Args:
-        memory: the storages that were met so far; which values share one counts as well.
-    """
-    if not _is_fixed(value):
-        return repr(type(value))
-    shared = memory.setdefault(value.untyped_storage()._cdata, len(memory))
-    size = tuple(value.shape), value.stride(), value.storage_offset()
-    return f"{size} {value.dtype} {value.device} {value.requires_grad} {type(value)} {shared}"
-
-
-def _is_fixed(value: Any) -> bool:
-    """Whether it is a plain tensor of sizes that are known."""
-    if not isinstance(value, Tensor) or value.layout != torch.strided:
-        return False
-    if is_traceable_wrapper_subclass(value) or torch._C._functorch.is_functorch_wrapped_tensor(value):
-        return False
-    return all(isinstance(size, int) for size in (*value.shape, *value.stride(), value.storage_offset()))
+def _name(result: Any, value: Any, values: dict[int, Tensor]) -> None:
+    if isinstance(result, Ref):
+        values[result.number] = value
+    elif isinstance(result, (list, tuple)):
+        for one, part in zip(result, value, strict=True):
+            _name(one, part, values)

@@ -1,8 +1,8 @@
 """Products of one small batch with several weights (query, key and value; gate and up) by one kernel.
 
 With few rows a product takes a GPU little more than its launch and the way of the first bytes from memory, and the
-products of one input do not wait for each other. Compiled decode steps call the operation where the model calls linear
-layers one after the other; the weights stay where they are.
+products of one input do not wait for each other. Compiled decode steps call the operation where the step does several
+linear layers one after the other; the weights stay where they are.
 """
 
 import operator
@@ -49,10 +49,10 @@ def _(x: Tensor, weights: list[Tensor]) -> list[Tensor]:
 
 
 def join_products(graph: GraphModule, fewest_rows: int = 1, device: str = "cuda") -> int:
-    """Lets linear layers of a traced graph that take the same input be one operation; returns how many operations.
+    """Lets linear layers of a graph that take the same input be one operation; returns how many operations.
 
     Args:
-        graph: of `torch.compile`, with example values; changed in place.
+        graph: of aten operations, each with its result as `meta["val"]`; changed in place.
         fewest_rows: of the input; less is left to the compiler.
         device: where the products are; there are no kernels for others than GPUs.
     """
@@ -61,14 +61,14 @@ def join_products(graph: GraphModule, fewest_rows: int = 1, device: str = "cuda"
     groups: defaultdict[tuple[Node, int], list[Node]] = defaultdict(list)
     writes = 0  # so far: what is on the two sides of one may not see the same input
     for node in graph.graph.nodes:
-        writes += _may_write(node)
-        if node.target is torch._C._nn.linear and _fits(node, fewest_rows, device):
+        writes += isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+        if node.target is torch.ops.aten.linear.default and _fits(node, fewest_rows, device):
             groups[node.args[0], writes].append(node)
     joined = 0
     for (x, _), nodes in groups.items():
         for start in range(0, len(nodes) - 1, MOST_WEIGHTS):
             some = nodes[start : start + MOST_WEIGHTS]
-            if sum(len(node.args[1].meta["example_value"]) for node in some) >= _FEWEST_COLUMNS and len(some) > 1:
+            if sum(len(node.args[1].meta["val"]) for node in some) >= _FEWEST_COLUMNS and len(some) > 1:
                 _join(graph, x, some)
                 joined += 1
     if joined:
@@ -93,33 +93,12 @@ def _join(graph: GraphModule, x: Node, nodes: list[Node]) -> None:
         graph.graph.erase_node(node)
 
 
-def _may_write(node: Node) -> bool:
-    """Whether a call may change one of its arguments. The graph is not functional yet, and functions say it by their
-    name, by a flag or in their schema; those from outside of torch say nothing."""
-    target = node.target
-    if node.op == "call_method":
-        return target.startswith("__i") or target == "__setitem__" or (target.endswith("_") and target[-2:] != "__")
-    if node.op != "call_function":
-        return node.op == "call_module"
-    if isinstance(target, torch._ops.OpOverload):
-        return target._schema.is_mutable
-    if isinstance(target, torch._ops.OpOverloadPacket):
-        return any(getattr(target, name)._schema.is_mutable for name in target.overloads())
-    flags = [value for value in (*node.args, *node.kwargs.values()) if value is True]  # one may say "in place"
-    if isinstance(target, torch._ops.HigherOrderOperator) or flags or not {"out", "max_norm"}.isdisjoint(node.kwargs):
-        return True
-    name, module = getattr(target, "__name__", ""), getattr(target, "__module__", None) or "torch"
-    if module.partition(".")[0] not in ("torch", "_operator", "builtins", "math"):
-        return True
-    return name.endswith("_") or name == "setitem" or (module == "_operator" and name.startswith("i"))
-
-
 def _fits(node: Node, fewest_rows: int, device: str) -> bool:
     """Whether it is a product that the kernel can do: `linear(x, weight)`, of a weight that the graph is given."""
     x, weight, bias = (*node.args, None)[:3] if 2 <= len(node.args) <= 3 and not node.kwargs else (None, None, None)
     if not isinstance(x, Node) or not isinstance(weight, Node) or bias is not None or weight.op != "placeholder":
         return False
-    left, right, out = (one.meta.get("example_value") for one in (x, weight, node))
+    left, right, out = (one.meta.get("val") for one in (x, weight, node))
     if not _plain(left) or not _plain(right) or not _plain(out) or right.dim() != 2 or not right.is_contiguous():
         return False
     if not all(isinstance(size, int) for size in (*left.shape, *right.shape)):

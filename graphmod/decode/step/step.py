@@ -5,18 +5,13 @@ Reads and writes static tensors only (`state`, `cache`, the model's weights).
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from graphmod.config import CompileMode
 from graphmod.decode.cache.cache import PagedCache
 from graphmod.decode.cache.views import CacheView, GatheredView, slot_mapping
 from graphmod.decode.step.anatomy import positions, step_arguments
-from graphmod.decode.step.compile import compiled_code, for_decode
 from graphmod.decode.step.sampling import sample
 from graphmod.decode.step.state import (
     ACTIVE,
@@ -93,18 +88,11 @@ class DecodeStep(nn.Module):
         model: a transformers causal LM; used as it is, with the attention it is set to at that moment.
         memory: the KV cache.
         own: whether the model attends by itself.
-        compile_mode: compile model and sampler. In emulated graphs what they compile is recorded uncompiled.
     """
 
-    def __init__(self, model: PreTrainedModel, memory: PagedCache, compile_mode: CompileMode, own: bool) -> None:
+    def __init__(self, model: PreTrainedModel, memory: PagedCache, own: bool) -> None:
         super().__init__()
         self.model, self.memory, self.own = model, memory, own
-        self._logits: Callable = next_logits
-        self._take: Callable = take_token
-        self._compiled = compile_mode is not CompileMode.none and memory.device.type == "cuda"
-        if self._compiled:
-            tuned = compile_mode is CompileMode.max
-            self._logits, self._take = for_decode(next_logits, tuned), for_decode(take_token, tuned)
 
     def forward(self, rows: Rows, visited: int | None, kind: int) -> None:
         """One step for all rows.
@@ -114,5 +102,4 @@ class DecodeStep(nn.Module):
             visited: see `CacheView`.
             kind: see `sampling.sample`.
         """
-        with compiled_code() if self._compiled else contextlib.nullcontext():
-            self._take(self._logits(self.model, self.memory, rows, visited, self.own), rows, kind)
+        take_token(next_logits(self.model, self.memory, rows, visited, self.own), rows, kind)

@@ -1,0 +1,190 @@
+"""What a decode step does, operation by operation, as its capture showed it: what is compiled in its place.
+
+A captured step is a straight line: the same operations on the same memory in each replay, whatever Python led to them.
+So nothing has to be traced again, and no Python is read: what that depends on, the guards of the graph compare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from graphmod.trace.operations import address, draws, facts
+from graphmod.trace.tensors import each_tensor, tensors_in
+
+
+class Unsupported(Exception):
+    """A step that cannot be compiled, and why."""
+
+
+class Ref(NamedTuple):
+    """Stands for a tensor among the arguments of an operation."""
+
+    number: int
+
+
+class Value(NamedTuple):
+    """What is known of a tensor.
+
+    Attributes:
+        storage: which memory it lies in; those that share some have the same.
+    """
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+    storage: int
+
+
+class Operation(NamedTuple):
+    """One operation.
+
+    Attributes:
+        op: an overload, or code that was compiled before.
+        args, kwargs, result: with a `Ref` in the place of each tensor.
+        writes: numbers of the arguments that it changes.
+    """
+
+    op: Any
+    args: tuple
+    kwargs: dict[str, Any]
+    result: Any
+    writes: tuple[int, ...]
+
+
+class Program(NamedTuple):
+    """Operations in order.
+
+    Attributes:
+        values: of all tensors, by number.
+        inputs: those that were there before, by number.
+    """
+
+    operations: list[Operation]
+    values: list[Value]
+    inputs: dict[int, Tensor]
+
+
+class Observer:
+    """Takes down the operations of a capture; for `trace.recorder.observed`. It keeps no tensor alive but those that
+    were there before, as the memory of a graph is that of tensors which are gone."""
+
+    def __init__(self) -> None:
+        self._operations: list[Operation] = []
+        self._values: list[Value] = []
+        self._inputs: dict[int, Tensor] = {}
+        self._numbers: Any = WeakTensorKeyDictionary()
+        self._latest: dict[int, int] = {}  # address -> what was made or found there last
+        self._guessed: set[int] = set()  # addresses of what was found to share memory with what was made
+        self._reason: str | None = None
+
+    def __call__(self, op: Any, args: tuple, kwargs: dict, result: Any, fresh: list[Tensor]) -> None:
+        """Takes down one operation. It raises nothing, for the capture goes on."""
+        if self._reason is None:
+            try:
+                self._take(op, args, kwargs, result, fresh)
+            except Unsupported as reason:
+                self._reason = str(reason)
+
+    def _take(self, op: Any, args: tuple, kwargs: dict, result: Any, fresh: list[Tensor]) -> None:
+        about = facts(op)
+        if draws(about, args, kwargs):
+            raise Unsupported("it draws random numbers")
+        given = tuple(each_tensor(list(args), self._ref))
+        named = {key: each_tensor(one, self._ref) for key, one in kwargs.items()}
+        writes = [one for place, one in (*enumerate(given), *named.items()) if place in about.writes]
+        new, at = set(map(id, fresh)), {}
+
+        def made(tensor: Tensor) -> Ref:
+            number = self._numbers.get(tensor)
+            if number is None:
+                where = address(tensor)
+                known = at.get(where) if id(tensor) in new else self._latest.get(where)
+                number = self._add(tensor, None if known is None else self._values[known].storage)
+                at[where] = self._latest[where] = number
+            return Ref(number)
+
+        outcome = each_tensor(result, made)
+        if writes or refs(outcome):
+            written = tuple(ref.number for ref in refs(writes))
+            self._operations.append(Operation(op, given, named, outcome, written))
+
+    def program(self, outside: set[int], kept: set[int]) -> Program:
+        """All of it.
+
+        Args:
+            outside: addresses of the memory that was there before the capture.
+            kept: addresses of tensors that the capture took over from the recorded call.
+
+        Raises:
+            Unsupported: it did something that cannot be repeated by other kernels.
+        """
+        if self._reason is not None:
+            raise Unsupported(self._reason)
+        found = {address(tensor) for tensor in self._inputs.values()}
+        if (found | self._guessed) & kept:
+            raise Unsupported("it works on a tensor of constants that is made on the host in each call")
+        if not found <= outside:
+            raise Unsupported("it works on a tensor whose origin was not seen")
+        return Program(self._operations, self._values, self._inputs)
+
+    def _ref(self, tensor: Tensor) -> Ref:
+        number = self._numbers.get(tensor)
+        if number is not None:
+            return Ref(number)
+        if is_traceable_wrapper_subclass(tensor) or tensor.layout is not torch.strided:
+            raise Unsupported(f"it works on a {type(tensor).__name__} of layout {tensor.layout}")
+        where = address(tensor)
+        known = self._latest.get(where)
+        if known is None or known in self._inputs:
+            number = self._add(tensor, None if known is None else self._values[known].storage)
+            self._inputs[number] = tensor
+            self._latest[where] = number
+            return Ref(number)
+        # A view that was taken where nobody looks, in the code around what was compiled.
+        base = self._values[known]
+        if base.dtype is not tensor.dtype:
+            raise Unsupported("it works on a view of another dtype that was taken out of sight")
+        self._guessed.add(where)
+        number = self._add(tensor, base.storage)
+        value = self._values[number]
+        given = (Ref(known), list(value.size), list(value.stride), value.offset)
+        self._operations.append(Operation(torch.ops.aten.as_strided.default, given, {}, Ref(number), ()))
+        return Ref(number)
+
+    def _add(self, tensor: Tensor, storage: int | None) -> int:
+        number = len(self._values)
+        made = tuple(tensor.size()), tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device
+        self._values.append(Value(*made, number if storage is None else storage))
+        self._numbers[tensor] = number
+        return number
+
+
+def refs(value: Any) -> list[Ref]:
+    """Those in an argument or result, in order."""
+    if isinstance(value, Ref):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [ref for one in value for ref in refs(one)]
+    return []
+
+
+def used_by(operation: Operation) -> list[int]:
+    """Numbers of the tensors that an operation is given, in order."""
+    return [ref.number for ref in refs([*operation.args, *operation.kwargs.values()])]
+
+
+def with_refs(value: Any, change: Callable[[int], Any]) -> Any:
+    """An argument with each `Ref` in it replaced by what `change` makes of its number."""
+    if isinstance(value, Ref):
+        return change(value.number)
+    if isinstance(value, (list, tuple)):
+        return type(value)([with_refs(one, change) for one in value])
+    return value
