@@ -5,7 +5,7 @@ from typing import Any
 
 from benchmarks.decode_shapes import build, progress, prompts, synchronize
 
-PEAK_FETCHES = 3  # tokens at the beginning that are not timed, beyond warm-up and capture
+PEAK_FETCHES = 3  # chunks at the beginning of the last row that are not timed
 
 
 def engine_for(mode: str, model: Any, shape: dict[str, Any], attention: str, **more: Any) -> Any:
@@ -34,17 +34,15 @@ def time_engine(mode: str, shape: dict[str, Any], steps: int, attention: str, de
     batch, chunk = shape["batch"], engine.config.steps_per_sync
     given = prompts(batch, shape["context"], model.config.vocab_size)
     began = time.perf_counter()
-    engine.generate(given, max_new_tokens=2 * chunk + 2)  # warm-up, compilation, capture
+    engine.generate(given, max_new_tokens=lead_of(batch, chunk))  # warm-up, capture, compilation, for all prompts
     synchronize()
     first = time.perf_counter() - began
     progress(f"warm-up, compilation and capture: {first:.1f} s; attention {engine.attention.name}")
 
     def steady(count: int) -> dict[str, float]:
-        """Times `count` steps, from one batch of results to another, after the prompts and the first of them."""
-        lead = PEAK_FETCHES * chunk
-        stream = engine.stream(given, max_new_tokens=lead + count + 2 * chunk + 1)
-        for _ in range(batch * (1 + lead)):
-            next(stream)
+        """Times `count` steps, from one batch of results to another, once all rows decode."""
+        stream = engine.stream(given, max_new_tokens=lead_of(batch, chunk) + count + 2 * chunk + 1)
+        all_decode(stream, batch, PEAK_FETCHES * chunk)
         waited, began = engine.stats.waited_seconds, time.perf_counter()
         for _ in range(batch * count):
             next(stream)
@@ -79,6 +77,18 @@ def time_engine(mode: str, shape: dict[str, Any], steps: int, attention: str, de
     }
 
 
+def lead_of(batch: int, chunk: int) -> int:
+    """Tokens that the first row may be ahead when the last one decodes: prompts join while others run."""
+    return PEAK_FETCHES * chunk + (0 if batch == 1 else 256)
+
+
+def all_decode(stream: Any, batch: int, tokens: int) -> None:
+    """Reads a stream until each of its rows has so many tokens."""
+    found = [0] * batch
+    while min(found) < tokens:
+        found[next(stream).request] += 1
+
+
 def logprob_difference(engine: Any, model: Any, prompt: list[int]) -> dict[str, float]:
     """How far log-probabilities of decoded tokens are from those of one forward pass over the whole text (nats)."""
     import torch
@@ -103,17 +113,18 @@ def replay_ms(engine: Any, given: list[list[int]], steps: int) -> float | None:
     def marked(rows: int, context: int, kind: int, steps: int) -> int:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
-        marks.append((event, steps))
+        marks.append((event, rows, steps))
         return launch(rows, context, kind, steps)
 
     engine.graphs.launch = marked
     try:
-        engine.generate(given, max_new_tokens=steps + 1)
+        engine.generate(given, max_new_tokens=lead_of(len(given), engine.config.steps_per_sync) + steps + 1)
     finally:
         engine.graphs.launch = launch
     synchronize()
-    skip = len(marks) // 4
-    return marks[skip][0].elapsed_time(marks[-1][0]) / sum(steps for _, steps in marks[skip:-1])
+    full = [(event, count) for event, rows, count in marks if rows == len(given)]
+    full = full[len(full) // 4 :]
+    return full[0][0].elapsed_time(full[-1][0]) / sum(count for _, count in full[:-1])
 
 
 def kernel_spans(run: Any) -> list[tuple[float, float]]:
@@ -136,13 +147,13 @@ def kernel_spans(run: Any) -> list[tuple[float, float]]:
 def busy_ms(engine: Any, given: list[list[int]], steps: int) -> dict[str, float]:
     """Kernel time and kernels of a decode step."""
     chunk = engine.config.steps_per_sync
-    stream = engine.stream(given, max_new_tokens=steps + 5 * chunk)
+    stream = engine.stream(given, max_new_tokens=lead_of(len(given), chunk) + steps + 5 * chunk)
 
     def take(count: int) -> None:
         for _ in range(count * len(given)):
             next(stream)
 
-    take(1 + 2 * chunk)
+    all_decode(stream, len(given), 2 * chunk)
     synchronize()  # the steps launched ahead are done; reading `steps` more launches as many
     spans = kernel_spans(lambda: take(steps))
     stream.close()

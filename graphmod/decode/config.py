@@ -62,8 +62,8 @@ class EngineConfig:
             noticed.
         graphs: capture decode steps. Without, every step is eager and counted.
         compile: `none`, `default` or `max`: compile captured steps. On a GPU only.
-        compile_in_background: compile in a thread of its own. Steps run uncompiled until it is done, instead of waiting;
-            so which tokens compiled code computes, whose last bits may differ, depends on time.
+        compile_in_background: compile in a thread of its own; steps run uncompiled until it is done, instead of
+            waiting. So it depends on time which tokens compiled code computes, whose last bits may differ.
         warmup_steps: eager steps of a new bucket before its capture.
         max_failures: failures in a row after which a bucket stays eager.
         backend: `auto`, `cuda` or `emulated`.

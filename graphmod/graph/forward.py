@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,7 @@ from graphmod.errors import CaptureRefused
 from graphmod.graph.accumulators import own_accumulators, stood_in
 from graphmod.graph.backward import BackwardGraph
 from graphmod.graph.buffers import StaticInput
-from graphmod.graph.checkpointed import KEPT, RunAgain, in_checkpoint
+from graphmod.graph.checkpointed import KEPT, RunAgain, in_checkpoint, own_saved_tensors
 from graphmod.graph.context import Context
 from graphmod.graph.gradients import GradientBuffer, as_memory, lend, memory_of
 from graphmod.graph.results import Results, resolved
@@ -112,7 +111,7 @@ class ForwardGraph:
             again = RunAgain(context.call, args, kwargs, entry.signature.modes, group.backend.device_type)
 
         def run() -> Any:
-            with again or _own_saved_tensors():
+            with again or own_saved_tensors():
                 return resolved(context.call(*args, **kwargs))
 
         def check(recorder: Recorder, result: Any) -> None:
@@ -296,14 +295,6 @@ class ForwardGraph:
             torch.autograd.graph.increment_version(self._written)
         for index in self._arguments_written:
             torch.autograd.graph.increment_version(self.inputs[index].tensor if leaves is None else leaves[index])
-
-
-def _own_saved_tensors() -> contextlib.AbstractContextManager:
-    """Keeps hooks for saved tensors from around the call (an outer checkpoint) out of the capture: what a graph saves
-    stays in its pool."""
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
-        return contextlib.nullcontext()
-    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
 def _next_sequence_number() -> int:

@@ -3,10 +3,8 @@
 Twice: `EagerRecorder` watches the warm-up call that decides on a capture, `Recorder` follows the capture.
 """
 
-import contextlib
 import logging
-import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -21,6 +19,7 @@ from graphmod.trace.dispatch import beside_the_call, hidden
 from graphmod.trace.hazards import COMPILES, OUTSIDE, Reason
 from graphmod.trace.lines import lines
 from graphmod.trace.memory import Call
+from graphmod.trace.observing import observer
 from graphmod.trace.operations import Facts, Step, address
 from graphmod.trace.origins import Origin
 from graphmod.trace.overloads import fits_into, run_into
@@ -29,23 +28,6 @@ from graphmod.trace.script import Kept, Script
 from graphmod.trace.tensors import tensors_in
 
 log = logging.getLogger("graphmod")
-
-
-class _Observer(threading.local):
-    callback: Callable | None = None
-
-
-_observer = _Observer()
-
-
-@contextlib.contextmanager
-def observed(callback: Callable[[Any, tuple, dict, Any, list[Tensor]], None]) -> Iterator[None]:
-    """Shows the operations of captures that this thread makes meanwhile to `callback`, as to `after` of `Recorder`."""
-    before, _observer.callback = _observer.callback, callback
-    try:
-        yield
-    finally:
-        _observer.callback = before
 
 
 class EagerRecorder(CheckedTrace):
@@ -173,7 +155,7 @@ class Recorder(CheckedTrace):
         self._refused: str | None = None
         self._script = script
         self._made = 0  # tensors of Python values, on the GPU
-        self._after = [one for one in (after, _observer.callback) if one is not None]
+        self._after = [one for one in (after, observer()) if one is not None]
         self._around, self._before_collective = around, before_collective
         self._after_resize = after_resize
         self._targets = targets or {}

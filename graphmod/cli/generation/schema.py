@@ -89,12 +89,14 @@ class GraphSettings:
         scope: `decode` or `none`.
         ahead: capture all batch sizes before the first prompt, with a progress bar, instead of when they are needed.
         compile: `none`, `default` or `max`; on a GPU only.
+        compile_in_background: go on uncompiled until it is done, instead of waiting.
         warmup_steps, max_failures, backend: of `EngineConfig`.
     """
 
     scope: GraphScope = GraphScope.decode
     ahead: bool = False
     compile: CompileMode = CompileMode.none
+    compile_in_background: bool = False
     warmup_steps: int = 1
     max_failures: int = 3
     backend: BackendName = BackendName.auto

@@ -24,7 +24,7 @@ class ServeConfig:
     model: ModelSource = field(default_factory=ModelSource)
     serve: ServeSettings = field(default_factory=ServeSettings)
     decode: BatchSettings = field(default_factory=BatchSettings)
-    graph: GraphSettings = field(default_factory=GraphSettings)
+    graph: GraphSettings = field(default_factory=lambda: GraphSettings(compile_in_background=True))
 
     @property
     def name(self) -> str:

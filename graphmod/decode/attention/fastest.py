@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import statistics
@@ -30,9 +29,7 @@ _WARMUP = 3
 _WARM_SECONDS = 0.05  # of replays before any is timed: an idle GPU runs at low clocks
 
 
-def measure(
-    candidates: Mapping[str, Implementation], memory: PagedCache, compiled: bool, max_seq_len: int
-) -> dict[str, float]:
+def measure(candidates: Mapping[str, Implementation], memory: PagedCache, max_seq_len: int) -> dict[str, float]:
     """Microseconds a layer of each candidate with a full batch, every row halfway to `max_seq_len`; in a CUDA graph.
 
     One that fails is left out, and the log says why. Must run outside of any capture.

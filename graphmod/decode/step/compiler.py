@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -19,8 +21,8 @@ from graphmod.decode.step.compile import compile_graph
 from graphmod.decode.step.pieces import Compiled, Piece, cut, description, graph_of
 from graphmod.decode.step.program import Observer, Program, Unsupported, Value
 from graphmod.errors import reason
+from graphmod.trace.observing import observed
 from graphmod.trace.operations import address
-from graphmod.trace.recorder import observed
 from graphmod.wrap.exchange import exchange, serving
 from graphmod.wrap.module import CUDAGraphModule
 
@@ -30,6 +32,17 @@ _LAST = 60  # seconds that the compilation of a piece may still take when the in
 # What was compiled in this process: pieces hold no tensors, so any engine with the same layers uses them.
 _compiled: dict[tuple[Callable, bool, str], Callable[..., tuple]] = {}
 _compiling = threading.Lock()
+
+
+def captured_program(observer: Observer, graph: Any) -> Program:
+    """What an observer saw of the capture of a graph, which `serving` stands for.
+
+    Raises:
+        Unsupported: see `Observer.program`.
+    """
+    seen = graph.graph.seen
+    there = {*seen.outside, *(address(static.tensor) for static in graph.inputs)}
+    return observer.program(there, seen.kept_at)
 
 
 class _Task:
@@ -89,10 +102,8 @@ class StepCompiler:
         self._tasks.clear()
 
     def _take(self, wrapper: CUDAGraphModule, graph: Any, observer: Observer) -> None:
-        seen = graph.graph.seen
-        there = {*seen.outside, *(address(static.tensor) for static in graph.inputs)}
         try:
-            program = observer.program(there, seen.kept_at)
+            program = captured_program(observer, graph)
         except Unsupported as why:
             program = Program([], [], {})
             _say(wrapper.graph_name, str(why))
@@ -105,16 +116,21 @@ class StepCompiler:
             return
         self._queue.put(task)
         if self._thread is None:
-            self._thread = threading.Thread(target=_serve, args=(self._queue, self._work), name="graphmod compile", daemon=True)
+            given = self._queue, self._work
+            self._thread = threading.Thread(target=_serve, args=given, name="graphmod compile", daemon=True)
             self._thread.start()
             _until_exit(self._thread, self._queue)
 
     def _work(self, task: _Task) -> None:
         """Compiles a step. What goes wrong keeps the graph that there is."""
+        began, known = time.perf_counter(), len(_compiled)
         try:
             pieces = cut(task.program)
-            functions = [self._function(piece, task.program) for piece in pieces]
+            with _device_of(task.program):
+                functions = [self._function(piece, task.program) for piece in pieces]
             task.run = Compiled(task.program, pieces, functions)
+            took, new = time.perf_counter() - began, len(_compiled) - known
+            log.info("%r is compiled: %d new pieces of %d, %.1f s", task.name, new, len(pieces), took)
         except Unsupported as why:
             _say(task.name, str(why))
         except Exception as error:  # of compilers and their kernels: anything
@@ -137,6 +153,12 @@ class StepCompiler:
                     _run_beside(function, piece, program)
                 _compiled[name] = function
             return _compiled[name]
+
+
+def _device_of(program: Program) -> contextlib.AbstractContextManager:
+    """The GPU that a program works on is the current one of this thread, too."""
+    found = next((value.device for value in program.values if value.device.type == "cuda"), None)
+    return contextlib.nullcontext() if found is None else torch.cuda.device(found)
 
 
 def _fake(value: Value) -> Tensor:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from graphmod.trace.operations import address, draws, facts
-from graphmod.trace.tensors import each_tensor, tensors_in
+from graphmod.trace.tensors import each_tensor
 
 
 class Unsupported(Exception):
@@ -73,7 +73,7 @@ class Program(NamedTuple):
 
 
 class Observer:
-    """Takes down the operations of a capture; for `trace.recorder.observed`. It keeps no tensor alive but those that
+    """Takes down the operations of a capture; for `trace.observing.observed`. It keeps no tensor alive but those that
     were there before, as the memory of a graph is that of tensors which are gone."""
 
     def __init__(self) -> None:
@@ -82,6 +82,7 @@ class Observer:
         self._inputs: dict[int, Tensor] = {}
         self._numbers: Any = WeakTensorKeyDictionary()
         self._latest: dict[int, int] = {}  # address -> what was made or found there last
+        self._constants: set[int] = set()
         self._guessed: set[int] = set()  # addresses of what was found to share memory with what was made
         self._reason: str | None = None
 
@@ -97,6 +98,11 @@ class Observer:
         about = facts(op)
         if draws(about, args, kwargs):
             raise Unsupported("it draws random numbers")
+        if about.lifts:  # a number, or a list of them, that Python code has: the same in each replay
+            number = self._add(result, None)
+            self._inputs[number], self._latest[address(result)] = result.detach().clone(), number
+            self._constants.add(number)
+            return
         given = tuple(each_tensor(list(args), self._ref))
         named = {key: each_tensor(one, self._ref) for key, one in kwargs.items()}
         writes = [one for place, one in (*enumerate(given), *named.items()) if place in about.writes]
@@ -128,7 +134,10 @@ class Observer:
         """
         if self._reason is not None:
             raise Unsupported(self._reason)
-        found = {address(tensor) for tensor in self._inputs.values()}
+        written = {self._values[number].storage for one in self._operations for number in one.writes}
+        if any(self._values[number].storage in written for number in self._constants):
+            raise Unsupported("it changes a tensor that it makes of Python values")
+        found = {address(tensor) for number, tensor in self._inputs.items() if number not in self._constants}
         if (found | self._guessed) & kept:
             raise Unsupported("it works on a tensor of constants that is made on the host in each call")
         if not found <= outside:

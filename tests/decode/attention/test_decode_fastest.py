@@ -56,14 +56,14 @@ def test_the_smallest_time_wins(usable, monkeypatch, winner):
     usable("flashinfer", "flex")
     asked = []
 
-    def measure(candidates, memory, compiled, max_seq_len):
-        asked.append((list(candidates), compiled, max_seq_len))
+    def measure(candidates, memory, max_seq_len):
+        asked.append((list(candidates), max_seq_len))
         return {name: 1.0 if name == winner else 2.0 for name in candidates}
 
     monkeypatch.setattr(attention, "measure", measure)
     found, times = chosen("fastest", compiled=True)
     assert found is IMPLEMENTATIONS[AttentionName(winner)] and times[winner] == 1.0
-    assert asked == [(["flashinfer", "flex", "sdpa"], True, 128)]
+    assert asked == [(["flashinfer", "flex", "sdpa"], 128)]
 
 
 def test_what_was_measured_is_logged_and_reported(usable, monkeypatch, caplog):
@@ -124,7 +124,7 @@ def test_auto_measures_nothing_and_goes_by_its_order(usable, monkeypatch):
 def test_what_is_timed_attends_to_that_context_in_every_layer(context, monkeypatch):
     memory, _, _, query = filled(16, torch.device("cpu"))
     one = IMPLEMENTATIONS[AttentionName.sdpa]
-    calls, layers = fastest.layers_of(one, memory, 4, context, 128, False)
+    calls, layers = fastest.layers_of(one, memory, 4, context, 128)
     results = calls()
     assert layers == len(memory.layers) == len(results)
     table = torch.arange(32).view(4, 8) + memory.first_block

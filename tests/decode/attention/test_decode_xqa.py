@@ -245,7 +245,7 @@ def test_a_graph_follows_contexts_that_change(compiled):
         view = CacheView(memory, table.new_zeros(4), table, context, None)
         return xqa.paged_xqa(Layer, query, None, None, None, None, cache_view=view)[0] * 1
 
-    run = for_decode(call, tuned=False) if compiled else call
+    run = for_decode(call) if compiled else call
     with torch.inference_mode(), compiled_code():
         run(query, table, context)
         torch.cuda.synchronize()

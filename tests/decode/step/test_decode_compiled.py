@@ -2,10 +2,13 @@
 
 import pytest
 import torch
+from programs import program_of
 from torch._inductor.codegen.triton import TritonKernel
 from torch._inductor.utils import IndentedBuffer
+from torch._subclasses import FakeTensorMode
 
 from graphmod.decode.step import compile as compiled
+from graphmod.decode.step.pieces import cut, graph_of
 
 WAIT = "tl.extra.cuda.gdc_wait()"
 
@@ -38,16 +41,28 @@ def test_other_compilations_are_left_alone():
 
 
 @pytest.mark.parametrize("tuned", [False, True])
-def test_compiled_for_decode_computes_the_same(tuned, monkeypatch):
+def test_a_piece_computes_and_changes_what_it_does_uncompiled(tuned, monkeypatch):
     monkeypatch.setattr(compiled, "_can_launch_early", lambda: False)
     monkeypatch.setattr(compiled, "_LARGE_WEIGHT", 0)
-    compiled._inductor.cache_clear()
-    weight, x = torch.randn(32, 16), torch.randn(1, 16)
+    weight, x, out, count = (
+        torch.randn(32, 16),
+        torch.randn(1, 16),
+        torch.zeros(1, 32),
+        torch.zeros((), dtype=torch.int64),
+    )
 
-    def step(x):
-        return torch.nn.functional.silu(x) @ weight.t()
+    def step():
+        out.copy_(torch.nn.functional.linear(torch.nn.functional.silu(x), weight))
+        count.add_(1)
 
-    try:
-        torch.testing.assert_close(compiled.for_decode(step, tuned)(x), step(x))
-    finally:
-        compiled._inductor.cache_clear()
+    program = program_of(step)
+    (piece,) = cut(program)
+    with FakeTensorMode() as mode:
+        given = [mode.from_tensor(program.inputs[number]) for number in piece.inputs]
+    run = compiled.compile_graph(graph_of(piece), given, tuned)
+    before = int(count)
+    out.zero_()
+    with torch.inference_mode():
+        assert not run(*[program.inputs[number] for number in piece.inputs]), "it returns nothing"
+    torch.testing.assert_close(out, torch.nn.functional.silu(x) @ weight.t())
+    assert count == before + 1

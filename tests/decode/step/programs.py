@@ -1,0 +1,22 @@
+"""What captures of small steps show, for tests of what is made of that."""
+
+import torch
+
+from graphmod import CUDAGraphModule
+from graphmod.config import CUDAGraphConfig
+from graphmod.decode.step.compiler import captured_program
+from graphmod.decode.step.program import Observer
+from graphmod.trace.observing import observed
+from graphmod.wrap.exchange import serving
+
+
+def program_of(step):
+    """The program of a function without arguments or result."""
+    wrapper = CUDAGraphModule(step, CUDAGraphConfig(warmup_steps=1), name="step")
+    observer = Observer()
+    with torch.inference_mode():
+        wrapper()
+        with observed(observer):
+            wrapper()
+    assert serving(wrapper) is not None, wrapper.last_failure
+    return captured_program(observer, serving(wrapper))

@@ -1,0 +1,201 @@
+"""Decode steps that are compiled after they were captured: when compiled code takes over, and what undoes that."""
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from decode_models import ROTARY, prompts_of, tiny_model
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Qwen3Config
+
+from graphmod.decode import DecodeEngine
+from graphmod.decode.step.compiler import StepCompiler
+
+SLIDING = ["sliding_attention", "full_attention"] * 3
+MODELS = {
+    "llama": (LlamaConfig(**ROTARY | {"num_hidden_layers": 6}), 3),
+    "qwen3": (Qwen3Config(**ROTARY | {"num_hidden_layers": 6}, head_dim=16), 3),
+    # The first of each kind makes its mask; else they are alike up to what they are given.
+    "gemma3": (Gemma3TextConfig(**ROTARY | {"num_hidden_layers": 6}, layer_types=SLIDING, sliding_window=4), 4),
+}
+PROMPTS = prompts_of(5, 9, 2)
+
+
+class Compiler:
+    """Stands for a compiler: runs a graph as it is, and can be held up or fail."""
+
+    def __init__(self, error=None):
+        self.graphs, self.error = [], error
+        self.may_go_on = threading.Event()
+        self.may_go_on.set()
+
+    def __call__(self, graph, inputs, tuned):
+        assert self.may_go_on.wait(60)
+        if self.error is not None:
+            raise self.error
+        self.graphs.append(graph)
+        return graph.forward
+
+
+def tokens_of(engine, prompts, **settings):
+    return [done.tokens for done in engine.generate(prompts, **settings)]
+
+
+def engine_with(model, compile, background=False, **settings):
+    engine = DecodeEngine(model, **{"max_batch_size": 4, "max_seq_len": 64, "attention": "sdpa", **settings})
+    engine.graphs.compiler = StepCompiler(False, background, compile)
+    return engine
+
+
+def expected_of(model, count=40):
+    return tokens_of(
+        DecodeEngine(model, max_batch_size=4, max_seq_len=64, attention="sdpa"), PROMPTS, max_new_tokens=count
+    )
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_models_layers_are_compiled_once_and_generate_the_same(kind):
+    config, pieces = MODELS[kind]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    compile = Compiler()
+    engine = engine_with(model, compile, buckets=[4])
+    assert tokens_of(engine, PROMPTS, max_new_tokens=40) == expected_of(model)
+    assert len(compile.graphs) == pieces
+    stats = engine.stats
+    assert stats.total("captures") == 1 and stats.total("eager_steps") == 2 and stats.total("failures") == 0
+    other = engine_with(model, compile, buckets=[4])
+    assert tokens_of(other, PROMPTS, max_new_tokens=40) == expected_of(model)
+    assert len(compile.graphs) == pieces, "an engine of the same shapes compiles nothing"
+
+
+def test_sampling_is_part_of_what_is_compiled():
+    model = tiny_model("llama", torch.device("cpu"))
+    settings = {"max_new_tokens": 30, "temperature": 0.9, "top_k": 20, "top_p": 0.9, "seed": 3}
+    plain = DecodeEngine(model, max_batch_size=4, max_seq_len=64, attention="sdpa")
+    compile = Compiler()
+    engine = engine_with(model, compile)
+    assert tokens_of(engine, PROMPTS, **settings) == tokens_of(plain, PROMPTS, **settings)
+    assert compile.graphs
+
+
+def test_weights_that_change_are_seen_and_weights_that_move_are_captured_anew():
+    model = tiny_model("qwen3", torch.device("cpu"))
+    compile = Compiler()
+    engine = engine_with(model, compile, buckets=[4])
+    assert tokens_of(engine, PROMPTS, max_new_tokens=40) == expected_of(model)
+    count = len(compile.graphs)
+    model.load_state_dict(tiny_model("qwen3", torch.device("cpu"), seed=1).state_dict())
+    assert tokens_of(engine, PROMPTS, max_new_tokens=40) == expected_of(model)
+    assert engine.stats.total("recaptures") == 0
+    model.load_state_dict(tiny_model("qwen3", torch.device("cpu"), seed=2).state_dict(), assign=True)
+    assert tokens_of(engine, PROMPTS, max_new_tokens=40) == expected_of(model)
+    assert engine.stats.total("recaptures") == 1 and len(compile.graphs) == count, "pieces hold no weights"
+
+
+def test_python_that_changes_is_noticed_by_compiled_steps():
+    model = tiny_model("llama", torch.device("cpu"))
+    engine = engine_with(model, Compiler(), buckets=[4])
+    assert tokens_of(engine, PROMPTS, max_new_tokens=40) == expected_of(model)
+    for layer in model.model.layers:
+        layer.input_layernorm.variance_epsilon = 0.5
+    found = tokens_of(engine, PROMPTS, max_new_tokens=40)
+    assert found == expected_of(model)
+
+
+def test_an_engine_serves_uncompiled_until_code_is_there():
+    model = tiny_model("llama", torch.device("cpu"))
+    compile = Compiler()
+    compile.may_go_on.clear()
+    engine = engine_with(model, compile, background=True, buckets=[4])
+    expected = expected_of(model)
+    for _ in range(2):
+        assert tokens_of(engine, PROMPTS, max_new_tokens=40) == expected
+    before = engine.stats.total("eager_steps")
+    assert engine.graphs.compiler.waiting == 1 and not compile.graphs and before == 1
+    compile.may_go_on.set()
+    for _ in range(600):
+        if not engine.graphs.compiler.waiting:
+            break
+        threading.Event().wait(0.05)
+    assert tokens_of(engine, PROMPTS, max_new_tokens=40) == expected
+    assert engine.stats.total("eager_steps") == before + 1, "compiled code ran once before it was captured"
+    assert tokens_of(engine, PROMPTS, max_new_tokens=40) == expected
+
+
+def test_a_compiler_that_fails_leaves_the_graphs_that_there_are(caplog):
+    model = tiny_model("llama", torch.device("cpu"))
+    engine = engine_with(model, Compiler(RuntimeError("no such instruction")), buckets=[4])
+    assert tokens_of(engine, PROMPTS, max_new_tokens=40) == expected_of(model)
+    assert "'decode step of 4 rows' stays uncompiled: RuntimeError: no such instruction" in caplog.text
+    assert engine.stats.total("failures") == 0 and engine.stats.total("eager_steps") == 1
+
+
+def test_compiled_code_that_cannot_be_captured_is_left(caplog):
+    model = tiny_model("llama", torch.device("cpu"))
+
+    def compile(graph, inputs, tuned):
+        def run(*given):
+            given[0].sum().item()  # which no graph can repeat
+            return graph(*given)
+
+        return run
+
+    engine = engine_with(model, compile, buckets=[4])
+    assert tokens_of(engine, PROMPTS, max_new_tokens=40) == expected_of(model)
+    assert "keeps the kernels it has" in caplog.text and engine.stats.total("failures") == 0
+
+
+def test_compiled_code_that_fails_in_a_step_ends_its_requests_and_is_not_used_again():
+    model = tiny_model("llama", torch.device("cpu"))
+
+    def compile(graph, inputs, tuned):
+        def run(*given):
+            raise RuntimeError("illegal instruction")
+
+        return run
+
+    engine = engine_with(model, compile, buckets=[4])
+    with pytest.raises(Exception, match="illegal instruction"):
+        tokens_of(engine, PROMPTS, max_new_tokens=40)
+    assert tokens_of(engine, PROMPTS, max_new_tokens=40) == expected_of(model)
+
+
+@pytest.mark.parametrize("keep", ["none", "graphs"])
+def test_a_suspended_engine_has_given_its_memory_back(keep):
+    model = tiny_model("llama", torch.device("cpu"))
+    compile = Compiler()
+    engine = engine_with(model, compile, buckets=[4])
+    expected = expected_of(model)
+    assert tokens_of(engine, PROMPTS, max_new_tokens=40) == expected
+    cache = weakref.ref(engine.memory.keys[0])
+    count = len(compile.graphs)
+    engine.suspend(keep=keep)
+    gc.collect()
+    assert (cache() is None) == (keep == "none")
+    engine.resume()
+    assert tokens_of(engine, PROMPTS, max_new_tokens=40) == expected
+    assert len(compile.graphs) == count
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["default", "max"])
+@pytest.mark.parametrize("attention", ["triton", "sdpa"])
+def test_on_a_gpu_compiled_code_takes_over_while_the_engine_runs(mode, attention):
+    model = tiny_model("llama", torch.device("cuda"))
+    plain = DecodeEngine(model, max_batch_size=4, max_seq_len=64, block_size=16, attention="sdpa")
+    expected = tokens_of(plain, PROMPTS, max_new_tokens=40)
+    engine = DecodeEngine(
+        *(model,),
+        **{"max_batch_size": 4, "max_seq_len": 64, "block_size": 16, "attention": attention, "buckets": [4]},
+        **{"compile": mode, "compile_in_background": True},
+    )
+    rounds = 0
+    while engine.graphs.compiler.waiting or not rounds:
+        assert tokens_of(engine, PROMPTS, max_new_tokens=40) == expected
+        rounds += 1
+    before = engine.stats.total("eager_steps")
+    assert tokens_of(engine, PROMPTS, max_new_tokens=40) == expected
+    assert engine.stats.total("eager_steps") <= before + 1 and engine.stats.total("failures") == 0
+    assert all(task.graph.succeeded for task in engine.graphs.compiler._tasks.values()), "it took over"
