@@ -80,6 +80,8 @@ class StepCompiler:
         """Calls a step, from compiled code if there is some."""
         task = self._tasks.get(wrapper)
         if task is not None and task.graph is serving(wrapper):
+            if not task.done and not self._background:
+                self._work(task)  # again: Ctrl-C ended it
             if task.run is not None:
                 exchange(wrapper, task.run)
                 task.run = None
@@ -136,9 +138,7 @@ class StepCompiler:
         except Exception as error:  # of compilers and their kernels: anything
             log.debug("%r could not be compiled", task.name, exc_info=error)
             _say(task.name, f"{type(error).__name__}: {reason(error)}")
-        finally:
-            task.done = True
-            task.program = Program([], [], {})
+        task.done, task.program = True, Program([], [], {})
 
     def _function(self, piece: Piece, program: Program) -> Callable:
         if piece.is_compiled:

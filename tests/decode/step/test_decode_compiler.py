@@ -132,6 +132,17 @@ def test_a_compiler_that_fails_leaves_the_graphs_that_there_are(caplog):
     assert engine.stats.total("failures") == 0 and engine.stats.total("eager_steps") == 1
 
 
+def test_a_compilation_that_is_interrupted_is_made_by_the_next_call():
+    model = tiny_model("llama", torch.device("cpu"))
+    compile = Compiler(KeyboardInterrupt())
+    engine = engine_with(model, compile, buckets=[4])
+    with pytest.raises(KeyboardInterrupt):
+        tokens_of(engine, PROMPTS, max_new_tokens=40)
+    compile.error = None
+    assert tokens_of(engine, PROMPTS, max_new_tokens=40) == expected_of(model)
+    assert compile.graphs and engine.stats.total("eager_steps") == 2
+
+
 def test_compiled_code_that_cannot_be_captured_is_left(caplog):
     model = tiny_model("llama", torch.device("cpu"))
 
