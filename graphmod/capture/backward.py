@@ -45,6 +45,10 @@ def capture_backward(graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> B
         static = [None if item is None else item.tensor for item in known.inputs]
         direct = graph.direct
         buffers = buffers_for(group, direct)
+        known.passed = group.passing
+        known.passing = Loans(passing) if (passing := [one for one in buffers if one.passing]) else None
+        if known.passing is not None and not group.passing.claim(known.passing):
+            raise CaptureRefused("leaves gradients where views of another layer's are held")
         into = targets_for(buffers, entry.adds_apart)
         given = [tensor for tensor in static if tensor is not None]
 
@@ -109,6 +113,7 @@ def capture_backward(graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> B
                 capture(found)
         known.saved = [output for output in graph.results.with_grad if address(output.tensor) in known.graph.seen.read]
         known.weights = [p for p in graph.parameters if address(p) in known.graph.seen.read]
+        known.weights_at = [p.data_ptr() for p in known.weights]
         known_places = {address(tensor) for tensor in (*given, *(buffer.memory for buffer in buffers))}
         _watch_others(graph, known, Guards(noted[0]), known_places)
         if any(output.changed() for output in known.saved):

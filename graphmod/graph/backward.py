@@ -9,6 +9,7 @@ from itertools import repeat
 from torch import Tensor
 
 _is_not, _NOTHING = operator.is_not, repeat(None)
+_data_ptr = Tensor.data_ptr
 _grad, _tensor = operator.attrgetter("grad"), operator.attrgetter("tensor")
 
 
@@ -27,11 +28,13 @@ class BackwardGraph:
         launched_in: the last pass in which it was.
         unwatched: those of `results` that are sums of several uses, of which no backward on the tape would notice that
             autograd adds more to them.
-        saved, weights: outputs and parameters of the forward that the backward reads again.
+        saved, weights: outputs and parameters of the forward that the backward reads again; `weights_at` their
+            addresses.
         written: the buffers of the gradients that the graph overwrites.
         accumulated: those of gradients that it adds to, each with what it adds to: the buffer's memory, or a tensor
             that the user had put in place.
         parameters, loans: those of `written`.
+        passing, passed: those of `written` whose memory other graphs write, too, and what says who may.
         apart: whether it was captured with gradients there that the user had put in place, to which the buffers were
             added afterwards.
     """
@@ -46,14 +49,19 @@ class BackwardGraph:
         "launched_in",
         "loans",
         "parameters",
+        "passed",
+        "passing",
         "results",
         "saved",
         "unwatched",
         "weights",
+        "weights_at",
         "written",
     )  # fmt: skip
 
     def fits(self, grads: Sequence[Tensor | None], passes: int) -> bool:
+        if list(map(_data_ptr, self.weights)) != self.weights_at:
+            return False  # `fully_shard` may have collected them elsewhere than for the forward
         for static, grad in zip(self.inputs, grads, strict=True):
             if (static is None) is not (grad is None):
                 return False
@@ -82,6 +90,8 @@ class BackwardGraph:
             Exception: whatever the launch raised; the gradients are in their places.
         """
         copied, self.launched_in = 0, passes
+        if self.passing is not None and not self.passed.claim(self.passing):
+            raise GradientsExchanged("views of another layer's gradient are held, which this torch cannot move")
         for index, buffer in self.copied:
             copied += buffer.load(grads[index], passes)
         if not self.accumulated and not any(map(_is_not, map(_grad, self.parameters), _NOTHING)):
