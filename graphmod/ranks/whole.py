@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from graphmod.ranks.sharded import param_groups
 from graphmod.trace.tracer import is_recording
@@ -91,6 +91,14 @@ def _destroy(parameter: Any, free: Callable[[], None]) -> None:
     for storage, size in _storages([parameter]):
         if storage.size() == size:
             torch.empty(0, dtype=torch.uint8).set_(storage).fill_(255)
+
+
+def is_collected(model: nn.Module) -> bool:
+    """Whether `fully_shard` collects all parameters of a model, and each whole: none is split in another way (tensor
+    parallelism), in which it would stay split."""
+    known = {id(one.sharded_param): one for group in param_groups() for one in group.fsdp_params}
+    found = [known.get(id(parameter)) for parameter in model.parameters()]
+    return all(one is not None and not one.is_dtensor for one in found)
 
 
 def taken_together(parameters: Collection[Tensor]) -> dict[int, tuple[int, ...]]:

@@ -69,6 +69,11 @@ class Ranks:
             return self.group
         return self.mesh["dp"].get_group() if self.data_ranks > 1 else None
 
+    @property
+    def splits_layers(self) -> bool:
+        """Whether some compute each batch together."""
+        return self.count > self.data_ranks
+
     def of_data(self, value: T) -> list[T]:
         """What each has that takes other batches, in their order."""
         return self.all(value)[:: self.count // self.data_ranks]

@@ -12,6 +12,7 @@ from torch import Tensor, distributed, nn
 
 from graphmod.config import CompileMode, CUDAGraphConfig, choice
 from graphmod.state.entry import GraphStats
+from graphmod.ranks.whole import is_collected
 from graphmod.train.settings import Scope, train_settings
 from graphmod.train.step.activations import recomputed_layers
 from graphmod.train.step.compile import compile_layers, compiled
@@ -43,7 +44,7 @@ def warmup_steps(config: CUDAGraphConfig, compile: str) -> int:
 @functools.cache  # of several steps around one model, the first says it
 def _say_eager() -> None:
     log.warning(
-        "graph=per_layer runs eagerly, because each rank holds a part only of a layer's parameters; "
+        "graph=per_layer runs eagerly, because layers that ranks compute together communicate in the middle; "
         "graph=full_iteration captures the whole step"
     )
 
@@ -133,8 +134,11 @@ class TrainStep:
         self.model, self.optimizer = model, optimizer
         self.config, self.compile, self._split = train_settings(config), compile, is_split(model)
         if self._split and self.config.scope is Scope.per_layer:
-            _say_eager()
-            self.config = replace(self.config, scope=Scope.none)
+            # An update on parts of parameters communicates, and finds gradients at other addresses in each step.
+            collected = is_collected(model)
+            self.config = replace(self.config, optimizer=False, scope=Scope.per_layer if collected else Scope.none)
+            if not collected:
+                _say_eager()
         self._undo_compile: Callable[[], None] | None = None
         self._loss_fn = loss_fn
         count_targets = count_targets or count_targets_of(loss_fn)
