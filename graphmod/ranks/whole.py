@@ -39,7 +39,7 @@ class FixedPlaces:
         wanted, before = set(map(id, tensors)), len(self._held)
         for group in param_groups():
             whole = {id(getattr(one, "_unsharded_param", None)) for one in group.fsdp_params}
-            if whole & wanted and not any(group is one for one in self._held):
+            if whole & wanted and _can_be_held(group):
                 self._hold(group)
         return len(self._held) > before
 
@@ -55,14 +55,32 @@ class FixedPlaces:
     def release(self) -> None:
         """Leaves all groups as they were."""
         for group in self._held:
-            for owner in (group, *group.fsdp_params):
-                for name in (_ALLOCATES, _FREES):
-                    owner.__dict__.pop(name, None)
+            for owner, name in _replaced(group):
+                original = vars(owner).pop(name).args[-1]
+                if getattr(original, "__func__", None) is not getattr(type(owner), name):
+                    setattr(owner, name, original)  # somebody else had replaced it before
             if group.is_sharded:
                 for storage, _ in _storages(group.fsdp_params):
                     storage.resize_(0)
         self._held.clear()
         self._pool = None
+
+
+def _replaced(group: Any) -> list[tuple[Any, str]]:
+    """What `FixedPlaces` has put in the place of a group's methods: whose, and which."""
+    places = [(group, _ALLOCATES), *((one, _FREES) for one in group.fsdp_params)]
+    return [
+        (owner, name) for owner, name in places if getattr(vars(owner).get(name), "func", None) in (_allocate, _destroy)
+    ]
+
+
+def _can_be_held(group: Any) -> bool:
+    """Whether its memory can come from a pool, and does not do so for another set of graphs already. Pools of CUDA's
+    own allocator are for captures alone."""
+    if group.device.type == "cuda" and torch.cuda.get_allocator_backend() != "native":
+        return False
+    known = hasattr(group, _ALLOCATES) and all(hasattr(one, _FREES) for one in group.fsdp_params)
+    return known and not _replaced(group)
 
 
 def _storages(parameters: list[Any]) -> Iterator[tuple[torch.UntypedStorage, int]]:

@@ -49,17 +49,20 @@ HABITS = (
     *("as it comes", "orders", "twice", "checkpoint", "towers", "mixed", "evaluates", "evaluates first", "saves"),
     *("frozen", "unshards", "unshards in between", "stays whole after the backward", "stays whole at times", "root"),
     *("pairs", "last stays whole", "syncs at times", "shapes", "another rank", "raises", "resets", "moves"),
-    *("prefetches", "keeps what it saw", "two losses", "retains"),
+    *("prefetches", "keeps what it saw", "two losses", "retains", "infers", "patched"),
+    "wrapped first",
 )
 
 
-def sharded(habit, device):
-    """A model, and its optimizer."""
+def sharded(habit, device, graphs):
+    """A model, its optimizer, and the wrappers of its layers."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     torch.manual_seed(0)
-    model = KINDS.get(habit, Reordered)(dropout=0.0).to(device)
+    model, wrappers = KINDS.get(habit, Reordered)(dropout=0.0).to(device), []
+    if graphs and habit == "wrapped first":
+        wrappers = graph_layers(model)
     if habit == "frozen":
         for parameter in (*model.blocks[0].parameters(), *model.blocks[1].up.parameters()):
             parameter.requires_grad_(False)
@@ -70,12 +73,17 @@ def sharded(habit, device):
     for index, block in enumerate(model.blocks if habit not in ("root", "pairs") else ()):
         fully_shard(block, mesh=mesh, reshard_after_forward=habit != "last stays whole" or index < 2)
     fully_shard(model, mesh=mesh)
+    if habit == "patched":
+        for group in (block._get_fsdp_state()._fsdp_param_group for block in model.blocks):
+            group.wait_for_unshard = group.wait_for_unshard
     if habit == "prefetches":
         for block, following in zip(model.blocks, model.blocks[1:], strict=False):
             block.set_modules_to_forward_prefetch([following])
             following.set_modules_to_backward_prefetch([block])
+    if graphs and not wrappers:
+        wrappers = graph_layers(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return model, torch.optim.AdamW(trained, lr=torch.tensor(1e-2, device=device), fused=True)
+    return model, torch.optim.AdamW(trained, lr=torch.tensor(1e-2, device=device), fused=True), wrappers
 
 
 def move(model):
@@ -98,9 +106,9 @@ def move(model):
 class Steps:
     """The steps of one training."""
 
-    def __init__(self, habit, device, rank):
-        self.habit, self.device, self.rank, self.seen = habit, device, rank, []
-        self.model, self.optimizer = sharded(habit, device)
+    def __init__(self, habit, device, graphs):
+        self.habit, self.seen = habit, []
+        self.model, self.optimizer, self.wrappers = sharded(habit, device, graphs)
 
     def step(self, index, x):
         habit, model = self.habit, self.model
@@ -121,7 +129,7 @@ class Steps:
             loss = model(part).square().mean()
             if habit == "unshards in between" and index % 5 == 4:
                 model.blocks[0].unshard()
-            if habit == "moves" and index % 4 == 3:
+            if habit == "moves" and index % 8 == 7:
                 self.seen.append(move(model))
             if habit == "keeps what it saw":
                 self.seen.append((loss, [one.detach() for one in (loss, part)]))
@@ -144,6 +152,9 @@ class Steps:
         if habit == "evaluates" or (habit == "evaluates first" and index < 8):
             with torch.no_grad():
                 found = [float(model(x + step).sum()) for step in range(index % 3)]
+        if habit == "infers" and index % 3 == 2:
+            with torch.inference_mode():
+                found = [float(model(x).sum())]
         if habit == "saves" and index % 4 == 2:
             state = {name: value.clone() for name, value in model.state_dict().items()}
             model.load_state_dict({name: value * 0.5 for name, value in state.items()})
@@ -170,8 +181,8 @@ def layers_as_eager(device, rank, habit):
     """Whether losses and parameters are eager's, what the wrappers did in the second half, and what was counted."""
 
     def run(graphs):
-        steps = Steps(habit, device, rank)
-        wrappers = graph_layers(steps.model) if graphs else []
+        steps = Steps(habit, device, graphs)
+        wrappers = steps.wrappers
         generator, losses, halfway = torch.Generator().manual_seed(7 + rank), [], []
         for index in range(STEPS):
             rows = 4
