@@ -8,7 +8,7 @@ Each GPU has the batch of the shape. Modes: the step on `one_gpu`, from one grap
 graph (`ddp`), likewise when made with `init_sync=False` (`ddp_one_stream`); what one writes by hand with
 `torch.cuda.graph`: gradients in one flat buffer, reduced after the backward (`flat`); each layer in `fully_shard`
 (`fsdp`) or `parallelize_module` (`tp`, whose gradients are not clipped), eager and in a step that is one graph; with
-graphs of the layers in `fully_shard` (`fsdp_layers`). `fsdp_bf16` is the same with layers collected in bfloat16 and
+graphs of these layers (`fsdp_layers`, `tp_layers`). `fsdp_bf16` is the same with layers collected in bfloat16 and
 gradients added up in float32, `fsdp_whole` without giving layers back after their forward, each of them with `_eager`
 or `_layers`. `reserved` is the peak of memory since the process began, `of steps` that of the timed steps alone.
 """
@@ -27,7 +27,7 @@ from benchmarks.options import chosen, gpu_is_there
 from benchmarks.training import SHAPES, VOCABULARY, build, keep
 
 DDP = ("one_gpu", "ddp_eager", "ddp_compiled", "ddp_layers", "flat", "ddp", "ddp_one_stream")
-SHARDED = ("fsdp_eager", "fsdp_layers", "fsdp", "tp_eager", "tp")
+SHARDED = ("fsdp_eager", "fsdp_layers", "fsdp", "tp_eager", "tp_layers", "tp")
 WAYS = ("fsdp_bf16_eager", "fsdp_bf16_layers", "fsdp_whole_eager", "fsdp_whole_layers")  # where they are asked for
 MODES = (*DDP, *SHARDED)
 

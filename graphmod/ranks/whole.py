@@ -119,6 +119,16 @@ def is_collected(model: nn.Module) -> bool:
     return all(one is not None and not one.is_dtensor for one in found)
 
 
+def reads_parts(tensors: Collection[Tensor]) -> bool:
+    """Whether any of these is a parameter that `fully_shard` collects, whole or in part."""
+    known = set(map(id, tensors))
+    return any(
+        id(one.sharded_param) in known or id(getattr(one, "_unsharded_param", None)) in known
+        for group in param_groups()
+        for one in group.fsdp_params
+    )
+
+
 def taken_together(parameters: Collection[Tensor]) -> dict[int, tuple[int, ...]]:
     """Those whole parameters (by identity) whose gradients `fully_shard` takes from `.grad` as soon as the backward of
     their group is over, each with the parameters of that group: it copies the gradients to where they are summed up
