@@ -7,7 +7,10 @@ Each GPU has the batch of the shape. Modes: the step on `one_gpu`, from one grap
 (`ddp_eager`), with its model compiled (`ddp_compiled`), with graphs of its layers (`ddp_layers`), in a step that is one
 graph (`ddp`), likewise when made with `init_sync=False` (`ddp_one_stream`); what one writes by hand with
 `torch.cuda.graph`: gradients in one flat buffer, reduced after the backward (`flat`); each layer in `fully_shard`
-(`fsdp`) or `parallelize_module` (`tp`, whose gradients are not clipped), eager and in a step that is one graph.
+(`fsdp`) or `parallelize_module` (`tp`, whose gradients are not clipped), eager and in a step that is one graph; with
+graphs of these layers (`fsdp_layers`, `tp_layers`). `fsdp_bf16` is the same with layers collected in bfloat16 and
+gradients added up in float32, `fsdp_whole` without giving layers back after their forward, each of them with `_eager`
+or `_layers`. `reserved` is the peak of memory since the process began, `of steps` that of the timed steps alone.
 """
 
 import argparse
@@ -24,7 +27,8 @@ from benchmarks.options import chosen, gpu_is_there
 from benchmarks.training import SHAPES, VOCABULARY, build, keep
 
 DDP = ("one_gpu", "ddp_eager", "ddp_compiled", "ddp_layers", "flat", "ddp", "ddp_one_stream")
-SHARDED = ("fsdp_eager", "fsdp", "tp_eager", "tp")
+SHARDED = ("fsdp_eager", "fsdp_layers", "fsdp", "tp_eager", "tp_layers", "tp")
+WAYS = ("fsdp_bf16_eager", "fsdp_bf16_layers", "fsdp_whole_eager", "fsdp_whole_layers")  # where they are asked for
 MODES = (*DDP, *SHARDED)
 
 
@@ -57,7 +61,7 @@ def make_step(mode: str, shape: dict[str, int], rank: int, ranks: int) -> tuple[
 
     if mode == "flat":
         return _by_hand(model, optimizer, shape, ranks), []
-    if mode == "ddp_layers":
+    if mode.endswith("_layers"):
         return step, graph_layers(called)
     if mode in ("ddp", "ddp_one_stream", "one_gpu", "fsdp", "tp"):
         wrapper = CUDAGraphModule(step)
@@ -69,15 +73,19 @@ def _shard(model: Any, mode: str, ranks: int) -> Any:
     """Shards a model in place; returns an optimizer of what it has then."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     mesh = init_device_mesh("cuda", (ranks,))
     if mode.startswith("fsdp"):
+        policy = MixedPrecisionPolicy()
+        if mode.startswith("fsdp_bf16"):
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        given_back = not mode.startswith("fsdp_whole")
         for layer in model.model.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+            fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=given_back)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
     else:
         columns, rows = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("self_attn.o_proj",)
         columns, rows = (*columns, "mlp.gate_proj", "mlp.up_proj"), (*rows, "mlp.down_proj")
@@ -159,7 +167,12 @@ def work(rank: int, mode: str, name: str, steps: int, ranks: int, port: int, res
         return step(batches[index % len(batches)])
 
     result = {"mode": mode, "shape": name, **shape, "gpus": ranks, "first_8_steps_s": setup, "first_losses": losses}
-    result |= time_steps(run, steps) | memory()
+    began = memory()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    result |= time_steps(run, steps)
+    result |= {name: max(value, began[name]) for name, value in memory().items()}
+    result |= {f"steps_{name}": value for name, value in memory().items() if not name.endswith("now_gib")}
     if wrappers:
         result |= {"state": wrappers[0].stats.state, "failure": wrappers[0].last_failure}
     result |= gpu_busy_ms(run) | {"environment": environment()}
@@ -201,14 +214,14 @@ def measure(mode: str, name: str, steps: int, gpus: int, timeout: int) -> dict[s
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="small,batched,deep", help=f"of {', '.join(SHAPES)}")
-    parser.add_argument("--modes", default=",".join(MODES), help=f"of {', '.join(MODES)}")
+    parser.add_argument("--modes", default=",".join(MODES), help=f"of {', '.join((*MODES, *WAYS))}")
     parser.add_argument("--steps", type=int, default=40, help="timed steps, twice")
     parser.add_argument("--gpus", type=int, default=2, help="ranks, one a GPU")
     parser.add_argument("--timeout", type=int, default=150, help="seconds for one mode and shape")
     parser.add_argument("--out", type=Path, help="write the results there as JSON, in place of earlier ones")
     options = parser.parse_args()
     shapes = chosen(parser, options.shapes, SHAPES, "--shapes")
-    modes = chosen(parser, options.modes, MODES, "--modes")
+    modes = chosen(parser, options.modes, (*MODES, *WAYS), "--modes")
     if not gpu_is_there():
         return 2
     import torch
@@ -231,7 +244,8 @@ def main() -> int:
             print(
                 f"{shape:9} {mode:14} step {result['step_ms']:8.3f} ms{against}  free {result['free_ms']:8.3f}  host "
                 f"{result['host_ms']:7.3f}  busy {result['busy_ms']:8.3f}  kernels {result['kernels']:6.0f}  reserved "
-                f"{result['reserved_gib']:6.2f} GiB  {result.get('state', '')} {result.get('failure', '')[:200]}",
+                f"{result['reserved_gib']:6.2f} GiB, of steps {result['steps_reserved_gib']:6.2f}  "
+                f"{result.get('state', '')} {result.get('failure', '')[:200]}",
                 flush=True,
             )
     return int(failed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -11,13 +12,16 @@ import torch
 from torch import Tensor
 
 from graphmod.call.recompute import recompute
+from graphmod.call.together import agrees
 from graphmod.capture.backward import capture_backward
 from graphmod.errors import BackwardUnavailable
-from graphmod.graph.backward import BackwardGraph, GradientsExchanged
+from graphmod.graph.backward import BackwardGraph, GradientsExchanged, Outvoted
 from graphmod.graph.differentiate import changed_in_place
 from graphmod.graph.forward import ForwardGraph
 from graphmod.graph.tape import Ticket
 from graphmod.graph.uses import notice_others, watch_sums
+from graphmod.ranks.agreement import Choice
+from graphmod.ranks.board import LateRanks
 
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 _NOTHING_BESIDE = contextlib.nullcontext()
@@ -79,6 +83,8 @@ def run_backward(ticket: Ticket, grads: tuple[Tensor | None, ...]) -> Sequence[T
 
 def _backward(ticket: Ticket, graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> Sequence[Tensor | None]:
     context, tape = graph.context, graph.tape
+    if context.agreement is not None:
+        context.agreement.begin()
     accumulates = torch._C._will_engine_execute_node(context.group.anchor_node)
     if not accumulates and graph.witness is not None and _wanted(graph.witness):
         raise BackwardUnavailable(
@@ -87,7 +93,7 @@ def _backward(ticket: Ticket, graph: ForwardGraph, grads: tuple[Tensor | None, .
             "call .module)"
         )
     if ticket.done or not accumulates:
-        return recompute(ticket, graph, grads, accumulates)
+        return _again(ticket, graph, grads, accumulates)
     known = graph.backward
     if known is not None:  # else autograd compares the versions of what it saved
         changed = ticket.changed()
@@ -101,7 +107,7 @@ def _backward(ticket: Ticket, graph: ForwardGraph, grads: tuple[Tensor | None, .
         if graph.captured_in != tape.arena.passes:
             # The optimizer has changed what the retained autograd graph saved: it is good for its own pass only.
             graph.entry.left_unfinished()
-            return recompute(ticket, graph, grads, accumulates)
+            return _again(ticket, graph, grads, accumulates)
         pending = _used_later(ticket, graph)
         stash = context.group.stash
         shared = [p for p in graph.direct if id(p) in pending or id(p) in stash or _used_eagerly(p, graph)]
@@ -109,13 +115,13 @@ def _backward(ticket: Ticket, graph: ForwardGraph, grads: tuple[Tensor | None, .
             # Captured anew with these gradients going through autograd; this once, summed up here.
             context.group.share(shared)
             context.drop(tape, why="code outside uses its parameters too")
-        elif on_tape and tape.at_end and not tape.dropped:
+        elif on_tape and tape.at_end and not tape.dropped and agrees(context, graph.entry, Choice.capture):
             known = capture_backward(graph, grads)
             if known is not None:
                 graph.backward_settings = context.group.settings_in_backward()
                 return _hand_out(known, ticket)
-            return recompute(ticket, graph, grads, True, pending)
-        return recompute(ticket, graph, grads, accumulates, pending)
+            return _again(ticket, graph, grads, True, pending)
+        return _again(ticket, graph, grads, accumulates, pending)
     for output in known.saved:
         if output.changed():
             raise changed_in_place(context)
@@ -123,23 +129,27 @@ def _backward(ticket: Ticket, graph: ForwardGraph, grads: tuple[Tensor | None, .
         if output.changed():  # eager would follow the change into what shares its memory
             raise changed_in_place(context)
     if context.group.stash and any(id(parameter) in context.group.stash for parameter in graph.direct):
-        return recompute(ticket, graph, grads, accumulates)  # which adds its uses, one by one, to what waits for them
+        return _again(ticket, graph, grads, accumulates)  # which adds its uses, one by one, to what waits for them
     settings = context.group.settings_in_backward()
     as_then = settings is graph.backward_settings or settings == graph.backward_settings
     if on_tape and known.index >= tape.cursor and as_then and known.fits(grads, tape.arena.passes):
         # Where autograd may add to the same gradients in this backward, because the module also ran without a graph.
-        group = context.group
+        group, agreed = context.group, functools.partial(agrees, context, graph.entry, Choice.replay)
         try:
             with group.backend.in_turn() if context.eager_in >= group.begun - 1 else _NOTHING_BESIDE:
-                copied, as_captured = known.launch(grads, tape.arena.passes)
+                copied, as_captured = known.launch(grads, tape.arena.passes, agreed)
         except GradientsExchanged:
             graph.entry.adds_apart = True
             context.drop(tape, why="gradients that it adds to, or that are held, are others each time")
-            return recompute(ticket, graph, grads, accumulates)
+            return _again(ticket, graph, grads, accumulates)
+        except Outvoted:
+            return _again(ticket, graph, grads, accumulates)
+        except LateRanks:
+            raise
         except Exception as error:
             context.failed(graph.entry, error, "a replay of its backward")
             context.drop(tape)
-            return recompute(ticket, graph, grads, accumulates)
+            return _again(ticket, graph, grads, accumulates)
         context.counters.copied_bytes += copied
         tape.cursor = known.index + 1
         context.counters.replays += 1
@@ -148,7 +158,17 @@ def _backward(ticket: Ticket, graph: ForwardGraph, grads: tuple[Tensor | None, .
         return _hand_out(known, ticket)
     _count_mismatch(graph, False)
     notice_others(context.group, known, grads, tape.arena.passes)
-    return recompute(ticket, graph, grads, accumulates)
+    return _again(ticket, graph, grads, accumulates)
+
+
+def _again(
+    ticket: Ticket, graph: ForwardGraph, grads: tuple[Tensor | None, ...], accumulates: bool, pending: Any = ()
+) -> Sequence[Tensor | None]:
+    """The backward without a graph, on all ranks alike."""
+    agreement = graph.context.agreement
+    if agreement is not None:
+        agreement.choose(Choice.eager, "its backward fits no graph")
+    return recompute(ticket, graph, grads, accumulates, pending)
 
 
 def _hand_out(known: BackwardGraph, ticket: Ticket) -> list[Tensor | None]:
@@ -156,6 +176,8 @@ def _hand_out(known: BackwardGraph, ticket: Ticket) -> list[Tensor | None]:
     found = [
         None if result is None else result.tensor.clone() if copies else result.hand_out() for result in known.results
     ]
+    if any(known.wholes):
+        found = [one if whole is None else whole.around(one) for one, whole in zip(found, known.wholes, strict=True)]
     if known.unwatched:
         watch_sums(ticket.graph, ticket.node(), known.unwatched, found)
     return found

@@ -15,6 +15,7 @@ from graphmod.graph.checkpointed import DRAWS, draws_anew
 from graphmod.graph.context import Context
 from graphmod.graph.group import EagerCall
 from graphmod.graph.uses import learn_uses
+from graphmod.ranks.whole import reads_parts
 from graphmod.signature.flattening import flatten
 from graphmod.signature.modes import difference
 from graphmod.signature.signature import parameter_names
@@ -51,10 +52,13 @@ def warm_up(context: Context, entry: Entry, args: tuple, kwargs: dict) -> Any:
             recording.refused = recording.refused or DRAWS
         if recording.refused is not None and torch.is_grad_enabled():  # which may be a consequence
             recording.refused = context.around.not_averaged() or recording.refused
-        if recording.communicates and differentiable(result):
+        if recording.communicates and differentiable(result) and reads_parts(recording.guards.tensors):
             recording.refused = recording.refused or COMMUNICATES
         if recording.compiles:
             recording.refused = recording.refused or f"it {COMPILES.effect}, in each call"
+        if not (recording.refused or recording.communicates) and context.group.whole.take(recording.guards.tensors):
+            entry.calls = context.config.warmup_steps - 1  # the next call is recorded, at the addresses that stay
+            return track(context, entry, result)
         modes = difference(entry.signature.modes, context.group.modes())
         if modes and recording.refused is None:
             recording.refused = f"changes a mode of PyTorch ({modes[0]}), which no replay does; do it around the call"
@@ -97,7 +101,8 @@ def _say_difference(context: Context, entry: Entry) -> None:
 
 
 COMMUNICATES = (
-    "communicates with other processes, and so does its backward, which is no part of the call; wrap the whole step"
+    "communicates with other processes to collect its parameters (fully_shard), and so does its backward, which is no "
+    "part of the call; wrap the whole step"
 )
 _MOST_COMPILED = 4  # recorded calls in which torch.compile compiled
 MOST_FRUITLESS = 8  # recordings in a row that led to no replay

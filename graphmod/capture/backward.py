@@ -12,16 +12,18 @@ from graphmod.errors import CaptureRefused
 from graphmod.graph.backward import BackwardGraph
 from graphmod.graph.buffers import OwnedBuffer, StaticInput, StaticOutput, adopted
 from graphmod.graph.differentiate import changed_in_place, differentiate
-from graphmod.graph.forward import ForwardGraph
+from graphmod.graph.forward import ELSEWHERE, ForwardGraph
 from graphmod.graph.gradients import Loans
 from graphmod.graph.group import Group
 from graphmod.graph.placement import Place, buffers_for, find_places, real, store, targets_for
+from graphmod.graph.split import Whole, is_split, part
 from graphmod.graph.watch import refuse_unseen
 from graphmod.guards.changes import what_changed
 from graphmod.guards.containers import undo
 from graphmod.guards.guards import Guards
 from graphmod.guards.notes import Notes
 from graphmod.guards.watching import noting
+from graphmod.ranks.board import LateRanks
 from graphmod.trace.operations import address
 from graphmod.trace.recorder import Recorder
 
@@ -45,6 +47,10 @@ def capture_backward(graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> B
         static = [None if item is None else item.tensor for item in known.inputs]
         direct = graph.direct
         buffers = buffers_for(group, direct)
+        known.passed = group.passing
+        known.passing = Loans(passing) if (passing := [one for one in buffers if one.passing]) else None
+        if known.passing is not None and not group.passing.claim(known.passing):
+            raise CaptureRefused("leaves gradients where views of another layer's are held")
         into = targets_for(buffers, entry.adds_apart)
         given = [tensor for tensor in static if tensor is not None]
 
@@ -72,13 +78,16 @@ def capture_backward(graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> B
                         graph, graph.results.retained, inputs, static, direct, graph.edges
                     )
                 taken = {address(tensor) for tensor in (*given, *(buffer.memory for buffer in buffers))}
-                known.results = [_own(item, taken) for item in through]
+                known.wholes = [Whole(item) if item is not None and is_split(item) else None for item in through]
+                known.results = [None if item is None else _own(_there(part(item)), taken) for item in through]
                 before = list(gradients)
                 known.written, known.accumulated, missed = store(gradients, buffers, into, aimed)
                 return before
 
             def check(recorder: Recorder, gradients: Any) -> None:
                 refused = what_changed(noted[0])
+                if recorder.collectives and context.agreement is None:
+                    refused = refused or "communicates with other processes, which its forward does not; wrap the step"
                 if refused is not None:
                     raise CaptureRefused(refused)
                 found.extend(find_places(gradients, recorder))
@@ -108,11 +117,14 @@ def capture_backward(graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> B
                 group.backend.set_random_state(state)
                 capture(found)
         known.saved = [output for output in graph.results.with_grad if address(output.tensor) in known.graph.seen.read]
-        known.weights = [p for p in graph.parameters if address(p) in known.graph.seen.read]
+        known.weights = [p for p in graph.parameters if address(part(p)) in known.graph.seen.read]
+        known.weights_at = [part(p).data_ptr() for p in known.weights]
         known_places = {address(tensor) for tensor in (*given, *(buffer.memory for buffer in buffers))}
         _watch_others(graph, known, Guards(noted[0]), known_places)
         if any(output.changed() for output in known.saved):
             raise changed_in_place(context)
+        if context.agreement is not None and not context.agreement.captured(True):
+            raise CaptureRefused(ELSEWHERE)
         with group.backend.in_turn():  # the capture made gradient accumulators, and eager code may use them now
             known.graph.replay()
             known.apart = False
@@ -128,7 +140,10 @@ def capture_backward(graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> B
         for notes in noted:
             undo(notes)  # the eager backward does it
         context.drop(graph.tape)
-        if not isinstance(error, Exception) or "modified by an inplace operation" in str(error):
+        if context.agreement is not None:
+            context.agreement.captured(False)
+        changed = "modified by an inplace operation" in str(error)
+        if changed or isinstance(error, LateRanks) or not isinstance(error, Exception):
             raise  # as eager does: something saved for the backward was changed since
         context.failed(entry, error, "its backward")
         return None
@@ -165,8 +180,8 @@ def _watch_others(graph: ForwardGraph, known: BackwardGraph, guards: Guards, giv
     """Lets go of the saved activations, whose memory is the next layers' to use; what else the backward reads, such as
     a table of an `autograd.Function`, is held and watched with what the forward reads."""
     seen, before = known.graph.seen, graph.graph.seen
-    given |= {address(static.tensor) for static in graph.inputs} | {address(p) for p in graph.parameters}
-    given |= {address(p.grad) for p in graph.parameters if p.grad is not None}
+    given |= {address(static.tensor) for static in graph.inputs} | {address(part(p)) for p in graph.parameters}
+    given |= {address(part(p.grad)) for p in graph.parameters if p.grad is not None}
     others = {
         where: tensor
         for where, tensor in seen.outside.items()
@@ -198,10 +213,13 @@ def _static_gradient(graph: ForwardGraph, grad: Tensor) -> StaticInput:
     return StaticInput(memory, buffer, "gradient")
 
 
-def _own(grad: Tensor | None, taken: set[int]) -> Tensor | None:
+def _there(grad: Tensor) -> Tensor:
+    """A gradient that has arrived: other ranks may have a part in it, for which nobody has waited yet."""
+    return grad.trigger_wait() if hasattr(grad, "trigger_wait") else grad
+
+
+def _own(grad: Tensor, taken: set[int]) -> Tensor:
     """`grad` in memory that nothing else uses; copied only where it is a view, or another gradient too."""
-    if grad is None:
-        return None
     if grad._is_zerotensor():
         return real(grad)
     if address(grad) in taken or 0 in grad.stride():

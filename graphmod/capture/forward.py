@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import Any
 
@@ -148,7 +149,7 @@ def capture(
         block = open_block(device_of(context)) if entry.keeps_casts else None
         torch.clear_autocast_cache()
         try:
-            with captured():
+            with captured() if recording.communicates else contextlib.nullcontext():
                 graph.capture(leaves)
         finally:
             torch.clear_autocast_cache()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import repeat
 
 from torch import Tensor
+
+from graphmod.graph.split import part
 
 _is_not, _NOTHING = operator.is_not, repeat(None)
 _grad, _tensor = operator.attrgetter("grad"), operator.attrgetter("tensor")
@@ -14,6 +16,10 @@ _grad, _tensor = operator.attrgetter("grad"), operator.attrgetter("tensor")
 
 class GradientsExchanged(Exception):
     """The user has put other tensors in the place of the gradients that a graph adds to."""
+
+
+class Outvoted(Exception):
+    """Another rank runs this backward without a graph."""
 
 
 class BackwardGraph:
@@ -24,14 +30,17 @@ class BackwardGraph:
         inputs: per output of the forward, where its gradient is read, or None if there was none at capture.
         copied: of those, index and buffer of each that is copied.
         results: per differentiable input and hooked parameter of the forward, its gradient, or None.
+        wholes: likewise, what makes it again of that where it is a DTensor, or None.
         launched_in: the last pass in which it was.
         unwatched: those of `results` that are sums of several uses, of which no backward on the tape would notice that
             autograd adds more to them.
-        saved, weights: outputs and parameters of the forward that the backward reads again.
+        saved, weights: outputs and parameters of the forward that the backward reads again; `weights_at` their
+            addresses.
         written: the buffers of the gradients that the graph overwrites.
         accumulated: those of gradients that it adds to, each with what it adds to: the buffer's memory, or a tensor
             that the user had put in place.
         parameters, loans: those of `written`.
+        passing, passed: those of `written` whose memory other graphs write, too, and what says who may.
         apart: whether it was captured with gradients there that the user had put in place, to which the buffers were
             added afterwards.
     """
@@ -46,14 +55,20 @@ class BackwardGraph:
         "launched_in",
         "loans",
         "parameters",
+        "passed",
+        "passing",
         "results",
         "saved",
         "unwatched",
         "weights",
+        "weights_at",
+        "wholes",
         "written",
     )  # fmt: skip
 
     def fits(self, grads: Sequence[Tensor | None], passes: int) -> bool:
+        if [part(weight).data_ptr() for weight in self.weights] != self.weights_at:
+            return False  # `fully_shard` may have collected them elsewhere than for the forward
         for static, grad in zip(self.inputs, grads, strict=True):
             if (static is None) is not (grad is None):
                 return False
@@ -73,19 +88,27 @@ class BackwardGraph:
         at = (place for place, one in enumerate(self.results) if one is not None and one.tensor.data_ptr() == pointer)
         return next(at, None)
 
-    def launch(self, grads: Sequence[Tensor | None], passes: int) -> tuple[int, bool]:
+    def launch(self, grads: Sequence[Tensor | None], passes: int, agrees: Callable[[], bool]) -> tuple[int, bool]:
         """Replays into the parameters' gradients, whatever state they are in; returns the bytes copied in, and whether
         the gradients were in the state they had at capture.
 
+        Args:
+            agrees: asked before anything changes, once it is known that it can.
+
         Raises:
             GradientsExchanged: that is not possible; nothing has changed.
+            Outvoted: others do not agree; nothing has changed.
             Exception: whatever the launch raised; the gradients are in their places.
         """
         copied, self.launched_in = 0, passes
+        if self.passing is not None and not self.passed.claim(self.passing):
+            raise GradientsExchanged("views of another layer's gradient are held, which this torch cannot move")
         for index, buffer in self.copied:
             copied += buffer.load(grads[index], passes)
         if not self.accumulated and not any(map(_is_not, map(_grad, self.parameters), _NOTHING)):
             tensors = self.loans.free() or self._free()
+            if not agrees():
+                raise Outvoted
             try:
                 self.graph.replay()
                 for parameter, tensor in zip(self.parameters, tensors, strict=True):
@@ -95,7 +118,7 @@ class BackwardGraph:
                     parameter.grad = None
                 raise
             return copied, True
-        return copied, self._launch_among_others()
+        return copied, self._launch_among_others(agrees)
 
     def _free(self) -> list[Tensor]:
         """The tensors for gradients, none of which is there now; what the user holds of those before is moved away."""
@@ -103,7 +126,7 @@ class BackwardGraph:
             raise GradientsExchanged("views of a gradient are held, which this version of torch cannot move")
         return list(map(_tensor, self.written))
 
-    def _launch_among_others(self) -> bool:
+    def _launch_among_others(self, agrees: Callable[[], bool]) -> bool:
         """Replays where gradients may not be as they were at capture; returns whether they were.
 
         The sum of two terms does not depend on their order, so the results are those of eager accumulation.
@@ -128,6 +151,8 @@ class BackwardGraph:
                     add.append((grad, memory))
             elif grad is None or (grad is not target and grad.data_ptr() != target.data_ptr()):
                 raise GradientsExchanged("gradients that the graph adds to were exchanged")
+        if not agrees():
+            raise Outvoted
         for memory in clear:
             memory.zero_().neg_()  # -0, to which anything may be added
         try:
@@ -138,6 +163,6 @@ class BackwardGraph:
             raise
         for buffer in fill:
             buffer.parameter.grad = buffer.tensor
-        for grad, part in (*before, *add):
-            grad.add_(part)
+        for grad, more in (*before, *add):
+            grad.add_(more)
         return not clear and not before and (self.apart or not add)

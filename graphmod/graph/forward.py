@@ -19,6 +19,7 @@ from graphmod.graph.checkpointed import KEPT, RunAgain, in_checkpoint, own_saved
 from graphmod.graph.context import Context
 from graphmod.graph.gradients import GradientBuffer, as_memory, lend, memory_of
 from graphmod.graph.results import Results, resolved
+from graphmod.graph.split import is_split, part
 from graphmod.graph.static_inputs import Sources, static_inputs
 from graphmod.graph.tape import Tape
 from graphmod.graph.uses import times, uses_of
@@ -32,6 +33,7 @@ from graphmod.state.entry import Entry
 from graphmod.trace.operations import address
 from graphmod.trace.recorder import Recorder
 
+ELSEWHERE = "another rank could not capture it"
 ALIGNED_OTHERWISE = "an argument begins at another place within 16 bytes than when it was captured"
 
 
@@ -144,7 +146,7 @@ class ForwardGraph:
             self.watch = Watch(guards, seen.outside, owned, grads, seen.backward, differentiated, early)
             refuse_unseen(seen, self.watch.unseen)
             if context.agreement is not None and not context.agreement.captured(True):
-                raise CaptureRefused("another rank could not capture it")
+                raise CaptureRefused(ELSEWHERE)
         except BaseException:
             if captured is not None:
                 captured.discard()
@@ -192,12 +194,12 @@ class ForwardGraph:
             node = queue.pop()
             leaf = getattr(node, "variable", None)
             if leaf is not None:
-                if is_traceable_wrapper_subclass(leaf):
+                if is_traceable_wrapper_subclass(leaf) and not is_split(leaf):
                     raise CaptureRefused(
                         f"has a parameter that is a {type(leaf).__name__}, whose gradient only a whole step can make; "
                         "wrap the whole step"
                     )
-                if id(leaf) not in arguments and address(leaf) in recorder.outside:
+                if id(leaf) not in arguments and address(part(leaf)) in recorder.outside:
                     self.parameters.append(leaf)
                     self.edges.setdefault(id(leaf), GradientEdge(node, 0))
                 continue
@@ -221,7 +223,7 @@ class ForwardGraph:
         group = self.context.group
         returned = {*map(id, self.results.passed_on), *self._sources.identities}
         group.share([p for p in self.parameters if id(p) in returned])  # the caller may use it, too
-        self.hooked = [p for p in self.parameters if has_gradient_hooks(p) or id(p) in group.shared]
+        self.hooked = [p for p in self.parameters if has_gradient_hooks(p) or id(p) in group.shared or is_split(p)]
         hooked = set(map(id, self.hooked))
         self.direct = [p for p in self.parameters if id(p) not in hooked]
         direct = set(map(id, self.direct))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from sys import getrefcount
 from typing import Any, NamedTuple
 
@@ -31,16 +31,19 @@ class GradientBuffer:
         memory: what captures read and write.
         tensor: what is `.grad`.
         where: the storage of `tensor`, as a number.
+        passing: the parameters (by identity) whose gradients are taken together with this one, where its memory is that
+            of other parameters' gradients, too (see `Passing`); else empty.
         moves: how often any of them was lent out anew.
         entry: the signature whose captured call left it behind; None of one that a backward graph writes.
     """
 
-    __slots__ = ("__weakref__", "_storage", "entry", "kind", "memory", "parameter", "tensor", "where")
+    __slots__ = ("__weakref__", "_storage", "entry", "kind", "memory", "parameter", "passing", "tensor", "where")
 
     moves = 0
 
     def __init__(self, parameter: Tensor, memory: Tensor, entry: Any = None) -> None:
         self.parameter, self.memory, self.entry = parameter, memory, entry
+        self.passing: tuple[int, ...] = ()
         self.kind = kind_of(parameter)
         self._lend()
 
@@ -58,8 +61,11 @@ class GradientBuffer:
         most = alone.as_gradient if self.parameter.grad is self.tensor else alone.references
         return _references(self) > most or _use_count(self.where) > alone.uses
 
-    def evacuate(self) -> bool:
+    def evacuate(self, for_another: bool = False) -> bool:
         """Moves what is held to memory of its own.
+
+        Args:
+            for_another: the memory is about to be another parameter's gradient, so that its own parameter counts, too.
 
         Returns:
             Whether the memory may be written now. False only where this torch cannot move a storage (before 2.13) and
@@ -67,7 +73,7 @@ class GradientBuffer:
         """
         # Somebody has given the tensor other memory (`p.grad.data = ...`, `module.to(memory_format=...)`).
         elsewhere = self.tensor.data_ptr() != self.memory.data_ptr()
-        if not elsewhere and not self.held():
+        if not elsewhere and not (self.held() or (for_another and self.parameter.grad is self.tensor)):
             return True
         with torch.no_grad():
             if can_swap():
@@ -121,12 +127,17 @@ def _counts() -> _Counts:
 
 
 class Loans:
-    """The gradients that one graph writes, looked at together: hundreds of them, before each backward."""
+    """The gradients that one graph writes, looked at together: hundreds of them, before each backward.
 
-    __slots__ = ("_buffers", "_memory", "_moves", "_where")
+    Attributes:
+        owners: what each of them is taken with, where they are passing.
+    """
+
+    __slots__ = ("_buffers", "_memory", "_moves", "_where", "owners")
 
     def __init__(self, buffers: list[GradientBuffer]) -> None:
         self._buffers = buffers
+        self.owners = frozenset(buffer.passing for buffer in buffers)
         self._memory = [buffer.memory.data_ptr() for buffer in buffers]
         self._moves = -1
         self._where: list[int] = []
@@ -145,6 +156,48 @@ class Loans:
         if list(map(_data_ptr, tensors)) != self._memory:
             return None
         return tensors if list(map(_use_count, self._where)).count(alone.uses) == most else None
+
+    def evacuate(self) -> bool:
+        """Moves all that is held, so that the memory may be other parameters' gradients; see `GradientBuffer`."""
+        return all(buffer.evacuate(for_another=True) for buffer in self._buffers)
+
+
+class Passing:
+    """Memory in which the gradients of all layers lie one after the other, where somebody takes those of each as soon
+    as its backward is over (`fully_shard` does): as much as for one layer, in the place of as much as for all.
+
+    Who is late finds his gradients nevertheless: before those of others are written there, what is left is moved.
+    """
+
+    def __init__(self) -> None:
+        self._memory: dict[tuple, list[Tensor]] = {}
+        self._owners: frozenset = frozenset()
+        self._lent: list[Loans] = []
+
+    def memory_for(self, parameter: Tensor, taken: Collection[int]) -> Tensor:
+        """Memory for a parameter's gradient, beside the addresses of gradients that are taken together with it."""
+        known = self._memory.setdefault(kind_of(parameter), [])
+        free = next((memory for memory in known if memory.data_ptr() not in taken), None)
+        if free is None:
+            free = torch.empty_like(parameter, requires_grad=False)
+            known.append(free)
+        return free
+
+    def claim(self, loans: Loans) -> bool:
+        """Gives the memory to the gradients of a graph that is about to write there, beside those that are taken
+        together with them; False if it is not free."""
+        if self._owners != loans.owners:
+            if any(lent.free() is None and not lent.evacuate() for lent in self._lent):
+                return False
+            self._owners, self._lent = loans.owners, []
+        if not any(lent is loans for lent in self._lent):
+            self._lent.append(loans)
+        return True
+
+    def clear(self) -> None:
+        """Lets go of the memory; those that graphs have stay theirs."""
+        self._memory.clear()
+        self._owners, self._lent = frozenset(), []
 
 
 def memory_of(grad: Tensor | None) -> Tensor | None:

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from graphmod.backend import Backend, default_device, make_backend
 from graphmod.config import BackendName
-from graphmod.graph.gradients import GradientBuffer
+from graphmod.graph.gradients import GradientBuffer, Passing
 from graphmod.graph.tape import MOST_ARENAS, Arena, Tape
+from graphmod.ranks.whole import FixedPlaces
 from graphmod.signature.matcher import Matcher, matcher
 from graphmod.signature.modes import key_reader, settings_reader
 from graphmod.signature.signature import Signature
@@ -84,6 +85,8 @@ class Group:
         self.parameters: list[Tensor] = []
         # By parameter, which its buffer holds; the buffers are held by the graphs that write them.
         self.gradients: weakref.WeakValueDictionary[int, GradientBuffer] = weakref.WeakValueDictionary()
+        self.passing = Passing()  # where the gradients lie that are taken as soon as a backward is over
+        self.whole = FixedPlaces()  # where parameters lie that `fully_shard` collects for each use
         self.buffers: weakref.WeakSet[Any] = weakref.WeakSet()
         self.shared: dict[int, Tensor] = {}
         self.shares_casts = False  # see `casts`
@@ -261,6 +264,8 @@ class Group:
         """Forgets every tape and buffer; the memory is free once the last user of it lets go."""
         self._free_graphs()
         self.gradients.clear()
+        self.passing.clear()
+        self.whole.release()
         self.parameters.clear()
         self.shared.clear()
         self.shared.update(self.tied)

@@ -16,6 +16,7 @@ from torch import Tensor
 from graphmod.errors import CaptureRefused
 from graphmod.graph.gradients import GradientBuffer, kind_of
 from graphmod.graph.group import Group
+from graphmod.ranks.whole import taken_together
 from graphmod.trace.places import Place, place_of
 from graphmod.trace.recorder import Recorder
 
@@ -37,15 +38,23 @@ def find_places(gradients: Gradients, recorder: Recorder) -> list[Place | None]:
 
 
 def buffers_for(group: Group, parameters: list[Tensor]) -> list[GradientBuffer]:
-    """The gradient buffer of each parameter, made where it has none; the memory may be written where the gradient is
-    not there now."""
-    buffers = []
+    """The gradient buffer of each parameter, made where it has none. The memory may be written where the gradient is
+    not there now; that of those that are passing, once `Passing.claim` has said so."""
+    buffers, together = [], taken_together(parameters)
+    others = {one for members in together.values() for one in members} - set(map(id, parameters))
+    taken = {buffer.memory.data_ptr() for one in others if (buffer := group.gradients.get(one)) and buffer.passing}
     for parameter in parameters:
         buffer = group.gradients.get(id(parameter))
-        fits = buffer is not None and buffer.kind == kind_of(parameter)
-        if not fits or (parameter.grad is not buffer.tensor and not buffer.evacuate()):
+        passes = id(parameter) in together and parameter.grad is None
+        fits = buffer is not None and buffer.kind == kind_of(parameter) and bool(buffer.passing) is passes
+        if passes:
+            if not fits or buffer.memory.data_ptr() in taken:
+                buffer = GradientBuffer(parameter, group.passing.memory_for(parameter, taken))
+                buffer.passing = together[id(parameter)]
+            taken.add(buffer.memory.data_ptr())
+        elif not fits or (parameter.grad is not buffer.tensor and not buffer.evacuate()):
             buffer = GradientBuffer(parameter, torch.empty_like(parameter, requires_grad=False))
-            group.gradients[id(parameter)] = buffer
+        group.gradients[id(parameter)] = buffer
         buffers.append(buffer)
     return buffers
 

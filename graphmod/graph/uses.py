@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from graphmod.graph.split import alike, part
 from graphmod.state.entry import Entry
 from graphmod.torch_private import current_backward
 
@@ -120,10 +121,15 @@ class Sum:
             or (total.is_cuda and torch.cuda.is_current_stream_capturing())
         ):
             return
+        if not all(alike(total, one) for one in parts):
+            self._otherwise()
+            return
+        # Of what ranks hold parts of, each looks at its own: to compare the whole, all would have to come here.
+        parts, total = list(map(part, parts)), part(total)
         with torch.no_grad():
             whole = parts[0]
-            for part in parts[1:]:
-                whole = whole + part
+            for one in parts[1:]:
+                whole = whole + one
             if whole.shape != total.shape or not _equal(whole, total, self._zeros_tell):
                 self._otherwise()
 

@@ -32,7 +32,8 @@ def _states() -> Iterator[Any]:
             yield state
 
 
-def _groups() -> Iterator[Any]:
+def param_groups() -> Iterator[Any]:
+    """What is collected together: the `FSDPParamGroup`s of this process."""
     for state in _states():
         groups = getattr(state, "_fsdp_param_groups", None)  # since torch 2.12
         yield from groups if groups is not None else filter(None, [state._fsdp_param_group])
@@ -52,7 +53,7 @@ def shared_otherwise(module: Any) -> str | None:
 def held_between_calls() -> dict[int, dict[str, Tensor]]:
     """The parameters of all modules with sharded ones, as they are now, by identity of the dict that holds them."""
     found: dict[int, dict[str, Tensor]] = {}
-    for group in _groups():
+    for group in param_groups():
         for parameter in group.fsdp_params:
             where = parameter._module_info
             for module in (where.module, *where.shared_modules):
@@ -66,7 +67,8 @@ def as_in_forwards() -> Iterator[None]:
     counts: there is no memory to them."""
     before = []
     try:
-        for parameter in (one for group in _groups() for one in group.fsdp_params if hasattr(one, "_unsharded_param")):
+        parameters = [one for group in param_groups() for one in group.fsdp_params]
+        for parameter in (one for one in parameters if hasattr(one, "_unsharded_param")):
             where = parameter._module_info
             places = [(where.module, where.param_name)]
             places += zip(where.shared_modules, where.shared_param_names, strict=True)
@@ -84,7 +86,7 @@ def captured() -> Iterator[None]:
     """Around a capture: neither it nor what follows waits for work of the other, and one that fails leaves no trace."""
     _forget_pending()
     before = [(owner, name, _copied(getattr(owner, name))) for owner, name in _changing()]
-    groups = [(group, group._sharded_state) for group in _groups()]
+    groups = [(group, group._sharded_state) for group in param_groups()]
     try:
         yield
     except BaseException:
@@ -105,7 +107,7 @@ def _changing() -> Iterator[tuple[Any, str]]:
         yield from ((state._state_ctx, name) for name in ("iter_forward_root", "post_backward_final_callback_queued"))
         if hasattr(state, "_modules_to_run_forward"):
             yield state, "_modules_to_run_forward"
-    for group in _groups():
+    for group in param_groups():
         yield from ((group, name) for name in ("_training_state", "_post_forward_indices", "_partial_reduce_output"))
         for parameter in group.fsdp_params:
             yield parameter, "unsharded_accumulated_grad"
@@ -120,7 +122,7 @@ def _copied(value: Any) -> Any:
 def _forget_pending() -> None:
     """Lets go of work of the last call that the next would wait for, once it is done: an event of an eager call cannot
     be waited for in a capture, nor the reverse."""
-    holders = [(group, _OF_GROUP) for group in _groups()] + [(state._comm_ctx, _OF_CONTEXT) for state in _states()]
+    holders = [(group, _OF_GROUP) for group in param_groups()] + [(state._comm_ctx, _OF_CONTEXT) for state in _states()]
     pending = [(one, name) for one, names in holders for name in names if getattr(one, name, None) is not None]
     lists = [getattr(state._comm_ctx, name, None) for state in _states() for name in _LISTS]
     if not pending and not any(lists):

@@ -21,7 +21,8 @@ class TrainGraphConfig(CUDAGraphConfig):
 
     Attributes:
         scope: what is captured: each layer, the whole iteration (optimizer included), or nothing.
-        optimizer: in `per_layer` scope, capture clipping and the optimizer step too.
+        optimizer: in `per_layer` scope, capture clipping and the optimizer step too. Not of a model of which
+            each rank holds a part.
     """
 
     scope: Scope = Scope.per_layer

@@ -53,7 +53,7 @@ def shared(kind, model, device):
         if kind == "fsdp_bf16":
             more["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         for block in model.blocks:
-            fully_shard(block, mesh=mesh, **more)
+            fully_shard(block.up if kind == "fsdp_inside" else block, mesh=mesh, **more)
         fully_shard(model, mesh=mesh, **more)
     if kind == "tp":
         for block in model.blocks:

@@ -27,6 +27,7 @@ def ranks(request):
     [
         *(("own", "step"), ("ddp", "step"), ("ddp", "layers"), ("ddp_own_buffers", "step"), ("fsdp", "step")),
         *(("fsdp_whole", "step"), ("fsdp_bf16", "step"), ("tp", "step")),
+        *(("fsdp", "layers"), ("fsdp_whole", "layers"), ("fsdp_bf16", "layers"), ("tp", "layers")),
     ],
 )
 def test_training_has_the_numbers_of_eager(ranks, kind, how, microbatches):
@@ -35,11 +36,12 @@ def test_training_has_the_numbers_of_eager(ranks, kind, how, microbatches):
         assert all(state == "captured" and replays > 20 and not why for state, replays, why in stats), stats
 
 
-@pytest.mark.parametrize(("kind", "why"), [("fsdp", "moved to another address"), ("tp", "wrap the whole step")])
-def test_layers_that_cannot_be_captured_alone_are_eager_and_say_so(ranks, kind, why):
-    for equal, _, stats in ranks.run("trains_as_eager", kind, "layers", 1):
+def test_layers_around_sharded_modules_are_eager_and_say_so(ranks):
+    for equal, _, stats in ranks.run("trains_as_eager", "fsdp_inside", "layers", 1):
         assert equal
-        assert all(state == "disabled" and not replays and why in said for state, replays, said in stats), stats
+        assert all(state == "disabled" and not replays and "whole step" in said for state, replays, said in stats), (
+            stats
+        )
 
 
 def test_gradients_are_the_mean_over_ranks(ranks):

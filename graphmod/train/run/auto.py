@@ -51,7 +51,7 @@ class Trial:
 
 def candidates(compiled: bool, split: bool = False) -> list[Scope]:
     """The scopes to try, the eager one first. Where others compile the whole, layers compiled one by one round
-    differently, so that choosing them would change the numbers; and those of which a rank has a part only stay eager.
+    differently, so that choosing them would change the numbers; and those that are `split` stay eager.
     """
     layers = [] if compiled or split else [Scope.per_layer]
     return [Scope.none, *layers, Scope.full_iteration]

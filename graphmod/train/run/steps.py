@@ -85,7 +85,7 @@ class Run:
         self.auto: AutoScope | None = None
         if config.graph.auto:
             left = train.steps - (point.manifest["steps_done"] if point.manifest else 0)
-            scopes = candidates(compiled and not train.activation_checkpointing, split=ranks.mesh is not None)
+            scopes = candidates(compiled and not train.activation_checkpointing, split=ranks.splits_shards)
             self.auto = AutoScope(self.make_step, scopes, self.warmup_steps, left, ranks)
         self.step = self.auto.step if self.auto else self.make_step(config.graph.scope)
         if train.checkpoint and ranks.first:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from graphmod.config import CompileMode, CUDAGraphConfig, choice
+from graphmod.ranks.whole import is_collected
 from graphmod.state.entry import GraphStats
 from graphmod.train.settings import Scope, train_settings
 from graphmod.train.step.activations import recomputed_layers
@@ -18,7 +19,7 @@ from graphmod.train.step.compile import compile_layers, compiled
 from graphmod.train.step.data_parallel import DataParallel, FullySharded, over_ranks
 from graphmod.train.step.iteration import NONFINITE, Iteration
 from graphmod.train.step.losses import CountTargets, count_targets_of, next_token_loss
-from graphmod.train.step.parts import is_split
+from graphmod.train.step.parts import is_split, shards
 from graphmod.train.step.per_layer import LayerGraphs
 from graphmod.train.step.staging import Staging
 from graphmod.train.step.update import CompiledUpdate
@@ -43,7 +44,7 @@ def warmup_steps(config: CUDAGraphConfig, compile: str) -> int:
 @functools.cache  # of several steps around one model, the first says it
 def _say_eager() -> None:
     log.warning(
-        "graph=per_layer runs eagerly, because each rank holds a part only of a layer's parameters; "
+        "graph=per_layer runs eagerly, because layers are sharded and split (parallel=fsdp_tp); "
         "graph=full_iteration captures the whole step"
     )
 
@@ -133,8 +134,11 @@ class TrainStep:
         self.model, self.optimizer = model, optimizer
         self.config, self.compile, self._split = train_settings(config), compile, is_split(model)
         if self._split and self.config.scope is Scope.per_layer:
-            _say_eager()
-            self.config = replace(self.config, scope=Scope.none)
+            # An update on parts of parameters communicates, and finds gradients at other addresses in each step.
+            whole = is_collected(model) or not shards(model)
+            self.config = replace(self.config, optimizer=False, scope=Scope.per_layer if whole else Scope.none)
+            if not whole:
+                _say_eager()
         self._undo_compile: Callable[[], None] | None = None
         self._loss_fn = loss_fn
         count_targets = count_targets or count_targets_of(loss_fn)

@@ -47,10 +47,11 @@ def program(rank, folder):
         for mode, settings in MODES.items():
             for scope in SCOPES:
                 go(ranks, folder, found, f"{mode}_{scope}", *settings, *FULL, f"graph={scope}")
-        go(ranks, folder, found, "fsdp_per_layer", *MODES["fsdp"], *FULL, "graph=per_layer")
+            go(ranks, folder, found, f"{mode}_per_layer", *settings, *FULL, "graph=per_layer")
         go(ranks, folder, found, "qwen", "parallel=tp", *QWEN)
         go(ranks, folder, found, "mixed", "parallel=fsdp", *MIXED)
-        go(ranks, folder, found, "mixed_none", "parallel=fsdp", *MIXED, "graph=none")
+        for scope in ("none", "per_layer"):
+            go(ranks, folder, found, f"mixed_{scope}", "parallel=fsdp", *MIXED, f"graph={scope}")
     return found
 
 
@@ -126,8 +127,12 @@ def test_layers_are_collected_in_the_dtype_of_autocast(found, folder):
     assert found[0]["mixed"]["losses"] == found[0]["mixed_none"]["losses"]
 
 
-def test_graphs_of_layers_stay_eager_with_parts_of_parameters(found):
-    assert found[0]["fsdp_per_layer"]["losses"] == found[0]["fsdp_none"]["losses"]
+@pytest.mark.parametrize("name", ["fsdp", "mixed", "tp"])
+def test_layers_have_graphs_of_their_own(found, folder, name):
+    for one in found:
+        assert one[f"{name}_per_layer"]["losses"] == one[f"{name}_none"]["losses"]
+    graph = json.loads((folder / f"{name}_per_layer" / "result.json").read_text())["graph"]
+    assert graph["replays"] > 10 and not graph["failures"]
 
 
 @pytest.mark.slow
