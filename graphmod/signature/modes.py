@@ -150,7 +150,7 @@ def _who_looks_on() -> str | None:
         mode = private.function_mode_at(index)
         if type(mode) is not DeviceContext:
             return f"it runs inside the mode {type(mode).__name__}"
-    if private.is_anomaly_enabled():
+    if private.is_anomaly_enabled() and torch.is_grad_enabled():
         return "anomaly detection is on, which looks at every operation"
     hooks = private.top_saved_tensors_hooks(True)
     if hooks is not None and torch.is_grad_enabled() and not _keep_values(hooks[0]):

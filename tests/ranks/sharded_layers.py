@@ -172,8 +172,10 @@ class Steps:
             except ZeroDivisionError:
                 found = [-1.0]
             hook.remove()
-            reset = getattr(model, "reset_iter_state", None) or model._get_fsdp_state()._reset_iter_state
-            reset()
+            state = model._get_fsdp_state()
+            reset = getattr(model, "reset_iter_state", None) or getattr(state, "_reset_iter_state", None)
+            if reset is not None:  # else PyTorch goes on as if nothing had been raised
+                reset()
         return found
 
 

@@ -197,6 +197,15 @@ def test_who_looks_on_sees_the_code(which, device, caplog):
     assert wrapper.stats.replays > replays
 
 
+@pytest.mark.filterwarnings("ignore:Anomaly")
+def test_anomaly_detection_sees_nothing_of_a_call_without_gradients():
+    """Compilers switch it on for the whole process while they trace, in whatever thread."""
+    with torch.autograd.detect_anomaly():
+        assert mode_key("cpu")[FOREIGN]
+        with torch.no_grad():
+            assert mode_key("cpu")[FOREIGN] is None
+
+
 def test_operations_can_be_counted_around_a_wrapper(device):
     module = mlp(device)
     wrapper, x = CUDAGraphModule(module, config()), torch.ones(4, 8, device=device)

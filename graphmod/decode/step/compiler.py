@@ -90,9 +90,8 @@ class StepCompiler:
         observer = Observer()
         with observed(observer):
             wrapper(*args)
-        graph = serving(wrapper)
-        if graph is not None:
-            self._take(wrapper, graph, observer)
+        if observer.saw_any:
+            self._take(wrapper, serving(wrapper), observer)
 
     @property
     def waiting(self) -> int:
@@ -104,6 +103,8 @@ class StepCompiler:
         self._tasks.clear()
 
     def _take(self, wrapper: CUDAGraphModule, graph: Any, observer: Observer) -> None:
+        if graph is None:
+            return  # the capture failed
         try:
             program = captured_program(observer, graph)
         except Unsupported as why:

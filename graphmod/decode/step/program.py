@@ -86,6 +86,11 @@ class Observer:
         self._guessed: set[int] = set()  # addresses of what was found to share memory with what was made
         self._reason: str | None = None
 
+    @property
+    def saw_any(self) -> bool:
+        """Whether there was a capture."""
+        return bool(self._operations) or self._reason is not None
+
     def __call__(self, op: Any, args: tuple, kwargs: dict, result: Any, fresh: list[Tensor]) -> None:
         """Takes down one operation. It raises nothing, for the capture goes on."""
         if self._reason is None:
