@@ -139,6 +139,8 @@ def build(model: PreTrainedModel, config: EngineConfig, codec: Codec | None) -> 
     decoding(modules, compare_made_up, model, memory, state, computed, tokens, attention)
     requests = RequestReader(text.vocab_size, max_seq_len, eos_ids(model, codec), codec, positions)
     first = FirstTokens(model, tokens, f"decode steps with {attention.name or 'own attention'}")
+    if graphs.compiler is not None:
+        graphs.compiler.taken_over = first.await_again
     traffic = Traffic(model, batch, memory, first, requests, config.keep_prefixes)
     return Parts(
         max_seq_len, memory, attention, attention_us, state, scheduler, graphs, packed, requests, batch, traffic

@@ -17,7 +17,7 @@ from graphmod.decode.attention.implementation import Implementation
 from graphmod.decode.cache.cache import PagedCache
 from graphmod.decode.errors import DecodeError
 from graphmod.decode.prefill.piece import Piece, Prefill
-from graphmod.decode.results import Completion
+from graphmod.decode.results import Completion, Run
 from graphmod.decode.step.anatomy import refusal
 from graphmod.decode.step.graphs import context_sizes
 from graphmod.decode.step.state import BatchState, RowValues
@@ -111,7 +111,7 @@ def _decoded(
 
 
 class FirstTokens:
-    """Compares the first tokens that an engine generates, once.
+    """Compares the first tokens that an engine generates, once, and again when compiled code has taken over.
 
     Args:
         model: that generates.
@@ -125,50 +125,62 @@ class FirstTokens:
     def __init__(self, model: PreTrainedModel, most: int, where: str) -> None:
         self._model, self._most, self._where = model, most, where
         self.awaited = True
+        self._again, self._turns = False, 0
         self._mixed: set[int] = set()
+
+    def await_again(self) -> None:
+        """Compares those tokens that are launched from the next turn on: by other kernels than before."""
+        self.awaited = self._again = True
+        self._turns = 2  # until they come: one that launches, and those before it are read first
 
     def pass_over(self, completions: Iterable[Completion]) -> None:
         """Does not compare these: weights before and after a change have made them."""
-        if self.awaited:
-            self._mixed = {id(one) for one in completions}
+        self._mixed = {id(one) for one in completions}
 
-    def compare(self, completions: Iterable[Completion]) -> None:
-        """Compares the first of them that can be.
+    def compare(self, runs: Iterable[Run]) -> None:
+        """Compares the first of them that can be; called in each turn with what that found.
 
         Raises:
             DecodeError: its tokens are not those of the model's own forward.
         """
-        for done in completions:
-            if id(done) not in self._mixed and len(done.tokens) > 1 and len(done.prompt) <= self._most:
-                compare_tokens(self._model, done, self._where)
-                self.awaited = False
-                return
+        if self._turns:
+            self._turns -= 1
+            return
+        for run in runs:
+            done = run.completion
+            last = len(run.tokens) if self._again else len(done.tokens)
+            if id(done) in self._mixed or last < 2 or len(done.prompt) + len(done.tokens) - last > self._most:
+                continue
+            compare_tokens(self._model, done, last, self._where)
+            self.awaited = False
+            return
 
 
-def compare_tokens(model: PreTrainedModel, done: Completion, where: str) -> None:
+def compare_tokens(model: PreTrainedModel, done: Completion, last: int, where: str) -> None:
     """Compares the log-probabilities of generated tokens.
 
     Args:
         done: with some tokens.
+        last: how many of them are compared.
         where: they were made, for the message.
 
     Raises:
         DecodeError: they differ by more than kernels do.
     """
     tokens = done.prompt + done.tokens
-    chosen = torch.tensor(done.tokens, device=model.device).unsqueeze(1)
-    found = torch.tensor(done.logprobs, device=model.device)
+    chosen = torch.tensor(done.tokens[-last:], device=model.device).unsqueeze(1)
+    found = torch.tensor(done.logprobs[-last:], device=model.device)
 
     def logprobs(logits: Tensor) -> Tensor:
         return logits.log_softmax(-1).gather(1, chosen).squeeze(1)
 
-    own = logprobs(_own_logits(model, tokens[:-1], len(done.tokens)))
+    own = logprobs(_own_logits(model, tokens[:-1], last))
     errors = (found - own).abs()
     error = float(errors.median() if model.dtype in _HALF else errors.max())
     allowed = 0.5 if model.dtype in _HALF else 0.02
     if error <= allowed or not bool(torch.isfinite(own).all()):
         return
-    noise = (logprobs(_cached_logits(model, tokens[:-1], len(done.tokens))) - own).abs().max()
+    noise = (logprobs(_cached_logits(model, tokens[:-1], last)) - own).abs().max()
     if error <= _with_noise(allowed, float(noise)):
         return
     raise DecodeError(

@@ -47,6 +47,13 @@ def current() -> Any:
     return _at_work[0] if len(_at_work) == 1 and by_key() else None
 
 
+def within_an_operation() -> bool:
+    """Whether the present code is that of an operation, while somebody records."""
+    if has_key():
+        return torch._C._dispatch_tls_is_dispatch_key_excluded(_key())
+    return torch._C._len_torch_dispatch_stack() == 0
+
+
 def _set_current(recorder: Any) -> None:
     _of_thread.recorder = recorder
 

@@ -15,6 +15,7 @@ from graphmod.trace.collectives import is_collective, opaque_scalar, written_by
 # Logging formats what it is given: the line that matters is the one that logs.
 _INTERNAL = tuple(map(str, (Path(torch.__file__).parent, Path(__file__).parent.parent, Path(logging.__file__).parent)))
 _ON_LISTS = ("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_")
+_SWITCHES = ("dropout_p", "train", "training")
 _BATCH_NORMS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}
 
 
@@ -38,7 +39,7 @@ class Facts(NamedTuple):
     computes: bool  # it makes a tensor of its arguments' values, or of their shapes
     statistics: bool  # a batch norm, which writes its running statistics without its schema saying so
     random: bool
-    dropout: int  # position of the argument `dropout_p`, without which it draws nothing; -1 if it has none
+    switch: int  # position of the argument without which it draws nothing, such as `dropout_p`; -1 if it has none
     dynamic: bool
     profiler: bool  # no operation but a mark
     lists: bool  # works on lists of tensors, maybe with several launches of one kernel
@@ -68,7 +69,7 @@ def facts(op: Any) -> Facts:
             any("Tensor" in str(one.type) and one.alias_info is None for one in (schema.returns if schema else ())),
             name.removeprefix("aten::") in _BATCH_NORMS,
             torch.Tag.nondeterministic_seeded in tags,
-            next((i for i, a in enumerate(schema.arguments if schema else ()) if a.name == "dropout_p"), -1),
+            next((i for i, a in enumerate(schema.arguments if schema else ()) if a.name in _SWITCHES), -1),
             torch.Tag.dynamic_output_shape in tags,
             name.startswith("profiler::"),
             name.startswith(_ON_LISTS),
@@ -82,10 +83,13 @@ def facts(op: Any) -> Facts:
 
 
 def draws(about: Facts, args: tuple, kwargs: dict) -> bool:
-    """Whether this call of an operation draws random numbers: an attention without dropout does not."""
-    if not about.random or about.dropout < 0:
+    """Whether this call of an operation draws random numbers: an attention without dropout does not, nor dropout in
+    evaluation."""
+    if not about.random or about.switch < 0:
         return about.random
-    return (args[about.dropout] if about.dropout < len(args) else kwargs.get("dropout_p", 0.0)) != 0.0
+    given = [kwargs[name] for name in _SWITCHES if name in kwargs]
+    value = args[about.switch] if about.switch < len(args) else given[0] if given else 0.0
+    return value is None or value != 0.0
 
 
 def same_generator(one: torch.Generator, other: torch.Generator) -> bool:

@@ -209,7 +209,7 @@ class Traffic:
         runs = act()
         if self._first.awaited:
             self._forget_if_changed()
-            self._first.compare([run.completion for run in runs])
+            self._first.compare(runs)
         return runs
 
     def _give_out(self, runs: list[Run]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ from graphmod.decode.step.products import join_products
 _MOST_COMPILED = 256  # batch sizes times rules of layers; dynamo's own limit is 8, and beyond it goes on uncompiled
 # Bytes of a weight whose product takes longer than the launch of one more kernel (4 us on an H200).
 _LARGE_WEIGHT = 16 * 2**20
+_one_at_a_time = threading.RLock()  # what is patched belongs to the process
 _WAIT = "tl.extra.cuda.gdc_wait()"
 
 
@@ -37,9 +39,9 @@ def compile_graph(graph: GraphModule, inputs: list[Tensor], tuned: bool) -> Call
         inputs: without memory (fake tensors).
         tuned: see `by_inductor`.
     """
-    FakeTensorProp(graph, detect_fake_mode(inputs)).propagate_dont_convert_inputs(*inputs)
-    join_products(graph, fewest_rows=2 if tuned else 1)
-    with torch.no_grad():
+    with torch.no_grad(), torch._C._DisableAutocast():
+        FakeTensorProp(graph, detect_fake_mode(inputs)).propagate_dont_convert_inputs(*inputs)
+        join_products(graph, fewest_rows=2 if tuned else 1)
         return by_inductor(graph, inputs, tuned)
 
 
@@ -66,7 +68,7 @@ def by_inductor(graph: GraphModule, inputs: list[Any], tuned: bool) -> Callable[
         product = torch.ops.aten.mm.default
         decompositions[product] = functools.partial(_product, decompositions[product])
     # The cache of whole traced graphs knows neither of the decomposition nor of the kernels that wait.
-    with torch._functorch.config.patch(enable_autograd_cache=False), waiting():
+    with _one_at_a_time, torch._functorch.config.patch(enable_autograd_cache=False), waiting():
         return compile_fx(graph, inputs, config_patches=patches, decompositions=decompositions)
 
 

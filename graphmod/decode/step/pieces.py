@@ -6,6 +6,7 @@ weights. Nothing is lost by the cuts: no kernel reaches across an attention, and
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -178,21 +179,36 @@ def graph_of(piece: Piece) -> GraphModule:
     return GraphModule(torch.nn.Module(), graph)
 
 
+def as_observed(function: Callable) -> Callable:
+    """Operations are observed below autocast, whose casts are among them."""
+
+    @functools.wraps(function)
+    def run(*args: Any) -> Any:
+        with torch._C._DisableAutocast():
+            return function(*args)
+
+    return run
+
+
 class Compiled:
     """A program whose pieces were compiled: calling it does once what the step does.
 
     Args:
         functions: of each piece.
+        inputs: by number.
     """
 
-    def __init__(self, program: Program, pieces: list[Piece], functions: list[Callable]) -> None:
-        self._inputs = program.inputs
+    def __init__(
+        self, program: Program, pieces: list[Piece], functions: list[Callable], inputs: dict[int, Tensor]
+    ) -> None:
+        self._inputs = inputs
         last = {number: place for place, piece in enumerate(pieces) for number in (*piece.inputs, *piece.outputs)}
         self._steps = [
-            (run, piece, [n for n, end in last.items() if end == place and n not in program.inputs])
+            (run, piece, [n for n, end in last.items() if end == place and n not in inputs])
             for place, (run, piece) in enumerate(zip(functions, pieces, strict=True))
         ]
 
+    @as_observed
     def __call__(self) -> None:
         values: dict[int, Tensor] = dict(self._inputs)
         for run, piece, dead in self._steps:

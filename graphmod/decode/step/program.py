@@ -14,8 +14,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from graphmod.trace.operations import address, draws, facts
+from graphmod.trace.operations import Facts, address, draws, facts
 from graphmod.trace.tensors import each_tensor
+
+_ONLY_CHECK = ("aten::_assert", "aten::sym_constrain", "profiler::")
+_UNFILLED = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
 
 
 class Unsupported(Exception):
@@ -60,16 +63,16 @@ class Operation(NamedTuple):
 
 
 class Program(NamedTuple):
-    """Operations in order.
+    """Operations in order. It holds no tensors.
 
     Attributes:
         values: of all tensors, by number.
-        inputs: those that were there before, by number.
+        inputs: numbers of those that were there before.
     """
 
     operations: list[Operation]
     values: list[Value]
-    inputs: dict[int, Tensor]
+    inputs: list[int]
 
 
 class Observer:
@@ -82,6 +85,8 @@ class Observer:
         self._inputs: dict[int, Tensor] = {}
         self._numbers: Any = WeakTensorKeyDictionary()
         self._latest: dict[int, int] = {}  # address -> what was made or found there last
+        self._input_storages: set[int] = set()
+        self._unwritten: set[int] = set()  # storages of what was made and not filled yet
         self._constants: set[int] = set()
         self._guessed: set[int] = set()  # addresses of what was found to share memory with what was made
         self._reason: str | None = None
@@ -98,11 +103,15 @@ class Observer:
                 self._take(op, args, kwargs, result, fresh)
             except Unsupported as reason:
                 self._reason = str(reason)
+            except Exception as error:
+                self._reason = f"{facts(op).name} cannot be followed ({type(error).__name__}: {error})"
 
     def _take(self, op: Any, args: tuple, kwargs: dict, result: Any, fresh: list[Tensor]) -> None:
         about = facts(op)
         if draws(about, args, kwargs):
             raise Unsupported("it draws random numbers")
+        if about.name == "aten::detach_":  # says that it writes, and changes no memory
+            return
         if about.lifts:  # a number, or a list of them, that Python code has: the same in each replay
             number = self._add(result, None)
             self._inputs[number], self._latest[address(result)] = result.detach().clone(), number
@@ -122,13 +131,31 @@ class Observer:
                 at[where] = self._latest[where] = number
             return Ref(number)
 
-        outcome = each_tensor(result, made)
-        if writes or refs(outcome):
-            written = tuple(ref.number for ref in refs(writes))
-            self._operations.append(Operation(op, given, named, outcome, written))
+        outcome, written = each_tensor(result, made), tuple(ref.number for ref in refs(writes))
+        if not written and not refs(outcome):
+            if about.name.startswith(_ONLY_CHECK):
+                return
+            raise Unsupported(f"{about.name} returns nothing and does not say what it writes")
+        self._note_memory(about, [*given, *named.values()], outcome, written)
+        self._operations.append(Operation(op, given, named, outcome, written))
 
-    def program(self, outside: set[int], kept: set[int]) -> Program:
-        """All of it.
+    def _note_memory(self, about: Facts, given: list[Any], outcome: Any, written: tuple[int, ...]) -> None:
+        """Takes in what is filled. Memory that is read before any operation has filled it was filled by a kernel that
+        no operation has launched."""
+        filled = {self._values[number].storage for number in written}
+        read = {self._values[ref.number].storage for ref in refs(given)} - filled
+        if not about.views and read & self._unwritten:
+            raise Unsupported("a kernel writes memory that no operation of PyTorch has launched")
+        self._unwritten -= filled
+        if about.name.removeprefix("aten::") in _UNFILLED:
+            self._unwritten |= {self._values[ref.number].storage for ref in refs(outcome)}
+
+    def note_launch(self) -> None:
+        """Takes in that a kernel is launched that is no operation of PyTorch."""
+        self._reason = self._reason or "it launches a Triton kernel that is no operation of PyTorch"
+
+    def program(self, outside: set[int], kept: set[int]) -> tuple[Program, dict[int, Tensor]]:
+        """All of it, and its inputs by number.
 
         Args:
             outside: addresses of the memory that was there before the capture.
@@ -147,19 +174,22 @@ class Observer:
             raise Unsupported("it works on a tensor of constants that is made on the host in each call")
         if not found <= outside:
             raise Unsupported("it works on a tensor whose origin was not seen")
-        return Program(self._operations, self._values, self._inputs)
+        return Program(self._operations, self._values, list(self._inputs)), self._inputs
 
     def _ref(self, tensor: Tensor) -> Ref:
         number = self._numbers.get(tensor)
         if number is not None:
+            if self._values[number][:4] != _geometry(tensor)[:4]:
+                raise Unsupported("it changes how a tensor looks at its memory")
             return Ref(number)
         if is_traceable_wrapper_subclass(tensor) or tensor.layout is not torch.strided:
             raise Unsupported(f"it works on a {type(tensor).__name__} of layout {tensor.layout}")
         where = address(tensor)
         known = self._latest.get(where)
-        if known is None or known in self._inputs:
+        if known is None or self._values[known].storage in self._input_storages:
             number = self._add(tensor, None if known is None else self._values[known].storage)
             self._inputs[number] = tensor
+            self._input_storages.add(self._values[number].storage)
             self._latest[where] = number
             return Ref(number)
         # A view that was taken where nobody looks, in the code around what was compiled.
@@ -175,10 +205,13 @@ class Observer:
 
     def _add(self, tensor: Tensor, storage: int | None) -> int:
         number = len(self._values)
-        made = tuple(tensor.size()), tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device
-        self._values.append(Value(*made, number if storage is None else storage))
+        self._values.append(Value(*_geometry(tensor), number if storage is None else storage))
         self._numbers[tensor] = number
         return number
+
+
+def _geometry(tensor: Tensor) -> tuple:
+    return tuple(tensor.size()), tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device
 
 
 def refs(value: Any) -> list[Ref]:

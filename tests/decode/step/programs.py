@@ -11,7 +11,7 @@ from graphmod.wrap.exchange import serving
 
 
 def program_of(step):
-    """The program of a function without arguments or result."""
+    """The program of a function without arguments or result, and its inputs."""
     wrapper = CUDAGraphModule(step, CUDAGraphConfig(warmup_steps=1), name="step")
     observer = Observer()
     with torch.inference_mode():

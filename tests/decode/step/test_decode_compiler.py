@@ -10,7 +10,7 @@ from decode_models import ROTARY, prompts_of, tiny_model
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Qwen3Config
 
-from graphmod.decode import DecodeEngine
+from graphmod.decode import DecodeEngine, DecodeError
 from graphmod.decode.step.compiler import StepCompiler
 from graphmod.wrap.exchange import serving
 
@@ -146,6 +146,34 @@ def test_steps_that_run_eagerly_meanwhile_change_nothing_about_what_is_compiled(
         assert tokens_of(engine, PROMPTS, max_new_tokens=40) == expected
     assert tokens_of(engine, PROMPTS, max_new_tokens=40) == expected
     assert serving(wrapper).succeeded and compile.graphs
+
+
+def test_tokens_of_compiled_code_are_compared_with_the_models_own():
+    model = tiny_model("llama", torch.device("cpu"))
+
+    def compile(graph, inputs, tuned):  # as a compiler with a defect
+        return lambda *given: tuple(one.flip(-1) if one.is_floating_point() else one for one in graph(*given))
+
+    engine = engine_with(model, compile, buckets=[4])
+    engine.graphs.compiler.taken_over = engine._traffic._first.await_again
+    with pytest.raises(DecodeError, match="differ by"):
+        tokens_of(engine, PROMPTS, max_new_tokens=40)
+
+
+def test_a_background_compiler_keeps_no_engine_alive():
+    model = tiny_model("llama", torch.device("cpu"))
+    compile = Compiler()
+    compile.may_go_on.clear()
+    engine = engine_with(model, compile, background=True, buckets=[4])
+    state = torch.get_rng_state()
+    tokens_of(engine, PROMPTS, max_new_tokens=20)
+    thread, cache = engine.graphs.compiler._thread, weakref.ref(engine.memory.keys[0])
+    del engine
+    gc.collect()
+    assert cache() is None, "while it compiles"
+    compile.may_go_on.set()
+    thread.join(60)
+    assert not thread.is_alive() and torch.equal(torch.get_rng_state(), state)
 
 
 def test_a_compiler_that_fails_leaves_the_graphs_that_there_are(caplog):

@@ -1,8 +1,13 @@
 """Captured steps in pieces: those that are alike are compiled once, others are not, and numbers stay."""
 
+import ctypes
+import sys
+import types
+
 import pytest
 import torch
 from programs import program_of
+from torch import library
 from torch.nn import functional as F
 
 from graphmod import CUDAGraphModule
@@ -10,6 +15,7 @@ from graphmod.config import CUDAGraphConfig
 from graphmod.decode.step.compiler import StepCompiler
 from graphmod.decode.step.pieces import cut
 from graphmod.decode.step.program import Unsupported
+from graphmod.wrap.exchange import serving
 
 
 def attend(x, weight, scale=None):
@@ -156,7 +162,7 @@ def test_memory_that_would_be_changed_in_two_ways_is_not_compiled():
         out.copy_(whole.sum())
 
     with pytest.raises(Unsupported, match="as two tensors"):
-        cut(program_of(step))
+        cut(program_of(step)[0])
 
 
 def test_random_numbers_are_not_compiled(caplog):
@@ -182,3 +188,127 @@ def test_a_constant_that_is_changed_is_not_compiled():
 
     with pytest.raises(Unsupported, match="Python values"):
         program_of(step)
+
+
+def test_a_constant_that_is_read_is_compiled():
+    def layers(x, *weights):
+        for weight in weights:
+            x = x + attend(x, weight) * torch.tensor([0.5])
+        return (x,)
+
+    assert compare(layers, *WEIGHTS) == 3
+
+
+def test_dropout_in_evaluation_is_compiled():
+    def layers(x, *weights):
+        for weight in weights:
+            x = F.dropout(x + attend(x, weight), 0.5, training=False)
+        return (x,)
+
+    assert compare(layers, *WEIGHTS) == 3
+
+
+def test_operations_keep_what_autocast_made_of_them():
+    def layers(x, *weights):
+        with torch.autocast("cpu", torch.bfloat16):
+            for weight in weights:
+                with torch.autocast("cpu", enabled=False):
+                    y = x @ weight
+                x = attend(x, weight).float() + y
+        return (x,)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        assert compare(layers, *WEIGHTS) >= 3
+
+
+def test_memory_that_no_operation_fills_is_not_compiled():
+    source, out = torch.arange(4.0), torch.zeros(4)
+
+    def step():
+        made = torch.empty(4)
+        ctypes.memmove(made.data_ptr(), source.data_ptr(), 16)  # as a kernel that is no operation would
+        out.copy_(made)
+
+    with pytest.raises(Unsupported, match="that no operation of PyTorch has launched"):
+        program_of(step)
+
+
+def test_memory_that_an_operation_fills_in_place_is_compiled():
+    def layers(x, *weights):
+        for weight in weights:
+            made = torch.empty_like(x)
+            made[:4].copy_(x[4:])
+            made[4:].fill_(2.0)
+            x = attend(made, weight)
+        return (x,)
+
+    assert compare(layers, *WEIGHTS) >= 3
+
+
+def test_tensors_that_are_turned_in_place_are_not_compiled():
+    x, out = torch.randn(2, 3), torch.zeros(3, 2)
+
+    def step():
+        y = x * 2
+        y.t_()
+        out.copy_(y)
+
+    with pytest.raises(Unsupported, match="looks at its memory"):
+        program_of(step)
+
+
+def test_parameters_in_one_buffer_are_inputs_of_their_own():
+    flat = torch.cat([weight.flatten() for weight in WEIGHTS])
+    parts = [part.view(8, 8) for part in flat.split(64)]
+
+    def layers(x):
+        for weight in parts:
+            x = x + attend(x, weight)
+        return (x,)
+
+    sizes = compare(layers)
+    assert sizes <= 6, "each begins at a place of its own"
+
+
+LIBRARY = library.Library("graphmod_pieces", "FRAGMENT")
+LIBRARY.define("count(Tensor x) -> ()")
+LIBRARY.define("launch(Tensor x) -> Tensor")
+LIBRARY.impl("count", lambda x: None, "CompositeExplicitAutograd")
+
+
+def test_an_operation_that_may_write_anything_is_not_compiled():
+    x = torch.zeros(3)
+
+    def step():
+        torch.ops.graphmod_pieces.count(x)
+        x.add_(1)
+
+    with pytest.raises(Unsupported, match="does not say what it writes"):
+        program_of(step)
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_kernels_that_triton_launches_past_pytorch_are_not_compiled(within, monkeypatch, caplog):
+    class JITFunction:
+        def run(self, x):
+            return x + 1
+
+    module = types.ModuleType("triton.runtime.jit")
+    module.JITFunction = JITFunction
+    monkeypatch.setitem(sys.modules, "triton.runtime.jit", module)
+    if within:
+        LIBRARY.impl("launch", lambda x: JITFunction().run(x), "CompositeExplicitAutograd", allow_override=True)
+    x = torch.zeros(3)
+
+    def step():
+        y = torch.ops.graphmod_pieces.launch(x) if within else JITFunction().run(x)
+        x.copy_(y)
+
+    compiler = StepCompiler(False, False, lambda graph, inputs, tuned: graph.forward)
+    wrapper = CUDAGraphModule(step, CUDAGraphConfig(warmup_steps=1), name="step")
+    with torch.inference_mode():
+        for _ in range(5):
+            compiler.call(wrapper)
+    assert float(x[0]) == 5
+    assert ("launches a Triton kernel" in caplog.text) is not within
+    assert serving(wrapper).succeeded is within

@@ -39,14 +39,14 @@ def joined(module, x, **settings):
         for result, one in zip(results, module(given), strict=True):
             result.copy_(one)
 
-    program = program_of(step)
+    program, inputs = program_of(step)
     (piece,) = cut(program)
     graph = graph_of(piece)
     with torch.inference_mode():
-        FakeTensorProp(graph).propagate(*[program.inputs[number].clone() for number in piece.inputs])
+        FakeTensorProp(graph).propagate(*[inputs[number].clone() for number in piece.inputs])
         count = join_products(graph, **{"device": "cpu", **settings})
         given.copy_(x)
-        graph(*[program.inputs[number] for number in piece.inputs])
+        graph(*[inputs[number] for number in piece.inputs])
         for one, other in zip(results, module(x.clone()), strict=True):
             assert one.dtype == other.dtype and torch.equal(one, other)
     return count
