@@ -30,6 +30,7 @@ import sys
 from graphmod.cli.main import train
 
 wrong = ["train.steps=0", "train.steps=-5", "train.steps=abc", "train.log=foo", "optim.learning_rate=-1", "data=text"]
+wrong += ["train.resume=nothing", "graph=true"]
 assert [train([one]) for one in wrong] == [2] * len(wrong)
 assert not {"torch", "transformers", "numpy"} & set(sys.modules)
 """
@@ -103,7 +104,8 @@ def python(*arguments, cwd):
 
 def test_values_that_cannot_be_are_told_without_loading_torch(tmp_path):
     done = python("-c", ANSWERS, cwd=tmp_path)
-    assert done.returncode == 0 and done.stderr.count("error: ") == 6, done.stderr
+    assert done.returncode == 0 and done.stderr.count("error: ") == 8, done.stderr
+    assert "Traceback" not in done.stderr
     assert "train.steps must be at least 1, got -5" in done.stderr
 
 
