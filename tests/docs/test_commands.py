@@ -162,7 +162,8 @@ def ask(port):
     """Sends what docs/serve.md has curl send, as soon as the server is there."""
     (line,) = re.findall(r"^    (curl .*)$", (ROOT / "docs" / "serve.md").read_text(), flags=re.M)
     _, url, flag, body = shlex.split(line)
-    assert flag == "-d" and (place := urlsplit(url)).port == 8000
+    place = urlsplit(url)
+    assert flag == "-d" and place.port == 8000
     for _ in range(600):
         with suppress(OSError):
             connection = HTTPConnection("127.0.0.1", port, timeout=60)

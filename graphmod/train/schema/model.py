@@ -99,7 +99,7 @@ def check_model(model: ModelConfig) -> None:
         require(folder.is_dir(), f"model.path={model.path} is not a folder; {NO_DOWNLOAD}")
         require(
             (folder / "config.json").is_file() or not (folder / ADAPTER_FILE).is_file(),
-            f"model.path={model.path} holds LoRA adapters and no whole model; train them on with train.resume="
+            f"model.path={model.path} holds LoRA adapters and no whole model; continue training them with train.resume="
             f"{model.path}, or have one saved with model.lora.merge=true and give its folder {MERGED_FOLDER}",
         )
         require(

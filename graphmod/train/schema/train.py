@@ -112,7 +112,7 @@ def _check_log(train: TrainConfig) -> None:
     for name in given:
         require(
             name in allowed,
-            f"train.log={name} is no place to log to; write one of {', '.join(allowed)}, a list such as "
+            f"train.log={name} is not a logger; write one of {', '.join(allowed)}, a list such as "
             "'train.log=[tensorboard,csv]', or 'train.log=[]' for none",
         )
     if LogTo.wandb in given:
