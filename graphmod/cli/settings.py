@@ -21,7 +21,7 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from graphmod.cli.endings import conclude
+from graphmod.cli.endings import conclude, end_quietly
 from graphmod.cli.explain import explain, unknown_flag
 from graphmod.cli.meant import setting_names
 from graphmod.cli.start import shown, version
@@ -108,6 +108,8 @@ class Program:
             return act(asked)
         except BaseException as error:
             return conclude(error, self.smaller)[0]
+        finally:
+            end_quietly()
 
     def read(self, arguments: list[str]) -> Asked:
         """What the arguments ask for. Raises ConfigError for what is no flag and no setting with a value."""
