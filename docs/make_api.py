@@ -30,7 +30,7 @@ SECTIONS = {
     "Check": {
         "graphmod.check.run": ["check_call"],
         "graphmod.check.report": ["Report", "Finding", "Guarded"],
-        "graphmod.check.order": ["Parting", "Stand"],
+        "graphmod.check.order": ["Divergence", "Stand"],
     },
     "Training": {
         "graphmod.train.step.step": ["TrainStep"],

@@ -35,7 +35,7 @@ WITHIN = {
         *("data", "report", "run"),
     ),
     "cli": (
-        *("stdout", "environment", "start", "explain", "unnamed", "endings", "settings"),
+        *("stdout", "environment", "start", "meant", "explain", "unnamed", "endings", "settings"),
         *("training", "generation", "serving", "main"),
     ),
 }

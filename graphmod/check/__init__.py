@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from graphmod.check.meeting import RanksMissing
-    from graphmod.check.order import Parting, Stand
+    from graphmod.check.order import Divergence, Stand
     from graphmod.check.report import Finding, Guarded, Report
     from graphmod.check.run import check_call, check_layers
 
 _HOMES = {
     "Finding": "graphmod.check.report",
     "Guarded": "graphmod.check.report",
-    "Parting": "graphmod.check.order",
+    "Divergence": "graphmod.check.order",
     "RanksMissing": "graphmod.check.meeting",
     "Report": "graphmod.check.report",
     "Stand": "graphmod.check.order",
@@ -26,7 +26,7 @@ _HOMES = {
     "check_layers": "graphmod.check.run",
 }
 
-__all__ = ["Finding", "Guarded", "Parting", "RanksMissing", "Report", "Stand", "check_call", "check_layers"]
+__all__ = ["Divergence", "Finding", "Guarded", "RanksMissing", "Report", "Stand", "check_call", "check_layers"]
 
 
 def __getattr__(name: str) -> object:

@@ -1,6 +1,6 @@
 """The command line of `python -m graphmod.check`.
 
-Exit status: 0 would be captured, 1 hazards or ranks that part, 2 it could not be asked that way.
+Exit status: 0 would be captured, 1 hazards or ranks that diverge, 2 it could not be asked that way.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ what the function may be (FILE.py:function, too):
                                            %(prog)s train:make
 
 make_batch returns a tuple of arguments, or (arguments, keyword arguments). The step really runs, --calls times.
-exit status: 0: it would be captured; 1: there are hazards, or ranks part; 2: it could not be checked
+exit status: 0: it would be captured; 1: there are hazards, or ranks diverge; 2: it could not be checked
 """
 
 
@@ -61,7 +61,7 @@ def parser(program: str) -> argparse.ArgumentParser:
         metavar="N",
         type=int,
         help="check a torchrun program as N ranks, and whether all communicate in the same order; what a collective "
-        "gives is not computed, so that ranks that part do not hang",
+        "gives is not computed, so that ranks that diverge do not hang",
     )
     parser.add_argument(
         "--timeout",

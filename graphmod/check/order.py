@@ -1,8 +1,8 @@
-"""Compares what ranks communicate, and finds where they part.
+"""Compares what ranks communicate, and finds where they diverge.
 
 Collectives are followed as they would run: one is over when all ranks of its group have come to it, and each of them
-then goes on to its next. Where nobody can go on, or ranks have come to different collectives of one group, they part.
-Messages between two ranks may wait for each other in any order; each needs its counterpart.
+then goes on to its next. Where nobody can go on, or ranks have come to different collectives of one group, they
+diverge. Messages between two ranks may wait for each other in any order; each needs its counterpart.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Way(NamedTuple):
 
 @dataclass
 class Stand:
-    """What some ranks do where they part from others.
+    """What some ranks do where they diverge from others.
 
     Attributes:
         ranks: of the program; all of them do the same.
@@ -61,7 +61,7 @@ class Stand:
 
 
 @dataclass
-class Parting:
+class Divergence:
     """A place where ranks would wait for each other for ever, or mistake each other's data.
 
     Attributes:
@@ -74,15 +74,15 @@ class Parting:
 
     def describe(self) -> list[str]:
         """A line to begin with, and one for each stand."""
-        begins = "A message has no counterpart" if self.after is None else "The ranks part"
+        begins = "A message has no counterpart" if self.after is None else "The ranks diverge"
         if self.after:
             begins += f" after {counted(self.after, 'collective')} in the same order"
         return [begins + ":", *(one.describe() for one in self.stands)]
 
 
-def partings(ways: Iterable[Way]) -> list[Parting]:
-    """Where ranks part in the first call in which they do: the first such place of their collectives, and each message
-    without a counterpart."""
+def divergences(ways: Iterable[Way]) -> list[Divergence]:
+    """Where ranks diverge in the first call in which they do: the first such place of their collectives, and each
+    message without a counterpart."""
     ways = sorted(ways)
     for call in sorted({one.call for way in ways for one in way.steps}):
         # Apart for each call: what one rank does more at its end could pass for the beginning of the next.
@@ -101,7 +101,7 @@ def partings(ways: Iterable[Way]) -> list[Parting]:
     return []
 
 
-def _of_collectives(ways: list[Way]) -> Parting | None:
+def _of_collectives(ways: list[Way]) -> Divergence | None:
     together = {way.rank: [one for one in way.steps if not one.message] for way in ways}
     done = dict.fromkeys(together, 0)
 
@@ -117,7 +117,7 @@ def _of_collectives(ways: list[Way]) -> Parting | None:
             if not there or any(other is None or other.group != one.group for other in there):
                 continue
             if any(other.alike != one.alike for other in there):
-                return _parting(ways, [*one.ranks], together, done)
+                return _divergence(ways, [*one.ranks], together, done)
             for member in one.ranks:
                 done[member] += 1
             moving = True
@@ -128,7 +128,7 @@ def _of_collectives(ways: list[Way]) -> Parting | None:
     while new:  # those that it waits for, those that they wait for, ...
         involved |= new
         new = {member for rank in new if (one := head(rank)) is not None for member in one.ranks} - involved
-    return _parting(ways, sorted(involved), together, done)
+    return _divergence(ways, sorted(involved), together, done)
 
 
 def _at(together: dict[int, list], done: dict[int, int], rank: int) -> Any:
@@ -137,7 +137,7 @@ def _at(together: dict[int, list], done: dict[int, int], rank: int) -> Any:
     return left[done[rank]] if done.get(rank, 0) < len(left) else None
 
 
-def _parting(ways: list[Way], ranks: list[int], together: dict[int, list], done: dict[int, int]) -> Parting:
+def _divergence(ways: list[Way], ranks: list[int], together: dict[int, list], done: dict[int, int]) -> Divergence:
     known = {way.rank: way for way in ways}
     stands: dict[tuple, Stand] = {}
     for rank in ranks:
@@ -148,7 +148,7 @@ def _parting(ways: list[Way], ranks: list[int], together: dict[int, list], done:
             place = next(i for i, step in enumerate(way.steps) if step is one)
             stand = Stand([], one.told, one.place, None if way.stopped else len(way.steps) - place - 1)
         stands.setdefault((stand.does, stand.place), stand).ranks.append(rank)
-    return Parting(done[ranks[0]], list(stands.values()))
+    return Divergence(done[ranks[0]], list(stands.values()))
 
 
 def _nothing(way: Way | None) -> str:
@@ -159,7 +159,7 @@ def _nothing(way: Way | None) -> str:
     return "ends here" if way.steps else "communicates nothing"
 
 
-def _of_messages(ways: list[Way]) -> list[Parting]:
+def _of_messages(ways: list[Way]) -> list[Divergence]:
     """Each first message of two ranks that has no counterpart."""
     sent, expected = defaultdict(list), defaultdict(list)
     for way in ways:
@@ -184,7 +184,7 @@ def _of_messages(ways: list[Way]) -> list[Parting]:
         place = next((i for i, (a, b) in enumerate(pairs) if a.alike != b.alike), min(len(gone), len(come)))
         if place < max(len(gone), len(come)):
             there = (gone[place : place + 1], come[place : place + 1])
-            found.append(Parting(None, _stands(key[0], key[1], *there, len(gone) - place, len(come) - place)))
+            found.append(Divergence(None, _stands(key[0], key[1], *there, len(gone) - place, len(come) - place)))
     return found
 
 

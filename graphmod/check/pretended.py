@@ -1,6 +1,6 @@
 """Ranks that are alone: each has process groups of the size that the program asks for, in which collectives do nothing.
 
-So ranks that part do not hang, and no GPU is needed. Objects (`broadcast_object_list` and its like), which programs
+So ranks that diverge do not hang, and no GPU is needed. Objects (`broadcast_object_list` and its like), which programs
 use to agree on settings, do reach the other ranks.
 """
 

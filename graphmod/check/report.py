@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from graphmod.check.order import Parting
+from graphmod.check.order import Divergence
 from graphmod.state.said import cause_of, ranges
 from graphmod.words import counted, ranks_in_words
 
@@ -128,7 +128,7 @@ class Report:
         operations: how many the watched call did, those of its backward included.
         parts: the layers that were checked one by one; empty where the callable was checked as a whole.
         collectives: how many collectives and messages each rank did; empty where ranks were not compared.
-        partings: where ranks do not communicate in the same order.
+        divergences: where ranks do not communicate in the same order.
         stopped: whether this rank was stopped there, so that hazards are not known.
     """
 
@@ -140,13 +140,13 @@ class Report:
     parts: list[str] = field(default_factory=list)
     on_gpu: list[Finding] = field(default_factory=list)
     collectives: list[int] = field(default_factory=list)
-    partings: list[Parting] = field(default_factory=list)
+    divergences: list[Divergence] = field(default_factory=list)
     stopped: bool = False
 
     @property
     def captured(self) -> bool:
         """Whether it would be captured, and ranks communicate in the same order."""
-        return not self.hazards and not self.partings
+        return not self.hazards and not self.divergences
 
     def __bool__(self) -> bool:
         return self.captured
@@ -159,10 +159,10 @@ class Report:
         ranks = len(self.collectives)
         what = f"{self.name!r}" + (f" ({ranges(self.parts)})" if self.parts else "")
         reasons = [counted(len(self.hazards), "hazard")] if self.hazards else []
-        reasons += ["its ranks part"] if self.partings else []
+        reasons += ["its ranks diverge"] if self.divergences else []
         verdict = f"would stay eager: {', and '.join(reasons)}"
         if not self.hazards:
-            verdict = "would not be captured: its ranks part" if self.partings else "would be captured"
+            verdict = "would not be captured: its ranks diverge" if self.divergences else "would be captured"
         watched = f"{counted(self.operations, 'operation')} watched on {self.device}"
         if self.stopped:
             watched = "This rank was stopped where they do, so that hazards are not known"
@@ -186,15 +186,15 @@ class Report:
 
     def _order(self) -> list[str]:
         """How the ranks communicate."""
-        if not self.partings:
+        if not self.divergences:
             fewest, most = min(self.collectives), max(self.collectives)
             if not most:
                 return [f"None of the {len(self.collectives)} ranks communicates."]
             number = counted(most, "collective") if fewest == most else f"{fewest:,} to {most:,} collectives"
             return [f"The {len(self.collectives)} ranks communicate in the same order: {number} on each."]
         lines = []
-        for parting in self.partings:
-            begins, *stands = parting.describe()
+        for divergence in self.divergences:
+            begins, *stands = divergence.describe()
             lines += [begins, *(line for stand in stands for line in _wrapped(stand))]
         return lines
 
@@ -225,14 +225,14 @@ class Report:
                 "guarded": guarded,
                 "collectives": self.collectives,
                 "stopped": self.stopped,
-                "partings": [
+                "divergences": [
                     {
                         "after": one.after,
                         "stands": [
                             {**asdict(stand), "place": place(stand.place) or stand.place} for stand in one.stands
                         ],
                     }
-                    for one in self.partings
+                    for one in self.divergences
                 ],
             },
             indent=2,

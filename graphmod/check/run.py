@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from graphmod.check.guarded import Kinds
 from graphmod.check.meeting import Meeting, Parted, meeting_of_ranks
-from graphmod.check.order import partings
+from graphmod.check.order import divergences
 from graphmod.check.part import Part
 from graphmod.check.report import Finding, Report, merged
 from graphmod.errors import ConfigError
@@ -152,7 +152,7 @@ def _compared(report: Report, meeting: Meeting | None) -> Iterator[None]:
         meeting.finish(error)
         raise
     ways = meeting.finish()
-    report.collectives, report.partings = [way.count for way in ways], partings(ways)
+    report.collectives, report.divergences = [way.count for way in ways], divergences(ways)
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ Exit status: 0 all went well, 1 something failed, 2 the command line, a config, 
 128 + N stopped by signal N (130 is Ctrl-C, 141 nobody reads the standard output any more, 143 SIGTERM).
 """
 
+import atexit
 import errno
 import signal
 import traceback
@@ -20,6 +21,14 @@ def _of_system(error: OSError, folder: Path | None) -> str:
     if full and folder is not None:
         return f"cannot write to {folder}: {error.strerror}; what was saved before is kept"
     return str(error)
+
+
+def end_quietly() -> None:
+    """From when Python begins to exit, Ctrl-C ends the process without a word: the exit takes a moment, in which
+    impatient people press it again, and a KeyboardInterrupt would be shown as an error of some library."""
+    # What is registered last is called first, so before the libraries that a command has loaded.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        atexit.register(signal.signal, signal.SIGINT, signal.SIG_DFL)
 
 
 def conclude(error: BaseException, smaller: str, folder: Path | None = None) -> tuple[int, str]:

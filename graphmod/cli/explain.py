@@ -1,6 +1,5 @@
 """Words for errors of Hydra and omegaconf: what was got, what is allowed, what to type instead."""
 
-import dataclasses
 import re
 from enum import Enum
 
@@ -9,69 +8,15 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, InterpolationResolutionError, OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError
 
+from graphmod.cli.meant import choice_to_write, last_names, meant, most_like, setting_names
 from graphmod.train.schema.optim import REFUSED_OPTIMIZERS
 from graphmod.train.schema.run import RunConfig
 from graphmod.words import nearest
 
-# What other programs call a setting -> its last name here.
-_ELSEWHERE = {
-    **dict.fromkeys(("block_size", "context_length", "max_length", "max_seq_length", "sequence_length"), "seq_len"),
-    **dict.fromkeys(("clip_grad", "grad_clip", "gradient_clip_val", "max_norm"), "max_grad_norm"),
-    **dict.fromkeys(("dtype", "torch_dtype", "mixed_precision", "amp"), "precision"),
-    **dict.fromkeys(("max_iters", "max_steps", "num_steps"), "steps"),
-    **dict.fromkeys(("micro_batch_size", "per_device_train_batch_size"), "batch_size"),
-    **dict.fromkeys(("n_embd", "d_model"), "hidden_size"),
-    **dict.fromkeys(("n_head", "num_attention_heads"), "heads"),
-    **dict.fromkeys(("n_layer", "num_hidden_layers"), "layers"),
-    "gradient_accumulation_steps": "grad_accumulation",
-    "gradient_checkpointing": "activation_checkpointing",
-    "max_tokens": "max_new_tokens",
-}
 # What omegaconf says of a value of another kind, and how users call that kind.
 _WRONG_KIND = re.compile(r"Value '(.*)' (?:of type .* could not be converted to |is not a valid )(Integer|Float|bool)")
 _KINDS = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
 _OWN_FILES = ("--config", "--config-name", "--config-path", "-cn", "-cp", "--config-file", "--yaml")
-
-
-def setting_names(kind: type = RunConfig, prefix: str = "") -> list[str]:
-    """Every key a run understands, such as `train.steps`, and the groups themselves, such as `train`."""
-    names = []
-    for field in dataclasses.fields(kind):
-        name = prefix + field.name
-        names.append(name)
-        if dataclasses.is_dataclass(field.type):
-            names += setting_names(field.type, f"{name}.")
-    return names
-
-
-def _shortened(short: str, words: dict[str, str]) -> str | None:
-    """What the only word that `short` begins, or has the initials of, stands for; None where there are more or none."""
-    found = [
-        name
-        for word, name in words.items()
-        if word.startswith(short) or "".join(part[0] for part in word.split("_") if part) == short
-    ]
-    return found[0] if len(found) == 1 and len(short) > 1 else None
-
-
-def meant(key: str, names: list[str]) -> str | None:
-    """The setting that was probably meant, or None: a bad guess that is followed trains something else."""
-    if key in names:
-        return key
-    group, _, last = key.rpartition(".")
-    # Last names, of which the first setting that has one gets it; a setting of a group is not meant to be a group.
-    anywhere = {name.rpartition(".")[2]: name for name in reversed(names) if "." in name or not group}
-    siblings = {word: f"{group}.{word}".lstrip(".") for word in _last_names(group, names)}
-    known = anywhere.get(last) or anywhere.get(_ELSEWHERE.get(last))
-    if group and siblings:
-        close = siblings.get(nearest(last, siblings, cutoff=0.65))
-        return known or _shortened(last, siblings) or close or _shortened(last, anywhere)
-    return known or _shortened(last, siblings) or _shortened(last, anywhere) or nearest(key, names, cutoff=0.65)
-
-
-def _last_names(group: str, names: list[str]) -> list[str]:
-    """Those of the settings of a group, or, with an empty name, the groups."""
-    return [name.rpartition(".")[2] for name in names if name.rpartition(".")[0] == group]
 
 
 def unknown_flag(argument: str, following: str, flags: list[str], kind: type) -> str:
@@ -90,13 +35,15 @@ def unknown_flag(argument: str, following: str, flags: list[str], kind: type) ->
         return f"{said}; settings in a file: --config-dir FOLDER GROUP=CHOICE reads FOLDER/GROUP/CHOICE.yaml"
     if flag := nearest(name, flags, cutoff=0.8):
         return f"{said}; did you mean {flag!r}? Settings are written without dashes: key=value"
-    setting = meant(word, setting_names(kind))
-    return f"{said}; settings are written without dashes: {f'{setting}={value}' if setting else 'key=value'}"
+    setting = meant(word, setting_names(kind)) or "key=value"
+    return f"{said}; settings are written without dashes: {setting if '=' in setting else f'{setting}={value}'}"
 
 
 def _advice(name: str, value: str, kind: type) -> str:
     """What to write to set `name`; where `value` cannot be meant, the values that can."""
-    if "." in name:
+    if "=" in name:
+        return f" Write {name}"
+    if "." in name and not name.startswith("hydra."):
         settings = OmegaConf.structured(kind)
         try:
             OmegaConf.merge(settings, OmegaConf.from_dotlist([f"{name}={value}"]))
@@ -117,29 +64,27 @@ def _unknown_key(key: str, kind: type, value: str | None = None) -> str:
     if key.startswith("hydra."):
         return f"{message}; those of Hydra that count here are hydra.run.dir=FOLDER and hydra.sweep.dir=FOLDER"
     if best:
-        message += f"; did you mean {best!r}?" + ("" if value is None else _advice(best, value, kind))
-    siblings = _last_names(group, names)
+        # In a file of settings there is no command line to write on, but a value may be the answer.
+        write = "" if value is None and "=" not in best else _advice(best, value, kind)
+        message += f"; did you mean {best.partition('=')[0]!r}?{write}"
+    siblings = last_names(group, names)
     if group and siblings:
         return f"{message}\n  settings of {group!r}: {', '.join(siblings)}"
-    return f"{message}\n  groups: {', '.join(_last_names('', names))}"
-
-
-def _most_like(word: str, options: list[str]) -> str | None:
-    """The one of `options` most like `word`, or the only one that begins with it; None when nothing is."""
-    begun = [option for option in options if word and option.startswith(word)]
-    return nearest(word, options) or (begun[0] if len(begun) == 1 else None)
+    alone = [name for name in last_names("", names) if not last_names(name, names)]
+    groups = [name for name in last_names("", names) if name not in alone]
+    return f"{message}\n  groups: {', '.join(groups)}" + (f"; other settings: {', '.join(alone)}" if alone else "")
 
 
 def _choices(error: MissingConfigException) -> str:
-    group, _, choice = str(error.missing_cfg_file or "").rpartition("/")
-    if not group:
+    group, _, choice = str(error.missing_cfg_file or "").partition("/")
+    if not choice:
         return str(error).splitlines()[0]
     options = sorted(error.options or [])
     listed = f"\n  choices of {group!r}: {', '.join(options)}"
     if group == "optim" and choice.lower() in REFUSED_OPTIMIZERS:
         return f"optim={choice} cannot be used: {REFUSED_OPTIMIZERS[choice.lower()]}{listed}"
-    best = _most_like(choice, options)
-    hint = f"; did you mean {group}={best}?" if best else ""
+    best = choice_to_write(group, choice, options)
+    hint = f"; did you mean {best}?" if best else ""
     return f"there is no choice {choice!r} for {group!r}{hint}{listed}"
 
 
@@ -180,7 +125,8 @@ def _reason(error: BaseException, kind: type) -> str:
     if reason.endswith("is not Optional"):
         reason = "null is not allowed"
     elif wrong := _WRONG_KIND.match(reason):
-        return f"{key} must be {_KINDS[wrong[2]]}, got {wrong[1]!r}"
+        whole = re.fullmatch(r"(-?\d+)\.0", wrong[1]) if wrong[2] == "Integer" else None  # 1e3, as Hydra read it
+        return f"{key} must be {_KINDS[wrong[2]]}, " + (f"such as {whole[1]}" if whole else f"got {wrong[1]!r}")
     elif "is not a ListConfig" in reason:
         reason = f"{inner.value!r} is not a list; write it as '{key}=[{inner.value}]'"
     elif "is not a subclass of" in reason:
@@ -189,5 +135,5 @@ def _reason(error: BaseException, kind: type) -> str:
         reason = f"{inner.value!r} is not a set of settings; {key!r} is a group: write {write}"
     elif key == "graph.scope" and (allowed := re.search(r"expected one of \[(.*)\]", reason)):
         scopes = [*allowed[1].split(", "), *(["auto"] if kind is RunConfig else [])]
-        reason += f"; write graph={_most_like(str(inner.value), scopes) or 'SCOPE'}"
+        reason += f"; write graph={(*most_like(str(inner.value), scopes), 'SCOPE')[0]}"
     return f"{key}: {reason}"

@@ -116,6 +116,9 @@ def main() -> int:
     if name == "--version":
         print(version())
         return 0
+    if name not in COMMANDS and "=" in name:
+        print(f"error: a command comes first: {shown('train')} {name}", file=sys.stderr)
+        return 2
     if name not in COMMANDS:
         best = nearest(name, [*COMMANDS])
         hint = f"; did you mean {best!r}?" if best else ""

@@ -21,8 +21,9 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from graphmod.cli.endings import conclude
-from graphmod.cli.explain import explain, setting_names, unknown_flag
+from graphmod.cli.endings import conclude, end_quietly
+from graphmod.cli.explain import explain, unknown_flag
+from graphmod.cli.meant import setting_names
 from graphmod.cli.start import shown, version
 from graphmod.cli.stdout import show
 from graphmod.cli.unnamed import without_name, without_value
@@ -107,6 +108,8 @@ class Program:
             return act(asked)
         except BaseException as error:
             return conclude(error, self.smaller)[0]
+        finally:
+            end_quietly()
 
     def read(self, arguments: list[str]) -> Asked:
         """What the arguments ask for. Raises ConfigError for what is no flag and no setting with a value."""
@@ -153,9 +156,19 @@ class Program:
         if found.is_interval_sweep():
             raise ConfigError(f"{argument} has no end of values; give some of them: {key}=choice(a,b)")
         if found.is_sweep_override() and not several:
-            way_out = "add --multirun to run each of them" if self.multirun else "give one of them"
-            raise ConfigError(f"{argument} gives several values: {way_out}, or write a list as {key}=[a,b]")
+            raise ConfigError(self._several_values(argument, key, value))
         return found
+
+    def _several_values(self, argument: str, key: str, value: str) -> str:
+        way_out = "add --multirun to run each of them" if self.multirun else "give one of them"
+        settings = OmegaConf.structured(self.kind)
+        try:  # whether the setting may be a list
+            OmegaConf.update(settings, key, [item.strip() for item in value.split(",")])
+            kept = OmegaConf.select(settings, key)
+        except OmegaConfBaseException:
+            kept = None
+        listed = f", or write a list as '{key}=[{value}]'" if OmegaConf.is_list(kept) else ""
+        return f"{argument} gives several values: {way_out}{listed}"
 
     def _added(self, key: str) -> str:
         """`key` as Hydra wants it: what is new in a setting of many keys (`optim.schedule_options`) is added, what is
@@ -182,10 +195,16 @@ class Program:
         """
         try:
             with self._hydra():
-                config = compose(self.name, overrides, return_hydra_config=True)
+                config = compose(self.name, [self._choice(one) for one in overrides], return_hydra_config=True)
         except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
             raise ConfigError(explain(error, self.kind)) from error
         return OmegaConf.masked_copy(config, [name for name in config if name != "hydra"]), config.hydra
+
+    def _choice(self, override: str) -> str:
+        """`override` with the choice of a group as a text: Hydra has no words for `graph=true` or `optim=1e-3`."""
+        key, _, value = override.partition("=")
+        plain = (self.configs / key).is_dir() and value[:1] not in ("'", '"')
+        return f"{key}={quoted(value)}" if plain else override
 
     def typed(self, settings: DictConfig | dict) -> Any:
         """The settings as an object of their kind.

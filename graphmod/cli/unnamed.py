@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from graphmod.cli.explain import meant, setting_names
+from graphmod.cli.meant import meant, setting_names
 
 
 def without_name(argument: str, before: str, kind: type, configs: Path, texts: tuple[str, ...]) -> str:
@@ -21,7 +21,7 @@ def without_name(argument: str, before: str, kind: type, configs: Path, texts: t
             f"{argument!r} would remove a setting, which is not possible; leave it out for its default, or write "
             f"{argument[1:].partition('=')[0] or 'key'}=VALUE"
         )
-    if name := meant(argument, names):
+    if name := (meant(argument, names) or "").partition("=")[0]:
         return f"{argument!r} has no value; write {name}=VALUE, without spaces around '='"
     said = f"{argument!r} has no name; settings are written key=value"
     key, equals, value = before.partition("=")

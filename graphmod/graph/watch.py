@@ -93,7 +93,7 @@ class Watch:
         if all(map(operator.is_, now, self._grads)):
             return None
         if [0 if g is None else g.data_ptr() for g in now] != self._grad_addresses:
-            return "the gradients it accumulates into or reads are others than when it was captured"
+            return "the gradients it accumulates into or reads differ from those at capture"
         return None
 
 

@@ -1,4 +1,4 @@
-"""`graphmod check --ranks N`: ranks that nobody connects are compared, and told where they part."""
+"""`graphmod check --ranks N`: ranks that nobody connects are compared, and told where they diverge."""
 
 import json
 import os
@@ -11,7 +11,7 @@ import rank_steps
 
 from graphmod.check import Finding, Report
 from graphmod.check.collectives import Collective
-from graphmod.check.order import Way, partings
+from graphmod.check.order import Way, divergences
 from graphmod.check.report import of_all_ranks
 
 HERE = Path(__file__).parent
@@ -47,18 +47,18 @@ def found(tmp_path_factory):
 @pytest.mark.parametrize("name", [one.__name__ for one in rank_steps.SAME])
 def test_ranks_that_communicate_alike_agree(found, name):
     for text, told in (rank[name] for rank in found):
-        assert not told["partings"] and "The 4 ranks communicate in the same order" in text, text
+        assert not told["divergences"] and "The 4 ranks communicate in the same order" in text, text
         assert max(told["collectives"]) > 0
         assert told["captured"] is (name != "ddp_unused")
 
 
 def stands(found, name, after):
-    """What ranks do where they part, which all of them are told alike."""
+    """What ranks do where they diverge, which all of them are told alike."""
     text, told = found[0][name]
-    assert not told["captured"] and all(rank[name][1]["partings"] == told["partings"] for rank in found)
-    (parting,) = told["partings"]
-    assert parting["after"] == after and "its ranks part" in text
-    return {tuple(one["ranks"]): one for one in parting["stands"]}
+    assert not told["captured"] and all(rank[name][1]["divergences"] == told["divergences"] for rank in found)
+    (divergence,) = told["divergences"]
+    assert divergence["after"] == after and "its ranks diverge" in text
+    return {tuple(one["ranks"]): one for one in divergence["stands"]}
 
 
 def test_a_branch_is_told_with_both_lines_and_what_follows(found):
@@ -67,7 +67,7 @@ def test_a_branch_is_told_with_both_lines_and_what_follows(found):
     assert there[0,]["follow"] == 1 and there[1, 2, 3]["follow"] == 0
     assert there[1, 2, 3]["does"] == "broadcast from rank 0 of (4,) float32"
     text = found[0]["branch"][0]
-    assert "The ranks part after 1 collective in the same order:" in text
+    assert "The ranks diverge after 1 collective in the same order:" in text
     assert f"ranks 1, 2 and 3: broadcast from rank 0 of (4,) float32 at {line('# of others')} in step" in text
     assert there[0,]["place"]["function"] == "sums"
 
@@ -99,15 +99,15 @@ def collective(name, *ranks, call=1, peer=None):
 
 def test_one_more_collective_is_not_taken_for_the_first_of_the_next_call():
     one = [collective("all_reduce", 0, 1, call=call) for call in (1, 2)]
-    (parting,) = partings([Way(0, [one[0], *one], calls=2), Way(1, one, calls=2)])
-    assert [stand.does for stand in parting.stands] == ["all_reduce", "ends here"]
+    (divergence,) = divergences([Way(0, [one[0], *one], calls=2), Way(1, one, calls=2)])
+    assert [stand.does for stand in divergence.stands] == ["all_reduce", "ends here"]
 
 
 def test_a_message_from_any_rank_takes_what_is_left():
     sends = [Way(rank, [collective("send", 0, 1, 2, peer=2)]) for rank in (0, 1)]
     receives = [collective("recv", 0, 1, 2, peer=peer) for peer in (None, 0)]
-    assert not partings([*sends, Way(2, receives)])
-    assert partings([*sends, Way(2, receives[:1])])
+    assert not divergences([*sends, Way(2, receives)])
+    assert divergences([*sends, Way(2, receives[:1])])
 
 
 def test_a_hazard_of_all_ranks_is_told_once_and_one_of_few_with_their_numbers():
@@ -176,9 +176,9 @@ def test_the_command_starts_ranks_that_exchange_objects_and_makes_one_report(tmp
     assert told["collectives"] == [2, 3]
     ranks = {one["what"]: one["ranks"] for one in told["hazards"]}
     assert ranks == {"_local_scalar_dense": [1], "all_gather_object": [0, 1]}, told["hazards"]
-    (parting,) = told["partings"]
-    assert [one["does"] for one in parting["stands"]] == ["ends here", "barrier"]
-    assert parting["stands"][1]["place"] == {"file": "train.py", "line": 26, "function": "step"}
+    (divergence,) = told["divergences"]
+    assert [one["does"] for one in divergence["stands"]] == ["ends here", "barrier"]
+    assert divergence["stands"][1]["place"] == {"file": "train.py", "line": 26, "function": "step"}
     assert "a line of the program" in err
 
 

@@ -65,6 +65,8 @@ def test_the_command_names_its_version_its_commands_and_the_nearest_of_them(monk
     assert all(shown.count(f"  graphmod {name} ") == 2 for name in command.COMMANDS), shown
     assert run(monkeypatch, "trian") == 2
     assert "there is no command 'trian'; did you mean 'train'?" in capsys.readouterr().err
+    assert run(monkeypatch, "train.steps=3") == 2
+    assert "a command comes first: graphmod train train.steps=3" in capsys.readouterr().err
 
 
 def test_each_command_is_given_the_arguments_behind_it(monkeypatch):

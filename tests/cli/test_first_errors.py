@@ -1,5 +1,6 @@
 """What is told at once: settings before PyTorch is loaded, misspelt names, files to check, models to decode."""
 
+import signal
 import subprocess
 import sys
 
@@ -30,8 +31,20 @@ import sys
 from graphmod.cli.main import train
 
 wrong = ["train.steps=0", "train.steps=-5", "train.steps=abc", "train.log=foo", "optim.learning_rate=-1", "data=text"]
+wrong += ["train.resume=nothing", "graph=true"]
 assert [train([one]) for one in wrong] == [2] * len(wrong)
 assert not {"torch", "transformers", "numpy"} & set(sys.modules)
+"""
+PRESSED_AT_EXIT = """
+import atexit
+import os
+import signal
+import sys
+
+atexit.register(os.kill, os.getpid(), signal.SIGINT)  # as if it came while a library cleans up
+from graphmod.cli.main import train
+
+sys.exit(train(["train.steps=0"]))
 """
 ANSWERS_OF_GENERATE = """
 import sys
@@ -103,8 +116,15 @@ def python(*arguments, cwd):
 
 def test_values_that_cannot_be_are_told_without_loading_torch(tmp_path):
     done = python("-c", ANSWERS, cwd=tmp_path)
-    assert done.returncode == 0 and done.stderr.count("error: ") == 6, done.stderr
+    assert done.returncode == 0 and done.stderr.count("error: ") == 8, done.stderr
+    assert "Traceback" not in done.stderr
     assert "train.steps must be at least 1, got -5" in done.stderr
+
+
+def test_ctrl_c_while_python_exits_ends_it_without_a_word(tmp_path):
+    done = python("-c", PRESSED_AT_EXIT, cwd=tmp_path)
+    assert done.returncode == -signal.SIGINT
+    assert done.stderr == "error: train.steps must be at least 1, got 0\n"
 
 
 def test_what_generate_cannot_use_is_told_without_loading_torch(tmp_path):

@@ -105,7 +105,7 @@ def test_a_finished_run_is_extended_to_the_bits_of_a_longer_one(on_text, tmp_pat
     config = parse(given(f"train.resume={tmp_path / 'run'}", "train.steps=11").settings)
     extended = train(config, tmp_path / "unused", say=said.append)
     assert extended.losses == longer.losses and extended.resumed_at_step == 8
-    assert said[1] == "train.steps was 8; the numbers are those of a run that had 11 from the start"
+    assert said[1] == "train.steps was 8; the numbers are those of a run that had 11 steps from the start"
     ends = [tmp_path / name / extended.checkpoint / "model.safetensors" for name in ("run", "longer")]
     assert ends[0].read_bytes() == ends[1].read_bytes()
 
@@ -118,8 +118,8 @@ def test_an_extension_with_a_schedule_says_that_its_numbers_are_others(on_text, 
     extended = train(config, tmp_path / "unused", say=said.append)
     assert len(extended.losses) == 11 and extended.losses != longer.losses
     assert said[0].startswith("resuming from step 8 of 11")
-    assert "schedule of 11 steps; that of step 9 is 0.000616, after 0.0003. A run" in said[1]
-    assert "has other numbers" in said[1]
+    assert "schedule for 11 steps (step 8: 0.0003, step 9: 0.000616). The" in said[1]
+    assert "The numbers differ from" in said[1]
 
 
 def test_fewer_steps_than_are_done_are_refused(on_text, tmp_path):

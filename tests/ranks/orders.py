@@ -34,9 +34,9 @@ def parts(device, rank, how):
 
     try:
         report = graphmod.check(step)
-        (parting,) = report.partings
+        (divergence,) = report.divergences
         assert report.stopped and "This rank was stopped where they do" in str(report)
-        told = [(stand.ranks, stand.does) for stand in parting.stands]
+        told = [(stand.ranks, stand.does) for stand in divergence.stands]
     except ValueError as error:
         told = str(error)
     after = torch.ones(1)

@@ -136,7 +136,7 @@ def test_what_takes_too_long_is_ended(saved, signals, monkeypatch, capsys):
         code = main([f"model.path={saved}", "model.device=cpu", "serve.port=0", "serve.drain_seconds=0"])
         status, body = answer.result()
     assert (status, body["error"]["code"]) == (503, "shutting_down")
-    assert code == 128 + signal.SIGINT and "1 request had to be ended" in capsys.readouterr().err
+    assert code == 128 + signal.SIGINT and "1 request cut off" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -154,7 +154,7 @@ def test_a_second_signal_ends_at_once(saved):
         one.process.send_signal(signal.SIGTERM)
         code, said = one.ended()
         assert code == 128 + signal.SIGTERM and time.monotonic() - began < 3
-        assert "serve.api_key=KEY asks for a key" in said
+        assert "set serve.api_key=KEY to require a key" in said
         with pytest.raises((ConnectionError, http.client.HTTPException)):
             running.result()
 

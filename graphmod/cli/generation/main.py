@@ -28,7 +28,7 @@ def _settings(asked: Asked) -> GenerateConfig:
 
 
 def _generate(asked: Asked) -> int:
-    require_one_process("graphmod generate works in one; give it one GPU")
+    require_one_process("graphmod generate runs in one; give it one GPU")
     plan = planned(_settings(asked))  # before PyTorch is loaded
     with loading():
         from graphmod.cli.generation.run import generate

@@ -40,7 +40,7 @@ def _require_extra() -> None:
 
 
 def _serve(asked: Asked) -> int:
-    require_one_process("graphmod serve works in one; give it one GPU")
+    require_one_process("graphmod serve runs in one; give it one GPU")
     config = _settings(asked)
     config.check()
     folder = model_folder(config.model.path)

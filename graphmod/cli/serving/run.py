@@ -70,9 +70,9 @@ def serve(config: ServeConfig, folder: Path, listening: socket.socket) -> int:
     url = server.url
     server.start()
     try:
-        say_plainly(f"loading; {url}/health tells when it is ready")
+        say_plainly(f"loading; {url}/health shows when it is ready")
         if config.serve.api_key is None and not ip_address(server.host).is_loopback:
-            say_plainly("note: whoever reaches this address may use the model; serve.api_key=KEY asks for a key")
+            say_plainly("note: anyone who reaches this address can use it; set serve.api_key=KEY to require a key")
         engine = _engine(config, folder)
         signals = _Signals()
         service.begin(engine, engine.requests.codec)
@@ -90,12 +90,12 @@ def _drained(service: Service, number: int) -> int:
     service.drain()
     admission, seconds = service.admission, service.settings.drain_seconds
     if admission.requests:
-        say_plainly(f"shutting down: {counted(admission.requests, 'request')} may take {seconds:g} s to finish")
+        say_plainly(f"shutting down; waiting up to {seconds:g} s for {counted(admission.requests, 'request')}")
     until = time.monotonic() + seconds
     while admission.requests and time.monotonic() < until:
         time.sleep(_TURN)
     if not (left := admission.requests):
         say_plainly("stopped")
         return 0
-    say_plainly(f"stopped; {counted(left, 'request')} had to be ended")
+    say_plainly(f"stopped; {counted(left, 'request')} cut off")
     return 128 + number

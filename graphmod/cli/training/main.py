@@ -18,6 +18,7 @@ from graphmod.errors import ConfigError
 from graphmod.train.run.folders import job_folder
 from graphmod.train.schema.parallel import ParallelMode
 from graphmod.train.schema.run import RunConfig, check
+from graphmod.train.schema.train import check_resume
 
 
 def main(arguments: list[str]) -> int:
@@ -48,6 +49,7 @@ def _folder(hydra: DictConfig, what: str) -> Path:
 
 def _require_one_run(config: RunConfig) -> None:
     """Raises ConfigError for settings that a single run cannot have."""
+    check_resume(config.train)
     if config.train.resume not in ("none", "auto"):
         return  # it has settings that are not known yet
     check(config)

@@ -67,7 +67,7 @@ def _result(settings: DictConfig, folder: Path) -> RunResult:
         return RunResult.read(folder)
     except (OSError, ValueError, TypeError) as error:
         scope = settings.graph.scope.value
-        return RunResult(scope=scope, status="failed", error=f"it left no result ({error})")
+        return RunResult(scope=scope, status="failed", error=f"it wrote no result ({error})")
 
 
 def gpu_busy_ms(result: RunResult) -> float | None:

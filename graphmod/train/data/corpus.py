@@ -30,6 +30,7 @@ log = logging.getLogger("graphmod")
 
 _BYTE_VOCABULARY = 256
 _SYNTHETIC_TOKENS = 1 << 20
+_ROWS = (".jsonl", ".ndjson", ".parquet", ".arrow")
 _DECIDES_TOKENS = ("source", "path", "pattern", "max_bytes", "documents", "column", "train_on", "split")
 _NOT_SOURCES = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 
@@ -78,6 +79,8 @@ def text_files(paths: list[str], pattern: str) -> list[Path]:
             found += _visible(path, pattern)
         else:
             found.append(path)
+    if rows := next((path for path in found if path.suffix.lower() in _ROWS), None):
+        log.warning(f"{rows} is read as plain text, brackets and all; data=hf reads the texts or chats in its rows")
     if not found:
         shown = paths[0] if len(paths) == 1 else f"[{','.join(paths)}]"
         there = [file for path in map(Path, paths) for file in _visible(path, "*")]
@@ -224,5 +227,5 @@ def load_corpus(data: DataConfig, model: ModelConfig, seed: int) -> Corpus:
         tokens, starts = cached(data.cache, key, lambda: _tokenized(files, data, tokenizer))
     if len(tokens) == 0:
         raise ConfigError(f"the data is empty: {name} ({counted(len(files), 'file')}) holds no text")
-    vocab, unit = (_BYTE_VOCABULARY, "bytes") if tokenizer is None else (len(tokenizer), "tokens")
+    vocab, unit = (_BYTE_VOCABULARY, "tokens (bytes)") if tokenizer is None else (len(tokenizer), "tokens")
     return Corpus(tokens, vocab, tokenizer, f"{len(tokens):,} {unit} of {name}", starts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ _LOADERS = {
     **{".json": "json", ".jsonl": "json", ".ndjson": "json", ".parquet": "parquet", ".csv": "csv", ".tsv": "csv"},
     **{".txt": "text", ".md": "text", ".arrow": "arrow"},
 }
+# Files about the data, which lie beside it.
+_ABOUT = ("README", "LICENSE", "CHANGELOG")
 _COMPRESSED = {".gz", ".bz2", ".xz", ".zst", ".lz4"}
 
 
@@ -29,11 +32,15 @@ def _datasets() -> Any:
     return datasets
 
 
-def _loader_of(path: Path) -> str:
+def _suffix(path: Path) -> str:
     suffixes = [suffix.lower() for suffix in path.suffixes]
     if suffixes and suffixes[-1] in _COMPRESSED:
         suffixes.pop()
-    found = _LOADERS.get(suffixes[-1] if suffixes else "")
+    return suffixes[-1] if suffixes else ""
+
+
+def _loader_of(path: Path) -> str:
+    found = _LOADERS.get(_suffix(path))
     if found is None:
         raise ConfigError(
             f"data.path={path}: data=hf reads {', '.join(f'*{suffix}' for suffix in _LOADERS)}, and folders of them; "
@@ -48,6 +55,24 @@ def row_files(path: Path) -> list[Path]:
     return sorted(file for file in inside if not any(part.startswith(".") for part in file.relative_to(path).parts))
 
 
+def _loader_of_folder(folder: Path, pattern: str) -> str | None:
+    """What reads the files of a folder; None where the library finds out by itself. Files of several kinds are refused:
+    the library would take the most frequent kind and leave out the others without a word."""
+    kinds: dict[str, set[str]] = {}
+    for file in row_files(folder):
+        loader = _LOADERS.get(_suffix(file))
+        about = file.stem.upper() in _ABOUT
+        if loader is not None and not about and fnmatchcase(file.name, pattern):
+            kinds.setdefault(loader, set()).add(f"*{_suffix(file)}")
+    if len(kinds) > 1:
+        found = sorted(suffix for suffixes in kinds.values() for suffix in suffixes)
+        raise ConfigError(
+            f"data.path={folder} holds files of several kinds ({', '.join(found)}); choose one: "
+            f"data.pattern='{found[0]}'"
+        )
+    return next(iter(kinds), None)
+
+
 def _load(data: DataConfig, path: Path) -> Any:
     """An iterable dataset of the rows; nothing is copied on the disk."""
     datasets = _datasets()
@@ -58,7 +83,7 @@ def _load(data: DataConfig, path: Path) -> Any:
             return datasets.load_from_disk(str(path))
         if data.pattern != "*":
             options["data_files"] = f"**/{data.pattern}"
-        if any(file.suffix.lower() == ".txt" for file in row_files(path)):
+        if _loader_of_folder(path, data.pattern) == "text":
             options["sample_by"] = lines
         return datasets.load_dataset(str(path.resolve()), **options)
     loader = _loader_of(path)
@@ -76,9 +101,12 @@ def _silent() -> Iterator[None]:
     bars, level = datasets.is_progress_bar_enabled(), datasets.logging.get_verbosity()
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(logging.CRITICAL)
+    cards = logging.getLogger("huggingface_hub.repocard")  # complains of a README.md that is no card of a data set
+    heard, cards.disabled = cards.disabled, True
     try:
         yield
     finally:
+        cards.disabled = heard
         datasets.logging.set_verbosity(level)
         if bars:
             datasets.enable_progress_bars()

@@ -32,9 +32,9 @@ def split(corpus: Corpus, data: DataConfig) -> tuple[Tensor, Tensor]:
     for name, part, used in (("train on", training, True), ("evaluate on", evaluation, data.eval_fraction > 0)):
         if used and len(part) < needed:
             raise ConfigError(
-                f"the data is too short: {len(part)} tokens to {name}, and one sequence takes {needed} "
-                f"(data.seq_len + 1), of {corpus.description}. Lower data.seq_len, give more text, or change "
-                f"data.eval_fraction={data.eval_fraction}"
+                f"the data is too short: of {corpus.description}, data.eval_fraction={data.eval_fraction} leaves "
+                f"{len(part):,} to {name}, and one sequence takes {needed} (data.seq_len + 1). Lower data.seq_len, "
+                "give more text, or set another data.eval_fraction"
             )
     return training, evaluation
 

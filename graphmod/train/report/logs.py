@@ -12,7 +12,7 @@ log = logging.getLogger("graphmod")
 # What batches of another shape lead to: another signature, and gradients at other addresses until it is captured.
 _OF_LENGTHS = (
     " is called with other inputs",
-    "runs eagerly: the gradients it accumulates into or reads are others than when it was captured",
+    "runs eagerly: the gradients it accumulates into or reads differ from those at capture",
 )
 
 

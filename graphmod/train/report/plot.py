@@ -42,7 +42,7 @@ def _times(axes: Any, curves: list[tuple[str, str, RunResult]]) -> None:
         axes.yaxis.set_minor_formatter(NullFormatter())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
     axes.set_ylabel("step time, ms")
-    axes.set_title("warm-up and capture lie at the beginning", fontsize=9)
+    axes.set_title("the first steps include warm-up and capture", fontsize=9)
 
 
 def _losses(axes: Any, curves: list[tuple[str, str, RunResult]]) -> None:

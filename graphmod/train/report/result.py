@@ -216,11 +216,8 @@ def _without_times(result: "RunResult") -> str:
     done, before = len(result.step_ms), result.resumed_at_step
     if before and not done:
         return f"no step was left to train: all {before:,} had been done before the run was resumed"
-    since = " since it was resumed" if before else ""
-    return (
-        f"no step times: the run did {counted(done, 'step')}{since}, and the first {result.measured_from_step:,}, "
-        "which warm up and capture, are not timed"
-    )
+    first, last = before + result.measured_from_step + 1, before + done
+    return f"no step times: timing starts at step {first:,}, after warm-up and capture; the run ended at step {last:,}"
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

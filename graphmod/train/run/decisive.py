@@ -128,11 +128,11 @@ def extension(manifest: dict[str, Any], config: RunConfig) -> str | None:
         return None
     was, rates = learning_rates(config.optim, before), learning_rates(config.optim, now)
     if was[:done] == rates[:done]:
-        return f"train.steps was {before}; the numbers are those of a run that had {now} from the start"
-    then = f"; that of step {done + 1} is {rates[done]:.3g}, after {was[done - 1]:.3g}" if done < now else ""
+        return f"train.steps was {before}; the numbers are those of a run that had {now} steps from the start"
+    then = f" (step {done}: {was[done - 1]:.3g}, step {done + 1}: {rates[done]:.3g})" if done < now else ""
     return (
-        f"train.steps was {before}; from here on the learning rate follows the schedule of {now} steps{then}. A run "
-        f"that had {now} from the start would have had other rates up to here, and so has other numbers"
+        f"train.steps was {before}; the learning rate now follows the schedule for {now} steps{then}. The numbers "
+        f"differ from those of a run that had {now} steps from the start"
     )
 
 
@@ -141,8 +141,8 @@ def other_order(manifest: dict[str, Any]) -> str | None:
     if manifest.get("format", 1) >= _EPOCHS_SINCE:
         return None
     return (
-        "the checkpoint is of an earlier version, which drew the windows of each step at random; from here on each "
-        "comes once per epoch, so the numbers are not those that version would have had"
+        "the checkpoint was written by an earlier version, which drew the windows of each step at random; now each "
+        "comes once per epoch, so the numbers differ from that version's"
     )
 
 
@@ -172,17 +172,17 @@ def other_ranks(manifest: dict[str, Any], config: RunConfig, ranks: int, arrange
     if before == ranks and so == arranged:
         return None
     if before == ranks:
-        return f"{so} trained this up to here, {arranged} from here on: all goes on, and the numbers differ by rounding"
+        return f"resuming with {arranged}, after {so}: everything continues, and the numbers differ by rounding"
     was, now = before * all_settings(manifest)["train"]["grad_accumulation"], ranks * config.train.grad_accumulation
     size = (
-        "a step has as many sequences as before, so the numbers differ by rounding and dropout alone"
+        "a step has as many sequences as before, so the numbers differ only by rounding and dropout"
         if was == now
-        else f"a step has {now}/{was} of the sequences that it had, so the numbers are others"
+        else f"a step has {now}/{was} of the sequences it had, so the numbers differ"
         f"{f' (train.grad_accumulation={was // ranks} keeps them)' if was % ranks == 0 else ''}"
     )
     return (
-        f"{counted(before, 'rank')} trained this up to here, {ranks} from here on: steps, learning rates, optimizer "
-        f"and the position in the data go on, and {size}"
+        f"resuming with {counted(ranks, 'rank')}, after {before}: steps, learning rates, optimizer and the position in "
+        f"the data continue; {size}"
     )
 
 
@@ -210,11 +210,11 @@ def require_same(
     changed = differences(saved, {name: value for name, value in settings.items() if name not in free})
     if changed:
         raise ConfigError(
-            f"{where} was trained with other settings, which decide its numbers: {'; '.join(changed)}. Use those it "
-            f"had, or {anew}"
+            f"{where} was trained with different settings, which decide its numbers: {'; '.join(changed)}. Use those "
+            f"it had, or {anew}"
         )
     if data is not None and manifest["data"] != data:
         raise ConfigError(
-            f"{where} was trained on another text ({manifest['data']}, now {data}: number of tokens and checksum); "
+            f"{where} was trained on different data ({manifest['data']}, now {data}: number of tokens and checksum); "
             f"bring back the data it had, or {anew}"
         )

@@ -22,6 +22,14 @@ def _model(config: RunConfig, model: nn.Module) -> str:
     return f"{name}, {counted(total, 'parameter')}{some}, precision {config.train.precision.value}"
 
 
+def _data(corpus: Corpus) -> str:
+    documents = f"{corpus.description} in {counted(len(corpus.starts), 'document')}"
+    if not corpus.tokens.is_signed():
+        return documents
+    only_read = int((corpus.tokens < 0).sum())  # a token that is not trained on is a complement
+    return documents + (f", {len(corpus.tokens) - only_read:,} of the tokens trained on" if only_read else "")
+
+
 def _batches(config: RunConfig, tokens_per_step: int, first: int, ranks: int) -> str:
     data, train = config.data, config.train
     each = f"{ranks} ranks x " if ranks > 1 else ""
@@ -71,7 +79,7 @@ def opening(
     """
     lines = {
         "model": _model(config, model),
-        "data": f"{len(corpus.tokens):,} tokens, {corpus.description}",
+        "data": _data(corpus),
         "batches": _batches(config, tokens_per_step, first, ranks.data_ranks),
         "device": _device(config, device, ranks),
         "folder": str(folder),

@@ -32,7 +32,7 @@ def _holder(folder: Path) -> str:
         told = json.loads((folder / LOCK_FILE).read_text(encoding="utf-8"))
         return f"process {told['pid']} on {told['host']} has been writing to it since {told['since']}"
     except (OSError, ValueError, KeyError, TypeError):
-        return "another process writes to it"  # which has not said yet who it is
+        return "another process is writing to it"  # which has not said yet who it is
 
 
 def _in_use(folder: Path) -> FolderInUse:
@@ -61,7 +61,7 @@ def owned(folder: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in _NO_LOCKS:
             raise GraphmodError(
-                f"the file system of {folder} has no file locks ({error.strerror}), so that nothing would keep other "
+                f"the file system of {folder} has no file locks ({error.strerror}), so nothing would keep other "
                 "processes from writing to it; write to another one (hydra.run.dir=FOLDER)"
             ) from error
         raise GraphmodError(

@@ -146,8 +146,8 @@ def _automatic(run_dir: Path, settings: dict[str, Any], beside: bool, held: Exit
     if others:
         path, changed = others[0]
         raise ConfigError(
-            f"train.resume=auto: the newest unfinished run, {path}, had other settings: {'; '.join(changed)}. "
-            f"Resume it with those it had (train.resume={path}), or start anew (train.resume=none)"
+            f"train.resume=auto: the newest unfinished run, {path}, has different settings: {'; '.join(changed)}. "
+            f"Resume it with its own (train.resume={path}), or start a new run (train.resume=none)"
         )
     if damage:
         log.warning(
@@ -285,7 +285,7 @@ def finished_result(point: ResumePoint, steps: int, epochs: int | None, say: Cal
     if done == steps and run != point.run_dir:
         raise ConfigError(f"{point.checkpoint} has done all of its {steps} steps; to extend the run: {more}")
     if done == steps and not _unfinished(run):
-        say(f"{run} is finished; to extend it: train.resume={run} {more}. This is what it reported:")
+        say(f"{run} is finished; to extend it: train.resume={run} {more}. Its report:")
         return RunResult.read(run)
     say("\n  ".join([f"resuming from step {done} of {steps}: {point.checkpoint}", *point.changed]))
     return None

@@ -106,7 +106,8 @@ def check_data(data: DataConfig, model: ModelConfig) -> None:
     else:
         require(
             data.path is None,
-            f"data.path is read with data=text and data=hf only, and data.source is {data.source.value}",
+            f"data.path is not read with data={data.source.value}; add data=text, or data=hf for rows (JSON lines, "
+            "Parquet, CSV)",
         )
     if data.source is Source.synthetic:
         require(data.tokenizer is None, "data.tokenizer has no meaning with data=synthetic: its tokens are random")
@@ -117,7 +118,7 @@ def check_data(data: DataConfig, model: ModelConfig) -> None:
     else:
         require(
             data.column is None and data.train_on is TrainOn.completion,
-            f"data.column and data.train_on are for data=hf only, and data.source is {data.source.value}",
+            f"data.column and data.train_on do nothing with data={data.source.value}; add data=hf, or leave them out",
         )
     if data.tokenizer not in (None, "bytes"):
         require(

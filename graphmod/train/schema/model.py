@@ -99,7 +99,7 @@ def check_model(model: ModelConfig) -> None:
         require(folder.is_dir(), f"model.path={model.path} is not a folder; {NO_DOWNLOAD}")
         require(
             (folder / "config.json").is_file() or not (folder / ADAPTER_FILE).is_file(),
-            f"model.path={model.path} holds LoRA adapters and no whole model; train them on with train.resume="
+            f"model.path={model.path} holds LoRA adapters and no whole model; continue training them with train.resume="
             f"{model.path}, or have one saved with model.lora.merge=true and give its folder {MERGED_FOLDER}",
         )
         require(
@@ -113,7 +113,7 @@ def check_model(model: ModelConfig) -> None:
                 given is None, f"model.{name}={given} cannot be chosen with model=local: the saved model has its own"
             )
         return
-    require(model.path is None, f"model.path is for model=local only, and model.architecture is {kind}")
+    require(model.path is None, "model.path names a saved model; add model=local, or leave it out")
     for name in _SIZES:
         require(getattr(model, name) is not None, f"model.{name} is not set; model.architecture={kind} needs it")
     at_least("model", model, 1, *_SIZES, "kv_heads", "head_dim", "vocab_size")

@@ -112,12 +112,20 @@ def _check_log(train: TrainConfig) -> None:
     for name in given:
         require(
             name in allowed,
-            f"train.log={name} is no place to log to; write one of {', '.join(allowed)}, a list such as "
+            f"train.log={name} is not a logger; write one of {', '.join(allowed)}, a list such as "
             "'train.log=[tensorboard,csv]', or 'train.log=[]' for none",
         )
     if LogTo.wandb in given:
         require_library("wandb", "wandb", "train.log=wandb")
     train.log = list(dict.fromkeys(LogTo(name).value for name in given))
+
+
+def check_resume(train: TrainConfig) -> None:
+    """Raises ConfigError for a run that is not there."""
+    require(
+        train.resume in ("none", "auto") or Path(train.resume).is_dir(),
+        f"train.resume={train.resume} is not a folder; give that of a run or of a checkpoint, auto or none",
+    )
 
 
 def check_train(train: TrainConfig) -> None:
@@ -139,10 +147,7 @@ def check_train(train: TrainConfig) -> None:
     require(train.seed < 2**64, f"train.seed must fit into 64 bits, got {train.seed}")
     decay = train.ema_decay
     require(decay is None or 0 <= decay < 1, f"train.ema_decay must be at least 0 and below 1, or null, got {decay}")
-    require(
-        train.resume in ("none", "auto") or Path(train.resume).is_dir(),
-        f"train.resume={train.resume} is not a folder; give that of a run or of a checkpoint, auto or none",
-    )
+    check_resume(train)
     require(
         train.resume == "none" or train.checkpoint,
         f"train.resume={train.resume} needs checkpoints and train.checkpoint=false writes none; drop one of them",

@@ -28,7 +28,7 @@ def options(how: str) -> dict[str, Any]:
 
 @functools.cache  # of layers that are compiled one by one, the first says it for all
 def _say_not_fast() -> None:
-    log.warning("graph.compile on the CPU runs the compiled graphs operation by operation: it checks, and is not fast")
+    log.warning("graph.compile on the CPU runs the compiled graphs operation by operation: for tests, not for speed")
 
 
 @functools.cache

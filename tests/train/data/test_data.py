@@ -124,9 +124,9 @@ def test_synthetic_tokens_take_the_vocabulary_of_the_model():
 
 def test_a_corpus_shorter_than_a_sequence_says_by_how_much():
     corpus = Corpus(torch.zeros(100, dtype=torch.uint8), 256, None, "100 bytes")
-    with pytest.raises(ConfigError, match=r"95 tokens to train on.*takes 129"):
+    with pytest.raises(ConfigError, match=r"100 bytes.*leaves 95 to train on.*takes 129"):
         split(corpus, DataConfig(seq_len=128, eval_fraction=0.05))
-    with pytest.raises(ConfigError, match=r"5 tokens to evaluate on.*takes 17"):
+    with pytest.raises(ConfigError, match=r"leaves 5 to evaluate on.*takes 17"):
         split(corpus, DataConfig(seq_len=16, eval_fraction=0.05))
 
 

@@ -11,6 +11,7 @@ from graphmod.errors import ConfigError
 from graphmod.train.data import rows
 from graphmod.train.data.corpus import load_corpus
 from graphmod.train.data.masks import inputs_of
+from graphmod.train.run import opening
 from graphmod.train.run.loop import train
 from graphmod.train.schema.data import DataConfig, Documents, Source, TrainOn
 from graphmod.train.schema.model import ModelConfig
@@ -225,3 +226,34 @@ def test_a_run_of_epochs_is_as_long_as_the_data_and_resumes_bitwise(pairs, tmp_p
     resumed = train(pairs(*settings, f"train.resume={tmp_path / 'parts'}"), tmp_path / "other")
     assert resumed.losses == whole.losses and resumed.resumed_at_step == 23
     AutoModelForCausalLM.from_pretrained(tmp_path / "parts" / resumed.checkpoint)
+
+
+def test_a_folder_of_several_kinds_of_files_is_refused_with_the_pattern_that_chooses(write, library, tmp_path, caplog):
+    """The library takes the most frequent kind and leaves out the rest; asked how to cut texts, it failed on others."""
+    write("rows.jsonl", [{"text": "one"}])
+    (tmp_path / "README.md").write_text("about the rows")
+    assert bytes(corpus_of(tmp_path).tokens.tolist()) == b"one\n"
+    (tmp_path / "notes.txt").write_text("two")
+    with pytest.raises(
+        ConfigError, match=r"several kinds \(\*\.jsonl, \*\.txt\); choose one: data\.pattern='\*\.jsonl'"
+    ):
+        corpus_of(tmp_path)
+    assert bytes(corpus_of(tmp_path, pattern="*.jsonl").tokens.tolist()) == b"one\n"
+    assert not caplog.records  # the library looks at README.md, too
+    assert bytes(corpus_of(tmp_path, pattern="*.txt").tokens.tolist()) == b"two\n"
+
+
+def test_rows_that_are_read_as_text_are_named(write, caplog):
+    path = write("rows.jsonl", [{"text": "one"}])
+    load_corpus(DataConfig(source=Source.text, path=[str(path)], cache=None), ModelConfig(), 0)
+    assert "rows.jsonl is read as plain text" in caplog.text and "data=hf" in caplog.text
+
+
+def test_a_run_begins_with_the_documents_and_what_of_them_is_trained_on(write, library, tokenizer):
+    chats = corpus_of(write("chats.jsonl", CHATS), tokenizer=tokenizer)
+    trained = int((chats.tokens >= 0).sum())
+    assert 0 < trained < len(chats.tokens)
+    said = f"{len(chats.tokens)} tokens of {chats.description.rpartition(' of ')[2]} in 2 documents, {trained} of the"
+    assert opening._data(chats).startswith(said)
+    texts = corpus_of(write("texts.jsonl", [{"text": "one"}]))
+    assert opening._data(texts) == f"{len(texts.tokens)} tokens (bytes) of {texts.description[20:]} in 1 document"

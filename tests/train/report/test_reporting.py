@@ -244,8 +244,8 @@ def test_skipped_updates_are_told_in_words():
 @pytest.mark.parametrize(
     ("resumed", "steps", "said"),
     [
-        (0, 3, "no step times: the run did 3 steps, and the first 5, which warm up and capture, are not timed"),
-        (40, 1, "no step times: the run did 1 step since it was resumed, and the first 5, which"),
+        (0, 3, "no step times: timing starts at step 6, after warm-up and capture; the run ended at step 3"),
+        (40, 1, "no step times: timing starts at step 46, after warm-up and capture; the run ended at step 41"),
         (40, 0, "no step was left to train: all 40 had been done before the run was resumed"),
         (40, 6, "step 1.00 ms (median from step 46 on)"),
     ],

@@ -129,7 +129,7 @@ def test_a_job_with_a_folder_of_its_own_does_not_go_on_with_the_one_beside_it(
     [
         ("optim.learning_rate=0.5", "optim.learning_rate was 0.003 and is now 0.5"),
         ("train.seed=3", "train.seed was 0 and is now 3"),
-        ("data.max_bytes=5000", "another text"),
+        ("data.max_bytes=5000", "different data"),
     ],
 )
 def test_resuming_with_settings_that_matter_changed_is_a_clear_error(on_text, tmp_path, stop_after, change, said):

@@ -7,7 +7,7 @@ import re
 import pytest
 from conftest import ROOT, composed
 
-from graphmod.cli.explain import setting_names
+from graphmod.cli.meant import setting_names
 from graphmod.cli.training.compose import CONFIGS, TRAIN, parse
 from graphmod.errors import ConfigError
 from graphmod.train.run.folders import job_folder
@@ -75,10 +75,58 @@ def test_a_key_without_its_group_names_the_whole_key():
         ("max_steps=9", "train.steps=9"),
         ("buckets=[64,128]", "data.buckets=[64,128]"),
         ("train.gradient_checkpointing=true", "train.activation_checkpointing=true"),
+        ("num_train_epochs=3", "train.epochs=3"),
+        ("optimizer=adamw", "optim=adamw"),
+        ("train.optimizer=adam", "optim=adam"),
+        ("model.name=gpt2_tiny", "model=gpt2_tiny"),
+        ("data.file=notes.txt", "data.path=notes.txt"),
+        ("dataset=notes.txt", "data.path=notes.txt"),
+        ("model.file=saved", "model.path=saved"),
+        ("train.output_dir=mine", "hydra.run.dir=mine"),
+        ("wandb=true", "train.log=wandb"),
+        ("bf16=true", "train.precision=bf16_mixed"),
+        ("optim.warmup_steps=100", "optim.warmup_fraction=SHARE_OF_THE_STEPS"),
+        ("graph.warmup=3", "graph.warmup_steps=3"),
     ],
 )
 def test_a_typo_in_a_key_says_what_to_write(typed, meant):
     assert complaint(typed).splitlines()[0].endswith(f"Write {meant}")
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("graph=true", "graph=full_iteration"),
+        ("graph=false", "graph=none"),
+        ("graph=whole_step", "graph=full_iteration"),
+        ("model=gpt2", "model=gpt2_small or model=gpt2_tiny"),
+        ("model=someone/their-model-1b", "model=local model.path=FOLDER (nothing is downloaded)"),
+        ("data=notes.txt", "data=text data.path=notes.txt"),
+        ("data=folder/rows.jsonl", "data=hf data.path=folder/rows.jsonl"),
+    ],
+)
+def test_a_choice_that_there_is_not_says_what_to_write(typed, meant):
+    key, _, value = typed.partition("=")
+    assert complaint(typed).splitlines()[0] == f"there is no choice {value!r} for {key!r}; did you mean {meant}?"
+
+
+@pytest.mark.parametrize("typed", ["optim=lion", "optim=1e-3", "train=fast", "model=null", "parallel=2", "data=12"])
+def test_a_choice_that_is_like_nothing_gets_no_advice(typed):
+    """Hydra has no words of its own for a choice that is a number, a truth value or nothing."""
+    said = complaint(typed)
+    assert said.startswith("there is no choice ") and "did you mean" not in said
+
+
+@pytest.mark.parametrize(("typed", "listed"), [("optim.betas=0.9,0.95", True), ("optim.eps=1e-3,3e-3", False)])
+def test_a_list_is_advised_where_the_setting_is_one(typed, listed):
+    said = complaint(typed)
+    assert "add --multirun to run each of them" in said
+    assert ("or write a list as 'optim.betas=[0.9,0.95]'" in said) == listed == ("list" in said)
+
+
+@pytest.mark.parametrize(("typed", "add"), [("data.path=a.txt", "add data=text"), ("model.path=a", "add model=local")])
+def test_a_path_without_its_group_says_which_to_choose(typed, add):
+    assert add in complaint(typed)
 
 
 @pytest.mark.parametrize("typed", ["train.compile=true", "train.compile=3"])
@@ -156,6 +204,7 @@ def test_a_setting_without_a_value_says_what_to_write():
     ("typed", "expected"),
     [
         ("train.steps=1.5", "a whole number, got '1.5'"),
+        ("train.steps=1e3", "a whole number, such as 1000"),
         ("optim.learning_rate=high", "a number, got 'high'"),
         ("train.deterministic=yess", "true or false, got 'yess'"),
         ("data.buckets=[a]", "a whole number, got 'a'"),
@@ -222,7 +271,7 @@ def test_an_error_of_the_graph_settings_names_the_group():
         (["data=text"], "data.path=FILE_OR_FOLDER"),
         (["data=text", "data.path=not_there.txt"], "'not_there.txt'"),
         (["data=text", "data.path=2024"], "write data.path=./2024"),
-        (["data.path=a.txt"], "data=text and data=hf only"),
+        (["data.path=a.txt"], "data.path is not read with data=stdlib"),
         (["data.vocab_size=100"], "data=synthetic only"),
         (["data=synthetic", "data.tokenizer=bytes"], "random"),
         (["data.tokenizer=not_there"], "neither a folder nor 'bytes'"),
@@ -235,7 +284,7 @@ def test_an_error_of_the_graph_settings_names_the_group():
         (["model=local", "model.path=not_there"], "not a folder"),
         (["model=local", "model.path=docs"], "config.json"),
         (["model=local", "model.path=docs"], "checkpoints/step_N"),
-        (["model.path=docs"], "model=local only"),
+        (["model.path=docs"], "add model=local"),
         (["model.layers=null"], "model.layers is not set"),
         (["model.heads=3"], "does not divide"),
         (["model.kv_heads=3"], "does not divide"),
