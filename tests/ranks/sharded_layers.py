@@ -1,5 +1,7 @@
 """Habits of programs whose layers are in `fully_shard`, and have graphs of their own."""
 
+import gc
+
 import torch
 from programs import Net
 from torch import distributed, nn
@@ -214,10 +216,16 @@ def layers_as_eager(device, rank, habit):
 
 
 def shares_memory(device, rank, graphs):
-    """Bytes of a block's gradients; of all memory for gradients; the peak of some steps, on a GPU."""
+    """Bytes of a block's gradients; of all memory for gradients; the peak of some steps, on a GPU, beyond what was
+    there before."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
+    gc.collect()  # models of earlier tests, which are parts of circles
+    there = (0, 0)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        there = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     torch.manual_seed(0)
     model = Net(width=16 if device.type == "cpu" else 2048, blocks=6, dropout=0.0).to(device)
     block = sum(one.nbytes for one in model.blocks[0].parameters())
@@ -239,6 +247,6 @@ def shares_memory(device, rank, graphs):
     peaks = ()
     if device.type == "cuda":
         torch.cuda.synchronize()
-        peaks = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
+        peaks = torch.cuda.max_memory_allocated() - there[0], torch.cuda.max_memory_reserved() - there[1]
     ungraph(model)
     return block, sum(held.values()), peaks, replays
