@@ -190,7 +190,8 @@ def test_a_port_that_is_taken_is_one_clear_error(saved, capsys):
 def test_settings_reach_the_engine(saved):
     arguments = ["model.path=x/Tiny", "decode.max_batch_size=3", "decode.cache_tokens=640", "serve.enforce_eager=true"]
     config = parse(arguments)
-    assert config.engine() == EngineConfig(max_batch_size=3, cache_tokens=640, graphs=False, keep_prefixes=True)
+    of_server = {"keep_prefixes": True, "compile_in_background": True}
+    assert config.engine() == EngineConfig(max_batch_size=3, cache_tokens=640, graphs=False, **of_server)
     assert config.name == "Tiny" and parse([*arguments, "serve.model_name=other"]).name == "other"
     with pytest.raises(ConfigError, match=r"model\.path=FOLDER is missing"):
         parse([]).check()

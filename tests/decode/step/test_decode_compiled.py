@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from programs import program_of
+from step_programs import program_of
 from torch._inductor.codegen.triton import TritonKernel
 from torch._inductor.utils import IndentedBuffer
 from torch._subclasses import FakeTensorMode

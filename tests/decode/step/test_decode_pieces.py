@@ -6,7 +6,7 @@ import types
 
 import pytest
 import torch
-from programs import program_of
+from step_programs import program_of
 from torch import library
 from torch.nn import functional as F
 

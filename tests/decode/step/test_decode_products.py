@@ -3,7 +3,7 @@
 import pytest
 import torch
 from decode_models import VOCABULARY, prompts_of
-from programs import program_of
+from step_programs import program_of
 from torch import library, nn
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from transformers import Qwen3Config, Qwen3ForCausalLM
