@@ -119,7 +119,10 @@ def _taken_over(context: Context, graph: ForwardGraph) -> bool:
     except Exception as error:
         graph.successor = None
         if first:
-            raise SuccessorFailed(f"{context.name!r}: {failure(error)}") from error
+            raise SuccessorFailed(
+                f"{context.name!r}: code that was to take the place of its graph failed: {failure(error)}. It may have "
+                "changed something, so begin again; the graph does all further calls"
+            ) from error
         context.log_once(f"{context.name!r} keeps the kernels it has: {failure(error)}")
         return False
     if not done:  # no capture of the call, of which there is one already

@@ -116,9 +116,7 @@ class StepCompiler:
     def forget(self) -> None:
         """Lets go of all steps, with the tensors they work on. Compiled pieces stay."""
         self._tasks.clear()
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._jobs.get_nowait()
+        _drain(self._jobs)
 
     def _take(self, name: str, graph: Any, observer: Observer) -> None:
         """Takes in a graph that was captured."""
@@ -201,11 +199,11 @@ def _device_of(program: Program) -> contextlib.AbstractContextManager:
     return contextlib.nullcontext() if found is None else torch.cuda.device(found)
 
 
-# -- the thread --------------------------------------------------------------------------------------------------------
-
-
 def _say(name: str, why: str) -> None:
     log.warning("%r stays uncompiled: %s", name, why)
+
+
+# -- the thread --------------------------------------------------------------------------------------------------------
 
 
 def _serve(jobs: queue.SimpleQueue) -> None:
@@ -217,11 +215,15 @@ def _serve(jobs: queue.SimpleQueue) -> None:
         del job
 
 
-def _end(thread: weakref.ref[threading.Thread], jobs: queue.SimpleQueue) -> None:
-    """A thread that is met inside PyTorch when the interpreter ends would abort the process."""
+def _drain(jobs: queue.SimpleQueue) -> None:
     with contextlib.suppress(queue.Empty):
         while True:
             jobs.get_nowait()
+
+
+def _end(thread: weakref.ref[threading.Thread], jobs: queue.SimpleQueue) -> None:
+    """A thread that is met inside PyTorch when the interpreter ends would abort the process."""
+    _drain(jobs)
     jobs.put(None)
     found = thread()
     if found is not None:
