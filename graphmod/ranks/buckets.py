@@ -8,6 +8,7 @@ memory where no gradient is in it yet, and `gather_`, which copies those that ar
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,18 +18,52 @@ from torch import Tensor
 from graphmod.errors import Diverged
 
 _use_count = torch._C._storage_Use_Count
-_TELLS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
-_ONE = torch.empty(1)
-_OF_ONE = _use_count(_ONE.untyped_storage()._cdata)
 _operators = torch.library.Library("graphmod", "FRAGMENT")
 _operators.define("bucket(Tensor[] gradients) -> Tensor")
 _operators.define("gather_(Tensor(a!) bucket, Tensor[] gradients) -> ()")
 
 
-def alone(tensor: Tensor) -> bool:
+def alone(gradient: Tensor, arriving: bool) -> bool:
     """Whether no other tensor shares its memory, as the gradient of a sum and of a view of one of its terms do: the
-    backward would go on to read what has been summed by then. Before torch 2.12 that cannot be told."""
-    return _TELLS and _use_count(tensor.untyped_storage()._cdata) <= _OF_ONE
+    backward would go on to read what has been summed by then.
+
+    Args:
+        arriving: it is the one whose hook runs, which autograd itself may still hold.
+    """
+    uses = uses_alone()[arriving]
+    return uses is not None and _use_count(gradient.untyped_storage()._cdata) <= uses
+
+
+@functools.cache
+def uses_alone() -> tuple[int | None, int | None]:
+    """How many uses the memory of a gradient has if no other tensor shares it, later in the backward that made it and
+    in its own hook; None where shared memory has no more, so that it cannot be told. Autograd changed what it holds
+    between versions of torch, so a small backward shows it."""
+    apart, shared = (_uses_in_hooks(share) for share in (False, True))
+    later, arriving = ((few if few < many else None) for few, many in zip(apart, shared, strict=True))
+    return later, arriving
+
+
+def _uses_in_hooks(share: bool) -> tuple[int, int]:
+    """Uses of the memory of the first of two gradients in the hook of the second, and in its own."""
+    first, second = (torch.ones(2, requires_grad=True) for _ in range(2))
+    found: list[int] = []
+    hold: list[Tensor] = []
+
+    def look(_: Tensor) -> None:
+        if first.grad is None:
+            return
+        if share and not hold:
+            hold.append(first.grad.view(2))
+        found.append(_use_count(first.grad.untyped_storage()._cdata))
+
+    for leaf in (first, second):
+        leaf.register_post_accumulate_grad_hook(look)
+    with torch.enable_grad():
+        late = second * 2  # made first, so its backward comes last
+        (late + first * 3).sum().backward()
+    arriving, later = found
+    return later, arriving
 
 
 class Bucket:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, distributed
 from torch.autograd import Variable
 
-from graphmod.ranks.buckets import Bucket, alone
+from graphmod.ranks.buckets import Bucket, alone, uses_alone
 from graphmod.trace.dispatch import current, hidden
 
 
@@ -49,6 +49,8 @@ class Reducer:
         self._order: list[int] = []
         self._times = times or [1] * len(parameters)
         self._left = list(self._times)  # in this backward
+        with hidden():
+            uses_alone()  # in a hook it would be a backward inside of the recorded one
         self._plan(*distributed._compute_bucket_assignment_by_size(self._parameters, [sys.maxsize])[:1])
         for index, parameter in enumerate(self._parameters):
             parameter.register_post_accumulate_grad_hook(functools.partial(self._ready, index))
@@ -111,20 +113,21 @@ class Reducer:
         self._order.append(index)
         self._bucket_of[index].pending -= 1
         while self._next < len(self._buckets) and not self._buckets[self._next].pending:
-            self._sum(self._buckets[self._next])
+            self._sum(self._buckets[self._next], index)
             self._next += 1
             if self._next == len(self._buckets):  # a callback belongs to the innermost backward, of a checkpoint's too
                 Variable._execution_engine.queue_callback(self._finish)
 
     @torch.no_grad()
-    def _sum(self, bucket: Bucket) -> None:
+    def _sum(self, bucket: Bucket, arriving: int) -> None:
+        """Sums a bucket in the hook of the parameter `arriving`."""
         recorder = current()
         if recorder is not None:
             recorder.before_communicating()
         grads = [self._parameters[i].grad for i in bucket.members]
         if recorder is not None and recorder.watching:
             for index, grad in zip(bucket.members, grads, strict=True):
-                if _is_new(grad) and alone(grad):
+                if _is_new(grad) and alone(grad, index == arriving):
                     recorder.aim(grad, functools.partial(self._part_for, index))
         flat = bucket.gather(grads, recorded=recorder is not None)
         operation = distributed.ReduceOp.SUM

@@ -9,7 +9,6 @@ import programs
 import pytest
 import torch
 
-_TELLS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)  # what shares memory; see `buckets.alone`
 TWO_GPUS = torch.cuda.device_count() > 1
 
 
@@ -161,7 +160,7 @@ def test_gradients_lie_still_unless_somebody_keeps_them(ranks):
 
 def test_gradients_of_matrices_are_computed_into_their_bucket(ranks):
     for state, aimed, matrices in ranks.run("computes_in_place"):
-        assert state == "captured" and set(matrices) <= set(aimed if _TELLS else matrices)
+        assert state == "captured" and set(matrices) <= set(aimed)
 
 
 def test_a_copy_is_trained_by_itself(ranks):
