@@ -8,9 +8,11 @@ Each GPU has the batch of the shape. Modes: the step on `one_gpu`, from one grap
 graph (`ddp`), likewise when made with `init_sync=False` (`ddp_one_stream`); what one writes by hand with
 `torch.cuda.graph`: gradients in one flat buffer, reduced after the backward (`flat`); each layer in `fully_shard`
 (`fsdp`) or `parallelize_module` (`tp`, whose gradients are not clipped), eager and in a step that is one graph; with
-graphs of these layers (`fsdp_layers`, `tp_layers`). `fsdp_bf16` is the same with layers collected in bfloat16 and
-gradients added up in float32, `fsdp_whole` without giving layers back after their forward, each of them with `_eager`
-or `_layers`. `reserved` is the peak of memory since the process began, `of steps` that of the timed steps alone.
+graphs of these layers (`fsdp_layers`, `tp_layers`). `one_gpu_compiled` and `train_step_compiled` are graphmod's
+`TrainStep` with `compile="default"` on one GPU and on all. `fsdp_bf16` is the same with layers collected in bfloat16
+and gradients added up in float32, `fsdp_whole` without giving layers back after their forward, each of them with
+`_eager` or `_layers`. `reserved` is the peak of memory since the process began, `of steps` that of the timed steps
+alone.
 """
 
 import argparse
@@ -29,7 +31,8 @@ from benchmarks.training import SHAPES, VOCABULARY, build, keep
 DDP = ("one_gpu", "ddp_eager", "ddp_compiled", "ddp_layers", "flat", "ddp", "ddp_one_stream")
 SHARDED = ("fsdp_eager", "fsdp_layers", "fsdp", "tp_eager", "tp_layers", "tp")
 WAYS = ("fsdp_bf16_eager", "fsdp_bf16_layers", "fsdp_whole_eager", "fsdp_whole_layers")  # where they are asked for
-MODES = (*DDP, *SHARDED)
+COMPILED = ("one_gpu_compiled", "train_step_compiled")
+MODES = (*DDP, *COMPILED, *SHARDED)
 
 
 def make_step(mode: str, shape: dict[str, int], rank: int, ranks: int) -> tuple[Any, list[Any]]:
@@ -41,6 +44,8 @@ def make_step(mode: str, shape: dict[str, int], rank: int, ranks: int) -> tuple[
     from graphmod.train.step.step import next_token_loss
 
     model, optimizer = build(shape)
+    if mode in COMPILED:
+        return _compiled(model, optimizer, ranks)
     called = model
     if mode.startswith("ddp"):
         settings = {"init_sync": mode != "ddp_one_stream"}  # all ranks make the same model
@@ -67,6 +72,23 @@ def make_step(mode: str, shape: dict[str, int], rank: int, ranks: int) -> tuple[
         wrapper = CUDAGraphModule(step)
         return wrapper, [wrapper]
     return step, []
+
+
+def _compiled(model: Any, optimizer: Any, ranks: int) -> tuple[Any, list[Any]]:
+    from torch import distributed
+
+    from graphmod.train.settings import TrainGraphConfig
+    from graphmod.train.step.step import TrainStep
+
+    step = TrainStep(
+        model,
+        optimizer,
+        max_grad_norm=1.0,
+        compile="default",
+        config=TrainGraphConfig(scope="full_iteration"),
+        process_group=distributed.group.WORLD if ranks > 1 else None,
+    )
+    return lambda tokens: step(tokens[None]), []
 
 
 def _shard(model: Any, mode: str, ranks: int) -> Any:
@@ -189,7 +211,7 @@ def measure(mode: str, name: str, steps: int, gpus: int, timeout: int) -> dict[s
     """The result of the first rank, or what went wrong."""
     import torch.multiprocessing as processes
 
-    ranks = 1 if mode == "one_gpu" else gpus
+    ranks = 1 if mode.startswith("one_gpu") else gpus
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -231,7 +253,7 @@ def main() -> int:
         return 2
     failed = False
     for shape in shapes:
-        alone = None
+        alone: dict[bool, float] = {}  # compiled or not -> ms of one GPU
         for mode in modes:
             result = measure(mode, shape, options.steps, options.gpus, options.timeout)
             keep(options.out, result, "parallel.py")
@@ -239,8 +261,10 @@ def main() -> int:
                 print(f"{shape:9} {mode:14} failed: {result['error']}", flush=True)
                 failed = True
                 continue
-            alone = result["step_ms"] if mode == "one_gpu" else alone
-            against = "" if alone is None else f" ({result['step_ms'] / alone:5.3f} x one GPU)"
+            like = mode in COMPILED
+            if mode.startswith("one_gpu"):
+                alone[like] = result["step_ms"]
+            against = f" ({result['step_ms'] / alone[like]:5.3f} x one GPU)" if like in alone else ""
             print(
                 f"{shape:9} {mode:14} step {result['step_ms']:8.3f} ms{against}  free {result['free_ms']:8.3f}  host "
                 f"{result['host_ms']:7.3f}  busy {result['busy_ms']:8.3f}  kernels {result['kernels']:6.0f}  reserved "

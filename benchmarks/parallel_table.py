@@ -11,6 +11,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.pages import Part, run, run_of, table
+from benchmarks.parallel import COMPILED
 from benchmarks.training import SHAPES, VOCABULARY
 
 WORDS = {
@@ -21,9 +22,13 @@ WORDS = {
     "flat": "by hand: one graph, one flat all-reduce",
     "ddp": "DistributedDataParallel, one graph",
     "ddp_one_stream": "DistributedDataParallel with `init_sync=False`, one graph",
+    "one_gpu_compiled": "one GPU, `TrainStep`, compiled",
+    "train_step_compiled": "`TrainStep` with `process_group`, compiled",
     "fsdp_eager": "`fully_shard`, eager",
+    "fsdp_layers": "`fully_shard`, `graph_layers`",
     "fsdp": "`fully_shard`, one graph",
     "tp_eager": "tensor parallelism, eager",
+    "tp_layers": "tensor parallelism, `graph_layers`",
     "tp": "tensor parallelism, one graph",
 }
 
@@ -32,10 +37,10 @@ def rows_of(results: dict[str, Any]) -> str:
     """A row for each shape and mode, with its time as a multiple of that of one GPU, where one run has both."""
     found = [one for one in results["results"] if "step_ms" in one and one["mode"] in WORDS]
     found.sort(key=lambda one: (list(SHAPES).index(one["shape"]), list(WORDS).index(one["mode"])))
-    alone = {one["shape"]: one for one in found if one["mode"] == "one_gpu"}
+    alone = {(one["shape"], one["mode"]): one for one in found if one["mode"].startswith("one_gpu")}
     rows = []
     for one in found:
-        base = alone.get(one["shape"])
+        base = alone.get((one["shape"], "one_gpu_compiled" if one["mode"] in COMPILED else "one_gpu"))
         same = base is not None and base is not one and run_of(base) == run_of(one)
         shape = f"{one['layers']} layers, width {one['width']}, {one['batch']} x {one['length']} tokens"
         share = f"{one['step_ms'] / base['step_ms']:.2f}" if same else ""
