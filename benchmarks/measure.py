@@ -1,5 +1,6 @@
 """Timing of training steps: medians with and without a synchronisation a step, host time, memory, GPU busy time."""
 
+import hashlib
 import json
 import platform
 import statistics
@@ -20,7 +21,17 @@ def environment() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
         "date": time.strftime("%Y-%m-%d"),
+        "host": _host(),
     }
+
+
+def _host() -> str:
+    """Names the machine since it started, and nothing else: times of different machines are not to be compared."""
+    try:
+        started = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+    except OSError:
+        started = platform.node()
+    return hashlib.sha256(started.encode()).hexdigest()[:8]
 
 
 def save(out: Path | None, results: Any) -> None:

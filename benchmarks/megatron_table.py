@@ -13,9 +13,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.pages import ROOT, BadInput, Part, run, run_of, table
+from benchmarks.pages import ROOT, BadInput, Part, host_of, run, table
 
-TRAINING = ROOT / "benchmarks" / "results" / "training.json"
+TRAINING = ROOT / "benchmarks" / "results" / "training_h200.json"
 BASELINE = "megatron_eager"
 NAMES = {
     "megatron_eager": "Megatron-core, eager",
@@ -23,8 +23,8 @@ NAMES = {
     "megatron_graphmod": "Megatron-core, graphmod around its layers",
 }
 OURS = {
-    "per_layer": "speed-up of `graph=per_layer` in the first table",
-    "full_iteration": "speed-up of `graph=full_iteration` in the first table",
+    "per_layer": "speed-up of `graph=per_layer` on the H200, above",
+    "full_iteration": "speed-up of `graph=full_iteration` on the H200, above",
 }
 DETAILS = (
     ("step ms without synchronization", "free_ms"),
@@ -61,7 +61,7 @@ def _loss_cell(result: dict[str, Any] | None) -> str:
 
 def _our_cell(ours: Results, mode: str, shape: str) -> str:
     eager, other = (ours.get((one, shape), {}) for one in ("eager", mode))
-    if "step_ms" not in eager or "step_ms" not in other or run_of(eager) != run_of(other):
+    if "step_ms" not in eager or "step_ms" not in other or host_of(eager) != host_of(other):
         return "-"
     return f"{eager['step_ms'] / other['step_ms']:.2f}x"
 

@@ -23,16 +23,24 @@ class Part:
         page: relative to the repository.
         opening, closing: the markers it goes between.
         render: makes Markdown of the results.
+        results: the file beside that of the script which holds them, where it is another; the part stays as it is
+            where there is none.
     """
 
     page: str
     opening: str
     closing: str
     render: Callable[[dict[str, Any]], str]
+    results: str | None = None
+
+
+def host_of(result: dict[str, Any]) -> Any:
+    """What tells whether two results are of one host, and may be compared; in older results, whether of one run."""
+    return result.get("environment", {}).get("host") or run_of(result)
 
 
 def run_of(result: dict[str, Any]) -> tuple[Any, Any]:
-    """What tells whether two results are of one run, and may be compared."""
+    """The day and the command that made a result."""
     return result.get("environment", {}).get("date"), result.get("command")
 
 
@@ -80,8 +88,14 @@ def run(
     options = parser.parse_args(arguments)
     pages: dict[Path, str] = {}
     try:
-        content = json.loads(options.results.read_text(encoding="utf-8"))
+        own = json.loads(options.results.read_text(encoding="utf-8"))
         for part in parts:
+            content = own
+            if part.results is not None:
+                other = options.results.parent / part.results
+                if not other.is_file():
+                    continue
+                content = json.loads(other.read_text(encoding="utf-8"))
             path = options.root / part.page
             old = pages[path] if path in pages else path.read_text(encoding="utf-8")
             pages[path] = replaced(old, part.render(content), part.opening, part.closing)

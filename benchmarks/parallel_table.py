@@ -1,4 +1,4 @@
-"""Shows benchmarks/results/parallel.json in docs/benchmarks.md, and an estimate for more GPUs in docs/parallel.md.
+"""Shows the results of two H200 and two H100 in docs/benchmarks.md, and an estimate for more GPUs in docs/parallel.md.
 
 python benchmarks/parallel_table.py            # rewrites the pages
 python benchmarks/parallel_table.py --check    # are they up to date?
@@ -10,7 +10,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.pages import Part, run, run_of, table
+from benchmarks.pages import Part, host_of, run, table
 from benchmarks.parallel import COMPILED
 from benchmarks.training import SHAPES, VOCABULARY
 
@@ -41,7 +41,7 @@ def rows_of(results: dict[str, Any]) -> str:
     rows = []
     for one in found:
         base = alone.get((one["shape"], "one_gpu_compiled" if one["mode"] in COMPILED else "one_gpu"))
-        same = base is not None and base is not one and run_of(base) == run_of(one)
+        same = base is not None and base is not one and host_of(base) == host_of(one)
         shape = f"{one['layers']} layers, width {one['width']}, {one['batch']} x {one['length']} tokens"
         share = f"{one['step_ms'] / base['step_ms']:.2f}" if same else ""
         numbers = [f"{one[name]:.2f}" for name in ("step_ms", "free_ms", "busy_ms", "host_ms", "reserved_now_gib")]
@@ -91,11 +91,11 @@ def estimate(alone_ms: float, two_ms: float, size: float, sent: int, gpus: int) 
 
 def estimates(results: dict[str, Any]) -> str:
     """What more GPUs would take, for each mode that was measured beside one GPU in one run."""
-    found = {(run_of(one), one["mode"]): one for one in results["results"] if "step_ms" in one}
+    found = {(host_of(one), one["shape"], one["mode"]): one for one in results["results"] if "step_ms" in one}
     rows = []
-    for (ran, mode), two in sorted(found.items(), key=lambda item: list(SHAPES).index(item[1]["shape"])):
-        alone = found.get((ran, "one_gpu"))
-        if mode not in ESTIMATED or alone is None or two["gpus"] != 2 or alone["shape"] != two["shape"]:
+    for (host, name, mode), two in sorted(found.items(), key=lambda item: list(SHAPES).index(item[0][1])):
+        alone = found.get((host, name, "one_gpu"))
+        if mode not in ESTIMATED or alone is None or two["gpus"] != 2:
             continue
         known = alone["step_ms"], two["step_ms"]
         more = [estimate(*known, parameter_bytes(two), ESTIMATED[mode], gpus) for gpus in (8, 1024)]
@@ -108,6 +108,13 @@ def estimates(results: dict[str, Any]) -> str:
 
 PARTS = [
     Part("docs/benchmarks.md", "<!-- table: parallel -->", "<!-- end parallel -->", rows_of),
+    Part(
+        "docs/benchmarks.md",
+        "<!-- table: parallel h100 -->",
+        "<!-- end parallel h100 -->",
+        rows_of,
+        results="parallel_h100.json",
+    ),
     Part("docs/parallel.md", "<!-- table: estimate -->", "<!-- end estimate -->", estimates),
 ]
 

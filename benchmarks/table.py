@@ -12,7 +12,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.pages import BadInput, Part, run, run_of, table
+from benchmarks.pages import BadInput, Part, host_of, run, run_of, table
 from benchmarks.training import SHAPES
 
 BASELINE = "eager"
@@ -50,7 +50,7 @@ def _step_cell(result: dict[str, Any] | None, base: dict[str, Any] | None) -> st
     if "error" in result:
         return "not installed" if "ModuleNotFoundError" in result["error"] else "failed"
     step = result["step_ms"]
-    if result is base or base is None or "error" in base or run_of(result) != run_of(base):
+    if result is base or base is None or "error" in base or host_of(result) != host_of(base):
         return f"{step:.2f}"
     return f"{step:.2f} ({base['step_ms'] / step:.2f}x)"
 
@@ -121,6 +121,13 @@ def render_summary(content: dict[str, Any]) -> str:
 
 PARTS = [
     Part("docs/benchmarks.md", "<!-- table: training -->", "<!-- end training -->", render),
+    Part(
+        "docs/benchmarks.md",
+        "<!-- table: training h200 -->",
+        "<!-- end training h200 -->",
+        render,
+        results="training_h200.json",
+    ),
     Part("README.md", "<!-- table: summary -->", "<!-- end summary -->", render_summary),
 ]
 
