@@ -64,7 +64,7 @@ def test_the_page_shows_steps_ratios_and_losses_and_nothing_else_changes(files):
         "| Megatron-core, eager | 40.00 | 80.00 |",
         "| Megatron-core, its graphs of layers | 10.00 (4.00x) | - |",
         "| Megatron-core, graphmod around its layers | 8.00 (5.00x) | failed |",
-        "| speed-up of `graph=per_layer` in the first table | 3.00x | - |",
+        "| speed-up of `graph=per_layer` on the H200, above | 3.00x | - |",
         "| losses, Megatron-core, its graphs of layers | up to 0.25 apart | - |",
         "| losses, Megatron-core, graphmod around its layers | bitwise eager's | - |",
         "Some GPU, torch 2.13.0, Megatron-core 0.19.2. 2026-01-02 `python benchmarks/megatron.py --shapes small`",
