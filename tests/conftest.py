@@ -3,12 +3,11 @@
 import logging
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once, before the first use of cuBLAS
 
+import processes
 import pytest
 import stream_rules
 import torch
@@ -73,13 +72,11 @@ def composed(*overrides: str):
     return TRAIN.compose(*TRAIN.read(list(overrides)).jobs())[0]
 
 
-def shell(folder: Path, *arguments: str, **variables: str) -> subprocess.Popen:
+def shell(folder: Path, *arguments: str, script: str = "train.py", **variables: str) -> processes.Python:
     """`python train.py ARGUMENTS`, started in `folder`; `variables` are added to the environment."""
     # One thread, as in this process: several divide sums differently.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
-    command = [sys.executable, str(ROOT / "train.py"), *arguments]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, cwd=folder, env=environment, **pipes)
+    return processes.Python([ROOT / script, *arguments], folder, environment)
 
 
 @pytest.fixture

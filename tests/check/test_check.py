@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from harness import mlp
+from processes import finished
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -267,9 +268,7 @@ number = 3
 
 def ask(folder, *arguments):
     (folder / "program.py").write_text(PROGRAM)
-    return subprocess.run(
-        [sys.executable, "-m", "graphmod.check", *arguments], cwd=folder, capture_output=True, text=True
-    )
+    return finished(["-m", "graphmod.check", *arguments], folder)
 
 
 @pytest.mark.parametrize(
@@ -283,7 +282,9 @@ def test_the_exit_status_is_the_verdict(tmp_path, arguments, status):
 
 
 def test_json_stands_alone_on_the_standard_output(tmp_path):
-    done = ask(tmp_path, "program:step", "--args", "program:arguments", "--json")
+    (tmp_path / "program.py").write_text(PROGRAM)
+    asked = [sys.executable, "-m", "graphmod.check", "program:step", "--args", "program:arguments", "--json"]
+    done = subprocess.run(asked, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["captured"] is True
 
@@ -338,20 +339,8 @@ def test_a_run_with_graph_check_only_says(tmp_path, scope):
 def test_a_check_of_a_run_without_graphs_is_an_error(tmp_path):
     from conftest import ROOT, TINY
 
-    done = subprocess.run(
-        [
-            sys.executable,
-            str(ROOT / "train.py"),
-            *TINY,
-            "data=synthetic",
-            "graph=none",
-            "graph.check=true",
-            "hydra.run.dir=run",
-        ],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-    )
+    given = [*TINY, "data=synthetic", "graph=none", "graph.check=true", "hydra.run.dir=run"]
+    done = finished([ROOT / "train.py", *given], tmp_path)
     assert done.returncode == 2
     assert "error: graph.check=true with graph=none: nothing is captured" in done.stderr
 
@@ -359,12 +348,8 @@ def test_a_check_of_a_run_without_graphs_is_an_error(tmp_path):
 def test_a_check_of_several_runs_is_an_error(tmp_path):
     from conftest import ROOT, TINY
 
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "train.py"), "--multirun", *TINY, "graph=per_layer,none", "graph.check=true"],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-    )
+    given = ["--multirun", *TINY, "graph=per_layer,none", "graph.check=true"]
+    done = finished([ROOT / "train.py", *given], tmp_path)
     assert done.returncode == 2 and "drop --multirun" in done.stderr and not list(tmp_path.iterdir())
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import rank_steps
+from processes import Python
 
 from graphmod.check import Finding, Report
 from graphmod.check.collectives import Collective
@@ -29,18 +30,14 @@ def line(text):
 def found(tmp_path_factory):
     """What each of four ranks is told of each step."""
     folder = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, "rank_steps.py", folder / "store"]
+    words = [HERE / "rank_steps.py", folder / "store"]
     started = [
-        subprocess.Popen(
-            [*command, folder / str(rank)],
-            env={**os.environ, "RANK": str(rank), "OMP_NUM_THREADS": "1"},
-            cwd=HERE,
-            stderr=subprocess.PIPE,
-        )
+        Python([*words, folder / str(rank)], HERE, {**os.environ, "RANK": str(rank), "OMP_NUM_THREADS": "1"})
         for rank in range(4)
     ]
     for one in started:
-        assert one.wait(180) == 0, one.stderr.read().decode()
+        _, err = one.communicate(180)
+        assert one.returncode == 0, err
     return [json.loads((folder / str(rank)).read_text()) for rank in range(4)]
 
 

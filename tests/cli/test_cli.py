@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, TINY, composed
+from processes import finished
 from transformers import AutoModelForCausalLM
 
 from graphmod.cli.training.compose import TRAIN, parse
@@ -21,11 +22,21 @@ from graphmod.train.run.folders import unused
 
 
 @pytest.fixture
-def shell(tmp_path):
+def environment():
+    return {key: value for key, value in os.environ.items() if key != "HYDRA_FULL_ERROR"}
+
+
+@pytest.fixture
+def shell(tmp_path, environment):
     """Runs `python train.py ARGUMENTS` with `tmp_path` as the working directory."""
+    return lambda *arguments: finished([ROOT / "train.py", *arguments], tmp_path, environment)
+
+
+@pytest.fixture
+def new_shell(tmp_path, environment):
+    """Likewise, in an interpreter that has imported nothing before."""
 
     def run(*arguments: str) -> subprocess.CompletedProcess:
-        environment = {key: value for key, value in os.environ.items() if key != "HYDRA_FULL_ERROR"}
         command = [sys.executable, str(ROOT / "train.py"), *arguments]
         return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
 
@@ -42,8 +53,8 @@ def assert_one_clear_error(done: subprocess.CompletedProcess, *said: str, status
         assert internal not in said_of_settings
 
 
-def test_help_names_the_groups_the_choices_and_examples(shell):
-    done = shell("--help")
+def test_help_names_the_groups_the_choices_and_examples(new_shell):
+    done = new_shell("--help")
     assert done.returncode == 0
     for words in (
         "graph: auto, full_iteration (default), none, per_layer",
@@ -57,8 +68,8 @@ def test_help_names_the_groups_the_choices_and_examples(shell):
     assert "Powered by Hydra" not in done.stdout
 
 
-def test_a_typo_in_a_key_is_one_clear_error(shell, tmp_path):
-    assert_one_clear_error(shell("train.stepz=5"), "train.stepz", "did you mean 'train.steps'?")
+def test_a_typo_in_a_key_is_one_clear_error(new_shell, tmp_path):
+    assert_one_clear_error(new_shell("train.stepz=5"), "train.stepz", "did you mean 'train.steps'?")
     assert list(tmp_path.iterdir()) == [], "a run that never began left files"
 
 
@@ -95,8 +106,8 @@ def test_a_folder_that_cannot_be_written_is_one_clear_error(shell, tmp_path):
     assert_one_clear_error(shell(*TINY), "runs", "hydra.run.dir=FOLDER", status=1)
 
 
-def test_a_run_reports_itself_and_leaves_events_result_and_checkpoint(shell, tmp_path):
-    done = shell(*TINY, "data.max_bytes=20000", "train.eval_every=4", "train.eval_batches=1")
+def test_a_run_reports_itself_and_leaves_events_result_and_checkpoint(new_shell, tmp_path):
+    done = new_shell(*TINY, "data.max_bytes=20000", "train.eval_every=4", "train.eval_batches=1")
     assert done.returncode == 0, done.stderr
     for words in ("captures", "replays", "eager calls", "capturing took", "step ", "tokens/s", "loss "):
         assert words in done.stdout

@@ -1,7 +1,6 @@
 """Samples while training, and `generate.py` from a shell on what training left."""
 
 import json
-import os
 import subprocess
 import sys
 
@@ -9,6 +8,7 @@ import pytest
 import torch
 from conftest import ROOT, TINY
 from decode_models import reference, tiny_model
+from processes import finished
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tokenizers import Tokenizer
 from tokenizers.decoders import Fuse
@@ -49,14 +49,18 @@ def test_settings_of_samples_are_checked(settings):
 def trained(tmp_path_factory):
     """A folder in which `train.py` has run."""
     folder = tmp_path_factory.mktemp("trained")
-    command = [sys.executable, str(ROOT / "train.py"), *TINY, "data.max_bytes=20000"]
-    subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=300)
+    finished([ROOT / "train.py", *TINY, "data.max_bytes=20000"], folder).check_returncode()
     return folder
 
 
 def shell(folder, *arguments):
+    return finished([ROOT / "generate.py", "model.device=cpu", *arguments], folder)
+
+
+def new_shell(folder, *arguments):
+    """Likewise, in an interpreter that has imported nothing before."""
     command = [sys.executable, str(ROOT / "generate.py"), "model.device=cpu", *arguments]
-    return subprocess.run(command, cwd=folder, env={**os.environ}, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
 
 
 @pytest.mark.slow
@@ -151,7 +155,7 @@ def test_a_saved_model_with_a_tokenizer_streams_its_text(tmp_path):
     model = tiny_model("qwen3", torch.device("cpu"))
     model.resize_token_embeddings(len(letters))
     model.save_pretrained(tmp_path / "model")
-    done = shell(tmp_path, "model.path=model", "prompt=hello there", "decode.max_new_tokens=12")
+    done = new_shell(tmp_path, "model.path=model", "prompt=hello there", "decode.max_new_tokens=12")
     assert done.returncode == 0, done.stderr
     expected = reference(model, [letters[letter] for letter in "hello there"], 12)
     assert done.stdout.rstrip("\n") == "hello there" + "".join("abcdefghijklmnopqrstuvwxyz "[t] for t in expected)

@@ -7,7 +7,7 @@ import time
 import traceback
 
 import torch
-import torch.multiprocessing as processes
+from processes import CONTEXT
 
 
 def serve(rank, count, device, port, inbox, outbox):
@@ -41,10 +41,9 @@ class Ranks:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        context = processes.get_context("spawn")
-        self._boxes = [(context.SimpleQueue(), context.SimpleQueue()) for _ in range(count)]
+        self._boxes = [(CONTEXT.SimpleQueue(), CONTEXT.SimpleQueue()) for _ in range(count)]
         self._workers = [
-            context.Process(target=serve, args=(rank, count, device, port, *boxes), daemon=True)
+            CONTEXT.Process(target=serve, args=(rank, count, device, port, *boxes), daemon=True)
             for rank, boxes in enumerate(self._boxes)
         ]
 

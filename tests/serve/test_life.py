@@ -7,8 +7,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +14,7 @@ from queue import Queue
 
 import pytest
 from conftest import ROOT
+from processes import Python
 from served import chat_model, tokenizer
 
 from graphmod.cli.serving import run
@@ -60,10 +59,8 @@ class Process(Client):
     """`python serve.py` in a process of its own."""
 
     def __init__(self, folder: Path, *arguments: str) -> None:
-        command = [sys.executable, str(ROOT / "serve.py"), f"model.path={folder}", "model.device=cpu", *arguments]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        self.process = subprocess.Popen(command, env=environment, **pipes)
+        words = [ROOT / "serve.py", f"model.path={folder}", "model.device=cpu", *arguments]
+        self.process = Python(words, Path.cwd(), os.environ | {"OMP_NUM_THREADS": "1"})
 
     def wait_until_ready(self) -> None:
         line = self.process.stdout.readline()

@@ -1,6 +1,5 @@
-"""What processes do that tests kill. They import nothing but this and what it needs, so that they start at once."""
+"""What processes do that tests kill."""
 
-import multiprocessing
 import os
 import sys
 import threading
@@ -15,9 +14,6 @@ from graphmod.train.run.loop import train
 from graphmod.train.run.ownership import FolderInUse, owned
 from graphmod.train.schema.run import RunConfig
 
-# Their parent is a copy of a process that has imported everything, and nothing else.
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["graphmod.train.run.loop"])
 WON, LOST = 0, 3
 
 

@@ -6,7 +6,7 @@ import socket
 import tempfile
 
 import torch
-import torch.multiprocessing as processes
+from processes import CONTEXT
 from torch import distributed
 
 
@@ -42,8 +42,7 @@ def on_ranks(program, ranks, *arguments):
     their environment what a launcher puts there; plain values only."""
     with tempfile.TemporaryDirectory() as folder:
         given = (ranks, free_port(), program, folder, arguments)
-        context = processes.get_context("spawn")
-        started = [context.Process(target=_rank, args=(rank, *given), daemon=True) for rank in range(ranks)]
+        started = [CONTEXT.Process(target=_rank, args=(rank, *given), daemon=True) for rank in range(ranks)]
         for one in started:
             one.start()
         for one in started:

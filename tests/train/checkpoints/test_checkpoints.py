@@ -3,11 +3,13 @@
 import errno
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import DROPOUT, TINY, shell
+from conftest import DROPOUT, ROOT, TINY, shell
 from test_data import word_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -134,10 +136,11 @@ def test_a_disk_that_is_full_is_one_error_that_says_where(text, tmp_path, limit,
     (tmp_path / "sitecustomize.py").write_text(limited)
     settings = [*TINY, "data=text", f"data.path={text}", "train.checkpoint=false", f"hydra.run.dir={tmp_path / 'run'}"]
     path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
-    process = shell(tmp_path, *settings, "train.steps=400", PYTHONPATH=path)
-    _, complained = process.communicate(timeout=120)
-    (error,) = [line for line in complained.splitlines() if line.startswith("error: ")]
-    assert process.returncode == 1 and "Traceback" not in complained, complained
+    command = [sys.executable, str(ROOT / "train.py"), *settings, "train.steps=400"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    (error,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
     assert error.startswith(f"error: cannot write to {named.format(run=tmp_path / 'run')}: File too large")
 
 

@@ -1,9 +1,6 @@
 """Where a saved model comes from is said in words."""
 
-import subprocess
-import sys
-
-from conftest import ROOT
+from conftest import shell
 
 from graphmod.cli.generation.provenance import trained
 from graphmod.train.run.loop import train
@@ -23,14 +20,9 @@ def test_a_checkpoint_tells_its_steps_and_its_loss(on_text, tmp_path, stop_after
 
 def test_sampling_says_how_the_newest_run_was_trained(on_text, tmp_path):
     train(on_text("model.max_positions=64"), tmp_path / "runs" / "train" / "mine")
-    command = [
-        sys.executable,
-        str(ROOT / "generate.py"),
-        "model.path=runs/train",
-        "prompt=x",
-        "decode.max_new_tokens=3",
-    ]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    (said,) = [line for line in done.stderr.splitlines() if line.startswith("model: ")]
-    assert done.returncode == 0
+    sampling = ["model.path=runs/train", "prompt=x", "decode.max_new_tokens=3"]
+    process = shell(tmp_path, *sampling, script="generate.py")
+    _, complained = process.communicate(timeout=120)
+    (said,) = [line for line in complained.splitlines() if line.startswith("model: ")]
+    assert process.returncode == 0
     assert "runs/train/mine/checkpoints/step_00000008, trained for 8 of 8 steps, loss " in said

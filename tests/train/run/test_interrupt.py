@@ -6,7 +6,8 @@ import signal
 import pytest
 import torch
 from conftest import TINY, composed
-from fighters import LOST, PROCESSES, train_until_renamed
+from fighters import LOST, train_until_renamed
+from processes import COPIES
 
 from graphmod.cli.training.job import Job, attempt
 from graphmod.train.checkpoints.manifest import FOLDER, checkpoints, verify
@@ -112,7 +113,7 @@ def test_a_checkpoint_that_is_replaced_is_never_missing(on_text, tmp_path, monke
     (folder / "model.safetensors").write_bytes(b"damaged")
     config = on_text(f"train.resume={tmp_path}")
     if killed:
-        process = PROCESSES.Process(target=train_until_renamed, args=(config, folder))
+        process = COPIES.Process(target=train_until_renamed, args=(config, folder))
         process.start()
         process.join()
         assert process.exitcode == LOST and not folder.exists(), "it was not ended between the two"

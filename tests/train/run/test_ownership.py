@@ -9,7 +9,8 @@ import time
 
 import pytest
 from conftest import DROPOUT, TINY, shell
-from fighters import LOST, PROCESSES, WON, own_and_wait, start_at_once, train_or_lose
+from fighters import LOST, WON, own_and_wait, start_at_once, train_or_lose
+from processes import COPIES
 
 from graphmod.cli.training.main import main
 from graphmod.errors import GraphmodError
@@ -61,8 +62,8 @@ def test_a_file_system_without_locks_is_refused(tmp_path, monkeypatch, number):
 
 
 def test_the_lock_ends_with_a_killed_process_although_its_child_lives_on(tmp_path, impatient):
-    here, there = PROCESSES.Pipe()
-    process = PROCESSES.Process(target=own_and_wait, args=(tmp_path, there))
+    here, there = COPIES.Pipe()
+    process = COPIES.Process(target=own_and_wait, args=(tmp_path, there))
     process.start()
     child = here.recv()
     try:
@@ -78,8 +79,8 @@ def test_the_lock_ends_with_a_killed_process_although_its_child_lives_on(tmp_pat
 
 
 def test_of_several_processes_that_start_at_once_one_gets_the_folder(tmp_path):
-    barrier = PROCESSES.Barrier(5)
-    processes = [PROCESSES.Process(target=start_at_once, args=(tmp_path / "run", barrier)) for _ in range(5)]
+    barrier = COPIES.Barrier(5)
+    processes = [COPIES.Process(target=start_at_once, args=(tmp_path / "run", barrier)) for _ in range(5)]
     for process in processes:
         process.start()
     for process in processes:
@@ -97,7 +98,7 @@ def test_two_processes_that_fight_for_a_run_and_are_killed_at_any_moment_lose_an
         while kills < 20 or alive:
             assert time.monotonic() < deadline
             while kills < 20 and len(alive) < 2:
-                alive.append(PROCESSES.Process(target=train_or_lose, args=(config, run)))
+                alive.append(COPIES.Process(target=train_or_lose, args=(config, run)))
                 alive[-1].start()
             time.sleep(random.uniform(0, 0.4))
             if kills < 20:
