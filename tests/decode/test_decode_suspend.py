@@ -66,7 +66,7 @@ def warm(model, **settings):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"attention": "sdpa"},
+        pytest.param({"attention": "sdpa"}, marks=pytest.mark.slow),
         {"attention": "own"},
         {"offload": "layers", "offload_resident": 0.5},
     ],
