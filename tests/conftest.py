@@ -1,5 +1,7 @@
 """What several tests share: devices, and settings of training runs small enough for two CPU cores."""
 
+import copy
+import functools
 import logging
 import os
 import signal
@@ -11,6 +13,9 @@ import processes
 import pytest
 import stream_rules
 import torch
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
 
 from graphmod.cli.training.compose import TRAIN, parse
 from graphmod.train.step import TrainStep
@@ -72,6 +77,24 @@ def composed(*overrides: str):
     return TRAIN.compose(*TRAIN.read(list(overrides)).jobs())[0]
 
 
+@functools.cache
+def chosen(*choices: str):
+    return TRAIN.compose([*choices])[0]
+
+
+def parsed(*overrides: str):
+    """The checked settings for these arguments. Hydra takes long to read the files of their choices, which it does once
+    here; what arguments say of single settings is put in by the part of it that does so after that."""
+    asked = {one.get_key_element(): one for one in TRAIN.read(list(overrides)).overrides}
+    single = {key for key in asked if "." in key}
+    try:
+        config = copy.deepcopy(chosen(*(asked[key].input_line for key in asked if key not in single)))
+        ConfigLoaderImpl._apply_overrides_to_config([asked[key] for key in asked if key in single], config)
+    except (HydraException, OmegaConfBaseException):
+        config = composed(*overrides)  # which says it in other words
+    return parse(config)
+
+
 def shell(folder: Path, *arguments: str, script: str = "train.py", **variables: str) -> processes.Python:
     """`python train.py ARGUMENTS`, started in `folder`; `variables` are added to the environment."""
     # One thread, as in this process: several divide sums differently.
@@ -104,9 +127,9 @@ def settings():
 
 
 @pytest.fixture
-def tiny(settings):
+def tiny():
     """Like `settings`, for a run of a second or two on a small text that is made for it."""
-    return lambda *overrides: settings(*TINY, *overrides)
+    return lambda *overrides: parsed(*TINY, *overrides)
 
 
 @pytest.fixture

@@ -4,10 +4,9 @@ import json
 
 import pytest
 import torch
-from conftest import DROPOUT, TINY, composed
+from conftest import DROPOUT, TINY, parsed
 from group import on_ranks
 
-from graphmod.cli.training.compose import parse
 from graphmod.train.run.loop import train
 from graphmod.train.run.ranks import ALONE, joined
 from graphmod.train.run.resume import claimed
@@ -20,7 +19,7 @@ UNEVEN = ["data.documents=line", "data.buckets=[8,16]", "train.grad_accumulation
 
 def run(ranks, folder, name, *overrides):
     """The losses, evaluation losses and result of a run in `folder/name`."""
-    config = parse(composed(*SETTINGS, f"data.path={folder}/text.txt", *overrides))
+    config = parsed(*SETTINGS, f"data.path={folder}/text.txt", *overrides)
     if not ranks.first:
         result = train(config, folder / name, ranks.told(None), ranks=ranks)
     else:
