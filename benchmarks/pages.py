@@ -23,8 +23,8 @@ class Part:
         page: relative to the repository.
         opening, closing: the markers it goes between.
         render: makes Markdown of the results.
-        results: the file beside that of the script which holds them, where it is another; the part stays as it is
-            where there is none.
+        results: the file in `benchmarks/results` that holds them, where it is not that of the script; the part stays as
+            it is where `--results` names others.
     """
 
     page: str
@@ -82,7 +82,8 @@ def run(
         The exit status: 0, 1 for a stale page, 2 for files that cannot be used.
     """
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results" / results)
+    usual = ROOT / "benchmarks" / "results" / results
+    parser.add_argument("--results", type=Path, default=usual)
     parser.add_argument("--root", type=Path, default=ROOT, help="the folder of README.md and docs/")
     parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if a page is stale")
     options = parser.parse_args(arguments)
@@ -92,10 +93,9 @@ def run(
         for part in parts:
             content = own
             if part.results is not None:
-                other = options.results.parent / part.results
-                if not other.is_file():
+                if options.results != usual:
                     continue
-                content = json.loads(other.read_text(encoding="utf-8"))
+                content = json.loads((usual.parent / part.results).read_text(encoding="utf-8"))
             path = options.root / part.page
             old = pages[path] if path in pages else path.read_text(encoding="utf-8")
             pages[path] = replaced(old, part.render(content), part.opening, part.closing)

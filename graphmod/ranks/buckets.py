@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from graphmod.errors import Diverged
+from graphmod.trace.dispatch import beside_the_call
 
 _use_count = torch._C._storage_Use_Count
 _operators = torch.library.Library("graphmod", "FRAGMENT")
@@ -38,15 +39,16 @@ def alone(gradient: Tensor, arriving: bool) -> bool:
 def uses_alone() -> tuple[int | None, int | None]:
     """How many uses the memory of a gradient has if no other tensor shares it, later in the backward that made it and
     in its own hook; None where shared memory has no more, so that it cannot be told. Autograd changed what it holds
-    between versions of torch, so a small backward shows it."""
-    apart, shared = (_uses_in_hooks(share) for share in (False, True))
+    between versions of torch, so a small backward shows it. To be asked first where no backward runs."""
+    with beside_the_call(), torch.inference_mode(False), torch.enable_grad():
+        apart, shared = (_uses_in_hooks(share) for share in (False, True))
     later, arriving = ((few if few < many else None) for few, many in zip(apart, shared, strict=True))
     return later, arriving
 
 
 def _uses_in_hooks(share: bool) -> tuple[int, int]:
     """Uses of the memory of the first of two gradients in the hook of the second, and in its own."""
-    first, second = (torch.ones(2, requires_grad=True) for _ in range(2))
+    first, second = (torch.ones(2, device="cpu", requires_grad=True) for _ in range(2))
     found: list[int] = []
     hold: list[Tensor] = []
 
@@ -59,9 +61,8 @@ def _uses_in_hooks(share: bool) -> tuple[int, int]:
 
     for leaf in (first, second):
         leaf.register_post_accumulate_grad_hook(look)
-    with torch.enable_grad():
-        late = second * 2  # made first, so its backward comes last
-        (late + first * 3).sum().backward()
+    late = second * 2  # made first, so its backward comes last
+    (late + first * 3).sum().backward()
     arriving, later = found
     return later, arriving
 

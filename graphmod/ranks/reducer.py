@@ -49,8 +49,7 @@ class Reducer:
         self._order: list[int] = []
         self._times = times or [1] * len(parameters)
         self._left = list(self._times)  # in this backward
-        with hidden():
-            uses_alone()  # in a hook it would be a backward inside of the recorded one
+        uses_alone()
         self._plan(*distributed._compute_bucket_assignment_by_size(self._parameters, [sys.maxsize])[:1])
         for index, parameter in enumerate(self._parameters):
             parameter.register_post_accumulate_grad_hook(functools.partial(self._ready, index))

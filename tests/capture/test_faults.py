@@ -122,12 +122,8 @@ def tensors_alive():
     return sum(isinstance(one, torch.Tensor) for one in gc.get_objects())
 
 
-@pytest.mark.parametrize(
-    ("whole", "kind"),
-    # One kind for a module is enough in a hurry: how a capture is undone does not depend on what it holds.
-    [pytest.param(False, kind, marks=[pytest.mark.slow] * bool(i), id=f"module-{kind}") for i, kind in enumerate(KINDS)]
-    + [pytest.param(True, kind, id=f"step-{kind}") for kind in KINDS],
-)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("whole", [False, True], ids=["module", "step"])
 def test_a_fault_at_any_operation_of_a_capture(whole, kind, device, monkeypatch):
     fault = Fault(monkeypatch)
     steps = 10

@@ -24,8 +24,6 @@ from graphmod.train.step.compile import compiled
 
 SCOPES = ["per_layer", "full_iteration"]
 scopes = pytest.mark.parametrize("scope", SCOPES)
-# Each compiles for a quarter of a minute, and what is compiled is the same.
-scopes_slowly = pytest.mark.parametrize("scope", [pytest.param("per_layer", marks=pytest.mark.slow), "full_iteration"])
 
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -56,7 +54,7 @@ def ran(monkeypatch):
     return seen
 
 
-@scopes_slowly
+@scopes
 def test_a_capture_holds_compiled_code_and_compiles_nothing(scope, ran):
     torch.manual_seed(0)
     parts = build(torch.device("cpu"))
@@ -97,7 +95,7 @@ def test_the_step_that_captures_is_not_measured(warmup_steps, tiny, tmp_path, mo
     assert captures[-1] == 1
 
 
-@scopes_slowly
+@scopes
 def test_losses_and_weights_are_those_of_compiled_code_without_graphs(scope, device):
     settings = {"compile": "default", "max_grad_norm": 1.0}
 
@@ -175,7 +173,7 @@ def test_layers_that_run_again_are_compiled_one_by_one_in_every_scope(tiny, tmp_
         assert graphed.graph["failures"] == 0 and graphed.graph["replays"] > 0
 
 
-@scopes_slowly
+@scopes
 def test_a_capture_holds_the_compiled_layers_twice(scope, ran):
     torch.manual_seed(0)
     parts = build(torch.device("cpu"))
