@@ -9,6 +9,8 @@ import programs
 import pytest
 import torch
 
+from graphmod.ranks.buckets import uses_alone
+
 TWO_GPUS = torch.cuda.device_count() > 1
 
 
@@ -161,6 +163,14 @@ def test_gradients_lie_still_unless_somebody_keeps_them(ranks):
 def test_gradients_of_matrices_are_computed_into_their_bucket(ranks):
     for state, aimed, matrices in ranks.run("computes_in_place"):
         assert state == "captured" and set(matrices) <= set(aimed)
+
+
+def test_whether_memory_is_shared_is_told_in_any_mode():
+    expected = uses_alone()
+    uses_alone.cache_clear()
+    with torch.inference_mode(), torch.device("meta"):
+        assert uses_alone() == expected
+    assert None not in expected
 
 
 def test_a_copy_is_trained_by_itself(ranks):
