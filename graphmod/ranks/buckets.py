@@ -97,8 +97,8 @@ class Bucket:
         self._made.add(member)
         return self._aimed[1][member]
 
-    def gather(self, gradients: list[Tensor], recorded: bool) -> Tensor:
-        """The gradients side by side, which `parts` are then.
+    def place(self, gradients: list[Tensor], recorded: bool) -> Tensor:
+        """The memory in which the gradients are to lie side by side, and `parts` of it for them.
 
         Args:
             recorded: the call is recorded, or captured.
@@ -109,13 +109,11 @@ class Bucket:
         if not recorded:
             flat = self._lasting_for(gradients)
             self.parts = _parts_for(flat, gradients)
-            torch._foreach_copy_(self.parts, gradients)
             return flat
         if any(gradients[i].data_ptr() != self._aimed[1][i].data_ptr() for i in self._made):
             raise Diverged("a gradient was made by another operation than in the call before")
         with _meeting(self._aimed):
             flat = torch.ops.graphmod.bucket(gradients)
-        torch.ops.graphmod.gather_(flat, gradients)
         self.parts = _parts_for(flat, gradients)
         return flat
 

@@ -218,7 +218,8 @@ class Averaging(DistributedDataParallel):
             moved, named = _to_kwargs(inputs, kwargs, device, False)
             inputs, kwargs = moved[0], named[0]
         self._gradients.begin(averages)
-        return self.module(*inputs, **kwargs)
+        with self._inside_ddp_forward():  # where torch.compile compiles a piece for each bucket, as without graphs
+            return self.module(*inputs, **kwargs)
 
     @torch.no_grad()
     def _spread_buffers(self) -> None:

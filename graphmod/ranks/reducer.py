@@ -128,13 +128,14 @@ class Reducer:
             for index, grad in zip(bucket.members, grads, strict=True):
                 if _is_new(grad) and alone(grad, index == arriving):
                     recorder.aim(grad, functools.partial(self._part_for, index))
-        flat = bucket.gather(grads, recorded=recorder is not None)
+        flat = bucket.place(grads, recorded=recorder is not None)
         operation = distributed.ReduceOp.SUM
-        if self._averages and flat.is_cuda:
-            operation = distributed.ReduceOp.AVG
-        else:
-            flat.mul_(1 / self._size)
         with self._beside(flat):
+            torch.ops.graphmod.gather_(flat, grads)
+            if self._averages and flat.is_cuda:
+                operation = distributed.ReduceOp.AVG
+            else:
+                flat.mul_(1 / self._size)
             distributed.all_reduce(flat, operation, group=self._group)
 
     def _part_for(self, index: int) -> Tensor:

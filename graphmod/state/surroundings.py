@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphmod.ranks.data_parallel import compiled_around, joins, take_over_inside, take_over_later
+from graphmod.ranks.data_parallel import compiled_around, is_taken_over, joins, take_over_inside, take_over_later
 from graphmod.ranks.sharded import shared_otherwise
 
 _MOST = 4096  # objects looked at
@@ -102,7 +102,7 @@ class Surroundings:
         around = nn.parallel.DistributedDataParallel._get_active_ddp_module()
         reasons = list(map(take_over_inside, self._parallel))
         why = next(filter(None, reasons), None)
-        if why is None and around is not None:
+        if why is None and around is not None and not is_taken_over(around):
             why = take_over_later(around) or "a reducer that is replaced before its next forward"
         return why and f"is trained with DistributedDataParallel with {why}"
 

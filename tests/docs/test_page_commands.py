@@ -1,5 +1,6 @@
 """Each command of the pages runs: with the settings that the page gives, on a small model, data and number of steps."""
 
+import itertools
 import json
 import re
 import shlex
@@ -8,10 +9,13 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from datetime import datetime, timedelta
 from http.client import HTTPConnection
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import urlsplit
 
+import hydra.core.utils
 import pytest
 import torch
 from conftest import ROOT
@@ -123,8 +127,18 @@ def shortened(arguments, number):
 NUMBERED = [(page, number) for page in PAGES for number, _ in enumerate(commands(page))]
 
 
+_MINUTES = itertools.count()
+
+
+@pytest.fixture
+def names_of_runs(monkeypatch):
+    """Folders of runs are named after the second in which they begin, of which these runs take a part."""
+    began = datetime.now() + timedelta(minutes=next(_MINUTES))
+    monkeypatch.setattr(hydra.core.utils, "datetime", SimpleNamespace(now=lambda: began))
+
+
 @pytest.mark.parametrize(("page", "number"), NUMBERED, ids=lambda value: getattr(value, "stem", value))
-def test_a_command_runs(page, number, folder_of, monkeypatch, capfd, fresh_dynamo):
+def test_a_command_runs(page, number, folder_of, monkeypatch, capfd, fresh_dynamo, names_of_runs):
     _, command, *arguments = commands(page)[number]
     name = command.removesuffix(".py")
     monkeypatch.chdir(folder_of(page))

@@ -11,6 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from graphmod import CUDAGraphModule, graph_layers
+from graphmod.train.settings import TrainGraphConfig
+from graphmod.train.step.step import TrainStep
 
 
 class Checkpointed(Net):
@@ -279,6 +281,64 @@ def compiles(device, rank, kind):
     losses, _ = run(False)
     again, called = run(True)
     return losses == again, called.stats.state, called.stats.replays, called.last_failure
+
+
+def compiles_in_pieces(device, rank, kind):
+    """How many pieces the backward of a compiled model has, without graphs and with them; whether numbers are equal.
+    A bucket of gradients is summed while the pieces before it run."""
+    pieces = []
+
+    def counted(loss):
+        found, queue = set(), [loss.grad_fn]
+        while queue:
+            node = queue.pop()
+            if node is not None and node not in found:
+                found.add(node)
+                queue += [after for after, _ in node.next_functions]
+        pieces[-1].add(sum("CompiledFunction" in node.name() for node in found))
+
+    def own_loop(graphs):
+        inside = torch.compile(Net(192, dropout=0.0).to(device), backend="aot_eager")
+        model = DistributedDataParallel(inside, bucket_cap_mb=1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+
+        def step(x):
+            loss = loss_of(model, x)
+            counted(loss)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return CUDAGraphModule(step) if graphs else step
+
+    def train_step(graphs):
+        def loss_fn(model, x):
+            return loss_of(model, x)
+
+        net = Net(192, dropout=0.0).to(device)
+        step = TrainStep(
+            net,
+            torch.optim.SGD(net.parameters(), lr=0.1, foreach=False),
+            loss_fn=loss_fn,
+            compile="default",
+            config=TrainGraphConfig(scope="full_iteration" if graphs else "none"),
+            process_group=distributed.group.WORLD,
+        )
+        around = step._parallel._loss
+        around.bucket_bytes_cap = 2**20
+        around.register_forward_hook(lambda module, inputs, loss: counted(loss))
+        return lambda x: step(x[None])
+
+    losses = []
+    for graphs in (False, True):
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        pieces.append(set())
+        called = {"own loop": own_loop, "TrainStep": train_step}[kind](graphs)
+        generator = torch.Generator().manual_seed(7 + rank)
+        losses.append([float(called(torch.randn(4, 192, generator=generator).to(device))) for _ in range(10)])
+    return pieces, losses[0] == losses[1]
 
 
 class Tokens(nn.Module):

@@ -102,6 +102,12 @@ def test_compiled_models_are_captured_on_several_ranks(ranks, kind):
         assert equal and (state, replays) == ("captured", 7), why
 
 
+@pytest.mark.parametrize("kind", ["own loop", "TrainStep"])
+def test_a_compiled_backward_has_a_piece_for_each_bucket_of_gradients(ranks, kind):
+    for (eager, captured), equal in ranks.run("habits.compiles_in_pieces", kind):
+        assert equal and eager == captured and min(eager) > 2, (eager, captured)
+
+
 def test_split_embeddings_and_losses_are_captured(ranks):
     for equal, state, replays, why in ranks.run("habits.splits_the_vocabulary"):
         assert equal and (state, replays) == ("captured", 7), why

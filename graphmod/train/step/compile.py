@@ -67,11 +67,8 @@ def compiled(function: Callable, how: str, device: torch.device) -> Callable:
     made = torch.compile(function, dynamic=False, **_how(how, device))
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        # Beyond the limit dynamo would go on in eager, and say so in a log line only. Inside DistributedDataParallel it
-        # would compile a piece for each bucket of gradients, which rounds otherwise than the whole.
-        with torch._dynamo.config.patch(
-            recompile_limit=_RECOMPILES, fail_on_recompile_limit_hit=True, optimize_ddp=False
-        ):
+        # Beyond the limit dynamo would go on in eager, and say so in a log line only.
+        with torch._dynamo.config.patch(recompile_limit=_RECOMPILES, fail_on_recompile_limit_hit=True):
             return made(*args, **kwargs)
 
     return call

@@ -1,9 +1,9 @@
 """One model on several ranks, each of which differentiates the loss of its own microbatches.
 
 A sharded model averages its gradients itself (`fully_sharded.py`). Around the loss of any other one
-DistributedDataParallel is put, not around the model alone: compiled code then lies inside of it, as one piece. So that
-what is averaged over the ranks is the mean over all targets, losses are weighted by how many targets their rank has
-(`Iteration`).
+DistributedDataParallel is put, not around the model alone: torch.compile, which makes a piece for each bucket of
+gradients there, then compiles the loss with it. So that what is averaged over the ranks is the mean over all targets,
+losses are weighted by how many targets their rank has (`Iteration`).
 """
 
 import inspect
