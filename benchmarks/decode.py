@@ -8,7 +8,7 @@ Models have random bf16 weights. Modes: `eager_step` (this engine without graphs
 `compiled_max` (coordinate-descent tuning), `hf_dynamic` (`model.generate`), `hf_static` (static cache, compiled by
 generate), `hand_graph` (the static-cache model compiled, and one CUDA graph of it made by hand). The shape `capture`
 measures capturing ten buckets, `ragged` 256 requests of different lengths, where `hf_batch` is the continuous batching
-of transformers.
+of transformers, and `8b_whole` 32 requests from their prompts to their last tokens.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.decode_engine import measure_capture, time_engine  # noqa: E402
+from benchmarks.decode_engine import measure_capture, time_engine, time_whole  # noqa: E402
 from benchmarks.decode_peers import time_generate, time_hand_graph  # noqa: E402
 from benchmarks.decode_ragged import measure_ragged  # noqa: E402
 from benchmarks.decode_shapes import SHAPES, SMOKE  # noqa: E402
@@ -41,6 +41,8 @@ def modes_of(shape: str) -> tuple[str, ...]:
         return ("uncompiled",)
     if shape == "ragged":
         return ("uncompiled", "compiled", "hf_batch", "hf_dynamic")
+    if shape.endswith("whole"):
+        return ENGINE_MODES
     return tuple(mode for mode in MODES if mode != "hf_batch")
 
 
@@ -59,6 +61,8 @@ def work(mode: str, name: str, steps: int, attention: str, smoke: bool) -> dict[
         result = measure_capture(mode, shape, attention, device)
     elif name == "ragged":
         result = measure_ragged(mode, shape, attention, device)
+    elif name.endswith("whole"):
+        result = time_whole(mode, shape, attention, device)
     elif mode in ENGINE_MODES:
         result = time_engine(mode, shape, steps, attention, device)
     elif mode == "hand_graph":
@@ -74,6 +78,8 @@ def report(result: dict[str, Any]) -> str:
     numbers = []
     for key in (
         "token_ms",
+        "steady_ms",
+        "over_steady",
         "replay_ms",
         "host_ms",
         "busy_ms",

@@ -77,6 +77,31 @@ def time_engine(mode: str, shape: dict[str, Any], steps: int, attention: str, de
     }
 
 
+def time_whole(mode: str, shape: dict[str, Any], attention: str, device: str) -> dict[str, Any]:
+    """Wall time of requests from their prompts to their last tokens, beside that of as many steps in which all decode:
+    what prefill, joining and the end cost. The median of three, after one that is not timed."""
+    model = build(shape, device)
+    engine = engine_for(mode, model, shape, attention)
+    batch, new = shape["batch"], shape["new"]
+    given = prompts(batch, shape["context"], model.config.vocab_size)
+    engine.warm_up(max_context=shape["context"] + new, progress=False)
+    rounds = []
+    for _ in range(4):
+        synchronize()
+        began = time.perf_counter()
+        stream = engine.stream(given, max_new_tokens=new)
+        all_decode(stream, batch, PEAK_FETCHES * engine.config.steps_per_sync)
+        since, ended, steady = time.perf_counter(), False, 0.0
+        for counted, event in enumerate(stream, start=1):
+            ended = ended or event.finish_reason is not None
+            if not ended:
+                steady = (time.perf_counter() - since) / counted * batch
+        seconds = time.perf_counter() - began
+        rounds.append({"seconds": seconds, "steady_ms": steady * 1e3, "over_steady": seconds / (new * steady)})
+        progress(f"{seconds:.2f} s, {steady * 1e3:.3f} ms a step in which all decode")
+    return {**sorted(rounds[1:], key=lambda one: one["over_steady"])[1], "rounds": rounds}
+
+
 def lead_of(batch: int, chunk: int) -> int:
     """Tokens that the first row may be ahead when the last one decodes: prompts join while others run."""
     return PEAK_FETCHES * chunk + (0 if batch == 1 else 256)

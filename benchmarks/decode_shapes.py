@@ -13,12 +13,14 @@ SHAPES: dict[str, dict[str, Any]] = {
     "0.6b_b128": {"model": QWEN3_0_6B, "batch": 128, "context": 512, "max_seq_len": 2048},
     "0.6b_b1_2k": {"model": QWEN3_0_6B, "batch": 1, "context": 512, "max_seq_len": 2048},
     "0.6b_b1_32k": {"model": QWEN3_0_6B, "batch": 1, "context": 512, "max_seq_len": 32768},
+    "8b_whole": {"model": QWEN3_8B, "batch": 32, "context": 512, "new": 1024, "max_seq_len": 2048},
     "capture": {"model": QWEN3_0_6B, "batch": 56, "context": 64, "max_seq_len": 2048},
     "ragged": {"model": QWEN3_0_6B, "batch": 128, "requests": 256, "prompt": 512, "new": 256, "max_seq_len": 1024},
 }
 SMOKE: dict[str, dict[str, Any]] = {
     "tiny_b1": {"model": TINY, "batch": 1, "context": 12, "max_seq_len": 64},
     "tiny_b4": {"model": TINY, "batch": 4, "context": 20, "max_seq_len": 64},
+    "tiny_whole": {"model": TINY, "batch": 4, "context": 20, "new": 40, "max_seq_len": 64},
     "capture": {"model": TINY, "batch": 56, "context": 64, "max_seq_len": 128},
     "ragged": {"model": TINY, "batch": 8, "requests": 12, "prompt": 24, "new": 12, "max_seq_len": 64},
 }

@@ -22,6 +22,7 @@ NAMES = {
     "uncompiled": "graphmod",
     "compiled": 'graphmod, `compile="default"`',
     "compiled_max": 'graphmod, `compile="max"`',
+    "hf_batch": "continuous batching of transformers, with its graphs",
 }
 MODELS = {1024: "Qwen3-0.6B", 4096: "Qwen3-8B"}
 BASELINE = "hf_static"
@@ -95,6 +96,16 @@ def render(content: dict[str, Any]) -> str:
             ]
             rows.append([name, f"{result['tokens_per_s']:,.0f}", *shares])
         parts += [f"{ragged[0]['requests']} requests of different lengths, Qwen3-0.6B:", table(head, rows)]
+    whole = [r for r in results if "over_steady" in r]
+    if whole:
+        head = ["", "s", "ms of a step in which all decode", "over as many such steps"]
+        rows = [
+            [NAMES[one["mode"]], f"{one['seconds']:.2f}", f"{one['steady_ms']:.3f}", f"{one['over_steady']:.3f}"]
+            for one in whole
+        ]
+        one = whole[0]
+        about = f"{one['batch']} requests of {one['context']} tokens with {one['new']} new ones, prefill included"
+        parts += [f"{about}, {MODELS[one['hidden_size']]}:", table(head, rows)]
     seen = [result["environment"] for result in timed]
     gpu, version, library, date = (
         " and ".join(dict.fromkeys(str(one[name]) for one in seen)) for name in ("gpu", "torch", "transformers", "date")

@@ -10,6 +10,7 @@ once by a client in a process of its own.
 
 import argparse
 import asyncio
+import gc
 import json
 import statistics
 import sys
@@ -114,6 +115,8 @@ async def measure(shape: dict[str, Any], compile_mode: str, device: str) -> dict
     )
     engine.warm_up(max_context=shape["prompt"] + shape["new"], progress=False)
     progress("captured")
+    gc.collect()
+    gc.freeze()
     sampling = [Sampling(max_new_tokens=count) for count in new]
     alone = []
     for _ in range(_ROUNDS + 1):

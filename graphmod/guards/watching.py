@@ -22,6 +22,7 @@ from graphmod.guards.frames import Frames
 from graphmod.guards.looking import Looking
 from graphmod.guards.notes import Notes
 from graphmod.guards.running import functions_of, those_there
+from graphmod.trace.garbage import unfreeze
 
 _OF_C = (BuiltinMethodType, partial)
 _NAMED = (type, ModuleType, FunctionType, nn.Module, Tensor)
@@ -112,7 +113,7 @@ def _telling_new_objects() -> Iterator[None]:
         with _lock:
             _recordings -= 1
             if not _recordings:
-                gc.unfreeze()  # also what the program itself may have frozen: to count that would take long
+                unfreeze()
 
 
 def _forget_new(notes: Notes, roots: tuple) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 _lock = threading.Lock()  # the collector belongs to the process
 _inside = 0
 _enabled = False
+_frozen = 0
 
 
 @contextlib.contextmanager
@@ -30,3 +31,32 @@ def no_garbage_collection() -> Iterator[None]:
             _inside -= 1
             if not _inside and _enabled:
                 gc.enable()
+
+
+@contextlib.contextmanager
+def frozen_heap() -> Iterator[None]:
+    """Inside, the collector does not look at what is there when it is entered, and frees nothing of that.
+
+    PyTorch, a model, and what compiled code leaves are a million objects. A look at all of them takes up to a second,
+    in which no thread of Python runs.
+    """
+    global _frozen
+    gc.collect()
+    with _lock:
+        _frozen += 1
+        gc.freeze()
+    try:
+        yield
+    finally:
+        with _lock:
+            _frozen -= 1
+            if not _frozen:
+                gc.unfreeze()
+
+
+def unfreeze() -> None:
+    """Undoes `gc.freeze` unless somebody is in `frozen_heap`; also what the program itself may have frozen, which it
+    would take long to count."""
+    with _lock:
+        if not _frozen:
+            gc.unfreeze()

@@ -10,7 +10,7 @@ import torch
 from harness import config
 
 from graphmod import CUDAGraphModule
-from graphmod.trace.garbage import no_garbage_collection
+from graphmod.trace.garbage import frozen_heap, no_garbage_collection
 from graphmod.trace.tracer import is_recording
 
 
@@ -46,6 +46,17 @@ def test_who_had_it_off_keeps_it_off():
         pass
     assert not gc.isenabled()
     gc.enable()
+
+
+def test_what_is_frozen_stays_so_while_calls_are_recorded():
+    double = CUDAGraphModule(lambda x: x * 2)
+    with frozen_heap():
+        counts = [gc.get_freeze_count()]
+        for _ in range(6):
+            double(torch.ones(2))
+            counts.append(gc.get_freeze_count())
+    assert double.stats.replays and min(counts) > 10_000
+    assert not gc.get_freeze_count()
 
 
 class Seen(logging.Handler):

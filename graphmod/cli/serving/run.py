@@ -21,6 +21,7 @@ from graphmod.decode.text.codec import TokenizerCodec, codec_for
 from graphmod.serve.app import make_app
 from graphmod.serve.server import HttpServer
 from graphmod.serve.service import Service
+from graphmod.trace.garbage import frozen_heap
 from graphmod.train.lora import is_adapter
 from graphmod.train.special_tokens import set_special_tokens
 from graphmod.words import counted
@@ -75,11 +76,12 @@ def serve(config: ServeConfig, folder: Path, listening: socket.socket) -> int:
             say_plainly("note: anyone who reaches this address can use it; set serve.api_key=KEY to require a key")
         engine = _engine(config, folder)
         signals = _Signals()
-        service.begin(engine, engine.requests.codec)
-        show(f"serving {config.name} at {url}")
-        while signals.number is None:
-            time.sleep(_TURN)
-        return _drained(service, signals.number)
+        with frozen_heap():
+            service.begin(engine, engine.requests.codec)
+            show(f"serving {config.name} at {url}")
+            while signals.number is None:
+                time.sleep(_TURN)
+            return _drained(service, signals.number)
     finally:
         service.end(0 if isinstance(sys.exception(), KeyboardInterrupt) else _TO_ABORT)
         server.stop()

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 __all__ = ["join_products", "products"]
 
 MOST_WEIGHTS = 3  # of one kernel
-_MOST_ROWS = 64
+_MOST_ROWS = 128
 _LARGEST_WEIGHT = 16 * 2**20  # bytes; for more, reading takes longer than a launch, and the kernel was not measured
 _FEWEST_COLUMNS = 48 * 64  # of all weights of an operation; with fewer, most of a large GPU would read nothing
 _OUT, _DEPTH = 64, 128  # the kernel takes weights of multiples of these
@@ -29,7 +29,7 @@ def products(x: Tensor, weights: list[Tensor]) -> list[Tensor]:
     """`[x @ weight.T for weight in weights]`, summed in float32.
 
     Args:
-        x: (..., features) of 1 to 64 rows in bfloat16 or float16; features a multiple of 128.
+        x: (..., features) of 1 to 128 rows in bfloat16 or float16; features a multiple of 128.
         weights: up to three, (out features, features), contiguous; out features a multiple of 64.
     """
     if not x.is_cuda:

@@ -141,7 +141,7 @@ def test_an_input_that_is_written_in_between_is_two_inputs(write):
 
 
 @pytest.mark.parametrize(
-    "rows, dtype, expected", [(64, torch.bfloat16, 1), (65, torch.bfloat16, 0), (4, torch.float16, 1), (4, None, 0)]
+    "rows, dtype, expected", [(128, torch.bfloat16, 1), (129, torch.bfloat16, 0), (4, torch.float16, 1), (4, None, 0)]
 )
 def test_only_few_rows_of_half_precision(rows, dtype, expected):
     class Module(Parts):
@@ -196,7 +196,7 @@ def test_this_gpu_has_a_kernel():
 def test_products_are_those_of_linear_layers(features, widths, dtype, device):
     torch.manual_seed(0)
     weights = [torch.randn(width, features, device=device, dtype=dtype) for width in widths]
-    for rows in (1, 2, 7, 16, 17, 33, 64):
+    for rows in (1, 2, 7, 16, 17, 33, 64, 65, 128):
         x = torch.randn(rows, 1, features, device=device, dtype=dtype)
         for got, weight in zip(products(x, weights), weights, strict=True):
             exact = x.double() @ weight.double().T
