@@ -6,7 +6,7 @@ them. A difference is an error, never a wrong token.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from graphmod.decode.attention.choice import reference
 from graphmod.decode.attention.implementation import Implementation
 from graphmod.decode.cache.cache import PagedCache
 from graphmod.decode.errors import DecodeError
-from graphmod.decode.prefill.piece import Piece, Prefill
+from graphmod.decode.prefill.piece import Piece
 from graphmod.decode.results import Completion, Run
 from graphmod.decode.step.anatomy import refusal
 from graphmod.decode.step.graphs import context_sizes
@@ -48,7 +48,7 @@ def compare_made_up(
     model: PreTrainedModel,
     memory: PagedCache,
     state: BatchState,
-    prefill: Prefill,
+    prefill: Callable[[list[Piece]], Tensor],
     most: int,
     chosen: Implementation,
 ) -> None:
@@ -89,7 +89,7 @@ def _decoded(
     model: PreTrainedModel,
     memory: PagedCache,
     state: BatchState,
-    prefill: Prefill,
+    prefill: Callable[[list[Piece]], Tensor],
     most: int,
     plain: Implementation,
     tokens: list[int],

@@ -134,13 +134,14 @@ class ContinuousBatch:
         return Run(done, [], [], True, sequence.handle)
 
     def _budget(self) -> int:
-        """Tokens of prompts for this turn: few while others wait for their next token, many where most of those who
-        are there wait for their first."""
+        """Tokens of prompts for this turn: few while others wait for their next token, more where several wait for
+        their first, as many times as those who are there are those who run."""
         running, waiting = len(self.scheduler.running), len(self.scheduler.waiting) + len(self.scheduler.filling)
         if not running:
             return self._limits.tokens
-        fair = max(_LEAST_TOKENS, _TOKENS_PER_ROW * running) * max(1, waiting // running)
-        return min(fair, self._limits.tokens)
+        there = running + waiting if waiting > 1 else running
+        fair = max(_LEAST_TOKENS, _TOKENS_PER_ROW * running) * there // running
+        return self._prefill.without_padding(min(fair, self._limits.tokens))
 
     def _fill(self) -> None:
         """Prefills some tokens of prompts; who has no more of them is given a row and its first token."""

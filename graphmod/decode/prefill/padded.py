@@ -61,6 +61,10 @@ class PaddedPrefill:
         rows = [found[index] for index, piece in enumerate(pieces) if piece.last]
         return torch.stack(rows) if rows else logits[:0]
 
+    def without_padding(self, tokens: int) -> int:
+        """See `piece.Prefill`. One piece alone has no padding, whatever its length."""
+        return tokens
+
     def _call(self, pieces: list[Piece]) -> Tensor:
         memory, size, start = self.memory, self.memory.block_size, pieces[0].start
         longest, width = max(len(piece.tokens) for piece in pieces), max(len(piece.blocks) for piece in pieces)

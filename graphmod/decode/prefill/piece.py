@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -42,6 +41,14 @@ class Limits(NamedTuple):
     columns: int
 
 
-Prefill = Callable[[list[Piece]], Tensor]
-"""Stores the keys and values of pieces, in their order; gives the logits after those that are `last`, (pieces that are
-last, vocabulary)."""
+class Prefill(Protocol):
+    """Prefills pieces of prompts."""
+
+    def __call__(self, pieces: list[Piece]) -> Tensor:
+        """Stores the keys and values of pieces, in their order; gives the logits after those that are `last`, (pieces
+        that are last, vocabulary)."""
+        ...
+
+    def without_padding(self, tokens: int) -> int:
+        """The most tokens, up to so many, that can be prefilled without some that are padding."""
+        ...

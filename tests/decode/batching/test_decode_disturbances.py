@@ -44,15 +44,16 @@ def test_a_stream_that_garbage_collection_ends_in_the_middle_of_a_step(device, m
     ended = stream.handle
     engine.step()
     assert engine.scheduler.filling
-    prefill = engine._batch._prefill
+    kind = type(engine._batch._prefill)
+    prefill = kind.__call__
 
-    def collecting(pieces):
+    def collecting(self, pieces):
         nonlocal stream
         stream = None
         gc.collect()
-        return prefill(pieces)
+        return prefill(self, pieces)
 
-    monkeypatch.setattr(engine._batch, "_prefill", collecting)
+    monkeypatch.setattr(kind, "__call__", collecting)
     run(engine)
     assert handle.wait()[0].tokens == reference(model, other, 9)
     assert ended.done and ended.completions[0].finish_reason == "abort" and engine.stats.blocks_used == 0

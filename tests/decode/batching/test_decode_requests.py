@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from graphmod.decode import DecodeEngine, DecodeError, EngineLoop, RequestError
+from graphmod.decode.batching import batch
 
 
 def run(engine):
@@ -97,6 +98,27 @@ def test_a_long_prompt_goes_in_pieces_and_does_not_stall_those_that_run(device):
     assert second.completions[0].tokens == reference(model, long, 9)
 
 
+@pytest.mark.parametrize(("waiting", "turns"), [(1, [32, 32, 26]), (3, [64, 64, 32, 32, 32, 32, 14])])
+def test_a_turn_prefills_more_where_several_wait_and_no_padding(waiting, turns, device, monkeypatch):
+    monkeypatch.setattr(batch, "_LEAST_TOKENS", 32)
+    monkeypatch.setattr(batch, "_TOKENS_PER_ROW", 2)
+    model = tiny_model("llama", device)
+    engine = DecodeEngine(model, max_batch_size=8, steps_per_sync=2, prefill_tokens=128, block_size=8)
+    handles = [engine.submit(prompt, max_new_tokens=40) for prompt in prompts_of(5, 6, 7)]
+    engine.step()
+    prompts = prompts_of(*waiting * [90])
+    handles += [engine.submit(prompt, max_new_tokens=5) for prompt in prompts]
+    given, before = [], engine.stats
+    while engine.stats.prompt_tokens < 18 + 90 * waiting:
+        last = engine.stats.prompt_tokens
+        engine.step()
+        given.append(engine.stats.prompt_tokens - last)
+    assert given == turns
+    assert engine.stats.prefill.padding_row_steps - before.prefill.padding_row_steps < 32
+    run(engine)
+    assert [handle.completions[0].tokens for handle in handles[3:]] == [reference(model, p, 5) for p in prompts]
+
+
 @pytest.mark.parametrize("where", ["prefill", "step", "read"])
 def test_an_error_of_the_engine_reaches_every_waiter_and_what_had_finished_is_kept(where, device, monkeypatch):
     model = tiny_model("llama", device)
@@ -108,7 +130,7 @@ def test_an_error_of_the_engine_reaches_every_waiter_and_what_had_finished_is_ke
         engine.step()
     waits = engine.submit(prompts[3], max_new_tokens=5)
     place, name = {
-        "prefill": (engine._batch, "_prefill"),
+        "prefill": (type(engine._batch._prefill), "__call__"),
         "step": (engine.graphs, "launch"),
         "read": (engine.state, "results_at"),
     }[where]
