@@ -39,7 +39,9 @@ def save(out: Path | None, results: Any) -> None:
     if out is None:
         return
     out.parent.mkdir(parents=True, exist_ok=True)
-    command = " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    given = iter(sys.argv[1:])
+    kept = [one for one in given if one != "--out" or next(given) is None]  # where it was kept is no part of it
+    command = " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *kept])
     out.write_text(json.dumps({"command": command, "environment": environment(), "results": results}, indent=1) + "\n")
 
 
