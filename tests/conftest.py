@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import gc
 import logging
 import os
 import signal
@@ -45,6 +46,16 @@ TINY = [
     "data.batch_size=2",
 ]
 DROPOUT = ["model=gpt2_tiny", "model.dropout=0.2"]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Thousands of tests are collected, and nothing dies: the collector would look through all of them again and again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -19,13 +19,23 @@ from graphmod.errors import ConfigError
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the system takes no pages back")
 
 
+@pytest.fixture(scope="module")
+def drivers():
+    """Those of all tests. What used them is gone for certain only after a look through the whole heap, which takes
+    longer than many a test: once for all of them."""
+    made = []
+    yield made
+    gc.collect()
+    assert [one.wrong for one in made if one.wrong] == []
+
+
 @pytest.fixture
-def fake(monkeypatch):
+def fake(monkeypatch, drivers):
     """Caches lie in the memory of a driver, which cannot be touched while it is not mapped."""
     found = FakeDriver()
+    drivers.append(found)
     lay_on(found, monkeypatch)
     yield found
-    gc.collect()
     assert found.wrong == []
 
 
