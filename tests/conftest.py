@@ -50,7 +50,7 @@ DROPOUT = ["model=gpt2_tiny", "model.dropout=0.2"]
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """Thousands of tests are collected, and nothing dies: the collector would look through all of them again and again."""
+    """Thousands of tests are made here, and none dies: the collector would look through all of them again and again."""
     gc.disable()
     try:
         return (yield)
