@@ -42,7 +42,7 @@ def everything(optimizer):
     return [t.clone() for p in state for t in (p.detach(), *(v for v in state[p].values() if torch.is_tensor(v)))]
 
 
-# Each is compiled for seconds: every optimizer and both dtypes of models by default, the other pairs with the slow tests.
+# Each is compiled for seconds: all optimizers and both dtypes of models by default, other pairs with the slow tests.
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 OPTIMIZERS = {
     "adamw": ({}, DTYPES[:2]),
