@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import gc
 import logging
 import os
 import signal
@@ -47,6 +48,16 @@ TINY = [
 DROPOUT = ["model=gpt2_tiny", "model.dropout=0.2"]
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Thousands of tests are made here, and none dies: the collector would look through all of them again and again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="no CUDA device")
@@ -82,9 +93,9 @@ def chosen(*choices: str):
     return TRAIN.compose([*choices])[0]
 
 
-def parsed(*overrides: str):
-    """The checked settings for these arguments. Hydra takes long to read the files of their choices, which it does once
-    here; what arguments say of single settings is put in by the part of it that does so after that."""
+def filled(*overrides: str):
+    """What `composed` gives. Hydra takes long to read the files of their choices, which it does once here; what
+    arguments say of single settings is put in by the part of it that does so after that."""
     asked = {one.get_key_element(): one for one in TRAIN.read(list(overrides)).overrides}
     single = {key for key in asked if "." in key}
     try:
@@ -92,7 +103,12 @@ def parsed(*overrides: str):
         ConfigLoaderImpl._apply_overrides_to_config([asked[key] for key in asked if key in single], config)
     except (HydraException, OmegaConfBaseException):
         config = composed(*overrides)  # which says it in other words
-    return parse(config)
+    return config
+
+
+def parsed(*overrides: str):
+    """The checked settings for these arguments."""
+    return parse(filled(*overrides))
 
 
 def shell(folder: Path, *arguments: str, script: str = "train.py", **variables: str) -> processes.Python:

@@ -16,10 +16,13 @@ def test_importing_brings_no_other_library():
         "*[name for name in ('torch._dynamo', 'torch._inductor', 'graphmod.train', 'graphmod.decode') "
         "if name in sys.modules])"
     )
-    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True) for _ in range(3)]
-    assert not any(run.returncode for run in runs), runs[0].stderr
-    assert all(len(run.stdout.split()) == 1 for run in runs), runs[0].stdout
-    assert min(float(run.stdout) for run in runs) < 0.5  # 0.05 on a machine that does nothing else
+    for _ in range(3):
+        run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert run.returncode == 0, run.stderr
+        assert len(run.stdout.split()) == 1, run.stdout
+        if float(run.stdout) < 0.5:  # 0.05 on a machine that does nothing else
+            return
+    raise AssertionError(f"it takes {run.stdout} s")
 
 
 def test_names_for_users_come_with_their_first_use():

@@ -33,7 +33,7 @@ class Chance:
             recorder.refuse(value.__name__, SETS_STATE)
         if isinstance(value, (types.BuiltinMethodType, types.MethodType)):
             value = value.__self__
-        if recorder is not None and isinstance(value, torch.Generator):
+        if recorder is not None and _is_generator(value):
             recorder.note_generator(value)
         if not is_random(value):
             return
@@ -59,10 +59,14 @@ class Chance:
                 value.setstate(before[0])
 
 
+def _is_generator(value: Any) -> bool:
+    return issubclass(type(value), torch.Generator)  # `isinstance` runs Python code of torch's, at each value met
+
+
 def _moves_a_generator(value: Any) -> bool:
     """Whether a value is a method that sets the state of one of torch's generators."""
     if isinstance(value, types.BuiltinMethodType):
-        return isinstance(value.__self__, torch.Generator) and value.__name__ in MOVES
+        return _is_generator(value.__self__) and value.__name__ in MOVES
     return (
         type(value) is types.MethodDescriptorType and value.__objclass__ is torch.Generator and value.__name__ in MOVES
     )

@@ -138,7 +138,7 @@ class Values:
             return
         if isinstance(value, types.BuiltinMethodType) and isinstance(value.__self__, CONTAINERS):
             value = value.__self__
-        elif isinstance(value, (KeysView, ValuesView, ItemsView)) and hasattr(value, "mapping"):
+        elif hasattr(type(value), "mapping") and isinstance(value, (KeysView, ValuesView, ItemsView)):
             value = gc.get_referents(value)[0]  # the dict itself, which `mapping` would wrap anew each time
         if is_iterator(value):
             self.iterators.append((value, type(value).__name__, self.here()))

@@ -283,8 +283,7 @@ def test_the_exit_status_is_the_verdict(tmp_path, arguments, status):
 
 def test_json_stands_alone_on_the_standard_output(tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
-    asked = [sys.executable, "-m", "graphmod.check", "program:step", "--args", "program:arguments", "--json"]
-    done = subprocess.run(asked, cwd=tmp_path, capture_output=True, text=True)
+    done = ask(tmp_path, "program:step", "--args", "program:arguments", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["captured"] is True
 

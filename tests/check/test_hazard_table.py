@@ -1,12 +1,12 @@
 """The programs behind docs/hazards.md: graphmod's column has no silent row, and the page shows the results."""
 
 import json
-import subprocess
 import sys
 
 import pytest
 import torch
 from conftest import ROOT
+from processes import finished
 
 sys.path.insert(0, str(ROOT))
 
@@ -54,10 +54,6 @@ def test_a_program_that_ends_its_process_is_one_cell(monkeypatch, tmp_path):
 
 
 def test_one_program_can_be_asked_for():
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks/hazards.py"), "--device", "cpu", "--only", "plain"],
-        capture_output=True,
-        text=True,
-    )
+    done = finished([ROOT / "benchmarks/hazards.py", "--device", "cpu", "--only", "plain"], ROOT)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["rows"][0]["graphmod"]["outcome"] == "captured"

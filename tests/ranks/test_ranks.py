@@ -1,13 +1,12 @@
 """Several ranks: steps and layers that communicate have eager's numbers, and all ranks decide alike."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pool
 import programs
 import pytest
 import torch
+from processes import finished
 
 from graphmod.ranks.buckets import uses_alone
 
@@ -202,6 +201,6 @@ def test_a_process_ends_though_its_graphs_live(device):
 
 @pytest.mark.parametrize(("mesh", "part"), [((8,), "(16, 32)"), ((4, 2), "(16, 32)")], ids=["fsdp", "fsdp x tp"])
 def test_eight_ranks_share_a_model(mesh, part):
-    script = Path(__file__).parent / "eight.py"
-    done = subprocess.run([sys.executable, script, *map(str, mesh)], capture_output=True, text=True, timeout=120)
+    folder = Path(__file__).parent
+    done = finished([folder / "eight.py", *mesh], folder, timeout=120)
     assert done.stdout.strip() == f"captured 5 {part}", done.stdout + done.stderr

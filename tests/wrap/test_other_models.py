@@ -1,6 +1,6 @@
 """Encoders, models of images and sound, and diffusion models: losses and weights after some steps are eager's."""
 
-import copy
+import functools
 import random
 
 import numpy
@@ -46,6 +46,18 @@ def trained(model, task, way, bf16):
     return losses, list(model.parameters()), wrapped
 
 
+def made(name, device):
+    torch.manual_seed(0)
+    return other_models.OTHERS[name].make().to(device).train()
+
+
+@functools.cache
+def eagerly(name, bf16, device):
+    """What graphs of a step and of layers are both compared with."""
+    losses, weights, _ = trained(made(name, device), other_models.OTHERS[name], None, bf16)
+    return losses, weights
+
+
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("way", ["layers", "step"])
 @pytest.mark.parametrize("name", other_models.OTHERS)
@@ -55,11 +67,8 @@ def test_training_is_that_of_eager(name, way, bf16, device):
         pytest.importorskip(words[0])
     if "CTC" in words and device.type == "cuda":
         pytest.skip("the gradient of CTC is not the same twice on a GPU")
-    task = other_models.OTHERS[name]
-    torch.manual_seed(0)
-    model = task.make().to(device).train()
-    expected, weights, _ = trained(copy.deepcopy(model), task, None, bf16)
-    losses, found, wrapped = trained(model, task, way, bf16)
+    expected, weights = eagerly(name, bf16, device)
+    losses, found, wrapped = trained(made(name, device), other_models.OTHERS[name], way, bf16)
     assert losses == expected
     assert all(map(torch.equal, found, weights))
     eager = {*words} & (EAGER_STEPS if way == "step" else EAGER_LAYERS[bf16])

@@ -45,12 +45,22 @@ def lay_on(fake, monkeypatch):
     monkeypatch.setattr(module, "_over", over_host)
 
 
+@pytest.fixture(scope="module")
+def drivers():
+    """Those of all tests. What used them is gone for certain only after a look through the whole heap, which takes
+    longer than many a test: once for all of them."""
+    made = []
+    yield made
+    gc.collect()
+    assert [one.wrong for one in made if one.wrong] == []
+
+
 @pytest.fixture
-def fake(monkeypatch):
+def fake(monkeypatch, drivers):
     found = FakeDriver()
+    drivers.append(found)
     lay_on(found, monkeypatch)
     yield found
-    gc.collect()
     assert found.wrong == []
 
 

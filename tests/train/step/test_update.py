@@ -42,17 +42,22 @@ def everything(optimizer):
     return [t.clone() for p in state for t in (p.detach(), *(v for v in state[p].values() if torch.is_tensor(v)))]
 
 
+# Each is compiled for seconds: all optimizers and both dtypes of models by default, other pairs with the slow tests.
+DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+OPTIMIZERS = {
+    "adamw": ({}, DTYPES[:2]),
+    "adam": ({"kind": torch.optim.Adam}, DTYPES[:1]),
+    "maximize": ({"maximize": True, "betas": (0.8, 0.95), "eps": 1e-4}, DTYPES[1:2]),
+}
+
+
 @pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float64, marks=pytest.mark.slow)], ids=str
-)
-@pytest.mark.parametrize(
-    "settings",
+    ("settings", "dtype"),
     [
-        {},
-        {"kind": torch.optim.Adam},
-        {"maximize": True, "betas": (0.8, 0.95), "eps": 1e-4},
+        pytest.param(settings, dtype, id=f"{name}-{dtype}", marks=[] if dtype in quick else pytest.mark.slow)
+        for name, (settings, quick) in OPTIMIZERS.items()
+        for dtype in DTYPES
     ],
-    ids=["adamw", "adam", "maximize"],
 )
 def test_it_takes_the_steps_of_the_fused_optimizer(device, dtype, settings):
     ours, theirs = (optimizer_of(parameters(device, dtype), **settings) for _ in range(2))
