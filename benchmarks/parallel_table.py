@@ -1,4 +1,4 @@
-"""Shows the results of two H200 and two H100 in docs/benchmarks.md, and an estimate for more GPUs in docs/parallel.md.
+"""Shows the results of two GPUs in README.md and docs/benchmarks.md, and an estimate for more in docs/parallel.md.
 
 python benchmarks/parallel_table.py            # rewrites the pages
 python benchmarks/parallel_table.py --check    # are they up to date?
@@ -106,7 +106,40 @@ def estimates(results: dict[str, Any]) -> str:
     return table(head, rows)
 
 
+# What README shows: of each way to share the work, eager and as one graph.
+SHOWN = (
+    ("DDP", "ddp_eager", "ddp_one_stream"),
+    ("`fully_shard`", "fsdp_eager", "fsdp"),
+    ("tensor parallelism", "tp_eager", "tp"),
+)
+
+
+def summary(results: dict[str, Any]) -> str:
+    """Steps on two GPUs, eager and as one graph, and on one GPU; ratios where one run has both."""
+    found = {(one["shape"], one["mode"]): one for one in results["results"] if "step_ms" in one}
+    rows = []
+    for words, eager, captured in SHOWN:
+        for one in (found[shape, captured] for shape in SHAPES if (shape, captured) in found):
+            before, alone = (found.get((one["shape"], mode)) for mode in (eager, "one_gpu"))
+            same = before is not None and host_of(before) == host_of(one)
+            rows.append(
+                [
+                    f"{words}, {one['layers']} layers, width {one['width']}, {one['batch']} x {one['length']} tokens",
+                    "-" if before is None else f"{before['step_ms']:.2f}",
+                    f"{one['step_ms']:.2f}" + (f" ({before['step_ms'] / one['step_ms']:.2f}x)" if same else ""),
+                    "-" if alone is None or captured == "tp" else f"{alone['step_ms']:.2f}",
+                ]
+            )
+    about = next(iter(found.values()))["environment"]
+    end = (
+        f"Milliseconds per training step on 2 x {about['gpu']}, torch {about['torch']}. Each GPU has a batch of its "
+        "own; with tensor parallelism both have the same."
+    )
+    return f"{table(['', 'eager', 'graphmod, whole step', 'the same on one GPU'], rows)}\n\n{end}"
+
+
 PARTS = [
+    Part("README.md", "<!-- table: gpus -->", "<!-- end gpus -->", summary),
     Part("docs/benchmarks.md", "<!-- table: parallel -->", "<!-- end parallel -->", rows_of),
     Part(
         "docs/benchmarks.md",
