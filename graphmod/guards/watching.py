@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from functools import _lru_cache_wrapper, partial
 from types import BuiltinMethodType, FrameType, FunctionType, ModuleType
@@ -22,12 +21,10 @@ from graphmod.guards.frames import Frames
 from graphmod.guards.looking import Looking
 from graphmod.guards.notes import Notes
 from graphmod.guards.running import functions_of, those_there
-from graphmod.trace.garbage import unfreeze
+from graphmod.trace.garbage import freeze, unfreeze
 
 _OF_C = (BuiltinMethodType, partial)
 _NAMED = (type, ModuleType, FunctionType, nn.Module, Tensor)
-_lock = threading.Lock()  # the collector belongs to the process
-_recordings = 0
 
 
 @contextlib.contextmanager
@@ -102,18 +99,11 @@ class _Watcher:
 
 @contextlib.contextmanager
 def _telling_new_objects() -> Iterator[None]:
-    global _recordings
-    with _lock:
-        _recordings += 1
-        if _recordings == 1:
-            gc.freeze()
+    freeze()  # also while another thread records: what is taken for old is compared, what is taken for new is not
     try:
         yield
     finally:
-        with _lock:
-            _recordings -= 1
-            if not _recordings:
-                unfreeze()
+        unfreeze()
 
 
 def _forget_new(notes: Notes, roots: tuple) -> None:

@@ -40,23 +40,27 @@ def frozen_heap() -> Iterator[None]:
     PyTorch, a model, and what compiled code leaves are a million objects. A look at all of them takes up to a second,
     in which no thread of Python runs.
     """
-    global _frozen
     gc.collect()
-    with _lock:
-        _frozen += 1
-        gc.freeze()
+    freeze()
     try:
         yield
     finally:
-        with _lock:
-            _frozen -= 1
-            if not _frozen:
-                gc.unfreeze()
+        unfreeze()
+
+
+def freeze() -> None:
+    """Lets the collector list only what is made from now on, in whichever thread."""
+    global _frozen
+    with _lock:
+        _frozen += 1
+        gc.freeze()
 
 
 def unfreeze() -> None:
-    """Undoes `gc.freeze` unless somebody is in `frozen_heap`; also what the program itself may have frozen, which it
-    would take long to count."""
+    """Undoes one `freeze`, with the last of all; also what the program itself may have frozen, which it would take long
+    to count."""
+    global _frozen
     with _lock:
+        _frozen -= 1
         if not _frozen:
             gc.unfreeze()

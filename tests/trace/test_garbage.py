@@ -59,6 +59,51 @@ def test_what_is_frozen_stays_so_while_calls_are_recorded():
     assert not gc.get_freeze_count()
 
 
+class Config:
+    scale = 2.0
+
+
+@pytest.mark.parametrize("meanwhile", ["another thread records", "a frozen heap is left"])
+def test_guards_hold_though_the_heap_is_frozen_and_given_back_meanwhile(meanwhile):
+    inside, leave, config = threading.Event(), threading.Event(), Config()
+
+    def record(x):
+        if is_recording():
+            inside.set()
+            leave.wait(10)
+        return x * 2
+
+    def other():
+        if meanwhile == "another thread records":
+            called = CUDAGraphModule(record)
+            for _ in range(4):
+                called(torch.ones(3))
+        else:
+            with frozen_heap():
+                inside.set()
+                leave.wait(10)
+
+    def step(x):
+        if is_recording() and meanwhile == "a frozen heap is left":
+            leave.set()
+            thread.join()
+        return x * config.scale
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    assert inside.wait(10)
+    config.scale = 2.0  # an attribute of its own, made while the other thread is in the middle of it
+    config, called = Config(), CUDAGraphModule(step)
+    config.scale = 2.0
+    for _ in range(6):
+        assert called(torch.ones(3)).tolist() == [2.0] * 3
+    config.scale = 10.0
+    assert called(torch.ones(3)).tolist() == [10.0] * 3
+    leave.set()
+    thread.join()
+    assert not gc.get_freeze_count()
+
+
 class Seen(logging.Handler):
     """Keeps what was logged: no watch looks into loggers."""
 
