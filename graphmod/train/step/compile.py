@@ -49,7 +49,7 @@ def _how(how: str, device: torch.device) -> dict[str, Any]:
     return {"backend": "aot_eager"}
 
 
-def compiled(function: Callable, how: str, device: torch.device) -> Callable:
+def compiled(function: Callable, how: str, device: torch.device, in_pieces: bool = False) -> Callable:
     """`function` compiled for fixed shapes; its first call for each shape and mode compiles, which takes a while. Where
     torch.compile is switched off, `function` as it is.
 
@@ -57,6 +57,8 @@ def compiled(function: Callable, how: str, device: torch.device) -> Callable:
         function: a callable of tensors and modules.
         how: `default` or `max`.
         device: where it runs.
+        in_pieces: inside of DistributedDataParallel, a piece for each bucket of gradients, so that these are summed
+            while others are computed.
 
     Raises:
         torch._dynamo.exc.FailOnRecompileLimitHit: (on calling) it was compiled again and again for ever new arguments.
@@ -68,7 +70,9 @@ def compiled(function: Callable, how: str, device: torch.device) -> Callable:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         # Beyond the limit dynamo would go on in eager, and say so in a log line only.
-        with torch._dynamo.config.patch(recompile_limit=_RECOMPILES, fail_on_recompile_limit_hit=True):
+        with torch._dynamo.config.patch(
+            recompile_limit=_RECOMPILES, fail_on_recompile_limit_hit=True, optimize_ddp=in_pieces
+        ):
             return made(*args, **kwargs)
 
     return call

@@ -180,7 +180,7 @@ class TrainStep:
         again = recomputed_layers(self.model)
         # What collects the parameters of a layer is no code that could be compiled with it.
         if self.config.scope is not Scope.per_layer and not again and not self._split:
-            return compiled(loss_fn, how, device)
+            return compiled(loss_fn, how, device, in_pieces=True)
         names = again if again and self.config.scope is not Scope.per_layer else self._layers()
         self._undo_compile = compile_layers(self.model, names, how, device)
         return loss_fn
