@@ -1,4 +1,4 @@
-"""Shows the results of two GPUs in README.md and docs/benchmarks.md, and an estimate for more in docs/parallel.md.
+"""Shows the results of two GPUs in docs/benchmarks.md and docs/parallel.md, and an estimate for more.
 
 python benchmarks/parallel_table.py            # rewrites the pages
 python benchmarks/parallel_table.py --check    # are they up to date?
@@ -106,7 +106,7 @@ def estimates(results: dict[str, Any]) -> str:
     return table(head, rows)
 
 
-# What README shows: of each way to share the work, eager and as one graph.
+# What docs/parallel.md shows first: of each way to share the work, eager and as one graph.
 SHOWN = (
     ("DDP", "ddp_eager", "ddp_one_stream"),
     ("`fully_shard`", "fsdp_eager", "fsdp"),
@@ -133,13 +133,14 @@ def summary(results: dict[str, Any]) -> str:
     about = next(iter(found.values()))["environment"]
     end = (
         f"Milliseconds per training step on 2 x {about['gpu']}, torch {about['torch']}. Each GPU has a batch of its "
-        "own; with tensor parallelism both have the same."
+        "own; with tensor parallelism both have the same. DDP is made with `init_sync=False`; eager steps depend on the "
+        "CPU."
     )
     return f"{table(['', 'eager', 'graphmod, whole step', 'the same on one GPU'], rows)}\n\n{end}"
 
 
 PARTS = [
-    Part("README.md", "<!-- table: gpus -->", "<!-- end gpus -->", summary),
+    Part("docs/parallel.md", "<!-- table: gpus -->", "<!-- end gpus -->", summary),
     Part("docs/benchmarks.md", "<!-- table: parallel -->", "<!-- end parallel -->", rows_of),
     Part(
         "docs/benchmarks.md",
