@@ -133,8 +133,8 @@ def summary(results: dict[str, Any]) -> str:
     about = next(iter(found.values()))["environment"]
     end = (
         f"Milliseconds per training step on 2 x {about['gpu']}, torch {about['torch']}. Each GPU has a batch of its "
-        "own; with tensor parallelism both have the same. DDP is made with `init_sync=False`; eager steps depend on the "
-        "CPU."
+        "own; with tensor parallelism both have the same. DDP is made with `init_sync=False`; eager steps depend on "
+        "the CPU."
     )
     return f"{table(['', 'eager', 'graphmod, whole step', 'the same on one GPU'], rows)}\n\n{end}"
 
