@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from functools import _lru_cache_wrapper, partial
 from types import BuiltinMethodType, FrameType, FunctionType, ModuleType
@@ -25,6 +26,8 @@ from graphmod.trace.garbage import freeze, unfreeze
 
 _OF_C = (BuiltinMethodType, partial)
 _NAMED = (type, ModuleType, FunctionType, nn.Module, Tensor)
+_PATIENCE = 1.0  # seconds that a recording waits for another
+_turn = threading.RLock()
 
 
 @contextlib.contextmanager
@@ -99,11 +102,16 @@ class _Watcher:
 
 @contextlib.contextmanager
 def _telling_new_objects() -> Iterator[None]:
-    freeze()  # also while another thread records: what is taken for old is compared, what is taken for new is not
+    # Threads record one after the other, for as long as that cannot mean that one waits for a call of the other. Then
+    # what the other has made is taken for old, which is compared; what is taken for new is not.
+    alone = _turn.acquire(timeout=_PATIENCE)
+    freeze()
     try:
         yield
     finally:
         unfreeze()
+        if alone:
+            _turn.release()
 
 
 def _forget_new(notes: Notes, roots: tuple) -> None:
