@@ -3,7 +3,6 @@
 Imports `decode_shapes` and `decode_engine`.
 """
 
-import gc
 import time
 from collections.abc import Callable
 from typing import Any
@@ -28,20 +27,22 @@ ROUNDS = 3
 def timed(generate: Callable[[], None], useful: int) -> dict[str, Any]:
     """Seconds of the median of some rounds of the same requests, after one that is not timed: what is compiled and
     captured when it is first needed is there then, and the garbage collector leaves it alone, as in a server."""
-    seconds = []
-    for number in range(ROUNDS + 1):
-        if number == 1:
-            gc.collect()
-            gc.freeze()
+    from graphmod.trace.garbage import frozen_heap
+
+    def seconds_of(name: str) -> float:
         synchronize()
         began = time.perf_counter()
         generate()
         synchronize()
         took = time.perf_counter() - began
-        progress(f"{'first round' if not number else f'round {number}'}: {took:.2f} s, {useful / took:.0f} tokens/s")
-        seconds.append(took)
-    median = sorted(seconds[1:])[ROUNDS // 2]
-    return {"first_round_s": seconds[0], "rounds_s": seconds[1:], "seconds": median, "tokens_per_s": useful / median}
+        progress(f"{name}: {took:.2f} s, {useful / took:.0f} tokens/s")
+        return took
+
+    first = seconds_of("first round")
+    with frozen_heap():
+        seconds = [seconds_of(f"round {number + 1}") for number in range(ROUNDS)]
+    median = sorted(seconds)[ROUNDS // 2]
+    return {"first_round_s": first, "rounds_s": seconds, "seconds": median, "tokens_per_s": useful / median}
 
 
 def measure_ragged(mode: str, shape: dict[str, Any], attention: str, device: Any) -> dict[str, Any]:

@@ -39,9 +39,11 @@ def save(out: Path | None, results: Any) -> None:
     if out is None:
         return
     out.parent.mkdir(parents=True, exist_ok=True)
-    given = iter(sys.argv[1:])
-    kept = [one for one in given if one != "--out" or next(given) is None]  # where it was kept is no part of it
-    command = " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *kept])
+    given = sys.argv[1:]
+    if "--out" in given:  # a path of whoever ran it
+        place = given.index("--out")
+        del given[place : place + 2]
+    command = " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *given])
     out.write_text(json.dumps({"command": command, "environment": environment(), "results": results}, indent=1) + "\n")
 
 

@@ -10,7 +10,6 @@ once by a client in a process of its own.
 
 import argparse
 import asyncio
-import gc
 import json
 import statistics
 import sys
@@ -94,17 +93,13 @@ def best(rounds: list[dict[str, Any]]) -> dict[str, Any]:
 
 async def measure(shape: dict[str, Any], compile_mode: str, device: str) -> dict[str, Any]:
     from benchmarks.decode_ragged import ragged_requests
-    from graphmod.decode import DecodeEngine, Sampling
-    from graphmod.serve.app import make_app
-    from graphmod.serve.listening import bound
-    from graphmod.serve.server import HttpServer
-    from graphmod.serve.service import Service
-    from graphmod.serve.settings import ServeSettings
+    from graphmod.decode import DecodeEngine
+    from graphmod.trace.garbage import frozen_heap
 
     model = build(shape, device)
     vocabulary = model.config.vocab_size
     given, new = ragged_requests(shape, vocabulary)
-    useful, batch = sum(new), shape["batch"]
+    batch = shape["batch"]
     engine = DecodeEngine(
         model,
         codec=codec_of(vocabulary),
@@ -115,8 +110,21 @@ async def measure(shape: dict[str, Any], compile_mode: str, device: str) -> dict
     )
     engine.warm_up(max_context=shape["prompt"] + shape["new"], progress=False)
     progress("captured")
-    gc.collect()
-    gc.freeze()
+    with frozen_heap():  # as `graphmod serve` does
+        found = await beside_http(engine, shape, given, new)
+    return {"tokens": sum(new), "rows": batch, "compile": compile_mode, "attention": engine.attention.name, **found}
+
+
+async def beside_http(engine: Any, shape: dict[str, Any], given: list[list[int]], new: list[int]) -> dict[str, Any]:
+    """What an engine takes for requests alone, and through HTTP."""
+    from graphmod.decode import Sampling
+    from graphmod.serve.app import make_app
+    from graphmod.serve.listening import bound
+    from graphmod.serve.server import HttpServer
+    from graphmod.serve.service import Service
+    from graphmod.serve.settings import ServeSettings
+
+    useful = sum(new)
     sampling = [Sampling(max_new_tokens=count) for count in new]
     alone = []
     for _ in range(_ROUNDS + 1):
@@ -125,7 +133,7 @@ async def measure(shape: dict[str, Any], compile_mode: str, device: str) -> dict
         engine.generate(given, sampling=sampling)
         alone.append({"seconds": time.perf_counter() - began})
         progress(f"engine alone: {useful / alone[-1]['seconds']:.0f} tokens/s")
-    light = prompts(_LIGHT, min(128, shape["prompt"]), vocabulary)
+    light = prompts(_LIGHT, min(128, shape["prompt"]), engine.model.config.vocab_size)
     first = []
     for prompt in light:
         began = time.perf_counter()
@@ -145,12 +153,7 @@ async def measure(shape: dict[str, Any], compile_mode: str, device: str) -> dict
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, __file__, "--client"), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
     )
-    result: dict[str, Any] = {
-        "tokens": useful,
-        "rows": batch,
-        "compile": compile_mode,
-        "attention": engine.attention.name,
-    }
+    result: dict[str, Any] = {}
     try:
         seconds = best(alone)["seconds"]
         result["engine"] = {"seconds": seconds, "tokens_per_s": useful / seconds}

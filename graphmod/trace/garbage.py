@@ -35,7 +35,8 @@ def no_garbage_collection() -> Iterator[None]:
 
 @contextlib.contextmanager
 def frozen_heap() -> Iterator[None]:
-    """Inside, the collector does not look at what is there when it is entered, and frees nothing of that.
+    """Inside, the collector does not look at what is there when it is entered, and frees nothing of that, nor of what
+    is there when a call is recorded meanwhile.
 
     PyTorch, a model, and what compiled code leaves are a million objects. A look at all of them takes up to a second,
     in which no thread of Python runs.

@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 from decode_models import prompts_of, reference, tiny_model
-from fake_driver import FakeDriver
+from fake_driver import FakeDriver, all_of_them
 from test_decode_pages import lay_on
 
 from graphmod.decode import DecodeEngine, DecodeError, EngineLoop
@@ -21,12 +21,8 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the system take
 
 @pytest.fixture(scope="module")
 def drivers():
-    """Those of all tests. What used them is gone for certain only after a look through the whole heap, which takes
-    longer than many a test: once for all of them."""
-    made = []
-    yield made
-    gc.collect()
-    assert [one.wrong for one in made if one.wrong] == []
+    with all_of_them() as made:
+        yield made
 
 
 @pytest.fixture

@@ -283,28 +283,29 @@ def compiles(device, rank, kind):
     return losses == again, called.stats.state, called.stats.replays, called.last_failure
 
 
+def pieces_behind(loss):
+    """How many pieces of compiled code the backward of a loss has."""
+    found, queue = set(), [loss.grad_fn]
+    while queue:
+        node = queue.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            queue += [after for after, _ in node.next_functions]
+    return sum("CompiledFunction" in node.name() for node in found)
+
+
 def compiles_in_pieces(device, rank, kind):
-    """How many pieces the backward of a compiled model has, without graphs and with them; whether numbers are equal.
-    A bucket of gradients is summed while the pieces before it run."""
-    pieces = []
+    """How many pieces the backward of a compiled model has in the calls without graphs, and in those with them; whether
+    numbers are equal."""
 
-    def counted(loss):
-        found, queue = set(), [loss.grad_fn]
-        while queue:
-            node = queue.pop()
-            if node is not None and node not in found:
-                found.add(node)
-                queue += [after for after, _ in node.next_functions]
-        pieces[-1].add(sum("CompiledFunction" in node.name() for node in found))
-
-    def own_loop(graphs):
+    def own_loop(graphs, pieces):
         inside = torch.compile(Net(192, dropout=0.0).to(device), backend="aot_eager")
         model = DistributedDataParallel(inside, bucket_cap_mb=1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
 
         def step(x):
             loss = loss_of(model, x)
-            counted(loss)
+            pieces.add(pieces_behind(loss))
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -312,33 +313,30 @@ def compiles_in_pieces(device, rank, kind):
 
         return CUDAGraphModule(step) if graphs else step
 
-    def train_step(graphs):
-        def loss_fn(model, x):
-            return loss_of(model, x)
-
+    def train_step(graphs, pieces):
         net = Net(192, dropout=0.0).to(device)
         step = TrainStep(
             net,
             torch.optim.SGD(net.parameters(), lr=0.1, foreach=False),
-            loss_fn=loss_fn,
+            loss_fn=lambda model, x: loss_of(model, x),
             compile="default",
-            config=TrainGraphConfig(scope="full_iteration" if graphs else "none"),
+            config=TrainGraphConfig(scope=scope if graphs else "none"),
             process_group=distributed.group.WORLD,
         )
         around = step._parallel._loss
         around.bucket_bytes_cap = 2**20
-        around.register_forward_hook(lambda module, inputs, loss: counted(loss))
+        around.register_forward_hook(lambda module, inputs, loss: pieces.add(pieces_behind(loss)))
         return lambda x: step(x[None])
 
-    losses = []
-    for graphs in (False, True):
+    make, scope = (own_loop, None) if kind == "own loop" else (train_step, kind)
+    losses, pieces = [], (set(), set())
+    for graphs, seen in enumerate(pieces):
         torch.manual_seed(0)
         torch._dynamo.reset()
-        pieces.append(set())
-        called = {"own loop": own_loop, "TrainStep": train_step}[kind](graphs)
+        called = make(bool(graphs), seen)
         generator = torch.Generator().manual_seed(7 + rank)
         losses.append([float(called(torch.randn(4, 192, generator=generator).to(device))) for _ in range(10)])
-    return pieces, losses[0] == losses[1]
+    return *pieces, losses[0] == losses[1]
 
 
 class Tokens(nn.Module):

@@ -101,10 +101,16 @@ def test_compiled_models_are_captured_on_several_ranks(ranks, kind):
         assert equal and (state, replays) == ("captured", 7), why
 
 
-@pytest.mark.parametrize("kind", ["own loop", "TrainStep"])
+@pytest.mark.parametrize("kind", ["own loop", "full_iteration"])
 def test_a_compiled_backward_has_a_piece_for_each_bucket_of_gradients(ranks, kind):
-    for (eager, captured), equal in ranks.run("habits.compiles_in_pieces", kind):
+    for eager, captured, equal in ranks.run("habits.compiles_in_pieces", kind):
         assert equal and eager == captured and min(eager) > 2, (eager, captured)
+
+
+def test_layers_that_are_compiled_one_by_one_stay_whole(ranks):
+    """Though each of these three has more parameters than a bucket."""
+    for _, captured, _ in ranks.run("habits.compiles_in_pieces", "per_layer"):
+        assert max(captured) == 3
 
 
 def test_split_embeddings_and_losses_are_captured(ranks):

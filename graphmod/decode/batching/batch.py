@@ -135,13 +135,17 @@ class ContinuousBatch:
 
     def _budget(self) -> int:
         """Tokens of prompts for this turn: few while others wait for their next token, more where several wait for
-        their first, as many times as those who are there are those who run."""
-        running, waiting = len(self.scheduler.running), len(self.scheduler.waiting) + len(self.scheduler.filling)
+        their first, who hold each other up."""
+        scheduler = self.scheduler
+        running = len(scheduler.running)
         if not running:
             return self._limits.tokens
-        there = running + waiting if waiting > 1 else running
-        fair = max(_LEAST_TOKENS, _TOKENS_PER_ROW * running) * there // running
-        return self._prefill.without_padding(min(fair, self._limits.tokens))
+        # Nobody is held up by who gets no row yet.
+        joining = min(len(scheduler.waiting) + len(scheduler.filling), scheduler.rows - running)
+        fair = max(_LEAST_TOKENS, _TOKENS_PER_ROW * running)
+        if joining > 1:
+            fair = fair * (running + joining) // running
+        return self._prefill.nearest_size(min(fair, self._limits.tokens))
 
     def _fill(self) -> None:
         """Prefills some tokens of prompts; who has no more of them is given a row and its first token."""

@@ -91,9 +91,9 @@ class PackedPrefill:
         self._counts.padding_row_steps += size - sum(len(piece.tokens) for piece in pieces)
         return logits[: sum(piece.last for piece in pieces)]
 
-    def without_padding(self, tokens: int) -> int:
+    def nearest_size(self, tokens: int) -> int:
         """See `piece.Prefill`."""
-        return max((size for size in self.tokens if size <= tokens), default=tokens)
+        return min(self.tokens, key=lambda size: abs(size - tokens))
 
     def uncounted(self, pieces: list[Piece]) -> Tensor:
         """The same without a graph, and without traces in the counters."""

@@ -61,7 +61,7 @@ class PaddedPrefill:
         rows = [found[index] for index, piece in enumerate(pieces) if piece.last]
         return torch.stack(rows) if rows else logits[:0]
 
-    def without_padding(self, tokens: int) -> int:
+    def nearest_size(self, tokens: int) -> int:
         """See `piece.Prefill`. One piece alone has no padding, whatever its length."""
         return tokens
 

@@ -49,6 +49,6 @@ class Prefill(Protocol):
         that are last, vocabulary)."""
         ...
 
-    def without_padding(self, tokens: int) -> int:
-        """The most tokens, up to so many, that can be prefilled without some that are padding."""
+    def nearest_size(self, tokens: int) -> int:
+        """About as many tokens, of which none is padding when as many are prefilled."""
         ...

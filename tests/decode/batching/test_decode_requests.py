@@ -98,18 +98,25 @@ def test_a_long_prompt_goes_in_pieces_and_does_not_stall_those_that_run(device):
     assert second.completions[0].tokens == reference(model, long, 9)
 
 
-@pytest.mark.parametrize(("waiting", "turns"), [(1, [32, 32, 26]), (3, [64, 64, 32, 32, 32, 32, 14])])
-def test_a_turn_prefills_more_where_several_wait_and_no_padding(waiting, turns, device, monkeypatch):
+@pytest.mark.parametrize(
+    ("rows", "waiting", "turns"),
+    [
+        (8, 1, [32, 32, 26]),
+        (8, 3, [64, 64, 32, 32, 32, 32, 14]),
+        (4, 3, [32, 32, 26]),  # one has a row: nobody else is held up, and the others come when it is free
+    ],
+)
+def test_a_turn_prefills_more_where_several_join(rows, waiting, turns, device, monkeypatch):
     monkeypatch.setattr(batch, "_LEAST_TOKENS", 32)
     monkeypatch.setattr(batch, "_TOKENS_PER_ROW", 2)
     model = tiny_model("llama", device)
-    engine = DecodeEngine(model, max_batch_size=8, steps_per_sync=2, prefill_tokens=128, block_size=8)
+    engine = DecodeEngine(model, max_batch_size=rows, steps_per_sync=2, prefill_tokens=128, block_size=8)
     handles = [engine.submit(prompt, max_new_tokens=40) for prompt in prompts_of(5, 6, 7)]
     engine.step()
     prompts = prompts_of(*waiting * [90])
     handles += [engine.submit(prompt, max_new_tokens=5) for prompt in prompts]
     given, before = [], engine.stats
-    while engine.stats.prompt_tokens < 18 + 90 * waiting:
+    while engine.stats.prompt_tokens < 18 + 90 * min(waiting, rows - 3):
         last = engine.stats.prompt_tokens
         engine.step()
         given.append(engine.stats.prompt_tokens - last)

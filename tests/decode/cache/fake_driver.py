@@ -3,7 +3,9 @@
 Memory that is not mapped cannot be touched: that would end the process. New memory is full of NaN.
 """
 
+import contextlib
 import ctypes
+import gc
 from ctypes import CFUNCTYPE, c_int
 
 from graphmod.decode.cache.driver import PROTOTYPES
@@ -167,3 +169,13 @@ class FakeDriver:
         assert self.contexts and start in self.accessible and 4 * count == self.mappings[start][0] and value == 0
         ctypes.memset(start, 0, 4 * count)
         self.synchronized = False
+
+
+@contextlib.contextmanager
+def all_of_them():
+    """A list for the drivers of several tests, none of which was used wrongly. What used them is gone for certain only
+    after a look through the whole heap, which takes longer than many a test: once for all of them."""
+    made = []
+    yield made
+    gc.collect()
+    assert [one.wrong for one in made if one.wrong] == []

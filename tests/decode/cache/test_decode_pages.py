@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fake_driver import INVALID_VALUE, PAGE, FakeDriver
+from fake_driver import INVALID_VALUE, PAGE, FakeDriver, all_of_them
 
 from graphmod.backend import lifetime
 from graphmod.decode import DecodeError
@@ -47,12 +47,8 @@ def lay_on(fake, monkeypatch):
 
 @pytest.fixture(scope="module")
 def drivers():
-    """Those of all tests. What used them is gone for certain only after a look through the whole heap, which takes
-    longer than many a test: once for all of them."""
-    made = []
-    yield made
-    gc.collect()
-    assert [one.wrong for one in made if one.wrong] == []
+    with all_of_them() as made:
+        yield made
 
 
 @pytest.fixture
