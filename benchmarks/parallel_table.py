@@ -1,4 +1,4 @@
-"""Shows the results of two GPUs in docs/benchmarks.md and docs/parallel.md, and an estimate for more.
+"""Shows the results of two GPUs in README.md, docs/parallel.md and docs/benchmarks.md, and an estimate for more.
 
 python benchmarks/parallel_table.py            # rewrites the pages
 python benchmarks/parallel_table.py --check    # are they up to date?
@@ -139,7 +139,25 @@ def summary(results: dict[str, Any]) -> str:
     return f"{table(['', 'eager', 'graphmod, whole step', 'the same on one GPU'], rows)}\n\n{end}"
 
 
+# Of each way to share the work, the shape that the README shows.
+FIRST = {"DDP": "small", "`fully_shard`": "wide", "tensor parallelism": "wide"}
+
+
+def first(results: dict[str, Any]) -> str:
+    """One row for each way to share the work; eager and one graph of one host."""
+    found = {(one["shape"], one["mode"]): one for one in results["results"] if "step_ms" in one}
+    rows = []
+    for words, eager, captured in SHOWN:
+        before, after = (found[FIRST[words], mode] for mode in (eager, captured))
+        if host_of(before) != host_of(after):
+            raise ValueError(f"{words}: eager and one graph were measured on two hosts")
+        ratio = before["step_ms"] / after["step_ms"]
+        rows.append([words, f"{before['step_ms']:.2f}", f"{after['step_ms']:.2f} ({ratio:.2f}x)"])
+    return table(["Two GPUs", "eager", "graphmod"], rows)
+
+
 PARTS = [
+    Part("README.md", "<!-- table: gpus -->", "<!-- end gpus -->", first),
     Part("docs/parallel.md", "<!-- table: gpus -->", "<!-- end gpus -->", summary),
     Part("docs/benchmarks.md", "<!-- table: parallel -->", "<!-- end parallel -->", rows_of),
     Part(

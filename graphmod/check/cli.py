@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 _EXAMPLES = """\
 what the function may be (FILE.py:function, too):
-  a step that takes no arguments           %(prog)s train:step
-  a step, and what makes its arguments     %(prog)s train:step --args train:make_batch
+  a step that takes no arguments           %(prog)s my_loop:step
+  a step, and what makes its arguments     %(prog)s my_loop:step --args my_loop:make_batch
   what makes both, and returns (callable, args) or (callable, args, kwargs)
-                                           %(prog)s train:make
+                                           %(prog)s my_loop:make
 
 make_batch returns a tuple of arguments, or (arguments, keyword arguments). The step really runs, --calls times.
 exit status: 0: it would be captured; 1: there are hazards, or ranks diverge; 2: it could not be checked
@@ -165,7 +165,7 @@ def _found(name: str) -> Any:
     module, _, path = name.rpartition(":")
     if not (module and path):
         raise Unusable(
-            f"{name!r} names no function; write package.module:function or FILE.py:function, such as train:step"
+            f"{name!r} names no function; write package.module:function or FILE.py:function, such as my_loop:step"
         )
     module = _module_of(module)
     try:
@@ -206,7 +206,7 @@ def _module_of(given: str) -> str:
     file = file if file.suffix == ".py" else file.with_name(f"{file.name}.py")
     if not file.is_file():
         raise Unusable(
-            f"there is no file {file}; write FILE.py:function, or package.module:function, such as train:step"
+            f"there is no file {file}; write FILE.py:function, or package.module:function, such as my_loop:step"
         )
     inside = Path(os.path.abspath(file)).with_suffix("").parts
     here = Path.cwd().parts

@@ -218,8 +218,12 @@ class Averaging(DistributedDataParallel):
             moved, named = _to_kwargs(inputs, kwargs, device, False)
             inputs, kwargs = moved[0], named[0]
         self._gradients.begin(averages)
-        with self._inside_ddp_forward():  # where torch.compile compiles a piece for each bucket, as without graphs
-            return self.module(*inputs, **kwargs)
+        around = DistributedDataParallel._active_ddp_module
+        try:
+            with self._inside_ddp_forward():  # where torch.compile compiles a piece for each bucket, as without graphs
+                return self.module(*inputs, **kwargs)
+        finally:
+            DistributedDataParallel._active_ddp_module = around  # torch 2.11 forgets it
 
     @torch.no_grad()
     def _spread_buffers(self) -> None:

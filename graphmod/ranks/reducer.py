@@ -51,8 +51,10 @@ class Reducer:
         self._left = list(self._times)  # in this backward
         uses_alone()
         self._plan(*distributed._compute_bucket_assignment_by_size(self._parameters, [sys.maxsize])[:1])
-        for index, parameter in enumerate(self._parameters):
+        self._hooks = [
             parameter.register_post_accumulate_grad_hook(functools.partial(self._ready, index))
+            for index, parameter in enumerate(self._parameters)
+        ]
 
     def keep(self, buckets: list[list[int]]) -> None:
         """Takes these buckets from the first backward on."""
@@ -75,15 +77,24 @@ class Reducer:
             self.abandon()
             raise RuntimeError(
                 f"{len(missing)} parameters got no gradient in the last backward, which was not averaged over all "
-                f"ranks therefore: {', '.join(missing[:4] + ['...'] * (len(missing) > 4))}. Leave them out of the "
-                "model, or give DistributedDataParallel find_unused_parameters=True"
+                f"ranks therefore: {', '.join(missing[:4] + ['...'] * (len(missing) > 4))}. Leave them out with "
+                "requires_grad_(False) before the model is wrapped, or give DistributedDataParallel static_graph=True "
+                "if they are the same in each step; with find_unused_parameters=True all steps are eager"
             )
         if not averages:
             return  # and the backward of a forward before it may still be to come
         self._expects = True
+        self._come_last()
         recorder = current()
         if recorder is not None and self not in recorder.unfinished:
             recorder.unfinished.append(self)
+
+    def _come_last(self) -> None:
+        """Lets the hooks of the user, who may change a gradient, come before ours, as before the reducer's own."""
+        for parameter, hook in zip(self._parameters, self._hooks, strict=True):
+            hooks = parameter._post_accumulate_grad_hooks
+            if next(reversed(hooks)) != hook.id:
+                hooks[hook.id] = hooks.pop(hook.id)
 
     def abandon(self) -> None:
         """There is no backward any more that will come to its end."""
@@ -100,6 +111,13 @@ class Reducer:
         """
         if not self._expects:
             return
+        if next(reversed(parameter._post_accumulate_grad_hooks)) != self._hooks[index].id:
+            # Of hooks that were registered after the forward, this backward calls some after this one.
+            Variable._execution_engine.queue_callback(functools.partial(self._arrived, index, False))
+        else:
+            self._arrived(index, True)
+
+    def _arrived(self, index: int, in_hook: bool) -> None:
         self._left[index] -= 1
         if self._left[index]:
             if self._left[index] < 0:
@@ -112,14 +130,14 @@ class Reducer:
         self._order.append(index)
         self._bucket_of[index].pending -= 1
         while self._next < len(self._buckets) and not self._buckets[self._next].pending:
-            self._sum(self._buckets[self._next], index)
+            self._sum(self._buckets[self._next], index if in_hook else -1)
             self._next += 1
             if self._next == len(self._buckets):  # a callback belongs to the innermost backward, of a checkpoint's too
                 Variable._execution_engine.queue_callback(self._finish)
 
     @torch.no_grad()
     def _sum(self, bucket: Bucket, arriving: int) -> None:
-        """Sums a bucket in the hook of the parameter `arriving`."""
+        """Sums a bucket in the hook of the parameter `arriving`; -1 where that is over."""
         recorder = current()
         if recorder is not None:
             recorder.before_communicating()

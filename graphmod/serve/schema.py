@@ -142,14 +142,18 @@ class ChatRequest(_Request):
     logprobs: bool | None = None
 
 
+def _are_ids(given: list) -> bool:
+    return set(map(type, given)) == {int}
+
+
 def _prompts(given: Any) -> list[str] | list[list[int]]:
     """The prompts, each a text or token ids."""
-    ids = isinstance(given, list) and given and all(type(one) is int for one in given)
+    ids = isinstance(given, list) and _are_ids(given)
     prompts = [given] if isinstance(given, str) or ids else given
     if isinstance(prompts, list) and prompts:
         if all(isinstance(one, str) for one in prompts):
             return prompts
-        if all(isinstance(one, list) and one and all(type(token) is int for token in one) for one in prompts):
+        if all(isinstance(one, list) and _are_ids(one) for one in prompts):
             return prompts
     raise ValueError("must be a text, token ids, or a list of either, and not empty")
 

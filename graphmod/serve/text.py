@@ -109,13 +109,17 @@ class Answer:
 
     def add(self, tokens: Sequence[int], logprobs: Sequence[float]) -> Piece:
         """What may be sent once these tokens have come."""
-        sent = ""
-        for token, logprob in zip(tokens, logprobs, strict=True):
-            piece = self._stream.add(token)
-            if self._score:
+        if self._score:
+            sent = ""
+            for token, logprob in zip(tokens, logprobs, strict=True):
+                piece = self._stream.add(token)
                 self._scored.append(Scored(token, piece, logprob, self._length))
+                self._length += len(piece)
+                sent += self._cut.add(piece)
+        else:
+            piece = self._stream.add_all(tokens)
             self._length += len(piece)
-            sent += self._cut.add(piece)
+            sent = self._cut.add(piece)
         self._sent += len(sent)
         return Piece(sent, self._ready())
 

@@ -85,6 +85,8 @@ class Work:
     def close(self) -> None:
         """Aborts what still runs of it."""
         self._closed = True
+        if self._handles and all(handle.done for handle in self._handles):
+            return
         with contextlib.suppress(RuntimeError):  # the server has ended, and all requests with it
             self._service.aside(self._abort)
 
@@ -131,8 +133,7 @@ class Work:
         if not self._latest:
             metrics.first_token.observe(now - self._began)
         if index in self._latest:  # tokens come a few at a time, and each is taken to have needed the same
-            for _ in range(tokens):
-                metrics.between_tokens.observe((now - self._latest[index]) / tokens)
+            metrics.between_tokens.observe((now - self._latest[index]) / tokens, tokens)
         self._latest[index] = now
 
     async def _runs(self) -> AsyncIterator[tuple[int, Run]]:

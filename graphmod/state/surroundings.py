@@ -104,7 +104,7 @@ class Surroundings:
         why = next(filter(None, reasons), None)
         if why is None and around is not None and not is_taken_over(around):
             why = take_over_later(around) or "a reducer that is replaced before its next forward"
-        return why and f"is trained with DistributedDataParallel with {why}"
+        return why and f"it is trained with DistributedDataParallel with {why}"
 
 
 def _modules_and_tensors_of(root: Callable) -> Iterator[nn.Module | Tensor]:

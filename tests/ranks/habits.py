@@ -90,7 +90,22 @@ def looks_meanwhile(model, x):
     return (result - seen - more).square().mean()
 
 
+def halve(parameter):
+    parameter.grad.mul_(0.5)
+
+
+def hooked(model, x):
+    """In the first step, between forward and backward, it gets hooks that change gradients."""
+    loss = loss_of(model, x)
+    if not hasattr(model, "hooked"):
+        model.hooked = True
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(halve)
+    return loss
+
+
 HABITS = {
+    "hooked": (plain(bucket_cap_mb=0.001), hooked),
     "terms": (lambda: DistributedDataParallel(Terms(), bucket_cap_mb=0.0001), loss_of),
     "looks meanwhile": (plain(), looks_meanwhile),
     "reentrant": (lambda: without_head(Checkpointed), lambda model, x: loss_of(model, x.clone().requires_grad_())),

@@ -77,7 +77,11 @@ def test_what_is_not_supported_stays_eager(ranks, settings, why):
 
 @pytest.mark.parametrize("layers", [False, True], ids=["step", "layers"])
 @pytest.mark.parametrize(
-    "habit", ["looks meanwhile", "reentrant", "reentrant twice", "static unused", "unfrozen", "small buckets", "terms"]
+    "habit",
+    [
+        *("looks meanwhile", "reentrant", "reentrant twice", "static unused", "unfrozen", "small buckets", "terms"),
+        "hooked",
+    ],
 )
 def test_habits_have_the_numbers_of_eager(ranks, habit, layers):
     if habit == "looks meanwhile" and ranks.device == "cuda":

@@ -51,6 +51,26 @@ def test_all_pieces_joined_are_the_text_and_all_tokens_are_scored_once(kind, see
     assert [(one.token, one.logprob) for one in scored] == list(zip(tokens, logprobs, strict=True))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(10))
+def test_runs_of_tokens_give_the_text_of_single_ones(kind, seed):
+    chance = random.Random(seed)
+    codec = TokenizerCodec(KINDS[kind]())
+    tokens = [chance.randrange(len(codec.tokenizer)) for _ in range(60)]
+    prompt, runs = tokens[: chance.randint(0, 5)], []
+    for stops in ([], ["a"], ["zz", " t"]):
+        sent = []
+        for most in (1, 9):
+            answer, left, text = Answer(codec, prompt, stops), tokens[len(prompt) :], ""
+            while left:
+                size = chance.randint(1, most)
+                run, left = left[:size], left[size:]
+                text += answer.add(run, [-1.0] * len(run)).text
+            done = Completion(0, 0, prompt, tokens[len(prompt) :], finish_reason="length")
+            sent.append(text + answer.end(done).text)
+        assert sent[0] == sent[1]
+
+
 def test_tokens_of_the_stop_are_not_scored():
     answer = Answer(ByteCodec(), list(b"x"), ["cd"], score=True)
     sent = [answer.add([byte], [-1.0]) for byte in b"abcd"]

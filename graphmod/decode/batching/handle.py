@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 
 from graphmod.decode.batching.sequence import Sequence
 from graphmod.decode.errors import DecodeError
@@ -32,7 +32,7 @@ class Handle:
         self._ended = [False] * len(sequences)
         self._on_run = on_run
         self._changed = threading.Condition()
-        self._wakers: list[Callable[[], None]] = []
+        self._readers: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
         for sequence in sequences:
             sequence.handle = self
 
@@ -64,13 +64,8 @@ class Handle:
             DecodeError: the engine failed; or its own error.
         """
         woken, cursor = asyncio.Event(), Cursor(self)
-        wake, loop = woken.set, asyncio.get_running_loop()
-
-        def waker() -> None:
-            with contextlib.suppress(RuntimeError):  # it was closed, and the reader with it
-                loop.call_soon_threadsafe(wake)
-
-        self._wakers.append(waker)
+        reader = asyncio.get_running_loop(), woken
+        self._readers.append(reader)
         try:
             while True:
                 woken.clear()
@@ -82,7 +77,7 @@ class Handle:
                     return
                 await woken.wait()
         finally:
-            self._wakers.remove(waker)
+            self._readers.remove(reader)
 
     def check(self) -> None:
         """Raises the error of the engine, if there was one."""
@@ -92,13 +87,12 @@ class Handle:
     # -- for the engine ------------------------------------------------------------------------------------------
 
     def take(self, run: Run) -> None:
-        """Gives out what steps found for a sample."""
+        """Takes in what steps found for a sample; `tell` wakes who waits for it."""
         number = self._number[id(run.completion)]
         if self._ended[number]:
             return
         self._seen[number] = len(run.completion.tokens)
         self._ended[number] = run.ended
-        self._tell()
         if self._on_run is not None:
             self._on_run(run)
 
@@ -116,13 +110,26 @@ class Handle:
                 del done.tokens[self._seen[number] :], done.logprobs[self._seen[number] :]
                 done.finish_reason, done.error = "error", str(self.error)
         self._ended = [True] * len(self._ended)
-        self._tell()
+        tell([self])
 
-    def _tell(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
-        for wake in [*self._wakers]:
-            wake()
+
+def tell(handles: Iterable[Handle]) -> None:
+    """Wakes whoever waits for these requests. An event loop is woken once, however many of them are read in it: waking
+    one lets go of the interpreter, which the thread that steps the engine then has to wait for."""
+    found: dict[asyncio.AbstractEventLoop, list[asyncio.Event]] = {}
+    for handle in handles:
+        with handle._changed:
+            handle._changed.notify_all()
+        for loop, woken in [*handle._readers]:
+            found.setdefault(loop, []).append(woken)
+    for loop, events in found.items():
+        with contextlib.suppress(RuntimeError):  # it was closed, and its readers with it
+            loop.call_soon_threadsafe(_set_all, events)
+
+
+def _set_all(events: list[asyncio.Event]) -> None:
+    for event in events:
+        event.set()
 
 
 class Cursor:

@@ -93,6 +93,8 @@ class RequestReader:
                 f"prompt {number} has {len(found)} tokens and max_seq_len={self.max_seq_len} has no room for "
                 f"another; shorten it{self._way_out}"
             )
+        if set(map(type, found)) == {int} and min(found) >= 0 and max(found) < self.vocabulary:
+            return found
         wrong = next((t for t in found if not isinstance(t, Integral) or not 0 <= t < self.vocabulary), None)
         if wrong is not None:
             raise RequestError(f"prompt {number} holds {wrong!r}, which is not a token id below {self.vocabulary}")

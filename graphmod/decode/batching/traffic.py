@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from graphmod.decode.batching.batch import ContinuousBatch
-from graphmod.decode.batching.handle import Handle
+from graphmod.decode.batching.handle import Handle, tell
 from graphmod.decode.batching.requests import RequestReader
 from graphmod.decode.batching.turns import Turns
 from graphmod.decode.cache.cache import PagedCache
@@ -223,6 +223,7 @@ class Traffic:
                 errors.append(error)
             if run.handle.done and run.handle in self._handles:
                 self._handles.remove(run.handle)
+        tell({id(run.handle): run.handle for run in runs}.values())
         if errors:
             raise errors[0]
 

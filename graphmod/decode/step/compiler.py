@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from graphmod.backend.lifetime import capturing
 from graphmod.decode.step.compile import compile_graph
@@ -163,7 +164,7 @@ def _function(piece: Piece, job: _Job) -> Callable:
     with _compiling:
         if name not in _compiled:
             values = [job.program.values[number] for number in piece.inputs]
-            with FakeTensorMode():
+            with FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True):  # without one, nothing is kept on disk
                 inputs = list(map(_like, values))
             function = job.compile(graph_of(piece), inputs, job.tuned)
             if job.beside:

