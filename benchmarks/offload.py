@@ -110,7 +110,10 @@ def main() -> int:
     parser.add_argument("--smoke", action="store_true", help="a tiny model on the CPU")
     options = parser.parse_args()
     from benchmarks.measure import save, show
+    from benchmarks.options import gpu_is_there
 
+    if not options.smoke and not gpu_is_there():
+        return 2
     if options.smoke:
         results = measure(TINY, 100, 3, "cpu")
     else:

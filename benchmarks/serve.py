@@ -196,7 +196,10 @@ def main() -> int:
         client()
         return 0
     from benchmarks.measure import save
+    from benchmarks.options import gpu_is_there
 
+    if not options.smoke and not gpu_is_there():
+        return 2
     shape = (
         {**SMOKE["ragged"], "requests": 128, "batch": 64, "new": 64, "max_seq_len": 128}
         if options.smoke

@@ -57,7 +57,7 @@ def test_runs_of_tokens_give_the_text_of_single_ones(kind, seed):
     chance = random.Random(seed)
     codec = TokenizerCodec(KINDS[kind]())
     tokens = [chance.randrange(len(codec.tokenizer)) for _ in range(60)]
-    prompt, runs = tokens[: chance.randint(0, 5)], []
+    prompt = tokens[: chance.randint(0, 5)]
     for stops in ([], ["a"], ["zz", " t"]):
         sent = []
         for most in (1, 9):
