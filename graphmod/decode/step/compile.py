@@ -7,7 +7,6 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -60,17 +59,16 @@ def by_inductor(graph: GraphModule, inputs: list[Any], tuned: bool) -> Callable[
     from torch._inductor.decomposition import select_decomp_table
 
     patches: dict[str, Any] = {"coordinate_descent_tuning": True} if tuned else {}
-    waiting, decomposing = contextlib.nullcontext(), contextlib.nullcontext()
+    waiting, decompositions = contextlib.nullcontext(), None
     if torch.cuda.is_available() and _can_launch_early():
         patches["triton.enable_pdl"] = True
         waiting = every_kernel_waits()
     if tuned:
-        # In inductor's own table: what is compiled with another one is not kept on disk.
-        product, table = torch.ops.aten.mm.default, select_decomp_table()
-        decomposing = patch.dict(table, {product: functools.partial(_product, table[product])})
+        decompositions, product = dict(select_decomp_table()), torch.ops.aten.mm.default
+        decompositions[product] = functools.partial(_product, decompositions[product])
     # The cache of whole traced graphs knows neither of the decomposition nor of the kernels that wait.
-    with _one_at_a_time, torch._functorch.config.patch(enable_autograd_cache=False), waiting, decomposing:
-        return compile_fx(graph, inputs, config_patches=patches)
+    with _one_at_a_time, torch._functorch.config.patch(enable_autograd_cache=False), waiting:
+        return compile_fx(graph, inputs, config_patches=patches, decompositions=decompositions)
 
 
 def _product(decompose: Callable, left: Tensor, right: Tensor, *more: Any, **named: Any) -> Tensor:
