@@ -1,7 +1,7 @@
 """What HTTP costs: the same requests through the engine alone and through the server, and how soon a first token comes.
 
     python benchmarks/serve.py --out benchmarks/results/serve.json
-    python benchmarks/serve.py --compile max       # the engine's steps compiled
+    python benchmarks/serve.py --compile default --out benchmarks/results/serve_compiled.json
     python benchmarks/serve.py --smoke             # a tiny model on the CPU, to see that everything runs
 
 Qwen3-0.6B's shape with random bf16 weights; the 256 requests of `benchmarks/decode.py --shapes ragged`, all sent at

@@ -3,7 +3,7 @@
 `EngineConfig` is about memory and speed and never changes a token; `Sampling` is about what one request draws.
 """
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import Enum
 from numbers import Integral, Real
 from typing import Any
@@ -113,12 +113,13 @@ class EngineConfig:
         share = self.offload_resident
         if isinstance(share, bool) or not isinstance(share, Real) or not 0 <= share <= 1:
             raise ConfigError(f"offload_resident must be a number from 0 to 1, got {share!r}")
-        unused = [name for name in ("offload_buffers", "offload_resident") if getattr(self, name) != _FIELDS[name]]
-        if self.offload is OffloadName.none and unused:
-            raise ConfigError(
-                f"{unused[0]}={getattr(self, unused[0])} is for a cache in the host's memory, and offload=none keeps "
-                "it on the GPU; add offload=layers, or leave it out"
-            )
+        for name in ("offload_buffers", "offload_resident"):
+            value = getattr(self, name)
+            if self.offload is OffloadName.none and value != getattr(EngineConfig, name):
+                raise ConfigError(
+                    f"{name}={value} is for a cache in the host's memory, and offload=none keeps it on the GPU; add "
+                    "offload=layers, or leave it out"
+                )
         if self.offload is OffloadName.layers and self.compile is not CompileMode.none:
             raise ConfigError(
                 f"offload=layers cannot be used with compile={self.compile.value}: its steps wait for copies, which "
@@ -133,9 +134,6 @@ class EngineConfig:
             sizes = [size for size in (1, 2, 4) if size < self.max_batch_size]
             sizes += range(8, self.max_batch_size, 8)
         return sorted({*sizes, self.max_batch_size})
-
-
-_FIELDS = {one.name: one.default for one in fields(EngineConfig)}
 
 
 def _kind(name: str, value: object, kind: type, words: str) -> None:

@@ -104,11 +104,7 @@ class Reducer:
         self._next = 0
 
     def _ready(self, index: int, parameter: Tensor) -> None:
-        """A gradient is there. Buckets are summed in their order, which all ranks share.
-
-        Raises:
-            RuntimeError: for the second time in this backward.
-        """
+        """A gradient is there, and changed by those hooks that were called before this one."""
         if not self._expects:
             return
         if next(reversed(parameter._post_accumulate_grad_hooks)) != self._hooks[index].id:
@@ -118,6 +114,11 @@ class Reducer:
             self._arrived(index, True)
 
     def _arrived(self, index: int, in_hook: bool) -> None:
+        """A gradient is as it will be. Buckets are summed in their order, which all ranks share.
+
+        Raises:
+            RuntimeError: for the second time in this backward.
+        """
         self._left[index] -= 1
         if self._left[index]:
             if self._left[index] < 0:

@@ -168,37 +168,6 @@ class Exchange:
         return {"index": part.index, **made, "finish_reason": part.finish_reason, **ids}
 
 
-class _Patience:
-    """Lets what runs within it wait for `PATIENCE` seconds, as `asyncio.timeout`, which sets a timer each time; here
-    there is one timer for all of a stream. For one task."""
-
-    def __init__(self) -> None:
-        self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
-        self._since: float | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._over = False
-
-    def __enter__(self) -> None:
-        self._since = self._loop.time()
-        if self._timer is None:
-            self._timer = self._loop.call_later(PATIENCE, self._look)
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._since = None
-        if kind is asyncio.CancelledError and self._over and not self._task.uncancel():
-            raise TimeoutError
-
-    def _look(self) -> None:
-        self._timer = None
-        if self._since is None:
-            return  # the next one that waits sets it again
-        left = self._since + PATIENCE - self._loop.time()
-        if left > 0:
-            self._timer = self._loop.call_later(left, self._look)
-        else:
-            self._over = self._task.cancel()
-
-
 class EventStream(Response):
     """Sends an answer in pieces, as server-sent events. A client that reads slowly makes `send` wait, and so the next
     piece: tokens then stay with their completions.
@@ -226,10 +195,10 @@ class EventStream(Response):
     async def _send(self, send: Send) -> str:
         """Sends it all; returns the word for it in the metrics."""
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        outcome, patience = "ok", _Patience()
+        outcome = "ok"
 
         async def write(text: str, more: bool = True) -> None:
-            with patience:  # else who never reads keeps a place in the queue
+            async with asyncio.timeout(PATIENCE):  # else who never reads keeps a place in the queue
                 await send({"type": "http.response.body", "body": f"data: {text}\n\n".encode(), "more_body": more})
 
         try:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterator
-from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, Counter, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.utils import floatToGoString
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from graphmod.decode.results import DecodeStats
 
@@ -49,30 +46,6 @@ class _Engine:
         )
 
 
-class Times:
-    """A histogram, for one thread: that of `prometheus_client` takes a lock for each single value.
-
-    Args:
-        name, words: of the metric.
-        limits: of its buckets, in seconds, ascending.
-    """
-
-    def __init__(self, name: str, words: str, limits: tuple[float, ...]) -> None:
-        self._name, self._words, self._limits = name, words, limits
-        self._counts = [0] * (len(limits) + 1)
-        self._sum = 0.0
-
-    def observe(self, seconds: float, times: int = 1) -> None:
-        """Takes in a value, as often as it came."""
-        self._counts[bisect_left(self._limits, seconds)] += times
-        self._sum += seconds * times
-
-    def collect(self) -> Iterator[Metric]:
-        names = [*map(floatToGoString, self._limits), "+Inf"]
-        buckets = list(zip(names, accumulate(self._counts), strict=True))
-        yield HistogramMetricFamily(self._name, self._words, buckets=buckets, sum_value=self._sum)
-
-
 class Metrics:
     """The metrics of one server, in a registry of their own.
 
@@ -86,11 +59,24 @@ class Metrics:
         self.requests = Counter(
             "graphmod_requests", "Requests, by what became of them", ["endpoint", "outcome"], registry=self._registry
         )
-        self.first_token = Times("graphmod_time_to_first_token_seconds", "From a request to its first token", _LONG)
-        self.between_tokens = Times("graphmod_time_between_tokens_seconds", "Between tokens of one completion", _SHORT)
-        self.request_seconds = Times("graphmod_request_seconds", "From a request to the end of its answer", _LONG)
-        for times in (self.first_token, self.between_tokens, self.request_seconds):
-            self._registry.register(times)
+        self.first_token = Histogram(
+            "graphmod_time_to_first_token_seconds",
+            "From a request to its first token",
+            buckets=_LONG,
+            registry=self._registry,
+        )
+        self.between_tokens = Histogram(
+            "graphmod_time_between_tokens_seconds",
+            "Between tokens of one completion",
+            buckets=_SHORT,
+            registry=self._registry,
+        )
+        self.request_seconds = Histogram(
+            "graphmod_request_seconds",
+            "From a request to the end of its answer",
+            buckets=_LONG,
+            registry=self._registry,
+        )
         self._registry.register(_Engine(stats))
 
     def text(self) -> bytes:

@@ -85,8 +85,9 @@ class Work:
     def close(self) -> None:
         """Aborts what still runs of it."""
         self._closed = True
-        if self._handles and all(handle.done for handle in self._handles):
-            return
+        whole = self.asked is not None and len(self._handles) == len(self.asked.prompts)
+        if whole and all(handle.done for handle in self._handles):
+            return  # as most do, and the thread need not be woken
         with contextlib.suppress(RuntimeError):  # the server has ended, and all requests with it
             self._service.aside(self._abort)
 
@@ -133,7 +134,8 @@ class Work:
         if not self._latest:
             metrics.first_token.observe(now - self._began)
         if index in self._latest:  # tokens come a few at a time, and each is taken to have needed the same
-            metrics.between_tokens.observe((now - self._latest[index]) / tokens, tokens)
+            for _ in range(tokens):
+                metrics.between_tokens.observe((now - self._latest[index]) / tokens)
         self._latest[index] = now
 
     async def _runs(self) -> AsyncIterator[tuple[int, Run]]:

@@ -165,7 +165,8 @@ def find_layers(model: nn.Module) -> list[str]:
     if not found:
         raise ConfigError(
             f"{type(model).__name__} has no list of like layers (nn.ModuleList, nn.Sequential) to wrap; name the "
-            'modules, for example graph_layers(model, layers="blocks.*"), or wrap one: CUDAGraphModule(module)'
+            'modules, for example graph_layers(model, layers="blocks.*"), or wrap one: CUDAGraphModule(module); with '
+            'TrainStep, capture the whole step: TrainGraphConfig(scope="full_iteration")'
         )
     return found
 

@@ -109,7 +109,7 @@ class TextStream:
 
     def add_all(self, tokens: Sequence[int]) -> str:
         """As `add` of each, joined. Where the last one ends within a character, their text may come with what follows:
-        a stream that is given many tokens at once takes a tenth of the time."""
+        a stream takes about half the time where it is given a run of tokens at once."""
         pieces, left = [], list(tokens)
         while left and (self._stream is None or self._open):
             pieces.append(self.add(left.pop(0)))
