@@ -33,6 +33,12 @@ def unavailable(memory: PagedCache) -> str | None:
     return None
 
 
+def prepare(memory: PagedCache) -> None:
+    """Takes the memory in which the parts of a row are counted."""
+    most = memory.rows * max(layer.kv_heads for layer in memory.layers)
+    memory.scratch["triton"] = (torch.zeros(most, dtype=torch.int32, device=memory.device),)
+
+
 # For an operation that does not take any strides, inductor makes copies of the table and the query for each layer.
 @library.custom_op("graphmod::triton_decode", mutates_args=(), tags=(torch.Tag.flexible_layout,))
 def triton_decode(
@@ -43,10 +49,13 @@ def triton_decode(
     context: Tensor,
     first: Tensor | None,
     sinks: Tensor | None,
+    counters: Tensor,
     scale: float,
     cap: float | None,
 ) -> Tensor:
     """One token of each row against its part of the cache; (B, 1, heads, value_dim) in the dtype of `query`.
+
+    It is said to change nothing: the kernel leaves `counters` zero, as it found them.
 
     Args:
         query: (B, heads, 1, head_dim), its last dimension contiguous.
@@ -55,13 +64,14 @@ def triton_decode(
         context: (B,) int64: tokens of each row; a row without any gets zeros.
         first: (B,) int64: the first token that is seen; None sees all.
         sinks: (heads,) logits of attention sinks, or None.
+        counters: (B * kv_heads or more) int32, zero.
         scale: of the products of queries and keys.
         cap: what scores are capped at by a tanh; None caps nothing.
     """
     from graphmod.decode.attention.triton_kernel import attend
 
     with torch.cuda.device_of(query):  # the device whose stream it is launched on
-        return attend(query, keys, values, table, context, first, sinks, scale, cap)
+        return attend(query, keys, values, table, context, first, sinks, counters, scale, cap)
 
 
 @triton_decode.register_fake
@@ -98,6 +108,7 @@ def paged_triton(
         view.context,
         view.shared[rule],
         s_aux,
+        *memory.scratch["triton"],
         query.shape[-1] ** -0.5 if scaling is None else scaling,
         softcap,
     )

@@ -1,7 +1,7 @@
-"""The kernels of `triton_decode`. Importing this module needs Triton.
+"""The kernel of `triton_decode`. Importing this module needs Triton.
 
-Each row's tokens are divided into parts that are worked on at the same time, and added up by a second kernel
-("flash decoding": Dao, Haziza, Massa, Sizov, 2023; the softmax of parts: Milakov, Gimelshein, arXiv:1805.02867).
+Each row's tokens are divided into parts that are worked on at the same time ("flash decoding": Dao, Haziza, Massa,
+Sizov, 2023; the softmax of parts: Milakov, Gimelshein, arXiv:1805.02867). Whoever ends last adds them up.
 """
 
 import functools
@@ -10,13 +10,16 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-_PROGRAMS = 4  # for each multiprocessor: rows differ in length, and a program waits for memory most of the time
+from graphmod.decode.step.early_launch import can_start_early
+
 _MOST_PARTS = 64
+_LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _parts(
+def _attend(
     query,
     keys,
     values,
@@ -24,7 +27,9 @@ def _parts(
     contexts,
     firsts,
     sinks,
+    counters,
     out,
+    results,
     sums,
     scale,
     cap,
@@ -42,33 +47,48 @@ def _parts(
     CAPPED: tl.constexpr,
     SINKS: tl.constexpr,
     GROUP_ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
+    BULK: tl.constexpr,
 ):
-    """A part of a row's tokens, for the query heads of one KV head: their weighted values, maximum and sum."""
-    row, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    """A part of a row's tokens, for the query heads of one KV head. Exponentials are powers of two. With BULK, keys and
+    values are descriptors of (slots, KV heads * width) in tiles of (TILE, width)."""
+    part, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     member, width, column = tl.arange(0, GROUP_ROWS), tl.arange(0, HEAD), tl.arange(0, VALUE)
     there = member < GROUP
     heads = head * GROUP + member
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        # Not sooner: what starts now may rely on all that ran before this kernel.
+        tl.extra.cuda.gdc_launch_dependents()
+    context = tl.load(contexts + row).to(tl.int32)
+    first = tl.load(firsts + row).to(tl.int32) if WINDOW else context * 0
+    last = (context + TILE - 1) // TILE
+    each = tl.maximum((last - first // TILE + PARTS - 1) // PARTS, 1)
+    parts = tl.maximum((last - first // TILE + each - 1) // each, 1)  # those that have anything to do
+    if part >= parts:
+        return
+    begin = first // TILE + part * each
+    end = tl.minimum(begin + each, last)
     asked = tl.load(
         query + row * query_row + heads[:, None] * query_head + width[None, :], mask=there[:, None], other=0.0
     )
-    context = tl.load(contexts + row)
-    first = tl.load(firsts + row) if WINDOW else context * 0
-    tiles = (context + TILE - 1) // TILE - first // TILE
-    each = (tiles + PARTS - 1) // PARTS
-    begin = first // TILE + part * each
-    end = tl.minimum(begin + each, (context + TILE - 1) // TILE)
     largest = tl.full([GROUP_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([GROUP_ROWS], tl.float32)
     result = tl.zeros([GROUP_ROWS, VALUE], tl.float32)
     if SINKS:  # one more token, whose value is nothing
         own = there & (part == 0)
-        largest = tl.load(sinks + heads, mask=own, other=float("-inf")).to(tl.float32)
+        largest = tl.load(sinks + heads, mask=own, other=float("-inf")).to(tl.float32) * _LOG2E
         total = tl.where(own, 1.0, 0.0)
     step = tl.arange(0, TILE)
-    for tile in tl.range(begin, end):
-        block = tl.load(table + row * table_row + tile * TILE // BLOCK).to(tl.int64)
-        slot = block * BLOCK + (tile * TILE) % BLOCK + step
-        key = tl.load(keys + (slot[None, :] * KV_HEADS + head) * HEAD + width[:, None])
+    for tile in tl.range(begin, end, num_stages=STAGES):
+        block = tl.load(table + row * table_row + tile * TILE // BLOCK)
+        if BULK:
+            start = block.to(tl.int32) * BLOCK + (tile * TILE) % BLOCK
+            key = tl.trans(keys.load([start, head * HEAD]))
+        else:
+            slot = block.to(tl.int64) * BLOCK + (tile * TILE) % BLOCK + step
+            key = tl.load(keys + (slot[None, :] * KV_HEADS + head) * HEAD + width[:, None])
         score = tl.dot(asked, key, input_precision="ieee") * scale
         if CAPPED:
             score = cap * (2 / (1 + tl.exp(-2 * score / cap)) - 1)  # tanh
@@ -76,48 +96,79 @@ def _parts(
         seen = token < context
         if WINDOW:
             seen = seen & (token >= first)
-        score = tl.where(seen[None, :], score, float("-inf"))
+        score = tl.where(seen[None, :], score * _LOG2E, float("-inf"))
         now = tl.maximum(largest, tl.max(score, 1))
         shift = tl.where(now == float("-inf"), 0.0, now)
-        before, weight = tl.exp(largest - shift), tl.exp(score - shift[:, None])
-        value = tl.load(values + (slot[:, None] * KV_HEADS + head) * VALUE + column[None, :])
+        before, weight = tl.exp2(largest - shift), tl.exp2(score - shift[:, None])
+        if BULK:
+            value = values.load([start, head * VALUE])
+        else:
+            value = tl.load(values + (slot[:, None] * KV_HEADS + head) * VALUE + column[None, :])
         # A slot behind the context may hold anything, and zero times NaN is NaN.
         value = tl.where(seen[:, None], value, 0.0)
         result = result * before[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
         total = total * before + tl.sum(weight, 1)
         largest = now
-    place = (row * KV_HEADS * GROUP + heads) * PARTS + part
-    if PARTS == 1:
+    place = (row * KV_HEADS + head) * GROUP
+    if parts == 1:
         result = result / tl.where(total == 0, 1.0, total)[:, None]
-    tl.store(out + place[:, None] * VALUE + column[None, :], result, mask=there[:, None])
-    tl.store(sums + place * 2, largest, mask=there)
-    tl.store(sums + place * 2 + 1, total, mask=there)
-
-
-@triton.jit
-def _whole(results, sums, out, VALUE: tl.constexpr, PARTS: tl.constexpr):
-    """One head of one row, from its parts."""
-    place = tl.program_id(0).to(tl.int64)
-    part, column = tl.arange(0, PARTS), tl.arange(0, VALUE)
-    largest = tl.load(sums + (place * PARTS + part) * 2)
-    total = tl.load(sums + (place * PARTS + part) * 2 + 1)
-    most = tl.max(largest, 0)
-    scale = tl.exp(largest - tl.where(most == float("-inf"), 0.0, most))
-    found = tl.load(results + (place * PARTS + part[:, None]) * VALUE + column[None, :])
-    whole = tl.sum(total * scale, 0)
-    result = tl.sum(found * scale[:, None], 0) / tl.where(whole == 0, 1.0, whole)
-    tl.store(out + place * VALUE + column, result)
+        tl.store(out + (place + member)[:, None] * VALUE + column[None, :], result, mask=there[:, None])
+        return
+    own_place = (place + member) * PARTS + part
+    tl.store(results + own_place[:, None] * VALUE + column[None, :], result, mask=there[:, None])
+    tl.store(sums + own_place * 2, largest, mask=there)
+    tl.store(sums + own_place * 2 + 1, total, mask=there)
+    tl.debug_barrier()  # all of it is stored before one thread says so
+    counter = counters + row * KV_HEADS + head
+    if tl.atomic_add(counter, 1, sem="acq_rel") < parts - 1:
+        return
+    tl.store(counter, 0)  # as it was found
+    every = tl.arange(0, PARTS)
+    for one in tl.static_range(GROUP):
+        at = (place + one) * PARTS + every
+        # From the L2 cache, in which other multiprocessors have left it.
+        largest_of = tl.load(sums + at * 2, mask=every < parts, other=float("-inf"), cache_modifier=".cg")
+        total_of = tl.load(sums + at * 2 + 1, mask=every < parts, other=0.0, cache_modifier=".cg")
+        most = tl.max(largest_of, 0)
+        weight_of = tl.exp2(largest_of - tl.where(most == float("-inf"), 0.0, most))
+        found = tl.load(
+            results + at[:, None] * VALUE + column[None, :],
+            mask=(every < parts)[:, None],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        whole = tl.sum(total_of * weight_of, 0)
+        mixed = tl.sum(found * weight_of[:, None], 0) / tl.where(whole == 0, 1.0, whole)
+        tl.store(out + (place + one) * VALUE + column, mixed)
 
 
 @functools.cache
-def _programs(device: torch.device) -> int:
-    return _PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def parts_of(rows: int, kv_heads: int, tiles: int, programs: int) -> int:
-    """Into how many parts the tokens of each row are divided: a power of two, so that the GPU is full."""
-    wanted = triton.next_power_of_2(max(1, programs // (rows * kv_heads)))
-    return min(_MOST_PARTS, wanted, triton.next_power_of_2(tiles))
+@functools.cache
+def _stages(most: int, tile: int, device: torch.device) -> int:
+    """How many tiles of so many bytes may be on their way, as shared memory permits."""
+    properties = torch.cuda.get_device_properties(device)
+    return max(1, min(most, getattr(properties, "shared_memory_per_block_optin", 48 * 1024) // tile))
+
+
+def parts_of(rows: int, kv_heads: int, tiles: int, processors: int) -> int:
+    """Into how many parts the tokens of a row are divided at most: a power of two, so that the GPU is full, and no part
+    is much smaller than what it takes to add parts up."""
+    wanted = triton.next_power_of_2(max(1, 4 * processors // (rows * kv_heads)))
+    return min(_MOST_PARTS, wanted, triton.next_power_of_2(max(1, tiles // 4)))
+
+
+def _comes_in_bulk(memory: Tensor) -> bool:
+    """Whether tiles come by the tensor memory accelerator: compute capability 9.0, and up to 256 bytes of a head."""
+    known = torch.cuda.get_device_capability(memory.device) >= (9, 0)
+    return known and memory.itemsize == 2 and 32 <= memory[0, 0, 0].nbytes <= 256
+
+
+def _described(memory: Tensor, tile: int) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(memory.flatten(2).flatten(0, 1), [tile, memory.shape[3]])
 
 
 def attend(
@@ -128,26 +179,34 @@ def attend(
     context: Tensor,
     first: Tensor | None,
     sinks: Tensor | None,
+    counters: Tensor,
     scale: float,
     cap: float | None,
 ) -> Tensor:
     """See `triton_decode`, whose arguments these are."""
     rows, heads, _, head = query.shape
     block, kv_heads, value = keys.shape[1], keys.shape[2], values.shape[3]
-    tile = min(block, 64 if head <= 128 else 32)
-    group = heads // kv_heads
-    parts = parts_of(rows, kv_heads, table.shape[1] * block // tile, _programs(query.device))
+    group, processors = heads // kv_heads, _processors(query.device)
+    few = rows * kv_heads < processors
+    tile = min(block, 32 if few or max(head, value) > 128 else 64)
+    parts = parts_of(rows, kv_heads, table.shape[1] * block // tile, processors)
+    bulk = can_start_early(query.device) and _comes_in_bulk(keys) and _comes_in_bulk(values)
+    # The fastest of some 80 settings on an H200, for 1, 32 and 128 rows of Qwen3-0.6B's shape.
+    stages = _stages(2 if bulk or few else 3, tile * (head + value) * keys.itemsize, query.device)
     out = query.new_empty((rows, 1, heads, value))
-    results = out if parts == 1 else query.new_empty((rows, heads, parts, value), dtype=torch.float32)
-    sums = query.new_empty((rows, heads, parts, 2), dtype=torch.float32)
-    _parts[(rows, kv_heads, parts)](
+    results = query.new_empty((rows, heads, parts, value) if parts > 1 else 1, dtype=torch.float32)
+    sums = query.new_empty((rows, heads, parts, 2) if parts > 1 else 1, dtype=torch.float32)
+    early = can_start_early(query.device)
+    _attend[(parts, kv_heads, rows)](
         query,
-        keys,
-        values,
+        _described(keys, tile) if bulk else keys,
+        _described(values, tile) if bulk else values,
         table,
         context,
         context if first is None else first,
         sums if sinks is None else sinks,
+        counters,
+        out,
         results,
         sums,
         scale,
@@ -166,9 +225,10 @@ def attend(
         CAPPED=cap is not None,
         SINKS=sinks is not None,
         GROUP_ROWS=max(16, triton.next_power_of_2(group)),
-        num_warps=4,
-        num_stages=3,
+        STAGES=stages,
+        EARLY=early,
+        BULK=bulk,
+        num_warps=2 if few or parts == 1 else 4,
+        **({"launch_pdl": True} if early else {}),
     )
-    if parts > 1:
-        _whole[(rows * heads,)](results, sums, out, VALUE=value, PARTS=parts, num_warps=4)
     return out

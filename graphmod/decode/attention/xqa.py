@@ -102,14 +102,14 @@ def prepare(memory: PagedCache) -> str | None:
             missing = {*_TAKES.split(), *_SETTINGS.split()} - set(inspect.signature(_kernel()).parameters)
             if missing:
                 return f"the kernel of this FlashInfer does not take {', '.join(sorted(missing))}"
-            memory.scratch = scratch(memory, _parts(memory.device))
+            memory.scratch["xqa"] = scratch(memory, _parts(memory.device))
             settings = {"device": memory.device, "dtype": torch.int32}
             query = torch.zeros(
                 (1, 1, memory.layers[0].heads, memory.layers[0].head_dim), dtype=memory.dtype, device=memory.device
             )
             table, lengths = torch.zeros((1, 1), **settings), torch.ones((1, 1), **settings)
             with torch.inference_mode():
-                xqa_decode(query, *memory.near(0), table, lengths, *memory.scratch, 1.0)
+                xqa_decode(query, *memory.near(0), table, lengths, *memory.scratch["xqa"], 1.0)
             torch.cuda.synchronize()
     except Exception as error:  # of imports, compilers and loaders: anything
         log.debug("FlashInfer failed", exc_info=True)
@@ -156,7 +156,7 @@ def paged_xqa(
         query.transpose(1, 2).to(memory.dtype),
         *memory.near(module.layer_idx),
         *view.shared[None],
-        *memory.scratch,
+        *memory.scratch["xqa"],
         1.0 if scaling is None else scaling * math.sqrt(query.shape[-1]),
     )
     return out.to(query.dtype), None

@@ -34,7 +34,7 @@ class PagedCache:
     are its own. The first blocks are not for sequences: `NULL_BLOCK`, and then those that padded rows write to, one
     slot for each row, which nobody reads. Those of far layers are in the memory of the host (`Offload`), where anything
     can read them, and slowly; `near` has what a decode step reads.
-    `scratch` is what an attention writes to beside its result, for as long as the cache lives; most need none.
+    `scratch` is what attentions write to beside their results, by their names, for as long as the cache lives.
     `kernel_options` are what an attention found to fit this cache. `pages` is the memory below keys and values.
 
     Args:
@@ -63,7 +63,7 @@ class PagedCache:
         self.pages: Pages | Ordinary | None = None
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
-        self.scratch: tuple[Tensor, ...] = ()
+        self.scratch: dict[str, tuple[Tensor, ...]] = {}
         self.kernel_options: dict[str, int] = {}
         self._buffers = offload.buffers if offload else 0
         self._far = far_layers(len(layers), offload.resident) if offload else []

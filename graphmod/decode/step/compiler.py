@@ -21,6 +21,7 @@ from graphmod.backend.lifetime import capturing
 from graphmod.decode.step.compile import compile_graph
 from graphmod.decode.step.pieces import Compiled, Piece, as_observed, cut, description, graph_of
 from graphmod.decode.step.program import Observer, Program, Unsupported, Value
+from graphmod.decode.step.tuning import timed_in_graphs
 from graphmod.errors import reason
 from graphmod.trace.observing import observed
 from graphmod.trace.operations import address
@@ -43,8 +44,8 @@ class _Job:
         done: whether nothing more is to come.
     """
 
-    def __init__(self, program: Program, name: str, tuned: bool, beside: bool, compile: Callable) -> None:
-        self.program, self.name, self.tuned, self.beside, self.compile = program, name, tuned, beside, compile
+    def __init__(self, program: Program, name: str, tuned: bool, compile: Callable) -> None:
+        self.program, self.name, self.tuned, self.compile = program, name, tuned, compile
         self.code: tuple[list[Piece], list[Callable]] | None = None
         self.done = False
 
@@ -125,7 +126,7 @@ class StepCompiler:
             program, inputs = captured_program(observer, graph)
         except Unsupported as why:
             return _say(name, str(why))
-        job = _Job(program, name, self._tuned, self._background, self._compile)
+        job = _Job(program, name, self._tuned, self._compile)
         self._tasks[graph] = _Task(job, inputs)
         if self._background:
             self._jobs.put(job)
@@ -164,13 +165,11 @@ def _function(piece: Piece, job: _Job) -> Callable:
     with _compiling:
         if name not in _compiled:
             values = [job.program.values[number] for number in piece.inputs]
-            # Inductor keeps on disk only what was compiled with a shape environment. Not what is tuned: a step of one
-            # row took 0.975 ms with one, and 0.930 without, side by side.
-            with FakeTensorMode(shape_env=None if job.tuned else ShapeEnv(), static_shapes=True):
+            # Inductor keeps on disk only what was compiled with a shape environment.
+            with FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True):
                 inputs = list(map(_like, values))
             function = job.compile(graph_of(piece), inputs, job.tuned)
-            if job.beside:
-                _run_beside(function, values)
+            _run_beside(function, values)
             _compiled[name] = function
         return _compiled[name]
 
@@ -187,10 +186,11 @@ def _like(value: Value) -> Tensor:
 def _run_beside(function: Callable[..., tuple], values: list[Value]) -> None:
     """Runs a piece on other memory than a step's, so that its kernels are loaded and tuned before one waits for them.
     No graph is captured meanwhile."""
+    on_gpu = any(value.device.type == "cuda" for value in values)
     try:
-        with capturing(), torch.inference_mode():
+        with capturing(), timed_in_graphs() if on_gpu else contextlib.nullcontext(), torch.inference_mode():
             function(*map(_like, values))
-            if torch.cuda.is_available():
+            if on_gpu:
                 torch.cuda.current_stream().synchronize()
     except torch.OutOfMemoryError:
         log.debug("no memory to run a compiled piece beforehand; the first step that uses it waits for its kernels")

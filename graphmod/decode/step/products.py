@@ -1,8 +1,9 @@
-"""Products of one small batch with several weights (query, key and value; gate and up) by one kernel.
+"""Products of one small batch with several weights (query, key and value; gate and up) by one kernel, and of a narrow
+weight (the output of attention, down) by enough programs to fill a GPU.
 
 With few rows a product takes a GPU little more than its launch and the way of the first bytes from memory, and the
-products of one input do not wait for each other. Compiled decode steps call the operation where the step does several
-linear layers one after the other; the weights stay where they are.
+products of one input do not wait for each other. Compiled decode steps call these operations in place of linear layers;
+the weights stay where they are.
 """
 
 import operator
@@ -15,12 +16,13 @@ from torch import Tensor, library
 from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-__all__ = ["join_products", "products"]
+__all__ = ["divided_product", "join_products", "products"]
 
 MOST_WEIGHTS = 3  # of one kernel
 _MOST_ROWS = 128
 _LARGEST_WEIGHT = 16 * 2**20  # bytes; for more, reading takes longer than a launch, and the kernel was not measured
 _FEWEST_COLUMNS = 48 * 64  # of all weights of an operation; with fewer, most of a large GPU would read nothing
+_FULL, _MOST_PARTS = 96, 8  # programs that fill a GPU; parts of a weight's features
 _OUT, _DEPTH = 64, 128  # the kernel takes weights of multiples of these
 
 
@@ -48,8 +50,35 @@ def _(x: Tensor, weights: list[Tensor]) -> list[Tensor]:
     return [x.new_empty(*x.shape[:-1], len(weight)) for weight in weights]
 
 
+@library.custom_op("graphmod::divided_product", mutates_args=())
+def divided_product(x: Tensor, weight: Tensor, parts: int) -> Tensor:
+    """(parts, ..., out features) in float32, whose sum over the parts is `x @ weight.T`: of each part of the features.
+
+    Args:
+        x: (..., features) of 1 to 128 rows in bfloat16 or float16.
+        weight: (out features, features), contiguous; out features a multiple of 64.
+        parts: each of a multiple of 128 features.
+    """
+    if not x.is_cuda:
+        pairs = zip(x.chunk(parts, -1), weight.chunk(parts, -1), strict=True)
+        return torch.stack([torch.nn.functional.linear(some.float(), other.float()) for some, other in pairs])
+    from graphmod.decode.step import products_kernel
+
+    flat = x.reshape(-1, x.shape[-1]).contiguous()
+    out = flat.new_empty(parts, len(flat), len(weight), dtype=torch.float32)
+    with torch.cuda.device_of(x):
+        products_kernel.products(flat, [weight], [out], parts)
+    return out.view(parts, *x.shape[:-1], -1)
+
+
+@divided_product.register_fake
+def _(x: Tensor, weight: Tensor, parts: int) -> Tensor:
+    return x.new_empty(parts, *x.shape[:-1], len(weight), dtype=torch.float32)
+
+
 def join_products(graph: GraphModule, fewest_rows: int = 1, device: str = "cuda") -> int:
-    """Lets linear layers of a graph that take the same input be one operation; returns how many operations.
+    """Lets linear layers of a graph that take the same input be one operation, and divides those that stay alone and
+    are narrow; returns how many operations there are.
 
     Args:
         graph: of aten operations, each with its result as `meta["val"]`; changed in place.
@@ -66,11 +95,16 @@ def join_products(graph: GraphModule, fewest_rows: int = 1, device: str = "cuda"
             groups[node.args[0], writes].append(node)
     joined = 0
     for (x, _), nodes in groups.items():
-        for start in range(0, len(nodes) - 1, MOST_WEIGHTS):
+        for start in range(0, len(nodes), MOST_WEIGHTS):
             some = nodes[start : start + MOST_WEIGHTS]
             if sum(len(node.args[1].meta["val"]) for node in some) >= _FEWEST_COLUMNS and len(some) > 1:
                 _join(graph, x, some)
                 joined += 1
+                continue
+            for node in some:
+                if (parts := _parts(*node.args[1].meta["val"].shape)) > 1:
+                    _divide(graph, x, node, parts)
+                    joined += 1
     if joined:
         graph.recompile()
     return joined
@@ -91,6 +125,28 @@ def _join(graph: GraphModule, x: Node, nodes: list[Node]) -> None:
             node.replace_all_uses_with(part)
     for node in nodes:
         graph.graph.erase_node(node)
+
+
+def _parts(columns: int, features: int) -> int:
+    """Into how many parts the features of a weight are divided, so that there are programs for a GPU."""
+    parts = 1
+    while parts < _MOST_PARTS and parts * columns < _FULL * _OUT and features % (2 * parts * _DEPTH) == 0:
+        parts *= 2
+    return parts
+
+
+def _divide(graph: GraphModule, x: Node, node: Node, parts: int) -> None:
+    """The parts are added one by one, which a compiler does where it uses the sum."""
+    call, aten = graph.graph.call_function, torch.ops.aten
+    with graph.graph.inserting_before(node):
+        divided = call(torch.ops.graphmod.divided_product.default, (x, node.args[1], parts))
+        total = call(aten.select.int, (divided, 0, 0))
+        for part in range(1, parts):
+            total = call(aten.add.Tensor, (total, call(aten.select.int, (divided, 0, part))))
+        whole = call(aten._to_copy.default, (total,), {"dtype": node.meta["val"].dtype})
+    whole.meta = dict(node.meta)
+    node.replace_all_uses_with(whole)
+    graph.graph.erase_node(node)
 
 
 def _fits(node: Node, fewest_rows: int, device: str) -> bool:

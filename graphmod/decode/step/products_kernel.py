@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from graphmod.decode.step.early_launch import can_start_early
+
 _MOST_WEIGHTS = 3  # for which the kernel has parameters
 _PREFETCHED = 16 * 2**20  # bytes of weights, of all programs: a part of the cache, so that they are there when wanted
 _LINE: tl.constexpr = tl.constexpr(64)  # numbers of two bytes in a line of the cache
@@ -33,6 +35,7 @@ def _products(
     FIRST: tl.constexpr,
     SECOND: tl.constexpr,
     THIRD: tl.constexpr,
+    PARTS: tl.constexpr,
     ROWS: tl.constexpr,
     OUT: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -40,8 +43,10 @@ def _products(
     EARLY: tl.constexpr,
     PREFETCHED: tl.constexpr,
 ):
-    """Each program makes OUT columns of one result, for all rows; the programs of the results follow one another."""
-    program = tl.program_id(0)
+    """Each program makes OUT columns of one result, for all rows, of a part of the features; the programs of the
+    results follow one another."""
+    program, part = tl.program_id(0), tl.program_id(1)
+    each: tl.constexpr = FEATURES // PARTS
     second: tl.constexpr = FIRST // OUT
     third: tl.constexpr = second + SECOND // OUT
     weight, out = first_weight, first_out
@@ -58,28 +63,21 @@ def _products(
         # The kernel before may still run. It makes the input, but no weight: those come into the cache meanwhile.
         line = tl.arange(0, DEPTH // _LINE) * _LINE
         for start in tl.range(0, PREFETCHED, DEPTH):
-            lines = weight + column[:, None] * FEATURES + start + line[None, :]
+            lines = weight + column[:, None] * FEATURES + part * each + start + line[None, :]
             tl.inline_asm_elementwise(
                 "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines.to(tl.int64)], tl.int32, False, 1
             )
         tl.extra.cuda.gdc_wait()
         # Not sooner: what starts now may rely on all that ran before this kernel.
         tl.extra.cuda.gdc_launch_dependents()
-    weights = weight + column[:, None] * FEATURES + depth[None, :]
-    inputs = x + row[None, :] * FEATURES + depth[:, None]
+    weights = weight + column[:, None] * FEATURES + part * each + depth[None, :]
+    inputs = x + row[None, :] * FEATURES + part * each + depth[:, None]
     total = tl.zeros((OUT, ROWS), tl.float32)
-    for start in tl.range(0, FEATURES, DEPTH, num_stages=STAGES):
+    for start in tl.range(0, each, DEPTH, num_stages=STAGES):
         taken = tl.load(inputs + start, mask=there[None, :], other=0.0)
         total = tl.dot(tl.load(weights + start), taken, total)
     result = total.to(out.dtype.element_ty)
-    tl.store(out + row[None, :] * width + column[:, None], result, mask=there[None, :])
-
-
-@functools.cache
-def _can_start_early(device: torch.device) -> bool:
-    """Whether a kernel may be launched before the one before it has ended, and wait for it itself."""
-    known = torch.version.hip is None and hasattr(tl.extra.cuda, "gdc_wait")
-    return known and torch.cuda.get_device_capability(device) >= (9, 0)
+    tl.store(out + (part * rows + row)[None, :] * width + column[:, None], result, mask=there[None, :])
 
 
 @functools.cache
@@ -90,20 +88,21 @@ def _stages(rows: int, device: torch.device) -> int:
     return max(1, min(_STAGES, room // (2 * _DEPTH * (_OUT + rows))))
 
 
-def products(x: Tensor, weights: list[Tensor], outs: list[Tensor]) -> None:
+def products(x: Tensor, weights: list[Tensor], outs: list[Tensor], parts: int = 1) -> None:
     """`outs[i] = x @ weights[i].T`, for up to `_MOST_WEIGHTS`.
 
     Args:
-        x: (rows, features), contiguous, of two bytes a number; features a multiple of 128.
+        x: (rows, features), contiguous, of two bytes a number.
         weights: (out features, features) each, contiguous; out features a multiple of 64.
-        outs: (rows, out features) each, contiguous.
+        outs: (parts, rows, out features) each, contiguous.
+        parts: that features are divided into, each a multiple of 128.
     """
     spare = _MOST_WEIGHTS - len(weights)
     widths = [len(weight) for weight in weights] + spare * [0]
     rows, features = max(16, triton.next_power_of_2(len(x))), x.shape[1]
-    early = _can_start_early(x.device)
-    prefetched = _PREFETCHED // (sum(widths) * x.itemsize) // _DEPTH * _DEPTH
-    _products[(sum(widths) // _OUT,)](
+    early = can_start_early(x.device)
+    prefetched = _PREFETCHED // (sum(widths) * parts * x.itemsize) // _DEPTH * _DEPTH
+    _products[(sum(widths) // _OUT, parts)](
         x,
         *weights,
         *spare * weights[:1],
@@ -112,12 +111,13 @@ def products(x: Tensor, weights: list[Tensor], outs: list[Tensor]) -> None:
         len(x),
         features,
         *widths,
+        PARTS=parts,
         ROWS=rows,
         OUT=_OUT,
         DEPTH=_DEPTH,
         STAGES=_stages(rows, x.device),
         EARLY=early,
-        PREFETCHED=min(features, prefetched),
+        PREFETCHED=min(features // parts, prefetched),
         num_warps=_WARPS,
         **({"launch_pdl": True} if early else {}),
     )

@@ -92,7 +92,7 @@ def test_a_row_without_context_is_finite_or_ignored_but_never_spreads(device):
 def test_others_agree_with_it(name, dtype, block_size):
     memory, table, context, query = filled(block_size, torch.device("cuda"), dtype)
     found = IMPLEMENTATIONS[name]
-    reason = found.unavailable(memory)
+    reason = found.unavailable(memory) or found.prepare(memory)
     if reason is not None:
         pytest.skip(reason)
     got = attend(found.function, memory, table, context, query, None)
@@ -145,6 +145,8 @@ def test_rows_without_context_and_what_lies_behind_a_context_do_not_reach_others
     found = IMPLEMENTATIONS[AttentionName.triton]
     if found.unavailable(memory) is not None:
         pytest.skip(found.unavailable(memory))
+    memory.rows = 4 * rows
+    found.prepare(memory)
     table, context, query = (one.repeat(16, *[1] * (one.dim() - 1))[: 4 * rows] for one in (table, context, query))
     context[1] = 0
     with torch.inference_mode():

@@ -119,7 +119,7 @@ def kernel(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_kernel_is_given_what_it_takes(kernel, dtype):
     memory, table, context, query = filled(16, torch.device("cpu"), dtype)
-    memory.scratch = xqa.scratch(memory, 8)
+    memory.scratch["xqa"] = xqa.scratch(memory, 8)
     got = attend(xqa.paged_xqa, memory, table, context, query, None)
     torch.testing.assert_close(got.double(), plain(memory, table, context, query), rtol=0, atol=2e-2)
     context[1] = 0
@@ -129,7 +129,7 @@ def test_the_kernel_is_given_what_it_takes(kernel, dtype):
 
 def test_compiled_steps_store_keys_in_place_and_convert_the_block_table_once(kernel):
     memory, table, context, query = filled(16, torch.device("cpu"), torch.bfloat16)
-    memory.scratch = xqa.scratch(memory, 8)
+    memory.scratch["xqa"] = xqa.scratch(memory, 8)
     layers = [SimpleNamespace(layer_idx=0), SimpleNamespace(layer_idx=1)]
 
     def step(query, table, context, key):
@@ -155,7 +155,7 @@ def test_an_engine_with_it_decodes_the_tokens_of_generate(kernel, monkeypatch):
     model = tiny_model("llama", torch.device("cpu"))
 
     def prepare(memory):
-        memory.scratch = xqa.scratch(memory, 8)
+        memory.scratch["xqa"] = xqa.scratch(memory, 8)
 
     found = IMPLEMENTATIONS[AttentionName.flashinfer]._replace(unavailable=lambda _: None, prepare=prepare)
     monkeypatch.setitem(IMPLEMENTATIONS, AttentionName.flashinfer, found)
@@ -225,7 +225,7 @@ def test_the_kernel_agrees_with_the_reference(heads, kv_heads, width, block_size
     for rows in (len(lengths), 5, 1):
         context = torch.tensor(lengths[-rows:], device="cuda")
         compare(memory, table[:rows], context, query[:rows], tokens)
-    assert not memory.scratch[1].any(), "semaphores are as they were found"
+    assert not memory.scratch["xqa"][1].any(), "semaphores are as they were found"
 
 
 @pytest.mark.gpu
