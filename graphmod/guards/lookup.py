@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from graphmod.trace.untraced import identity
+
 MISSING: Any = type("Missing", (), {"__repr__": lambda self: "nothing", "__slots__": ()})()
 """What is at a place where nothing is."""
 HELD_BY_MODULE = ("_parameters", "_buffers", "_modules")
@@ -138,10 +140,10 @@ def find(owner: Any, name: Any, known: dict[tuple[int, str], Place | None] | Non
         return _of_class(owner.__mro__, name) or _of_class(kind.__mro__, name)
     if known is None:
         shared = _of_class(kind.__mro__, name)
-    elif (id(kind), name) in known:
-        shared = known[id(kind), name]
+    elif (identity(kind), name) in known:
+        shared = known[identity(kind), name]
     else:
-        shared = known[id(kind), name] = _of_class(kind.__mro__, name)
+        shared = known[identity(kind), name] = _of_class(kind.__mro__, name)
     own = dict_of(owner)
     if shared is not None:
         described = type(shared.value)
