@@ -208,6 +208,7 @@ class Frames:
     @beside_dynamo
     def _entered(self, frame: FrameType) -> int:
         code = frame.f_code
+        written = code in self._written if self._written else False
         if code is _CALL:
             self._watcher.called(events.variable(frame, "self"))
         elif self._muted is not None:
@@ -216,7 +217,7 @@ class Frames:
             self._watcher.walked(events.variable(frame, "self"))
         elif identity(code) in _starts_threads:
             self._watcher.leaves(frame.f_back or frame)
-        elif code in self._written:
+        elif written:
             self._watcher.compiled(frame)
         elif identity(code) in _operations:
             return events.NEVER
@@ -224,7 +225,7 @@ class Frames:
             self._muted = frame
             return events.END
         found = None if self._muted is not None else _reads_of(code)
-        if found is not None and code not in self._written and _for_nobody(frame):
+        if found is not None and not written and _for_nobody(frame):
             return events.NOTHING
         if found is None:  # somebody may wait for what it returns
             return events.END if identity(frame.f_back) in self._open else events.NOTHING

@@ -32,12 +32,14 @@ _METHODS = {("const", name) for name in ("__getattribute__", BY_KEY, "__getitem_
 _IN_C = (types.BuiltinFunctionType, types.MethodDescriptorType, types.MethodWrapperType, types.WrapperDescriptorType)
 _READ_STATE = {"__reduce_ex__", "__reduce__", "__getstate__"}  # all that is in an object
 _RUNS_PYTHON = (types.FunctionType, types.MethodType, nn.Module)
-_CALLED_IN_C = (weakref.ref, operator.attrgetter, operator.itemgetter)
 # Functions that read attributes which only they know, of whatever is passed on with them.
 _READERS = (operator.attrgetter, operator.methodcaller)
 _READ_ANY = (operator.attrgetter, getattr, vars)
 # By identity: to compare a value may run code of its class.
 _by_name, _readers, _read_any = (frozenset(map(identity, some)) for some in (_BY_NAME, _READERS, _READ_ANY))
+_told = _by_name.union(
+    map(identity, (operator.attrgetter, operator.itemgetter, super, globals, builtins.__import__, vars, type))
+)
 
 
 def _goes_by_key(value: Any, method: str) -> bool:
@@ -47,6 +49,14 @@ def _goes_by_key(value: Any, method: str) -> bool:
     return issubclass(kind, of) and getattr(kind, method, None) is getattr(of, method)
 
 
+def _tells_nothing(function: Any, kind: type) -> bool:
+    """Whether a call of a function shows no more than what it is given and gives: a module or a class, of which all
+    else is told as it runs, or a function in C that belongs to no object."""
+    if issubclass(kind, types.BuiltinFunctionType):
+        return issubclass(type(function.__self__), (types.ModuleType, type))
+    return kind is type(None) or (issubclass(kind, (nn.Module, type)) and sort_of(kind) == INERT)
+
+
 class Looking:
     """One look at a frame.
 
@@ -54,10 +64,11 @@ class Looking:
         results: what code gave that the frame called on the present line, where that is known.
     """
 
+    __slots__ = ("_calls", "_frame", "_notes", "_results", "_variables", "blocked")
+
     def __init__(self, notes: Notes, frame: types.FrameType, results: Iterable[Any] = ()) -> None:
         self._notes, self._frame, self._results = notes, frame, list(results)
         self._variables: dict[str, Any] = {}
-        self._found: dict[int, tuple[list, bool]] = {}
         self._calls: dict[int, tuple[list, bool]] = {}
         self.blocked = False
 
@@ -65,6 +76,11 @@ class Looking:
         """Notes what is read. Returns those reads of which only code that runs can tell the value."""
         open_ones, whole, every = [], False, []
         for read in reads:
+            if read.of[0] == "local":
+                value = self._local(read.of[1])
+                if value is not MISSING and sort_of(type(value)) == INERT:
+                    every.append(value)
+                    continue
             self.blocked = False
             values = self.find(read.of, inner=read.content)
             if self.blocked:
@@ -105,15 +121,7 @@ class Looking:
         if kind == "local":
             value = self._local(of[1])
             return [] if value is MISSING else [value]
-        known = self._found.get(identity(of))
-        if known is None:
-            before, self.blocked = self.blocked, False
-            known = _FINDERS[kind](self, of, inner or kind == "made"), self.blocked
-            self.blocked = before
-            if inner:
-                self._found[identity(of)] = known
-        self.blocked = self.blocked or known[1]
-        return known[0]
+        return _FINDERS[kind](self, of, inner or kind == "made")
 
     def _local(self, name: str) -> Any:
         if name not in self._variables:
@@ -232,15 +240,13 @@ class Looking:
         found = []
         for one in self.find(function) or (None,):
             kind = type(one)
-            runs = kind is types.FunctionType or issubclass(kind, nn.Module)
             if kind is types.FunctionType:
                 self._notes.function(one)
-            elif one is not None and not (runs and sort_of(kind) == INERT):
+            elif not _tells_nothing(one, kind):
                 self._notes.chance.meet(one, self._notes.where)
                 self._take_function(one, of)
                 self._notes.look_inside(one)
-            by_name = of[1][0] == "attr" and of[1][2] in _METHODS
-            found.append((one, self._without_running(one, of) if by_name or not (runs or one is None) else None))
+            found.append((one, self._without_running(one, of)))
         self._calls[identity(of)] = found, self.blocked
         self.blocked = before or self.blocked
         return found
@@ -268,18 +274,17 @@ class Looking:
 
     def _without_running(self, function: Any, of: Expression) -> list[Any] | None:
         """What a function returns, where that can be found without it; None for other functions."""
-        given = of[2]
-        if isinstance(function, _CALLED_IN_C):
-            if isinstance(function, weakref.ref):
-                self._notes.look_inside(function)
-                return [function()]
-            if len(given) == 1:
-                return self._picked(function, given[0])
+        given, kind = of[2], type(function)
+        if issubclass(kind, weakref.ref):
+            self._notes.look_inside(function)
+            return [function()]
+        if issubclass(kind, (operator.attrgetter, operator.itemgetter)) and len(given) == 1:
+            return self._picked(function, given[0])
         if of[1][0] == "attr" and of[1][2] in _METHODS:
             told = self._method(of[1][1], of[1][2][1], given)
             if told is not None:
                 return told
-        if isinstance(function, _RUNS_PYTHON):
+        if identity(function) not in _told:
             return None
         if function is operator.attrgetter or function is operator.itemgetter:
             values = [self.find(one) for one in given]
