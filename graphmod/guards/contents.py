@@ -194,9 +194,13 @@ def _sort(kind: type) -> int:
         return OTHER
     if issubclass(kind, (*PLAIN, *_NAMED)):
         return INERT
-    several = issubclass(kind, (*_HELD_IN, *_LEADING)) or hasattr(kind, "mapping") or hasattr(kind, "__next__")
     numpy = sys.modules.get("numpy")
-    return OTHER if several or (numpy is not None and issubclass(kind, (numpy.ndarray, numpy.generic))) else OBJECT
+    several = issubclass(kind, (*_HELD_IN, *_LEADING, *((numpy.ndarray, numpy.generic) if numpy is not None else ())))
+    # What stands for another object says that it is of the class of that.
+    stands = kind.__getattribute__ is not object.__getattribute__ or any(
+        "__class__" in vars(one) for one in kind.__mro__[:-1]
+    )
+    return OTHER if several or stands or hasattr(kind, "mapping") or hasattr(kind, "__next__") else OBJECT
 
 
 def state(value: Any) -> tuple | None:

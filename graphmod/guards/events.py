@@ -9,6 +9,7 @@ these and the ends only in code of interest.
 import ctypes
 import sys
 import threading
+from inspect import CO_OPTIMIZED
 from types import CodeType, FrameType
 from typing import Any, Protocol
 
@@ -243,8 +244,9 @@ def end(before: Any) -> None:
 
 def variable(frame: FrameType, name: str) -> Any:
     """The value of a local variable, or MISSING. `f_locals` of Python 3.12 is a copy that the frame keeps, and with it
-    tensors that the code has let go of by then; that of 3.11 is made for each event anyway."""
-    if _get_variable is None:
+    tensors that the code has let go of by then; that of 3.11 is made for each event anyway, and that of the body of a
+    class is what the code works with."""
+    if _get_variable is None or not frame.f_code.co_flags & CO_OPTIMIZED:
         return frame.f_locals.get(name, MISSING)
     try:
         return _get_variable(frame, name)

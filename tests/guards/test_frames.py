@@ -96,7 +96,7 @@ def test_an_operation_is_followed_on_its_way_to_the_recorder_at_most(monkeypatch
         seen.append((told[True], told[False]))
     (few, fewer), (many, more) = seen
     # Three functions lead there. Later Pythons tell of each once.
-    assert many - few == (300 if _BY_TRACE else 0)
+    assert many - few <= (300 if _BY_TRACE else 0)
     assert more > fewer + 100
 
 
