@@ -1,4 +1,4 @@
-"""Finds, while code runs, what the expressions in it stand for, without running any code of the objects.
+"""Looks at what code is about to read, and finds what its calls give where that takes no running of code.
 
 Where only running code could tell, its result is taken once it is there.
 """
@@ -18,13 +18,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from graphmod.guards.contents import CONTAINERS, INERT, content, is_plain, sort_of
-from graphmod.guards.events import variable
 from graphmod.guards.expressions import BY_KEY, Expression, Read
-from graphmod.guards.lookup import MISSING, is_made_by_code, runs_code
-from graphmod.guards.notes import CODE, DEEP, UNKNOWN, Notes
+from graphmod.guards.finding import MOST_ITEMS, Finding, goes_by_key
+from graphmod.guards.lookup import MISSING, is_made_by_code
+from graphmod.guards.notes import DEEP, Notes
 from graphmod.trace.untraced import identity
 
-_MOST_ITEMS = 64  # of a container, one of which something returns
 _BY_NAME = (getattr, hasattr, setattr, delattr, object.__getattribute__, object.__setattr__, object.__delattr__)
 _BY_KEY = ("const", BY_KEY)
 # Methods some values of which are found without running them.
@@ -42,13 +41,6 @@ _told = _by_name.union(
 )
 
 
-def _goes_by_key(value: Any, method: str) -> bool:
-    """Whether a method of a value looks at one key of a dict, and runs no code of the value's class."""
-    kind = type(value)
-    of = dict if issubclass(kind, dict) else types.MappingProxyType
-    return issubclass(kind, of) and getattr(kind, method, None) is getattr(of, method)
-
-
 def _tells_nothing(function: Any, kind: type) -> bool:
     """Whether a call of a function shows no more than what it is given and gives: a module or a class, of which all
     else is told as it runs, or a function in C that belongs to no object."""
@@ -57,20 +49,14 @@ def _tells_nothing(function: Any, kind: type) -> bool:
     return kind is type(None) or (issubclass(kind, (nn.Module, type)) and sort_of(kind) == INERT)
 
 
-class Looking:
-    """One look at a frame.
+class Looking(Finding):
+    """One look at a frame; see `Finding`."""
 
-    Args:
-        results: what code gave that the frame called on the present line, where that is known.
-    """
-
-    __slots__ = ("_calls", "_frame", "_notes", "_results", "_variables", "blocked")
+    __slots__ = ("_calls",)
 
     def __init__(self, notes: Notes, frame: types.FrameType, results: Iterable[Any] = ()) -> None:
-        self._notes, self._frame, self._results = notes, frame, list(results)
-        self._variables: dict[str, Any] = {}
+        super().__init__(notes, frame, results)
         self._calls: dict[int, tuple[list, bool]] = {}
-        self.blocked = False
 
     def look(self, reads: Iterable[Read]) -> list[Read]:
         """Notes what is read. Returns those reads of which only code that runs can tell the value."""
@@ -109,107 +95,6 @@ class Looking:
                 elif not isinstance(one, (type, types.ModuleType, types.FunctionType)):
                     self._notes.all_attributes(one, DEEP)
 
-    def find(self, of: Expression, inner: bool = True) -> list[Any]:
-        """What an expression may stand for: one value, or several.
-
-        Args:
-            inner: whether something of the value is read.
-        """
-        kind = of[0]
-        if kind == "const":
-            return [of[1]]
-        if kind == "local":
-            value = self._local(of[1])
-            return [] if value is MISSING else [value]
-        return _FINDERS[kind](self, of, inner or kind == "made")
-
-    def _local(self, name: str) -> Any:
-        if name not in self._variables:
-            self._variables[name] = variable(self._frame, name)
-        return self._variables[name]
-
-    def _block(self, inner: bool = True) -> list[Any]:
-        self.blocked = self.blocked or inner
-        return self._results
-
-    def _find_untold(self, _: Expression, inner: bool) -> list[Any]:
-        return self._block(inner)
-
-    def _find_module(self, of: Expression, _: bool) -> list[Any]:
-        return [sys.modules[of[1]]] if of[1] in sys.modules else []
-
-    def _find_either(self, of: Expression, inner: bool) -> list[Any]:
-        return [value for one in of[1] for value in self.find(one, inner)]
-
-    def _find_name(self, of: Expression, inner: bool) -> list[Any]:
-        held = self._frame.f_locals
-        if held is not self._frame.f_globals and of[1] in held:
-            return [self._notes.item(held, of[1])] if type(held) is dict else [held[of[1]]]
-        return self._find_global(of, inner)
-
-    def _find_global(self, of: Expression, _: bool) -> list[Any]:
-        held, name = self._frame.f_globals, of[1]
-        if name in held:
-            return [self._notes.global_variable(held, name, self._frame.f_code.co_filename)]
-        self._notes.no_global_variable(held, name, self._frame.f_code.co_filename)
-        return [builtins.__dict__[name]] if name in builtins.__dict__ else []
-
-    def _find_attr(self, of: Expression, inner: bool) -> list[Any]:
-        found, kind, names = [], of[2][0], of[2][1:]
-        for base in self.find(of[1]):
-            for name in names if kind == "const" else self.find(of[2]):
-                value = self._notes.attribute(base, name)
-                if value is CODE:
-                    found += self._block(inner)
-                elif value is not UNKNOWN and value is not MISSING:
-                    found.append(value)
-        return found
-
-    def _find_item(self, of: Expression, inner: bool) -> list[Any]:
-        found: list[Any] = []
-        keys, told = self._names(of[2])
-        for base in self.find(of[1]):
-            if is_plain(base) or isinstance(base, Tensor):
-                continue
-            if not told:
-                self._notes.look_inside(base)
-                found += self._items(base) if isinstance(base, CONTAINERS) else self._block(inner)
-            for key in keys if told else ():
-                value = self._notes.item(base, key)
-                in_c = not runs_code(getattr(type(base), "__getitem__", None))
-                goes_in = value is CODE and in_c and isinstance(base, CONTAINERS)
-                found += self._items(base) if goes_in else self._told(value, inner)
-        return found
-
-    def _find_key(self, of: Expression, _: bool) -> list[Any]:
-        keys, told = self._names(of[2])
-        for base in self.find(of[1]):
-            for key in keys if told and _goes_by_key(base, "__contains__") else ():
-                self._notes.item(base, key)
-            if not told or not _goes_by_key(base, "__contains__"):
-                self._look_into(base)
-        return []
-
-    def _look_into(self, value: Any) -> None:
-        self._notes.chance.meet(value, self._notes.where)
-        self._notes.look_inside(value)
-
-    def _names(self, of: Expression) -> tuple[list[Any], bool]:
-        """The keys, or names, that an expression may stand for, and whether that is all; not if code makes them."""
-        blocked, self.blocked = self.blocked, False
-        keys = self.find(of)
-        told = bool(keys) and not self.blocked
-        self.blocked = blocked
-        return keys, told
-
-    def _told(self, value: Any, inner: bool) -> list[Any]:
-        if value is CODE:
-            return self._block(inner)
-        return [] if value is UNKNOWN or value is MISSING else [value]
-
-    def _items(self, container: Any) -> list[Any]:
-        return list((content(container) or ())[:_MOST_ITEMS])
-
     # -- calls ---------------------------------------------------------------------------------------------------
 
     def _find_call(self, of: Expression, inner: bool) -> list[Any]:
@@ -235,7 +120,7 @@ class Looking:
         function = of[1]
         if function[0] == "attr" and function[2] == _BY_KEY:
             for base in self.find(function[1]):
-                if not of[2] or not _goes_by_key(base, BY_KEY):
+                if not of[2] or not goes_by_key(base, BY_KEY):
                     self._look_into(base)
         found = []
         for one in self.find(function) or (None,):
@@ -270,7 +155,7 @@ class Looking:
                     found += self._items(value)
                 elif not is_plain(value) and not isinstance(value, (Tensor, type, types.ModuleType)):
                     found.append(value)
-        return found[: 2 * _MOST_ITEMS]
+        return found[: 2 * MOST_ITEMS]
 
     def _without_running(self, function: Any, of: Expression) -> list[Any] | None:
         """What a function returns, where that can be found without it; None for other functions."""
@@ -329,7 +214,7 @@ class Looking:
             of = base
             for part in name.split(".") if isinstance(function, operator.attrgetter) else (name,):
                 of = ("attr" if isinstance(function, operator.attrgetter) else "item", of, ("const", part))
-            found += _FINDERS[of[0]](self, of, True)
+            found += self._finders[of[0]](self, of, True)
         return found
 
     def _super(self, given: tuple) -> list[Any] | None:
@@ -341,8 +226,4 @@ class Looking:
         return [super(kinds[0], owners[0])] if kinds and owners and isinstance(kinds[0], type) else None
 
 
-_FINDERS = {
-    kind: getattr(Looking, f"_find_{kind}")
-    for kind in ("global", "name", "module", "attr", "item", "key", "call", "either", "untold")
-}
-_FINDERS["made"] = Looking._find_either
+Looking._finders = {**Finding._finders, "call": Looking._find_call}

@@ -9,10 +9,20 @@ from torch import nn
 
 from graphmod.trace.untraced import identity
 
+
+class _Pair(NamedTuple):
+    one: int
+
+
 MISSING: Any = type("Missing", (), {"__repr__": lambda self: "nothing", "__slots__": ()})()
 """What is at a place where nothing is."""
+UNKNOWN: Any = type("Unknown", (), {"__slots__": ()})()
+"""There is no value, or none of which anything is read."""
+CODE: Any = type("Code", (), {"__slots__": ()})()
+"""Only code that runs could tell."""
 HELD_BY_MODULE = ("_parameters", "_buffers", "_modules")
 """What a module keeps apart from its other attributes."""
+_KEPT_IN_C = (types.GetSetDescriptorType, types.MemberDescriptorType, type(vars(_Pair)["one"]))
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: of a class that was made by running code
 
 
@@ -183,3 +193,21 @@ def find_item(owner: Any, key: Any) -> Place | None:
     if isinstance(owner, (list, tuple)) and type(key) is int and not runs_code(kind.__getitem__):
         return Place(owner, key, owner[key]) if -len(owner) <= key < len(owner) else None
     return None
+
+
+def bound_to(value: Any) -> Any:
+    """What an attribute of a class is to whoever reads it of an object; CODE where only code could tell."""
+    if isinstance(value, (staticmethod, classmethod)):
+        return value.__func__
+    if isinstance(value, property) or isinstance(getattr(type(value), "__get__", None), types.FunctionType):
+        return CODE
+    return value
+
+
+def of_c(owner: Any, name: str) -> Any:
+    """The value of an attribute that is kept in C; CODE for any other."""
+    for kind in type(owner).__mro__:
+        found = vars(kind).get(name)
+        if found is not None:
+            return found.__get__(owner, type(owner)) if isinstance(found, _KEPT_IN_C) else CODE
+    return CODE

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import types
 import weakref
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,23 +14,25 @@ from graphmod.guards.chance import Chance
 from graphmod.guards.compiled import CompiledFrame, is_arithmetic
 from graphmod.guards.contents import CONTAINERS, Cached, Whole, content, is_plain
 from graphmod.guards.library import is_library, is_library_module, is_of_core, means_nothing, package_of
-from graphmod.guards.lookup import HELD_BY_MODULE, MISSING, Place, dict_of, find, find_item, is_made_by_code
+from graphmod.guards.lookup import (
+    CODE,
+    HELD_BY_MODULE,
+    MISSING,
+    UNKNOWN,
+    Place,
+    bound_to,
+    dict_of,
+    find,
+    find_item,
+    is_made_by_code,
+    of_c,
+)
 from graphmod.guards.note import Note
 from graphmod.guards.values import Values
 from graphmod.trace.untraced import identity
 
-
-class _Pair(NamedTuple):
-    one: int
-
-
-UNKNOWN: Any = type("Unknown", (), {"__slots__": ()})()
-"""There is no value, or none of which anything is read."""
-CODE: Any = type("Code", (), {"__slots__": ()})()
-"""Only code that runs could tell."""
 _FIXED = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType)
 _DESCRIPTORS = (types.FunctionType, property, classmethod, staticmethod, types.GetSetDescriptorType)
-_KEPT_IN_C = (types.GetSetDescriptorType, types.MemberDescriptorType, type(vars(_Pair)["one"]))
 _GLOBAL_HOOKS = (
     *("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks"),
 )
@@ -195,7 +197,7 @@ class Notes(Values):
             shared = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
             if isinstance(shared, property) and not isinstance(shared.fget, types.FunctionType):
                 self.all_attributes(owner, DEEP)  # whatever it is that reads
-            return _of_c(owner, name)
+            return of_c(owner, name)
         if place.shared is not None:
             return self._of_class(owner, name, place)
         value = place.value
@@ -222,7 +224,9 @@ class Notes(Values):
         where = (*map(identity, kinds), name)
         if where not in self._supers:
             place = find(owner, name)
-            self._supers[where] = kinds, _of_c(owner, name) if place is None else self._of_class(owner, name, place)
+            if place is None:
+                return of_c(owner, name)
+            self._supers[where] = kinds, self._of_class(owner, name, place)
         return self._supers[where][1]
 
     def _again(self, known: Note, kind: type) -> Any:
@@ -236,7 +240,7 @@ class Notes(Values):
         if value is not MISSING:
             return value
         shared = self._in_classes.get((identity(kind), name))
-        return UNKNOWN if shared is None or shared.shared is None else _bound_to(shared.value)
+        return UNKNOWN if shared is None or shared.shared is None else bound_to(shared.value)
 
     def _hidden_by(self, mro: tuple[type, ...], name: str, until: type | None) -> None:
         """Notes that classes have no such attribute, which would come before the one that was found."""
@@ -255,7 +259,7 @@ class Notes(Values):
             self._note(owner, Place(own, name, MISSING))
         if not (isinstance(value, _DESCRIPTORS) and is_library_module(sys.modules.get(package_of(place.shared)))):
             self._note(place.shared, place)
-        return _bound_to(value)
+        return bound_to(value)
 
     def all_attributes(self, owner: Any, depth: int = 1) -> None:
         """Takes in that any attribute of an object may be read, and, with more depth, of the objects found there."""
@@ -307,21 +311,3 @@ class Notes(Values):
         if not isinstance(owner, tuple):
             self._note(owner, place)
         return place.value
-
-
-def _bound_to(value: Any) -> Any:
-    """What an attribute of a class is to whoever reads it of an object; CODE where only code could tell."""
-    if isinstance(value, (staticmethod, classmethod)):
-        return value.__func__
-    if isinstance(value, property) or isinstance(getattr(type(value), "__get__", None), types.FunctionType):
-        return CODE
-    return value
-
-
-def _of_c(owner: Any, name: str) -> Any:
-    """The value of an attribute that is kept in C; CODE for any other."""
-    for kind in type(owner).__mro__:
-        found = vars(kind).get(name)
-        if found is not None:
-            return found.__get__(owner, type(owner)) if isinstance(found, _KEPT_IN_C) else CODE
-    return CODE
