@@ -125,7 +125,8 @@ def build(model: PreTrainedModel, config: EngineConfig, codec: Codec | None) -> 
     state = BatchState(rows, table, 2 * config.steps_per_sync + 1, model.device)
     scheduler = Scheduler(BlockAllocator(blocks, size, memory.first_block), rows)
     step = DecodeStep(model, memory, own=attention.name is None)
-    graphs = BucketGraphs(step, state, config, context_sizes(size, table * size, attention.stops_at_context))
+    contexts = context_sizes(size, table * size, attention.stops_at_context)
+    graphs = BucketGraphs(step, state, config, contexts, attention.compiled)
     tokens = config.prefill_tokens
     limits = Limits(tokens, _MOST_PIECES, max(table * size, 4 * tokens))
     packed = None

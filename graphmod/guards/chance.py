@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from graphmod.guards.contents import is_random, state
+from graphmod.guards.contents import OTHER, is_random, sort_of, state
 from graphmod.trace import dispatch
 from graphmod.trace.seeds import MOVES, SETS_STATE
+from graphmod.trace.untraced import identity
 
 
 class Chance:
@@ -28,6 +29,8 @@ class Chance:
 
     def meet(self, value: Any, where: tuple | None) -> None:
         """Takes in a value that code at `where` uses: a generator, or a function that draws from one."""
+        if sort_of(type(value)) != OTHER:
+            return
         recorder = dispatch.current()
         if recorder is not None and _moves_a_generator(value):
             recorder.refuse(value.__name__, SETS_STATE)
@@ -37,8 +40,8 @@ class Chance:
             recorder.note_generator(value)
         if not is_random(value):
             return
-        if id(value) not in self._known:
-            self._known.add(id(value))
+        if identity(value) not in self._known:
+            self._known.add(identity(value))
             self._states.append((value, state(value), where))
         elif where is not None:
             for index, (known, before, line) in enumerate(self._states):

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from graphmod.guards.lookup import MISSING
+from graphmod.trace.untraced import identity
 
 PLAIN = (
     *(int, float, complex, str, bytes, bool, type(None), range, slice, type(...)),
@@ -66,13 +67,13 @@ class Cached:
         self._first = self._held()
 
     def content(self) -> tuple:
-        now = set(map(id, self._held()))
-        return tuple(one for one in self._first if id(one) in now)
+        now = set(map(identity, self._held()))
+        return tuple(one for one in self._first if identity(one) in now)
 
     def came_to_hold(self) -> list[Any]:
         """What is in it since then, and may change."""
-        first = set(map(id, self._first))
-        return [one for one in self._held() if id(one) not in first and not is_plain(one)]
+        first = set(map(identity, self._first))
+        return [one for one in self._held() if identity(one) not in first and not is_plain(one)]
 
     def _held(self) -> list[Any]:
         """Without the dict that it keeps results in, and their order in it, which decide nothing by themselves."""
@@ -88,11 +89,11 @@ _MOST_KINDS = 10_000
 def is_plain(value: Any) -> bool:
     """Whether a value counts by what it is."""
     kind = type(value)
-    known = _plain.get(id(kind))
+    known = _plain.get(identity(kind))
     if known is None:
         if len(_plain) > _MOST_KINDS:  # classes that a program makes as it runs
             _plain.clear()
-        known = _plain[id(kind)] = kind, issubclass(kind, PLAIN) or _is_numpy(value, "generic")
+        known = _plain[identity(kind)] = kind, issubclass(kind, PLAIN) or _is_numpy(value, "generic")
     return known[1]
 
 
@@ -114,14 +115,24 @@ _random: dict[int, tuple[type, bool]] = {}  # likewise
 def is_random(value: Any) -> bool:
     """Whether a value draws random numbers on the host."""
     kind = type(value)
-    known = _random.get(id(kind))
+    known = _random.get(identity(kind))
     if known is None:
         if len(_random) > _MOST_KINDS:
             _random.clear()
-        of_numpy = [base.__name__ for base in kind.__mro__ if str(base.__module__).startswith("numpy.random")]
-        draws = issubclass(kind, random.Random) or not {"RandomState", "Generator"}.isdisjoint(of_numpy)
-        known = _random[id(kind)] = kind, draws
+        known = _random[identity(kind)] = kind, _draws(kind)
     return known[1]
+
+
+def _draws(kind: type) -> bool:
+    of_numpy = [base.__name__ for base in kind.__mro__ if str(base.__module__).startswith("numpy.random")]
+    return issubclass(kind, random.Random) or not {"RandomState", "Generator"}.isdisjoint(of_numpy)
+
+
+_HELD_IN = (
+    *(Whole, Cached, *CONTAINERS, types.SimpleNamespace, contextvars.ContextVar, weakref.ref, functools.partial),
+    *(array.array, bytearray, queue.SimpleQueue),
+)
+"""Kinds of values that `content` finds something in, besides arrays of numpy."""
 
 
 def content(value: Any) -> tuple | None:
@@ -153,8 +164,43 @@ def content(value: Any) -> tuple | None:
     if _is_numpy(value, "ndarray"):
         if value.dtype.hasobject:
             return tuple(value.ravel().tolist())
-        return (value.shape, value.dtype.str, value.tobytes() if value.nbytes <= _MOST_BYTES else id(value))
+        return (value.shape, value.dtype.str, value.tobytes() if value.nbytes <= _MOST_BYTES else identity(value))
     return None
+
+
+_sorts: dict[int, tuple[type, int]] = {}  # likewise
+_NAMED = (Tensor, str, torch.nn.Module, type, types.ModuleType)
+_LEADING = (
+    *(types.FunctionType, types.MethodType, types.BuiltinMethodType, types.MethodDescriptorType),
+    *(staticmethod, classmethod, property, torch.Generator),
+)
+INERT, OBJECT, OTHER = range(3)
+"""Sorts of values. To use one, or to look into it, tells nothing; no more than its class; more than that. What its
+attributes are is told where these are read."""
+
+
+def sort_of(kind: type) -> int:
+    """The sort of the values of a class."""
+    known = _sorts.get(identity(kind))
+    if known is None:
+        if len(_sorts) > _MOST_KINDS:
+            _sorts.clear()
+        known = _sorts[identity(kind)] = kind, _sort(kind)
+    return known[1]
+
+
+def _sort(kind: type) -> int:
+    if _draws(kind):
+        return OTHER
+    if issubclass(kind, (*PLAIN, *_NAMED)):
+        return INERT
+    numpy = sys.modules.get("numpy")
+    several = issubclass(kind, (*_HELD_IN, *_LEADING, *((numpy.ndarray, numpy.generic) if numpy is not None else ())))
+    # What stands for another object says that it is of the class of that.
+    stands = kind.__getattribute__ is not object.__getattribute__ or any(
+        "__class__" in vars(one) for one in kind.__mro__[:-1]
+    )
+    return OTHER if several or stands or hasattr(kind, "mapping") or hasattr(kind, "__next__") else OBJECT
 
 
 def state(value: Any) -> tuple | None:

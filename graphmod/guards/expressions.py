@@ -39,7 +39,8 @@ class Reads:
     Attributes:
         by_line: line -> what is to be looked at before it runs.
         by_offset: offset of an instruction -> likewise.
-        exact: whether lines are too coarse, because one assigns a variable and reads through it.
+        exact: whether lines are too coarse, because one assigns a variable and reads through it, or is a loop, of which
+            Python 3.12 tells as of one line.
         spans: whether something is read on one line of what code gave on another.
     """
 

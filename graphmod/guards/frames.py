@@ -1,14 +1,13 @@
 """Watches the frames of a call as they run, and says at each line what its code is about to read.
 
-Stands on `sys.settrace`, which Python 3.11 to 3.13 have alike; a tracer that was there before is put back.
+`events` tells of them, which stands on `sys.settrace` or `sys.monitoring`.
 """
 
 import logging
 import os
-import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from types import CodeType, FrameType, FunctionType
@@ -17,11 +16,14 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from graphmod.guards import instructions
+from graphmod.guards import events
 from graphmod.guards.expressions import Read, Reads
 from graphmod.guards.library import CORE, STDLIB, TORCH
 from graphmod.guards.reads import reads
 from graphmod.torch_private import beside_dynamo, written_by_dynamo
+from graphmod.trace import dispatch
+from graphmod.trace.tracer import Tracer
+from graphmod.trace.untraced import identity, traced, untraced
 
 log = logging.getLogger("graphmod")
 
@@ -71,8 +73,13 @@ _WALKS = {
 _WALKS |= {one for code in list(_WALKS) for one in code.co_consts if isinstance(one, CodeType)}
 _WALKS.add(nn.Module._named_members.__code__)
 # By identity: the hash of code takes microseconds, and there is none where dynamo has put a dict among the constants.
-_walks, _machinery = frozenset(map(id, _WALKS)), frozenset(map(id, _MACHINERY))
-_starts_threads = {id(threading.Thread.start.__code__), id(ThreadPoolExecutor.submit.__code__)}
+_walks, _machinery = frozenset(map(identity, _WALKS)), frozenset(map(identity, _MACHINERY))
+# From an operation that is recorded to its kernels: nothing comes back but tensors and numbers.
+_operations = {
+    *(identity(one.__code__) for one in (dispatch._fallback, dispatch.current, Tracer.see, untraced, traced)),
+    identity(torch._ops.OpOverload.__call__.__code__),
+}
+_starts_threads = {identity(threading.Thread.start.__code__), identity(ThreadPoolExecutor.submit.__code__)}
 
 _MOST_RESULTS = 8
 # By identity, because the hash of code takes microseconds; held weakly, because dynamo keeps graphs with code.
@@ -122,7 +129,7 @@ def _for_nobody(frame: FrameType) -> bool:
 
 
 def _reads_of(code: CodeType) -> Reads | None:
-    where = id(code)
+    where = identity(code)
     known = _known.get(where)
     if known is None:
         looked_at = _watched(code.co_filename) or code in written_by_dynamo()
@@ -173,113 +180,103 @@ class Frames:
         self._open: dict[int, tuple[list[Read], list[Any]]] = {}
         self._muted: FrameType | None = None  # in which, and in what that calls, nothing is looked at
         self.heard = False  # whether anything was told
-        self.missed = False  # whether instructions were asked for in vain
+        self.missed = False  # whether anything was not told
         self._before: Any = None
         self._written = written_by_dynamo()
 
     def __enter__(self) -> "Frames":
-        self._before = sys.gettrace(), instructions.begin(self.reached)
-        sys.settrace(self._enter)
+        self._before, told = events.begin(self)
+        self.missed = not told
         return self
 
     def __exit__(self, *_: Any) -> None:
-        tracer, told = self._before
-        sys.settrace(tracer)
-        instructions.end(told)
+        events.end(self._before)
         self._open.clear()
         self._muted = None
 
     @beside_dynamo
-    def _enter(self, frame: FrameType, event: str, _: Any) -> Callable | None:
+    def entered(self, frame: FrameType) -> int:
+        """See `events.Told`, as for the rest."""
         self.heard = True
         try:
             return self._entered(frame)
         except Exception as error:  # which would be raised in the code that is watched
             log.debug("%s cannot be followed", frame.f_code, exc_info=error)
             self.missed = True
-            return None
+            return events.NOTHING
 
     @beside_dynamo
-    def _entered(self, frame: FrameType) -> Callable | None:
+    def _entered(self, frame: FrameType) -> int:
         code = frame.f_code
+        written = code in self._written if self._written else False
         if code is _CALL:
-            self._watcher.called(frame.f_locals["self"])
-        elif id(code) in _walks and self._muted is None:
-            if "self" in frame.f_locals:
-                self._watcher.walked(frame.f_locals["self"])
-        elif id(code) in _starts_threads and self._muted is None:
+            self._watcher.called(events.variable(frame, "self"))
+        elif self._muted is not None:
+            return events.NOTHING
+        elif identity(code) in _walks:
+            self._watcher.walked(events.variable(frame, "self"))
+        elif identity(code) in _starts_threads:
             self._watcher.leaves(frame.f_back or frame)
-        elif self._muted is None and code in self._written:
+        elif written:
             self._watcher.compiled(frame)
+        elif identity(code) in _operations:
+            return events.NEVER
         if self._muted is None and _mutes(code.co_filename, code.co_name):
             self._muted = frame
-            frame.f_trace_lines = False
-            return self._leave_muted
+            return events.END
         found = None if self._muted is not None else _reads_of(code)
-        if found is not None and code not in self._written and _for_nobody(frame):
-            return None
-        if found is None:
-            if id(frame.f_back) not in self._open:  # nobody waits for what it returns
-                return None
-            frame.f_trace_lines = False
-            return self._step
+        if found is not None and not written and _for_nobody(frame):
+            return events.NOTHING
+        if found is None:  # somebody may wait for what it returns
+            return events.END if identity(frame.f_back) in self._open else events.NOTHING
         self._watcher.entered(frame)
-        if found.exact:
-            frame.f_trace_lines = False
-            self.missed = not instructions.ask(frame) or self.missed
-        return self._step
+        return events.INSTRUCTIONS if found.exact else events.LINES
 
     @beside_dynamo
-    def _leave_muted(self, frame: FrameType, event: str, _: Any) -> Callable:
-        if event == "return" and frame is self._muted:
-            self._muted = None
-        return self._leave_muted
+    def line(self, frame: FrameType) -> None:
+        found = None if self._muted is not None else _reads_of(frame.f_code)
+        if found is not None:
+            now = found.by_line.get(frame.f_lineno)
+            if found.spans:
+                self._close(frame)
+                self._at_instruction(frame, now)
+            else:
+                self._at(frame, now)
 
     @beside_dynamo
-    def _step(self, frame: FrameType, event: str, value: Any) -> Callable:
-        if event == "opcode":
-            self.reached(frame, frame.f_lasti)
-        elif event == "line":
-            found = None if self._muted is not None else _reads_of(frame.f_code)
-            if found is not None:
-                if found.spans:
-                    self._close(frame)
-                    self._at_instruction(frame, found.by_line.get(frame.f_lineno))
-                else:
-                    self._at(frame, found.by_line.get(frame.f_lineno))
-        elif event == "return":
-            self._close(frame)
-            self._open.pop(id(frame), None)
-            back = frame.f_back
-            # Never a tensor: autograd takes another way with one that somebody else holds.
-            if value is not None and back is not None and id(back) in self._open and not _holds_tensors(value):
-                self._open[id(back)][1].append(value)
-        return self._step
-
-    def reached(self, frame: FrameType, offset: int) -> None:
-        """A frame is about to run one instruction."""
-        if self._muted is not None or frame.f_trace is None:  # not looked at, though others of its code are
-            return
-        found = _reads_of(frame.f_code)
-        if found is not None and found.exact:
+    def instruction(self, frame: FrameType, offset: int) -> None:
+        found = None if self._muted is not None else _reads_of(frame.f_code)
+        if found is not None:
             self._at_instruction(frame, found.by_offset.get(offset))
+
+    @beside_dynamo
+    def left(self, frame: FrameType, value: Any) -> None:
+        if frame is self._muted:
+            self._muted = None
+            return
+        self._close(frame)
+        self._open.pop(identity(frame), None)
+        back = frame.f_back
+        # Never a tensor: autograd takes another way with one that somebody else holds.
+        if value is not None and back is not None and identity(back) in self._open and not _holds_tensors(value):
+            self._open[identity(back)][1].append(value)
 
     def _at(self, frame: FrameType, now: list[Read] | None) -> None:
         self._close(frame)
-        self._open.pop(id(frame), None)
+        self._open.pop(identity(frame), None)
         if now:
             unknown = self._watcher.see(frame, now, ())
             if unknown:
-                self._open[id(frame)] = unknown, []
+                self._open[identity(frame)] = unknown, []
 
     def _at_instruction(self, frame: FrameType, now: list[Read] | None) -> None:
-        reads, results = self._open.setdefault(id(frame), ([], []))
+        reads, results = self._open.setdefault(identity(frame), ([], []))
         del results[:-_MOST_RESULTS]
         reads[:] = self._watcher.see(frame, now, results) if now else ()
 
     def _close(self, frame: FrameType) -> None:
         """Lets what is read of the results of calls be looked at: the line has run by now."""
-        reads, results = self._open.get(id(frame), ((), ()))
+        reads, results = self._open.get(identity(frame), ((), ()))
         if reads and results:
             self._watcher.see(frame, reads, results)
 

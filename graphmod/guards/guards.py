@@ -82,7 +82,7 @@ class Guards:
             [(replaced.get(id(value), value), where) for value, _, where in notes.contents.values()]
         )
         kept = [note for note in notes.notes.values() if id(note.owner) not in replaced]
-        called = notes.modules.keys()
+        called = set(map(id, self.modules))
         others = [note.owner for note in kept if isinstance(note.container, Kind) and id(note.owner) not in called]
         self._objects = [*self.modules, *others]
         self._kinds = list(map(type, self._objects))

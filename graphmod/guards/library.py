@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from graphmod.trace.untraced import identity
+
 CORE = str(Path(__file__).parent.parent) + os.sep
 TORCH = str(Path(torch.__file__).parent) + os.sep
 STDLIB = sysconfig.get_path("stdlib") + os.sep
@@ -54,9 +56,9 @@ def package_of(kind: type) -> str:
 def means_nothing(owner: Any) -> bool:
     """Whether what is kept in an object, or a class, decides nothing."""
     kind = owner if isinstance(owner, type) else type(owner)
-    known = _meaningless.get(id(kind))
+    known = _meaningless.get(identity(kind))
     if known is None:
         if len(_meaningless) > _MOST_KINDS:  # classes that a program makes as it runs
             _meaningless.clear()
-        known = _meaningless[id(kind)] = kind, package_of(kind).startswith(_OF_NO_MEANING)
+        known = _meaningless[identity(kind)] = kind, package_of(kind).startswith(_OF_NO_MEANING)
     return known[1]

@@ -1,4 +1,4 @@
-"""Finds, while code runs, what the expressions in it stand for, without running any code of the objects.
+"""Looks at what code is about to read, and finds what its calls give where that takes no running of code.
 
 Where only running code could tell, its result is taken once it is there.
 """
@@ -13,70 +13,70 @@ import sys
 import types
 import weakref
 from collections.abc import Iterable
-from itertools import repeat
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from graphmod.guards.contents import CONTAINERS, content, is_plain
+from graphmod.guards.contents import CONTAINERS, INERT, content, is_plain, sort_of
 from graphmod.guards.expressions import BY_KEY, Expression, Read
-from graphmod.guards.lookup import MISSING, is_made_by_code, runs_code
-from graphmod.guards.notes import CODE, DEEP, UNKNOWN, Notes
+from graphmod.guards.finding import MOST_ITEMS, Finding, goes_by_key
+from graphmod.guards.lookup import MISSING, is_made_by_code
+from graphmod.guards.notes import DEEP, Notes
+from graphmod.trace.untraced import identity
 
-_MOST_ITEMS = 64  # of a container, one of which something returns
 _BY_NAME = (getattr, hasattr, setattr, delattr, object.__getattribute__, object.__setattr__, object.__delattr__)
-_ITEM_METHODS = {"get", "__getitem__", "pop", "setdefault"}
-_NOTHING_INSIDE = set(map(id, (Tensor, nn.Parameter, int, float, str, bool, type(None), torch.dtype, torch.Size)))
+_BY_KEY = ("const", BY_KEY)
+# Methods some values of which are found without running them.
+_METHODS = {("const", name) for name in ("__getattribute__", BY_KEY, "__getitem__", "pop", "setdefault")}
 _IN_C = (types.BuiltinFunctionType, types.MethodDescriptorType, types.MethodWrapperType, types.WrapperDescriptorType)
 _READ_STATE = {"__reduce_ex__", "__reduce__", "__getstate__"}  # all that is in an object
 _RUNS_PYTHON = (types.FunctionType, types.MethodType, nn.Module)
 # Functions that read attributes which only they know, of whatever is passed on with them.
 _READERS = (operator.attrgetter, operator.methodcaller)
 _READ_ANY = (operator.attrgetter, getattr, vars)
+# By identity: to compare a value may run code of its class.
+_by_name, _readers, _read_any = (frozenset(map(identity, some)) for some in (_BY_NAME, _READERS, _READ_ANY))
+_told = _by_name.union(
+    map(identity, (operator.attrgetter, operator.itemgetter, super, globals, builtins.__import__, vars, type))
+)
 
 
-def _goes_by_key(value: Any, method: str) -> bool:
-    """Whether a method of a value looks at one key of a dict, and runs no code of the value's class."""
-    kind = type(value)
-    of = dict if issubclass(kind, dict) else types.MappingProxyType
-    return issubclass(kind, of) and getattr(kind, method, None) is getattr(of, method)
+def _tells_nothing(function: Any, kind: type) -> bool:
+    """Whether a call of a function shows no more than what it is given and gives: a module or a class, of which all
+    else is told as it runs, or a function in C that belongs to no object."""
+    if issubclass(kind, types.BuiltinFunctionType):
+        return issubclass(type(function.__self__), (types.ModuleType, type))
+    return kind is type(None) or (issubclass(kind, (nn.Module, type)) and sort_of(kind) == INERT)
 
 
-def _is_any(value: Any, of: tuple) -> bool:
-    """Whether a value is one of some, compared without code of the value's."""
-    return any(map(operator.is_, of, repeat(value)))
+class Looking(Finding):
+    """One look at a frame; see `Finding`."""
 
-
-class Looking:
-    """One look at a frame.
-
-    Args:
-        results: what code gave that the frame called on the present line, where that is known.
-    """
+    __slots__ = ("_calls",)
 
     def __init__(self, notes: Notes, frame: types.FrameType, results: Iterable[Any] = ()) -> None:
-        self._notes, self._frame, self._results = notes, frame, list(results)
-        self._variables: dict | None = None
-        self._found: dict[int, tuple[list, bool]] = {}
-        self.blocked = False
+        super().__init__(notes, frame, results)
+        self._calls: dict[int, tuple[list, bool]] = {}
 
     def look(self, reads: Iterable[Read]) -> list[Read]:
         """Notes what is read. Returns those reads of which only code that runs can tell the value."""
         open_ones, whole, every = [], False, []
         for read in reads:
-            if read.of[0] == "local" and id(type(self._locals().get(read.of[1]))) in _NOTHING_INSIDE:
-                continue
+            if read.of[0] == "local":
+                value = self._local(read.of[1])
+                if value is not MISSING and sort_of(type(value)) == INERT:
+                    every.append(value)
+                    continue
             self.blocked = False
             values = self.find(read.of, inner=read.content)
             if self.blocked:
                 open_ones.append(read)
             for value in values:
-                if id(type(value)) in _NOTHING_INSIDE:
+                if sort_of(type(value)) == INERT:
                     continue
                 self._notes.chance.meet(value, self._notes.where)
                 if read.content:
-                    whole = whole or _is_any(type(value), _READERS) or _is_any(value, _READ_ANY)
+                    whole = whole or identity(type(value)) in _readers or identity(value) in _read_any
                     self._notes.look_inside(value)
                     if isinstance(value, dict) and "_parameters" in value and read.of[0] in ("attr", "call"):
                         self._notes.held_by_module(value)  # whose attributes these are, whole
@@ -95,127 +95,11 @@ class Looking:
                 elif not isinstance(one, (type, types.ModuleType, types.FunctionType)):
                     self._notes.all_attributes(one, DEEP)
 
-    def find(self, of: Expression, inner: bool = True) -> list[Any]:
-        """What an expression may stand for: one value, or several.
-
-        Args:
-            inner: whether something of the value is read.
-        """
-        kind = of[0]
-        if kind == "const":
-            return [of[1]]
-        if kind == "local":
-            value = self._locals().get(of[1], MISSING)
-            return [] if value is MISSING else [value]
-        known = self._found.get(id(of))
-        if known is None:
-            before, self.blocked = self.blocked, False
-            known = _FINDERS[kind](self, of, inner or kind == "made"), self.blocked
-            self.blocked = before
-            if inner:
-                self._found[id(of)] = known
-        self.blocked = self.blocked or known[1]
-        return known[0]
-
-    def _locals(self) -> dict:
-        if self._variables is None:
-            self._variables = self._frame.f_locals
-        return self._variables
-
-    def _block(self, inner: bool = True) -> list[Any]:
-        self.blocked = self.blocked or inner
-        return self._results
-
-    def _find_untold(self, _: Expression, inner: bool) -> list[Any]:
-        return self._block(inner)
-
-    def _find_module(self, of: Expression, _: bool) -> list[Any]:
-        return [sys.modules[of[1]]] if of[1] in sys.modules else []
-
-    def _find_either(self, of: Expression, inner: bool) -> list[Any]:
-        return [value for one in of[1] for value in self.find(one, inner)]
-
-    def _find_name(self, of: Expression, inner: bool) -> list[Any]:
-        held = self._locals()
-        if held is not self._frame.f_globals and of[1] in held:
-            return [self._notes.item(held, of[1])] if type(held) is dict else [held[of[1]]]
-        return self._find_global(of, inner)
-
-    def _find_global(self, of: Expression, _: bool) -> list[Any]:
-        held, name = self._frame.f_globals, of[1]
-        if name in held:
-            return [self._notes.global_variable(held, name, self._frame.f_code.co_filename)]
-        self._notes.no_global_variable(held, name, self._frame.f_code.co_filename)
-        return [builtins.__dict__[name]] if name in builtins.__dict__ else []
-
-    def _find_attr(self, of: Expression, inner: bool) -> list[Any]:
-        return [
-            value
-            for base in self.find(of[1])
-            for name in self.find(of[2])
-            for value in self._told(self._notes.attribute(base, name), inner)
-        ]
-
-    def _find_item(self, of: Expression, inner: bool) -> list[Any]:
-        found: list[Any] = []
-        keys, told = self._names(of[2])
-        for base in self.find(of[1]):
-            if is_plain(base) or isinstance(base, Tensor):
-                continue
-            if not told:
-                self._notes.look_inside(base)
-                found += self._items(base) if isinstance(base, CONTAINERS) else self._block(inner)
-            for key in keys if told else ():
-                value = self._notes.item(base, key)
-                in_c = not runs_code(getattr(type(base), "__getitem__", None))
-                goes_in = value is CODE and in_c and isinstance(base, CONTAINERS)
-                found += self._items(base) if goes_in else self._told(value, inner)
-        return found
-
-    def _find_key(self, of: Expression, _: bool) -> list[Any]:
-        keys, told = self._names(of[2])
-        for base in self.find(of[1]):
-            for key in keys if told and _goes_by_key(base, "__contains__") else ():
-                self._notes.item(base, key)
-            if not told or not _goes_by_key(base, "__contains__"):
-                self._look_into(base)
-        return []
-
-    def _look_into(self, value: Any) -> None:
-        if id(type(value)) not in _NOTHING_INSIDE:
-            self._notes.chance.meet(value, self._notes.where)
-            self._notes.look_inside(value)
-
-    def _names(self, of: Expression) -> tuple[list[Any], bool]:
-        """The keys, or names, that an expression may stand for, and whether that is all; not if code makes them."""
-        blocked, self.blocked = self.blocked, False
-        keys = self.find(of)
-        told = bool(keys) and not self.blocked
-        self.blocked = blocked
-        return keys, told
-
-    def _told(self, value: Any, inner: bool) -> list[Any]:
-        if value is CODE:
-            return self._block(inner)
-        return [] if value is UNKNOWN or value is MISSING else [value]
-
-    def _items(self, container: Any) -> list[Any]:
-        return list((content(container) or ())[:_MOST_ITEMS])
-
     # -- calls ---------------------------------------------------------------------------------------------------
 
     def _find_call(self, of: Expression, inner: bool) -> list[Any]:
-        functions = self.find(of[1])
         found: list[Any] = []
-        if of[1][0] == "attr" and of[1][2] == ("const", BY_KEY):
-            for base in self.find(of[1][1]):
-                if not of[2] or not _goes_by_key(base, BY_KEY):
-                    self._look_into(base)
-        for function in functions or (None,):
-            self._notes.chance.meet(function, self._notes.where)
-            self._take_function(function, of)
-            self._notes.look_inside(function)
-            told = self._without_running(function, of)
+        for function, told in self._called(of):
             if told is not None:
                 found += told
             elif inner:
@@ -224,6 +108,32 @@ class Looking:
                     found += self._passed_through(of)
                 if isinstance(function, functools._lru_cache_wrapper):
                     found += self._notes.cached(function)
+        return found
+
+    def _called(self, of: Expression) -> list[tuple[Any, list[Any] | None]]:
+        """The functions that may be called, and what each returns where that can be found without running it."""
+        known = self._calls.get(identity(of))
+        if known is not None:
+            self.blocked = self.blocked or known[1]
+            return known[0]
+        before, self.blocked = self.blocked, False
+        function = of[1]
+        if function[0] == "attr" and function[2] == _BY_KEY:
+            for base in self.find(function[1]):
+                if not of[2] or not goes_by_key(base, BY_KEY):
+                    self._look_into(base)
+        found = []
+        for one in self.find(function) or (None,):
+            kind = type(one)
+            if kind is types.FunctionType:
+                self._notes.function(one)
+            elif not _tells_nothing(one, kind):
+                self._notes.chance.meet(one, self._notes.where)
+                self._take_function(one, of)
+                self._notes.look_inside(one)
+            found.append((one, self._without_running(one, of)))
+        self._calls[identity(of)] = found, self.blocked
+        self.blocked = before or self.blocked
         return found
 
     def _take_function(self, function: Any, of: Expression) -> None:
@@ -245,21 +155,23 @@ class Looking:
                     found += self._items(value)
                 elif not is_plain(value) and not isinstance(value, (Tensor, type, types.ModuleType)):
                     found.append(value)
-        return found[: 2 * _MOST_ITEMS]
+        return found[: 2 * MOST_ITEMS]
 
     def _without_running(self, function: Any, of: Expression) -> list[Any] | None:
         """What a function returns, where that can be found without it; None for other functions."""
-        given = of[2]
-        if isinstance(function, weakref.ref):
+        given, kind = of[2], type(function)
+        if issubclass(kind, weakref.ref):
             self._notes.look_inside(function)
             return [function()]
-        if isinstance(function, (operator.attrgetter, operator.itemgetter)) and len(given) == 1:
+        if issubclass(kind, (operator.attrgetter, operator.itemgetter)) and len(given) == 1:
             return self._picked(function, given[0])
-        if of[1][0] == "attr" and of[1][2][0] == "const":
+        if of[1][0] == "attr" and of[1][2] in _METHODS:
             told = self._method(of[1][1], of[1][2][1], given)
             if told is not None:
                 return told
-        if _is_any(function, (operator.attrgetter, operator.itemgetter)):
+        if identity(function) not in _told:
+            return None
+        if function is operator.attrgetter or function is operator.itemgetter:
             values = [self.find(one) for one in given]
             return [function(*(one[0] for one in values))] if values and all(values) else None
         if function is super:
@@ -272,7 +184,7 @@ class Looking:
             return self._attributes(given[0], ("const", "__dict__"))
         if function is type and len(given) == 1:
             return [type(value) for value in self.find(given[0])]
-        if _is_any(function, _BY_NAME) and len(given) > 1:
+        if identity(function) in _by_name and len(given) > 1:
             found = self._attributes(given[0], given[1])
             return found or (self.find(given[2]) if function is getattr and len(given) > 2 else [])
         return None
@@ -287,8 +199,6 @@ class Looking:
     def _method(self, base: Expression, name: str, given: tuple) -> list[Any] | None:
         if name == "__getattribute__" and len(given) == 1:
             return self._attributes(base, given[0])
-        if name not in _ITEM_METHODS:
-            return None
         for value in self.find(base):
             if isinstance(value, contextvars.ContextVar):
                 self._notes.look_inside(value)
@@ -304,21 +214,16 @@ class Looking:
             of = base
             for part in name.split(".") if isinstance(function, operator.attrgetter) else (name,):
                 of = ("attr" if isinstance(function, operator.attrgetter) else "item", of, ("const", part))
-            found += _FINDERS[of[0]](self, of, True)
+            found += self._finders[of[0]](self, of, True)
         return found
 
     def _super(self, given: tuple) -> list[Any] | None:
         if given:
             kinds, owners = (self.find(one) for one in (given * 2)[:2])
         else:
-            held = self._locals()
             names = self._frame.f_code.co_varnames[:1] or self._frame.f_code.co_cellvars[:1]
-            kinds, owners = ([held[name]] if name in held else [] for name in ("__class__", *names))
+            kinds, owners = (self.find(("local", name)) for name in ("__class__", *names))
         return [super(kinds[0], owners[0])] if kinds and owners and isinstance(kinds[0], type) else None
 
 
-_FINDERS = {
-    kind: getattr(Looking, f"_find_{kind}")
-    for kind in ("global", "name", "module", "attr", "item", "key", "call", "either", "untold")
-}
-_FINDERS["made"] = Looking._find_either
+Looking._finders = {**Finding._finders, "call": Looking._find_call}

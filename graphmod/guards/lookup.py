@@ -7,10 +7,22 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from graphmod.trace.untraced import identity
+
+
+class _Pair(NamedTuple):
+    one: int
+
+
 MISSING: Any = type("Missing", (), {"__repr__": lambda self: "nothing", "__slots__": ()})()
 """What is at a place where nothing is."""
+UNKNOWN: Any = type("Unknown", (), {"__slots__": ()})()
+"""There is no value, or none of which anything is read."""
+CODE: Any = type("Code", (), {"__slots__": ()})()
+"""Only code that runs could tell."""
 HELD_BY_MODULE = ("_parameters", "_buffers", "_modules")
 """What a module keeps apart from its other attributes."""
+_KEPT_IN_C = (types.GetSetDescriptorType, types.MemberDescriptorType, type(vars(_Pair)["one"]))
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: of a class that was made by running code
 
 
@@ -138,10 +150,10 @@ def find(owner: Any, name: Any, known: dict[tuple[int, str], Place | None] | Non
         return _of_class(owner.__mro__, name) or _of_class(kind.__mro__, name)
     if known is None:
         shared = _of_class(kind.__mro__, name)
-    elif (id(kind), name) in known:
-        shared = known[id(kind), name]
+    elif (identity(kind), name) in known:
+        shared = known[identity(kind), name]
     else:
-        shared = known[id(kind), name] = _of_class(kind.__mro__, name)
+        shared = known[identity(kind), name] = _of_class(kind.__mro__, name)
     own = dict_of(owner)
     if shared is not None:
         described = type(shared.value)
@@ -181,3 +193,21 @@ def find_item(owner: Any, key: Any) -> Place | None:
     if isinstance(owner, (list, tuple)) and type(key) is int and not runs_code(kind.__getitem__):
         return Place(owner, key, owner[key]) if -len(owner) <= key < len(owner) else None
     return None
+
+
+def bound_to(value: Any) -> Any:
+    """What an attribute of a class is to whoever reads it of an object; CODE where only code could tell."""
+    if isinstance(value, (staticmethod, classmethod)):
+        return value.__func__
+    if isinstance(value, property) or isinstance(getattr(type(value), "__get__", None), types.FunctionType):
+        return CODE
+    return value
+
+
+def of_c(owner: Any, name: str) -> Any:
+    """The value of an attribute that is kept in C; CODE for any other."""
+    for kind in type(owner).__mro__:
+        found = vars(kind).get(name)
+        if found is not None:
+            return found.__get__(owner, type(owner)) if isinstance(found, _KEPT_IN_C) else CODE
+    return CODE

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import types
 from typing import Any
 
@@ -25,12 +24,17 @@ def geometry(tensor: Tensor) -> tuple:
     return (where, tensor.size(), tensor.stride(), tensor.dtype, tensor.requires_grad)
 
 
+_HELD = (nn.Module, type, *CONTAINERS, nn.Parameter, types.ModuleType)
+
+
 def _held(value: Any) -> tuple[Any, bool]:
     """The value, or a weak reference to it and True: a note keeps nothing alive that the call made."""
-    if not is_plain(value) and not isinstance(value, (*CONTAINERS, type, nn.Module, nn.Parameter, types.ModuleType)):
-        with contextlib.suppress(TypeError):
-            return weak_reference(value), True
-    return value, False
+    if is_plain(value) or isinstance(value, _HELD):
+        return value, False
+    try:
+        return weak_reference(value), True
+    except TypeError:
+        return value, False
 
 
 class Note:
@@ -38,6 +42,7 @@ class Note:
 
     Attributes:
         key: attribute name, key or index.
+        kind: the class that the owner had.
         geometry: of a tensor.
         items: of a container.
         where: code and line that looked.
@@ -53,11 +58,12 @@ class Note:
         "geometry",
         "items",
         "key",
+        "kind",
         "where",
     )
 
     def __init__(self, owner: Any, place: Place, where: tuple) -> None:
-        self.key, self.where = place.key, where
+        self.key, self.where, self.kind = place.key, where, type(owner)
         self._owner, self._weak_owner = _held(owner)
         self._container = place.container
         self._view = None  # what makes the container of the object, which would keep that alive
@@ -77,6 +83,11 @@ class Note:
     @property
     def container(self) -> Any:
         return self._container if self._view is None else self._view(self.owner)
+
+    def own(self) -> dict | None:
+        """The attributes of the owner, where the place is among them."""
+        held = dict_of(self.owner)
+        return held if self._view is dict_of or self._container is held else None
 
     def before(self) -> Any:
         """What was there; None when that is gone."""

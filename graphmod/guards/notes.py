@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import types
 import weakref
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,21 +14,25 @@ from graphmod.guards.chance import Chance
 from graphmod.guards.compiled import CompiledFrame, is_arithmetic
 from graphmod.guards.contents import CONTAINERS, Cached, Whole, content, is_plain
 from graphmod.guards.library import is_library, is_library_module, is_of_core, means_nothing, package_of
-from graphmod.guards.lookup import HELD_BY_MODULE, MISSING, Place, dict_of, find, find_item, is_made_by_code
+from graphmod.guards.lookup import (
+    CODE,
+    HELD_BY_MODULE,
+    MISSING,
+    UNKNOWN,
+    Place,
+    bound_to,
+    dict_of,
+    find,
+    find_item,
+    is_made_by_code,
+    of_c,
+)
+from graphmod.guards.note import Note
 from graphmod.guards.values import Values
+from graphmod.trace.untraced import identity
 
-
-class _Pair(NamedTuple):
-    one: int
-
-
-UNKNOWN: Any = type("Unknown", (), {"__slots__": ()})()
-"""There is no value, or none of which anything is read."""
-CODE: Any = type("Code", (), {"__slots__": ()})()
-"""Only code that runs could tell."""
 _FIXED = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType)
 _DESCRIPTORS = (types.FunctionType, property, classmethod, staticmethod, types.GetSetDescriptorType)
-_KEPT_IN_C = (types.GetSetDescriptorType, types.MemberDescriptorType, type(vars(_Pair)["one"]))
 _GLOBAL_HOOKS = (
     *("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks"),
 )
@@ -62,6 +66,7 @@ class Notes(Values):
         self.holders: dict[int, Any] = {}
         self._walked: dict[int, nn.Module] = {}
         self._in_classes: dict[tuple[int, str], Place | None] = {}
+        self._supers: dict[tuple, tuple[Any, Any]] = {}  # identities of classes, name -> the classes, and what is there
         self._kinds: dict[int, type] = {}  # kept, so that their identities stay theirs
         self._of_classes: dict[int, types.MappingProxyType] = {}
         self._wholes: dict[int, Whole | Cached] = {}
@@ -71,12 +76,12 @@ class Notes(Values):
 
     def root(self, value: Any) -> None:
         """Takes in an object that was there before, whatever the collector says: the callable, an argument."""
-        self.roots.add(id(value))
+        self.roots.add(identity(value))
         if isinstance(value, types.MethodType):
             self.root(value.__self__)
             value = value.__func__
         if isinstance(value, types.FunctionType):
-            self.roots.add(id(value))
+            self.roots.add(identity(value))
             self.function(value)
         elif isinstance(value, CONTAINERS):
             for item in content(value) or ():
@@ -88,7 +93,7 @@ class Notes(Values):
         if not self.modules:
             for hooks in _GLOBAL_HOOKS:
                 self.look_inside(getattr(nn.modules.module, hooks, {}))
-        if self.modules.setdefault(id(module), module) is not module:
+        if self.modules.setdefault(identity(module), module) is not module:
             return
         if isinstance(module, torch.jit.ScriptModule):
             self.whole(module)
@@ -104,11 +109,11 @@ class Notes(Values):
 
     def walked(self, module: nn.Module) -> None:
         """Takes in that code goes through a module and all that is in it."""
-        if isinstance(module, nn.Module) and id(module) not in self._walked:
-            self._walked[id(module)] = module
+        if isinstance(module, nn.Module) and identity(module) not in self._walked:
+            self._walked[identity(module)] = module
             self.held_by_module(module.__dict__)
             for part in module.__dict__.get("_modules", {}).values():
-                if part is not None and id(part) not in self._walked:
+                if part is not None and identity(part) not in self._walked:
                     self.walked(part)
 
     def held_by_module(self, attributes: dict) -> None:
@@ -118,20 +123,20 @@ class Notes(Values):
 
     def whole(self, module: nn.Module) -> None:
         """Takes in that all of a module may be read."""
-        if id(module) not in self._wholes:
-            whole = self._wholes[id(module)] = Whole(module)
-            self.roots.add(id(whole))
+        if identity(module) not in self._wholes:
+            whole = self._wholes[identity(module)] = Whole(module)
+            self.roots.add(identity(whole))
             self.look_inside(whole)
 
     def cached(self, function: Any) -> tuple:
         """What an `lru_cache` may return without calling its function, noted; nothing where that is too much."""
-        if id(function) not in self._wholes:
-            self._wholes[id(function)] = Cached(function)
-            self.roots.add(id(self._wholes[id(function)]))
-        items = self._wholes[id(function)].content()
+        if identity(function) not in self._wholes:
+            self._wholes[identity(function)] = Cached(function)
+            self.roots.add(identity(self._wholes[identity(function)]))
+        items = self._wholes[identity(function)].content()
         if len(items) > _MOST_CACHED:
             return ()
-        self.look_inside(self._wholes[id(function)])
+        self.look_inside(self._wholes[identity(function)])
         return items
 
     # -- places --------------------------------------------------------------------------------------------------
@@ -150,11 +155,19 @@ class Notes(Values):
 
     def attribute(self, owner: Any, name: Any) -> Any:
         """The value of an attribute, noted; MISSING, UNKNOWN or CODE where there is none to be had."""
-        if not isinstance(name, str) or (is_plain(owner) and not is_made_by_code(type(owner))):
+        if not isinstance(name, str):
             return UNKNOWN
-        if isinstance(owner, Tensor):
+        kind, known = type(owner), self.notes.get((identity(owner), name))
+        if known is not None and known.owner is owner and known.kind is kind:
+            value = self._again(known, kind)
+            if value is not UNKNOWN:
+                return value
+        if is_plain(owner) and not is_made_by_code(kind):
+            return UNKNOWN
+        if issubclass(kind, Tensor):
             return self._of_tensor(owner, name)
-        kind = type(owner)
+        if kind is super:
+            return self._of_super(owner, name)
         if kind in (weakref.ProxyType, weakref.CallableProxyType):
             return self.attribute(owner.__init__.__self__, name)
         self._kind_if_it_matters(owner)
@@ -162,15 +175,15 @@ class Notes(Values):
             held = self._class_dict(owner) if isinstance(owner, type) else dict_of(owner)
             if held is None:
                 return UNKNOWN
-            self.holders[id(held)] = owner  # Python may have made this dict only now
+            self.holders[identity(held)] = owner  # Python may have made this dict only now
             return held
         if name == "__class__":
             return kind
-        if id(kind) not in self._kinds:
-            self._kinds[id(kind)] = kind
+        if identity(kind) not in self._kinds:
+            self._kinds[identity(kind)] = kind
             for special in ("__getattribute__", "__getattr__"):
                 self._hidden_by(kind.__mro__, special, None)
-        first_look = (id(kind), name) not in self._in_classes
+        first_look = (identity(kind), name) not in self._in_classes
         place = find(owner, name, self._in_classes)
         if isinstance(owner, type):
             self._hidden_by(owner.__mro__, name, None if place is None else place.shared)
@@ -184,14 +197,14 @@ class Notes(Values):
             shared = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
             if isinstance(shared, property) and not isinstance(shared.fget, types.FunctionType):
                 self.all_attributes(owner, DEEP)  # whatever it is that reads
-            return _of_c(owner, name)
+            return of_c(owner, name)
         if place.shared is not None:
             return self._of_class(owner, name, place)
         value = place.value
         if isinstance(owner, types.ModuleType):
             of_torch = owner is torch.nn.functional and not is_of_core(value)  # what others exchange now and then
             if of_torch or not (isinstance(value, _FIXED) and is_library_module(owner)):
-                self.holders[id(place.container)] = owner
+                self.holders[identity(place.container)] = owner
                 self._note(place.container, place)
             return value
         own = dict_of(owner)
@@ -205,6 +218,29 @@ class Notes(Values):
                 return self.attribute(dict_of(owner)[kind._reach_through[0]], name)
             return CODE if hasattr(kind, "__getattr__") else MISSING
         return value
+
+    def _of_super(self, owner: super, name: str) -> Any:
+        kinds = owner.__self_class__, owner.__thisclass__
+        where = (*map(identity, kinds), name)
+        if where not in self._supers:
+            place = find(owner, name)
+            if place is None:
+                return of_c(owner, name)
+            self._supers[where] = kinds, self._of_class(owner, name, place)
+        return self._supers[where][1]
+
+    def _again(self, known: Note, kind: type) -> Any:
+        """The value of an attribute of an ordinary object that was noted before, and is where it was; else UNKNOWN."""
+        name, held = known.key, known.own()
+        if held is None:
+            return UNKNOWN
+        value = dict.get(held, name, MISSING)
+        if value is not known.before():
+            return UNKNOWN
+        if value is not MISSING:
+            return value
+        shared = self._in_classes.get((identity(kind), name))
+        return UNKNOWN if shared is None or shared.shared is None else bound_to(shared.value)
 
     def _hidden_by(self, mro: tuple[type, ...], name: str, until: type | None) -> None:
         """Notes that classes have no such attribute, which would come before the one that was found."""
@@ -223,13 +259,7 @@ class Notes(Values):
             self._note(owner, Place(own, name, MISSING))
         if not (isinstance(value, _DESCRIPTORS) and is_library_module(sys.modules.get(package_of(place.shared)))):
             self._note(place.shared, place)
-        if isinstance(value, staticmethod):
-            return value.__func__
-        if isinstance(value, classmethod):
-            return value.__func__
-        if isinstance(getattr(type(value), "__get__", None), types.FunctionType) or isinstance(value, property):
-            return CODE
-        return value
+        return bound_to(value)
 
     def all_attributes(self, owner: Any, depth: int = 1) -> None:
         """Takes in that any attribute of an object may be read, and, with more depth, of the objects found there."""
@@ -238,8 +268,8 @@ class Notes(Values):
         if is_plain(owner) and not is_made_by_code(type(owner)):
             return
         if isinstance(owner, types.ModuleType) and is_library_module(owner):
-            if id(owner) not in self._deep:  # in which most never changes, and what watches a call is put
-                self._deep[id(owner)] = owner
+            if identity(owner) not in self._deep:  # in which most never changes, and what watches a call is put
+                self._deep[identity(owner)] = owner
                 for name in list(vars(owner)):
                     self.attribute(owner, name)
             return
@@ -251,15 +281,15 @@ class Notes(Values):
             self.look_inside(self._class_dict(base), depth=0)
             slots = [name for name, value in vars(base).items() if isinstance(value, types.MemberDescriptorType)]
             found.append({name: self.attribute(owner, name) for name in slots})
-        if depth > 1 and id(owner) not in self._deep:
-            self._deep[id(owner)] = owner
+        if depth > 1 and identity(owner) not in self._deep:
+            self._deep[identity(owner)] = owner
             for held in found:
                 for value in list(dict.values(held)) if isinstance(held, dict) else ():
                     self.all_attributes(value, depth - 1)
 
     def _class_dict(self, kind: type) -> types.MappingProxyType:
-        held = self._of_classes.setdefault(id(kind), vars(kind))
-        self.holders[id(held)] = kind
+        held = self._of_classes.setdefault(identity(kind), vars(kind))
+        self.holders[identity(held)] = kind
         return held
 
     def _of_tensor(self, owner: Tensor, name: str) -> Any:
@@ -281,12 +311,3 @@ class Notes(Values):
         if not isinstance(owner, tuple):
             self._note(owner, place)
         return place.value
-
-
-def _of_c(owner: Any, name: str) -> Any:
-    """The value of an attribute that is kept in C; CODE for any other."""
-    for kind in type(owner).__mro__:
-        found = vars(kind).get(name)
-        if found is not None:
-            return found.__get__(owner, type(owner)) if isinstance(found, _KEPT_IN_C) else CODE
-    return CODE

@@ -53,6 +53,7 @@ _NEVER_GOES_ON = {
     *("RERAISE", "INTERPRETER_EXIT"),
 }
 _JUMPS = {*dis.hasjrel, *dis.hasjabs}
+_BACKWARD = {dis.opname[code] for code in _JUMPS if "BACKWARD" in dis.opname[code]}
 
 
 class _Walk:
@@ -68,7 +69,7 @@ class _Walk:
         # Methods that are still to be called, by identity: where they were loaded.
         self._waiting: dict[int, tuple[Expression, int, tuple[int, ...]]] = {}
         coming: dict[int, list[Stack]] = defaultdict(list)  # offset -> what may lie on the stack there
-        goes_on, prefixes = True, ()
+        goes_on, prefixes, lines = True, (), {}
         for step in dis.get_instructions(code):
             if step.starts_line is not None and step.starts_line is not False:
                 self._line = step.line_number if _NULL_LAST else step.starts_line
@@ -79,6 +80,9 @@ class _Walk:
                 self._stack = joined([*coming.pop(step.offset, []), *([self._stack] if goes_on else [])])
             elif not goes_on:
                 self._stack = []
+            lines[step.offset] = self._line
+            if step.opname in _BACKWARD and lines.get(step.argval) == self._line:
+                self.found.exact = True
             goes_on = step.opname not in _NEVER_GOES_ON
             if step.opname in _SILENT:
                 continue

@@ -19,10 +19,12 @@ from torch import Tensor, nn
 from graphmod.guards.contents import CONTAINERS, Cached, content
 from graphmod.guards.expressions import Read
 from graphmod.guards.frames import Frames
+from graphmod.guards.library import is_library
 from graphmod.guards.looking import Looking
 from graphmod.guards.notes import Notes
 from graphmod.guards.running import functions_of, those_there
 from graphmod.trace.garbage import freeze, unfreeze
+from graphmod.trace.untraced import identity
 
 _OF_C = (BuiltinMethodType, partial)
 _NAMED = (type, ModuleType, FunctionType, nn.Module, Tensor)
@@ -66,7 +68,10 @@ class _Watcher:
 
     def entered(self, frame: FrameType) -> None:
         """Takes in that a function is about to run, whoever called it."""
-        self._notes.where, self._notes.frame = (frame.f_code, frame.f_lineno), frame
+        code = frame.f_code
+        if not code.co_freevars and is_library(code.co_filename):  # of such a function nothing is noted
+            return
+        self._notes.where, self._notes.frame = (code, frame.f_lineno), frame
         try:
             for function in functions_of(frame, self._functions):
                 self.take(self._notes.function, function)
@@ -116,19 +121,19 @@ def _telling_new_objects() -> Iterator[None]:
 
 def _forget_new(notes: Notes, roots: tuple) -> None:
     # A dict that comes to hold more than plain values is tracked from then on, however old it is.
-    new = set(map(id, gc.get_objects())) - notes.roots - notes.untracked
+    new = set(map(identity, gc.get_objects())) - notes.roots - notes.untracked
     old: set[int] = set()  # the collector does not track all containers: others are old if what is old leads to them
 
     def was_there(value: Any) -> bool:
-        value = notes.holders.get(id(value), value)
-        if value is None or id(value) in new:
+        value = notes.holders.get(identity(value), value)
+        if value is None or identity(value) in new:
             return False
-        return id(value) in old or (gc.is_tracked(value) and id(value) not in notes.untracked)
+        return identity(value) in old or (gc.is_tracked(value) and identity(value) not in notes.untracked)
 
     def leads_to(value: Any) -> None:
-        if id(value) not in old:
-            old.add(id(value))
-            if id(value) not in new:
+        if identity(value) not in old:
+            old.add(identity(value))
+            if identity(value) not in new:
                 for item in _inside(value):
                     leads_to(item)
 

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphmod.trace.untraced import identity
+
 _REPLICATE = "torch.distributed._composable.replicate"
 _FLAT = "torch.distributed.fsdp.fully_sharded_data_parallel"
 _STATE = "torch.distributed.fsdp._fully_shard._fsdp_state"
@@ -57,7 +59,7 @@ def held_between_calls() -> dict[int, dict[str, Tensor]]:
         for parameter in group.fsdp_params:
             where = parameter._module_info
             for module in (where.module, *where.shared_modules):
-                found.setdefault(id(module._parameters), dict(module._parameters))
+                found.setdefault(identity(module._parameters), dict(module._parameters))
     return found
 
 

@@ -22,7 +22,6 @@ class CheckedTrace(MemoryTrace):
     """Checks what a call does; see `recorder` for the two uses.
 
     Attributes:
-        watching: whether the call is an eager one, which nothing may change.
         on_gpu: whether it works on a GPU.
         hazards: what a graph cannot repeat, in order; again each time that the call did it.
         collectives: how many operations that other processes take part in it has seen.
@@ -33,8 +32,6 @@ class CheckedTrace(MemoryTrace):
         gpu: index of the GPU that the call works on; None under emulation.
         generators: whose state before the call is to be known.
     """
-
-    watching = False
 
     def __init__(
         self,

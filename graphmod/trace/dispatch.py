@@ -60,7 +60,7 @@ def _set_current(recorder: Any) -> None:
 
 def _fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
     with torch._C._ExcludeDispatchKeyGuard(_keys()):
-        recorder = current()
+        recorder = _of_thread.recorder or current()
         return op(*args, **kwargs) if recorder is None else recorder.see(op, args, kwargs)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphmod.trace import compiled, dispatch
@@ -21,6 +22,7 @@ class Tracer:
     """Watches a call, in the context of itself.
 
     Attributes:
+        watching: whether the call is an eager one, which nothing may change, and its frames are watched.
         trace: the operations, in order.
         generators: those passed to random operations.
         random, backward, ran_compiled: whether it drew random numbers, ran a backward pass, ran compiled code.
@@ -28,6 +30,8 @@ class Tracer:
     Args:
         given: the tensors the call was given.
     """
+
+    watching = False
 
     def __init__(self, given: Iterable[Tensor] = ()) -> None:
         self._given = list(given)
@@ -63,7 +67,8 @@ class Tracer:
 
     def see(self, op: Any, args: tuple, kwargs: dict) -> Any:
         """Runs an operation and takes it in."""
-        return self._see(op, args, kwargs) if sys.gettrace() is None else untraced(self._see, op, args, kwargs)
+        seen = self.watching or sys.gettrace() is not None
+        return untraced(self._see, op, args, kwargs) if seen else self._see(op, args, kwargs)
 
     def _see(self, op: Any, args: tuple, kwargs: dict) -> Any:
         about = facts(op)
@@ -89,7 +94,10 @@ class Tracer:
 
     def _do(self, op: Any, args: tuple, kwargs: dict) -> Any:
         """Runs an operation, and whatever Python that runs."""
-        return op(*args, **kwargs) if sys.gettrace() is None else traced(op, args, kwargs)
+        if type(op) is OpOverload:
+            op = op._op  # what calling it calls
+        seen = self.watching or sys.gettrace() is not None
+        return traced(op, args, kwargs) if seen else op(*args, **kwargs)
 
 
 def is_recording() -> bool:

@@ -3,6 +3,7 @@ of its calls and lines would be told, at many times its own cost.
 """
 
 import ctypes
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -31,3 +32,8 @@ def traced(function: Callable, args: tuple, kwargs: dict) -> Any:
         return function(*args, **kwargs)
     finally:
         _suspend(state)
+
+
+identity: Callable[[Any], int] = object.__hash__ if sys.version_info >= (3, 12) else id
+"""Tells objects apart for as long as they live. So does `id`, but from Python 3.12 on each call of that is told to
+audit hooks, of which filelock has one, and so has whatever imports transformers."""

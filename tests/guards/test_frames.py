@@ -1,6 +1,8 @@
 """Frames of any code are followed, and following them breaks nothing."""
 
+import collections
 import os
+import sys
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from graphmod import CUDAGraphModule
 from graphmod.capture.recording import record
 from graphmod.decode.step.compile import compiled_code
 from graphmod.guards import frames
-from graphmod.guards.library import TORCH
+from graphmod.guards.library import CORE, TORCH
 
 
 def test_code_that_dynamo_wrote_is_followed_as_any_other(device):
@@ -37,6 +39,93 @@ def test_an_error_in_following_code_is_no_error_of_the_program(device, monkeypat
     for _ in range(6):
         assert wrapper(x).tolist() == [2.0] * 3
     assert wrapper.stats.replays == 0 and wrapper.last_failure
+
+
+def test_each_turn_of_a_loop_on_one_line_is_told(device):
+    class Node:
+        def __init__(self, scale, following):
+            self.scale, self.following = scale, following
+
+    class Cursor:
+        def __init__(self, node):
+            self.node = node
+
+    last = Node(4.0, None)
+    first = Node(2.0, Node(3.0, last))
+
+    def run(x):
+        found, cursor = [], Cursor(first)
+        while cursor.node is not None: found.append(cursor.node.scale); cursor.node = cursor.node.following  # fmt: skip  # noqa: E701, E702
+        for scale in found:
+            x = x * scale
+        return x
+
+    wrapper, x = CUDAGraphModule(run, config()), torch.ones(3, device=device)
+    for step in range(12):
+        last.scale = 4.0 if step < 6 else 5.0
+        assert wrapper(x).tolist() == [6.0 * last.scale] * 3
+    assert wrapper.stats.replays > 4
+
+
+def test_an_operation_is_followed_on_its_way_to_the_recorder_at_most(monkeypatch):
+    told = collections.Counter()
+
+    def counted(name):
+        original = getattr(frames.Frames, name)
+
+        def count(self, frame, *more):
+            told[frame.f_code.co_filename.startswith(CORE)] += 1
+            return original(self, frame, *more)
+
+        monkeypatch.setattr(frames.Frames, name, count)
+
+    for name in ("entered", "line", "instruction", "left"):
+        counted(name)
+    scale = [1.0]
+
+    def run(x, operations):
+        for _ in range(operations):
+            x = x * scale[0]
+        return x
+
+    seen = []
+    for operations in (1, 101):
+        told.clear()
+        with torch.inference_mode():
+            record(run, (torch.ones(8), operations), {}, ["x", "operations"], None)
+        seen.append((told[True], told[False]))
+    (few, fewer), (many, more) = seen
+    # Three functions lead there. Later Pythons tell of each once.
+    assert many - few <= (300 if _BY_TRACE else 0)
+    assert more > fewer + 100
+
+
+_BY_TRACE = sys.version_info < (3, 12)
+
+
+@pytest.mark.skipif(_BY_TRACE, reason="sys.monitoring came with Python 3.12")
+def test_nothing_is_asked_of_the_interpreter_after_a_recorded_call():
+    def run(x):
+        return x * len(str(x.shape))
+
+    with torch.inference_mode():
+        record(run, (torch.ones(8),), {}, ["x"], None)
+    monitoring = sys.monitoring
+    assert not any(monitoring.get_tool(place) == "graphmod" for place in range(6))
+    assert not any(monitoring.get_local_events(place, run.__code__) for place in range(6) if monitoring.get_tool(place))
+    assert sys.gettrace() is None
+
+
+def test_a_tracer_that_was_there_is_put_back():
+    def follow(*_):
+        return None
+
+    sys.settrace(follow)
+    try:
+        record(lambda x: x * 2, (torch.ones(8),), {}, ["x"], None)
+        assert sys.gettrace() is follow
+    finally:
+        sys.settrace(None)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])

@@ -13,6 +13,7 @@ from test_helper_objects import CHANGES, play
 from torch import nn
 
 from graphmod import CUDAGraphModule
+from graphmod.guards.contents import INERT, OBJECT, OTHER, sort_of
 from graphmod.guards.lookup import Place
 from graphmod.guards.note import Note
 from graphmod.guards.watching import noting
@@ -238,3 +239,16 @@ def test_what_a_named_tuple_held_is_freed_when_the_call_lets_go_of_it(device):
     with noting(step):
         step(torch.ones(3, device=device))
     assert alive == [False]
+
+
+def test_what_stands_for_another_object_is_no_ordinary_one():
+    class Stands:
+        __class__ = property(lambda self: list)
+
+    class Answers:
+        def __getattribute__(self, name):
+            return getattr([], name)
+
+    assert {sort_of(kind) for kind in (weakref.ProxyType, Stands, Answers, list, map, functools.partial)} == {OTHER}
+    assert {sort_of(kind) for kind in (Lazy, object)} == {OBJECT}
+    assert {sort_of(kind) for kind in (nn.Linear, torch.Tensor, int, type, torch.dtype)} == {INERT}

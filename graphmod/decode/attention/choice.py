@@ -84,7 +84,7 @@ def _sdpa_unavailable(memory: PagedCache) -> str | None:
 
 IMPLEMENTATIONS = {
     AttentionName.flashinfer: Implementation("graphmod_xqa", xqa.paged_xqa, True, xqa.unavailable, xqa.prepare),
-    AttentionName.flex: Implementation("graphmod_flex", flex.paged_flex, True, flex.unavailable, flex.prepare),
+    AttentionName.flex: Implementation("graphmod_flex", flex.paged_flex, True, flex.unavailable, flex.prepare, True),
     AttentionName.triton: Implementation(
         "graphmod_triton", triton.paged_triton, True, triton.unavailable, triton.prepare
     ),

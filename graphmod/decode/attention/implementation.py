@@ -20,6 +20,7 @@ class Implementation(NamedTuple):
             few numbers of visited tokens.
         unavailable: why it cannot be used with a cache, or None; asked of every implementation, so it must be quick.
         prepare: what takes long, for the one that is to be used: loads it, takes memory. Why that failed, or None.
+        compiled: whether dynamo compiles it, in the first step of each batch size.
     """
 
     name: str | None
@@ -27,3 +28,4 @@ class Implementation(NamedTuple):
     stops_at_context: bool
     unavailable: Callable[[PagedCache], str | None]
     prepare: Callable[[PagedCache], str | None] = lambda _: None
+    compiled: bool = False

@@ -18,7 +18,7 @@ from graphmod.graph.group import Group
 from graphmod.models.exchange import attention, takes
 from graphmod.wrap.module import CUDAGraphModule
 
-_LEAST_TOKENS = 32
+_LEAST_TOKENS = 128  # a GPU that computes with fewer waits for the weights as long
 _BUSY_TOKENS = 512
 _LEAST_COLUMNS = 256
 

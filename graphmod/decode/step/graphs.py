@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 from tqdm import tqdm
@@ -83,9 +84,17 @@ class BucketGraphs:
         state: whose rows it works on.
         config: buckets, warm-up, failures, backend, and whether there are graphs at all.
         contexts: from `context_sizes`.
+        compiles: whether the first step of a batch size compiles attention.
     """
 
-    def __init__(self, step: DecodeStep, state: BatchState, config: EngineConfig, contexts: list[int | None]) -> None:
+    def __init__(
+        self,
+        step: DecodeStep,
+        state: BatchState,
+        config: EngineConfig,
+        contexts: list[int | None],
+        compiles: bool = False,
+    ) -> None:
         self.step, self.state, self.config, self.contexts = step, state, config, contexts
         self.sizes = config.bucket_sizes()
         self.settings = CUDAGraphConfig(
@@ -95,6 +104,8 @@ class BucketGraphs:
             max_graphs=1,
             verify=Verify.off,  # a token would come late
         )
+        # The last warm-up step is recorded: compilers take several times as long under its watch as in one before it.
+        self._of_steps = replace(self.settings, warmup_steps=config.warmup_steps + compiles)
         self.group = Group()
         self.wrappers: dict[Key, CUDAGraphModule] = {}
         self._counts = {size: BucketStats() for size in self.sizes}
@@ -124,7 +135,7 @@ class BucketGraphs:
         wrapper = self.wrappers.get(key)
         if wrapper is None:
             name = f"decode step of {size} row{'s' if size != 1 else ''}"
-            wrapper = self.wrappers[key] = CUDAGraphModule(self.step, self.settings, name=name, group=self.group)
+            wrapper = self.wrappers[key] = CUDAGraphModule(self.step, self._of_steps, name=name, group=self.group)
         while steps > 0:
             if self.compiler is None:
                 wrapper(self.state.rows(size), visited, kind)
@@ -154,7 +165,7 @@ class BucketGraphs:
                 self.capturing = size
                 try:
                     # Compiled code runs once before it is captured.
-                    for _ in range(self.config.warmup_steps + (1 if self.compiler is None else 3)):
+                    for _ in range(self._of_steps.warmup_steps + (1 if self.compiler is None else 3)):
                         self.launch(size, visited or 1, kind)
                 finally:
                     self.capturing = None

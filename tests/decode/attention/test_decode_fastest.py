@@ -15,6 +15,7 @@ from graphmod.decode.attention import fastest
 from graphmod.decode.attention.choice import IMPLEMENTATIONS, choose
 from graphmod.decode.config import AttentionName
 from graphmod.decode.step.compile import compiled_code
+from graphmod.trace.tracer import is_recording
 
 ALL = [AttentionName.flashinfer, AttentionName.flex, AttentionName.triton, AttentionName.sdpa]
 
@@ -49,6 +50,24 @@ def test_with_one_candidate_nothing_is_measured(monkeypatch):
     assert engine.attention.name == "graphmod_sdpa" and engine.attention_us == engine.stats.attention_us == {}
     (prompt,) = prompts_of(9)
     assert engine.generate([prompt], max_new_tokens=10)[0].tokens == reference(model, prompt, 10)
+
+
+def test_attention_is_compiled_in_a_step_that_nobody_watches(usable, monkeypatch):
+    usable("flex")
+    watched = {}
+
+    def compiles(module, query, *args, **kwargs):
+        watched.setdefault(len(query), is_recording())  # dynamo compiles where it meets a batch size first
+        return attention.paged_sdpa(module, query, *args, **kwargs)
+
+    monkeypatch.setitem(
+        IMPLEMENTATIONS, AttentionName.flex, IMPLEMENTATIONS[AttentionName.flex]._replace(function=compiles)
+    )
+    engine = DecodeEngine(tiny_model("llama", torch.device("cpu")), max_batch_size=4, attention="flex")
+    watched.clear()
+    engine.warm_up(max_context=16, prefill=False, progress=False)
+    assert watched == {1: False, 2: False, 4: False}
+    assert all(bucket.state == "valid" for bucket in engine.stats.buckets.values())
 
 
 @pytest.mark.parametrize("winner", ["sdpa", "flashinfer", "flex"])

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from graphmod.decode import DecodeEngine, DecodeError, EngineLoop, RequestError
 from graphmod.decode.batching import batch
+from graphmod.decode.prefill import packed
 
 
 def run(engine):
@@ -108,6 +109,7 @@ def test_a_long_prompt_goes_in_pieces_and_does_not_stall_those_that_run(device):
 )
 def test_a_turn_prefills_more_where_several_join(rows, waiting, turns, device, monkeypatch):
     monkeypatch.setattr(batch, "_LEAST_TOKENS", 32)
+    monkeypatch.setattr(packed, "_LEAST_TOKENS", 32)
     monkeypatch.setattr(batch, "_TOKENS_PER_ROW", 2)
     model = tiny_model("llama", device)
     engine = DecodeEngine(model, max_batch_size=rows, steps_per_sync=2, prefill_tokens=128, block_size=8)

@@ -240,7 +240,8 @@ def test_compiled_decode_steps_use_them(compile_mode, monkeypatch):
     engine = DecodeEngine(model, max_batch_size=4, max_seq_len=128, compile=compile_mode)
     prompts = prompts_of(12, 12, 5, 9)
     found = engine.generate(prompts, max_new_tokens=24)
-    assert calls and set(calls) == {2, 3} and calls.count(2) == calls.count(3)
+    # Of each layer: query, key and value; the output of attention; gate and up; down.
+    assert calls and calls.count(3) == calls.count(2) and calls.count(1) == 2 * calls.count(2) > 0
     for prompt, done in zip(prompts, found, strict=True):
         whole = torch.tensor([prompt + done.tokens], device=device)
         with torch.no_grad():

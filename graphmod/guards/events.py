@@ -1,0 +1,254 @@
+"""Tells, in the thread that asks, of the frames that run: where each begins and ends, of its lines, and of single
+instructions before they run.
+
+Python 3.11 does so by `sys.settrace`. From 3.12 on each line of whatever runs would then go by way of the tracer, whose
+own code would take twice as long. There `sys.monitoring` (PEP 669) is asked for beginnings, and for what lies between
+these and the ends only in code of interest.
+"""
+
+import ctypes
+import sys
+import threading
+from inspect import CO_OPTIMIZED
+from types import CodeType, FrameType
+from typing import Any, Protocol
+
+from graphmod.guards.lookup import MISSING
+from graphmod.torch_private import beside_dynamo
+from graphmod.trace.untraced import identity
+
+NEVER, NOTHING, END, LINES, INSTRUCTIONS = range(5)
+"""What is to be told of a frame: nothing, nor of any other frame of its code; nothing; its end; its lines and its end;
+its instructions and its end."""
+
+
+class Told(Protocol):
+    """Who is told. What these raise would be raised in the code that runs."""
+
+    def entered(self, frame: FrameType) -> int:
+        """A frame begins, or goes on. Returns what is to be told of it."""
+
+    def line(self, frame: FrameType) -> None:
+        """A frame is about to run a line."""
+
+    def instruction(self, frame: FrameType, offset: int) -> None:
+        """A frame is about to run an instruction."""
+
+    def left(self, frame: FrameType, value: Any) -> None:
+        """A frame ends, or waits, and gives a value: None where an exception ends it."""
+
+
+class _OfThread(threading.local):
+    watch: Any = None
+
+
+_of_thread = _OfThread()
+
+
+class _Traced:
+    """A watch by `sys.settrace`."""
+
+    def __init__(self, told: Told) -> None:
+        self.told = told
+        self._steps = (None, None, self._end, self._line, self._instruction)
+
+    def begin(self) -> bool:
+        sys.settrace(self._enter)
+        return True
+
+    def end(self) -> None:
+        pass
+
+    @beside_dynamo
+    def _enter(self, frame: FrameType, event: str, _: Any) -> Any:
+        wanted = self.told.entered(frame)
+        if wanted < END:
+            return None
+        frame.f_trace_lines = wanted == LINES
+        frame.f_trace_opcodes = wanted == INSTRUCTIONS
+        return self._steps[wanted]
+
+    @beside_dynamo
+    def _end(self, frame: FrameType, event: str, value: Any) -> Any:
+        if event == "return":
+            self.told.left(frame, value)
+        return self._end
+
+    @beside_dynamo
+    def _line(self, frame: FrameType, event: str, value: Any) -> Any:
+        if event == "line":
+            self.told.line(frame)
+        elif event == "return":
+            self.told.left(frame, value)
+        return self._line
+
+    @beside_dynamo
+    def _instruction(self, frame: FrameType, event: str, value: Any) -> Any:
+        if event == "opcode":
+            self.told.instruction(frame, frame.f_lasti)
+        elif event == "return":
+            self.told.left(frame, value)
+        return self._instruction
+
+
+_monitoring: Any = getattr(sys, "monitoring", None)
+_get_variable: Any = None
+if _monitoring is not None:
+    _object = ctypes.py_object
+    _get_variable = ctypes.PYFUNCTYPE(_object, _object, _object)(("PyFrame_GetVar", ctypes.pythonapi))
+_lock = threading.Lock()
+_users = 0
+_tool: int | None = None
+_asked: dict[int, tuple[CodeType, int]] = {}  # by identity: the hash of code takes microseconds
+
+
+class _Monitored:
+    """A watch by `sys.monitoring`. Its events are told of all frames of a code, and to all threads.
+
+    Attributes:
+        frames: by identity of those that have not ended, what is to be told of them.
+    """
+
+    def __init__(self, told: Told) -> None:
+        self.told = told
+        self.frames: dict[int, int] = {}
+
+    def begin(self) -> bool:
+        """Returns whether anything will be told: not if others hold all places of `sys.monitoring`."""
+        global _users
+        sys.settrace(None)
+        with _lock:
+            if not _users:
+                _take_place()
+            _users += 1
+        return _tool is not None
+
+    def end(self) -> None:
+        global _users
+        with _lock:
+            _users -= 1
+            if not _users:
+                _give_place_back()
+
+
+def _take_place() -> None:
+    global _tool
+    _tool = next((tool for tool in (4, 3, 5, 2, 1) if _monitoring.get_tool(tool) is None), None)
+    if _tool is not None:
+        _monitoring.use_tool_id(_tool, "graphmod")
+        for event, callback in _callbacks.items():
+            _monitoring.register_callback(_tool, event, callback)
+        _monitoring.set_events(_tool, _EVERYWHERE)
+
+
+def _give_place_back() -> None:
+    if _tool is not None:
+        _monitoring.set_events(_tool, 0)
+        for code, _ in _asked.values():
+            _monitoring.set_local_events(_tool, code, 0)
+        _asked.clear()
+        for event in _callbacks:
+            _monitoring.register_callback(_tool, event, None)
+        _monitoring.free_tool_id(_tool)
+
+
+def _ask(code: CodeType, events: int) -> None:
+    known = _asked.get(identity(code))
+    if known is None or known[1] | events != known[1]:
+        with _lock:
+            events |= _asked.get(identity(code), (code, 0))[1]
+            _asked[identity(code)] = code, events
+            _monitoring.set_local_events(_tool, code, events)
+
+
+@beside_dynamo
+def _began(code: CodeType, _: int, *thrown: Any) -> Any:
+    watch = _of_thread.watch
+    if watch is None:
+        return None
+    frame = sys._getframe(1)
+    wanted = watch.told.entered(frame)
+    if wanted >= END:
+        watch.frames[identity(frame)] = wanted
+        _ask(code, _INSIDE[wanted])
+    return _monitoring.DISABLE if wanted == NEVER and not thrown else None
+
+
+@beside_dynamo
+def _ended(_: CodeType, offset: int, value: Any) -> None:
+    watch = _of_thread.watch
+    if watch is not None:
+        frame = sys._getframe(1)
+        if watch.frames.pop(identity(frame), None) is not None:
+            watch.told.left(frame, value)
+
+
+@beside_dynamo
+def _failed(_: CodeType, offset: int, error: BaseException) -> None:
+    watch = _of_thread.watch
+    if watch is not None:
+        frame = sys._getframe(1)
+        if watch.frames.pop(identity(frame), None) is not None:
+            watch.told.left(frame, None)
+
+
+@beside_dynamo
+def _at_line(_: CodeType, line: int) -> None:
+    watch = _of_thread.watch
+    if watch is not None:
+        frame = sys._getframe(1)
+        if watch.frames.get(identity(frame)) == LINES:
+            watch.told.line(frame)
+
+
+@beside_dynamo
+def _at_instruction(_: CodeType, offset: int) -> None:
+    watch = _of_thread.watch
+    if watch is not None:
+        frame = sys._getframe(1)
+        if watch.frames.get(identity(frame)) == INSTRUCTIONS:
+            watch.told.instruction(frame, offset)
+
+
+if _monitoring is not None:
+    _on = _monitoring.events
+    _callbacks = {
+        **{_on.PY_START: _began, _on.PY_RESUME: _began, _on.PY_THROW: _began},
+        **{_on.PY_RETURN: _ended, _on.PY_YIELD: _ended, _on.PY_UNWIND: _failed},
+        **{_on.LINE: _at_line, _on.INSTRUCTION: _at_instruction},
+    }
+    _EVERYWHERE = _on.PY_START | _on.PY_RESUME | _on.PY_THROW | _on.PY_UNWIND
+    _ENDS = _on.PY_RETURN | _on.PY_YIELD
+    _INSIDE = (0, 0, _ENDS, _ENDS | _on.LINE, _ENDS | _on.INSTRUCTION)
+
+
+def begin(told: Told) -> tuple[Any, bool]:
+    """Begins to tell of what this thread runs; a tracer that was there is set aside.
+
+    Returns:
+        What `end` is to be given, and whether anything will be told: not if other tools (debuggers, profilers) hold all
+        places of `sys.monitoring`.
+    """
+    before = sys.gettrace(), _of_thread.watch
+    watch = _of_thread.watch = (_Traced if _monitoring is None else _Monitored)(told)
+    return before, watch.begin()
+
+
+def end(before: Any) -> None:
+    """Ends what `begin` began."""
+    tracer, earlier = before
+    watch, _of_thread.watch = _of_thread.watch, earlier
+    sys.settrace(tracer)
+    watch.end()
+
+
+def variable(frame: FrameType, name: str) -> Any:
+    """The value of a local variable, or MISSING. `f_locals` of Python 3.12 is a copy that the frame keeps, and with it
+    tensors that the code has let go of by then; that of 3.11 is made for each event anyway, and that of the body of a
+    class is what the code works with."""
+    if _get_variable is None or not frame.f_code.co_flags & CO_OPTIMIZED:
+        return frame.f_locals.get(name, MISSING)
+    try:
+        return _get_variable(frame, name)
+    except NameError:
+        return MISSING
