@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,10 @@ log = logging.getLogger("graphmod")
 PAGE = Path(__file__).parent / "page.html"
 
 
-def make_app(service: Service) -> FastAPI:
-    """The application that answers for `service`."""
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)  # its pages load scripts from elsewhere
+def make_app(service: Service, alive: Callable[[FastAPI], AbstractAsyncContextManager[None]]) -> FastAPI:
+    """The application that answers for `service`, within the context `alive` in a server."""
+    # Without its pages, which load scripts from elsewhere.
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, lifespan=alive)
     chat, completions = ChatForm(), CompletionForm()
     page = PAGE.read_text(encoding="utf-8")
 
@@ -55,7 +58,7 @@ def make_app(service: Service) -> FastAPI:
 
     @app.get("/metrics")
     async def get_metrics() -> Response:
-        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(service.metrics.text(await service.engine.counters()), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.get("/")
     async def get_page() -> Response:
@@ -86,6 +89,6 @@ def _model(service: Service) -> dict[str, Any]:
         "object": "model",
         "created": service.created,
         "owned_by": "graphmod",
-        "max_model_len": service.loop.engine.max_seq_len,
+        "max_model_len": service.engine.max_seq_len,
         "chat": service.chats,
     }

@@ -101,7 +101,7 @@ class CompletionForm(Form):
         return len(request.prompt) * (request.n or 1)
 
     def reader(self, request: CompletionRequest, codec: Codec, default_tokens: int) -> Callable[[], Asked]:
-        return lambda: of_completion(request)
+        return lambda: of_completion(request, codec)
 
     def whole(self, text: str, scored: list[Scored] | None) -> dict[str, Any]:
         return {"text": text, "logprobs": self._logprobs(scored)}
