@@ -1,11 +1,11 @@
 """The process of a front, which `process.FrontProcess` starts with the numbers of its sockets."""
 
+import gc
 import json
 import os
 import signal
 import socket
 import sys
-from functools import partial
 from pathlib import Path
 
 
@@ -18,14 +18,20 @@ def main(numbers: list[str]) -> None:
     sys.modules["torch"] = None
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
-    from graphmod.decode.text.codec import codec_for
+    from graphmod.decode.text.codec import Codec, codec_for
     from graphmod.serve.front import Front
     from graphmod.serve.settings import ServeSettings
 
     work, control, listening = (socket.socket(fileno=int(number)) for number in numbers)
     given = json.load(sys.stdin)
-    settings, load = ServeSettings(**given["settings"]), partial(codec_for, Path(given["folder"]), given["tokenizer"])
-    front = Front(settings, given["name"], load, listening, work, control)
+
+    def load() -> Codec:
+        codec = codec_for(Path(given["folder"]), given["tokenizer"])
+        gc.collect()
+        gc.freeze()  # to look through all of it takes the collector a tenth of a second each time
+        return codec
+
+    front = Front(ServeSettings(**given["settings"]), given["name"], load, listening, work, control)
     front.server.start()
     front.server.join()
     sys.stderr.flush()

@@ -103,7 +103,8 @@ class Exchange:
         require_model(service, body.model)
         service.require_ready()
         self._let_in.enter_context(service.admission.let_in(form.samples(body)))
-        self._work = Work(service, form.reader(body, service.codec, service.settings.default_max_tokens))
+        read = form.reader(body, service.codec, service.settings.default_max_tokens)
+        self._work = Work(service, read, form.has_text(body))
         if body.stream:
             await self._work.submit()
             return EventStream(self, self._events())

@@ -50,7 +50,7 @@ class Front:
 
     @asynccontextmanager
     async def _alive(self, _: FastAPI) -> AsyncIterator[None]:
-        await self.engine.open(*self._lines)
+        self.engine.open(*self._lines)
         self._do(self._begin())
         try:
             yield

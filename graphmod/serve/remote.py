@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import itertools
 import socket
+import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -18,10 +19,11 @@ from graphmod.decode.errors import DecodeError
 from graphmod.decode.results import Completion, Run
 from graphmod.serve.link import Unpacker, packed
 
+_AT_ONCE = 1 << 16  # bytes that are read
 _COUNTERS_SECONDS = 5.0  # for the counters to come, before the metrics are told without them
 
 
-class Wire(asyncio.Protocol):
+class Wire:
     """One end of a pair of sockets, for an event loop; any thread may send.
 
     Args:
@@ -32,43 +34,67 @@ class Wire(asyncio.Protocol):
     def __init__(self, heard: Callable[[Any], None], ended: Callable[[], None]) -> None:
         self._heard, self._ended = heard, ended
         self._unpacker = Unpacker()
-        self._unsent: deque[bytes] = deque()
+        self._unsent: deque[memoryview] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._transport: asyncio.Transport | None = None
+        self._socket: socket.socket | None = None
+        self._thread = 0
+        self._full = False
 
-    async def open(self, end: socket.socket) -> None:
-        """Begins to send and to listen."""
+    def open(self, end: socket.socket) -> None:
+        """Begins to send and to listen, in the event loop that runs."""
         end.setblocking(False)
-        self._loop = asyncio.get_running_loop()
-        self._transport, _ = await self._loop.create_unix_connection(lambda: self, sock=end)
+        self._loop, self._socket, self._thread = asyncio.get_running_loop(), end, threading.get_ident()
+        self._loop.add_reader(end, self._read)
 
     def send(self, message: Any) -> None:
-        """Sends it soon, together with others."""
-        self._unsent.append(packed(message))
-        if len(self._unsent) == 1:
+        """Sends it: at once, unless much is on its way."""
+        self._unsent.append(memoryview(packed(message)))
+        if threading.get_ident() == self._thread:
+            self._flush()
+        else:
             with contextlib.suppress(RuntimeError):  # the loop has ended, and so has who would read it
                 self._loop.call_soon_threadsafe(self._flush)
 
     def _flush(self) -> None:
-        parts = []
-        while self._unsent:
-            parts.append(self._unsent.popleft())
-        if self._transport is not None:
-            self._transport.write(b"".join(parts))
+        if self._socket is None:
+            return
+        try:
+            while self._unsent:
+                sent = self._socket.send(self._unsent[0])
+                self._unsent[0] = self._unsent[0][sent:]
+                if not self._unsent[0]:
+                    self._unsent.popleft()
+        except BlockingIOError:
+            if not self._full:
+                self._loop.add_writer(self._socket, self._flush)
+            self._full = True
+            return
+        except OSError:  # nobody is there, which reading tells
+            self._unsent.clear()
+        if self._full:
+            self._loop.remove_writer(self._socket)
+            self._full = False
 
-    def close(self) -> None:
-        """Sends what is left, and ends."""
-        if self._transport is not None:
-            self._flush()
-            self._transport.close()
-
-    def data_received(self, data: bytes) -> None:
+    def _read(self) -> None:
+        try:
+            data = self._socket.recv(_AT_ONCE)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
         for message in self._unpacker.add(data):
             self._heard(message)
+        if not data:
+            self.close()
+            self._ended()
 
-    def connection_lost(self, _: Exception | None) -> None:
-        self._transport = None
-        self._ended()
+    def close(self) -> None:
+        """Neither sends nor hears any more."""
+        if self._socket is not None:
+            self._loop.remove_reader(self._socket)
+            self._loop.remove_writer(self._socket)
+            self._socket.close()
+            self._socket = None
 
 
 class Refused(Exception):
@@ -145,18 +171,18 @@ class Remote:
         self._work = Wire(self._heard_of_work, self._gone)
         self._control = Wire(self._heard_of_control, self._gone)
 
-    async def open(self, work: socket.socket, control: socket.socket) -> None:
-        """Connects, in the event loop that is to listen.
+    def open(self, work: socket.socket, control: socket.socket) -> None:
+        """Connects, in the event loop that runs.
 
         Args:
             work: to the thread that steps the engine.
             control: to the main thread there.
         """
-        await self._work.open(work)
-        await self._control.open(control)
+        self._work.open(work)
+        self._control.open(control)
 
     def close(self) -> None:
-        """Says what is left to say, and ends both lines."""
+        """Neither asks for anything nor hears any more."""
         self._work.close()
         self._control.close()
 

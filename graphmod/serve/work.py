@@ -40,15 +40,17 @@ class Work:
 
     Args:
         service: that it is for.
-        read: makes what is asked for; called in the thread in which texts become tokens.
+        read: makes what is asked for.
+        aside: call it in the thread in which texts become tokens: that may take a while. To go there and back takes
+            longer than to read token ids.
 
     Attributes:
         asked: what `read` made.
         prompt_tokens, tokens: how many there are so far.
     """
 
-    def __init__(self, service: Service, read: Callable[[], Asked]) -> None:
-        self._service, self._read = service, read
+    def __init__(self, service: Service, read: Callable[[], Asked], aside: bool) -> None:
+        self._service, self._read, self._aside = service, read, aside
         self._began = time.perf_counter()
         self._request: Request | None = None
         self._answers: list[Answer] = []
@@ -60,7 +62,8 @@ class Work:
         """Hands it to the engine, and waits until that has taken it. Raises ApiError."""
         service = self._service
         try:
-            asked = self.asked = await asyncio.wrap_future(service.aside(self._read))
+            asked = await asyncio.wrap_future(service.aside(self._read)) if self._aside else self._read()
+            self.asked = asked
             request = self._request = service.engine.submit(asked.prompts, asked.n, asked.sampling)
             self.prompt_tokens = sum(map(len, asked.prompts))
             for ids in asked.prompts:
