@@ -58,7 +58,9 @@ def make_app(service: Service, alive: Callable[[FastAPI], AbstractAsyncContextMa
 
     @app.get("/metrics")
     async def get_metrics() -> Response:
-        return Response(service.metrics.text(await service.engine.counters()), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(
+            service.metrics.text(await service.engine.counters()), media_type="text/plain; version=0.0.4; charset=utf-8"
+        )
 
     @app.get("/")
     async def get_page() -> Response:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+
 from graphmod.decode.batching.seeds import prompt_seed
 from graphmod.decode.config import Sampling
 from graphmod.decode.text.codec import Codec, TokenizerCodec

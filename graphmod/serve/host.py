@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from typing import Any
 
 from graphmod.decode.engine import DecodeEngine
 from graphmod.decode.results import DecodeStats
@@ -65,7 +64,7 @@ class Host:
             elif kind == "unusable":
                 raise ConfigError(given[0])
         if self._control.ended:
-            raise FrontLost("the front of the server has ended")
+            raise FrontLost("the process that answers HTTP has ended")
 
     def drain(self) -> None:
         """Has the front refuse requests from now on; those that run go on."""

@@ -1,7 +1,7 @@
 """What goes between the two processes of a server: messages, over pairs of connected sockets. Standard library only.
 
-A message is made of lists, words and numbers, and is written by `marshal`, which is the fastest there is for those. Both
-processes run the same Python, and nothing that comes from a network is read in this way.
+A message is made of lists, words and numbers, and is written by `marshal`, which is the fastest there is for those.
+Both processes run the same Python, and nothing that comes from a network is read in this way.
 """
 
 from __future__ import annotations

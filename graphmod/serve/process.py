@@ -67,25 +67,25 @@ class FrontProcess:
     @property
     def status(self) -> str:
         """How it has ended, in words."""
-        code = self._process.wait(_TO_END)
-        if code >= 0:
-            return f"with status {code}"
-        return f"by signal {-code} ({signal.Signals(-code).name})"
+        code = self._waited()
+        return f"with status {code}" if code >= 0 else f"by {signal.Signals(-code).name}"
 
     def kill(self) -> None:
         """Ends it at once; also for handlers of signals."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self._process.pid, signal.SIGKILL)
+        self._process.kill()
 
     def end(self) -> None:
         """Waits for it to end, which it does once nobody holds the other ends of its sockets."""
         self.work.close()
         self.control.close()
+        self._waited()
+
+    def _waited(self) -> int:
         try:
-            self._process.wait(_TO_END)
+            return self._process.wait(_TO_END)
         except subprocess.TimeoutExpired:
             self.kill()
-            self._process.wait()
+            return self._process.wait()
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
+from graphmod.decode.errors import DecodeError
 from graphmod.decode.text.codec import Codec, TokenizerCodec
 from graphmod.serve.admission import Admission
 from graphmod.serve.errors import ApiError
@@ -87,7 +88,8 @@ class Service:
             return ApiError(503, "the server is shutting down", code="shutting_down")
         if self.engine.error is not None:
             return ApiError(500, f"the engine has failed: {self.engine.error}", code="engine_error")
-        log.error("a request could not be served", exc_info=error)
+        if not isinstance(error, DecodeError):  # of which the engine's process has said more
+            log.error("a request could not be served", exc_info=error)
         return ApiError(500, f"the request could not be served: {error}", code="internal_error")
 
     def aside(self, act: Callable[[], T]) -> Future[T]:

@@ -252,7 +252,7 @@ def test_logits_that_are_not_numbers_fail_alone():
 
 def test_requests_are_refused_while_the_model_loads_and_while_the_server_drains():
     one = Served(chat_model(), tokenizer(), max_batch_size=2)
-    one.front.server.start()
+    one.start()
     try:
         assert one.get("/health")[0] == 503 and "loaded" in one.get("/health")[1]
         status, _, headers = one.post("/v1/completions", {"prompt": "a"})

@@ -27,6 +27,7 @@ from graphmod.train.special_tokens import set_special_tokens
 from graphmod.words import counted
 
 _TURN = 0.05  # seconds between two looks whether there is something to do
+_TO_COUNT = 10  # seconds for the front to say how many requests run
 _TO_ABORT = 10  # seconds for the engine to end what it runs
 
 
@@ -94,10 +95,8 @@ def serve(config: ServeConfig, folder: Path, address: str, front: FrontProcess) 
             while signals.number is None:
                 host.tend(_TURN)
             return _drained(host, config.serve.drain_seconds, signals.number)
-    except FrontLost:
-        raise FrontLost(
-            f"the process that answers HTTP has ended {front.status}, and so does this one; start the server again"
-        ) from None
+    except FrontLost as error:
+        raise FrontLost(f"{error} {front.status}, and so does this one; start the server again") from None
     finally:
         host.end(0 if isinstance(sys.exception(), KeyboardInterrupt) else _TO_ABORT)
 
@@ -105,8 +104,12 @@ def serve(config: ServeConfig, folder: Path, address: str, front: FrontProcess) 
 def _drained(host: Host, seconds: float, number: int) -> int:
     """Lets running requests finish, for so many seconds; returns the exit status."""
     host.drain()
-    while host.left is None:
+    until = time.monotonic() + _TO_COUNT
+    while host.left is None and time.monotonic() < until:
         host.tend(_TURN)
+    if host.left is None:  # it was stopped, or has no time
+        say_plainly("stopped; the process that answers HTTP does not say what was cut off")
+        return 128 + number
     if host.left:
         say_plainly(f"shutting down; waiting up to {seconds:g} s for {counted(host.left, 'request')}")
     until = time.monotonic() + seconds
