@@ -11,6 +11,8 @@ from pathlib import Path
 
 def main(numbers: list[str]) -> None:
     """Answers until the other process has ended."""
+    if len(numbers) != 3:
+        sys.exit("error: this is a part of graphmod serve, which starts it")
     for number in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C goes to both, and the other one sees to it
         signal.signal(number, signal.SIG_IGN)
     # Tokenizers need no PyTorch, which takes seconds and hundreds of megabytes. transformers does without what it does
@@ -23,7 +25,7 @@ def main(numbers: list[str]) -> None:
     from graphmod.serve.settings import ServeSettings
 
     work, control, listening = (socket.socket(fileno=int(number)) for number in numbers)
-    given = json.load(sys.stdin)
+    given = json.load(sys.stdin.buffer)
 
     def load() -> Codec:
         codec = codec_for(Path(given["folder"]), given["tokenizer"])

@@ -102,6 +102,14 @@ def test_who_goes_away_ends_the_request(apart, monkeypatch):
     assert apart.metric("graphmod_tokens_total") - before < 4 * 300
 
 
+def test_what_the_engine_cannot_do_now_is_an_error_of_that_request(apart, post):
+    apart.engine.suspend()
+    status, body, _ = post({"prompt": "a"})
+    assert (status, body["error"]["code"]) == (500, "internal_error") and "suspended" in body["error"]["message"]
+    apart.engine.resume()
+    assert post({"prompt": "a", "max_tokens": 2})[0] == 200 and apart.get("/health")[0] == 200
+
+
 def test_an_error_of_the_engine_reaches_all_who_wait(folder, monkeypatch):
     with Apart(folder, chat_model(), tokenizer(), max_batch_size=2) as one, ThreadPoolExecutor(4) as pool:
         fail, launch = threading.Event(), one.engine.graphs.launch

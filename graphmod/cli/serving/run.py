@@ -27,7 +27,7 @@ from graphmod.train.special_tokens import set_special_tokens
 from graphmod.words import counted
 
 _TURN = 0.05  # seconds between two looks whether there is something to do
-_TO_COUNT = 10  # seconds for the front to say how many requests run
+_TO_COUNT = 2  # seconds for the front to say how many requests run
 _TO_ABORT = 10  # seconds for the engine to end what it runs
 
 
