@@ -10,10 +10,14 @@ once by a client in a process of its own.
 
 import argparse
 import asyncio
+import contextlib
 import json
 import statistics
 import sys
+import tempfile
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -115,14 +119,41 @@ async def measure(shape: dict[str, Any], compile_mode: str, device: str) -> dict
     return {"tokens": sum(new), "rows": batch, "compile": compile_mode, "attention": engine.attention.name, **found}
 
 
+@contextlib.contextmanager
+def serving(engine: Any, max_waiting: int) -> Iterator[int]:
+    """The port at which an engine is served meanwhile, as `graphmod serve` does it."""
+    from graphmod.serve.host import Host
+    from graphmod.serve.listening import bound
+    from graphmod.serve.process import FrontProcess
+    from graphmod.serve.settings import ServeSettings
+
+    with tempfile.TemporaryDirectory() as folder:
+        engine.requests.codec.tokenizer.save_pretrained(folder)
+        listening = bound("127.0.0.1", 0)
+        port = listening.getsockname()[1]
+        with FrontProcess(ServeSettings(max_waiting=max_waiting), "model", Path(folder), None, listening) as front:
+            host, over = Host(front.work, front.control), threading.Event()
+            host.begin(engine)
+            while not host.ready:
+                host.tend(1)
+
+            def tend() -> None:
+                while not over.is_set():
+                    host.tend(0.05)
+
+            tending = threading.Thread(target=tend)
+            tending.start()
+            try:
+                yield port
+            finally:
+                over.set()
+                tending.join()
+                host.end(10)
+
+
 async def beside_http(engine: Any, shape: dict[str, Any], given: list[list[int]], new: list[int]) -> dict[str, Any]:
     """What an engine takes for requests alone, and through HTTP."""
     from graphmod.decode import Sampling
-    from graphmod.serve.app import make_app
-    from graphmod.serve.listening import bound
-    from graphmod.serve.server import HttpServer
-    from graphmod.serve.service import Service
-    from graphmod.serve.settings import ServeSettings
 
     useful = sum(new)
     sampling = [Sampling(max_new_tokens=count) for count in new]
@@ -144,17 +175,11 @@ async def beside_http(engine: Any, shape: dict[str, Any], given: list[list[int]]
         while not handle.done:
             engine.step()
 
-    service = Service(ServeSettings(port=0, max_waiting=2 * len(given)), "model")
-    listening = bound("127.0.0.1", 0)
-    port = listening.getsockname()[1]
-    server = HttpServer(make_app(service), listening)
-    server.start()
-    service.begin(engine, engine.requests.codec)
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, __file__, "--client"), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
     )
     result: dict[str, Any] = {}
-    try:
+    with serving(engine, max_waiting=2 * len(given)) as port:
         seconds = best(alone)["seconds"]
         result["engine"] = {"seconds": seconds, "tokens_per_s": useful / seconds}
         for stream in (True, False):
@@ -177,11 +202,8 @@ async def beside_http(engine: Any, shape: dict[str, Any], given: list[list[int]]
             "engine_first_token_ms": statistics.median(first),
             "http_first_token_ms": served["first_ms"],
         }
-    finally:
-        process.stdin.close()
-        await process.wait()
-        service.end(10)
-        server.stop()
+    process.stdin.close()
+    await process.wait()
     return result
 
 

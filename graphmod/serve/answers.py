@@ -103,9 +103,10 @@ class Exchange:
         require_model(service, body.model)
         service.require_ready()
         self._let_in.enter_context(service.admission.let_in(form.samples(body)))
-        self._work = Work(service, form.reader(body, service.codec, service.settings.default_max_tokens))
+        read = form.reader(body, service.codec, service.settings.default_max_tokens)
+        self._work = Work(service, read, form.has_text(body))
+        await self._work.submit()
         if body.stream:
-            await self._work.submit()
             return EventStream(self, self._events())
         whole = await _unless_gone(self._request.receive, self._whole())
         self.end("ok")
@@ -125,9 +126,7 @@ class Exchange:
             metrics.request_seconds.observe(time.perf_counter() - self._began)
 
     async def _whole(self) -> dict[str, Any]:
-        form, work = self._form, self._work
-        await work.submit()
-        asked = work.asked
+        form, work, asked = self._form, self._work, self._work.asked
         texts: list[list[str]] = [[] for _ in range(asked.samples)]
         scored: list[list[Scored]] = [[] for _ in texts]
         tokens: list[list[int]] = [[] for _ in texts]

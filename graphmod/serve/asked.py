@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
-from graphmod.decode.batching.sequence import prompt_seed
+from graphmod.decode.batching.seeds import prompt_seed
 from graphmod.decode.config import Sampling
 from graphmod.decode.text.codec import Codec, TokenizerCodec
 from graphmod.errors import ConfigError
@@ -21,7 +20,7 @@ class Asked:
     """What a request asks for.
 
     Attributes:
-        prompts: each a text or token ids.
+        prompts: token ids of each.
         field: of the request that they come from.
         n: completions of each.
         sampling: of each prompt.
@@ -31,7 +30,7 @@ class Asked:
         stream, usage: whether it is streamed, and whether a stream ends with the number of tokens.
     """
 
-    prompts: list[Any]
+    prompts: list[list[int]]
     field: str
     n: int
     sampling: list[Sampling]
@@ -91,7 +90,8 @@ def of_chat(request: ChatRequest, codec: Codec, default_tokens: int) -> Asked:
     return _asked(request, [prompt], "messages", bool(request.logprobs), most)
 
 
-def of_completion(request: CompletionRequest) -> Asked:
-    """What a request for completions asks for."""
+def of_completion(request: CompletionRequest, codec: Codec) -> Asked:
+    """What a request for completions asks for. Tokenizes."""
     most = request.max_tokens or _DEFAULT_COMPLETION_TOKENS
-    return _asked(request, request.prompt, "prompt", request.logprobs is not None, most)
+    prompts = [codec.encode(prompt) if isinstance(prompt, str) else prompt for prompt in request.prompt]
+    return _asked(request, prompts, "prompt", request.logprobs is not None, most)

@@ -69,9 +69,8 @@ def wrong_field(error: ValidationError) -> ApiError:
     return ApiError(400, f"{param}: {said}" if param else said, param)
 
 
-def refused(error: Exception, prompt_field: str) -> ApiError:
-    """What an engine does not take, with the field that it came from."""
-    said = str(error)
+def refused(said: str, prompt_field: str) -> ApiError:
+    """What an engine does not take and why, with the field that it came from."""
     word = said.replace("unknown ", "").partition(" ")[0]
     if word.isdigit():  # "9 stop tokens are more than ..."
         word = "stop"

@@ -36,6 +36,10 @@ class Form:
         """How many completions it asks for."""
         raise NotImplementedError
 
+    def has_text(self, request: Any) -> bool:
+        """Whether there is something to tokenize."""
+        return True
+
     def reader(self, request: Any, codec: Codec, default_tokens: int) -> Callable[[], Asked]:
         """Makes of a request what the engine is asked for."""
         raise NotImplementedError
@@ -100,8 +104,11 @@ class CompletionForm(Form):
     def samples(self, request: CompletionRequest) -> int:
         return len(request.prompt) * (request.n or 1)
 
+    def has_text(self, request: CompletionRequest) -> bool:
+        return any(isinstance(prompt, str) for prompt in request.prompt)
+
     def reader(self, request: CompletionRequest, codec: Codec, default_tokens: int) -> Callable[[], Asked]:
-        return lambda: of_completion(request)
+        return lambda: of_completion(request, codec)
 
     def whole(self, text: str, scored: list[Scored] | None) -> dict[str, Any]:
         return {"text": text, "logprobs": self._logprobs(scored)}

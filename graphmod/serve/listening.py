@@ -27,5 +27,11 @@ def bound(host: str, port: int) -> socket.socket:
         raise _refused(host, port, why, error.errno in _ANOTHER_PORT) from error
 
 
+def url(listening: socket.socket) -> str:
+    """Where a server on this socket is reached."""
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
 def _refused(host: str, port: int, why: str, port_is_wrong: bool) -> ConfigError:
     return ConfigError(f"serve.host={host} serve.port={port} cannot be listened on: {why}; {_WAYS_OUT[port_is_wrong]}")

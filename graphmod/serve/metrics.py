@@ -2,59 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-
-from graphmod.decode.results import DecodeStats
 
 _SHORT = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 _LONG = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
 
 
 class _Engine:
-    """The counters of an engine, as a collector."""
+    """The counters of an engine, as a collector.
 
-    def __init__(self, stats: Callable[[], DecodeStats | None]) -> None:
-        self._stats = stats
+    Attributes:
+        counters: as `Host` tells them; None while there is no engine.
+    """
+
+    counters: dict[str, float] | None = None
 
     def collect(self) -> Iterator[Metric]:
-        stats = self._stats()
-        if stats is None:
+        if (found := self.counters) is None:
             return
         tokens = CounterMetricFamily("graphmod_tokens", "Tokens, by kind", labels=["kind"])
-        tokens.add_metric(["prompt"], stats.prompt_tokens)
-        tokens.add_metric(["generated"], stats.tokens)
+        tokens.add_metric(["prompt"], found["prompt_tokens"])
+        tokens.add_metric(["generated"], found["tokens"])
         yield tokens
         for name, counter, words in (
-            ("graphmod_replays", "launches", "Decode steps that were replays of a graph"),
+            ("graphmod_replays", "replays", "Decode steps that were replays of a graph"),
             ("graphmod_eager_steps", "eager_steps", "Decode steps without a graph"),
             ("graphmod_row_steps", "row_steps", "Rows of batches times decode steps"),
             ("graphmod_padding_row_steps", "padding_row_steps", "Those of them that made no token"),
         ):
-            yield CounterMetricFamily(name, words, value=stats.total(counter))
-        for name, value, words in (
-            ("graphmod_waiting", stats.waiting, "Samples that wait for a row"),
-            ("graphmod_running", stats.running, "Samples in the batch"),
-            ("graphmod_blocks_used", stats.blocks_used, "Blocks of the key-value cache in use"),
-            ("graphmod_blocks_total", stats.blocks_total, "Blocks of the key-value cache"),
+            yield CounterMetricFamily(name, words, value=found[counter])
+        for counter, words in (
+            ("waiting", "Samples that wait for a row"),
+            ("running", "Samples in the batch"),
+            ("blocks_used", "Blocks of the key-value cache in use"),
+            ("blocks_total", "Blocks of the key-value cache"),
         ):
-            yield GaugeMetricFamily(name, words, value=value)
+            yield GaugeMetricFamily(f"graphmod_{counter}", words, value=found[counter])
         yield CounterMetricFamily(
-            "graphmod_prefix_tokens", "Tokens of prompts found in the cache", value=stats.prefix_tokens
+            "graphmod_prefix_tokens", "Tokens of prompts found in the cache", value=found["prefix_tokens"]
         )
 
 
 class Metrics:
-    """The metrics of one server, in a registry of their own.
+    """The metrics of one server, in a registry of their own."""
 
-    Args:
-        stats: the engine's counters; None while there is no engine.
-        ready: whether requests are taken.
-    """
-
-    def __init__(self, stats: Callable[[], DecodeStats | None]) -> None:
+    def __init__(self) -> None:
         self._registry = CollectorRegistry()
         self.requests = Counter(
             "graphmod_requests", "Requests, by what became of them", ["endpoint", "outcome"], registry=self._registry
@@ -77,8 +72,14 @@ class Metrics:
             buckets=_LONG,
             registry=self._registry,
         )
-        self._registry.register(_Engine(stats))
+        self._engine = _Engine()
+        self._registry.register(self._engine)
 
-    def text(self) -> bytes:
-        """All of them, in the text format of Prometheus."""
+    def text(self, counters: dict[str, float] | None) -> bytes:
+        """All of them, in the text format of Prometheus.
+
+        Args:
+            counters: of the engine; None while there is none.
+        """
+        self._engine.counters = counters
         return generate_latest(self._registry)

@@ -99,10 +99,12 @@ class _Request(_Strict):
     def _only_supported(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             raise ValueError("the body must be a JSON object")
-        for name, harmless in cls.unsupported.items():
-            # By type too: to Python, 1 is True.
-            value = given.get(name)
-            if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in harmless):
+        for name, value in given.items():
+            if name in cls.unsupported and not any(
+                # By type too: to Python, 1 is True.
+                value == one and isinstance(value, bool) == isinstance(one, bool)
+                for one in cls.unsupported[name]
+            ):
                 raise Unsupported(name)
         form = given.get("response_format")
         if isinstance(form, dict) and form.get("type", "text") != "text":

@@ -1,19 +1,15 @@
-"""The HTTP server in a thread of its own, so that the main thread may load the model and hear signals."""
+"""The HTTP server, in a thread of its own."""
 
 from __future__ import annotations
 
 import socket
-import sys
 import threading
 import time
 
 import uvicorn
 from fastapi import FastAPI
 
-# Seconds that a thread keeps the interpreter while another waits for it. The one that steps an engine lets go of it
-# with each launch, and with Python's 0.005 the GPU is idle until it has it again.
-_SWITCH = 0.0002
-_LAST_WORDS = 2  # seconds that answers may still take to be sent once the server stops
+LAST_WORDS = 2  # seconds that answers may still take to be sent once the server stops
 
 
 class HttpServer:
@@ -21,46 +17,38 @@ class HttpServer:
 
     Args:
         app: that answers.
-        listening: the socket.
+        listening: the socket, which it closes in the end.
     """
 
     def __init__(self, app: FastAPI, listening: socket.socket) -> None:
         config = uvicorn.Config(
             app,
-            lifespan="off",
+            lifespan="on",
             access_log=False,
             log_config=None,
             log_level="error",
             server_header=False,
-            timeout_graceful_shutdown=_LAST_WORDS,
+            timeout_graceful_shutdown=LAST_WORDS,
         )
         self._server, self._socket = uvicorn.Server(config), listening
         self._thread = threading.Thread(target=self._work, name="graphmod-http", daemon=True)
 
     def start(self) -> None:
         """Returns once it answers."""
-        self._switched = sys.getswitchinterval()
-        sys.setswitchinterval(min(_SWITCH, self._switched))
         self._thread.start()
         while not self._server.started and self._thread.is_alive():
             time.sleep(0.01)
 
     def stop(self) -> None:
-        """Sends what is ready to be sent, and closes all connections."""
+        """Listens no more, at once, so that another server may; what is ready to be sent is sent. Called by its own
+        thread."""
+        for listener in getattr(self._server, "servers", ()):
+            listener.close()
         self._server.should_exit = True
-        self._thread.join(2 * _LAST_WORDS + 1)
-        sys.setswitchinterval(self._switched)
+
+    def join(self, timeout: float | None = None) -> None:
+        """Waits until it has stopped."""
+        self._thread.join(timeout)
 
     def _work(self) -> None:
         self._server.run(sockets=[self._socket])
-
-    @property
-    def host(self) -> str:
-        """The address that it listens on."""
-        return self._socket.getsockname()[0]
-
-    @property
-    def url(self) -> str:
-        """Where it is reached."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{host}:{self._socket.getsockname()[1]}"

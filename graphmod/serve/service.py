@@ -8,13 +8,12 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-from graphmod.decode.engine import DecodeEngine
-from graphmod.decode.loop import EngineLoop
-from graphmod.decode.results import DecodeStats
+from graphmod.decode.errors import DecodeError
 from graphmod.decode.text.codec import Codec, TokenizerCodec
 from graphmod.serve.admission import Admission
 from graphmod.serve.errors import ApiError
 from graphmod.serve.metrics import Metrics
+from graphmod.serve.remote import Remote
 from graphmod.serve.settings import ServeSettings
 
 log = logging.getLogger("graphmod")
@@ -27,44 +26,36 @@ class Service:
     Args:
         settings: of the server.
         name: of the model.
+        engine: that is to answer.
 
     Attributes:
-        loop: steps the engine; None before `begin`.
-        codec: of the model's tokens.
+        codec: of the model's tokens; None before `begin`.
         admission: what has been let in.
         metrics: for Prometheus.
         created: when the server began, in seconds since 1970.
     """
 
-    def __init__(self, settings: ServeSettings, name: str) -> None:
-        self.settings, self.name = settings, name
+    def __init__(self, settings: ServeSettings, name: str, engine: Remote) -> None:
+        self.settings, self.name, self.engine = settings, name, engine
         self.created = int(time.time())
-        self.loop: EngineLoop | None = None
         self.codec: Codec | None = None
         self.admission = Admission(0, settings.max_waiting)
-        self.metrics = Metrics(self._stats)
+        self.metrics = Metrics()
         self._draining = False
-        # One thread: tokenizers may not be used by several at a time, and what is aborted has been submitted before.
+        # One thread, as tokenizers may not be used by several at a time.
         self._worker = ThreadPoolExecutor(1, "graphmod-serve")
 
-    def begin(self, engine: DecodeEngine, codec: Codec) -> None:
+    def begin(self, codec: Codec) -> None:
         """Takes requests from now on."""
-        codec.encode("a")  # the first use of some tokenizers changes them
-        self.admission.rows = engine.config.max_batch_size
+        self.admission.rows = self.engine.rows
         self.codec = codec
-        loop = EngineLoop(engine)
-        loop.start()
-        self.loop = loop
 
     def drain(self) -> None:
         """Takes no more requests; those that run go on."""
         self._draining = True
 
-    def end(self, timeout: float) -> None:
-        """Aborts what still runs, and stops the engine."""
-        self.drain()
-        if self.loop is not None:
-            self.loop.close(drain=False, timeout=timeout)
+    def end(self) -> None:
+        """Lets go of its thread."""
         self._worker.shutdown(wait=False, cancel_futures=True)
 
     @property
@@ -72,10 +63,10 @@ class Service:
         """Why requests are not taken; None where they are."""
         if self._draining:
             return "the server is shutting down"
-        if self.loop is None:
+        if self.engine.error is not None:
+            return f"the engine has failed: {self.engine.error}"
+        if self.codec is None:
             return "the model is being loaded"
-        if self.loop.error is not None:
-            return f"the engine has failed: {self.loop.error}"
         return None
 
     @property
@@ -85,23 +76,22 @@ class Service:
 
     def require_ready(self) -> None:
         """Raises ApiError where requests are not taken."""
-        if self.loop is not None and self.loop.error is not None and not self._draining:
-            raise self.failed(self.loop.error)
-        if (trouble := self.trouble) is not None:
-            raise ApiError(503, trouble, code="not_ready", retry_after=5)
+        if (trouble := self.trouble) is None:
+            return
+        if self.engine.error is not None and not self._draining:
+            raise ApiError(500, trouble, code="engine_error")
+        raise ApiError(503, trouble, code="not_ready", retry_after=5)
 
-    def failed(self, error: BaseException) -> ApiError:
+    def failed(self, error: Exception) -> ApiError:
         """What a request is told that an error has ended which is not its own."""
         if self._draining:
             return ApiError(503, "the server is shutting down", code="shutting_down")
-        if self.loop.error is not None:
-            return ApiError(500, f"the engine has failed: {self.loop.error}", code="engine_error")
-        log.error("a request could not be served", exc_info=error)
+        if self.engine.error is not None:
+            return ApiError(500, f"the engine has failed: {self.engine.error}", code="engine_error")
+        if not isinstance(error, DecodeError):  # of which the engine's process has said more
+            log.error("a request could not be served", exc_info=error)
         return ApiError(500, f"the request could not be served: {error}", code="internal_error")
 
     def aside(self, act: Callable[[], T]) -> Future[T]:
         """Does it in a thread of its own, after all that was to be done there before."""
         return self._worker.submit(act)
-
-    def _stats(self) -> DecodeStats | None:
-        return None if self.loop is None else self.loop.engine.stats

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import NamedTuple
 
 from graphmod.decode.batching.handle import Handle
-from graphmod.decode.errors import RequestError
 from graphmod.decode.results import Completion, Run
 from graphmod.serve.asked import Asked
 from graphmod.serve.errors import ApiError, refused
+from graphmod.serve.remote import Refused, Request
 from graphmod.serve.service import Service
 from graphmod.serve.text import Answer, Piece
-
-log = logging.getLogger("graphmod")
 
 _AHEAD = 4  # runs of other prompts that are read before they can be sent; the rest waits with its completion
 
@@ -43,61 +40,47 @@ class Work:
 
     Args:
         service: that it is for.
-        read: makes what is asked for; called in the thread in which tokenizers are used.
+        read: makes what is asked for.
+        aside: call it in the thread in which texts become tokens: that may take a while. To go there and back takes
+            longer than to read token ids.
 
     Attributes:
         asked: what `read` made.
         prompt_tokens, tokens: how many there are so far.
     """
 
-    def __init__(self, service: Service, read: Callable[[], Asked]) -> None:
-        self._service, self._read = service, read
+    def __init__(self, service: Service, read: Callable[[], Asked], aside: bool) -> None:
+        self._service, self._read, self._aside = service, read, aside
         self._began = time.perf_counter()
-        self._handles: list[Handle] = []
+        self._request: Request | None = None
         self._answers: list[Answer] = []
         self._latest: dict[int, float] = {}
-        self._closed = False
         self.asked: Asked | None = None
         self.prompt_tokens = self.tokens = 0
 
     async def submit(self) -> None:
-        """Hands it to the engine. Raises ApiError."""
-        await asyncio.wrap_future(self._service.aside(self._submit))
-
-    def _submit(self) -> None:
-        if self._closed:
-            return
-        asked = self.asked = self._read()
-        for number, (prompt, sampling) in enumerate(zip(asked.prompts, asked.sampling, strict=True)):
-            try:
-                handle = self._service.loop.submit(prompt, asked.n, sampling)
-            except RequestError as error:
-                self._abort()
-                raise refused(RequestError(_reworded(str(error), asked, number)), asked.field) from None
-            except Exception as error:
-                self._abort()
-                raise self._service.failed(error) from error
-            self._handles.append(handle)
-            self.prompt_tokens += len(handle.completions[0].prompt)
-            for done in handle.completions:
-                self._answers.append(Answer(self._service.codec, done.prompt, asked.stops, asked.score))
+        """Hands it to the engine, and waits until that has taken it. Raises ApiError."""
+        service = self._service
+        try:
+            asked = await asyncio.wrap_future(service.aside(self._read)) if self._aside else self._read()
+            self.asked = asked
+            request = self._request = service.engine.submit(asked.prompts, asked.n, asked.sampling)
+            self.prompt_tokens = sum(map(len, asked.prompts))
+            for ids in asked.prompts:
+                self._answers += [Answer(service.codec, ids, asked.stops, asked.score) for _ in range(asked.n)]
+            await asyncio.wrap_future(request.taken)
+        except ApiError:
+            raise
+        except Refused as error:
+            said = _reworded(str(error), self.asked, error.prompt)
+            raise refused(said, self.asked.field) from None
+        except Exception as error:
+            raise service.failed(error) from error
 
     def close(self) -> None:
         """Aborts what still runs of it."""
-        self._closed = True
-        whole = self.asked is not None and len(self._handles) == len(self.asked.prompts)
-        if whole and all(handle.done for handle in self._handles):
-            return  # as most do, and the thread need not be woken
-        with contextlib.suppress(RuntimeError):  # the server has ended, and all requests with it
-            self._service.aside(self._abort)
-
-    def _abort(self) -> None:
-        for handle in self._handles:
-            if not handle.done:
-                try:
-                    self._service.loop.abort(handle)
-                except Exception as error:  # the engine has failed; `/health` tells it
-                    log.debug(f"a request could not be aborted: {error}")
+        if self._request is not None:
+            self._service.engine.abort(self._request)
 
     async def parts(self) -> AsyncIterator[Part]:
         """What comes of it, as it comes. Raises ApiError where a completion fails."""
@@ -140,8 +123,9 @@ class Work:
 
     async def _runs(self) -> AsyncIterator[tuple[int, Run]]:
         """The runs of all prompts, each with the number of its prompt."""
-        if len(self._handles) == 1:
-            async for run in self._handles[0].runs():
+        handles = self._request.handles
+        if len(handles) == 1:
+            async for run in handles[0].runs():
                 yield 0, run
             return
         queue: asyncio.Queue[tuple[int, Run] | Exception | None] = asyncio.Queue(_AHEAD)
@@ -154,7 +138,7 @@ class Work:
                 await queue.put(error)
             await queue.put(None)
 
-        readers = [asyncio.create_task(pass_on(number, handle)) for number, handle in enumerate(self._handles)]
+        readers = [asyncio.create_task(pass_on(number, handle)) for number, handle in enumerate(handles)]
         try:
             left = len(readers)
             while left:

@@ -1,9 +1,10 @@
-"""A server in the process of the test, and what asks it."""
+"""A server in the process of the test, front and engine, and what asks it."""
 
 import contextlib
 import http.client
 import json
 import socket
+import threading
 import time
 from functools import lru_cache
 
@@ -14,10 +15,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from graphmod.decode import DecodeEngine
 from graphmod.decode.text import TokenizerCodec
-from graphmod.serve.app import make_app
-from graphmod.serve.listening import bound
-from graphmod.serve.server import HttpServer
-from graphmod.serve.service import Service
+from graphmod.serve.front import Front
+from graphmod.serve.host import Host
+from graphmod.serve.listening import bound, url
+from graphmod.serve.process import FrontProcess
 from graphmod.serve.settings import ServeSettings
 
 POSITIONS = 512
@@ -64,25 +65,54 @@ class Served:
 
     def __init__(self, model, words, settings=None, **engine):
         self.engine = self.engine_of(model, words, keep_prefixes=True, **engine)
-        self.service = Service(ServeSettings(**{"port": 0, "max_waiting": 400} | (settings or {})), "tiny")
-        self.app = make_app(self.service)
-        self.server = HttpServer(self.app, bound("127.0.0.1", 0))
-        self.url = self.server.url
-        self.port = int(self.url.rpartition(":")[2])
+        listening = bound("127.0.0.1", 0)
+        self.url, self.port = url(listening), listening.getsockname()[1]
+        self._tending, self._ended = threading.Thread(target=self._tend), False
+        self._make_front(ServeSettings(**{"port": 0, "max_waiting": 400} | (settings or {})), listening)
+
+    def _make_front(self, settings, listening):
+        (work, to_work), (control, to_control) = socket.socketpair(), socket.socketpair()
+        self.host = Host(work, control)
+        self.front = Front(settings, "tiny", lambda: self.engine.requests.codec, listening, to_work, to_control)
+        self.service, self.app = self.front.service, self.front.app
 
     @staticmethod
     def engine_of(model, words, **engine):
         codec = words if hasattr(words, "encode_as_is") or not hasattr(words, "added_tokens_decoder") else None
         return DecodeEngine(model, codec=codec or TokenizerCodec(words), **engine)
 
+    def start(self):
+        """From now on it answers, that the model is being loaded."""
+        self.front.server.start()
+
     def __enter__(self):
-        self.server.start()
-        self.service.begin(self.engine, self.engine.requests.codec)
+        self.start()
+        self.begin()
         return self
 
+    def begin(self):
+        self.host.begin(self.engine)
+        while not self.host.ready:
+            self.host.tend(1)
+        self._tending.start()
+
+    def _tend(self):
+        while not self._ended:
+            self.host.tend(0.02)
+
     def __exit__(self, *_):
-        self.service.end(10)
-        self.server.stop()
+        self.end()
+
+    def end(self):
+        """Ends what runs, and the server."""
+        self._ended = True
+        if self._tending.ident is not None:
+            self._tending.join()
+        self.host.end(10)
+        self._end_front()
+
+    def _end_front(self):
+        self.front.server.join(10)
 
     def client(self, key="none", **settings):
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, **{"max_retries": 0, "timeout": 60} | settings)
@@ -125,3 +155,32 @@ class Served:
     def wait_until_idle(self):
         """Returns once nothing runs, nothing waits, and all blocks are free."""
         self.wait_until(lambda: not self.service.admission.requests and not self.metric("graphmod_blocks_used"))
+
+
+class Apart(Served):
+    """Likewise with the front in a process of its own, as `graphmod serve` has it.
+
+    Args:
+        folder: with the tokenizer.
+    """
+
+    def __init__(self, folder, *given, **engine):
+        self._folder = folder
+        super().__init__(*given, **engine)
+
+    def _make_front(self, settings, listening):
+        self.process = FrontProcess(settings, "tiny", self._folder, None, listening)
+        self.host = Host(self.process.work, self.process.control)
+
+    def start(self):
+        def answers():
+            with contextlib.suppress(ConnectionError):
+                return self.get("/health")
+
+        self.wait_until(answers)
+
+    def _end_front(self):
+        self.process.end()
+
+    def wait_until_idle(self):
+        self.wait_until(lambda: not sum(self.metric(f"graphmod_{n}") for n in ("waiting", "running", "blocks_used")))

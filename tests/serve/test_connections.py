@@ -252,22 +252,22 @@ def test_logits_that_are_not_numbers_fail_alone():
 
 def test_requests_are_refused_while_the_model_loads_and_while_the_server_drains():
     one = Served(chat_model(), tokenizer(), max_batch_size=2)
-    one.server.start()
+    one.start()
     try:
         assert one.get("/health")[0] == 503 and "loaded" in one.get("/health")[1]
         status, _, headers = one.post("/v1/completions", {"prompt": "a"})
         assert status == 503 and headers["retry-after"] and one.get("/v1/models")[0] == 503
         assert one.get("/metrics")[0] == one.get("/")[0] == 200
-        one.service.begin(one.engine, one.engine.requests.codec)
+        one.begin()
         with ThreadPoolExecutor(1) as pool:
             running = pool.submit(one.post, "/v1/completions", LONG)
             one.wait_until(lambda: one.metric("graphmod_running"))
-            one.service.drain()
+            one.host.drain()
+            one.wait_until(lambda: one.host.left == 1)
             assert one.post("/v1/completions", {"prompt": "a"})[0] == 503 and one.get("/health")[0] == 503
             assert running.result()[0] == 200
     finally:
-        one.service.end(10)
-        one.server.stop()
+        one.end()
 
 
 def test_what_still_runs_when_the_time_is_over_is_told():
@@ -277,6 +277,7 @@ def test_what_still_runs_when_the_time_is_over_is_told():
         one.engine.graphs.launch = lambda *given: (time.sleep(0.05), step(*given))[1]
         running = pool.submit(one.post, "/v1/completions", LONG)
         one.wait_until(lambda: one.metric("graphmod_running"))
-        one.service.end(10)
+        one.host.drain()
+        one.end()
         status, body, _ = running.result()
         assert status == 503 and "shutting down" in body["error"]["message"]

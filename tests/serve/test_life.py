@@ -68,9 +68,19 @@ class Process(Client):
         assert found, line + self.process.communicate()[1]
         self.port = int(found[1])
 
+    def front(self) -> int:
+        """The process that answers HTTP."""
+        return int(Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text())
+
     def ended(self) -> tuple[int, str]:
         said = self.process.communicate(timeout=60)[1]
         return self.process.returncode, said
+
+
+def runs(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False
 
 
 @contextlib.contextmanager
@@ -86,12 +96,17 @@ def started(folder, *arguments):
 
 def test_after_a_kill_the_same_port_serves_again_and_sigterm_lets_what_runs_finish(saved):
     with started(saved, "serve.port=0") as killed, ThreadPoolExecutor(1) as pool:
-        port = killed.port
+        port, front = killed.port, killed.front()
         running = pool.submit(killed.ask, "/v1/completions", {**LONG, "n": 16})
         killed.wait_until_running()
         killed.process.kill()
-        with pytest.raises((ConnectionError, http.client.HTTPException)):
-            running.result()
+        status, body = running.result()
+        assert status == 500 and "its process has ended" in body["error"]["message"]
+        assert killed.ended()[1].endswith("nothing gets faster\n")  # the front said nothing
+        until = time.monotonic() + 5
+        while runs(front):
+            assert time.monotonic() < until
+            time.sleep(0.01)
     with started(saved, f"serve.port={port}", "serve.api_key=secret") as one, ThreadPoolExecutor(1) as pool:
         assert one.port == port and one.ask("/v1/completions", LONG)[0] == 401
         running = pool.submit(one.ask, "/v1/completions", {**LONG, "n": 4}, "secret")
@@ -105,6 +120,22 @@ def test_after_a_kill_the_same_port_serves_again_and_sigterm_lets_what_runs_fini
         assert status == 200 and body["usage"]["completion_tokens"] == 4 * 480
         code, said = one.ended()
         assert code == 0 and said.rstrip().endswith("stopped"), said
+
+
+def test_without_the_process_that_answers_the_other_one_ends_too(saved):
+    with started(saved, "serve.port=0") as one, ThreadPoolExecutor(1) as pool:
+        running = pool.submit(one.ask, "/v1/completions", LONG)
+        one.wait_until_running()
+        os.kill(one.front(), signal.SIGINT)  # as Ctrl-C in a terminal, which is for the other one
+        os.kill(one.front(), signal.SIGTERM)
+        assert one.ask("/health")[0] == 200
+        os.kill(one.front(), signal.SIGKILL)
+        with pytest.raises((ConnectionError, http.client.HTTPException)):
+            running.result()
+        code, said = one.ended()
+        assert code == 1 and said.endswith(
+            "error: the process that answers HTTP has ended by SIGKILL, and so does this one; start the server again\n"
+        )
 
 
 @pytest.fixture

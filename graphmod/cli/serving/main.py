@@ -11,7 +11,8 @@ from graphmod.cli.settings import Asked, Program
 from graphmod.cli.start import loading
 from graphmod.decode.text.codec import tokenizer_folder
 from graphmod.errors import ConfigError
-from graphmod.serve.listening import bound
+from graphmod.serve.listening import bound, url
+from graphmod.serve.process import FrontProcess
 
 SERVE = Program(
     name="serve",
@@ -47,9 +48,12 @@ def _serve(asked: Asked) -> int:
     tokenizer_folder(folder, config.tokenizer)
     _require_extra()
     with closing(bound(config.serve.host, config.serve.port)) as listening:  # before PyTorch is loaded
+        address = url(listening)
+        front = FrontProcess(config.serve, config.name, folder, config.tokenizer, listening)
+    with front:
         with loading():
             from graphmod.cli.serving.run import serve
-        return serve(config, folder, listening)
+        return serve(config, folder, address, front)
 
 
 def main(arguments: list[str]) -> int:

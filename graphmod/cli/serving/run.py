@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import signal
-import socket
 import sys
 import time
+from collections.abc import Callable
 from ipaddress import ip_address
 from pathlib import Path
 from types import FrameType
+from urllib.parse import urlsplit
 
 from graphmod.cli.generation.loading import load_model
 from graphmod.cli.generation.provenance import trained
@@ -18,32 +19,37 @@ from graphmod.config import CompileMode
 from graphmod.decode.engine import DecodeEngine
 from graphmod.decode.step.sampling import FILTERED, GREEDY, PLAIN
 from graphmod.decode.text.codec import TokenizerCodec, codec_for
-from graphmod.serve.app import make_app
-from graphmod.serve.server import HttpServer
-from graphmod.serve.service import Service
+from graphmod.serve.host import FrontLost, Host
+from graphmod.serve.process import FrontProcess
 from graphmod.trace.garbage import frozen_heap
 from graphmod.train.lora import is_adapter
 from graphmod.train.special_tokens import set_special_tokens
 from graphmod.words import counted
 
 _TURN = 0.05  # seconds between two looks whether there is something to do
+_TO_COUNT = 2  # seconds for the front to say how many requests run
 _TO_ABORT = 10  # seconds for the engine to end what it runs
 
 
 class _Signals:
     """SIGTERM and Ctrl-C: the first is noted, the second ends the process at once.
 
+    Args:
+        last: called before that.
+
     Attributes:
         number: of the first; None before it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, last: Callable[[], None]) -> None:
         self.number: int | None = None
+        self._last = last
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._came)
 
     def _came(self, number: int, _: FrameType | None) -> None:
         if self.number is not None:
+            self._last()
             end_at_once(128 + number)
         self.number = number
 
@@ -64,39 +70,52 @@ def _engine(config: ServeConfig, folder: Path) -> DecodeEngine:
     return engine
 
 
-def serve(config: ServeConfig, folder: Path, listening: socket.socket) -> int:
-    """Serves the model in `folder` on a socket; returns the exit status. Raises GraphmodError."""
-    service = Service(config.serve, config.name)
-    server = HttpServer(make_app(service), listening)
-    url = server.url
-    server.start()
+def serve(config: ServeConfig, folder: Path, address: str, front: FrontProcess) -> int:
+    """Serves the model in `folder` at an address; returns the exit status.
+
+    Args:
+        front: that answers there.
+
+    Raises:
+        GraphmodError: the model cannot be used, or the front has ended.
+    """
+    host = Host(front.work, front.control)
     try:
-        say_plainly(f"loading; {url}/health shows when it is ready")
-        if config.serve.api_key is None and not ip_address(server.host).is_loopback:
+        say_plainly(f"loading; {address}/health shows when it is ready")
+        if config.serve.api_key is None and not ip_address(urlsplit(address).hostname).is_loopback:
             say_plainly("note: anyone who reaches this address can use it; set serve.api_key=KEY to require a key")
         engine = _engine(config, folder)
-        signals = _Signals()
+        signals = _Signals(front.kill)
         with frozen_heap():
-            service.begin(engine, engine.requests.codec)
-            show(f"serving {config.name} at {url}")
+            host.begin(engine)
+            while not host.ready and signals.number is None:
+                host.tend(_TURN)
+            if host.ready:
+                show(f"serving {config.name} at {address}")
             while signals.number is None:
-                time.sleep(_TURN)
-            return _drained(service, signals.number)
+                host.tend(_TURN)
+            return _drained(host, config.serve.drain_seconds, signals.number)
+    except FrontLost as error:
+        raise FrontLost(f"{error} {front.status}, and so does this one; start the server again") from None
     finally:
-        service.end(0 if isinstance(sys.exception(), KeyboardInterrupt) else _TO_ABORT)
-        server.stop()
+        host.end(0 if isinstance(sys.exception(), KeyboardInterrupt) else _TO_ABORT)
 
 
-def _drained(service: Service, number: int) -> int:
-    """Lets running requests finish, for as long as the settings say; returns the exit status."""
-    service.drain()
-    admission, seconds = service.admission, service.settings.drain_seconds
-    if admission.requests:
-        say_plainly(f"shutting down; waiting up to {seconds:g} s for {counted(admission.requests, 'request')}")
+def _drained(host: Host, seconds: float, number: int) -> int:
+    """Lets running requests finish, for so many seconds; returns the exit status."""
+    host.drain()
+    until = time.monotonic() + _TO_COUNT
+    while host.left is None and time.monotonic() < until:
+        host.tend(_TURN)
+    if host.left is None:  # it was stopped, or has no time
+        say_plainly("stopped; the process that answers HTTP does not say what was cut off")
+        return 128 + number
+    if host.left:
+        say_plainly(f"shutting down; waiting up to {seconds:g} s for {counted(host.left, 'request')}")
     until = time.monotonic() + seconds
-    while admission.requests and time.monotonic() < until:
-        time.sleep(_TURN)
-    if not (left := admission.requests):
+    while host.left and time.monotonic() < until:
+        host.tend(_TURN)
+    if not (left := host.left):
         say_plainly("stopped")
         return 0
     say_plainly(f"stopped; {counted(left, 'request')} cut off")

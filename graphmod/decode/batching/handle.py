@@ -6,10 +6,17 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable
+from typing import Any, Protocol
 
-from graphmod.decode.batching.sequence import Sequence
 from graphmod.decode.errors import DecodeError
 from graphmod.decode.results import Completion, Run
+
+
+class Sample(Protocol):
+    """What a request consists of: a `batching.sequence.Sequence`, or what stands for one that another process has."""
+
+    completion: Completion
+    handle: Any
 
 
 class Handle:
@@ -23,7 +30,7 @@ class Handle:
         error: of the engine, which ended the request before it had finished; None if there was none.
     """
 
-    def __init__(self, sequences: list[Sequence], on_run: Callable[[Run], None] | None = None) -> None:
+    def __init__(self, sequences: list[Sample], on_run: Callable[[Run], None] | None = None) -> None:
         self.sequences = sequences
         self.completions: list[Completion] = [sequence.completion for sequence in sequences]
         self.error: BaseException | None = None

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from graphmod.decode.batching.sequence import Sequence, prompt_seed
+from graphmod.decode.batching.seeds import prompt_seed
+from graphmod.decode.batching.sequence import Sequence
 from graphmod.decode.config import Sampling
 from graphmod.decode.errors import RequestError
 from graphmod.decode.results import Completion

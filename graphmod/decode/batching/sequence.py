@@ -1,28 +1,16 @@
-"""One sample on its way, and the seeds of samples and prompts."""
+"""One sample on its way."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
+from graphmod.decode.batching.seeds import sample_seed
 from graphmod.decode.config import Sampling
 from graphmod.decode.results import Completion
 from graphmod.decode.step.sampling import FILTERED, GREEDY, PLAIN
 from graphmod.decode.step.state import RowValues
 from graphmod.decode.text.stops import StopTexts
-
-_SAMPLE_STRIDE = 0x9E3779B97F4A7C15  # so that sample 1 of seed 0 is not sample 0 of seed 1
-_PROMPT_STRIDE = 0xBF58476D1CE4E5B9  # another one, so that sample 0 of prompt 1 is not sample 1 of prompt 0
-
-
-def _int64(value: int) -> int:
-    return (value + 2**63) % 2**64 - 2**63
-
-
-def prompt_seed(seed: int, number: int) -> int:
-    """The seed of prompt `number` of a call that was given one for all. The first prompt's is the seed itself, so that
-    a prompt alone draws what it draws with a seed of its own."""
-    return _int64(seed + number * _PROMPT_STRIDE)
 
 
 @dataclass(eq=False)
@@ -62,7 +50,7 @@ class Sequence:
 
     @property
     def seed(self) -> int:
-        return _int64((self.sampling.seed or 0) + self.completion.sample * _SAMPLE_STRIDE)
+        return sample_seed(self.sampling.seed or 0, self.completion.sample)
 
     @property
     def steps_left(self) -> int:

@@ -1,0 +1,82 @@
+"""What the process of the engine does for its front: it says when requests may come, counts, and ends them."""
+
+from __future__ import annotations
+
+import socket
+
+from graphmod.decode.engine import DecodeEngine
+from graphmod.decode.results import DecodeStats
+from graphmod.errors import ConfigError, GraphmodError
+from graphmod.serve.desk import Desk
+from graphmod.serve.link import Line
+
+
+class FrontLost(GraphmodError):
+    """The front has ended by itself, or was killed."""
+
+
+def _counters(stats: DecodeStats) -> dict[str, float]:
+    """What metrics are made of."""
+    summed = {"replays": "launches"} | {name: name for name in ("eager_steps", "row_steps", "padding_row_steps")}
+    found = {name: stats.total(counter) for name, counter in summed.items()}
+    own = ("prompt_tokens", "prefix_tokens", "tokens", "waiting", "running", "blocks_used", "blocks_total")
+    return found | {name: getattr(stats, name) for name in own}
+
+
+class Host:
+    """The engine's side of a server. One thread calls it.
+
+    Args:
+        work, control: to the front.
+
+    Attributes:
+        ready: whether the front lets requests in.
+        left: requests that have not ended; None before the front has told it, which it does from `drain` on.
+    """
+
+    def __init__(self, work: socket.socket, control: socket.socket) -> None:
+        self._work, self._control = Line(work), Line(control)
+        self._engine: DecodeEngine | None = None
+        self._desk: Desk | None = None
+        self.ready = False
+        self.left: int | None = None
+
+    def begin(self, engine: DecodeEngine) -> None:
+        """Steps this engine for the front from now on."""
+        self._engine, self._desk = engine, Desk(engine, self._work)
+        self._desk.start()
+        self._control.send(("begin", engine.config.max_batch_size, engine.max_seq_len))
+
+    def tend(self, seconds: float) -> None:
+        """Does what the front asks for, and waits so long for it.
+
+        Raises:
+            ConfigError: the tokenizer cannot be read.
+            FrontLost: the front is gone.
+        """
+        for kind, *given in self._control.receive(seconds):
+            if kind == "counters":
+                self._control.send(("counters", _counters(self._engine.stats)))
+            elif kind == "ready":
+                self.ready = True
+            elif kind == "left":
+                (self.left,) = given
+            elif kind == "unusable":
+                raise ConfigError(given[0])
+        if self._control.ended:
+            raise FrontLost("the process that answers HTTP has ended")
+
+    def drain(self) -> None:
+        """Has the front refuse requests from now on; those that run go on."""
+        self._control.send(("drain",))
+
+    def end(self, timeout: float) -> None:
+        """Ends what runs, and the front.
+
+        Args:
+            timeout: seconds for the engine to end it, and to tell who waits.
+        """
+        if self._desk is not None:
+            self._desk.close(timeout)
+        self._work.close()
+        self._control.close()
