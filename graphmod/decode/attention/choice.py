@@ -93,10 +93,10 @@ IMPLEMENTATIONS = {
 OWN = Implementation(None, None, False, lambda _: None)
 """The model's own attention, over keys and values that are gathered for it: what any model can use."""
 # What `auto` tries, in this order: a rule and no measurement, so that one model decodes with the same last bits in
-# every run. Without compilation it leaves out flex attention, which takes seconds to compile for each batch size.
-# `benchmarks/attention.py` measured them: SDPA takes three to five times as long as FlashInfer, flex about 0.9 times.
+# every run. Flex attention takes seconds to compile for each batch size, and a step longer: compiled steps of 1, 32 and
+# 128 rows took 0.94, 1.69 and 4.09 ms with it, 0.87, 1.66 and 3.89 with this package's own kernel, side by side.
 AUTO = (AttentionName.flashinfer, AttentionName.triton, AttentionName.sdpa)
-AUTO_COMPILED = (AttentionName.flex, AttentionName.triton, AttentionName.sdpa)
+AUTO_COMPILED = (AttentionName.triton, AttentionName.flex, AttentionName.sdpa)
 
 
 class Choice(NamedTuple):

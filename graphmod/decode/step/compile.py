@@ -63,6 +63,9 @@ def by_inductor(graph: GraphModule, inputs: list[Any], tuned: bool) -> Callable[
     if torch.cuda.is_available() and _can_launch_early():
         patches["triton.enable_pdl"] = True
         waiting = every_kernel_waits()
+        # No function of this name is called: it tells apart what inductor keeps on disk.
+        marked = torch._inductor.config.unsafe_marked_cacheable_functions
+        patches["unsafe_marked_cacheable_functions"] = {**marked, "graphmod.every_kernel_waits": "1"}
     if tuned:
         decompositions, product = dict(select_decomp_table()), torch.ops.aten.mm.default
         decompositions[product] = functools.partial(_product, decompositions[product])
