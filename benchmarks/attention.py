@@ -1,5 +1,4 @@
-"""What each attention of decode steps takes on this GPU: microseconds a layer, in a CUDA graph, in bf16; as it is, and
-with the code around its kernel compiled, as compiled decode steps have it.
+"""What each attention of decode steps takes on this GPU: microseconds a layer, in a CUDA graph, in bf16.
 
     python benchmarks/attention.py --out benchmarks/results/attention.json
     python benchmarks/attention.py --shapes b1_544_of_2048
@@ -31,8 +30,7 @@ SHAPES = {
 
 
 def measure(shape: dict[str, int]) -> dict[str, Any]:
-    """For each attention `us`, `compiled_us` and `gb_s` of the lesser, or `unavailable` or `failed`: why there is no
-    time."""
+    """For each attention `us` and `gb_s`, or `unavailable` or `failed`: why there is no time."""
     import torch
 
     from graphmod.decode.attention.choice import IMPLEMENTATIONS
@@ -53,16 +51,13 @@ def measure(shape: dict[str, int]) -> dict[str, Any]:
             found[name.value] = {"unavailable": reason}
             continue
         try:
-            plain, compiled = (
-                time_graph(*layers_of(one, memory, rows, context, longest, compiled)) for compiled in (False, True)
-            )
+            us = time_graph(*layers_of(one, memory, rows, context, longest))
         except RuntimeError as error:
             found[name.value] = {"failed": f"{type(error).__name__}: {error}"[:300]}
         else:
             found[name.value] = {
-                "us": round(plain, 2),
-                "compiled_us": round(compiled, 2),
-                "gb_s": round(read / min(plain, compiled) / 1e3),
+                "us": round(us, 2),
+                "gb_s": round(read / us / 1e3),
                 "block_size": BLOCK,
             }
         del memory
@@ -89,7 +84,7 @@ def main() -> int:
         for which, found in times.items():
             said = f"{found}"
             if "us" in found:
-                said = f"{found['us']:9.1f} us, compiled {found['compiled_us']:9.1f}  {found['gb_s']:5d} GB/s"
+                said = f"{found['us']:9.1f} us  {found['gb_s']:5d} GB/s"
             print(f"{name:16} {which:11} {said}", flush=True)
     if options.out:
         try:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
-from graphmod.config import CompileMode
 from graphmod.decode.attention.choice import choose
 from graphmod.decode.attention.implementation import Implementation
 from graphmod.decode.batching.batch import ContinuousBatch
@@ -118,9 +117,7 @@ def build(model: PreTrainedModel, config: EngineConfig, codec: Codec | None) -> 
     table = -(-max_seq_len // size)
     blocks = rows * table if config.cache_tokens is None else config.cache_tokens // size
     memory = PagedCache(anatomy.layers, blocks, size, rows, model.dtype, model.device, _offload(config, model))
-    # Flex attention makes its first step wait until it is compiled, which is not what "in the background" asks for.
-    compiled = config.compile is not CompileMode.none and not config.compile_in_background
-    attention, attention_us = choose(config.attention, memory, compiled, max_seq_len, anatomy.own_reason)
+    attention, attention_us = choose(config.attention, memory, max_seq_len, anatomy.own_reason)
     # Results of two chunks of steps wait to be read at most, and first tokens.
     state = BatchState(rows, table, 2 * config.steps_per_sync + 1, model.device)
     scheduler = Scheduler(BlockAllocator(blocks, size, memory.first_block), rows)

@@ -93,10 +93,9 @@ IMPLEMENTATIONS = {
 OWN = Implementation(None, None, False, lambda _: None)
 """The model's own attention, over keys and values that are gathered for it: what any model can use."""
 # What `auto` tries, in this order: a rule and no measurement, so that one model decodes with the same last bits in
-# every run. Flex attention takes seconds to compile for each batch size, and a step longer: compiled steps of 1, 32 and
-# 128 rows took 0.94, 1.69 and 4.09 ms with it, 0.87, 1.66 and 3.89 with this package's own kernel, side by side.
-AUTO = (AttentionName.flashinfer, AttentionName.triton, AttentionName.sdpa)
-AUTO_COMPILED = (AttentionName.triton, AttentionName.flex, AttentionName.sdpa)
+# every run. Not flex attention, which takes seconds to compile for each batch size, and longer in a step: compiled
+# steps of 1, 32 and 128 rows took 0.94, 1.69 and 4.09 ms with it, and 0.87, 1.66 and 3.89 with `triton`, on an H200.
+AUTO = (AttentionName.triton, AttentionName.flashinfer, AttentionName.sdpa)
 
 
 class Choice(NamedTuple):
@@ -111,12 +110,11 @@ class Choice(NamedTuple):
     measured_us: dict[str, float]
 
 
-def choose(name: AttentionName, memory: PagedCache, compiled: bool, max_seq_len: int, own_reason: str = "") -> Choice:
+def choose(name: AttentionName, memory: PagedCache, max_seq_len: int, own_reason: str = "") -> Choice:
     """The implementation a setting stands for; prepared, and registered with transformers.
 
     Args:
         own_reason: why the model can only use its own attention; "" if it need not.
-        compiled: whether decode steps are compiled.
         max_seq_len: the most tokens of a sequence.
 
     Raises:
@@ -130,7 +128,7 @@ def choose(name: AttentionName, memory: PagedCache, compiled: bool, max_seq_len:
             log.info("decode attention: the model's own, because %s", own_reason)
         return Choice(OWN, measured)
     if name is AttentionName.auto:
-        found = _first(AUTO_COMPILED if compiled else AUTO, memory)
+        found = _first(AUTO, memory)
     elif name is AttentionName.fastest:
         usable = {one.value: IMPLEMENTATIONS[one] for one in IMPLEMENTATIONS if _reason(one, memory) is None}
         measured = measure(usable, memory, max_seq_len) if len(usable) > 1 else {}

@@ -38,9 +38,9 @@ def usable(monkeypatch):
     return set_usable
 
 
-def chosen(name, compiled=False):
+def chosen(name):
     memory, *_ = filled(16, torch.device("cpu"))
-    return choose(AttentionName(name), memory, compiled, 128)
+    return choose(AttentionName(name), memory, 128)
 
 
 def test_with_one_candidate_nothing_is_measured(monkeypatch):
@@ -80,7 +80,7 @@ def test_the_smallest_time_wins(usable, monkeypatch, winner):
         return {name: 1.0 if name == winner else 2.0 for name in candidates}
 
     monkeypatch.setattr(attention, "measure", measure)
-    found, times = chosen("fastest", compiled=True)
+    found, times = chosen("fastest")
     assert found is IMPLEMENTATIONS[AttentionName(winner)] and times[winner] == 1.0
     assert asked == [(["flashinfer", "flex", "sdpa"], 128)]
 
@@ -131,12 +131,12 @@ def test_what_cannot_be_prepared_is_no_candidate(usable, monkeypatch):
 
 
 def test_auto_measures_nothing_and_goes_by_its_order(usable, monkeypatch):
-    usable("flex", "flashinfer")
     monkeypatch.setattr(attention, "measure", lambda *_: pytest.fail("measured"))
-    for compiled, order in ((False, attention.AUTO), (True, attention.AUTO_COMPILED)):
-        assert chosen("auto", compiled) == (IMPLEMENTATIONS[order[0]], {})
-    usable()
-    assert chosen("auto", True).implementation is IMPLEMENTATIONS[AttentionName.sdpa]
+    for names in (["flex", "triton", "flashinfer"], ["flex", "flashinfer"]):
+        usable(*names)
+        assert chosen("auto") == (IMPLEMENTATIONS[AttentionName(names[1])], {})
+    usable("flex")
+    assert chosen("auto").implementation is IMPLEMENTATIONS[AttentionName.sdpa]
 
 
 @pytest.mark.parametrize("context", [0, 40, 128])

@@ -214,8 +214,13 @@ def test_compiled_code_that_fails_in_a_step_ends_its_requests_and_is_not_used_ag
     model = tiny_model("llama", torch.device("cpu"))
 
     def compile(graph, inputs, tuned):
+        runs = []
+
         def run(*given):
-            raise RuntimeError("illegal instruction")
+            runs.append(None)
+            if len(runs) > 1:  # the first is on other memory
+                raise RuntimeError("illegal instruction")
+            return graph.forward(*given)
 
         return run
 
@@ -223,6 +228,20 @@ def test_compiled_code_that_fails_in_a_step_ends_its_requests_and_is_not_used_ag
     with pytest.raises(Exception, match="illegal instruction"):
         tokens_of(engine, PROMPTS, max_new_tokens=40)
     assert tokens_of(engine, PROMPTS, max_new_tokens=40) == expected_of(model)
+
+
+def test_compiled_code_that_fails_on_other_memory_is_not_used(caplog):
+    model = tiny_model("llama", torch.device("cpu"))
+
+    def compile(graph, inputs, tuned):
+        def run(*given):
+            raise RuntimeError("illegal instruction")
+
+        return run
+
+    engine = engine_with(model, compile, buckets=[4])
+    assert tokens_of(engine, PROMPTS, max_new_tokens=40) == expected_of(model)
+    assert "stays uncompiled: RuntimeError: illegal instruction" in caplog.text
 
 
 @pytest.mark.parametrize("keep", ["none", "graphs"])
