@@ -5,6 +5,7 @@ What a step finds goes to the front in one message, because the GPU waits for wh
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import threading
@@ -56,7 +57,8 @@ class Desk:
         """
         self._line.hear_no_more()
         if self._thread.ident is not None:
-            self._engine.abort_all()  # by the next step, where one is under way
+            with contextlib.suppress(Exception):  # of an engine that has failed, which its thread tells
+                self._engine.abort_all()  # by the next step, where one is under way
             self._thread.join(timeout)
         self._line.close()
         if self._thread.ident is not None:

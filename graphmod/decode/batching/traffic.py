@@ -250,10 +250,15 @@ class Traffic:
             raise
 
     def _give_up(self, error: BaseException) -> None:
-        """Ends all requests but those that have only arrived."""
+        """Ends all requests but those that have only arrived; these too, where the engine cannot go on."""
         try:
             self._batch.give_up()
-        finally:  # a GPU that has failed fails there again
+        except Exception as broken:  # a GPU that has failed fails there again, and nobody would be let in any more
+            while self._arrived:
+                self._arrived[0].fail(broken)  # it is in one of the two lists at any time
+                self._arrived.popleft()
+            raise
+        finally:
             for handle in [*self._handles]:
                 handle.fail(error)
                 self._handles.remove(handle)

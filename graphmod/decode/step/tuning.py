@@ -65,9 +65,10 @@ def _sets(args: tuple, read_only: list[bool]) -> list[list[Any]]:
     ]
     nbytes = sum(one.nbytes for one, other in zip(args, large, strict=True) if other)
     count = min(_LAUNCHES, _MOST // nbytes) if nbytes else 1
+    if count < 2:  # one alone is larger than the cache
+        return [list(args)]
     return [
-        [torch.zeros_like(one) if other else one for one, other in zip(args, large, strict=True)]
-        for _ in range(max(1, count))
+        [torch.zeros_like(one) if other else one for one, other in zip(args, large, strict=True)] for _ in range(count)
     ]
 
 

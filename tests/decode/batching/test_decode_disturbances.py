@@ -181,6 +181,10 @@ def test_an_error_that_comes_again_in_tidying_up_reaches_those_who_wait(device, 
         patch.setattr(engine.state, "restart", broken)
         with pytest.raises(RuntimeError, match="injected"):
             engine.step()
+        late = engine.submit([8], max_new_tokens=9)
+        with pytest.raises(RuntimeError, match="injected"):
+            engine.step()
+        assert "injected" in str(late.error) and not engine.unfinished, "nobody waits for what cannot go on"
     assert all(handle.done and "injected" in str(handle.error) for handle in handles) and not engine.unfinished
     assert engine.generate([[7]], max_new_tokens=9)[0].tokens == reference(model, [7], 9)
     assert engine.stats.blocks_used == 0
