@@ -14,7 +14,8 @@ import sys
 import types
 import weakref
 from collections import deque
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -82,19 +83,35 @@ class Cached:
         return [one for one in held if type(one).__name__ != "_lru_list_elem"]
 
 
-_plain: dict[int, tuple[type, bool]] = {}  # by identity: a class may have a hash of its own
 _MOST_KINDS = 10_000
+T = TypeVar("T")
+
+
+def _for_each_class(find: Callable[[type], T]) -> Callable[[type], T]:
+    """Remembers what is found for classes, by identity: a class may have a hash of its own."""
+    found: dict[int, tuple[type, T]] = {}
+
+    @functools.wraps(find)
+    def remembered(kind: type) -> T:
+        known = found.get(identity(kind))
+        if known is None:
+            if len(found) > _MOST_KINDS:  # classes that a program makes as it runs
+                found.clear()
+            known = found[identity(kind)] = kind, find(kind)
+        return known[1]
+
+    return remembered
 
 
 def is_plain(value: Any) -> bool:
     """Whether a value counts by what it is."""
-    kind = type(value)
-    known = _plain.get(identity(kind))
-    if known is None:
-        if len(_plain) > _MOST_KINDS:  # classes that a program makes as it runs
-            _plain.clear()
-        known = _plain[identity(kind)] = kind, issubclass(kind, PLAIN) or _is_numpy(value, "generic")
-    return known[1]
+    return _counts_by_value(type(value))
+
+
+@_for_each_class
+def _counts_by_value(kind: type) -> bool:
+    numpy = sys.modules.get("numpy")
+    return issubclass(kind, PLAIN) or (numpy is not None and issubclass(kind, numpy.generic))
 
 
 def _is_numpy(value: Any, kind: str) -> bool:
@@ -109,20 +126,12 @@ def is_iterator(value: Any) -> bool:
     return not isinstance(value, type)
 
 
-_random: dict[int, tuple[type, bool]] = {}  # likewise
-
-
 def is_random(value: Any) -> bool:
     """Whether a value draws random numbers on the host."""
-    kind = type(value)
-    known = _random.get(identity(kind))
-    if known is None:
-        if len(_random) > _MOST_KINDS:
-            _random.clear()
-        known = _random[identity(kind)] = kind, _draws(kind)
-    return known[1]
+    return _draws(type(value))
 
 
+@_for_each_class
 def _draws(kind: type) -> bool:
     of_numpy = [base.__name__ for base in kind.__mro__ if str(base.__module__).startswith("numpy.random")]
     return issubclass(kind, random.Random) or not {"RandomState", "Generator"}.isdisjoint(of_numpy)
@@ -168,7 +177,6 @@ def content(value: Any) -> tuple | None:
     return None
 
 
-_sorts: dict[int, tuple[type, int]] = {}  # likewise
 _NAMED = (Tensor, str, torch.nn.Module, type, types.ModuleType)
 _LEADING = (
     *(types.FunctionType, types.MethodType, types.BuiltinMethodType, types.MethodDescriptorType),
@@ -179,17 +187,9 @@ INERT, OBJECT, OTHER = range(3)
 attributes are is told where these are read."""
 
 
+@_for_each_class
 def sort_of(kind: type) -> int:
     """The sort of the values of a class."""
-    known = _sorts.get(identity(kind))
-    if known is None:
-        if len(_sorts) > _MOST_KINDS:
-            _sorts.clear()
-        known = _sorts[identity(kind)] = kind, _sort(kind)
-    return known[1]
-
-
-def _sort(kind: type) -> int:
     if _draws(kind):
         return OTHER
     if issubclass(kind, (*PLAIN, *_NAMED)):

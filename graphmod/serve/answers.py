@@ -105,8 +105,9 @@ class Exchange:
         self._let_in.enter_context(service.admission.let_in(form.samples(body)))
         read = form.reader(body, service.codec, service.settings.default_max_tokens)
         self._work = Work(service, read, form.has_text(body))
-        await self._work.submit()
+        await self._work.submit()  # at once, and not by a task, which would come after the reading of other requests
         if body.stream:
+            await _unless_gone(self._request.receive, self._work.taken())
             return EventStream(self, self._events())
         whole = await _unless_gone(self._request.receive, self._whole())
         self.end("ok")
@@ -127,6 +128,7 @@ class Exchange:
 
     async def _whole(self) -> dict[str, Any]:
         form, work, asked = self._form, self._work, self._work.asked
+        await work.taken()
         texts: list[list[str]] = [[] for _ in range(asked.samples)]
         scored: list[list[Scored]] = [[] for _ in texts]
         tokens: list[list[int]] = [[] for _ in texts]

@@ -7,7 +7,7 @@ import socket
 from graphmod.decode.engine import DecodeEngine
 from graphmod.decode.results import DecodeStats
 from graphmod.errors import ConfigError, GraphmodError
-from graphmod.serve.desk import Desk
+from graphmod.serve.engine_thread import EngineThread
 from graphmod.serve.link import Line
 
 
@@ -37,14 +37,14 @@ class Host:
     def __init__(self, work: socket.socket, control: socket.socket) -> None:
         self._work, self._control = Line(work), Line(control)
         self._engine: DecodeEngine | None = None
-        self._desk: Desk | None = None
+        self._thread: EngineThread | None = None
         self.ready = False
         self.left: int | None = None
 
     def begin(self, engine: DecodeEngine) -> None:
         """Steps this engine for the front from now on."""
-        self._engine, self._desk = engine, Desk(engine, self._work)
-        self._desk.start()
+        self._engine, self._thread = engine, EngineThread(engine, self._work)
+        self._thread.start()
         self._control.send(("begin", engine.config.max_batch_size, engine.max_seq_len))
 
     def tend(self, seconds: float) -> None:
@@ -76,7 +76,7 @@ class Host:
         Args:
             timeout: seconds for the engine to end it, and to tell who waits.
         """
-        if self._desk is not None:
-            self._desk.close(timeout)
+        if self._thread is not None:
+            self._thread.close(timeout)
         self._work.close()
         self._control.close()

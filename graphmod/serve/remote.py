@@ -250,9 +250,6 @@ class Remote:
     def _on_refused(self, number: int, prompt: int, said: str) -> None:
         self._end(number, Refused(prompt, said))
 
-    def _on_unserved(self, number: int, said: str) -> None:
-        self._end(number, DecodeError(said))
-
     def _on_lost(self, number: int, said: str) -> None:
         self._end(number, DecodeError(said))
 

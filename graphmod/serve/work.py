@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import NamedTuple
 
 from graphmod.decode.batching.handle import Handle
@@ -59,23 +59,33 @@ class Work:
         self.prompt_tokens = self.tokens = 0
 
     async def submit(self) -> None:
-        """Hands it to the engine, and waits until that has taken it. Raises ApiError."""
+        """Asks the engine for it. Raises ApiError."""
         service = self._service
-        try:
+        with self._api_errors():
             asked = await asyncio.wrap_future(service.aside(self._read)) if self._aside else self._read()
             self.asked = asked
-            request = self._request = service.engine.submit(asked.prompts, asked.n, asked.sampling)
+            self._request = service.engine.submit(asked.prompts, asked.n, asked.sampling)
             self.prompt_tokens = sum(map(len, asked.prompts))
             for ids in asked.prompts:
                 self._answers += [Answer(service.codec, ids, asked.stops, asked.score) for _ in range(asked.n)]
-            await asyncio.wrap_future(request.taken)
+
+    async def taken(self) -> None:
+        """Returns once the engine has taken it, which it does between two steps. Raises ApiError."""
+        with self._api_errors():
+            await asyncio.wrap_future(self._request.taken)
+
+    @contextlib.contextmanager
+    def _api_errors(self) -> Iterator[None]:
+        """Errors within it are what a client is told."""
+        try:
+            yield
         except ApiError:
             raise
         except Refused as error:
             said = _reworded(str(error), self.asked, error.prompt)
             raise refused(said, self.asked.field) from None
         except Exception as error:
-            raise service.failed(error) from error
+            raise self._service.failed(error) from error
 
     def close(self) -> None:
         """Aborts what still runs of it."""
@@ -84,14 +94,10 @@ class Work:
 
     async def parts(self) -> AsyncIterator[Part]:
         """What comes of it, as it comes. Raises ApiError where a completion fails."""
-        try:
+        with self._api_errors():
             async with contextlib.aclosing(self._runs()) as runs:
                 async for number, run in runs:
                     yield self._part(number * self.asked.n + run.completion.sample, run)
-        except (ApiError, asyncio.CancelledError, GeneratorExit):
-            raise
-        except Exception as error:
-            raise self._service.failed(error) from error
 
     def _part(self, index: int, run: Run) -> Part:
         answer, done = self._answers[index], run.completion

@@ -162,9 +162,8 @@ def parts_of(rows: int, kv_heads: int, tiles: int, processors: int) -> int:
 
 
 def _comes_in_bulk(memory: Tensor) -> bool:
-    """Whether tiles come by the tensor memory accelerator: compute capability 9.0, and up to 256 bytes of a head."""
-    known = torch.cuda.get_device_capability(memory.device) >= (9, 0)
-    return known and memory.itemsize == 2 and 32 <= memory[0, 0, 0].nbytes <= 256
+    """Whether the tensor memory accelerator, where there is one, takes tiles of it: up to 256 bytes of a head."""
+    return memory.itemsize == 2 and 32 <= memory[0, 0, 0].nbytes <= 256
 
 
 def _described(memory: Tensor, tile: int) -> TensorDescriptor:
@@ -190,13 +189,13 @@ def attend(
     few = rows * kv_heads < processors
     tile = min(block, 32 if few or max(head, value) > 128 else 64)
     parts = parts_of(rows, kv_heads, table.shape[1] * block // tile, processors)
-    bulk = can_start_early(query.device) and _comes_in_bulk(keys) and _comes_in_bulk(values)
+    early = can_start_early(query.device)  # and the accelerator is there
+    bulk = early and _comes_in_bulk(keys) and _comes_in_bulk(values)
     # The fastest of some 80 settings on an H200, for 1, 32 and 128 rows of Qwen3-0.6B's shape.
     stages = _stages(2 if bulk or few else 3, tile * (head + value) * keys.itemsize, query.device)
     out = query.new_empty((rows, 1, heads, value))
     results = query.new_empty((rows, heads, parts, value) if parts > 1 else 1, dtype=torch.float32)
     sums = query.new_empty((rows, heads, parts, 2) if parts > 1 else 1, dtype=torch.float32)
-    early = can_start_early(query.device)
     _attend[(parts, kv_heads, rows)](
         query,
         _described(keys, tile) if bulk else keys,

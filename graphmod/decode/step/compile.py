@@ -14,6 +14,7 @@ from torch._guards import detect_fake_mode
 from torch.fx import GraphModule
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
+from graphmod.decode.step.early_launch import can_start_early
 from graphmod.decode.step.products import join_products
 
 _MOST_COMPILED = 256  # batch sizes times rules of layers; dynamo's own limit is 8, and beyond it goes on uncompiled
@@ -88,7 +89,7 @@ def _can_launch_early() -> bool:
     from torch._inductor.codegen.triton import TritonKernel
 
     known = hasattr(torch._inductor.config.triton, "enable_pdl") and hasattr(TritonKernel, "_filter_pdl")
-    return known and torch.version.hip is None and torch.cuda.get_device_capability() >= (9, 0)
+    return known and can_start_early(torch.device("cuda", torch.cuda.current_device()))
 
 
 @contextlib.contextmanager

@@ -61,7 +61,7 @@ def _sets(args: tuple, read_only: list[bool]) -> list[list[Any]]:
     """The arguments, and as many more with other memory for what is large and only read as the cache cannot hold."""
     large = [
         keeps and isinstance(one, Tensor) and one.nbytes >= _LARGE
-        for one, keeps in itertools.zip_longest(args, read_only[: len(args)], fillvalue=False)
+        for one, keeps in zip(args, itertools.chain(read_only, itertools.repeat(False)), strict=False)
     ]
     nbytes = sum(one.nbytes for one, other in zip(args, large, strict=True) if other)
     count = min(_LAUNCHES, _MOST // nbytes) if nbytes else 1

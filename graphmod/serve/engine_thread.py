@@ -30,7 +30,7 @@ class _Request:
     left: int
 
 
-class Desk:
+class EngineThread:
     """Steps an engine for a front, which `Remote` is in.
 
     Args:
@@ -110,7 +110,7 @@ class Desk:
             self._news.append(("refused", number, len(handles), str(error)))
         except Exception as error:
             log.error("a request could not be served", exc_info=error)
-            self._news.append(("unserved", number, str(error)))
+            self._news.append(("lost", number, str(error)))
         else:
             self._requests[number] = _Request(handles, len(prompts) * n)
             self._news.append(("taken", number))
