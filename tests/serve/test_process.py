@@ -1,6 +1,7 @@
 """The front in a process of its own: what goes over the link, and that neither process outlives the other."""
 
 import contextlib
+import gc
 import os
 import threading
 import time
@@ -31,9 +32,9 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def apart(folder):
     """A server that has answered while the model was loaded; nothing of it is left afterwards."""
-    engine_of = Apart.engine_of(chat_model(), tokenizer())  # what it opens once and keeps
+    Apart.engine_of(chat_model(), tokenizer())  # what it opens once and keeps
+    gc.collect()  # else what earlier tests have left open may be closed meanwhile
     before = children(), len(os.listdir("/proc/self/fd")), threading.active_count()
-    del engine_of
     one = Apart(folder, chat_model(), tokenizer(), {"api_key": "secret"}, max_batch_size=4)
     (one.pid,) = children() - before[0]
     try:
@@ -45,6 +46,7 @@ def apart(folder):
         one.wait_until_idle()
     finally:
         one.end()
+    gc.collect()
     assert (children(), len(os.listdir("/proc/self/fd")), threading.active_count()) == before
 
 
