@@ -18,6 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphmod.backend.branches import divisible, spread
+from graphmod.backend.copy_nodes import launcher
 from graphmod.backend.driver import last_captured
 from graphmod.backend.lifetime import Graphs, capturing
 from graphmod.backend.nodes import use_kernels
@@ -49,18 +50,18 @@ class CudaCapture:
     def __init__(self, held: Graphs, seen: Recorder) -> None:
         self.seen = seen
         self._held = held
-        graphs = self._graphs = held.graphs
-        self.replay = graphs[0].replay if len(graphs) == 1 else self._replay_all
-        if len(graphs) == 2:
-            self.start, self.finish = graphs[0].replay, graphs[1].replay
+        launches = self._launches = [launcher(graph) for graph in held.graphs]
+        self.replay = launches[0] if len(launches) == 1 else self._replay_all
+        if len(launches) == 2:
+            self.start, self.finish = launches
         elif seen.written or seen.inputs_written or seen.collectives:
             self.start, self.finish = None, self.replay
         else:
-            self.start, self.finish = graphs[0].replay, _nothing
+            self.start, self.finish = launches[0], _nothing
 
     def _replay_all(self) -> None:
-        for graph in self._graphs:
-            graph.replay()
+        for launch in self._launches:
+            launch()
 
     def before(self, tensors: list[Tensor]) -> list[Tensor]:
         """Copies of what tensors from outside were before the capture, while its first replay is still to come."""

@@ -7,7 +7,8 @@ import functools
 from ctypes import Structure, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from typing import Any
 
-KERNEL = 0  # CUgraphNodeType
+KERNEL, MEMCPY, MEMSET = 0, 1, 2  # CUgraphNodeType
+HOST, DEVICE = 1, 2  # CUmemorytype
 
 
 class Kernel(Structure):  # CUDA_KERNEL_NODE_PARAMS_v2
@@ -19,6 +20,26 @@ class Kernel(Structure):  # CUDA_KERNEL_NODE_PARAMS_v2
         ("kernel", c_void_p),
         ("context", c_void_p),
     ]
+
+
+def _side(name: str) -> list[tuple[str, Any]]:
+    return [
+        (f"{name}_x", c_size_t),
+        (f"{name}_y", c_size_t),
+        (f"{name}_z", c_size_t),
+        (f"{name}_lod", c_size_t),
+        (f"{name}_type", c_int),
+        (f"{name}_host", c_void_p),
+        (f"{name}_device", c_void_p),
+        (f"{name}_array", c_void_p),
+        (f"{name}_reserved", c_void_p),
+        (f"{name}_pitch", c_size_t),
+        (f"{name}_rows", c_size_t),
+    ]
+
+
+class Memcpy(Structure):  # CUDA_MEMCPY3D
+    _fields_ = [*_side("src"), *_side("dst"), ("width", c_size_t), ("height", c_size_t), ("depth", c_size_t)]
 
 
 @functools.cache

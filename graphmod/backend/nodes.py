@@ -16,10 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphmod.backend.driver import Kernel, call, node_type, nodes
+from graphmod.backend.driver import DEVICE, MEMCPY, MEMSET, Kernel, Memcpy, call, node_type, nodes
 
-_MEMCPY, _MEMSET = 1, 2  # CUgraphNodeType
-_DEVICE = 2  # CUmemorytype
 _THREAD_LOCAL = 1  # CUstreamCaptureMode
 _ORDINAL = 9  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -35,26 +33,6 @@ class _Memset(Structure):  # CUDA_MEMSET_NODE_PARAMS
         ("width", c_size_t),
         ("height", c_size_t),
     ]
-
-
-def _side(name: str) -> list[tuple[str, Any]]:
-    return [
-        (f"{name}_x", c_size_t),
-        (f"{name}_y", c_size_t),
-        (f"{name}_z", c_size_t),
-        (f"{name}_lod", c_size_t),
-        (f"{name}_type", c_int),
-        (f"{name}_host", c_void_p),
-        (f"{name}_device", c_void_p),
-        (f"{name}_array", c_void_p),
-        (f"{name}_reserved", c_void_p),
-        (f"{name}_pitch", c_size_t),
-        (f"{name}_rows", c_size_t),
-    ]
-
-
-class _Memcpy(Structure):  # CUDA_MEMCPY3D
-    _fields_ = [*_side("src"), *_side("dst"), ("width", c_size_t), ("height", c_size_t), ("depth", c_size_t)]
 
 
 def _is_on(device: torch.device, *addresses: int) -> bool:
@@ -89,9 +67,9 @@ def _fill(node: c_void_p, device: torch.device) -> Callable[[], Any] | None:
 
 def _copy(node: c_void_p, device: torch.device) -> Callable[[], Any] | None:
     """What a copy node does, likewise; only copies of consecutive bytes from this device to it."""
-    found = _Memcpy()
+    found = Memcpy()
     call("cuGraphMemcpyNodeGetParams", node, byref(found))
-    plain = found.height == found.depth == 1 and found.src_type == found.dst_type == _DEVICE
+    plain = found.height == found.depth == 1 and found.src_type == found.dst_type == DEVICE
     offsets = (found.src_x, found.src_y, found.src_z, found.dst_x, found.dst_y, found.dst_z)
     if not plain or any(offsets) or not 0 < found.width <= _MOST:
         return None
@@ -104,7 +82,7 @@ def _copy(node: c_void_p, device: torch.device) -> Callable[[], Any] | None:
     return functools.partial(torch.bitwise_or, source, 0, out=target)  # a kernel, where copy_ would make a copy node
 
 
-_AS_OPERATION = {_MEMSET: _fill, _MEMCPY: _copy}
+_AS_OPERATION = {MEMSET: _fill, MEMCPY: _copy}
 
 
 def _captured_kernels(operations: list[Callable[[], Any]], stream: torch.cuda.Stream) -> tuple[c_void_p, list[Kernel]]:

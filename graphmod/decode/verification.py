@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from graphmod.decode.attention.choice import reference
 from graphmod.decode.attention.implementation import Implementation
 from graphmod.decode.cache.cache import PagedCache
+from graphmod.decode.cache.extents import Reader
 from graphmod.decode.errors import DecodeError
 from graphmod.decode.prefill.piece import Piece
 from graphmod.decode.results import Completion, Run
@@ -103,6 +104,7 @@ def _decoded(
         end = min(last, start + step)
         before = prefill([Piece(tokens[start:end], start, blocks, end == last)])
     state.set_rows(0, [RowValues([tokens[-1], len(tokens) - 1, 1, 0, 0, 0], [0.0, 1.0], blocks, [])])
+    memory.expect([Reader(blocks, len(tokens), len(tokens))])
     with attention(model, plain.name):
         after = next_logits(model, memory, state.rows(1), visited, plain.name is None)
     state.restart()

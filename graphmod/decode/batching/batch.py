@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from graphmod.decode.batching.scheduler import Scheduler
 from graphmod.decode.batching.sequence import Sequence
 from graphmod.decode.cache.cache import PagedCache
+from graphmod.decode.cache.extents import Reader
 from graphmod.decode.prefill.piece import Limits, Prefill
 from graphmod.decode.results import Run
 from graphmod.decode.step.graphs import BucketGraphs
@@ -167,11 +168,15 @@ class ContinuousBatch:
     def _launch(self) -> bool:
         running = self.scheduler.running
         steps = min(self._most_steps(), max((s.steps_left for s in running), default=0))
+        before = [sequence.tokens_launched for sequence in running]
         for sequence in running:
             sequence.launched += min(steps, sequence.steps_left)
         if steps:
             kind = max(s.kind for s in running)
-            context = max(len(s.prompt) + s.launched for s in running)
+            context = max(s.tokens_launched for s in running)
+            self._memory.expect(
+                [Reader(s.blocks, b + 1, s.tokens_launched) for s, b in zip(running, before, strict=True)]
+            )
             with attention(self._model, self._attention):
                 bucket = self._graphs.launch(len(running), context, kind, steps)
             self._sent(list(running), slice(0, len(running)), bucket, steps)

@@ -53,6 +53,11 @@ class Sequence:
         return sample_seed(self.sampling.seed or 0, self.completion.sample)
 
     @property
+    def tokens_launched(self) -> int:
+        """Tokens whose keys and values are in its blocks after all that was launched."""
+        return len(self.prompt) + self.launched
+
+    @property
     def steps_left(self) -> int:
         """Decode steps that may still be launched; the first token needs none."""
         return max(0, self.limit - len(self.prompt) - 1 - self.launched)

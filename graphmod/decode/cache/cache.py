@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from graphmod.backend.branch import Branch
+from graphmod.decode.cache.extents import Reader
 from graphmod.decode.cache.host import host_zeros
 from graphmod.decode.cache.layers import Layer
 from graphmod.decode.cache.pages import Ordinary, Pages, zeros
@@ -114,7 +115,9 @@ class PagedCache:
         self.keys += [key for key, _ in pairs]
         self.values += [value for _, value in pairs]
         if self._branch is not None:
-            self.ring = Ring(far, list(zip(found, found, strict=True)), self._branch)
+            kept = {number: (self.keys[number], self.values[number]) for number in far}
+            rules = {number: self.layers[number].rule for number in far}
+            self.ring = Ring(kept, rules, list(zip(found, found, strict=True)), self._branch)
         self.pages = pages  # last: `mapped` says that all is there
 
     def unmap(self) -> None:
@@ -167,11 +170,14 @@ class PagedCache:
         if self.ring is not None and self.ring.near(layer) is not None:
             _store(self.ring.near(layer), places, key, value)
 
-    def passage(self, block_table: Tensor, context: Tensor) -> Passage | None:
+    def expect(self, readers: list[Reader]) -> None:
+        """Says what the decode steps that are launched next will read. Without it they find nothing in far layers."""
+        if self.ring is not None:
+            self.ring.expect(readers)
+
+    def passage(self) -> Passage | None:
         """What brings far layers near in one step; None if there are none."""
-        if self.ring is None:
-            return None
-        return Passage(self.ring, (self.keys, self.values), self.layers, block_table, context)
+        return None if self.ring is None else Passage(self.ring)
 
     def read(self, layer: int, block_table: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
         """The first `tokens` keys and values of each row near by, two (B, kv_heads, tokens, head_dim) tensors.

@@ -7,6 +7,12 @@ import importlib.util
 import torch
 from torch import Tensor, library
 
+Pair = tuple[Tensor, Tensor]
+"""Keys and values, (blocks, block_size, kv_heads, head_dim or value_dim), contiguous."""
+
+HEADER = 2
+"""Numbers in a list of blocks before its blocks: how many of these the copy engine brings, and how many there are."""
+
 
 def unavailable(device: torch.device) -> str | None:
     """Why it cannot be done for a device, or None."""
@@ -16,48 +22,32 @@ def unavailable(device: torch.device) -> str | None:
 
 
 @library.custom_op("graphmod::fetch", mutates_args=("near_keys", "near_values"))
-def _fetch(
-    keys: Tensor,
-    values: Tensor,
-    near_keys: Tensor,
-    near_values: Tensor,
-    table: Tensor,
-    context: Tensor,
-    first: Tensor | None,
-) -> None:
-    from graphmod.decode.cache.fetch_kernel import copy
+def _fetch(keys: Tensor, values: Tensor, near_keys: Tensor, near_values: Tensor, listed: Tensor) -> None:
+    if near_keys.is_cuda:
+        from graphmod.decode.cache.fetch_kernel import copy
 
-    with torch.cuda.device_of(near_keys):
-        copy(keys, values, near_keys, near_values, table, context, first)
+        with torch.cuda.device_of(near_keys):
+            captured = torch.cuda.is_current_stream_capturing()
+            copy(keys, values, near_keys, near_values, listed, beside_copy_nodes=captured)
+    else:
+        blocks = listed[HEADER : HEADER + int(listed[1])]
+        near_keys.index_copy_(0, blocks, keys.index_select(0, blocks))
+        near_values.index_copy_(0, blocks, values.index_select(0, blocks))
 
 
 @_fetch.register_fake
-def _(*given: Tensor | None) -> None:
+def _(*given: Tensor) -> None:
     return None
 
 
-def fetch(
-    kept: tuple[Tensor, Tensor], near: tuple[Tensor, Tensor], table: Tensor, context: Tensor, first: Tensor | None
-) -> None:
-    """Copies the blocks that rows see to the same places near by. The token that a step adds is not among them.
+def fetch(kept: Pair, near: Pair, listed: Tensor) -> None:
+    """Copies blocks to the same places near by.
 
-    On a GPU by a kernel that reads lengths and block tables there: so one graph serves every length, and no more is
-    copied than is seen; a block that several rows hold is copied once.
+    On a GPU by a kernel, which in a captured graph leaves those to the copy engine that it brings.
 
     Args:
-        kept, near: keys and values, (blocks, block_size, kv_heads, head_dim or value_dim), contiguous.
-        table: (B, blocks of a sequence) int64, its last dimension contiguous.
-        context: (B,) int64: tokens of each row, the new one included; 0 in padding.
-        first: (B,) int64: the first token that is seen; None sees all.
+        kept, near: of a layer.
+        listed: (2 + blocks there are,) int64: how many of the listed blocks the copy engine brings, how many are
+            listed, and the blocks, first those that the copy engine brings. Each graph reads it at every launch.
     """
-    if near[0].is_cuda:
-        _fetch(*kept, *near, table, context, first)
-        return
-    size = kept[0].shape[1]
-    start = torch.arange(table.shape[1], device=table.device) * size
-    seen = start < (context - 1).unsqueeze(1)
-    if first is not None:
-        seen = seen & (start + size > first.unsqueeze(1))
-    blocks = torch.where(seen, table, 0).reshape(-1)  # NULL_BLOCK, which is the same in both
-    for far, here in zip(kept, near, strict=True):
-        here.index_copy_(0, blocks, far.index_select(0, blocks))
+    _fetch(*kept, *near, listed)

@@ -14,74 +14,49 @@ def _copy(
     values,
     near_keys,
     near_values,
-    table,
-    contexts,
-    firsts,
-    rows,
-    table_row,
-    BLOCK: tl.constexpr,
+    listed,
     KEY_BLOCK: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    WINDOW: tl.constexpr,
+    ALL: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Some chunks of the blocks of all rows: however long each row is, all programs have as much to do."""
+    """Some chunks of the listed blocks."""
     key_chunks: tl.constexpr = (KEY_BLOCK + CHUNK - 1) // CHUNK
     chunks: tl.constexpr = key_chunks + (VALUE_BLOCK + CHUNK - 1) // CHUNK
-    row, step = tl.arange(0, ROWS), tl.arange(0, CHUNK)
-    begin = tl.load(firsts + row, mask=row < rows, other=0) if WINDOW else row * 0
-    begin = (tl.maximum(begin, 0) // BLOCK).to(tl.int32)
-    end = ((tl.load(contexts + row, mask=row < rows, other=1) - 1 + BLOCK - 1) // BLOCK).to(tl.int32)
-    count = tl.maximum(end - begin, 0) * chunks
-    until = tl.cumsum(count, 0)
-    for at in tl.range(tl.program_id(0), tl.sum(count, 0), tl.num_programs(0)):
-        mine = tl.sum((until <= at).to(tl.int32), 0)
-        within = at - tl.sum(tl.where(row < mine, count, 0), 0)
-        place = tl.sum(tl.where(row == mine, begin, 0), 0) + within // chunks
-        block = tl.load(table + mine * table_row + place).to(tl.int64)
-        # Who shares a block holds it at the same place, and the first of them copies it.
-        held = (row < mine) & (begin <= place) & (place < end)
-        same = tl.load(table + row * table_row + place, mask=held, other=-1) == block
-        if tl.sum(same.to(tl.int32), 0) == 0:
-            chunk = within % chunks
-            if chunk < key_chunks:
-                inside = chunk * CHUNK + step < KEY_BLOCK
-                where = block * KEY_BLOCK + chunk * CHUNK + step
-                tl.store(near_keys + where, tl.load(keys + where, mask=inside), mask=inside)
-            else:
-                chunk -= key_chunks
-                inside = chunk * CHUNK + step < VALUE_BLOCK
-                where = block * VALUE_BLOCK + chunk * CHUNK + step
-                tl.store(near_values + where, tl.load(values + where, mask=inside), mask=inside)
+    step = tl.arange(0, CHUNK)
+    begin = 0 if ALL else tl.load(listed).to(tl.int32)
+    end = tl.load(listed + 1).to(tl.int32)
+    for at in tl.range(begin * chunks + tl.program_id(0), end * chunks, tl.num_programs(0)):
+        block = tl.load(listed + 2 + at // chunks)
+        chunk = at % chunks
+        if chunk < key_chunks:
+            inside = chunk * CHUNK + step < KEY_BLOCK
+            where = block * KEY_BLOCK + chunk * CHUNK + step
+            tl.store(near_keys + where, tl.load(keys + where, mask=inside), mask=inside)
+        else:
+            chunk -= key_chunks
+            inside = chunk * CHUNK + step < VALUE_BLOCK
+            where = block * VALUE_BLOCK + chunk * CHUNK + step
+            tl.store(near_values + where, tl.load(values + where, mask=inside), mask=inside)
 
 
 def copy(
-    keys: Tensor,
-    values: Tensor,
-    near_keys: Tensor,
-    near_values: Tensor,
-    table: Tensor,
-    context: Tensor,
-    first: Tensor | None,
+    keys: Tensor, values: Tensor, near_keys: Tensor, near_values: Tensor, listed: Tensor, beside_copy_nodes: bool
 ) -> None:
-    """See `fetch`, whose arguments these are."""
-    rows = len(context)
+    """See `fetch`, whose arguments these are.
+
+    Args:
+        beside_copy_nodes: whether it leaves out what these bring.
+    """
     _copy[(_PROGRAMS,)](
         keys,
         values,
         near_keys,
         near_values,
-        table,
-        context,
-        context if first is None else first,
-        rows,
-        table.stride(0),
-        BLOCK=keys.shape[1],
+        listed,
         KEY_BLOCK=keys[0].numel(),
         VALUE_BLOCK=values[0].numel(),
-        ROWS=triton.next_power_of_2(rows),
-        WINDOW=first is not None,
+        ALL=not beside_copy_nodes,
         CHUNK=_BYTES // keys.element_size(),
         num_warps=4,
     )

@@ -9,11 +9,15 @@ import torch
 from torch import Tensor
 
 from graphmod.backend.branch import Branch
-from graphmod.decode.cache.fetch import fetch
-from graphmod.decode.cache.layers import Layer
+from graphmod.backend.copy_nodes import CopyNodes
+from graphmod.decode.cache.extents import Portions, Reader, portions, read_blocks
+from graphmod.decode.cache.fetch import HEADER, Pair, fetch
 from graphmod.decode.errors import DecodeError
+from graphmod.models.masks import Rule
 
-Pair = tuple[Tensor, Tensor]
+_EXTENTS = 8  # for each layer and rule: nodes that do nothing cost next to nothing
+_LEAST_BYTES = 2**21  # of an extent: a node needs 3 us beside its copy, and a kernel copies 8 % slower
+_BRIDGE_BYTES = 2**17  # the time that one more node takes
 
 
 def far_layers(count: int, resident: float) -> list[int]:
@@ -39,26 +43,33 @@ class Ring:
     step's graph, so that one launch does all. Its edges are the two that this needs: a copy comes after the computation
     that read the buffer before, and computation comes after the copy that it reads.
 
+    What is copied the host says before it launches steps (`expect`): extents of blocks by the copy engine, the others
+    by a kernel. One graph serves all lengths, and a block that several rows hold is copied once.
+
     Args:
-        sizes: of the keys and the values of each far layer, by the number of the layer.
+        kept: keys and values of each far layer, by the number of the layer.
+        rules: which tokens each of them sees.
         buffers: tensors of `buffer_sizes`.
         branch: where copies run.
     """
 
-    def __init__(
-        self,
-        sizes: dict[int, tuple[torch.Size, torch.Size]],
-        buffers: list[Pair],
-        branch: Branch,
-    ) -> None:
-        self.far, self.branch = list(sizes), branch
+    def __init__(self, kept: dict[int, Pair], rules: dict[int, Rule], buffers: list[Pair], branch: Branch) -> None:
+        self.far, self.branch = list(kept), branch
+        self._kept, self._rules = kept, rules
         self._buffers, self.count = buffers, len(buffers)
         self._near = {
             layer: tuple(
-                one[: size.numel()].view(size) for one, size in zip(self._buffers[k % self.count], both, strict=True)
+                one[: kind.numel()].view(kind.shape) for one, kind in zip(buffers[k % self.count], both, strict=True)
             )
-            for k, (layer, both) in enumerate(sizes.items())
+            for k, (layer, both) in enumerate(kept.items())
         }
+        blocks, device = len(next(iter(kept.values()))[0]), buffers[0][0].device
+        self._listed = {
+            rule: torch.zeros(HEADER + blocks, dtype=torch.int64, device=device)
+            for rule in dict.fromkeys(rules.values())
+        }
+        self._portions: dict[Rule, Portions] = {}
+        self._nodes = CopyNodes(_EXTENTS) if device.type == "cuda" else None
 
     def near(self, layer: int) -> Pair | None:
         """Keys and values of a layer as a step sees them; None for one that is not far."""
@@ -73,31 +84,43 @@ class Ring:
         for tensor in self.tensors():
             tensor.zero_()
 
+    def expect(self, readers: list[Reader]) -> None:
+        """Says what the steps that are launched next will read; what was launched before goes on as it was."""
+        for rule, listed in self._listed.items():
+            layers = [layer for layer in self.far if self._rules[layer] == rule]
+            keys = self._kept[layers[0]][0]
+            nbytes = keys[0].nbytes
+            read = read_blocks(readers, rule, keys.shape[1])
+            found = portions(read, _BRIDGE_BYTES // nbytes, -(-_LEAST_BYTES // nbytes), _EXTENTS)
+            before = self._portions.get(rule)
+            if found == before:
+                continue
+            new = torch.tensor([found.within, len(found.blocks), *found.blocks])
+            listed[: len(new)].copy_(new.pin_memory() if listed.is_cuda else new, non_blocking=True)
+            if self._nodes is not None and (before is None or before.extents != found.extents):
+                for layer in layers:
+                    for kept, near in zip(self._kept[layer], self._near[layer], strict=True):
+                        size = kept[0].nbytes
+                        self._nodes.set(kept, near, [(first * size, many * size) for first, many in found.extents])
+            self._portions[rule] = found
+
+    def copy(self, layer: int) -> None:
+        """Brings what is expected of a layer near."""
+        kept, near = self._kept[layer], self._near[layer]
+        if self._nodes is not None and torch.cuda.is_current_stream_capturing():
+            for source, target in zip(kept, near, strict=True):
+                self._nodes.capture(source, target)
+        fetch(kept, near, self._listed[self._rules[layer]])
+
 
 class Passage:
-    """One step's way along the layers.
+    """One step's way along the layers, in a ring."""
 
-    Args:
-        ring: whose buffers it uses.
-        kept: keys and values of each layer, where they are kept.
-        layers: all of the model's.
-        table, context: see `fetch`.
-    """
-
-    def __init__(
-        self,
-        ring: Ring,
-        kept: tuple[list[Tensor], list[Tensor]],
-        layers: tuple[Layer, ...],
-        table: Tensor,
-        context: Tensor,
-    ) -> None:
-        self._ring, self._kept, self._layers = ring, kept, layers
-        self._table, self._context = table, context
+    def __init__(self, ring: Ring) -> None:
+        self._ring = ring
         self._reached = -1
         self._copied = 0  # far layers whose copies were launched
         self._ends: dict[int, Any] = {}
-        self._first: dict[Any, Tensor | None] = {}  # token that layers of a rule see
 
     def reach(self, layer: int) -> None:
         """Goes on to a layer; its keys and values are near by after it.
@@ -111,22 +134,12 @@ class Passage:
         self._reached = layer
         wanted = ring.far[self._copied : self._due(layer)]
         self._copied += len(wanted)
-        # Made here: what runs beside the step takes no memory.
-        given = [(far, self._sees(far)) for far in wanted]
-        after = ring.branch.here() if given else None
-        for far, first in given:
-            kept = self._kept[0][far], self._kept[1][far]
-            copy = partial(fetch, kept, ring.near(far), self._table, self._context, first)
-            self._ends[far] = ring.branch.run(copy, after)
+        after = ring.branch.here() if wanted else None
+        for far in wanted:
+            self._ends[far] = ring.branch.run(partial(ring.copy, far), after)
         if layer in self._ends:
             ring.branch.wait(self._ends.pop(layer))
 
     def _due(self, layer: int) -> int:
         """How many far layers may have been copied when a step reaches a layer, and has done with those before."""
         return sum(far < layer for far in self._ring.far) + self._ring.count
-
-    def _sees(self, layer: int) -> Tensor | None:
-        rule = self._layers[layer].rule
-        if rule not in self._first:
-            self._first[rule] = rule.first_seen(self._context)
-        return self._first[rule]

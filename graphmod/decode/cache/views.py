@@ -44,7 +44,7 @@ class CacheView(Cache):
         self.places = slots // memory.block_size, slots % memory.block_size
         self.context, self.visited = context, visited
         self.shared: dict[Any, Any] = {}  # what an attention function computes once for all layers of one rule
-        self._passage = memory.passage(block_table, context)
+        self._passage = memory.passage()
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any):
         """Stores the new keys and values; returns them as they are."""

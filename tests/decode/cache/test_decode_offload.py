@@ -3,13 +3,18 @@
 import pytest
 import torch
 from decode_models import CONFIGS, ROTARY, prompts_of, reference, tiny_model
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import Gemma3TextConfig, LlamaConfig, MistralConfig
 
 from graphmod.decode import DecodeEngine, EngineConfig
 from graphmod.decode.cache import cache as caches
+from graphmod.decode.cache import ring
+from graphmod.decode.cache.extents import Reader, portions, read_blocks
 from graphmod.decode.cache.ring import Passage, far_layers
 from graphmod.decode.errors import DecodeError
 from graphmod.errors import ConfigError
+from graphmod.models.masks import Rule
 
 LAYERS = 5
 DEEP = ROTARY | {"num_hidden_layers": LAYERS}
@@ -24,8 +29,8 @@ def deep_models(monkeypatch):
 
 
 def engine_of(model, **settings):
-    given = {"max_batch_size": 4, "block_size": 8, "steps_per_sync": 3, "offload": "layers"}
-    return DecodeEngine(model, **given | settings)
+    usual = {"max_batch_size": 4, "block_size": 8, "steps_per_sync": 3, "offload": "layers"}
+    return DecodeEngine(model, **usual | settings)
 
 
 def tokens_of(engine, prompts, count=24):
@@ -60,14 +65,38 @@ def test_so_are_those_of_other_models_and_settings(architecture, settings, devic
 @pytest.mark.gpu
 @pytest.mark.parametrize("attention", ["sdpa", "triton", "flex"])
 @pytest.mark.parametrize("buffers", [1, 2, 4])
-def test_kernels_read_what_was_brought(attention, buffers):
+@pytest.mark.parametrize("least", [1, 4096, 2**30])  # of an extent: all by the copy engine, some, none
+def test_kernels_read_what_was_brought(attention, buffers, least, monkeypatch):
+    monkeypatch.setattr(ring, "_LEAST_BYTES", least)
+    monkeypatch.setattr(ring, "_BRIDGE_BYTES", 0)
+    monkeypatch.setattr(ring, "_EXTENTS", 3)
     device = torch.device("cuda")
     model = tiny_model("qwen3", device)
-    prompts = prompts_of(3, 60, 33, 17)
+    prompts = prompts_of(3, 60, 33, 17, 50, 8)
     near = DecodeEngine(model, max_batch_size=4, block_size=16, attention=attention)
     far = engine_of(model, block_size=16, attention=attention, offload_buffers=buffers)
-    assert tokens_of(far, prompts, 60) == tokens_of(near, prompts, 60)
+    expected = tokens_of(near, prompts, 60)
+    for _ in range(2):
+        assert tokens_of(far, prompts, 60) == expected
     assert far.stats.total("launches") > 50 and far.stats.host_cache_bytes > 0
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma3"])
+def test_a_step_needs_nothing_that_an_earlier_one_has_brought(architecture, device, monkeypatch):
+    monkeypatch.setattr(ring, "_LEAST_BYTES", 600)
+    model = tiny_model(architecture, device)
+    prompts = prompts_of(40, 3, 21, 60, 9)
+    engine = engine_of(model, steps_per_sync=5)
+    launch = engine.graphs.launch
+
+    def launch_after_garbage(*given):
+        for tensor in engine.memory.ring.tensors():
+            tensor.fill_(100)
+        return launch(*given)
+
+    engine.graphs.launch = launch_after_garbage
+    for _ in range(2):
+        assert tokens_of(engine, prompts) == [reference(model, prompt, 24) for prompt in prompts]
 
 
 # -- sharing, joining, leaving ------------------------------------------------------------------------------------
@@ -145,6 +174,8 @@ def offloaded(monkeypatch, device, without):
         monkeypatch.setattr(caches.PagedCache, "write", lambda *given: None)
     elif without == "what is new is near":
         monkeypatch.setattr(caches.PagedCache, "write_near", lambda *given: None)
+    elif without == "what is read is expected":
+        monkeypatch.setattr(caches.PagedCache, "expect", lambda *given: None)
     try:
         found = tokens_of(engine, prompts)
     except DecodeError:  # the first tokens are compared
@@ -167,12 +198,49 @@ def test_copies_may_come_as_late_as_they_are_waited_for(branch, monkeypatch, dev
         "computation comes after its copy",
         "what is new is kept",
         "what is new is near",
+        "what is read is expected",
     ],
 )
 def test_without_an_edge_tokens_are_others(without, monkeypatch):
     monkeypatch.setattr(caches, "Branch", Late if "its copy" in without else caches.Branch)
     found, expected, _ = offloaded(monkeypatch, torch.device("cpu"), without)
     assert found != expected
+
+
+# -- what is copied -----------------------------------------------------------------------------------------------
+
+BLOCKS = st.sets(st.integers(0, 80), max_size=60)
+
+
+@given(BLOCKS, st.integers(0, 4), st.integers(1, 12), st.integers(0, 5))
+def test_extents_and_single_blocks_are_all_that_is_read(blocks, bridge, least, most):
+    found = portions(blocks, bridge, least, most)
+    covered = {block for first, count in found.extents for block in range(first, first + count)}
+    assert sorted(found.blocks) == sorted(blocks)
+    assert {*found.blocks[: found.within]} == blocks & covered
+    assert len(found.extents) <= most and all(count >= least for _, count in found.extents)
+    assert sum(count for _, count in found.extents) == len(covered)  # nothing twice
+    for first, count in found.extents:
+        assert {first, first + count - 1} <= blocks
+        gaps = "".join(".x"[block in blocks] for block in range(first, first + count)).split("x")
+        assert max(map(len, gaps)) <= bridge
+    others = [count for _, count in portions(blocks, bridge, least, 99).extents]
+    assert [count for _, count in found.extents] == others[:most] == sorted(others, reverse=True)[:most]
+
+
+@given(st.data(), st.integers(1, 5), st.integers(1, 40), st.integers(1, 9))
+def test_blocks_of_all_tokens_that_steps_see_are_read(data, size, first, steps):
+    last = first + steps - 1
+    blocks = data.draw(st.permutations(range(100)))[: -(-last // size)]
+    rule = data.draw(st.sampled_from([Rule(), Rule(window=3), Rule(window=11), Rule(chunk=4), Rule(chunk=16)]))
+    token = torch.arange(last)
+    expected = set()
+    for context in range(first, last + 1):
+        seen = rule.sees(torch.tensor(context - 1), token[: context - 1])  # its own token is none of them
+        expected |= {blocks[at // size] for at in token[: context - 1][seen].tolist()}
+    found = read_blocks([Reader(blocks, first, last)], rule, size)
+    assert expected <= found
+    assert len(found) <= len(expected) + 2  # a first and a last one
 
 
 # -- settings -----------------------------------------------------------------------------------------------------

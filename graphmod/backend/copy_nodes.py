@@ -1,0 +1,117 @@
+"""Copies from memory of the host in captured graphs, whose lengths follow what the host knows at each launch.
+
+The copy engine of a GPU reads pinned memory faster than kernels do, but a node that copies has its length from the
+capture. It can be changed in an instantiated graph, and so can whether the node does anything; what was launched before
+goes on as it was (CUDA Driver API, "Graph Management").
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from ctypes import byref, c_size_t, c_uint, c_uint64, c_void_p
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from graphmod.backend.driver import DEVICE, HOST, MEMCPY, Memcpy, call, node_type, nodes
+
+_owners: weakref.WeakValueDictionary[int, CopyNodes] = weakref.WeakValueDictionary()  # of marks
+
+
+class _Copy(NamedTuple):
+    source: int
+    target: int
+    nbytes: int
+
+
+class CopyNodes:
+    """Nodes in any number of graphs, and what they copy from the next launch of each on.
+
+    Args:
+        count: nodes for each pair of source and target.
+
+    Attributes:
+        wanted: what a node copies, by its mark: the address of the one byte that it copies when it is captured. None is
+            nothing.
+        version: how often that was changed.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.wanted: dict[int, _Copy | None] = {}
+        self.version = 0
+
+    def capture(self, source: Tensor, target: Tensor) -> None:
+        """Adds the nodes of a pair to the graph that the current stream captures.
+
+        Args:
+            source: pinned memory; target: as large, on the device. No other pair has this source.
+        """
+        stream = c_void_p(torch.cuda.current_stream(target.device).cuda_stream)
+        for number in range(self.count):
+            mark = source.data_ptr() + number
+            self.wanted.setdefault(mark, None)
+            _owners[mark] = self
+            call("cuMemcpyHtoDAsync_v2", c_uint64(target.data_ptr() + number), c_void_p(mark), c_size_t(1), stream)
+
+    def set(self, source: Tensor, target: Tensor, spans: list[tuple[int, int]]) -> None:
+        """Says what the nodes of a pair copy.
+
+        Args:
+            spans: offset and number of bytes, at most `count` of them; the other nodes copy nothing.
+        """
+        begin, into = source.data_ptr(), target.data_ptr()
+        found = [_Copy(begin + offset, into + offset, nbytes) for offset, nbytes in spans]
+        for number, copy in enumerate([*found, *[None] * (self.count - len(found))]):
+            self.wanted[begin + number] = copy
+        self.version += 1
+
+
+class _Adjusted:
+    """Launches a graph after its nodes were told what to copy."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, copies: CopyNodes, marks: dict[int, int]) -> None:
+        self._graph, self._copies, self._marks = graph, copies, marks
+        self._done: dict[int, _Copy | None] = {}
+        self._version: int | None = None
+
+    def __call__(self) -> None:
+        if self._version != self._copies.version:
+            self._adjust()
+        self._graph.replay()
+
+    def _adjust(self) -> None:
+        graph, context, version = c_void_p(self._graph.raw_cuda_graph_exec()), c_void_p(), self._copies.version
+        call("cuCtxGetCurrent", byref(context))
+        for node, mark in self._marks.items():
+            copy = self._copies.wanted[mark]
+            if node in self._done and self._done[node] == copy:
+                continue
+            if copy is not None:
+                given = Memcpy(src_type=HOST, src_host=copy.source, dst_type=DEVICE, dst_device=copy.target)
+                given.width, given.height, given.depth = copy.nbytes, 1, 1
+                call("cuGraphExecMemcpyNodeSetParams", graph, c_void_p(node), byref(given), context)
+            call("cuGraphNodeSetEnabled", graph, c_void_p(node), c_uint(copy is not None))
+            self._done[node] = copy
+        self._version = version
+
+
+def launcher(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
+    """What launches a graph that was just captured and instantiated, with whatever its nodes are to copy by then.
+
+    Raises:
+        RuntimeError: it has nodes of more than one.
+    """
+    marks: dict[CopyNodes, dict[int, int]] = {}
+    for node in nodes("cuGraphGetNodes", c_void_p(graph.raw_cuda_graph())) if _owners else ():
+        if node_type(node) == MEMCPY:
+            found = Memcpy()
+            call("cuGraphMemcpyNodeGetParams", node, byref(found))
+            owner = _owners.get(found.src_host) if found.src_type == HOST else None
+            if owner is not None:
+                marks.setdefault(owner, {})[node.value] = found.src_host
+    if len(marks) > 1:
+        raise RuntimeError("a graph copies from the host for more than one cache")
+    return next((_Adjusted(graph, copies, those) for copies, those in marks.items()), graph.replay)
