@@ -10,6 +10,7 @@ from torch import Tensor
 
 from graphmod.backend.branch import Branch
 from graphmod.backend.copy_nodes import CopyNodes
+from graphmod.backend.streams import captured
 from graphmod.decode.cache.extents import Portions, Reader, portions, read_blocks
 from graphmod.decode.cache.fetch import HEADER, Pair, fetch
 from graphmod.decode.errors import DecodeError
@@ -107,7 +108,7 @@ class Ring:
     def copy(self, layer: int) -> None:
         """Brings what is expected of a layer near."""
         kept, near = self._kept[layer], self._near[layer]
-        if self._nodes is not None and torch.cuda.is_current_stream_capturing():
+        if self._nodes is not None and captured():
             for source, target in zip(kept, near, strict=True):
                 self._nodes.capture(source, target)
         fetch(kept, near, self._listed[self._rules[layer]])

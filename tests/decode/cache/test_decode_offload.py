@@ -81,6 +81,20 @@ def test_kernels_read_what_was_brought(attention, buffers, least, monkeypatch):
     assert far.stats.total("launches") > 50 and far.stats.host_cache_bytes > 0
 
 
+@pytest.mark.gpu
+def test_extents_are_left_to_the_copy_engine(monkeypatch):
+    monkeypatch.setattr(ring, "_LEAST_BYTES", 1)
+    model = tiny_model("llama", torch.device("cuda"))
+    prompts, copies = prompts_of(3, 60, 33), ring.CopyNodes.set
+    engine = engine_of(model, graphs=True)
+    expected = [reference(model, prompt, 24) for prompt in prompts]
+    assert tokens_of(engine, prompts) == expected
+    monkeypatch.setattr(ring.CopyNodes, "set", lambda self, source, target, spans: copies(self, source, target, []))
+    engine.memory.ring.clear()
+    engine.memory.ring.expect([])
+    assert tokens_of(engine, prompts) != expected
+
+
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma3"])
 def test_a_step_needs_nothing_that_an_earlier_one_has_brought(architecture, device, monkeypatch):
     monkeypatch.setattr(ring, "_LEAST_BYTES", 600)
