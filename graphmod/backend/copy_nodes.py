@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from graphmod.backend.driver import DEVICE, HOST, MEMCPY, Memcpy, call, node_type, nodes
+from graphmod.backend.streams import captured
 
 _owners: weakref.WeakValueDictionary[int, CopyNodes] = weakref.WeakValueDictionary()  # of marks
 
@@ -43,18 +44,21 @@ class CopyNodes:
         self.wanted: dict[int, _Copy | None] = {}
         self.version = 0
 
-    def capture(self, source: Tensor, target: Tensor) -> None:
-        """Adds the nodes of a pair to the graph that the current stream captures.
+    def capture(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        """Adds the nodes of pairs to the graph that the current stream captures; does nothing where none does.
 
         Args:
-            source: pinned memory; target: as large, on the device. No other pair has this source.
+            pairs: of pinned memory, which is in no other pair, and memory of the device that is as large.
         """
-        stream = c_void_p(torch.cuda.current_stream(target.device).cuda_stream)
-        for number in range(self.count):
-            mark = source.data_ptr() + number
-            self.wanted.setdefault(mark, None)
-            _owners[mark] = self
-            call("cuMemcpyHtoDAsync_v2", c_uint64(target.data_ptr() + number), c_void_p(mark), c_size_t(1), stream)
+        if not captured():
+            return
+        for source, target in pairs:
+            stream = c_void_p(torch.cuda.current_stream(target.device).cuda_stream)
+            for number in range(self.count):
+                mark = source.data_ptr() + number
+                self.wanted.setdefault(mark, None)
+                _owners[mark] = self
+                call("cuMemcpyHtoDAsync_v2", c_uint64(target.data_ptr() + number), c_void_p(mark), c_size_t(1), stream)
 
     def set(self, source: Tensor, target: Tensor, spans: list[tuple[int, int]]) -> None:
         """Says what the nodes of a pair copy.

@@ -23,8 +23,8 @@ def captured(nodes, *pairs):
     seen = [torch.zeros_like(target) for _, target in pairs]
     with torch.cuda.stream(stream):
         graph.capture_begin(capture_error_mode="thread_local")
-        for (source, target), copy in zip(pairs, seen, strict=True):
-            nodes.capture(source, target)
+        nodes.capture(pairs)
+        for (_, target), copy in zip(pairs, seen, strict=True):
             copy.copy_(target)
         graph.capture_end()
     graph.instantiate()

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from graphmod.backend.branch import Branch
 from graphmod.backend.copy_nodes import CopyNodes
-from graphmod.backend.streams import captured
 from graphmod.decode.cache.extents import Portions, Reader, portions, read_blocks
 from graphmod.decode.cache.fetch import HEADER, Pair, fetch
 from graphmod.decode.errors import DecodeError
@@ -51,7 +50,7 @@ class Ring:
         kept: keys and values of each far layer, by the number of the layer.
         rules: which tokens each of them sees.
         buffers: tensors of `buffer_sizes`.
-        branch: where copies run.
+        branch: where the kernels of copies run.
     """
 
     def __init__(self, kept: dict[int, Pair], rules: dict[int, Rule], buffers: list[Pair], branch: Branch) -> None:
@@ -70,7 +69,9 @@ class Ring:
             for rule in dict.fromkeys(rules.values())
         }
         self._portions: dict[Rule, Portions] = {}
-        self._nodes = CopyNodes(_EXTENTS) if device.type == "cuda" else None
+        self._nodes, self._nodes_branch = (
+            (CopyNodes(_EXTENTS), Branch(device)) if device.type == "cuda" else (None, None)
+        )
 
     def near(self, layer: int) -> Pair | None:
         """Keys and values of a layer as a step sees them; None for one that is not far."""
@@ -105,13 +106,16 @@ class Ring:
                         self._nodes.set(kept, near, [(first * size, many * size) for first, many in found.extents])
             self._portions[rule] = found
 
-    def copy(self, layer: int) -> None:
-        """Brings what is expected of a layer near."""
+    def bring(self, layer: int, after: Any) -> list[Any]:
+        """Copies what is expected of a layer, after a place in the step; gives the ends of the copies.
+
+        Kernel and copy engine have a branch each: those of one would only ever wait for those of the other.
+        """
         kept, near = self._kept[layer], self._near[layer]
-        if self._nodes is not None and captured():
-            for source, target in zip(kept, near, strict=True):
-                self._nodes.capture(source, target)
-        fetch(kept, near, self._listed[self._rules[layer]])
+        ends = [self.branch.run(partial(fetch, kept, near, self._listed[self._rules[layer]]), after)]
+        if self._nodes is not None:
+            ends.append(self._nodes_branch.run(partial(self._nodes.capture, list(zip(kept, near, strict=True))), after))
+        return ends
 
 
 class Passage:
@@ -121,7 +125,7 @@ class Passage:
         self._ring = ring
         self._reached = -1
         self._copied = 0  # far layers whose copies were launched
-        self._ends: dict[int, Any] = {}
+        self._ends: dict[int, list[Any]] = {}
 
     def reach(self, layer: int) -> None:
         """Goes on to a layer; its keys and values are near by after it.
@@ -137,9 +141,9 @@ class Passage:
         self._copied += len(wanted)
         after = ring.branch.here() if wanted else None
         for far in wanted:
-            self._ends[far] = ring.branch.run(partial(ring.copy, far), after)
-        if layer in self._ends:
-            ring.branch.wait(self._ends.pop(layer))
+            self._ends[far] = ring.bring(far, after)
+        for end in self._ends.pop(layer, ()):
+            ring.branch.wait(end)
 
     def _due(self, layer: int) -> int:
         """How many far layers may have been copied when a step reaches a layer, and has done with those before."""
