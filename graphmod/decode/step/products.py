@@ -1,5 +1,5 @@
-"""Products of one small batch with several weights (query, key and value; gate and up) by one kernel, and of a narrow
-weight (the output of attention, down) by enough programs to fill a GPU.
+"""Products of one small batch with several weights (query, key and value; gate and up, with SiLU) by one kernel, and of
+a narrow weight (the output of attention, down) by enough programs to fill a GPU.
 
 With few rows a product takes a GPU little more than its launch and the way of the first bytes from memory, and the
 products of one input do not wait for each other. Compiled decode steps call these operations in place of linear layers;
@@ -16,7 +16,7 @@ from torch import Tensor, library
 from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-__all__ = ["divided_product", "join_products", "products"]
+__all__ = ["divided_product", "gated_product", "join_products", "products"]
 
 MOST_WEIGHTS = 3  # of one kernel
 _MOST_ROWS = 128
@@ -48,6 +48,31 @@ def products(x: Tensor, weights: list[Tensor]) -> list[Tensor]:
 @products.register_fake
 def _(x: Tensor, weights: list[Tensor]) -> list[Tensor]:
     return [x.new_empty(*x.shape[:-1], len(weight)) for weight in weights]
+
+
+@library.custom_op("graphmod::gated_product", mutates_args=())
+def gated_product(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+    """`silu(x @ gate.T) * (x @ up.T)`, computed in float32 and rounded once.
+
+    Args:
+        x: (..., features) of 1 to 128 rows in bfloat16 or float16; features a multiple of 128.
+        gate, up: (out features, features) each, contiguous; out features a multiple of 64.
+    """
+    if not x.is_cuda:
+        opened, given = (torch.nn.functional.linear(x.float(), weight.float()) for weight in (gate, up))
+        return (torch.nn.functional.silu(opened) * given).to(x.dtype)
+    from graphmod.decode.step import products_kernel
+
+    flat = x.reshape(-1, x.shape[-1]).contiguous()
+    out = flat.new_empty(len(flat), len(gate))
+    with torch.cuda.device_of(x):
+        products_kernel.products(flat, [gate, up], [out], gated=True)
+    return out.view(*x.shape[:-1], -1)
+
+
+@gated_product.register_fake
+def _(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+    return x.new_empty(*x.shape[:-1], len(gate))
 
 
 @library.custom_op("graphmod::divided_product", mutates_args=())
@@ -98,7 +123,7 @@ def join_products(graph: GraphModule, fewest_rows: int = 1, device: str = "cuda"
         for start in range(0, len(nodes), MOST_WEIGHTS):
             some = nodes[start : start + MOST_WEIGHTS]
             if sum(len(node.args[1].meta["val"]) for node in some) >= _FEWEST_COLUMNS and len(some) > 1:
-                _join(graph, x, some)
+                _join_gated(graph, x, some) or _join(graph, x, some)
                 joined += 1
                 continue
             for node in some:
@@ -125,6 +150,29 @@ def _join(graph: GraphModule, x: Node, nodes: list[Node]) -> None:
             node.replace_all_uses_with(part)
     for node in nodes:
         graph.graph.erase_node(node)
+
+
+def _join_gated(graph: GraphModule, x: Node, nodes: list[Node]) -> bool:
+    """Joins two products of which one is the gate of the other; returns whether they are that."""
+    aten = torch.ops.aten
+    for gate, up in (nodes, nodes[::-1]) if len(nodes) == 2 else ():
+        silu, whole = next(iter(gate.users), None), next(iter(up.users), None)
+        if silu is None or whole is None or silu.target is not aten.silu.default:
+            continue
+        # Nothing else uses them, so nothing can write to them.
+        alone = [[*node.users] for node in (gate, up, silu)] == [[silu], [whole], [whole]]
+        alike = {(one.meta["val"].shape, one.meta["val"].dtype) for one in (gate, up, whole)}
+        if not alone or whole.target is not aten.mul.Tensor or {*whole.args} != {silu, up} or len(alike) > 1:
+            continue
+        with graph.graph.inserting_before(nodes[0]):
+            given = (x, gate.args[1], up.args[1])
+            joined = graph.graph.call_function(torch.ops.graphmod.gated_product.default, given)
+        joined.meta = dict(whole.meta)
+        whole.replace_all_uses_with(joined)
+        for node in (whole, silu, up, gate):
+            graph.graph.erase_node(node)
+        return True
+    return False
 
 
 def _parts(columns: int, features: int) -> int:

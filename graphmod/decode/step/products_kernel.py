@@ -42,9 +42,10 @@ def _products(
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
     PREFETCHED: tl.constexpr,
+    GATED: tl.constexpr,
 ):
     """Each program makes OUT columns of one result, for all rows, of a part of the features; the programs of the
-    results follow one another."""
+    results follow one another. Gated, it makes half as many columns of the first two weights, and of these one."""
     program, part = tl.program_id(0), tl.program_id(1)
     each: tl.constexpr = FEATURES // PARTS
     second: tl.constexpr = FIRST // OUT
@@ -57,25 +58,39 @@ def _products(
     before = tl.where(program >= third, third, tl.where(program >= second, second, 0))
     width = tl.where(program >= third, THIRD, tl.where(program >= second, SECOND, FIRST))
     row, depth = tl.arange(0, ROWS), tl.arange(0, DEPTH)
-    column = (program - before) * OUT + tl.arange(0, OUT)
+    lane = tl.arange(0, OUT)
+    if GATED:
+        # Eight of the one weight and eight of the other in turn: so a thread that holds a number of the one also holds
+        # that of the other (PTX ISA, "Register Fragments for wgmma").
+        column = program * (OUT // 2) + lane // 16 * 8 + lane % 8
+        begin = tl.where(lane // 8 % 2 == 0, first_weight, second_weight)[:, None] + column[:, None] * FEATURES
+    else:
+        column = (program - before) * OUT + lane
+        begin = weight + column[:, None] * FEATURES
+    begin += part * each
     there = row < rows
     if EARLY:
         # The kernel before may still run. It makes the input, but no weight: those come into the cache meanwhile.
         line = tl.arange(0, DEPTH // _LINE) * _LINE
         for start in tl.range(0, PREFETCHED, DEPTH):
-            lines = weight + column[:, None] * FEATURES + part * each + start + line[None, :]
+            lines = begin + start + line[None, :]
             tl.inline_asm_elementwise(
                 "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines.to(tl.int64)], tl.int32, False, 1
             )
         tl.extra.cuda.gdc_wait()
         # Not sooner: what starts now may rely on all that ran before this kernel.
         tl.extra.cuda.gdc_launch_dependents()
-    weights = weight + column[:, None] * FEATURES + part * each + depth[None, :]
+    weights = begin + depth[None, :]
     inputs = x + row[None, :] * FEATURES + part * each + depth[:, None]
     total = tl.zeros((OUT, ROWS), tl.float32)
     for start in tl.range(0, each, DEPTH, num_stages=STAGES):
         taken = tl.load(inputs + start, mask=there[None, :], other=0.0)
         total = tl.dot(tl.load(weights + start), taken, total)
+    if GATED:
+        pairs = tl.permute(tl.reshape(total, (OUT // 16, 2, 8, ROWS)), (0, 2, 3, 1))
+        opened, given = tl.split(pairs)
+        total = tl.reshape(opened / (1 + tl.exp(-opened)) * given, (OUT // 2, ROWS))
+        column = program * (OUT // 2) + tl.arange(0, OUT // 2)
     result = total.to(out.dtype.element_ty)
     tl.store(out + (part * rows + row)[None, :] * width + column[:, None], result, mask=there[None, :])
 
@@ -88,7 +103,7 @@ def _stages(rows: int, device: torch.device) -> int:
     return max(1, min(_STAGES, room // (2 * _DEPTH * (_OUT + rows))))
 
 
-def products(x: Tensor, weights: list[Tensor], outs: list[Tensor], parts: int = 1) -> None:
+def products(x: Tensor, weights: list[Tensor], outs: list[Tensor], parts: int = 1, gated: bool = False) -> None:
     """`outs[i] = x @ weights[i].T`, for up to `_MOST_WEIGHTS`.
 
     Args:
@@ -96,6 +111,7 @@ def products(x: Tensor, weights: list[Tensor], outs: list[Tensor], parts: int = 
         weights: (out features, features) each, contiguous; out features a multiple of 64.
         outs: (parts, rows, out features) each, contiguous.
         parts: that features are divided into, each a multiple of 128.
+        gated: then `outs[0] = silu(x @ weights[0].T) * (x @ weights[1].T)`, of two weights that are as large.
     """
     spare = _MOST_WEIGHTS - len(weights)
     widths = [len(weight) for weight in weights] + spare * [0]
@@ -107,7 +123,7 @@ def products(x: Tensor, weights: list[Tensor], outs: list[Tensor], parts: int = 
         *weights,
         *spare * weights[:1],
         *outs,
-        *spare * outs[:1],
+        *(_MOST_WEIGHTS - len(outs)) * outs[:1],
         len(x),
         features,
         *widths,
@@ -118,6 +134,7 @@ def products(x: Tensor, weights: list[Tensor], outs: list[Tensor], parts: int = 
         STAGES=_stages(rows, x.device),
         EARLY=early,
         PREFETCHED=min(features // parts, prefetched),
+        GATED=gated,
         num_warps=_WARPS,
         **({"launch_pdl": True} if early else {}),
     )
