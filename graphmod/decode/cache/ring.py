@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -106,16 +107,16 @@ class Ring:
                         self._nodes.set(kept, near, [(first * size, many * size) for first, many in found.extents])
             self._portions[rule] = found
 
-    def bring(self, layer: int, after: Any) -> list[Any]:
-        """Copies what is expected of a layer, after a place in the step; gives the ends of the copies.
+    def bring(self, layer: int, after: Any) -> list[Callable[[], None]]:
+        """Copies what is expected of a layer, after a place in the step; returns what waits for the copies.
 
         Kernel and copy engine have a branch each: those of one would only ever wait for those of the other.
         """
         kept, near = self._kept[layer], self._near[layer]
-        ends = [self.branch.run(partial(fetch, kept, near, self._listed[self._rules[layer]]), after)]
+        acts = [(self.branch, partial(fetch, kept, near, self._listed[self._rules[layer]]))]
         if self._nodes is not None:
-            ends.append(self._nodes_branch.run(partial(self._nodes.capture, list(zip(kept, near, strict=True))), after))
-        return ends
+            acts.append((self._nodes_branch, partial(self._nodes.capture, list(zip(kept, near, strict=True)))))
+        return [partial(branch.wait, branch.run(act, after)) for branch, act in acts]
 
 
 class Passage:
@@ -125,7 +126,7 @@ class Passage:
         self._ring = ring
         self._reached = -1
         self._copied = 0  # far layers whose copies were launched
-        self._ends: dict[int, list[Any]] = {}
+        self._waits: dict[int, list[Callable[[], None]]] = {}
 
     def reach(self, layer: int) -> None:
         """Goes on to a layer; its keys and values are near by after it.
@@ -141,9 +142,9 @@ class Passage:
         self._copied += len(wanted)
         after = ring.branch.here() if wanted else None
         for far in wanted:
-            self._ends[far] = ring.bring(far, after)
-        for end in self._ends.pop(layer, ()):
-            ring.branch.wait(end)
+            self._waits[far] = ring.bring(far, after)
+        for wait in self._waits.pop(layer, ()):
+            wait()
 
     def _due(self, layer: int) -> int:
         """How many far layers may have been copied when a step reaches a layer, and has done with those before."""

@@ -119,9 +119,10 @@ def join_products(graph: GraphModule, fewest_rows: int = 1, device: str = "cuda"
         if node.target is torch.ops.aten.linear.default and _fits(node, fewest_rows, device):
             groups[node.args[0], writes].append(node)
     joined = 0
-    for (x, _), nodes in groups.items():
+    for nodes in groups.values():
         for start in range(0, len(nodes), MOST_WEIGHTS):
             some = nodes[start : start + MOST_WEIGHTS]
+            x = some[0].args[0]  # of now: what it was may have been joined
             if sum(len(node.args[1].meta["val"]) for node in some) >= _FEWEST_COLUMNS and len(some) > 1:
                 _join_gated(graph, x, some) or _join(graph, x, some)
                 joined += 1
