@@ -32,6 +32,7 @@ class CopyNodes:
 
     Args:
         count: nodes for each pair of source and target.
+        device: of all graphs and targets.
 
     Attributes:
         wanted: what a node copies, by its mark: the address of the one byte that it copies when it is captured. None is
@@ -39,8 +40,8 @@ class CopyNodes:
         version: how often that was changed.
     """
 
-    def __init__(self, count: int) -> None:
-        self.count = count
+    def __init__(self, count: int, device: torch.device) -> None:
+        self.count, self.device = count, device
         self.wanted: dict[int, _Copy | None] = {}
         self.version = 0
 
@@ -52,8 +53,8 @@ class CopyNodes:
         """
         if not captured():
             return
+        stream = c_void_p(torch.cuda.current_stream(self.device).cuda_stream)
         for source, target in pairs:
-            stream = c_void_p(torch.cuda.current_stream(target.device).cuda_stream)
             for number in range(self.count):
                 mark = source.data_ptr() + number
                 self.wanted.setdefault(mark, None)
@@ -83,7 +84,8 @@ class _Adjusted:
 
     def __call__(self) -> None:
         if self._version != self._copies.version:
-            self._adjust()
+            with torch.cuda.device(self._copies.device):
+                self._adjust()
         self._graph.replay()
 
     def _adjust(self) -> None:
