@@ -39,7 +39,7 @@ def there(source, spans):
 
 
 def test_each_launch_copies_what_was_said_last(device):
-    nodes, one, other = CopyNodes(3), pair(), pair()
+    nodes, one, other = CopyNodes(3, device), pair(), pair()
     launch, seen = captured(nodes, one, other)
     for spans in ([], [(0, 1)], [(5, 100), (4000, 96), (200, 1)], [(0, 4096)], [(200, 8)], []):
         nodes.set(*one, spans)
@@ -52,14 +52,14 @@ def test_each_launch_copies_what_was_said_last(device):
 
 
 def test_before_anything_was_said_nothing_is_copied(device):
-    nodes, one = CopyNodes(2), pair()
+    nodes, one = CopyNodes(2, device), pair()
     launch, seen = captured(nodes, one)
     launch()
     assert not seen[0].any()
 
 
 def test_what_was_launched_goes_on_as_it_was(device):
-    nodes, one = CopyNodes(1), pair(2**26)
+    nodes, one = CopyNodes(1, device), pair(2**26)
     launch, seen = captured(nodes, one)
     nodes.set(*one, [(0, 2**26)])
     launch()
@@ -72,7 +72,7 @@ def test_what_was_launched_goes_on_as_it_was(device):
 
 
 def test_graphs_follow_one_by_one_and_caches_stay_apart(device):
-    nodes, one, others, two = CopyNodes(2), pair(), CopyNodes(2), pair()
+    nodes, one, others, two = CopyNodes(2, device), pair(), CopyNodes(2, device), pair()
     first, seen = captured(nodes, one)
     second, also = captured(nodes, one)
     third, apart = captured(others, two)
@@ -86,6 +86,20 @@ def test_graphs_follow_one_by_one_and_caches_stay_apart(device):
     assert torch.equal(also[0].cpu(), there(one[0], [(100, 1)]))
     assert torch.equal(apart[0].cpu(), there(two[0], [(7, 7)]))
     assert launcher_of_nothing().__self__.__class__ is torch.cuda.CUDAGraph
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_another_gpu_may_be_the_current_one():
+    device = torch.device("cuda", 1)
+    with torch.cuda.device(device):
+        nodes, one = CopyNodes(2, device), pair()
+        launch, seen = captured(nodes, one)
+    for spans in ([(0, 9)], [(5, 100), (4000, 96)]):
+        nodes.set(*one, spans)
+        one[1].zero_()
+        launch()
+        torch.cuda.synchronize(device)
+        assert torch.equal(seen[0].cpu(), there(one[0], spans))
 
 
 def launcher_of_nothing():

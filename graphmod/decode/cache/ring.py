@@ -70,9 +70,8 @@ class Ring:
             for rule in dict.fromkeys(rules.values())
         }
         self._portions: dict[Rule, Portions] = {}
-        self._nodes, self._nodes_branch = (
-            (CopyNodes(_EXTENTS), Branch(device)) if device.type == "cuda" else (None, None)
-        )
+        self._nodes = CopyNodes(_EXTENTS, device) if device.type == "cuda" else None
+        self._nodes_branch = Branch(device)
 
     def near(self, layer: int) -> Pair | None:
         """Keys and values of a layer as a step sees them; None for one that is not far."""
