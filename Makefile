@@ -15,6 +15,12 @@ export GOMP_SPINCOUNT ?= 3000
 .DEFAULT_GOAL := help
 .PHONY: help setup train generate serve compare tensorboard test test-all lint format clean
 
+# make would take settings for variables of its own, and drop them.
+SETTINGS := $(strip $(foreach name,$(.VARIABLES),$(if $(findstring command line,$(origin $(name))),$(if $(findstring .,$(name)),$(name)=$($(name))))))
+ifneq ($(SETTINGS),)
+$(error write: make $(MAKECMDGOALS) ARGS="$(SETTINGS)")
+endif
+
 help: ## show this list
 	@echo "make TARGET [ARGS='KEY=VALUE ...'] [PYTHON=python3.12]"
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)

@@ -235,7 +235,10 @@ def _raised(what: str, error: BaseException) -> str:
     said = str(error).strip().splitlines()
     text = f"{what} raised {type(error).__name__}" + (f": {said[0]}" if said else "")
     frames = [one for one in traceback.extract_tb(error.__traceback__) if is_users(one.filename)]
+    if "env://" in text and "RANK" in text:
+        return f"{text}; a program for torchrun is checked with --ranks 2"
     if not frames:
-        return text
+        missing = isinstance(error, TypeError) and "required positional argument" in text
+        return f"{text}; add --args MODULE:FUNCTION, which returns a tuple of its arguments" if missing else text
     last = frames[-1]
     return f"{text} at {shortened(f'{last.filename}:{last.lineno} in {last.name}')}"

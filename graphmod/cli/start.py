@@ -11,6 +11,8 @@ from pathlib import Path
 import graphmod
 from graphmod.train.run.folders import from_here
 
+_NEEDED = ("hydra", "omegaconf", "numpy", "tensorboard", "tokenizers", "torch", "tqdm", "transformers")
+
 
 def version() -> str:
     """The line that `--version` prints."""
@@ -43,7 +45,8 @@ def _interrupted(*_: object) -> None:
 @contextmanager
 def loading() -> Iterator[None]:
     """Around imports of large libraries: Ctrl-C ends the process with one line, because a KeyboardInterrupt in the
-    middle of an import is a page of traceback, or another error."""
+    middle of an import is a page of traceback, or another error. So does a library that graphmod was not installed
+    with."""
     before = signal.getsignal(signal.SIGINT)
     if before is not signal.default_int_handler:  # somebody else's, or another thread's affair
         yield
@@ -51,6 +54,15 @@ def loading() -> Iterator[None]:
     signal.signal(signal.SIGINT, _interrupted)
     try:
         yield
+    except ModuleNotFoundError as error:
+        if (error.name or "graphmod").partition(".")[0] not in _NEEDED:
+            raise
+        print(
+            f"error: this Python ({from_here(sys.executable)}) has no {error.name}; install graphmod for it with "
+            "`pip install -e .` in the clone, or run `make setup` and use .venv/bin/python",
+            file=sys.stderr,
+        )
+        raise SystemExit(2) from None
     finally:
         signal.signal(signal.SIGINT, before)
 

@@ -32,12 +32,10 @@ def without_name(argument: str, before: str, kind: type, configs: Path, texts: t
     groups = [file.parent.name for file in sorted(configs.glob(f"*/{argument}.yaml"))]
     if groups:
         return f"{said}, such as {' or '.join(f'{group}={argument}' for group in groups)}"
-    if "prompt" in names:
-        name = "model.path" if "/" in argument or there else "prompt"
-        return f"{said}, such as {name}={_in_quotes(argument)}"
-    if there:
-        return f"{said}, such as data=text data.path={_in_quotes(argument)}"
-    return f"{said}, such as train.steps=100"
+    if "data.path" in names:
+        return f"{said}, such as " + (f"data=text data.path={_in_quotes(argument)}" if there else "train.steps=100")
+    name = "prompt" if "prompt" in names and "/" not in argument and not there else "model.path"
+    return f"{said}, such as {name}={_in_quotes(argument)}"
 
 
 def without_value(key: str) -> str:

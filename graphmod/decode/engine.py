@@ -196,15 +196,14 @@ class DecodeEngine:
         if self.model.device != self.device:
             raise DecodeError(f"the model moved from {self.device} to {self.model.device}; make a new engine")
         found = self.requests.read(prompts, n, sampling, settings)
-        there = self.scheduler.allocator.count
+        there = self.scheduler.allocator.count * self.memory.block_size
         for sequence in found:
-            needed = self.scheduler.blocks_needed(sequence)
-            if needed > there:
-                size = self.memory.block_size
+            if len(sequence.prompt) > there:
                 raise RequestError(
-                    f"prompt {sequence.completion.request} needs {needed * size} tokens of KV memory and the engine "
-                    f"has {there * size} in all; lower max_new_tokens, or raise cache_tokens"
+                    f"prompt {sequence.completion.request} has {len(sequence.prompt)} tokens and the KV cache holds "
+                    f"{there} in all; shorten it, or raise cache_tokens"
                 )
+            sequence.limit = min(sequence.limit, there + 1)  # the last token is never fed, and needs no place
         handle = Handle(found, on_run)
         if found:
             self._traffic.enter(handle)

@@ -40,7 +40,8 @@ class Admission:
         if samples > most:
             raise ApiError(
                 400,
-                f"the request asks for {counted(samples, 'completion')} and this server takes {most} at a time",
+                f"the request asks for {counted(samples, 'completion')} and this server takes {most} at a time; "
+                "lower n or the number of prompts",
                 "n",
             )
         if self.samples + samples > most:

@@ -8,27 +8,25 @@ import hmac
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Awaitable
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from graphmod.decode.errors import DecodeError
 from graphmod.serve.body import read_body
 from graphmod.serve.errors import ApiError
 from graphmod.serve.forms import Form, usage
 from graphmod.serve.service import Service
 from graphmod.serve.text import Scored
-from graphmod.serve.work import Part, Work
+from graphmod.serve.work import Gone, Part, Work
 
 log = logging.getLogger("graphmod")
 
 PATIENCE = 120  # seconds that a client may read nothing of a stream
-
-
-class Gone(Exception):
-    """The client has gone away."""
 
 
 async def _until_gone(receive: Receive) -> None:
@@ -36,7 +34,7 @@ async def _until_gone(receive: Receive) -> None:
         pass
 
 
-async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, Any]) -> Any:
+async def _unless_gone(receive: Receive, work: Awaitable[Any]) -> Any:
     """What `work` returns. Raises Gone as soon as the client goes away, and ends `work`."""
     working, gone = asyncio.ensure_future(work), asyncio.ensure_future(_until_gone(receive))
     try:
@@ -91,6 +89,12 @@ class Exchange:
         except Gone:
             self.end("gone")
             return Response(status_code=499)  # which nobody gets
+        except asyncio.CancelledError as error:
+            if self._service.trouble is None:
+                self.end("error")
+                raise
+            self.end("unavailable")
+            return self._service.failed(DecodeError(str(error))).response()
         except BaseException:
             self.end("error")
             raise
@@ -105,7 +109,7 @@ class Exchange:
         self._let_in.enter_context(service.admission.let_in(form.samples(body)))
         read = form.reader(body, service.codec, service.settings.default_max_tokens)
         self._work = Work(service, read, form.has_text(body))
-        await self._work.submit()  # at once, and not by a task, which would come after the reading of other requests
+        await self._work.submit(partial(_unless_gone, self._request.receive))
         if body.stream:
             await _unless_gone(self._request.receive, self._work.taken())
             return EventStream(self, self._events())

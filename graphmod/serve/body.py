@@ -45,7 +45,7 @@ async def read_body(request: Request, kind: type[R], most: int) -> R:
     """The request in a body of at most `most` bytes. Raises ApiError."""
     try:
         raw = await _bytes(request, most)
-        given = json.loads(raw, parse_constant=_constant)
+        given = json.loads(raw.decode("utf-8-sig"), parse_constant=_constant)
         if _SURROGATE.search(raw):
             json.dumps(given, ensure_ascii=False).encode()  # raises for half of a pair, which no tokenizer takes
     except (ValueError, RecursionError) as error:

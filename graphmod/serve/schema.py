@@ -5,12 +5,12 @@ A field that would change the answer and is not supported is an error that names
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 # Fields that would change the answer -> the values of them that would not.
-_CHAT_ONLY = {
+_UNSUPPORTED = {
     "tools": (None, []),
     "tool_choice": (None, "none", "auto"),
     "functions": (None, []),
@@ -23,9 +23,9 @@ _CHAT_ONLY = {
     "continue_final_message": (None, False),
     "add_generation_prompt": (None, True),
     "top_logprobs": (None, 0),
-}
-_COMPLETIONS_ONLY = {"echo": (None, False), "suffix": (None, ""), "prompt_embeds": (None,)}
-_UNSUPPORTED = {
+    "echo": (None, False),
+    "suffix": (None, ""),
+    "prompt_embeds": (None,),
     "logit_bias": (None, {}),
     "presence_penalty": (None, 0),
     "frequency_penalty": (None, 0),
@@ -77,8 +77,6 @@ class _Request(_Strict):
         return_token_ids: tell the ids of the generated tokens too.
     """
 
-    unsupported: ClassVar[dict[str, tuple]] = {}
-
     model: str | None = None
     n: int | None = Field(None, ge=1, le=128)
     stream: bool | None = None
@@ -100,10 +98,10 @@ class _Request(_Strict):
         if not isinstance(given, dict):
             raise ValueError("the body must be a JSON object")
         for name, value in given.items():
-            if name in cls.unsupported and not any(
+            if name in _UNSUPPORTED and not any(
                 # By type too: to Python, 1 is True.
                 value == one and isinstance(value, bool) == isinstance(one, bool)
-                for one in cls.unsupported[name]
+                for one in _UNSUPPORTED[name]
             ):
                 raise Unsupported(name)
         form = given.get("response_format")
@@ -137,8 +135,6 @@ class Message(_Strict):
 class ChatRequest(_Request):
     """Of `/v1/chat/completions`."""
 
-    unsupported: ClassVar[dict[str, tuple]] = {**_UNSUPPORTED, **_CHAT_ONLY}
-
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
     logprobs: bool | None = None
@@ -166,8 +162,6 @@ class CompletionRequest(_Request):
     Attributes:
         logprobs: 0 or 1 tells the log-probability of each token that was drawn; those of others are not known.
     """
-
-    unsupported: ClassVar[dict[str, tuple]] = {**_UNSUPPORTED, **_COMPLETIONS_ONLY}
 
     prompt: Annotated[list[str] | list[list[int]], BeforeValidator(_prompts)]
     logprobs: Literal[0, 1] | None = None

@@ -5,11 +5,22 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from importlib.util import find_spec
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
 
 LAST_WORDS = 2  # seconds that answers may still take to be sent once the server stops
+
+
+def _protocol() -> Any:
+    """How HTTP is read: by httptools, where it is installed; else by h11, which bounds headers by itself."""
+    if find_spec("httptools") is None:
+        return "h11"
+    from graphmod.serve.protocol import BoundedProtocol
+
+    return BoundedProtocol
 
 
 class HttpServer:
@@ -23,6 +34,7 @@ class HttpServer:
     def __init__(self, app: FastAPI, listening: socket.socket) -> None:
         config = uvicorn.Config(
             app,
+            http=_protocol(),
             lifespan="on",
             access_log=False,
             log_config=None,

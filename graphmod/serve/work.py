@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import NamedTuple
 
 from graphmod.decode.batching.handle import Handle
@@ -17,6 +17,10 @@ from graphmod.serve.service import Service
 from graphmod.serve.text import Answer, Piece
 
 _AHEAD = 4  # runs of other prompts that are read before they can be sent; the rest waits with its completion
+
+
+class Gone(Exception):
+    """The client has gone away."""
 
 
 class Part(NamedTuple):
@@ -58,11 +62,18 @@ class Work:
         self.asked: Asked | None = None
         self.prompt_tokens = self.tokens = 0
 
-    async def submit(self) -> None:
-        """Asks the engine for it. Raises ApiError."""
+    async def submit(self, unless_gone: Callable[[asyncio.Future], Awaitable[Asked]]) -> None:
+        """Asks the engine for it. Raises ApiError.
+
+        Args:
+            unless_gone: waits for something for as long as there is somebody who wants it.
+        """
         service = self._service
         with self._api_errors():
-            asked = await asyncio.wrap_future(service.aside(self._read)) if self._aside else self._read()
+            if self._aside:  # begun at once, and not by a task, which would come after the reading of other requests
+                asked = await unless_gone(asyncio.wrap_future(service.aside(self._read)))
+            else:
+                asked = self._read()
             self.asked = asked
             self._request = service.engine.submit(asked.prompts, asked.n, asked.sampling)
             self.prompt_tokens = sum(map(len, asked.prompts))
@@ -80,6 +91,8 @@ class Work:
         try:
             yield
         except ApiError:
+            raise
+        except Gone:
             raise
         except Refused as error:
             said = _reworded(str(error), self.asked, error.prompt)

@@ -23,4 +23,4 @@ def require_library(name: str, extra: str, why: str) -> None:
         spec = find_spec(name)
         found = spec is not None and spec.origin is not None  # else a folder of that name, such as W&B leaves behind
     if not found:
-        raise ConfigError(f"{why} needs the {name} library: pip install 'graphmod[{extra}]'")
+        raise ConfigError(f"{why} needs the {name} library: pip install -e '.[{extra}]' in its clone")

@@ -295,6 +295,7 @@ def test_json_stands_alone_on_the_standard_output(tmp_path):
         (["program:stap"], "program has no 'stap'"),
         (["program:number"], "program:number is a int, which cannot be called"),
         (["program"], "write package.module:function"),
+        (["program:step"], "argument: 'x'; add --args MODULE:FUNCTION"),
         (["program:raises"], "program:raises raised ValueError: no data at program.py:12 in raises"),
         (["program:step", "--args", "program:clean"], "program:clean returned a Tensor; it must return a tuple"),
     ],

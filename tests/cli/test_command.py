@@ -145,3 +145,25 @@ def test_an_installed_command_works_in_any_folder(installed, tmp_path):
     assert list(tmp_path.glob("runs/train/*/result.json"))
     shown = graphmod_command("generate", "--cfg", "job")
     assert shown.returncode == 0 and "temperature: 0.0" in shown.stdout, shown.stderr
+
+
+def test_make_does_not_take_settings_for_its_own_variables():
+    done = subprocess.run(
+        ["make", "serve", "serve.port=1", "graph.ahead=true"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2 and "write: make serve ARGS=" in done.stderr
+    assert "serve.port=1" in done.stderr and "graph.ahead=true" in done.stderr
+
+
+def test_a_library_that_is_not_there_is_one_line(tmp_path):
+    missing = "raise ModuleNotFoundError('no omegaconf', name='omegaconf')"
+    (tmp_path / "omegaconf.py").write_text(missing)
+    done = subprocess.run(
+        [sys.executable, ROOT / "serve.py", "model.path=x"],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "has no omegaconf; install graphmod for it" in done.stderr

@@ -20,6 +20,7 @@ from graphmod import CUDAGraphConfig, CUDAGraphModule, DecodeEngine, graph_layer
 from graphmod.check.cli import main as check
 from graphmod.cli.generation.folder import model_folder
 from graphmod.cli.generation.main import GENERATE
+from graphmod.cli.serving.main import SERVE
 from graphmod.cli.training.compose import TRAIN, parse
 from graphmod.decode.config import EngineConfig, Sampling
 from graphmod.decode.text.codec import tokenizer_folder
@@ -285,6 +286,8 @@ def test_where_only_comparisons_have_models_generate_says_so(tmp_path, monkeypat
             ["model.path=my_texts", "hi"],
             "'hi' has no name; settings are written key=value, such as prompt=hi",
         ),
+        (SERVE, ["my_texts"], "such as model.path=my_texts"),
+        (SERVE, ["serve.port=1", "tiny"], "such as model.path=tiny"),
         (GENERATE, ["model.path=my_texts", "prompt=one", "two"], 'put both in quotes: prompt="one two"'),
     ],
 )

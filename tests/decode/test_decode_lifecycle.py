@@ -221,7 +221,11 @@ def test_requests_wait_for_memory_and_none_is_lost(device):
     prompts = prompts_of(20, 3, 17, 9, 25, 4, 11)
     assert tokens_of(engine, prompts, max_new_tokens=14) == references(model, prompts, 14)
     assert engine.scheduler.allocator.free_blocks == 7
-    with pytest.raises(RequestError, match="cache_tokens"):
+    # What does not fit is shortened, as where a sequence would be longer than max_seq_len.
+    (prompt,) = prompts_of(50)
+    (done,) = engine.generate([prompt], max_new_tokens=20)
+    assert done.finish_reason == "length" and done.tokens == reference(model, prompt, 7)
+    with pytest.raises(RequestError, match="60 tokens and the KV cache holds 56 in all; shorten it"):
         engine.generate(prompts_of(60), max_new_tokens=10)
 
 

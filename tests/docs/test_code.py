@@ -107,7 +107,7 @@ def test_the_code_of_check_runs(monkeypatch):
     report = SimpleNamespace(
         hazards=[SimpleNamespace(user="train.py:18 in step")], divergences=[SimpleNamespace(stands=[stand, stand])]
     )
-    assert eval(last, names | {"report": report}) == "train.py:18 in step"
+    assert eval(last, names | {"report": report}) == ["train.py:18 in step"]
     names |= {"step": lambda batch: None, "batch": 0, "graphmod": SimpleNamespace(check=lambda *_: report)}
     exec(of_ranks, names)
 

@@ -190,6 +190,7 @@ def test_what_is_wrong_with_a_chat_is_said_with_its_field(served, change, status
         ({"prompt": [[1, 2], [5] * 600]}, "prompt", "prompt 1 has 600 tokens"),
         ({"echo": True}, "echo", "not supported"),
         ({"suffix": "x"}, "suffix", "not supported"),
+        ({"tools": [{"type": "function"}]}, "tools", "not supported"),
         ({"best_of": 3}, "best_of", "not supported"),
         ({"logprobs": 5}, "logprobs", "0 or 1"),
         ({"prompt": ["a"] * 5, "n": 100}, "n", "takes 404 at a time"),
@@ -227,6 +228,9 @@ def test_what_is_no_json_object_is_refused(served, body):
 def test_half_a_surrogate_pair_is_refused(served):
     for field in (b"model", b"prompt", b"stop"):
         status, body, _ = served.post("/v1/completions", b'{"prompt": "a", "%s": "\\ud800"}' % field)
+        assert status == 400 and "error" in body
+    for raw in (b'{"prompt": "a\xed\xa0\x80b"}', '{"prompt": "a\\ud800"}'.encode("utf-16")):
+        status, body, _ = served.post("/v1/completions", raw)
         assert status == 400 and "error" in body
     assert served.post("/v1/completions", b'{"prompt": "\\ud83d\\ude00"}')[0] == 200
 

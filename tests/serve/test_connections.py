@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import http.client
 import json
 import shutil
 import socket
@@ -84,6 +85,41 @@ def test_who_goes_away_before_the_engine_has_taken_the_request_leaves_the_queue(
     finally:
         go_on.set()
     served.wait_until_idle()
+
+
+TEXT = {"prompt": "a text", "max_tokens": 300, "ignore_eos": True}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_goes_away_before_his_text_is_tokens_leaves_the_queue(served, stream):
+    go_on, before = threading.Event(), served.metric("graphmod_tokens_total")
+    served.service.aside(lambda: go_on.wait(60))
+    try:
+        with contextlib.ExitStack() as stack:
+            for _ in range(3):
+                stack.enter_context(contextlib.closing(served.raw({**TEXT, "stream": stream})))
+            served.wait_until(lambda: served.service.admission.requests == 3)
+        served.wait_until(lambda: served.service.admission.requests == 0)
+    finally:
+        go_on.set()
+    assert served.post("/v1/completions", {"prompt": "a", "max_tokens": 2})[0] == 200
+    assert served.metric("graphmod_tokens_total") - before < 10  # nothing was made of the three
+
+
+def test_a_text_that_is_not_tokens_yet_when_the_server_ends_is_told():
+    go_on = threading.Event()
+    one = Served(chat_model(), tokenizer(), max_batch_size=2)
+    try:
+        with one, ThreadPoolExecutor(1) as pool:
+            one.service.aside(lambda: go_on.wait(60))
+            waiting = pool.submit(one.post, "/v1/completions", TEXT)
+            one.wait_until(lambda: one.service.admission.requests)
+            one.host.drain()
+            one.end()
+            status, body, _ = waiting.result()
+    finally:
+        go_on.set()
+    assert status == 503 and "shutting down" in body["error"]["message"]
 
 
 def test_clients_that_wait_and_go_away_leave_the_queue(served, slowly):
@@ -194,6 +230,21 @@ def test_a_body_that_is_too_large_is_refused():
             chunked.sendall(b"400\r\n" + b"a" * 1024 + b"\r\n")
             assert b" 413 " in chunked.recv(1000)
         assert one.post("/v1/completions", {"prompt": "a", "max_tokens": 2})[0] == 200
+
+
+def test_headers_that_do_not_end_are_refused(served):
+    with contextlib.closing(socket.create_connection(("127.0.0.1", served.port), timeout=20)) as endless:
+        endless.sendall(b"GET /health HTTP/1.1\r\nhost: a\r\nx: ")
+        with contextlib.suppress(OSError):
+            for _ in range(400):
+                endless.sendall(b"a" * 10_000)
+        with contextlib.suppress(ConnectionResetError):
+            assert b" 431 " in endless.recv(1000)
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", served.port, timeout=20)) as connection:
+        for size in (10, 300_000, 1_000_000, 10):  # bodies may be large, one after the other
+            connection.request("POST", "/v1/completions", json.dumps({"prompt": [5], "max_tokens": 1, "x": "a" * size}))
+            answer = connection.getresponse()
+            assert answer.status == 200 and answer.read()
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ GENERATE = Program(
     configs=Path(__file__).parent.resolve() / "configs",
     texts=("prompt",),
     paths=("prompts_file", "out", "tokenizer", "model.path"),
-    smaller="decode.max_batch_size or decode.max_seq_len",
+    smaller="decode.max_batch_size, decode.max_seq_len or decode.cache_tokens",
 )
 
 

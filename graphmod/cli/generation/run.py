@@ -14,7 +14,7 @@ from graphmod.cli.generation.loading import load_model
 from graphmod.cli.generation.output import OutputFile, open_output
 from graphmod.cli.generation.plan import Plan
 from graphmod.cli.generation.prompts import Prompt, line_of
-from graphmod.cli.generation.provenance import trained
+from graphmod.cli.generation.provenance import cache_of, trained
 from graphmod.cli.generation.schema import GenerateConfig
 from graphmod.cli.stdout import OutputError, complain, show
 from graphmod.config import CompileMode
@@ -148,6 +148,8 @@ def _run(plan: Plan, out: OutputFile | None) -> int:
     if config.decode.n > 1 and config.decode.temperature <= 0:
         print("note: with decode.temperature=0 all samples of a prompt are the same", file=sys.stderr, flush=True)
     engine = DecodeEngine(model, config.engine(len(prompts) * config.decode.n), codec=codec)
+    if engine.stats.host_cache_bytes:
+        print(cache_of(engine), file=sys.stderr, flush=True)
     if config.graph.ahead and engine.config.graphs:
         engine.warm_up(kinds=(_kind(config),), prefill=False)
     if config.prompts_file is None and config.decode.n == 1:

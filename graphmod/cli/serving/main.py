@@ -37,7 +37,7 @@ def _settings(asked: Asked) -> ServeConfig:
 def _require_extra() -> None:
     missing = next((name for name in _EXTRA if find_spec(name) is None), None)
     if missing is not None:
-        raise ConfigError(f"serving needs {missing}, which is not installed: pip install 'graphmod[serve]'")
+        raise ConfigError(f"serving needs {missing}, which is not installed: pip install -e '.[serve]' in its clone")
 
 
 def _serve(asked: Asked) -> int:

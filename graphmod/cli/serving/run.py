@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
@@ -12,7 +13,7 @@ from types import FrameType
 from urllib.parse import urlsplit
 
 from graphmod.cli.generation.loading import load_model
-from graphmod.cli.generation.provenance import trained
+from graphmod.cli.generation.provenance import cache_of, trained
 from graphmod.cli.serving.schema import ServeConfig
 from graphmod.cli.stdout import end_at_once, say_plainly, show
 from graphmod.config import CompileMode
@@ -49,6 +50,7 @@ class _Signals:
 
     def _came(self, number: int, _: FrameType | None) -> None:
         if self.number is not None:
+            os.write(2, b"stopped; what still ran was cut off\n")  # printing may be what was interrupted
             self._last()
             end_at_once(128 + number)
         self.number = number
@@ -64,6 +66,8 @@ def _engine(config: ServeConfig, folder: Path) -> DecodeEngine:
         said = f"graph.compile={config.graph.compile.value} is for a GPU and is ignored on this {model.device.type}"
         say_plainly(f"note: {said}")
     engine = DecodeEngine(model, config.engine(), codec=codec)
+    if engine.stats.host_cache_bytes:
+        say_plainly(cache_of(engine))
     if config.graph.ahead and engine.config.graphs:
         # An emulated graph of prefill is no faster than what it would stand for.
         engine.warm_up(kinds=(GREEDY, PLAIN, FILTERED), prefill=engine.device.type == "cuda")
@@ -111,7 +115,9 @@ def _drained(host: Host, seconds: float, number: int) -> int:
         say_plainly("stopped; the process that answers HTTP does not say what was cut off")
         return 128 + number
     if host.left:
-        say_plainly(f"shutting down; waiting up to {seconds:g} s for {counted(host.left, 'request')}")
+        say_plainly(
+            f"shutting down; waiting up to {seconds:g} s for {counted(host.left, 'request')}; Ctrl-C ends at once"
+        )
     until = time.monotonic() + seconds
     while host.left and time.monotonic() < until:
         host.tend(_TURN)

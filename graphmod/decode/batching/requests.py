@@ -21,6 +21,8 @@ from graphmod.decode.step.state import MOST_STOPS
 from graphmod.decode.text.codec import Codec
 from graphmod.decode.text.stops import StopTexts
 
+_CODEC = "make it with codec=TokenizerCodec(tokenizer), of graphmod.decode.text.codec"
+
 
 def eos_ids(model: PreTrainedModel, codec: Codec | None = None) -> list[int]:
     """The end-of-sequence tokens of the model or, if it names none, of its codec; [] if neither has one."""
@@ -74,8 +76,10 @@ class RequestReader:
         """
         if isinstance(prompt, str):
             if self.codec is None:
-                raise RequestError(f"prompt {number} is text and the engine has no codec; give token ids, or codec=")
+                raise RequestError(f"prompt {number} is text and the engine has no codec; give token ids, or {_CODEC}")
             prompt = self.codec.encode(prompt)
+            if not len(prompt):
+                raise RequestError(f"prompt {number} is empty; give at least one character")
         elif isinstance(prompt, torch.Tensor):
             if prompt.dim() > 1 and len(prompt) != 1:
                 raise RequestError(
@@ -113,7 +117,9 @@ class RequestReader:
         for stop in sampling.stop:
             if isinstance(stop, str) and stop:
                 if self.codec is None:
-                    raise RequestError(f"stop {stop!r} is text and the engine has no codec; give token ids, or codec=")
+                    raise RequestError(
+                        f"stop {stop!r} is text and the engine has no codec; give token ids, or {_CODEC}"
+                    )
                 number = getattr(self.codec, "special", {}).get(stop, self.vocabulary)
                 if number >= self.vocabulary:
                     texts.append(stop)

@@ -49,6 +49,7 @@ def host_zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) 
         except RuntimeError as error:
             raise ConfigError(
                 f"{memory.nbytes / 2**30:.2f} GiB more of the host's memory cannot be pinned for the KV cache "
-                f"({error}); lower cache_tokens, raise decode.offload_resident, or use offload=none"
+                f"({error}); lower cache_tokens, max_batch_size or max_seq_len, raise offload_resident, or use "
+                "offload=none"
             ) from error
         return shaped(bytes_at(memory.data_ptr(), memory.nbytes, pinned, device), size, dtype)

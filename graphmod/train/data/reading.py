@@ -28,7 +28,7 @@ def _datasets() -> Any:
     try:
         import datasets
     except ImportError as error:
-        raise ConfigError("data=hf needs the datasets library: pip install 'graphmod[data]'") from error
+        raise ConfigError("data=hf needs the datasets library: pip install -e '.[data]' in its clone") from error
     return datasets
 
 
