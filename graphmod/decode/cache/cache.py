@@ -68,7 +68,7 @@ class PagedCache:
         self.kernel_options: dict[str, int] = {}
         self._buffers = offload.buffers if offload else 0
         self._far = far_layers(len(layers), offload.resident) if offload else []
-        self._branch = Branch(device) if self._far else None
+        self._branches = (Branch(device), Branch(device)) if self._far else None
         self.ring: Ring | None = None
         self.allocate()
 
@@ -114,10 +114,10 @@ class PagedCache:
             pairs.append([host_zeros(s, self.dtype, self.device) if number in far else next(found) for s in both])
         self.keys += [key for key, _ in pairs]
         self.values += [value for _, value in pairs]
-        if self._branch is not None:
+        if self._branches is not None:
             kept = {number: (self.keys[number], self.values[number]) for number in far}
             rules = {number: self.layers[number].rule for number in far}
-            self.ring = Ring(kept, rules, list(zip(found, found, strict=True)), self._branch)
+            self.ring = Ring(kept, rules, list(zip(found, found, strict=True)), self._branches)
         self.pages = pages  # last: `mapped` says that all is there
 
     def unmap(self) -> None:

@@ -51,11 +51,14 @@ class Ring:
         kept: keys and values of each far layer, by the number of the layer.
         rules: which tokens each of them sees.
         buffers: tensors of `buffer_sizes`.
-        branch: where the kernels of copies run.
+        branches: where the kernels of copies run, and where the copy engine does.
     """
 
-    def __init__(self, kept: dict[int, Pair], rules: dict[int, Rule], buffers: list[Pair], branch: Branch) -> None:
-        self.far, self.branch = list(kept), branch
+    def __init__(
+        self, kept: dict[int, Pair], rules: dict[int, Rule], buffers: list[Pair], branches: tuple[Branch, Branch]
+    ) -> None:
+        self.far = list(kept)
+        self.branch, self._nodes_branch = branches
         self._kept, self._rules = kept, rules
         self._buffers, self.count = buffers, len(buffers)
         self._near = {
@@ -71,7 +74,6 @@ class Ring:
         }
         self._portions: dict[Rule, Portions] = {}
         self._nodes = CopyNodes(_EXTENTS, device) if device.type == "cuda" else None
-        self._nodes_branch = Branch(device)
 
     def near(self, layer: int) -> Pair | None:
         """Keys and values of a layer as a step sees them; None for one that is not far."""

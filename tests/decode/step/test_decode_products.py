@@ -309,7 +309,9 @@ def test_compiled_decode_steps_use_them(compile_mode, monkeypatch):
     model = Qwen3ForCausalLM(config).to(device, torch.bfloat16).eval()
     calls = []
     kernel = products_kernel.products
-    monkeypatch.setattr(products_kernel, "products", lambda *given: calls.append(len(given[1])) or kernel(*given))
+    monkeypatch.setattr(
+        products_kernel, "products", lambda *given, **named: calls.append(len(given[1])) or kernel(*given, **named)
+    )
     engine = DecodeEngine(model, max_batch_size=4, max_seq_len=128, compile=compile_mode)
     prompts = prompts_of(12, 12, 5, 9)
     found = engine.generate(prompts, max_new_tokens=24)
