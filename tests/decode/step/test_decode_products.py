@@ -5,10 +5,12 @@ import torch
 from decode_models import VOCABULARY, prompts_of
 from step_programs import program_of
 from torch import library, nn
+from torch._subclasses import FakeTensorMode
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from graphmod.decode import DecodeEngine
+from graphmod.decode.step.compile import by_inductor
 from graphmod.decode.step.pieces import cut, graph_of
 from graphmod.decode.step.products import _has_kernel, divided_product, gated_product, join_products, products
 
@@ -24,6 +26,7 @@ class Parts(nn.Module):
     def __init__(self):
         super().__init__()
         self.a, self.b, self.c, self.d = (linear(width) for width in (2048, 1024, 1024, 3072))
+        self.gate, self.up = (linear(3072, features=1024) for _ in range(2))
         self.e, self.down = linear(3072), linear(1024, features=3072)
         self.biased, self.narrow, self.wide = linear(3072, bias=True), linear(3080), linear(2112)
         self.large = linear(2**16)
@@ -104,6 +107,33 @@ def test_what_is_joined(case):
             return call(self, x)
 
     assert joined(Module(), torch.randn(3, 1, FEATURES, dtype=torch.bfloat16)) == expected
+
+
+@pytest.mark.slow  # which compiles C++
+@pytest.mark.parametrize("tuned", [False, True])
+def test_a_compiler_takes_all_of_them(tuned):
+    torch.manual_seed(0)
+    parts, result = Parts(), torch.zeros(4, 1024, dtype=torch.bfloat16)
+    x = torch.randn(4, 1024, dtype=torch.bfloat16)
+
+    def step():
+        hidden = parts.long(x) + x
+        normed = hidden * torch.rsqrt(hidden.float().pow(2).mean(-1, keepdim=True)).to(hidden.dtype)
+        result.copy_(hidden + parts.down(SILU(parts.gate(normed)) * parts.up(normed)))
+
+    program, inputs = program_of(step)
+    (piece,) = cut(program)
+    graph, mode = graph_of(piece), FakeTensorMode()
+    fakes = [mode.from_tensor(inputs[number]) for number in piece.inputs]
+    with torch.no_grad():
+        FakeTensorProp(graph, mode).propagate_dont_convert_inputs(*fakes)
+        assert join_products(graph, device="cpu") == 3
+        compiled = by_inductor(graph, fakes, tuned)
+    with torch.inference_mode():
+        step()
+        expected = result.clone()
+        compiled(*[inputs[number] for number in piece.inputs])
+    torch.testing.assert_close(result, expected, rtol=2**-6, atol=4e-2)
 
 
 SILU = nn.functional.silu
@@ -309,9 +339,12 @@ def test_compiled_decode_steps_use_them(compile_mode, monkeypatch):
     model = Qwen3ForCausalLM(config).to(device, torch.bfloat16).eval()
     calls = []
     kernel = products_kernel.products
-    monkeypatch.setattr(
-        products_kernel, "products", lambda *given, **named: calls.append(len(given[1])) or kernel(*given, **named)
-    )
+
+    def counted(x, weights, *given, **named):
+        calls.append(len(weights))
+        kernel(x, weights, *given, **named)
+
+    monkeypatch.setattr(products_kernel, "products", counted)
     engine = DecodeEngine(model, max_batch_size=4, max_seq_len=128, compile=compile_mode)
     prompts = prompts_of(12, 12, 5, 9)
     found = engine.generate(prompts, max_new_tokens=24)
