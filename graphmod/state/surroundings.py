@@ -115,18 +115,27 @@ def _modules_and_tensors_of(root: Callable) -> Iterator[nn.Module | Tensor]:
         if id(value) in seen or depth > _DEPTH:
             continue
         seen.add(id(value))
-        if isinstance(value, Tensor) or (isinstance(value, nn.Module) and not hasattr(type(value), "_reach_through")):
+        if _is(value, Tensor) or (_is(value, nn.Module) and not hasattr(type(value), "_reach_through")):
             yield value
         else:
             queue += [(item, depth + 1) for item in _held(value)]
 
 
+def _is(value: Any, kind: type) -> bool:
+    """Whether a value is one, or says so; a weak proxy of what is gone says nothing."""
+    try:
+        return isinstance(value, kind)
+    except ReferenceError:
+        return False
+
+
 def _held(value: Any) -> Iterator[Any]:
-    if isinstance(value, (type, types.ModuleType, str, bytes, Tensor)):
+    kind = type(value)  # and not what it says it is: below it is taken for what it is made of
+    if issubclass(kind, (type, types.ModuleType, str, bytes, Tensor)):
         return
-    if isinstance(value, types.MethodType):
+    if issubclass(kind, types.MethodType):
         yield from (value.__self__, value.__func__)
-    elif isinstance(value, types.FunctionType):
+    elif issubclass(kind, types.FunctionType):
         yield from (value.__globals__[name] for name in value.__code__.co_names if name in value.__globals__)
         for cell in value.__closure__ or ():
             try:
@@ -136,12 +145,12 @@ def _held(value: Any) -> Iterator[Any]:
         yield from (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
         if hasattr(value, "__wrapped__"):
             yield value.__wrapped__
-    elif isinstance(value, functools.partial):
+    elif issubclass(kind, functools.partial):
         yield from (value.func, *value.args, *value.keywords.values())
-    elif isinstance(value, dict):
+    elif issubclass(kind, dict):
         yield from list(dict.values(value))[:_MOST]
-    elif isinstance(value, (list, tuple)):
-        yield from (list if isinstance(value, list) else tuple).__getitem__(value, slice(_MOST))
+    elif issubclass(kind, (list, tuple)):
+        yield from (list if issubclass(kind, list) else tuple).__getitem__(value, slice(_MOST))
     else:
         try:
             yield from list(object.__getattribute__(value, "__dict__").values())

@@ -1,5 +1,7 @@
 """What a wrapper looks at around the tensors: modes of unusual modules, hooks that were put away."""
 
+import weakref
+
 import pytest
 import torch
 from harness import config
@@ -101,3 +103,28 @@ def test_a_gradient_hook_that_comes_after_many_replays_runs(post, device):
     for _ in range(5):
         step()
     assert len(calls) == 5
+
+
+class _List(list):
+    pass
+
+
+class _Dict(dict):
+    pass
+
+
+@pytest.mark.parametrize("made", [_List, _Dict])
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_weak_proxy_in_a_closure_is_no_error(made, gone):
+    layer = nn.Linear(4, 4)
+    kept = made([("layer", layer)])
+    proxy, x = weakref.proxy(kept), torch.ones(2, 4)
+    if gone:
+        del kept
+
+    def step(x):
+        return layer(x) if proxy is not None else x
+
+    wrapped = CUDAGraphModule(step)
+    for _ in range(4):
+        assert torch.equal(wrapped(x), step(x))
