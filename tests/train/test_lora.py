@@ -121,7 +121,7 @@ def test_adapters_need_a_saved_model_and_a_rank(tiny):
 def test_without_the_library_the_error_says_what_to_install(adapted, tmp_path, monkeypatch):
     result = train(adapted("train.steps=2"), tmp_path / "run")
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ConfigError, match=r"model.lora.r=4 needs the peft library: pip install 'graphmod\[lora\]'"):
+    with pytest.raises(ConfigError, match=r"model.lora.r=4 needs the peft library: pip install -e '.\[lora\]'"):
         adapted()
     saved = tmp_path / "run" / result.checkpoint
     with pytest.raises(ConfigError, match=r"holds LoRA adapters, needs the peft library"):

@@ -172,7 +172,7 @@ def test_rows_in_another_encoding_say_how_to_convert_them(library, tmp_path, nam
 
 def test_without_the_library_the_error_says_what_to_install(write, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
-    with pytest.raises(ConfigError, match=r"pip install 'graphmod\[data\]'"):
+    with pytest.raises(ConfigError, match=r"pip install -e '.\[data\]'"):
         corpus_of(write("a.jsonl", [{"text": "a"}]))
 
 

@@ -166,7 +166,7 @@ def test_a_logger_that_is_not_there_or_not_installed_is_said_at_once(tiny, monke
     with pytest.raises(ConfigError, match=r"train.log=tensorbord is not a logger; write one of tensorboard, csv"):
         tiny("train.log=tensorbord")
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ConfigError, match=r"train.log=wandb needs the wandb library: pip install 'graphmod\[wandb\]'"):
+    with pytest.raises(ConfigError, match=r"train.log=wandb needs the wandb library: pip install -e '.\[wandb\]'"):
         tiny("train.log=[csv,wandb]")
 
 

@@ -23,7 +23,8 @@ from graphmod.train.step.activations import Recomputed, recompute_activations
 from graphmod.train.step.compile import compiled
 
 SCOPES = ["per_layer", "full_iteration"]
-scopes = pytest.mark.parametrize("scope", SCOPES)
+# Both compile the same layers, which takes long; `make test-all` has both.
+scopes = pytest.mark.parametrize("scope", [pytest.param("per_layer", marks=pytest.mark.slow), "full_iteration"])
 
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")

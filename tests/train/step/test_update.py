@@ -153,7 +153,7 @@ def test_a_step_with_another_optimizer_is_its_own(scope, device):
     assert_same(*sides, "")
 
 
-@pytest.mark.parametrize("scope", ["per_layer", "full_iteration"])
+@pytest.mark.parametrize("scope", [pytest.param("per_layer", marks=pytest.mark.slow), "full_iteration"])
 def test_the_compiled_update_in_a_graph_is_that_without_graphs(scope, device):
     """With a gradient that is not finite in the middle, which leaves out one update, and a weight that moves."""
     torch.manual_seed(0)
