@@ -49,13 +49,14 @@ class EngineConfig:
         max_seq_len: tokens of a sequence, prompt included; null takes the model's positions.
         block_size: tokens of a block of the paged cache.
         cache_tokens: tokens the cache holds; null is room for `max_batch_size` sequences of `max_seq_len`.
+            Longer requests are shortened.
         offload: `layers` keeps keys and values in the memory of the host, and brings them to the GPU layer by layer
             in each step: for a cache that is larger than the GPU. `none` keeps all on the GPU.
         offload_buffers: layers there is room for on the GPU at a time.
         offload_resident: the share of layers that stay on the GPU all the time, 0 to 1.
         attention: `auto`, `fastest`, `sdpa`, `flex`, `flashinfer`, `triton` or `own`, the model's own attention.
         buckets: batch sizes that have a graph; null means 1, 2, 4, 8, 16, 24, 32, ... The maximum is always added.
-        steps_per_sync: decode steps launched before results are read.
+        steps_per_sync: decode steps launched before results are read; one with `offload=layers`, whatever this says.
         prefill_tokens: tokens of prompts that are prefilled at once, at most; longer prompts go in pieces.
         keep_prefixes: find the beginnings of prompts in the cache even after the engine had nothing to do. For weights
             that stay as they are: a change that leaves no trace, such as that of an optimizer in a graph, would not be
