@@ -16,7 +16,8 @@ export GOMP_SPINCOUNT ?= 3000
 .PHONY: help setup train generate serve compare tensorboard test test-all lint format clean
 
 # make would take settings for variables of its own, and drop them.
-SETTINGS := $(strip $(foreach name,$(.VARIABLES),$(if $(findstring command line,$(origin $(name))),$(if $(findstring .,$(name)),$(name)=$($(name))))))
+OWN := PYTHON VENV ARGS PROMPT GOMP_SPINCOUNT
+SETTINGS := $(strip $(foreach name,$(filter-out $(OWN),$(.VARIABLES)),$(if $(findstring command line,$(origin $(name))),$(name)=$($(name)))))
 ifneq ($(SETTINGS),)
 $(error write: make $(MAKECMDGOALS) ARGS="$(SETTINGS)")
 endif

@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.decode_shapes import QWEN3_8B, TINY, build, prompts, synchronize  # noqa: E402
 
 _GIB = 2**30
-_STEPS = 8  # a chunk
+_STEPS = 8  # of a chunk with the cache on the GPU; with one in memory of the host, a chunk is one step
 # What is measured: settings of the engine beside `offload=layers`. The first keeps all on the GPU: compute alone.
 CASES: dict[str, dict[str, Any]] = {
     "on the GPU": {"offload": "none"},

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from graphmod.backend.streams import captured, stream_for
+from graphmod.backend.streams import is_capturing, stream_for
 
 
 class Branch:
@@ -53,4 +53,4 @@ class Branch:
             torch.cuda.current_stream(self._stream.device).wait_event(end)
 
     def _captures(self) -> bool:
-        return self._stream is not None and captured()
+        return self._stream is not None and is_capturing()

@@ -7,6 +7,7 @@ goes on as it was (CUDA Driver API, "Graph Management").
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from ctypes import byref, c_size_t, c_uint, c_uint64, c_void_p
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from graphmod.backend.driver import DEVICE, HOST, MEMCPY, Memcpy, call, node_type, nodes
-from graphmod.backend.streams import captured
+from graphmod.backend.streams import is_capturing
 
 _owners: weakref.WeakValueDictionary[int, CopyNodes] = weakref.WeakValueDictionary()  # of marks
 
@@ -25,6 +26,7 @@ class _Copy(NamedTuple):
     source: int
     target: int
     nbytes: int
+    memory: int  # which memory there is at these addresses, counted
 
 
 class CopyNodes:
@@ -43,7 +45,7 @@ class CopyNodes:
     def __init__(self, count: int, device: torch.device) -> None:
         self.count, self.device = count, device
         self.wanted: dict[int, _Copy | None] = {}
-        self.version = 0
+        self.version = self._memory = 0
 
     def capture(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
         """Adds the nodes of pairs to the graph that the current stream captures; does nothing where none does.
@@ -51,7 +53,7 @@ class CopyNodes:
         Args:
             pairs: of pinned memory, which is in no other pair, and memory of the device that is as large.
         """
-        if not captured():
+        if not is_capturing():
             return
         stream = c_void_p(torch.cuda.current_stream(self.device).cuda_stream)
         for source, target in pairs:
@@ -67,11 +69,18 @@ class CopyNodes:
         Args:
             spans: offset and number of bytes, at most `count` of them; the other nodes copy nothing.
         """
+        self.version += 1  # first: who is interrupted leaves nothing that seems to be done
         begin, into = source.data_ptr(), target.data_ptr()
-        found = [_Copy(begin + offset, into + offset, nbytes) for offset, nbytes in spans]
+        found = [_Copy(begin + offset, into + offset, nbytes, self._memory) for offset, nbytes in spans]
         for number, copy in enumerate([*found, *[None] * (self.count - len(found))]):
             self.wanted[begin + number] = copy
+
+    def renew(self) -> None:
+        """Has nodes told again what they copy, for there is other memory at their addresses."""
         self.version += 1
+        self._memory += 1
+        for mark, copy in self.wanted.items():
+            self.wanted[mark] = copy and copy._replace(memory=self._memory)
 
 
 class _Adjusted:
@@ -95,6 +104,7 @@ class _Adjusted:
             copy = self._copies.wanted[mark]
             if node in self._done and self._done[node] == copy:
                 continue
+            self._done.pop(node, None)
             if copy is not None:
                 given = Memcpy(src_type=HOST, src_host=copy.source, dst_type=DEVICE, dst_device=copy.target)
                 given.width, given.height, given.depth = copy.nbytes, 1, 1
@@ -113,9 +123,11 @@ def launcher(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
     marks: dict[CopyNodes, dict[int, int]] = {}
     for node in nodes("cuGraphGetNodes", c_void_p(graph.raw_cuda_graph())) if _owners else ():
         if node_type(node) == MEMCPY:
-            found = Memcpy()
-            call("cuGraphMemcpyNodeGetParams", node, byref(found))
-            owner = _owners.get(found.src_host) if found.src_type == HOST else None
+            owner, found = None, Memcpy()
+            with contextlib.suppress(RuntimeError):  # of a node of others
+                call("cuGraphMemcpyNodeGetParams", node, byref(found))
+                if found.src_type == HOST and found.width == found.height == found.depth == 1:
+                    owner = _owners.get(found.src_host)
             if owner is not None:
                 marks.setdefault(owner, {})[node.value] = found.src_host
     if len(marks) > 1:

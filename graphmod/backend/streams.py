@@ -56,7 +56,7 @@ def stream_for(owner: Any, device: torch.device) -> torch.cuda.Stream:
     return found
 
 
-def captured() -> bool:
+def is_capturing() -> bool:
     """Whether what the current stream is given becomes part of a graph. Code in other rooms that asks PyTorch for it,
     while a call is captured, is told what it was told in the eager call."""
     return torch.cuda.is_current_stream_capturing()

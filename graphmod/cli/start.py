@@ -11,7 +11,7 @@ from pathlib import Path
 import graphmod
 from graphmod.train.run.folders import from_here
 
-_NEEDED = ("hydra", "omegaconf", "numpy", "tensorboard", "tokenizers", "torch", "tqdm", "transformers")
+_NEEDED = ("filelock", "hydra", "omegaconf", "numpy", "tensorboard", "tokenizers", "torch", "tqdm", "transformers")
 
 
 def version() -> str:
@@ -45,8 +45,7 @@ def _interrupted(*_: object) -> None:
 @contextmanager
 def loading() -> Iterator[None]:
     """Around imports of large libraries: Ctrl-C ends the process with one line, because a KeyboardInterrupt in the
-    middle of an import is a page of traceback, or another error. So does a library that graphmod was not installed
-    with."""
+    middle of an import is a page of traceback, or another error. A missing library is one line too."""
     before = signal.getsignal(signal.SIGINT)
     if before is not signal.default_int_handler:  # somebody else's, or another thread's affair
         yield

@@ -24,7 +24,8 @@ def _stepped(engine: Engine, handle: Handle) -> Iterator[TokenEvent]:
 
 
 class TokenStream(Iterator[TokenEvent]):
-    """Yields tokens as they become known, up to `steps_per_sync` of each sample at a time.
+    """Yields tokens as they become known, up to `steps_per_sync` of each sample at a time, one with
+    `offload=layers`.
 
     `for` steps the engine itself; `async for` lets the engine's own thread do it. Closing the stream, or leaving it,
     ends its requests.

@@ -41,7 +41,7 @@ class Admission:
             raise ApiError(
                 400,
                 f"the request asks for {counted(samples, 'completion')} and this server takes {most} at a time; "
-                "lower n or the number of prompts",
+                "ask for fewer",
                 "n",
             )
         if self.samples + samples > most:

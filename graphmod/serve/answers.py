@@ -89,12 +89,13 @@ class Exchange:
         except Gone:
             self.end("gone")
             return Response(status_code=499)  # which nobody gets
-        except asyncio.CancelledError as error:
+        except asyncio.CancelledError:
             if self._service.trouble is None:
                 self.end("error")
                 raise
-            self.end("unavailable")
-            return self._service.failed(DecodeError(str(error))).response()
+            failed = self._service.failed(DecodeError("it was cut off"))
+            self.end(failed.outcome)
+            return failed.response()
         except BaseException:
             self.end("error")
             raise

@@ -75,5 +75,6 @@ def refused(said: str, prompt_field: str) -> ApiError:
     if word.isdigit():  # "9 stop tokens are more than ..."
         word = "stop"
     param = prompt_field if word == "prompt" else _PARAMS.get(word, word if word in ("temperature", "top_p") else None)
-    code = "context_length_exceeded" if "max_seq_len=" in said else None
+    too_long = "max_seq_len=" in said or "the KV cache holds" in said
+    code = "context_length_exceeded" if too_long else None
     return ApiError(400, said, param, code)

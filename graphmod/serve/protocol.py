@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-_MOST = 2**16  # bytes before a body
+_MOST = 2**16  # bytes
 _REFUSAL = (
     b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-type: application/json\r\n"
     b"content-length: %d\r\n\r\n%s"
@@ -16,26 +16,32 @@ _BODY = (
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """Ends a connection whose headers do not end. What came in one read with their end is taken."""
+    """Ends a connection that goes on to send what is kept and leads to nothing: headers, or trailers after a body, that
+    do not end."""
 
-    _in_headers, _heads, _held = True, 0, 0
+    _kept = 0  # bytes since the last of a body, or the last end of headers or of a request
 
     def on_headers_complete(self) -> None:
         """Of a request."""
-        self._in_headers, self._held, self._heads = False, 0, self._heads + 1
+        self._kept = -1
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """Some of it."""
+        self._kept = -1
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         """Of a request and its body."""
-        self._in_headers = True
+        self._kept = -1
         super().on_message_complete()
 
     def data_received(self, data: bytes) -> None:
         """What the client has sent."""
-        heads, began_in_headers = self._heads, self._in_headers
         super().data_received(data)
-        if began_in_headers and heads == self._heads and not self.transport.is_closing():
-            self._held += len(data)
-            if self._held > _MOST:
+        # What came together with an end may be the beginning of what is next: of that one read no account is taken.
+        self._kept = 0 if self._kept < 0 else self._kept + len(data)
+        if self._kept > _MOST and not self.transport.is_closing():
+            if self.cycle is None or self.cycle.response_complete:  # else it would stand in the middle of an answer
                 self.transport.write(_REFUSAL % (len(_BODY), _BODY))
-                self.transport.close()
+            self.transport.close()

@@ -240,6 +240,12 @@ def test_headers_that_do_not_end_are_refused(served):
                 endless.sendall(b"a" * 10_000)
         with contextlib.suppress(ConnectionResetError):
             assert b" 431 " in endless.recv(1000)
+    with contextlib.closing(socket.create_connection(("127.0.0.1", served.port), timeout=20)) as trailing:
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n"
+        trailing.sendall(head + b"2\r\n{}\r\n0\r\nx: ")
+        with pytest.raises(OSError):
+            for _ in range(4000):
+                trailing.sendall(b"a" * 100_000)
     with contextlib.closing(http.client.HTTPConnection("127.0.0.1", served.port, timeout=20)) as connection:
         for size in (10, 300_000, 1_000_000, 10):  # bodies may be large, one after the other
             connection.request("POST", "/v1/completions", json.dumps({"prompt": [5], "max_tokens": 1, "x": "a" * size}))

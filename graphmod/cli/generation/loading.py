@@ -1,4 +1,4 @@
-"""Loads the model that `generate.py` is to sample from."""
+"""Loads the model that is to generate, and says where its KV cache is."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from graphmod.cli.generation.schema import ModelSource, Precision
+from graphmod.decode.engine import DecodeEngine
 from graphmod.errors import ConfigError, reason
 from graphmod.train.lora import is_adapter
 from graphmod.train.run.device import pick_device
+from graphmod.words import counted
 
 _DTYPES = {Precision.saved: "auto", Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16}
 
@@ -39,3 +41,10 @@ def load_model(folder: Path, source: ModelSource) -> PreTrainedModel:
         some = ", ".join(sorted(info["missing_keys"])[:3])
         raise ConfigError(f"model.path={folder} lacks {len(info['missing_keys'])} weights of its model, such as {some}")
     return model.to(device).eval()
+
+
+def cache_of(engine: DecodeEngine) -> str:
+    """Of an engine whose cache is in memory of the host: how much of it."""
+    stats, far = engine.stats, len(engine.memory.ring.far)
+    there, here = (f"{nbytes / 2**30:.2f} GiB" for nbytes in (stats.host_cache_bytes, stats.cache_bytes))
+    return f"cache: {there} in host memory ({counted(far, 'layer')}), {here} on the {engine.device.type}"

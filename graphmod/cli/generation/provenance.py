@@ -1,17 +1,9 @@
-"""Where a saved model comes from, and where its KV cache is, in words."""
+"""Where a saved model comes from, in words."""
 
 from pathlib import Path
 
-from graphmod.decode.engine import DecodeEngine
 from graphmod.train.checkpoints.manifest import EMA_FOLDER, DamagedCheckpoint, NewerCheckpoint, read_manifest
 from graphmod.words import counted
-
-
-def cache_of(engine: DecodeEngine) -> str:
-    """Of an engine whose cache is in memory of the host: how much of it."""
-    stats, far = engine.stats, len(engine.memory.ring.far)
-    there, here = (f"{nbytes / 2**30:.2f} GiB" for nbytes in (stats.host_cache_bytes, stats.cache_bytes))
-    return f"cache: {there} in host memory ({counted(far, 'layer')}), {here} on the {engine.device.type}"
 
 
 def trained(folder: Path) -> str | None:

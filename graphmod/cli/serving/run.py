@@ -12,8 +12,8 @@ from pathlib import Path
 from types import FrameType
 from urllib.parse import urlsplit
 
-from graphmod.cli.generation.loading import load_model
-from graphmod.cli.generation.provenance import cache_of, trained
+from graphmod.cli.generation.loading import cache_of, load_model
+from graphmod.cli.generation.provenance import trained
 from graphmod.cli.serving.schema import ServeConfig
 from graphmod.cli.stdout import end_at_once, say_plainly, show
 from graphmod.config import CompileMode
@@ -66,6 +66,9 @@ def _engine(config: ServeConfig, folder: Path) -> DecodeEngine:
         said = f"graph.compile={config.graph.compile.value} is for a GPU and is ignored on this {model.device.type}"
         say_plainly(f"note: {said}")
     engine = DecodeEngine(model, config.engine(), codec=codec)
+    held = engine.stats.blocks_total * engine.memory.block_size
+    if held < engine.max_seq_len:
+        say_plainly(f"note: the cache holds {held} tokens; a request for as many runs alone (decode.cache_tokens)")
     if engine.stats.host_cache_bytes:
         say_plainly(cache_of(engine))
     if config.graph.ahead and engine.config.graphs:

@@ -21,7 +21,7 @@ from graphmod.decode.step.state import MOST_STOPS
 from graphmod.decode.text.codec import Codec
 from graphmod.decode.text.stops import StopTexts
 
-_CODEC = "make it with codec=TokenizerCodec(tokenizer), of graphmod.decode.text.codec"
+_CODEC = "make the engine with codec=TokenizerCodec(tokenizer), of graphmod.decode.text.codec"
 
 
 def eos_ids(model: PreTrainedModel, codec: Codec | None = None) -> list[int]:
@@ -79,7 +79,7 @@ class RequestReader:
                 raise RequestError(f"prompt {number} is text and the engine has no codec; give token ids, or {_CODEC}")
             prompt = self.codec.encode(prompt)
             if not len(prompt):
-                raise RequestError(f"prompt {number} is empty; give at least one character")
+                raise RequestError(f"prompt {number} is empty: its text has no tokens; write some more")
         elif isinstance(prompt, torch.Tensor):
             if prompt.dim() > 1 and len(prompt) != 1:
                 raise RequestError(

@@ -138,6 +138,8 @@ class PagedCache:
             self.allocate()
         else:
             self.pages.map()
+            if self.ring is not None:
+                self.ring.renew()
 
     def release(self) -> None:
         """Gives the memory back, and the addresses."""

@@ -39,7 +39,7 @@ class Portions(NamedTuple):
 
 def read_blocks(readers: list[Reader], rule: Rule, block_size: int) -> set[int]:
     """The blocks that hold what steps will see, their own tokens left out."""
-    seen = rule.first_seen(torch.tensor([reader.first for reader in readers]))
+    seen = rule.first_seen(torch.tensor([reader.first for reader in readers], device="cpu"))
     begins = [0] * len(readers) if seen is None else seen.tolist()
     return {
         block

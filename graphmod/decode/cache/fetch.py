@@ -7,7 +7,7 @@ import importlib.util
 import torch
 from torch import Tensor, library
 
-from graphmod.backend.streams import captured
+from graphmod.backend.streams import is_capturing
 
 Pair = tuple[Tensor, Tensor]
 """Keys and values, (blocks, block_size, kv_heads, head_dim or value_dim), contiguous."""
@@ -29,7 +29,7 @@ def _fetch(keys: Tensor, values: Tensor, near_keys: Tensor, near_values: Tensor,
         from graphmod.decode.cache.fetch_kernel import copy
 
         with torch.cuda.device_of(near_keys):
-            copy(keys, values, near_keys, near_values, listed, beside_copy_nodes=captured())
+            copy(keys, values, near_keys, near_values, listed, beside_copy_nodes=is_capturing())
     else:
         blocks = listed[HEADER : HEADER + int(listed[1])]
         near_keys.index_copy_(0, blocks, keys.index_select(0, blocks))

@@ -16,8 +16,8 @@ from graphmod.decode.cache.fetch import HEADER, Pair, fetch
 from graphmod.decode.errors import DecodeError
 from graphmod.models.masks import Rule
 
-_EXTENTS = 8  # for each layer and rule: nodes that do nothing cost next to nothing
-_LEAST_BYTES = 2**21  # of an extent: a node needs 3 us beside its copy, and a kernel copies 8 % slower
+_EXTENTS = 8  # of a layer, for its keys and for its values: nodes that do nothing cost next to nothing
+_LEAST_BYTES = 2**21  # of the keys of an extent: a node needs 3 us beside its copy, and a kernel copies 8 % slower
 _BRIDGE_BYTES = 2**17  # the time that one more node takes
 
 
@@ -88,6 +88,11 @@ class Ring:
         for tensor in self.tensors():
             tensor.zero_()
 
+    def renew(self) -> None:
+        """To be called when there is other memory at the addresses of the buffers."""
+        if self._nodes is not None:
+            self._nodes.renew()
+
     def expect(self, readers: list[Reader]) -> None:
         """Says what the steps that are launched next will read; what was launched before goes on as it was."""
         for rule, listed in self._listed.items():
@@ -99,7 +104,8 @@ class Ring:
             before = self._portions.get(rule)
             if found == before:
                 continue
-            new = torch.tensor([found.within, len(found.blocks), *found.blocks])
+            self._portions.pop(rule, None)  # till all is done: who is interrupted leaves nothing that seems to be done
+            new = torch.tensor([found.within, len(found.blocks), *found.blocks], device="cpu")
             listed[: len(new)].copy_(new.pin_memory() if listed.is_cuda else new, non_blocking=True)
             if self._nodes is not None and (before is None or before.extents != found.extents):
                 for layer in layers:

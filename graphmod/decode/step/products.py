@@ -124,7 +124,8 @@ def join_products(graph: GraphModule, fewest_rows: int = 1, device: str = "cuda"
             some = nodes[start : start + MOST_WEIGHTS]
             x = some[0].args[0]  # of now: what it was may have been joined
             if sum(len(node.args[1].meta["val"]) for node in some) >= _FEWEST_COLUMNS and len(some) > 1:
-                _join_gated(graph, x, some) or _join(graph, x, some)
+                if not _join_gated(graph, x, some):
+                    _join(graph, x, some)
                 joined += 1
                 continue
             for node in some:

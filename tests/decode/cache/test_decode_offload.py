@@ -82,6 +82,19 @@ def test_kernels_read_what_was_brought(attention, buffers, least, monkeypatch):
 
 
 @pytest.mark.gpu
+def test_extents_are_copied_to_memory_that_was_given_back(monkeypatch):
+    monkeypatch.setattr(ring, "_LEAST_BYTES", 1)
+    model = tiny_model("llama", torch.device("cuda"))
+    prompts = prompts_of(3, 60, 33)
+    expected = [reference(model, prompt, 24) for prompt in prompts]
+    engine = engine_of(model)
+    for _ in range(3):
+        assert tokens_of(engine, prompts) == expected
+        engine.suspend(keep="graphs")
+        engine.resume()
+
+
+@pytest.mark.gpu
 def test_extents_are_left_to_the_copy_engine(monkeypatch):
     monkeypatch.setattr(ring, "_LEAST_BYTES", 1)
     model = tiny_model("llama", torch.device("cuda"))
@@ -219,6 +232,26 @@ def test_without_an_edge_tokens_are_others(without, monkeypatch):
     monkeypatch.setattr(caches, "Branch", Late if "its copy" in without else caches.Branch)
     found, expected, _ = offloaded(monkeypatch, torch.device("cpu"), without)
     assert found != expected
+
+
+def test_who_is_interrupted_while_it_is_said_leaves_nothing_that_seems_to_be_done(monkeypatch):
+    memory = engine_of(tiny_model("llama", torch.device("cpu"))).memory
+    (listed,) = memory.ring._listed.values()
+    first, other = Reader([1, 2], 12, 12), Reader([5, 6, 7], 20, 20)
+    memory.expect([first])
+    expected = listed[:4].clone()
+
+    class Interrupted:
+        def set(self, *given):
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(memory.ring, "_nodes", Interrupted())
+        patch.setattr(ring, "_LEAST_BYTES", 1)
+        with pytest.raises(KeyboardInterrupt):
+            memory.expect([other])
+    memory.expect([first])
+    assert torch.equal(listed[:4], expected)
 
 
 # -- what is copied -----------------------------------------------------------------------------------------------
