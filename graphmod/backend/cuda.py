@@ -50,7 +50,6 @@ class CudaCapture:
     def __init__(self, held: Graphs, seen: Recorder) -> None:
         self.seen = seen
         self._held = held
-        self._graphs = held.graphs
         launches = self._launches = [launcher(graph) for graph in held.graphs]
         self.replay = launches[0] if len(launches) == 1 else self._replay_all
         if len(launches) == 2:

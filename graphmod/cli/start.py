@@ -11,8 +11,6 @@ from pathlib import Path
 import graphmod
 from graphmod.train.run.folders import from_here
 
-_NEEDED = ("filelock", "hydra", "omegaconf", "numpy", "tensorboard", "tokenizers", "torch", "tqdm", "transformers")
-
 
 def version() -> str:
     """The line that `--version` prints."""
@@ -54,7 +52,7 @@ def loading() -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        if (error.name or "graphmod").partition(".")[0] not in _NEEDED:
+        if (error.name or "graphmod").partition(".")[0] == "graphmod":
             raise
         print(
             f"error: this Python ({from_here(sys.executable)}) has no {error.name}; install graphmod for it with "

@@ -90,9 +90,7 @@ class Work:
         """Errors within it are what a client is told."""
         try:
             yield
-        except ApiError:
-            raise
-        except Gone:
+        except (ApiError, Gone):
             raise
         except Refused as error:
             said = _reworded(str(error), self.asked, error.prompt)

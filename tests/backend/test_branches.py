@@ -148,7 +148,9 @@ def test_other_kernels_stay_a_chain(monkeypatch):
 def parted(module):
     """How many forks the module's graphs have, two roots counted as one."""
     found = 0
-    for part in (part for entry in module._context.entries for graph in entry.graphs for part in graph.graph._graphs):
+    for part in (
+        part for entry in module._context.entries for graph in entry.graphs for part in graph.graph._held.graphs
+    ):
         raw = c_void_p(part.raw_cuda_graph())
         following = [nodes("cuGraphGetRootNodes", raw)]
         for node in nodes("cuGraphGetNodes", raw):
@@ -206,7 +208,7 @@ def test_tensors_that_depend_on_each_other_stay_a_chain():
 def test_an_operation_may_be_all_of_a_graph():
     module = graphed_and_eager(lambda state: torch._foreach_mul_(state, 1.01), tensors(MANY, device="cuda"))
     ((graph,),) = [
-        [part for graph in entry.graphs for part in graph.graph._graphs] for entry in module._context.entries
+        [part for graph in entry.graphs for part in graph.graph._held.graphs] for entry in module._context.entries
     ]
     assert len(nodes("cuGraphGetRootNodes", c_void_p(graph.raw_cuda_graph()))) == 2
 

@@ -119,7 +119,7 @@ def test_graphs_of_modules_have_none_left():
 
     side = twins(lambda device: Mixed().to(device), step, torch.device("cuda"), replays=2, graph=wrapped())
     graphs = [graph for wrapper in side.graphs for entry in wrapper._context.entries for graph in entry.graphs]
-    parts = [part for graph in graphs for half in (graph.graph, graph.backward.graph) for part in half._graphs]
+    parts = [part for graph in graphs for half in (graph.graph, graph.backward.graph) for part in half._held.graphs]
     kinds = [node_types(part.raw_cuda_graph()) for part in parts]
     assert kinds and all(set(kind) == {KERNEL} for kind in kinds), kinds
 

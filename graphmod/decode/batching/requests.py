@@ -78,8 +78,6 @@ class RequestReader:
             if self.codec is None:
                 raise RequestError(f"prompt {number} is text and the engine has no codec; give token ids, or {_CODEC}")
             prompt = self.codec.encode(prompt)
-            if not len(prompt):
-                raise RequestError(f"prompt {number} is empty: its text has no tokens; write some more")
         elif isinstance(prompt, torch.Tensor):
             if prompt.dim() > 1 and len(prompt) != 1:
                 raise RequestError(
@@ -92,7 +90,7 @@ class RequestReader:
             kind = type(prompt).__name__
             raise RequestError(f"prompt {number} must be token ids or a text, got {kind}") from None
         if not found:
-            raise RequestError(f"prompt {number} is empty; give at least one token, such as the start-of-text token")
+            raise RequestError(f"prompt {number} is empty; write some text, or give a token such as that of the start")
         if len(found) >= self.max_seq_len:
             raise RequestError(
                 f"prompt {number} has {len(found)} tokens and max_seq_len={self.max_seq_len} has no room for "
