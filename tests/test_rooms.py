@@ -16,8 +16,8 @@ ROOMS = (
 )
 WITHIN = {
     "decode": (
-        *("errors", "interrupts", "results", "model_state", "config", "cache", "step", "attention", "text", "prefill"),
-        *("verification", "batching", "parts", "loop", "streaming", "engine"),
+        *("errors", "interrupts", "results", "model_state", "config", "cache", "early_launch", "products", "step"),
+        *("attention", "text", "prefill", "verification", "batching", "parts", "loop", "streaming", "engine"),
     ),
     "train": (
         *(

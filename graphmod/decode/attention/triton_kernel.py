@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from graphmod.decode.step.early_launch import can_start_early
+from graphmod.decode.early_launch import can_start_early, early_launch
 
 _MOST_PARTS = 64
 _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
@@ -50,17 +50,19 @@ def _attend(
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
     BULK: tl.constexpr,
+    LAST: tl.constexpr,
 ):
     """A part of a row's tokens, for the query heads of one KV head. Exponentials are powers of two. With BULK, keys and
-    values are descriptors of (slots, KV heads * width) in tiles of (TILE, width)."""
+    values are descriptors of (slots, KV heads * width) in tiles of (TILE, width). With LAST, what comes next may start
+    once they have been read: else they drive out of the cache what it brings there."""
     part, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     member, width, column = tl.arange(0, GROUP_ROWS), tl.arange(0, HEAD), tl.arange(0, VALUE)
     there = member < GROUP
     heads = head * GROUP + member
     if EARLY:
         tl.extra.cuda.gdc_wait()
-        # Not sooner: what starts now may rely on all that ran before this kernel.
-        tl.extra.cuda.gdc_launch_dependents()
+        if not LAST:
+            tl.extra.cuda.gdc_launch_dependents()
     context = tl.load(contexts + row).to(tl.int32)
     first = tl.load(firsts + row).to(tl.int32) if WINDOW else context * 0
     last = (context + TILE - 1) // TILE
@@ -109,6 +111,8 @@ def _attend(
         result = result * before[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
         total = total * before + tl.sum(weight, 1)
         largest = now
+    if EARLY and LAST:
+        tl.extra.cuda.gdc_launch_dependents()
     place = (row * KV_HEADS + head) * GROUP
     if parts == 1:
         result = result / tl.where(total == 0, 1.0, total)[:, None]
@@ -227,7 +231,8 @@ def attend(
         STAGES=stages,
         EARLY=early,
         BULK=bulk,
+        LAST=not few,
         num_warps=2 if few or parts == 1 else 4,
-        **({"launch_pdl": True} if early else {}),
+        **early_launch(early),
     )
     return out

@@ -25,7 +25,7 @@ __all__ = ["paged_xqa", "prepare", "scratch", "unavailable", "xqa_decode"]
 log = logging.getLogger("graphmod")
 
 _TAKES = "q k_cache v_cache page_table seq_lens output workspace_buffer semaphores"
-_SETTINGS = "num_kv_heads page_size q_scale sm_count"
+_SETTINGS = "num_kv_heads page_size q_scale sm_count enable_pdl"
 
 
 @functools.cache
@@ -79,6 +79,7 @@ def xqa_decode(
             page_size=keys.shape[1],
             q_scale=scale,
             sm_count=_parts(query.device),
+            enable_pdl=False,  # launched early, it reads lengths before it waits for what makes them
         )
     return out
 

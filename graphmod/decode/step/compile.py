@@ -14,14 +14,15 @@ from torch._guards import detect_fake_mode
 from torch.fx import GraphModule
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-from graphmod.decode.step.early_launch import can_start_early
-from graphmod.decode.step.products import join_products
+from graphmod.decode.early_launch import can_start_early
+from graphmod.decode.products.joining import join_products
+from graphmod.decode.step.reductions import divide_reductions
 
 _MOST_COMPILED = 256  # batch sizes times rules of layers; dynamo's own limit is 8, and beyond it goes on uncompiled
 # Bytes of a weight whose product takes longer than the launch of one more kernel (4 us on an H200).
 _LARGE_WEIGHT = 16 * 2**20
 _one_at_a_time = threading.RLock()  # what is patched belongs to the process
-_WAIT = "tl.extra.cuda.gdc_wait()"
+_WAIT, _LAUNCH = "tl.extra.cuda.gdc_wait()", "tl.extra.cuda.gdc_launch_dependents()"
 
 
 def for_decode(function: Callable) -> Callable:
@@ -42,7 +43,8 @@ def compile_graph(graph: GraphModule, inputs: list[Tensor], tuned: bool) -> Call
     """
     with torch.no_grad(), torch._C._DisableAutocast():
         FakeTensorProp(graph, detect_fake_mode(inputs)).propagate_dont_convert_inputs(*inputs)
-        join_products(graph, fewest_rows=2 if tuned else 1)
+        join_products(graph)
+        divide_reductions(graph)
         return by_inductor(graph, inputs, tuned)
 
 
@@ -61,12 +63,15 @@ def by_inductor(graph: GraphModule, inputs: list[Any], tuned: bool) -> Callable[
 
     patches: dict[str, Any] = {"coordinate_descent_tuning": True} if tuned else {}
     waiting, decompositions = contextlib.nullcontext(), None
+    if torch.cuda.is_available():
+        # Kernels that do not need each other are one: query and key are rotated by the same launch.
+        patches["combo_kernels"] = True
     if torch.cuda.is_available() and _can_launch_early():
         patches["triton.enable_pdl"] = True
         waiting = every_kernel_waits()
         # No function of this name is called: it tells apart what inductor keeps on disk.
         marked = torch._inductor.config.unsafe_marked_cacheable_functions
-        patches["unsafe_marked_cacheable_functions"] = {**marked, "graphmod.every_kernel_waits": "1"}
+        patches["unsafe_marked_cacheable_functions"] = {**marked, "graphmod.every_kernel_waits": "2"}
     if tuned:
         decompositions, product = dict(select_decomp_table()), torch.ops.aten.mm.default
         decompositions[product] = functools.partial(_product, decompositions[product])
@@ -94,19 +99,18 @@ def _can_launch_early() -> bool:
 
 @contextlib.contextmanager
 def every_kernel_waits() -> Iterator[None]:
-    """Lets inductor generate no early-launched kernel that does not wait for the one before.
+    """Lets each kernel that inductor generates for early launch begin with that the next one may start, and then wait.
 
-    It leaves the wait out where a kernel loads nothing. Such a kernel may end before the one before it does, and what
-    comes after would take that one for done.
+    Inductor lets a kernel read before it waits what the kernel before it did not write, and leaves the wait out where
+    it finds no need; see `early_launch` why neither will do. Of several kernels in one, each has its own lines.
     """
     from torch._inductor.codegen.triton import TritonKernel
 
     before = TritonKernel._filter_pdl
 
     def filtered(kernel: Any, code: Any) -> None:
-        before(kernel, code)
-        if not any(_WAIT in str(line) for line in code._lines):
-            code._lines.insert(0, _WAIT)
+        kept = [line for line in code._lines if not isinstance(line, str) or line.strip() not in (_WAIT, _LAUNCH)]
+        code._lines[:] = [_LAUNCH, _WAIT, *kept]
 
     TritonKernel._filter_pdl = filtered
     try:

@@ -29,12 +29,14 @@ class Piece(NamedTuple):
         operations: in their order; before them the views that they take of what other pieces made.
         inputs: numbers of the tensors that they are given, in the order of their first use.
         outputs: numbers of the tensors that they make and that are used after them.
+        weights: those of the inputs that linear layers multiply by and that no operation of the step changes.
         is_compiled: whether it was compiled before.
     """
 
     operations: list[Operation]
     inputs: list[int]
     outputs: list[int]
+    weights: set[int]
     is_compiled: bool
 
 
@@ -70,9 +72,12 @@ def cut(program: Program) -> list[Piece]:
     given = [_given(part) for part in found]
     later: set[int] = set()
     pieces: list[Piece] = []
+    constants = program.constants()
     for place in reversed(range(len(parts))):
         own = dict.fromkeys(n for one in parts[place] for n in _made(one) if made_in[n] == place)
-        piece = Piece(found[place], given[place], [n for n in own if n in later], _is_compiled(parts[place]))
+        outputs = [n for n in own if n in later]
+        weights = constants & set(_weights(parts[place]))
+        piece = Piece(found[place], given[place], outputs, weights, _is_compiled(parts[place]))
         later |= set(piece.inputs)
         pieces.insert(0, piece)
     for piece in pieces:
@@ -111,6 +116,12 @@ def _made(one: Operation) -> list[int]:
     """Numbers of what an operation returns and was not given."""
     before = set(used_by(one))
     return [ref.number for ref in refs(one.result) if ref.number not in before]
+
+
+def _weights(operations: list[Operation]) -> Iterator[int]:
+    for one in operations:
+        if one.op is torch.ops.aten.linear.default:
+            yield from (ref.number for ref in refs(one.args[1:2]))
 
 
 def _given(operations: list[Operation]) -> list[int]:
@@ -152,7 +163,7 @@ def description(piece: Piece, program: Program) -> str:
             raise Unsupported(f"it is given a {type(value).__name__}")
         return value
 
-    lines = [kind(number) for number in piece.inputs]
+    lines = [f"{kind(number)} {number in piece.weights}" for number in piece.inputs]
     for one in piece.operations:
         given = [told(list(one.args)), {key: told(value) for key, value in one.kwargs.items()}, told(one.result)]
         lines.append(f"{one.op} {given} {[kind(ref.number) for ref in refs(one.result)]}")
@@ -160,9 +171,12 @@ def description(piece: Piece, program: Program) -> str:
 
 
 def graph_of(piece: Piece) -> GraphModule:
-    """A graph of a piece: its inputs are placeholders, and it returns its outputs as a tuple."""
+    """A graph of a piece: its inputs are placeholders, of which weights have `meta["is_weight"]`, and it returns its
+    outputs as a tuple."""
     graph = Graph()
     nodes: dict[int, Node] = {number: graph.placeholder(f"given_{place}") for place, number in enumerate(piece.inputs)}
+    for number, node in nodes.items():
+        node.meta["is_weight"] = number in piece.weights
 
     def name(result: Any, node: Node) -> None:
         if isinstance(result, Ref):

@@ -74,6 +74,11 @@ class Program(NamedTuple):
     values: list[Value]
     inputs: list[int]
 
+    def constants(self) -> set[int]:
+        """Numbers of the inputs that no operation changes."""
+        written = {self.values[number].storage for one in self.operations for number in one.writes}
+        return {number for number in self.inputs if self.values[number].storage not in written}
+
 
 class Observer:
     """Takes down the operations of a capture; for `trace.observing.observed`. It keeps no tensor alive but those that

@@ -18,7 +18,6 @@ _GAMMA = 0x9E3779B97F4A7C15 - 2**64
 _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX_2 = 0x94D049BB133111EB - 2**64
 _FIXED_POINT = 2.0**40
-_PART = 1024  # numbers of a row that are looked at together
 
 
 class Choice(NamedTuple):
@@ -87,19 +86,6 @@ def keep_likely(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     return logits.masked_fill(logits < least, float("-inf"))
 
 
-def first_largest(values: Tensor) -> Tensor:
-    """(B,) int64: where each row of `values` (B, V) is largest, as `argmax`.
-
-    In compiled code in two stages, since the compiler gives each row of one to a single multiprocessor.
-    """
-    if not torch.compiler.is_compiling() or values.shape[1] < 2 * _PART:
-        return values.argmax(dim=1)
-    parts = torch.nn.functional.pad(values, (0, -values.shape[1] % _PART), value=float("-inf"))
-    parts = parts.unflatten(1, (-1, _PART))
-    part = parts.amax(dim=2).argmax(dim=1, keepdim=True)
-    return part.squeeze(1) * _PART + parts.argmax(dim=2).gather(1, part).squeeze(1)
-
-
 def sample(
     logits: Tensor,
     temperature: Tensor,
@@ -122,13 +108,13 @@ def sample(
     """
     logits = logits.float()
     total = logits.logsumexp(dim=1)
-    tokens = first_largest(logits)
+    tokens = logits.argmax(dim=1)
     if kind != GREEDY:
         greedy = temperature <= 0
         scaled = logits / torch.where(greedy, 1.0, temperature).unsqueeze(1)
         if kind == FILTERED:
             scaled = keep_likely(scaled, top_k, top_p)
-        drawn = first_largest(scaled + gumbel(row_keys(seed, position), logits.shape[1]))
+        drawn = (scaled + gumbel(row_keys(seed, position), logits.shape[1])).argmax(dim=1)
         tokens = torch.where(greedy, tokens, drawn)
     logprobs = logits.gather(1, tokens.unsqueeze(1)).squeeze(1) - total
     return Choice(tokens, logprobs, ~torch.isfinite(total))

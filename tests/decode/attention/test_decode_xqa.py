@@ -85,7 +85,7 @@ def test_what_fails_while_the_kernel_is_loaded_becomes_the_reason(monkeypatch):
     monkeypatch.setattr(xqa, "_kernel", broken)
     assert xqa.prepare(memory) == "FlashInfer does not run here: RuntimeError: mha.cu(1): error: no such thing"
     monkeypatch.setattr(xqa, "_kernel", lambda: lambda q, k_cache: None)
-    assert "does not take num_kv_heads, output" in xqa.prepare(memory)
+    assert "does not take enable_pdl, num_kv_heads, output" in xqa.prepare(memory)
 
 
 def stand_in(q, k_cache, v_cache, page_table, seq_lens, output, workspace_buffer, semaphores, **settings):

@@ -10,7 +10,7 @@ from torch._subclasses import FakeTensorMode
 from graphmod.decode.step import compile as compiled
 from graphmod.decode.step.pieces import cut, graph_of
 
-WAIT = "tl.extra.cuda.gdc_wait()"
+WAIT, LAUNCH = "tl.extra.cuda.gdc_wait()", "tl.extra.cuda.gdc_launch_dependents()"
 
 
 def filtered(lines):
@@ -25,12 +25,13 @@ def filtered(lines):
 @pytest.mark.parametrize(
     ("lines", "expected"),
     [
-        (["xoffset = 1", "tl.store(p, 0)"], [WAIT, "xoffset = 1", "tl.store(p, 0)"]),
-        (["x = 1", WAIT, "y = tl.load(p)", WAIT], ["x = 1", WAIT, "y = tl.load(p)"]),
+        (["xoffset = 1", "tl.store(p, 0)"], ["xoffset = 1", "tl.store(p, 0)"]),
+        (["x = tl.load(q)", WAIT, "y = tl.load(p)", WAIT, LAUNCH], ["x = tl.load(q)", "y = tl.load(p)"]),
+        (["for i in range(2):", f"    {WAIT}", "    y = tl.load(p)"], ["for i in range(2):", "    y = tl.load(p)"]),
     ],
 )
 def test_a_kernel_that_is_launched_early_waits(lines, expected):
-    assert filtered(lines) == expected
+    assert filtered(lines) == [LAUNCH, WAIT, *expected]
 
 
 def test_other_compilations_are_left_alone():

@@ -11,7 +11,6 @@ from graphmod.decode.step.sampling import (
     FILTERED,
     GREEDY,
     PLAIN,
-    first_largest,
     gumbel,
     keep_likely,
     mix64,
@@ -191,20 +190,3 @@ def test_calls_without_a_seed_draw_anew_and_follow_torchs_generator(device):
     engine.generate([[1, 2], [3, 4]], max_new_tokens=3)
     engine.generate([[1, 2], [3, 4]], seed=1, **asked)
     assert torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
-@pytest.mark.parametrize("count", [5, 2048, 3000, 50257])
-def test_the_largest_is_found_in_parts_too(count, backend, device):
-    torch._dynamo.reset()  # it compiles one function for a limited number of shapes and devices
-    torch.manual_seed(count)
-    values = torch.randint(50, (7, count), device=device).float()  # many ties
-    values[1], values[2, : count - 1], values[3, 4] = float("-inf"), float("-inf"), float("inf")
-    values[4] = torch.randn(count, device=device)
-    in_parts = torch.compile(first_largest, backend=backend, fullgraph=True, dynamic=False)(values)
-    if device.type == "cpu":  # which of equal numbers a GPU's argmax finds is not said
-        assert torch.equal(in_parts, values.argmax(1))
-    assert torch.equal(values.gather(1, in_parts.unsqueeze(1)).squeeze(1), values.amax(1))
-    values[5, 3] = float("nan")
-    found = torch.compile(first_largest, backend=backend, fullgraph=True, dynamic=False)(values)
-    assert int(found[5]) == 3

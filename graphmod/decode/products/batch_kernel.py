@@ -1,4 +1,4 @@
-"""The kernel of `products`. Importing this module needs Triton."""
+"""Products of some rows. Importing this module needs Triton."""
 
 import functools
 
@@ -7,10 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graphmod.decode.step.early_launch import can_start_early
+from graphmod.decode.early_launch import can_start_early, early_launch
 
-_MOST_WEIGHTS = 3  # for which the kernel has parameters
-_PREFETCHED = 16 * 2**20  # bytes of weights, of all programs: a part of the cache, so that they are there when wanted
+_MOST_PREFETCHED = (
+    16 * 2**20
+)  # bytes of weights, of all programs: a part of the cache, so that they are there when wanted
 _LINE: tl.constexpr = tl.constexpr(64)  # numbers of two bytes in a line of the cache
 
 
@@ -21,8 +22,19 @@ _LINE: tl.constexpr = tl.constexpr(64)  # numbers of two bytes in a line of the 
 _OUT, _DEPTH, _STAGES, _WARPS = 64, 128, 4, 4
 
 
+@triton.jit
+def prefetch(begin, FEATURES: tl.constexpr, DEPTH: tl.constexpr):
+    """Brings FEATURES numbers of the rows of a weight that begin there into the L2 cache; a multiple of DEPTH."""
+    line = tl.arange(0, DEPTH // _LINE) * _LINE
+    for start in tl.range(0, FEATURES, DEPTH):
+        lines = begin + start + line[None, :]
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines.to(tl.int64)], tl.int32, False, 1
+        )
+
+
 @triton.jit(do_not_specialize=["rows"])
-def _products(
+def _multiply_batch(
     x,
     first_weight,
     second_weight,
@@ -71,14 +83,8 @@ def _products(
     there = row < rows
     if EARLY:
         # The kernel before may still run. It makes the input, but no weight: those come into the cache meanwhile.
-        line = tl.arange(0, DEPTH // _LINE) * _LINE
-        for start in tl.range(0, PREFETCHED, DEPTH):
-            lines = begin + start + line[None, :]
-            tl.inline_asm_elementwise(
-                "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines.to(tl.int64)], tl.int32, False, 1
-            )
+        prefetch(begin, PREFETCHED, DEPTH)
         tl.extra.cuda.gdc_wait()
-        # Not sooner: what starts now may rely on all that ran before this kernel.
         tl.extra.cuda.gdc_launch_dependents()
     weights = begin + depth[None, :]
     inputs = x + row[None, :] * FEATURES + part * each + depth[:, None]
@@ -96,34 +102,27 @@ def _products(
 
 
 @functools.cache
-def _stages(rows: int, device: torch.device) -> int:
-    """As many as fit in a multiprocessor's shared memory."""
+def stages(rows: int, depth: int, device: torch.device) -> int:
+    """How many tiles of so many rows, of input and weight together, a multiprocessor has shared memory for."""
     properties = torch.cuda.get_device_properties(device)
     room = getattr(properties, "shared_memory_per_block_optin", 48 * 1024)
-    return max(1, min(_STAGES, room // (2 * _DEPTH * (_OUT + rows))))
+    return max(1, min(_STAGES, room // (2 * depth * rows)))
 
 
-def products(x: Tensor, weights: list[Tensor], outs: list[Tensor], parts: int = 1, gated: bool = False) -> None:
-    """`outs[i] = x @ weights[i].T`, for up to `_MOST_WEIGHTS`.
+def prefetched(features: int, columns: int, parts: int) -> int:
+    """How many features of a part are brought into the cache."""
+    most = _MOST_PREFETCHED // (columns * parts * 2) // _DEPTH * _DEPTH
+    return min(features // parts, most)
 
-    Args:
-        x: (rows, features), contiguous, of two bytes a number.
-        weights: (out features, features) each, contiguous; out features a multiple of 64.
-        outs: (parts, rows, out features) each, contiguous.
-        parts: that features are divided into, each a multiple of 128.
-        gated: then `outs[0] = silu(x @ weights[0].T) * (x @ weights[1].T)`, of two weights that are as large.
-    """
-    spare = _MOST_WEIGHTS - len(weights)
-    widths = [len(weight) for weight in weights] + spare * [0]
+
+def multiply(x: Tensor, weights: list[Tensor], widths: list[int], outs: list[Tensor], parts: int, gated: bool) -> None:
+    """See `kernels.multiply`; of up to 128 rows."""
     rows, features = max(16, triton.next_power_of_2(len(x))), x.shape[1]
     early = can_start_early(x.device)
-    prefetched = _PREFETCHED // (sum(widths) * parts * x.itemsize) // _DEPTH * _DEPTH
-    _products[(sum(widths) // _OUT, parts)](
+    _multiply_batch[(sum(widths) // _OUT, parts)](
         x,
         *weights,
-        *spare * weights[:1],
         *outs,
-        *(_MOST_WEIGHTS - len(outs)) * outs[:1],
         len(x),
         features,
         *widths,
@@ -131,10 +130,10 @@ def products(x: Tensor, weights: list[Tensor], outs: list[Tensor], parts: int = 
         ROWS=rows,
         OUT=_OUT,
         DEPTH=_DEPTH,
-        STAGES=_stages(rows, x.device),
+        STAGES=stages(rows + _OUT, _DEPTH, x.device),
         EARLY=early,
-        PREFETCHED=min(features // parts, prefetched),
+        PREFETCHED=prefetched(features, sum(widths), parts),
         GATED=gated,
         num_warps=_WARPS,
-        **({"launch_pdl": True} if early else {}),
+        **early_launch(early),
     )

@@ -1,5 +1,8 @@
 """Linear layers of one input as one operation: which are joined, and what the kernel computes."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from decode_models import VOCABULARY, prompts_of
@@ -10,9 +13,10 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from graphmod.decode import DecodeEngine
+from graphmod.decode.products.joining import _has_kernel, join_products
+from graphmod.decode.products.operations import divided_product, gated_product, products
 from graphmod.decode.step.compile import by_inductor
 from graphmod.decode.step.pieces import cut, graph_of
-from graphmod.decode.step.products import _has_kernel, divided_product, gated_product, join_products, products
 
 FEATURES = 128
 ROUNDED_OTHERWISE = {torch.ops.graphmod.divided_product.default, torch.ops.graphmod.gated_product.default}
@@ -136,6 +140,15 @@ def test_a_compiler_takes_all_of_them(tuned):
     torch.testing.assert_close(result, expected, rtol=2**-6, atol=4e-2)
 
 
+def test_the_operations_are_there_for_who_compiles_alone():
+    code = """
+from graphmod.decode.step import compile
+print([hasattr(torch.ops.graphmod, name) for name in ("products", "gated_product", "divided_product")])
+"""
+    done = subprocess.run([sys.executable, "-c", "import torch\n" + code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[True, True, True]"
+
+
 SILU = nn.functional.silu
 GATED = {
     "gate_first": (lambda m, x: SILU(m.d(x)) * m.e(x), True),
@@ -233,9 +246,48 @@ class Pair(Parts):
         return self.a(x), self.b(x)
 
 
-@pytest.mark.parametrize("rows, fewest, expected", [(1, 1, 1), (1, 2, 0), (2, 2, 1)])
-def test_few_rows_may_be_left_to_the_compiler(rows, fewest, expected):
-    assert joined(Pair(), torch.randn(rows, FEATURES, dtype=torch.bfloat16), fewest_rows=fewest) == expected
+ALONE = {
+    "large": (lambda m, x: (m.large(x),), 1),
+    "narrow": (lambda m, x: (m.b(x),), 1),
+    "two": (lambda m, x: (m.b(x), m.large(x)), 1),
+    "four": (lambda m, x: apart(x, m.a, m.b, m.c, m.d), 2),
+    "deep": (lambda m, x: apart(torch.cat(8 * [x], -1), m.long), 1),
+    "width": (lambda m, x: (m.narrow(x),), 0),
+    "made_weight": (lambda m, x: (nn.functional.linear(x, m.b.weight * 2),), 0),
+}
+
+
+@pytest.mark.parametrize("case", ALONE)
+def test_all_products_of_one_row_are_operations(case):
+    torch.manual_seed(0)
+    call, expected = ALONE[case]
+
+    class Module(Parts):
+        def forward(self, x):
+            return call(self, x)
+
+    assert joined(Module(), torch.randn(1, 1, FEATURES, dtype=torch.bfloat16)) == expected
+
+
+@pytest.mark.parametrize("where", ["before", "after", "view"])
+def test_a_weight_that_the_step_writes_is_left_to_the_compiler(where):
+    """The kernels read weights while what ran before may still run."""
+    torch.manual_seed(0)
+
+    class Module(Parts):
+        def forward(self, x):
+            if where == "before":
+                self.a.weight.copy_(self.d.weight[:2048])
+            first = self.a(x) * 1
+            if where == "after":
+                self.a.weight.copy_(self.d.weight[:2048])
+            if where == "view":
+                self.a.weight[0].copy_(self.d.weight[0])
+            return first, self.b(x)
+
+    for rows, expected in ((1, 1), (3, 0)):
+        module = Module()
+        assert joined(module, torch.randn(rows, 1, FEATURES, dtype=torch.bfloat16)) == expected
 
 
 @pytest.mark.parametrize(
@@ -243,7 +295,7 @@ def test_few_rows_may_be_left_to_the_compiler(rows, fewest, expected):
 )
 def test_other_devices_have_no_kernel(there, monkeypatch):
     there = {"triton": object(), "hip": None, "gpu": True, "capability": (9, 0)} | there
-    monkeypatch.setattr("graphmod.decode.step.products.find_spec", lambda name: there[name])
+    monkeypatch.setattr("graphmod.decode.products.joining.find_spec", lambda name: there[name])
     monkeypatch.setattr(torch.version, "hip", there["hip"])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: there["gpu"])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: there["capability"])
@@ -270,13 +322,23 @@ def test_this_gpu_has_a_kernel():
     ],
 )
 def test_products_are_those_of_linear_layers(features, widths, dtype, device):
+    assert_products_are_right(features, widths, dtype, device, rows=(1, 2, 7, 16, 17, 33, 64, 65, 128))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("features, widths", [(4096, [64, 128]), (5120, [128, 64, 64]), (12288, [64])])
+def test_a_row_may_be_longer_than_what_is_loaded_at_once(features, widths, dtype, device):
+    assert_products_are_right(features, widths, dtype, device, rows=(1,))
+
+
+def assert_products_are_right(features, widths, dtype, device, rows):
     torch.manual_seed(0)
     weights = [torch.randn(width, features, device=device, dtype=dtype) for width in widths]
-    for rows in (1, 2, 7, 16, 17, 33, 64, 65, 128):
-        x = torch.randn(rows, 1, features, device=device, dtype=dtype)
+    for count in rows:
+        x = torch.randn(count, 1, features, device=device, dtype=dtype)
         for got, weight in zip(products(x, weights), weights, strict=True):
             exact = x.double() @ weight.double().T
-            assert got.shape == (rows, 1, len(weight)) and got.dtype == dtype
+            assert got.shape == (count, 1, len(weight)) and got.dtype == dtype
             # Half a unit of the last place, and what a sum of float32 loses.
             allowed = exact.abs() * torch.finfo(dtype).eps / 2 + features * 2.0**-23
             assert ((got.double() - exact).abs() <= allowed).all()
@@ -315,8 +377,8 @@ def test_a_row_does_not_depend_on_the_others(widths):
     device = "cuda"
     torch.manual_seed(0)
     weights = [torch.randn(width, 1024, device=device, dtype=torch.bfloat16) for width in widths]
-    x = torch.randn(64, 1024, device=device, dtype=torch.bfloat16)
-    for fewer, more in ((3, 16), (17, 32), (33, 64)):
+    x = torch.randn(128, 1024, device=device, dtype=torch.bfloat16)
+    for fewer, more in ((3, 16), (17, 32), (33, 64), (65, 128)):
         for some, all_of_it in zip(products(x[:fewer], weights), products(x[:more], weights), strict=True):
             assert torch.equal(some, all_of_it[:fewer])
     whole = products(x, weights)
@@ -326,9 +388,37 @@ def test_a_row_does_not_depend_on_the_others(widths):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 3, 64, 100])
+def test_kernels_that_are_launched_early_wait_for_each_other(rows):
+    """Each of a chain needs what the one before makes; what is left of the replay before is wrong everywhere."""
+    torch.manual_seed(0)
+    settings = {"device": "cuda", "dtype": torch.bfloat16}
+    weights = [[torch.randn(width, 1024, **settings) / 32 for width in (1024, 3072, 3072)] for _ in range(12)]
+    down = [torch.randn(1024, 3072, **settings) / 64 for _ in weights]
+    given = torch.randn(rows, 1024, **settings)
+
+    def chain():
+        x = given
+        for (first, gate, up), last in zip(weights, down, strict=True):
+            (x,) = products(x, [first])
+            x = gated_product(x, gate, up)
+            x = products(x, [last])[0] if rows == 1 else divided_product(x, last, 4).sum(0).to(x.dtype)
+        return x
+
+    chain()  # loads the kernels
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = chain()
+    for _ in range(8):
+        given.normal_()
+        graph.replay()
+        assert torch.equal(result, chain())
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("compile_mode", ["default", "max"])
 def test_compiled_decode_steps_use_them(compile_mode, monkeypatch):
-    from graphmod.decode.step import products_kernel
+    from graphmod.decode.products import kernels
 
     torch.manual_seed(0)
     device = "cuda"
@@ -338,13 +428,13 @@ def test_compiled_decode_steps_use_them(compile_mode, monkeypatch):
     )  # fmt: skip
     model = Qwen3ForCausalLM(config).to(device, torch.bfloat16).eval()
     calls = []
-    kernel = products_kernel.products
+    multiply = kernels.multiply
 
     def counted(x, weights, *given, **named):
         calls.append(len(weights))
-        kernel(x, weights, *given, **named)
+        multiply(x, weights, *given, **named)
 
-    monkeypatch.setattr(products_kernel, "products", counted)
+    monkeypatch.setattr(kernels, "multiply", counted)
     engine = DecodeEngine(model, max_batch_size=4, max_seq_len=128, compile=compile_mode)
     prompts = prompts_of(12, 12, 5, 9)
     found = engine.generate(prompts, max_new_tokens=24)

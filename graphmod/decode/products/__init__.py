@@ -1,0 +1,1 @@
+"""Products of few rows with the weights of linear layers, as compiled decode steps compute them."""

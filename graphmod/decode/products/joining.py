@@ -1,0 +1,146 @@
+"""Which linear layers of a compiled decode step become products of few rows."""
+
+import operator
+from collections import defaultdict
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+import graphmod.decode.products.operations  # noqa: F401  defines the operations
+from graphmod.decode.products.limits import DEPTH, FEWEST_IN_BULK, MOST_ROWS, MOST_WEIGHTS, OUT
+
+_LARGEST_WEIGHT = 16 * 2**20  # bytes, of several rows; for more, reading takes longer than a launch
+_FEWEST_COLUMNS = 48 * 64  # of all weights of an operation; with fewer, most of a large GPU would read nothing
+_FULL, _MOST_PARTS = 96, 8  # programs that fill a GPU; parts of a weight's features
+
+
+def join_products(graph: GraphModule, device: str = "cuda") -> int:
+    """Lets linear layers of a graph that take the same input be one operation, and divides those that stay alone and
+    are narrow. With a single row, those that stay alone are operations, too. Returns how many there are.
+
+    Args:
+        graph: of aten operations, each with its result as `meta["val"]`, and with `meta["is_weight"]` those inputs
+            that no operation of a step writes; changed in place.
+        device: where the products are; there are no kernels for others than GPUs.
+    """
+    if device == "cuda" and not _has_kernel():
+        return 0
+    groups: defaultdict[tuple[Node, int], list[Node]] = defaultdict(list)
+    writes = 0  # so far: what is on the two sides of one may not see the same input
+    for node in graph.graph.nodes:
+        writes += isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+        if node.target is torch.ops.aten.linear.default and _fits(node, device):
+            groups[node.args[0], writes].append(node)
+    joined = 0
+    for nodes in groups.values():
+        for start in range(0, len(nodes), MOST_WEIGHTS):
+            some = nodes[start : start + MOST_WEIGHTS]
+            x = some[0].args[0]  # of now: what it was may have been joined
+            columns = sum(len(node.args[1].meta["val"]) for node in some)
+            if _rows(x) == 1 or (columns >= _FEWEST_COLUMNS and len(some) > 1):
+                if not _join_gated(graph, x, some):
+                    _join(graph, x, some)
+                joined += 1
+                continue
+            for node in some:
+                if (parts := _parts(_rows(x), *node.args[1].meta["val"].shape)) > 1:
+                    _divide(graph, x, node, parts)
+                    joined += 1
+    if joined:
+        graph.recompile()
+    return joined
+
+
+def _has_kernel() -> bool:
+    if find_spec("triton") is None or torch.version.hip is not None or not torch.cuda.is_available():
+        return False
+    return torch.cuda.get_device_capability() >= (8, 0)  # before, Triton multiplies without tensor cores
+
+
+def _join(graph: GraphModule, x: Node, nodes: list[Node]) -> None:
+    with graph.graph.inserting_before(nodes[0]):
+        joined = graph.graph.call_function(torch.ops.graphmod.products.default, (x, [node.args[1] for node in nodes]))
+        for index, node in enumerate(nodes):
+            part = graph.graph.call_function(operator.getitem, (joined, index))
+            part.meta = dict(node.meta)
+            node.replace_all_uses_with(part)
+    for node in nodes:
+        graph.graph.erase_node(node)
+
+
+def _join_gated(graph: GraphModule, x: Node, nodes: list[Node]) -> bool:
+    """Joins two products of which one is the gate of the other; returns whether they are that."""
+    aten = torch.ops.aten
+    for gate, up in (nodes, nodes[::-1]) if len(nodes) == 2 else ():
+        silu, whole = next(iter(gate.users), None), next(iter(up.users), None)
+        if silu is None or whole is None or silu.target is not aten.silu.default:
+            continue
+        # Nothing else uses them, so nothing can write to them.
+        alone = [[*node.users] for node in (gate, up, silu)] == [[silu], [whole], [whole]]
+        alike = {(one.meta["val"].shape, one.meta["val"].dtype) for one in (gate, up, whole)}
+        if not alone or whole.target is not aten.mul.Tensor or {*whole.args} != {silu, up} or len(alike) > 1:
+            continue
+        with graph.graph.inserting_before(nodes[0]):
+            given = (x, gate.args[1], up.args[1])
+            joined = graph.graph.call_function(torch.ops.graphmod.gated_product.default, given)
+        joined.meta = dict(whole.meta)
+        whole.replace_all_uses_with(joined)
+        for node in (whole, silu, up, gate):
+            graph.graph.erase_node(node)
+        return True
+    return False
+
+
+def _rows(x: Node) -> int:
+    return x.meta["val"].numel() // max(1, x.meta["val"].shape[-1])
+
+
+def _parts(rows: int, columns: int, features: int) -> int:
+    """Into how many parts the features of a weight are divided, so that there are programs for a GPU."""
+    parts, each = 1, OUT // 2 if rows >= FEWEST_IN_BULK else OUT
+    while parts < _MOST_PARTS and parts * columns < _FULL * each and features % (2 * parts * DEPTH) == 0:
+        parts *= 2
+    return parts
+
+
+def _divide(graph: GraphModule, x: Node, node: Node, parts: int) -> None:
+    """The parts are added one by one, which a compiler does where it uses the sum."""
+    call, aten = graph.graph.call_function, torch.ops.aten
+    with graph.graph.inserting_before(node):
+        divided = call(torch.ops.graphmod.divided_product.default, (x, node.args[1], parts))
+        total = call(aten.select.int, (divided, 0, 0))
+        for part in range(1, parts):
+            total = call(aten.add.Tensor, (total, call(aten.select.int, (divided, 0, part))))
+        whole = call(aten._to_copy.default, (total,), {"dtype": node.meta["val"].dtype})
+    whole.meta = dict(node.meta)
+    node.replace_all_uses_with(whole)
+    graph.graph.erase_node(node)
+
+
+def _fits(node: Node, device: str) -> bool:
+    """Whether it is a product that the kernels can do: `linear(x, weight)`, of a weight that nothing changes."""
+    x, weight, bias = (*node.args, None)[:3] if 2 <= len(node.args) <= 3 and not node.kwargs else (None, None, None)
+    if not isinstance(x, Node) or not isinstance(weight, Node) or bias is not None or not weight.meta.get("is_weight"):
+        return False
+    left, right, out = (one.meta.get("val") for one in (x, weight, node))
+    if not _plain(left) or not _plain(right) or not _plain(out) or right.dim() != 2 or not right.is_contiguous():
+        return False
+    if not all(isinstance(size, int) for size in (*left.shape, *right.shape)):
+        return False
+    return (
+        left.device.type == right.device.type == device
+        and left.dtype == right.dtype == out.dtype  # not so under autocast
+        and left.dtype in (torch.bfloat16, torch.float16)
+        and 1 <= _rows(x) <= MOST_ROWS
+        and (_rows(x) == 1 or 0 < right.nbytes < _LARGEST_WEIGHT)
+        and right.shape[0] % OUT == 0
+        and right.shape[1] % DEPTH == 0
+    )
+
+
+def _plain(value: Any) -> bool:
+    return isinstance(value, Tensor) and not is_traceable_wrapper_subclass(value)

@@ -1,0 +1,80 @@
+"""Reductions of long rows in two stages: what is found is what one stage finds."""
+
+import pytest
+import torch
+from step_programs import program_of
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+from graphmod.decode.step.compile import compile_graph
+from graphmod.decode.step.pieces import cut, graph_of
+from graphmod.decode.step.reductions import divide_reductions
+
+REDUCTIONS = {
+    "argmax": (lambda x: x.argmax(dim=1), 1),
+    "argmax_last": (lambda x: x.argmax(dim=-1, keepdim=True), 1),
+    "logsumexp": (lambda x: x.logsumexp(dim=1), 1),
+    "logsumexp_kept": (lambda x: x.logsumexp(dim=[-1], keepdim=True), 1),
+    "both": (lambda x: x.logsumexp(1) + x.argmax(1), 2),
+    "of_a_view": (lambda x: x[:, 1:].argmax(1), 1),
+    "of_all": (lambda x: x.argmax(), 0),
+    "other_dim": (lambda x: x.argmax(dim=0), 0),
+    "two_dims": (lambda x: x.logsumexp(dim=[0, 1]), 0),
+    "short": (lambda x: x[:, :2047].argmax(1), 0),
+    "integers": (lambda x: x.nan_to_num().long().argmax(1), 0),
+}
+
+
+def graph_and_inputs(step):
+    program, inputs = program_of(step)
+    (piece,) = cut(program)
+    return graph_of(piece), [inputs[number] for number in piece.inputs]
+
+
+def rows_of(count, device, dtype=torch.float32):
+    torch.manual_seed(count)
+    values = torch.randint(50, (7, count), device=device).to(dtype)  # many ties
+    values[1], values[2, : count - 1], values[3, 4] = float("-inf"), float("-inf"), float("inf")
+    values[4] = torch.randn(count, device=device)
+    values[5, 3] = float("nan")
+    values[6] -= 1e4
+    return values
+
+
+@pytest.mark.parametrize("count", [2048, 3000, 50257])
+@pytest.mark.parametrize("case", REDUCTIONS)
+def test_two_stages_find_what_one_finds(case, count):
+    call, expected = REDUCTIONS[case]
+    values = rows_of(count, "cpu")
+    with torch.inference_mode():
+        result = torch.zeros_like(call(values))
+    graph, inputs = graph_and_inputs(lambda: result.copy_(call(values)))
+    with torch.inference_mode():
+        FakeTensorProp(graph).propagate(*[one.clone() for one in inputs])
+        divided = divide_reductions(graph)
+        graph(*inputs)
+    assert divided == (0 if case == "of_a_view" and count == 2048 else expected)
+    torch.testing.assert_close(result, call(values), equal_nan=True)
+
+
+@pytest.mark.slow  # which compiles C++
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_compiler_finds_the_same(dtype, device):
+    values = rows_of(3000, device, dtype)
+    most, total = torch.zeros(7, dtype=torch.int64, device=device), torch.zeros(7, device=device)
+
+    def step():
+        most.copy_(values.argmax(1))
+        total.copy_(values.float().logsumexp(1))
+
+    graph, inputs = graph_and_inputs(step)
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(one) for one in inputs]
+    function = compile_graph(graph, fakes, tuned=False)
+    with torch.inference_mode():
+        function(*inputs)
+    # Which of equal numbers a GPU's argmax finds is not said.
+    found = values.gather(1, most.unsqueeze(1)).squeeze(1)
+    assert torch.equal(found[:5], values.amax(1)[:5]) and int(most[5]) == 3
+    torch.testing.assert_close(total, values.float().logsumexp(1), equal_nan=True)
