@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,8 +18,6 @@ from graphmod.decode.products.joining import join_products
 from graphmod.decode.step.reductions import divide_reductions
 
 _MOST_COMPILED = 256  # batch sizes times rules of layers; dynamo's own limit is 8, and beyond it goes on uncompiled
-# Bytes of a weight whose product takes longer than the launch of one more kernel (4 us on an H200).
-_LARGE_WEIGHT = 16 * 2**20
 _one_at_a_time = threading.RLock()  # what is patched belongs to the process
 _WAIT, _LAUNCH = "tl.extra.cuda.gdc_wait()", "tl.extra.cuda.gdc_launch_dependents()"
 
@@ -56,38 +53,24 @@ def by_inductor(graph: GraphModule, inputs: list[Any], tuned: bool) -> Callable[
     "Programmatic Dependent Launch and Synchronization".)
 
     Args:
-        tuned: coordinate-descent tuning, with which inductor makes batch-1 products generated kernels.
+        tuned: coordinate-descent tuning.
     """
     from torch._inductor.compile_fx import compile_fx
-    from torch._inductor.decomposition import select_decomp_table
 
     patches: dict[str, Any] = {"coordinate_descent_tuning": True} if tuned else {}
-    waiting, decompositions = contextlib.nullcontext(), None
+    waiting: contextlib.AbstractContextManager = contextlib.nullcontext()
     if torch.cuda.is_available():
         # Kernels that do not need each other are one: query and key are rotated by the same launch.
         patches["combo_kernels"] = True
     if torch.cuda.is_available() and _can_launch_early():
         patches["triton.enable_pdl"] = True
         waiting = every_kernel_waits()
-        # No function of this name is called: it tells apart what inductor keeps on disk.
+        # No function of this name is called: it tells apart what is kept on disk.
         marked = torch._inductor.config.unsafe_marked_cacheable_functions
         patches["unsafe_marked_cacheable_functions"] = {**marked, "graphmod.every_kernel_waits": "2"}
-    if tuned:
-        decompositions, product = dict(select_decomp_table()), torch.ops.aten.mm.default
-        decompositions[product] = functools.partial(_product, decompositions[product])
-    # The cache of whole traced graphs knows neither of the decomposition nor of the kernels that wait.
-    with _one_at_a_time, torch._functorch.config.patch(enable_autograd_cache=False), waiting:
-        return compile_fx(graph, inputs, config_patches=patches, decompositions=decompositions)
-
-
-def _product(decompose: Callable, left: Tensor, right: Tensor, *more: Any, **named: Any) -> Tensor:
-    """What inductor does, but the vector that meets a large weight is computed first. Else it is computed again for
-    each row of the weight, inside a kernel that then waits for arithmetic and not for memory."""
-    from torch._inductor.inductor_prims import force_stride_order
-
-    if left.shape[0] == 1 and right.numel() * right.element_size() >= _LARGE_WEIGHT:
-        left = force_stride_order(left, left.stride())
-    return decompose(left, right, *more, **named)
+    # What was traced and compiled of it is kept between processes.
+    with _one_at_a_time, torch._functorch.config.patch(enable_autograd_cache=True), waiting:
+        return compile_fx(graph, inputs, config_patches=patches)
 
 
 def _can_launch_early() -> bool:

@@ -1,5 +1,9 @@
 """How decode steps are compiled: what can be seen without a GPU."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from step_programs import program_of
@@ -44,7 +48,6 @@ def test_other_compilations_are_left_alone():
 @pytest.mark.parametrize("tuned", [False, True])
 def test_a_piece_computes_and_changes_what_it_does_uncompiled(tuned, monkeypatch):
     monkeypatch.setattr(compiled, "_can_launch_early", lambda: False)
-    monkeypatch.setattr(compiled, "_LARGE_WEIGHT", 0)
     weight, x, out, count = (
         torch.randn(32, 16),
         torch.randn(1, 16),
@@ -67,3 +70,36 @@ def test_a_piece_computes_and_changes_what_it_does_uncompiled(tuned, monkeypatch
         assert not run(*[inputs[number] for number in piece.inputs]), "it returns nothing"
     torch.testing.assert_close(out, torch.nn.functional.silu(x) @ weight.t())
     assert count == before + 1
+
+
+STARTED = """
+import sys
+import torch
+from torch._dynamo.utils import counters
+from torch._subclasses import FakeTensorMode
+from step_programs import program_of
+from graphmod.decode.step.compile import compile_graph
+from graphmod.decode.step.pieces import cut, graph_of
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+x, weight, out = torch.ones(2, 16), torch.ones(32, 16), torch.zeros(2, 32)
+program, inputs = program_of(lambda: out.copy_(torch.nn.functional.silu(torch.nn.functional.linear(x, weight))))
+(piece,) = cut(program)
+with FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True):
+    given = [torch.zeros(one.shape) for one in (inputs[number] for number in piece.inputs)]
+compile_graph(graph_of(piece), given, sys.argv[1] == "tuned")
+print(dict(counters["aot_autograd"]))
+"""
+
+
+@pytest.mark.slow  # which compiles C++
+@pytest.mark.parametrize("mode", ["plain", "tuned"])
+def test_a_second_process_neither_traces_nor_compiles(mode, tmp_path):
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+
+    def start():
+        command = [sys.executable, "-c", STARTED, mode]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+
+    assert "'autograd_cache_saved': 1" in start()
+    assert "'autograd_cache_hit': 1" in start()
