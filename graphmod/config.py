@@ -30,8 +30,8 @@ class CompileMode(str, Enum):
     """What torch.compile does inside graphs, in training as in decode: nothing, what it does by default (`default`), or
     also measure variants of its kernels, which takes minutes (`max`).
 
-    Which variants pay is another matter in either: training tries matrix kernels, too; decode has products of few rows,
-    which tuning makes generated kernels.
+    Which variants pay is another matter in either: training tries matrix kernels, too; the products of decode have few
+    rows, and kernels that need no tuning.
     """
 
     none = "none"

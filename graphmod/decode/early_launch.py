@@ -2,7 +2,8 @@
 
 (CUDA Programming Guide, "Programmatic Dependent Launch and Synchronization".) Before it waits, a kernel may not touch
 what any kernel of the step writes: not only the one before it may still run, as that may let the next one start before
-it has waited itself. Each kernel waits, so that one that has ended says the same of all before it.
+it has waited itself. Each kernel waits, so that one that has ended says the same of all before it. What comes before a
+step has ended when the step begins, since a graph waits for it.
 """
 
 import functools

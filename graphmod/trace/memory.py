@@ -6,12 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphmod.trace.operations import Facts, Step, address
+from graphmod.trace.operations import Facts, Step, address, written
 from graphmod.trace.origins import Origin, Origins
 from graphmod.trace.tensors import tensors_in
 from graphmod.trace.tracer import Tracer
-
-_STATISTICS = frozenset({3, 4})  # running_mean and running_var; argument 5 says whether it trains
 
 
 class Call:
@@ -96,7 +94,7 @@ class MemoryTrace(Tracer):
                 self.first_seen[where] = call.index
 
     def _note_writes(self, call: Call) -> None:
-        writes = _STATISTICS if call.about.statistics and call.args[5] else call.about.writes
+        writes = written(call.about, call.args, call.kwargs)
         origin = Origin.chance if call.random else Origin.constants
         origin = (
             Origin.data if call.about.collective else max(origin, self._origins.greatest(call.given_at, call.given))

@@ -16,7 +16,9 @@ from graphmod.trace.collectives import is_collective, opaque_scalar, written_by
 _INTERNAL = tuple(map(str, (Path(torch.__file__).parent, Path(__file__).parent.parent, Path(logging.__file__).parent)))
 _ON_LISTS = ("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_")
 _SWITCHES = ("dropout_p", "train", "training")
-_BATCH_NORMS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}
+# What keeps statistics. In inference mode those that are made of others are seen, too.
+_NORMS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "batch_norm", "instance_norm"}
+_RUNNING, _TRAINS = frozenset({3, 4}), 5  # positions of their mean and variance, and of whether they write them
 
 
 class Step(NamedTuple):
@@ -37,7 +39,7 @@ class Facts(NamedTuple):
 
     writes: frozenset  # positions (int) and names (str) of the arguments it writes
     computes: bool  # it makes a tensor of its arguments' values, or of their shapes
-    statistics: bool  # a batch norm, which writes its running statistics without its schema saying so
+    statistics: bool  # a norm that writes its running statistics without its schema saying so; see `written`
     random: bool
     switch: int  # position of the argument without which it draws nothing, such as `dropout_p`; -1 if it has none
     dynamic: bool
@@ -67,7 +69,7 @@ def facts(op: Any) -> Facts:
         found = Facts(
             frozenset(writes),
             any("Tensor" in str(one.type) and one.alias_info is None for one in (schema.returns if schema else ())),
-            name.removeprefix("aten::") in _BATCH_NORMS,
+            name.removeprefix("aten::") in _NORMS,
             torch.Tag.nondeterministic_seeded in tags,
             next((i for i, a in enumerate(schema.arguments if schema else ()) if a.name in _SWITCHES), -1),
             torch.Tag.dynamic_output_shape in tags,
@@ -80,6 +82,14 @@ def facts(op: Any) -> Facts:
         )
         _facts_of[op] = found
     return found
+
+
+def written(about: Facts, args: tuple, kwargs: dict) -> frozenset:
+    """Positions and names of the arguments that this call of an operation writes."""
+    if not about.statistics:
+        return about.writes
+    trains = args[_TRAINS] if len(args) > _TRAINS else kwargs.get("training", kwargs.get("use_input_stats", True))
+    return _RUNNING | {"running_mean", "running_var"} if trains else about.writes
 
 
 def draws(about: Facts, args: tuple, kwargs: dict) -> bool:

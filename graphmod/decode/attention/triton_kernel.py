@@ -50,10 +50,10 @@ def _attend(
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
     BULK: tl.constexpr,
-    LAST: tl.constexpr,
+    LATE: tl.constexpr,
 ):
     """A part of a row's tokens, for the query heads of one KV head. Exponentials are powers of two. With BULK, keys and
-    values are descriptors of (slots, KV heads * width) in tiles of (TILE, width). With LAST, what comes next may start
+    values are descriptors of (slots, KV heads * width) in tiles of (TILE, width). With LATE, what comes next may start
     once they have been read: else they drive out of the cache what it brings there."""
     part, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     member, width, column = tl.arange(0, GROUP_ROWS), tl.arange(0, HEAD), tl.arange(0, VALUE)
@@ -61,7 +61,7 @@ def _attend(
     heads = head * GROUP + member
     if EARLY:
         tl.extra.cuda.gdc_wait()
-        if not LAST:
+        if not LATE:
             tl.extra.cuda.gdc_launch_dependents()
     context = tl.load(contexts + row).to(tl.int32)
     first = tl.load(firsts + row).to(tl.int32) if WINDOW else context * 0
@@ -111,7 +111,7 @@ def _attend(
         result = result * before[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
         total = total * before + tl.sum(weight, 1)
         largest = now
-    if EARLY and LAST:
+    if EARLY and LATE:
         tl.extra.cuda.gdc_launch_dependents()
     place = (row * KV_HEADS + head) * GROUP
     if parts == 1:
@@ -231,7 +231,7 @@ def attend(
         STAGES=stages,
         EARLY=early,
         BULK=bulk,
-        LAST=not few,
+        LATE=not few,
         num_warps=2 if few or parts == 1 else 4,
         **early_launch(early),
     )

@@ -11,7 +11,9 @@ from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 import graphmod.decode.products.operations  # noqa: F401  defines the operations
+from graphmod.decode.early_launch import can_start_early
 from graphmod.decode.products.limits import DEPTH, FEWEST_IN_BULK, MOST_ROWS, MOST_WEIGHTS, OUT
+from graphmod.trace.operations import facts, written
 
 _LARGEST_WEIGHT = 16 * 2**20  # bytes, of several rows; for more, reading takes longer than a launch
 _FEWEST_COLUMNS = 48 * 64  # of all weights of an operation; with fewer, most of a large GPU would read nothing
@@ -20,7 +22,8 @@ _FULL, _MOST_PARTS = 96, 8  # programs that fill a GPU; parts of a weight's feat
 
 def join_products(graph: GraphModule, device: str = "cuda") -> int:
     """Lets linear layers of a graph that take the same input be one operation, and divides those that stay alone and
-    are narrow. With a single row, those that stay alone are operations, too. Returns how many there are.
+    are narrow. With a single row, those that stay alone are operations, too, where kernels may be launched early: else
+    the compiler's are as fast. Returns how many there are.
 
     Args:
         graph: of aten operations, each with its result as `meta["val"]`, and with `meta["is_weight"]` those inputs
@@ -29,11 +32,12 @@ def join_products(graph: GraphModule, device: str = "cuda") -> int:
     """
     if device == "cuda" and not _has_kernel():
         return 0
+    early = device != "cuda" or can_start_early(torch.device("cuda", torch.cuda.current_device()))
     groups: defaultdict[tuple[Node, int], list[Node]] = defaultdict(list)
     writes = 0  # so far: what is on the two sides of one may not see the same input
     for node in graph.graph.nodes:
-        writes += isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-        if node.target is torch.ops.aten.linear.default and _fits(node, device):
+        writes += isinstance(node.target, torch._ops.OpOverload) and _writes(node)
+        if node.target is torch.ops.aten.linear.default and _fits(node, device, 1 if early else 2):
             groups[node.args[0], writes].append(node)
     joined = 0
     for nodes in groups.values():
@@ -47,7 +51,7 @@ def join_products(graph: GraphModule, device: str = "cuda") -> int:
                 joined += 1
                 continue
             for node in some:
-                if (parts := _parts(_rows(x), *node.args[1].meta["val"].shape)) > 1:
+                if (parts := _parts(early and _rows(x) >= FEWEST_IN_BULK, *node.args[1].meta["val"].shape)) > 1:
                     _divide(graph, x, node, parts)
                     joined += 1
     if joined:
@@ -59,6 +63,10 @@ def _has_kernel() -> bool:
     if find_spec("triton") is None or torch.version.hip is not None or not torch.cuda.is_available():
         return False
     return torch.cuda.get_device_capability() >= (8, 0)  # before, Triton multiplies without tensor cores
+
+
+def _writes(node: Node) -> bool:
+    return bool(written(facts(node.target), node.args, node.kwargs))
 
 
 def _join(graph: GraphModule, x: Node, nodes: list[Node]) -> None:
@@ -99,9 +107,9 @@ def _rows(x: Node) -> int:
     return x.meta["val"].numel() // max(1, x.meta["val"].shape[-1])
 
 
-def _parts(rows: int, columns: int, features: int) -> int:
+def _parts(in_bulk: bool, columns: int, features: int) -> int:
     """Into how many parts the features of a weight are divided, so that there are programs for a GPU."""
-    parts, each = 1, OUT // 2 if rows >= FEWEST_IN_BULK else OUT
+    parts, each = 1, OUT // 2 if in_bulk else OUT
     while parts < _MOST_PARTS and parts * columns < _FULL * each and features % (2 * parts * DEPTH) == 0:
         parts *= 2
     return parts
@@ -121,7 +129,7 @@ def _divide(graph: GraphModule, x: Node, node: Node, parts: int) -> None:
     graph.graph.erase_node(node)
 
 
-def _fits(node: Node, device: str) -> bool:
+def _fits(node: Node, device: str, fewest_rows: int) -> bool:
     """Whether it is a product that the kernels can do: `linear(x, weight)`, of a weight that nothing changes."""
     x, weight, bias = (*node.args, None)[:3] if 2 <= len(node.args) <= 3 and not node.kwargs else (None, None, None)
     if not isinstance(x, Node) or not isinstance(weight, Node) or bias is not None or not weight.meta.get("is_weight"):
@@ -135,7 +143,7 @@ def _fits(node: Node, device: str) -> bool:
         left.device.type == right.device.type == device
         and left.dtype == right.dtype == out.dtype  # not so under autocast
         and left.dtype in (torch.bfloat16, torch.float16)
-        and 1 <= _rows(x) <= MOST_ROWS
+        and fewest_rows <= _rows(x) <= MOST_ROWS
         and (_rows(x) == 1 or 0 < right.nbytes < _LARGEST_WEIGHT)
         and right.shape[0] % OUT == 0
         and right.shape[1] % DEPTH == 0

@@ -23,7 +23,12 @@ def multiply(x: Tensor, weights: list[Tensor], outs: list[Tensor], parts: int = 
     outs = [*outs, *(MOST_WEIGHTS - len(outs)) * outs[:1]]
     if len(x) == 1 and parts == 1:
         row_kernel.multiply(x, weights, widths, outs, gated)
-    elif len(x) >= FEWEST_IN_BULK and not gated and can_start_early(x.device):
+    elif len(x) >= FEWEST_IN_BULK and not gated and can_start_early(x.device) and _aligned(x, *weights):
         bulk_kernel.multiply(x, weights, widths, outs, parts)
     else:
         batch_kernel.multiply(x, weights, widths, outs, parts, gated)
+
+
+def _aligned(*tensors: Tensor) -> bool:
+    """As the tensor memory accelerator needs it."""
+    return all(tensor.data_ptr() % 16 == 0 for tensor in tensors)

@@ -67,7 +67,7 @@ def divided_product(x: Tensor, weight: Tensor, parts: int) -> Tensor:
     """(parts, ..., out features) in float32, whose sum over the parts is `x @ weight.T`: of each part of the features.
 
     Args:
-        x: (..., features) of 2 to 128 rows in bfloat16 or float16.
+        x: (..., features) of 1 to 128 rows in bfloat16 or float16.
         weight: (out features, features), contiguous; out features a multiple of 64.
         parts: each of a multiple of 128 features.
     """

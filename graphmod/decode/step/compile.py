@@ -64,10 +64,10 @@ def by_inductor(graph: GraphModule, inputs: list[Any], tuned: bool) -> Callable[
         patches["combo_kernels"] = True
     if torch.cuda.is_available() and _can_launch_early():
         patches["triton.enable_pdl"] = True
-        waiting = every_kernel_waits()
+        waiting = every_kernel_waits_first()
         # No function of this name is called: it tells apart what is kept on disk.
         marked = torch._inductor.config.unsafe_marked_cacheable_functions
-        patches["unsafe_marked_cacheable_functions"] = {**marked, "graphmod.every_kernel_waits": "2"}
+        patches["unsafe_marked_cacheable_functions"] = {**marked, "graphmod.every_kernel_waits_first": "1"}
     # What was traced and compiled of it is kept between processes.
     with _one_at_a_time, torch._functorch.config.patch(enable_autograd_cache=True), waiting:
         return compile_fx(graph, inputs, config_patches=patches)
@@ -81,7 +81,7 @@ def _can_launch_early() -> bool:
 
 
 @contextlib.contextmanager
-def every_kernel_waits() -> Iterator[None]:
+def every_kernel_waits_first() -> Iterator[None]:
     """Lets each kernel that inductor generates for early launch begin with that the next one may start, and then wait.
 
     Inductor lets a kernel read before it waits what the kernel before it did not write, and leaves the wait out where
@@ -92,6 +92,8 @@ def every_kernel_waits() -> Iterator[None]:
     before = TritonKernel._filter_pdl
 
     def filtered(kernel: Any, code: Any) -> None:
+        if not kernel._enable_pdl_codegen():  # of another thread
+            return before(kernel, code)
         kept = [line for line in code._lines if not isinstance(line, str) or line.strip() not in (_WAIT, _LAUNCH)]
         code._lines[:] = [_LAUNCH, _WAIT, *kept]
 

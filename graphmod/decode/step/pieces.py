@@ -44,9 +44,11 @@ def cut(program: Program) -> list[Piece]:
     """The pieces of a step, in order.
 
     Raises:
-        Unsupported: a piece would change memory that it is given in two ways.
+        Unsupported: a piece would change memory that it is given in two ways, or its kernels may start too early.
     """
     values, parts = program.values, list(_parts(program.operations))
+    if any(map(_is_compiled, parts)) and torch._inductor.config.triton.enable_pdl:
+        raise Unsupported("it has code of torch.compile with torch._inductor.config.triton.enable_pdl; turn that off")
     made_in = {n: place for place, part in enumerate(parts) for one in part for n in _made(one)}
     made_in |= dict.fromkeys(program.inputs, -1)
     maker = {n: one for part in parts for one in part for n in _made(one)}
@@ -72,11 +74,10 @@ def cut(program: Program) -> list[Piece]:
     given = [_given(part) for part in found]
     later: set[int] = set()
     pieces: list[Piece] = []
-    constants = program.constants()
     for place in reversed(range(len(parts))):
         own = dict.fromkeys(n for one in parts[place] for n in _made(one) if made_in[n] == place)
         outputs = [n for n in own if n in later]
-        weights = constants & set(_weights(parts[place]))
+        weights = program.unchanged & set(_weights(parts[place]))
         piece = Piece(found[place], given[place], outputs, weights, _is_compiled(parts[place]))
         later |= set(piece.inputs)
         pieces.insert(0, piece)
@@ -215,7 +216,7 @@ class Compiled:
     def __init__(
         self, program: Program, pieces: list[Piece], functions: list[Callable], inputs: dict[int, Tensor]
     ) -> None:
-        self._inputs = inputs
+        self._inputs, self._ran = inputs, False
         last = {number: place for place, piece in enumerate(pieces) for number in (*piece.inputs, *piece.outputs)}
         self._steps = [
             (run, piece, [n for n, end in last.items() if end == place and n not in inputs])
@@ -224,6 +225,10 @@ class Compiled:
 
     @as_observed
     def __call__(self) -> None:
+        if not self._ran:  # not in a graph, which waits: kernels may read weights before what runs now has ended
+            for device in {one.device for one in self._inputs.values() if one.is_cuda}:
+                torch.cuda.current_stream(device).synchronize()
+            self._ran = True
         values: dict[int, Tensor] = dict(self._inputs)
         for run, piece, dead in self._steps:
             if piece.is_compiled:

@@ -14,10 +14,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from graphmod.trace.operations import Facts, address, draws, facts
+from graphmod.trace.operations import Facts, address, draws, facts, written
 from graphmod.trace.tensors import each_tensor
 
 _ONLY_CHECK = ("aten::_assert", "aten::sym_constrain", "profiler::")
+_OF_SHAPES = ("aten::new_", "aten::ones_like", "aten::zeros_like", "aten::full_like", "aten::empty_like")
 _UNFILLED = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
 
 
@@ -68,16 +69,13 @@ class Program(NamedTuple):
     Attributes:
         values: of all tensors, by number.
         inputs: numbers of those that were there before.
+        unchanged: those of them in whose memory no operation writes.
     """
 
     operations: list[Operation]
     values: list[Value]
     inputs: list[int]
-
-    def constants(self) -> set[int]:
-        """Numbers of the inputs that no operation changes."""
-        written = {self.values[number].storage for one in self.operations for number in one.writes}
-        return {number for number in self.inputs if self.values[number].storage not in written}
+    unchanged: set[int]
 
 
 class Observer:
@@ -124,7 +122,8 @@ class Observer:
             return
         given = tuple(each_tensor(list(args), self._ref))
         named = {key: each_tensor(one, self._ref) for key, one in kwargs.items()}
-        writes = [one for place, one in (*enumerate(given), *named.items()) if place in about.writes]
+        changed = written(about, args, kwargs)
+        writes = [one for place, one in (*enumerate(given), *named.items()) if place in changed]
         new, at = set(map(id, fresh)), {}
 
         def made(tensor: Tensor) -> Ref:
@@ -136,20 +135,20 @@ class Observer:
                 at[where] = self._latest[where] = number
             return Ref(number)
 
-        outcome, written = each_tensor(result, made), tuple(ref.number for ref in refs(writes))
-        if not written and not refs(outcome):
+        outcome, filled = each_tensor(result, made), tuple(ref.number for ref in refs(writes))
+        if not filled and not refs(outcome):
             if about.name.startswith(_ONLY_CHECK):
                 return
             raise Unsupported(f"{about.name} returns nothing and does not say what it writes")
-        self._note_memory(about, [*given, *named.values()], outcome, written)
-        self._operations.append(Operation(op, given, named, outcome, written))
+        self._note_memory(about, [*given, *named.values()], outcome, filled)
+        self._operations.append(Operation(op, given, named, outcome, filled))
 
-    def _note_memory(self, about: Facts, given: list[Any], outcome: Any, written: tuple[int, ...]) -> None:
+    def _note_memory(self, about: Facts, given: list[Any], outcome: Any, writes: tuple[int, ...]) -> None:
         """Takes in what is filled. Memory that is read before any operation has filled it was filled by a kernel that
         no operation has launched."""
-        filled = {self._values[number].storage for number in written}
-        read = {self._values[ref.number].storage for ref in refs(given)} - filled
-        if not about.views and read & self._unwritten:
+        filled = {self._values[number].storage for number in writes}
+        read = {self._values[ref.number].storage for ref in refs(given) if all(self._values[ref.number].size)} - filled
+        if not about.views and not about.name.startswith(_OF_SHAPES) and read & self._unwritten:
             raise Unsupported("a kernel writes memory that no operation of PyTorch has launched")
         self._unwritten -= filled
         if about.name.removeprefix("aten::") in _UNFILLED:
@@ -171,15 +170,29 @@ class Observer:
         """
         if self._reason is not None:
             raise Unsupported(self._reason)
-        written = {self._values[number].storage for one in self._operations for number in one.writes}
-        if any(self._values[number].storage in written for number in self._constants):
+        changed = {self._values[number].storage for one in self._operations for number in one.writes}
+        if any(self._values[number].storage in changed for number in self._constants):
             raise Unsupported("it changes a tensor that it makes of Python values")
-        found = {address(tensor) for number, tensor in self._inputs.items() if number not in self._constants}
+        found = {
+            address(tensor)
+            for number, tensor in self._inputs.items()
+            if number not in self._constants and tensor.numel()  # else it may have no address
+        }
         if (found | self._guessed) & kept:
             raise Unsupported("it works on a tensor of constants that is made on the host in each call")
         if not found <= outside:
             raise Unsupported("it works on a tensor whose origin was not seen")
-        return Program(self._operations, self._values, list(self._inputs)), self._inputs
+        return Program(self._operations, self._values, list(self._inputs), self._unchanged(changed)), self._inputs
+
+    def _unchanged(self, changed: set[int]) -> set[int]:
+        """Inputs in whose memory nothing is written, not by way of another storage over the same memory either."""
+        memory = {number: _memory(tensor) for number, tensor in self._inputs.items()}
+        written = [memory[number] for number in memory if self._values[number].storage in changed]
+        return {
+            number
+            for number, (begin, end) in memory.items()
+            if not any(begin < other_end and other < end for other, other_end in written)
+        }
 
     def _ref(self, tensor: Tensor) -> Ref:
         number = self._numbers.get(tensor)
@@ -213,6 +226,12 @@ class Observer:
         self._values.append(Value(*_geometry(tensor), number if storage is None else storage))
         self._numbers[tensor] = number
         return number
+
+
+def _memory(tensor: Tensor) -> tuple[int, int]:
+    """Where a tensor's storage begins and ends."""
+    begin = address(tensor)
+    return begin, begin + (tensor.untyped_storage().nbytes() if begin else 0)
 
 
 def _geometry(tensor: Tensor) -> tuple:

@@ -49,7 +49,7 @@ def _given(node: Node, dim: Any) -> tuple[Node, Any, bool]:
 def _is_long(node: Node, x: Node, dim: Any, keepdim: bool) -> bool:
     """Whether rows along the last dimension are reduced, of two parts or more."""
     shape, along = x.meta["val"].shape, dim if isinstance(dim, list) else [dim]
-    last = along in ([-1], [len(shape) - 1])
+    last = len(shape) > 0 and along in ([-1], [len(shape) - 1])
     return last and x.meta["val"].is_floating_point() and isinstance(shape[-1], int) and shape[-1] >= 2 * _PART
 
 

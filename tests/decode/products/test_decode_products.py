@@ -16,7 +16,7 @@ from graphmod.decode import DecodeEngine
 from graphmod.decode.products.joining import _has_kernel, join_products
 from graphmod.decode.products.operations import divided_product, gated_product, products
 from graphmod.decode.step.compile import by_inductor
-from graphmod.decode.step.pieces import cut, graph_of
+from graphmod.decode.step.pieces import cut, description, graph_of
 
 FEATURES = 128
 ROUNDED_OTHERWISE = {torch.ops.graphmod.divided_product.default, torch.ops.graphmod.gated_product.default}
@@ -269,25 +269,80 @@ def test_all_products_of_one_row_are_operations(case):
     assert joined(Module(), torch.randn(1, 1, FEATURES, dtype=torch.bfloat16)) == expected
 
 
-@pytest.mark.parametrize("where", ["before", "after", "view"])
-def test_a_weight_that_the_step_writes_is_left_to_the_compiler(where):
+WRITTEN = {
+    "before": lambda m, x: m.a.weight.copy_(m.d.weight[:2048]),
+    "view": lambda m, x: m.a.weight[0].copy_(m.d.weight[0]),
+    "out": lambda m, x: torch.add(m.d.weight[:2048], 1, out=m.a.weight),
+    "other_storage": lambda m, x: m.alias.fill_(1),
+}
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("write", WRITTEN)
+def test_a_weight_that_the_step_writes_is_left_to_the_compiler(write, late):
     """The kernels read weights while what ran before may still run."""
     torch.manual_seed(0)
 
     class Module(Parts):
+        def __init__(self):
+            super().__init__()
+            memory = torch.randn(2048, FEATURES, dtype=torch.bfloat16)
+            self.a.weight = nn.Parameter(torch.from_dlpack(memory), requires_grad=False)
+            self.alias = torch.from_dlpack(memory[3:5])
+
         def forward(self, x):
-            if where == "before":
-                self.a.weight.copy_(self.d.weight[:2048])
+            if not late:
+                WRITTEN[write](self, x)
             first = self.a(x) * 1
-            if where == "after":
-                self.a.weight.copy_(self.d.weight[:2048])
-            if where == "view":
-                self.a.weight[0].copy_(self.d.weight[0])
+            if late:
+                WRITTEN[write](self, x)
             return first, self.b(x)
 
     for rows, expected in ((1, 1), (3, 0)):
-        module = Module()
-        assert joined(module, torch.randn(rows, 1, FEATURES, dtype=torch.bfloat16)) == expected
+        nodes = []
+        count = joined(Module(), torch.randn(rows, 1, FEATURES, dtype=torch.bfloat16), nodes=nodes)
+        assert count == expected
+        assert sum(node.target is torch.ops.aten.linear.default for node in {*nodes}) == 2 - expected
+
+
+def test_what_a_norm_in_training_writes_is_written():
+    """Its schema does not say so."""
+    torch.manual_seed(0)
+    square = torch.randn(4, FEATURES, dtype=torch.bfloat16)
+
+    class Module(Parts):
+        def forward(self, x):
+            first = self.a(square[:1])
+            nn.functional.batch_norm(square[2:], square[0], square[1], training=True, momentum=1.0)
+            return first, self.b(square[:1])
+
+    nodes = []
+    joined(Module(), torch.zeros(1, FEATURES, dtype=torch.bfloat16), nodes=nodes)
+    ours = [node for node in {*nodes} if node.target is torch.ops.graphmod.products.default]
+    assert [len(node.args[1]) for node in ours] == [1, 1]
+
+
+def test_a_weight_that_another_piece_writes_is_left_to_the_compiler():
+    torch.manual_seed(0)
+    layers = [linear(FEATURES) for _ in range(4)]
+    x, out = torch.randn(1, FEATURES, dtype=torch.bfloat16), torch.zeros(1, FEATURES, dtype=torch.bfloat16)
+
+    def step():
+        y = x
+        for layer in layers:
+            z = layer(y).view(1, 1, 1, FEATURES)
+            y = nn.functional.scaled_dot_product_attention(z, z, z).view(1, FEATURES) + 1
+        layers[2].weight.mul_(2)
+        out.copy_(y)
+
+    program, inputs = program_of(step)
+    pieces = cut(program)
+    held = [
+        {number for number in piece.weights if inputs[number] is layer.weight} for piece in pieces for layer in layers
+    ]
+    assert [len(one) for one in held] == [1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0]
+    described = [description(piece, program) for piece in pieces]
+    assert described[1] == described[3] != described[2], "one is the same but for who may write its weight"
 
 
 @pytest.mark.parametrize(
@@ -369,6 +424,17 @@ def test_a_gated_product_is_exact_up_to_its_last_rounding(features, width, dtype
         assert got.shape == (rows, 1, width) and got.dtype == dtype
         allowed = exact.abs() * torch.finfo(dtype).eps / 2 + 1e-4
         assert ((got.double() - exact).abs() <= allowed).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 7, 100])
+def test_weights_may_lie_anywhere(rows):
+    torch.manual_seed(0)
+    memory = torch.randn(128 * 1024 + 1, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(rows, 1024, device="cuda", dtype=torch.bfloat16)
+    weight = memory[1:].view(128, 1024)
+    (found,), (expected,) = products(x, [weight]), products(x, [weight.clone()])
+    torch.testing.assert_close(found, expected, rtol=2**-7, atol=1e-3)
 
 
 @pytest.mark.gpu

@@ -17,11 +17,12 @@ from graphmod.decode.step.pieces import cut, graph_of
 WAIT, LAUNCH = "tl.extra.cuda.gdc_wait()", "tl.extra.cuda.gdc_launch_dependents()"
 
 
-def filtered(lines):
+def filtered(lines, early=True):
     code = IndentedBuffer()
     code.writelines(lines)
     kernel = TritonKernel.__new__(TritonKernel)
-    with compiled.every_kernel_waits():
+    kernel._enable_pdl_codegen = lambda: early
+    with compiled.every_kernel_waits_first():
         kernel._filter_pdl(code)
     return list(map(str, code._lines))
 
@@ -38,9 +39,14 @@ def test_a_kernel_that_is_launched_early_waits(lines, expected):
     assert filtered(lines) == [LAUNCH, WAIT, *expected]
 
 
+def test_kernels_that_others_compile_meanwhile_are_left_alone():
+    lines = ["x = tl.load(q)"]
+    assert filtered(lines, early=False) == lines
+
+
 def test_other_compilations_are_left_alone():
     before = TritonKernel._filter_pdl
-    with pytest.raises(ZeroDivisionError), compiled.every_kernel_waits():
+    with pytest.raises(ZeroDivisionError), compiled.every_kernel_waits_first():
         raise ZeroDivisionError
     assert TritonKernel._filter_pdl is before
 

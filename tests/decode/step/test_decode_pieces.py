@@ -311,3 +311,25 @@ def test_kernels_that_triton_launches_past_pytorch_are_not_compiled(within, monk
     assert float(x[0]) == 5
     assert ("launches a Triton kernel" in caplog.text) is not within
     assert serving(wrapper).succeeded is within
+
+
+ONLY_SHAPES = {
+    "ones_like": lambda x: x.add_(torch.ones_like(torch.empty(8, 8))),
+    "new_zeros": lambda x: x.add_(torch.empty(1).new_zeros(8, 8)),
+    "nothing": lambda x: x.copy_(torch.cat([torch.empty(0), x * 1])),
+    "no_features": lambda x: x.add_(torch.empty(8, 0) @ torch.empty(0, 8)),
+}
+
+
+@pytest.mark.parametrize("case", ONLY_SHAPES)
+def test_memory_of_which_only_the_shape_is_read_need_not_be_filled(case):
+    def layers(x, y):
+        ONLY_SHAPES[case](y)
+        return (y + x,)
+
+    assert compare(layers, drawn(8, 8)) == 1
+
+
+def test_an_input_without_elements_has_no_memory():
+    rows = torch.zeros(0, 8)
+    assert compare(lambda x: (x + rows.sum(),), *[]) == 1
