@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 
 from graphmod.decode.engine import DecodeEngine
@@ -10,13 +11,23 @@ from graphmod.errors import ConfigError, GraphmodError
 from graphmod.serve.engine_thread import EngineThread
 from graphmod.serve.link import Line
 
+log = logging.getLogger("graphmod")
+
 
 class FrontLost(GraphmodError):
     """The front has ended by itself, or was killed."""
 
 
-def _counters(stats: DecodeStats) -> dict[str, float]:
-    """What metrics are made of."""
+def _counters(engine: DecodeEngine) -> dict[str, float] | None:
+    """What metrics are made of; None if it cannot be read, for which no request is cut off."""
+    try:
+        return _counted(engine.stats)
+    except Exception:
+        log.exception("the engine's counters cannot be read, and metrics are told without them")
+        return None
+
+
+def _counted(stats: DecodeStats) -> dict[str, float]:
     summed = {"replays": "launches"} | {name: name for name in ("eager_steps", "row_steps", "padding_row_steps")}
     found = {name: stats.total(counter) for name, counter in summed.items()}
     own = ("prompt_tokens", "prefix_tokens", "tokens", "waiting", "running", "blocks_used", "blocks_total")
@@ -56,7 +67,7 @@ class Host:
         """
         for kind, *given in self._control.receive(seconds):
             if kind == "counters":
-                self._control.send(("counters", _counters(self._engine.stats)))
+                self._control.send(("counters", _counters(self._engine)))
             elif kind == "ready":
                 self.ready = True
             elif kind == "left":

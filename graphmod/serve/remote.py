@@ -167,7 +167,7 @@ class Remote:
         self._ended = False
         self._requests: dict[int, Request] = {}
         self._numbers = itertools.count()
-        self._asked: deque[Future[dict[str, float]]] = deque()
+        self._asked: deque[Future[dict[str, float] | None]] = deque()
         self._work = Wire(self._heard_of_work, self._gone)
         self._control = Wire(self._heard_of_control, self._gone)
 
@@ -212,7 +212,7 @@ class Remote:
         """The counters of the engine for the metrics; None where they do not come."""
         if not self.rows:
             return None
-        asked: Future[dict[str, float]] = Future()
+        asked: Future[dict[str, float] | None] = Future()
         self._asked.append(asked)
         self.tell_control("counters")
         with contextlib.suppress(TimeoutError):

@@ -15,7 +15,7 @@ import openai
 import pytest
 from served import Served, alone, chat_model, tokenizer
 
-from graphmod.decode import Sampling
+from graphmod.decode import DecodeEngine, Sampling
 from graphmod.serve import answers
 
 LONG = {"prompt": [5, 6, 7], "max_tokens": 300, "temperature": 0, "ignore_eos": True}
@@ -353,3 +353,13 @@ def test_what_still_runs_when_the_time_is_over_is_told():
         one.end()
         status, body, _ = running.result()
         assert status == 503 and "shutting down" in body["error"]["message"]
+
+
+def test_counters_that_cannot_be_read_cut_off_nobody(monkeypatch, caplog):
+    with Served(chat_model(), tokenizer(), max_batch_size=2) as one:
+        with monkeypatch.context() as patched:
+            patched.setattr(DecodeEngine, "stats", property(lambda _: 1 / 0))
+            status, said = one.get("/metrics")
+        assert status == 200 and "graphmod_running" not in said and "ZeroDivisionError" in caplog.text
+        assert one.post("/v1/completions", {"prompt": "a", "max_tokens": 2})[0] == 200
+        assert one.metric("graphmod_running") == 0
