@@ -1,6 +1,7 @@
-"""How decode steps are compiled: what can be seen without a GPU."""
+"""How decode steps are compiled."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -8,9 +9,12 @@ import pytest
 import torch
 from step_programs import program_of
 from torch._inductor.codegen.triton import TritonKernel
-from torch._inductor.utils import IndentedBuffer
+from torch._inductor.graph import GraphLowering
+from torch._inductor.utils import IndentedBuffer, fresh_cache
 from torch._subclasses import FakeTensorMode
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from graphmod.decode import DecodeEngine
 from graphmod.decode.step import compile as compiled
 from graphmod.decode.step.pieces import cut, graph_of
 
@@ -109,3 +113,32 @@ def test_a_second_process_neither_traces_nor_compiles(mode, tmp_path):
 
     assert "'autograd_cache_saved': 1" in start()
     assert "'autograd_cache_hit': 1" in start()
+
+
+def branches_of(code):
+    """What the programs of each generated kernel do, in the text of a module: of kernels in one each by itself."""
+    for body in re.findall(r"\ndef triton_\w+\([^\n]*\):\n(.*?)'''", code, re.DOTALL):
+        yield from body.split("pid_offset = pid")[1:] or [body]
+
+
+@pytest.mark.gpu
+@pytest.mark.slow  # which compiles
+@pytest.mark.parametrize("rows", [1, 3, 100])
+def test_every_generated_kernel_waits_before_it_touches_memory(rows, monkeypatch):
+    if not compiled._can_launch_early():
+        pytest.skip("kernels cannot be launched early here")
+    config = Qwen3Config(
+        hidden_size=256, intermediate_size=1536, num_hidden_layers=2, num_attention_heads=32, num_key_value_heads=8,
+        head_dim=64, vocab_size=4096, max_position_embeddings=256,
+    )  # fmt: skip
+    model = Qwen3ForCausalLM(config).to("cuda", torch.bfloat16).eval()
+    modules = []
+    monkeypatch.setattr(GraphLowering, "save_output_code", staticmethod(modules.append))
+    with fresh_cache():
+        engine = DecodeEngine(model, max_batch_size=rows, max_seq_len=128, buckets=[rows], compile="default")
+        engine.generate([[number + 1] * 8 for number in range(rows)], max_new_tokens=40)
+    branches = [one for code in modules for one in branches_of(code)]
+    assert len(branches) > 10
+    for one in branches:
+        touches = re.search(r"tl\.(load|store|atomic)", one).start()
+        assert one.count(WAIT) == one.count(LAUNCH) == 1 and one.index(LAUNCH) < one.index(WAIT) < touches, one
