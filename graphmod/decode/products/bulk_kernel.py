@@ -6,7 +6,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from graphmod.decode.early_launch import early_launch
-from graphmod.decode.products.batch_kernel import prefetch, prefetched, stages
+from graphmod.decode.products.shared import place, prefetch, prefetched, stages
 
 # With 128 rows on an H200 a layer of Qwen3-0.6B, whose gate and up `batch_kernel` makes, takes 120.7 us; 125 with
 # `batch_kernel` alone.
@@ -40,16 +40,15 @@ def _multiply_bulk(
     """As that of `batch_kernel`. `inputs` and the tiles of weights are descriptors."""
     program, part = tl.program_id(0), tl.program_id(1)
     each: tl.constexpr = FEATURES // PARTS
-    second: tl.constexpr = FIRST // OUT
-    third: tl.constexpr = second + SECOND // OUT
-    tiles, weight, out = first_tiles, first_weight, first_out
-    if program >= third:
-        tiles, weight, out = third_tiles, third_weight, third_out
-    elif program >= second:
-        tiles, weight, out = second_tiles, second_weight, second_out
-    before = tl.where(program >= third, third, tl.where(program >= second, second, 0))
-    width = tl.where(program >= third, THIRD, tl.where(program >= second, SECOND, FIRST))
-    begin, column = part * each, (program - before) * OUT
+    begin = part * each
+    weight, out, width, column = place(
+        program, first_weight, second_weight, third_weight, first_out, second_out, third_out, FIRST, SECOND, THIRD, OUT
+    )
+    tiles = first_tiles
+    if program >= (FIRST + SECOND) // OUT:
+        tiles = third_tiles
+    elif program >= FIRST // OUT:
+        tiles = second_tiles
     prefetch(weight + (column + tl.arange(0, OUT))[:, None] * FEATURES + begin, PREFETCHED, DEPTH)
     tl.extra.cuda.gdc_wait()
     tl.extra.cuda.gdc_launch_dependents()
@@ -58,8 +57,8 @@ def _multiply_bulk(
         taken = inputs.load([0, begin + start])
         total = tl.dot(taken, tl.trans(tiles.load([column, begin + start])), total)
     row = tl.arange(0, ROWS)[:, None]
-    place = (part * rows + row) * width + column + tl.arange(0, OUT)[None, :]
-    tl.store(out + place, total.to(out.dtype.element_ty), mask=row < rows)
+    at = (part * rows + row) * width + column + tl.arange(0, OUT)[None, :]
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=row < rows)
 
 
 def _described(tensor: Tensor, length: int) -> TensorDescriptor:
@@ -82,7 +81,7 @@ def multiply(x: Tensor, weights: list[Tensor], widths: list[int], outs: list[Ten
         OUT=_OUT,
         DEPTH=_DEPTH,
         STAGES=stages(_ROWS + _OUT, _DEPTH, x.device),
-        PREFETCHED=prefetched(features, sum(widths), parts),
+        PREFETCHED=prefetched(features, sum(widths), parts, _DEPTH),
         num_warps=_WARPS,
         **early_launch(True),
     )

@@ -21,9 +21,10 @@ def multiply(x: Tensor, weights: list[Tensor], outs: list[Tensor], parts: int = 
     # Kernels take three of each; those too many are not used.
     weights = [*weights, *(MOST_WEIGHTS - len(weights)) * weights[:1]]
     outs = [*outs, *(MOST_WEIGHTS - len(outs)) * outs[:1]]
-    if len(x) == 1 and parts == 1:
+    early = can_start_early(x.device)
+    if early and len(x) == 1 and parts == 1:
         row_kernel.multiply(x, weights, widths, outs, gated)
-    elif len(x) >= FEWEST_IN_BULK and not gated and can_start_early(x.device) and _aligned(x, *weights):
+    elif early and len(x) >= FEWEST_IN_BULK and not gated and _aligned(x, *weights):
         bulk_kernel.multiply(x, weights, widths, outs, parts)
     else:
         batch_kernel.multiply(x, weights, widths, outs, parts, gated)

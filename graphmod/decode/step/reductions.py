@@ -4,6 +4,7 @@ from math import ceil
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import GraphModule, Node
 
 _PART = 1024  # numbers of a row that are looked at together
@@ -19,38 +20,35 @@ def divide_reductions(graph: GraphModule) -> int:
     """
     divided = 0
     for node in list(graph.graph.nodes):
-        if node.target is _aten.argmax.default and _is_long(node, *_given(node, None)):
-            x, _, keepdim = _given(node, None)
+        two_stages = _TWO_STAGES.get(node.target)
+        if two_stages is None:
+            continue
+        x, dim, keepdim = _given(node)
+        if _is_long(x.meta["val"], dim):
             with graph.graph.inserting_before(node):
-                _replace(graph, node, _argmax(graph, x, keepdim))
-            divided += 1
-        elif node.target is _aten.logsumexp.default and _is_long(node, *_given(node, [])):
-            x, _, keepdim = _given(node, [])
-            with graph.graph.inserting_before(node):
-                some = _call(graph, _aten.logsumexp.default, _parts(graph, x), [-1])
-                _replace(graph, node, _call(graph, _aten.logsumexp.default, some, [-1], keepdim))
+                _replace(graph, node, two_stages(graph, x, keepdim))
             divided += 1
     if divided:
         graph.recompile()
     return divided
 
 
-def _given(node: Node, dim: Any) -> tuple[Node, Any, bool]:
+def _given(node: Node) -> tuple[Node, Any, bool]:
     """What is reduced, along what, and whether that stays a dimension."""
-    named = {
-        "dim": dim,
-        "keepdim": False,
-        **dict(zip(("self", "dim", "keepdim"), node.args, strict=False)),
-        **node.kwargs,
-    }
-    return named["self"], named["dim"], named["keepdim"]
+    named = dict(zip(("self", "dim", "keepdim"), node.args, strict=False)) | node.kwargs
+    return named["self"], named.get("dim"), named.get("keepdim", False)
 
 
-def _is_long(node: Node, x: Node, dim: Any, keepdim: bool) -> bool:
+def _is_long(value: Tensor, dim: Any) -> bool:
     """Whether rows along the last dimension are reduced, of two parts or more."""
-    shape, along = x.meta["val"].shape, dim if isinstance(dim, list) else [dim]
-    last = len(shape) > 0 and along in ([-1], [len(shape) - 1])
-    return last and x.meta["val"].is_floating_point() and isinstance(shape[-1], int) and shape[-1] >= 2 * _PART
+    along = dim if isinstance(dim, list) else [dim]
+    last = value.dim() > 0 and along in ([-1], [value.dim() - 1])
+    return last and value.is_floating_point() and isinstance(value.shape[-1], int) and value.shape[-1] >= 2 * _PART
+
+
+def _logsumexp(graph: GraphModule, x: Node, keepdim: bool) -> Node:
+    of_parts = _call(graph, _aten.logsumexp.default, _parts(graph, x), [-1])
+    return _call(graph, _aten.logsumexp.default, of_parts, [-1], keepdim)
 
 
 def _argmax(graph: GraphModule, x: Node, keepdim: bool) -> Node:
@@ -85,3 +83,6 @@ def _replace(graph: GraphModule, node: Node, other: Node) -> None:
     other.meta = dict(node.meta)
     node.replace_all_uses_with(other)
     graph.graph.erase_node(node)
+
+
+_TWO_STAGES = {_aten.argmax.default: _argmax, _aten.logsumexp.default: _logsumexp}
