@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphmod.backend.branches import divisible, spread
 from graphmod.backend.copy_nodes import launcher
@@ -23,7 +22,7 @@ from graphmod.backend.driver import last_captured
 from graphmod.backend.lifetime import Graphs, capturing
 from graphmod.backend.nodes import use_kernels
 from graphmod.backend.pool import CudaPool
-from graphmod.backend.streams import renew_gradient_accumulators, stream_for
+from graphmod.backend.streams import RunOn, renew_gradient_accumulators, stream_for
 from graphmod.torch_private import settle_attention_order
 from graphmod.trace.garbage import no_garbage_collection
 from graphmod.trace.recorder import Recorder
@@ -73,24 +72,6 @@ class CudaCapture:
 
 def _nothing() -> None:
     pass
-
-
-class _RunOn(TorchDispatchMode):
-    """Runs operations on `stream`, whichever is the current one."""
-
-    hides_nothing = True  # what it runs is no part of what is recorded
-
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        super().__init__()
-        self._stream = stream
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # to import torch._dynamo takes a second, and here it would be in the middle of a capture
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        with torch.cuda.stream(self._stream):
-            return op(*args, **(kwargs or {}))
 
 
 class CudaBackend:
@@ -247,11 +228,11 @@ class CudaBackend:
         graphs.append(graph)
         open_by = pool.open_for(graph)
         # All of them here, though a capture would register the first itself: where an interrupt comes in the middle of
-        # that, in the Python of `_RunOn`, PyTorch ends the process when the graph goes.
+        # that, in the Python of `RunOn`, PyTorch ends the process when the graph goes.
         for generator in (self._generator, *generators):
             if generator.device.type == "cuda":
                 graph.register_generator_state(generator)
-        with _RunOn(caller):  # seed and offset of the generators are written
+        with RunOn(caller):  # seed and offset of the generators are written
             graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
         del open_by
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 
 def renew_gradient_accumulators(parameters: list[Tensor]) -> None:
@@ -54,6 +54,24 @@ def stream_for(owner: Any, device: torch.device) -> torch.cuda.Stream:
         found = torch.cuda.Stream(device)
     weakref.finalize(owner, idle.append, found)
     return found
+
+
+class RunOn(TorchDispatchMode):
+    """Runs operations on `stream`, whichever is the current one."""
+
+    hides_nothing = True  # what it runs is no part of what is recorded
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        super().__init__()
+        self._stream = stream
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # to import torch._dynamo takes a second, and here it would be in the middle of a capture
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        with torch.cuda.stream(self._stream):
+            return op(*args, **(kwargs or {}))
 
 
 def is_capturing() -> bool:

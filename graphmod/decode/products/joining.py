@@ -36,7 +36,7 @@ def join_products(graph: GraphModule, device: str = "cuda") -> int:
     groups: defaultdict[tuple[Node, int], list[Node]] = defaultdict(list)
     writes = 0  # so far: what is on the two sides of one may not see the same input
     for node in graph.graph.nodes:
-        writes += isinstance(node.target, torch._ops.OpOverload) and _writes(node)
+        writes += is_write(node)
         if node.target is torch.ops.aten.linear.default and _fits(node, device, 1 if early else 2):
             groups[node.args[0], writes].append(node)
     joined = 0
@@ -59,14 +59,15 @@ def join_products(graph: GraphModule, device: str = "cuda") -> int:
     return joined
 
 
+def is_write(node: Node) -> bool:
+    """Whether an operation writes to memory that it is given."""
+    return isinstance(node.target, torch._ops.OpOverload) and bool(written(facts(node.target), node.args, node.kwargs))
+
+
 def _has_kernel() -> bool:
     if find_spec("triton") is None or torch.version.hip is not None or not torch.cuda.is_available():
         return False
     return torch.cuda.get_device_capability() >= (8, 0)  # before, Triton multiplies without tensor cores
-
-
-def _writes(node: Node) -> bool:
-    return bool(written(facts(node.target), node.args, node.kwargs))
 
 
 def _join(graph: GraphModule, x: Node, nodes: list[Node]) -> None:

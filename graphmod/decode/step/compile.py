@@ -16,6 +16,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from graphmod.decode.early_launch import can_start_early
 from graphmod.decode.products.joining import join_products
 from graphmod.decode.step.reductions import divide_reductions
+from graphmod.decode.step.state import MOST_STOPS
 
 _MOST_COMPILED = 256  # batch sizes times rules of layers; dynamo's own limit is 8, and beyond it goes on uncompiled
 _one_at_a_time = threading.RLock()  # what is patched belongs to the process
@@ -57,7 +58,10 @@ def by_inductor(graph: GraphModule, inputs: list[Any], tuned: bool) -> Callable[
     """
     from torch._inductor.compile_fx import compile_fx
 
-    patches: dict[str, Any] = {"coordinate_descent_tuning": True} if tuned else {}
+    # A row's stops are looked at one by one: a loop over them would be a kernel of its own.
+    patches: dict[str, Any] = {"unroll_reductions_threshold": MOST_STOPS + 1}
+    if tuned:
+        patches["coordinate_descent_tuning"] = True
     waiting: contextlib.AbstractContextManager = contextlib.nullcontext()
     if torch.cuda.is_available():
         # Kernels that do not need each other are one: query and key are rotated by the same launch.

@@ -1,33 +1,79 @@
-"""Lets a compiler spread the reduction of a long row over a GPU."""
+"""Lets the reduction of a long row be spread over a GPU: compilers give each row to a single multiprocessor."""
 
+import operator
 from math import ceil
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 from torch.fx import GraphModule, Node
 
-_PART = 1024  # numbers of a row that are looked at together
+from graphmod.decode.products.joining import is_write
+
+_FEWEST = 2048  # numbers of a row that is divided
+_MANY = 2**21  # numbers of all rows: then parts are longer
 _aten = torch.ops.aten
+
+
+@library.custom_op("graphmod::reduce_parts", mutates_args=())
+def reduce_parts(x: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each part of a row: its largest number, the place of that in the row, and the sum of `exp(number - largest)`,
+    or of `exp(number)` where the largest is infinite. NaN is larger than any number.
+
+    Args:
+        x: (..., numbers), floating point of at most four bytes.
+        length: of a part, a power of two; the last one may be shorter.
+
+    Returns:
+        (..., parts) each: float32, int64, float32.
+    """
+    if x.is_cuda:
+        from graphmod.decode.step import reduction_kernel
+
+        with torch.cuda.device_of(x):
+            return reduction_kernel.reduce_parts(x, length)
+    padded = torch.nn.functional.pad(x.float(), (0, -x.shape[-1] % length), value=float("-inf"))
+    parts = padded.unflatten(-1, (-1, length))
+    largest, place = parts.max(-1)
+    shift = largest.where(largest.isfinite(), 0)
+    begin = torch.arange(0, padded.shape[-1], length, device=x.device)
+    return largest, place + begin, (parts - shift.unsqueeze(-1)).exp().sum(-1)
+
+
+@reduce_parts.register_fake
+def _(x: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
+    shape = [*x.shape[:-1], ceil(x.shape[-1] / length)]
+    return tuple(x.new_empty(shape, dtype=dtype) for dtype in (torch.float32, torch.int64, torch.float32))
 
 
 def divide_reductions(graph: GraphModule) -> int:
     """Finds the largest of a long row, and the logarithm of its sum of exponentials, in two stages; returns how many
-    were. Inductor gives each row of one stage to a single multiprocessor.
+    were. Those of the same row share the first stage.
 
     Args:
         graph: of aten operations, each with its result as `meta["val"]`; changed in place.
     """
-    divided = 0
+    divided, writes = 0, 0
+    before: dict[Node, int] = {}  # of each node how many writes came before it
+    parts: dict[tuple[Node, int], Node] = {}
     for node in list(graph.graph.nodes):
-        two_stages = _TWO_STAGES.get(node.target)
-        if two_stages is None:
+        writes += is_write(node)
+        before[node] = writes
+        second_stage = _SECOND_STAGE.get(node.target)
+        x, dim, keepdim = _given(node) if second_stage else (node, None, False)
+        if second_stage is None or not _is_long(x.meta["val"], dim):
             continue
-        x, dim, keepdim = _given(node)
-        if _is_long(x.meta["val"], dim):
-            with graph.graph.inserting_before(node):
-                _replace(graph, node, two_stages(graph, x, keepdim))
-            divided += 1
+        if _widens(x) and before[x] == writes:
+            x = x.args[0]
+        with graph.graph.inserting_before(node):
+            if (x, writes) not in parts:
+                parts[x, writes] = _call(graph, torch.ops.graphmod.reduce_parts.default, x, _length(x.meta["val"]))
+            found = [_call(graph, operator.getitem, parts[x, writes], which) for which in range(3)]
+            other = second_stage(graph, *found, keepdim, node.meta["val"].dtype)
+        other.meta = dict(node.meta)
+        node.replace_all_uses_with(other)
+        graph.graph.erase_node(node)
+        divided += 1
     if divided:
         graph.recompile()
     return divided
@@ -40,49 +86,43 @@ def _given(node: Node) -> tuple[Node, Any, bool]:
 
 
 def _is_long(value: Tensor, dim: Any) -> bool:
-    """Whether rows along the last dimension are reduced, of two parts or more."""
+    """Whether rows along the last dimension are reduced, long ones of numbers that float32 holds."""
     along = dim if isinstance(dim, list) else [dim]
     last = value.dim() > 0 and along in ([-1], [value.dim() - 1])
-    return last and value.is_floating_point() and isinstance(value.shape[-1], int) and value.shape[-1] >= 2 * _PART
+    plain = value.is_floating_point() and value.itemsize in (2, 4) and value.numel() > 0
+    return last and plain and isinstance(value.shape[-1], int) and value.shape[-1] >= _FEWEST
 
 
-def _logsumexp(graph: GraphModule, x: Node, keepdim: bool) -> Node:
-    of_parts = _call(graph, _aten.logsumexp.default, _parts(graph, x), [-1])
-    return _call(graph, _aten.logsumexp.default, of_parts, [-1], keepdim)
+def _widens(x: Node) -> bool:
+    """Whether it is what another node gives, in float32, of which both hold the same numbers."""
+    if x.target not in (_aten.to.dtype, _aten._to_copy.default) or x.meta["val"].dtype != torch.float32:
+        return False
+    return x.args[0].meta["val"].dtype in (torch.bfloat16, torch.float16)
 
 
-def _argmax(graph: GraphModule, x: Node, keepdim: bool) -> Node:
-    """In the part that holds the largest: to carry places along with all numbers costs more than to read them."""
-    parts = _parts(graph, x)
-    part = _call(graph, _aten.argmax.default, _call(graph, _aten.amax.default, parts, [-1]), -1, True)
-    *outer, _, length = _shape_of_parts(x)
-    chosen = _call(graph, _aten.expand.default, _call(graph, _aten.unsqueeze.default, part, -1), [*outer, 1, length])
-    largest = _call(graph, _aten.squeeze.dim, _call(graph, _aten.gather.default, parts, -2, chosen), -2)
-    within = _call(graph, _aten.argmax.default, largest, -1, True)
-    place = _call(graph, _aten.add.Tensor, _call(graph, _aten.mul.Tensor, part, length), within)
-    return place if keepdim else _call(graph, _aten.squeeze.dim, place, -1)
+def _length(value: Tensor) -> int:
+    """Of a part: so that there are several for each multiprocessor, and no more than it takes to read all at once."""
+    return 4096 if value.numel() >= _MANY else 1024
 
 
-def _shape_of_parts(x: Node) -> list[int]:
-    *outer, length = x.meta["val"].shape
-    return [*outer, ceil(length / _PART), _PART]
+def _logsumexp(graph: GraphModule, largest: Node, place: Node, total: Node, keepdim: bool, dtype: torch.dtype) -> Node:
+    whole = _call(graph, _aten.add.Tensor, _call(graph, _aten.log.default, total), largest)
+    result = _call(graph, _aten.logsumexp.default, whole, [-1], keepdim)
+    return (
+        result
+        if dtype == torch.float32
+        else graph.graph.call_function(_aten._to_copy.default, (result,), {"dtype": dtype})
+    )
 
 
-def _parts(graph: GraphModule, x: Node) -> Node:
-    """(..., parts, numbers of a part), with -inf behind the last."""
-    missing = -x.meta["val"].shape[-1] % _PART
-    padded = _call(graph, _aten.constant_pad_nd.default, x, [0, missing], float("-inf"))
-    return _call(graph, _aten.reshape.default, padded, _shape_of_parts(x))
+def _argmax(graph: GraphModule, largest: Node, place: Node, total: Node, keepdim: bool, dtype: torch.dtype) -> Node:
+    part = _call(graph, _aten.argmax.default, largest, -1, True)
+    found = _call(graph, _aten.gather.default, place, -1, part)
+    return found if keepdim else _call(graph, _aten.squeeze.dim, found, -1)
 
 
 def _call(graph: GraphModule, op: Any, *args: Any) -> Node:
     return graph.graph.call_function(op, args)
 
 
-def _replace(graph: GraphModule, node: Node, other: Node) -> None:
-    other.meta = dict(node.meta)
-    node.replace_all_uses_with(other)
-    graph.graph.erase_node(node)
-
-
-_TWO_STAGES = {_aten.argmax.default: _argmax, _aten.logsumexp.default: _logsumexp}
+_SECOND_STAGE = {_aten.argmax.default: _argmax, _aten.logsumexp.default: _logsumexp}

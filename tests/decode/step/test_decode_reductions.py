@@ -15,6 +15,9 @@ REDUCTIONS = {
     "logsumexp": (lambda x: x.logsumexp(dim=1), 1),
     "logsumexp_kept": (lambda x: x.logsumexp(dim=[-1], keepdim=True), 1),
     "both": (lambda x: x.logsumexp(1) + x.argmax(1), 2),
+    "of_halves": (lambda x: x.half().logsumexp(1), 1),
+    "widened": (lambda x: x.half().float().logsumexp(1) + x.half().float().argmax(1), 2),
+    "of_doubles": (lambda x: x.double().argmax(1), 0),
     "of_a_view": (lambda x: x[:, 1:].argmax(1), 1),
     "of_all": (lambda x: x.argmax(), 0),
     "other_dim": (lambda x: x.argmax(dim=0), 0),
@@ -55,6 +58,47 @@ def test_two_stages_find_what_one_finds(case, count):
         graph(*inputs)
     assert divided == (0 if case == "of_a_view" and count == 2048 else expected)
     torch.testing.assert_close(result, call(values), equal_nan=True)
+
+
+def test_reductions_of_one_row_share_the_first_stage_until_something_is_written():
+    values = rows_of(3000, "cpu", torch.bfloat16)
+    results, kept = [torch.zeros(7) for _ in range(4)], values.clone()
+
+    def step():
+        wide = values.float()
+        found = wide.logsumexp(1), wide.argmax(1)
+        values.copy_(values.flip(1))
+        found = *found, wide.argmax(1), values.float().argmax(1)
+        for result, one in zip(results, found, strict=True):
+            result.copy_(one)
+
+    graph, inputs = graph_and_inputs(step)
+    values.copy_(kept)
+    with torch.inference_mode():
+        FakeTensorProp(graph).propagate(*[one.clone() for one in inputs])
+        assert divide_reductions(graph) == 4
+        graph(*inputs)
+    assert len([node for node in graph.graph.nodes if "reduce_parts" in str(node.target)]) == 3
+    before, after = kept.float(), kept.float().flip(1)
+    expected = before.logsumexp(1), before.argmax(1), before.argmax(1), after.argmax(1)
+    for result, one in zip(results, expected, strict=True):
+        torch.testing.assert_close(result, one.float(), equal_nan=True)
+
+
+@pytest.mark.parametrize("length", [1024, 4096])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("count", [4096, 5000, 50257])
+def test_what_is_found_of_parts(count, dtype, length, device):
+    values = rows_of(count + 1, device, dtype)[:, 1:]  # of which no row but one begins at 16 bytes
+    for rows in (values, values.T.contiguous().T, values.unsqueeze(1), values[0]):
+        largest, place, total = torch.ops.graphmod.reduce_parts(rows, length)
+        for number, part in enumerate(rows.float().split(length, -1)):
+            expected = part.amax(-1)
+            assert torch.equal(largest[..., number].nan_to_num(7e7), expected.nan_to_num(7e7))
+            own = place[..., number] - number * length
+            assert own.tolist() == part.cpu().numpy().argmax(-1).tolist()  # the first, and NaN before others
+            both = total[..., number].log() + expected
+            torch.testing.assert_close(both, part.logsumexp(-1), equal_nan=True)
 
 
 @pytest.mark.slow  # which compiles C++
