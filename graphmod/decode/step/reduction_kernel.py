@@ -66,7 +66,7 @@ def reduce_parts(x: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
         LENGTH=length,
         GROUP=_GROUP,
         EARLY=early,
-        num_warps=max(2, length // 1024),
+        num_warps=max(1, length // 1024),
         **early_launch(early),
     )
     return largest, place, total
