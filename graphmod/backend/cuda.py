@@ -7,6 +7,7 @@ Warm-up calls and replays run on the caller's stream.
 """
 
 import contextlib
+import functools
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -49,18 +50,15 @@ class CudaCapture:
     def __init__(self, held: Graphs, seen: Recorder) -> None:
         self.seen = seen
         self._held = held
-        launches = self._launches = [launcher(graph) for graph in held.graphs]
-        self.replay = launches[0] if len(launches) == 1 else self._replay_all
+        launches = [launcher(graph) for graph in held.graphs]
+        # No method of its own: the memory of a graph that was let go would wait for the garbage collector.
+        self.replay = launches[0] if len(launches) == 1 else functools.partial(_do_all, launches)
         if len(launches) == 2:
             self.start, self.finish = launches
         elif seen.written or seen.inputs_written or seen.collectives:
             self.start, self.finish = None, self.replay
         else:
             self.start, self.finish = launches[0], _nothing
-
-    def _replay_all(self) -> None:
-        for launch in self._launches:
-            launch()
 
     def before(self, tensors: list[Tensor]) -> list[Tensor]:
         """Copies of what tensors from outside were before the capture, while its first replay is still to come."""
@@ -72,6 +70,11 @@ class CudaCapture:
 
 def _nothing() -> None:
     pass
+
+
+def _do_all(launches: list[Callable[[], None]]) -> None:
+    for launch in launches:
+        launch()
 
 
 class CudaBackend:

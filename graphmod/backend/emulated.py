@@ -50,9 +50,15 @@ class EmulatedGraph:
         self._journal: _Journal | None = None
         self._until_write: int | None = None
         self._messages = Messages()
+        self._is_whole = False
 
-        self.start: Callable[[], None] | None = self._start
-        self.finish = self._finish
+    @property
+    def start(self) -> Callable[[], None] | None:
+        return None if self._is_whole else self._start
+
+    @property
+    def finish(self) -> Callable[[], None]:
+        return self.replay if self._is_whole else self._finish
 
     def replay(self) -> None:
         self._start()
@@ -60,7 +66,7 @@ class EmulatedGraph:
 
     def keep_whole(self) -> None:
         """Lets it not be started before it may also be finished."""
-        self.start, self.finish = None, self.replay
+        self._is_whole = True
 
     def _start(self) -> None:
         """Runs what comes before the first write to memory from outside."""

@@ -57,7 +57,7 @@ class _Traced:
         return True
 
     def end(self) -> None:
-        pass
+        self._steps = (None,) * len(self._steps)  # methods of its own: only the garbage collector would free it
 
     @beside_dynamo
     def _enter(self, frame: FrameType, event: str, _: Any) -> Any:

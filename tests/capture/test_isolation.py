@@ -10,7 +10,7 @@ import torch
 from harness import config, layered, loss_of, make_sides, mlp, play, train, twins, wrapped
 from torch import nn
 
-from graphmod import ConfigError, graph_layers, ungraph
+from graphmod import ConfigError, CUDAGraphModule, graph_layers, ungraph
 
 
 class Model(nn.Module):
@@ -97,6 +97,35 @@ def test_the_graphs_of_a_dropped_model_are_freed(device):
     del module, wrappers
     gc.collect()
     assert [ref() for ref in gone] == [None, None, None]
+
+
+@pytest.mark.parametrize("when", ["reads", "writes_last", "trains"])
+def test_a_reset_frees_a_graph_without_the_garbage_collector(when, device):
+    """A server keeps the collector away, and another capture would need as much memory again."""
+    layer, total = nn.Linear(8, 8).to(device), torch.zeros(8, device=device)
+
+    def call(x):
+        y = layer(x).relu()
+        if when == "writes_last":
+            total.add_(y.detach().sum(0))
+        return y
+
+    graphed = CUDAGraphModule(call, config())
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(5):
+            with torch.set_grad_enabled(when == "trains"):
+                result = graphed(torch.ones(4, 8, device=device))
+                if when == "trains":
+                    result.sum().backward()
+                del result
+        assert graphed.stats.state == "captured" and graphed.stats.replays > 0
+        gone = weakref.ref(graphed._context.served.graph)
+        graphed.reset()
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_a_second_graphing_of_the_same_layers_is_a_clear_error(device):
