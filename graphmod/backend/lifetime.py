@@ -16,7 +16,7 @@ _lock = threading.RLock()  # of what follows
 _under_way = 0  # captures
 _waiting: list[torch.cuda.CUDAGraph] = []
 _later: list[Callable[[], None]] = []
-_PATIENCE = 60.0  # seconds: kernels are tuned meanwhile, or a capture waits for this very thread and would never end
+_PATIENCE = 60.0  # seconds: a capture may wait for this very thread, and would never end
 
 
 class Graphs:

@@ -71,14 +71,31 @@ def _has_kernel() -> bool:
 
 
 def _join(graph: GraphModule, x: Node, nodes: list[Node]) -> None:
+    """What has a bias is rounded once it is added, as a linear layer does it."""
+    dtype = torch.float32 if any(map(_bias, nodes)) else x.meta["val"].dtype
     with graph.graph.inserting_before(nodes[0]):
-        joined = graph.graph.call_function(torch.ops.graphmod.products.default, (x, [node.args[1] for node in nodes]))
-        for index, node in enumerate(nodes):
-            part = graph.graph.call_function(operator.getitem, (joined, index))
-            part.meta = dict(node.meta)
-            node.replace_all_uses_with(part)
-    for node in nodes:
-        graph.graph.erase_node(node)
+        given = (x, [node.args[1] for node in nodes], dtype)
+        joined = graph.graph.call_function(torch.ops.graphmod.products.default, given)
+        parts = [graph.graph.call_function(operator.getitem, (joined, index)) for index in range(len(nodes))]
+    for node, part in zip(nodes, parts, strict=True):
+        with graph.graph.inserting_before(node):
+            _replace(graph, node, part, rounds=dtype == torch.float32)
+
+
+def _replace(graph: GraphModule, node: Node, product: Node, rounds: bool) -> None:
+    """Lets a product take the place of a linear layer, plus its bias, and rounded to what that gives."""
+    call = graph.graph.call_function
+    if (bias := _bias(node)) is not None:
+        product = call(torch.ops.aten.add.Tensor, (product, bias))
+    if rounds:
+        product = call(torch.ops.aten._to_copy.default, (product,), {"dtype": node.meta["val"].dtype})
+    product.meta = dict(node.meta)
+    node.replace_all_uses_with(product)
+    graph.graph.erase_node(node)
+
+
+def _bias(node: Node) -> Node | None:
+    return node.args[2] if len(node.args) > 2 else None
 
 
 def _join_gated(graph: GraphModule, x: Node, nodes: list[Node]) -> bool:
@@ -90,6 +107,7 @@ def _join_gated(graph: GraphModule, x: Node, nodes: list[Node]) -> bool:
             continue
         # Nothing else uses them, so nothing can write to them.
         alone = [[*node.users] for node in (gate, up, silu)] == [[silu], [whole], [whole]]
+        alone = alone and _bias(gate) is _bias(up) is None
         alike = {(one.meta["val"].shape, one.meta["val"].dtype) for one in (gate, up, whole)}
         if not alone or whole.target is not aten.mul.Tensor or {*whole.args} != {silu, up} or len(alike) > 1:
             continue
@@ -124,25 +142,24 @@ def _divide(graph: GraphModule, x: Node, node: Node, parts: int) -> None:
         total = call(aten.select.int, (divided, 0, 0))
         for part in range(1, parts):
             total = call(aten.add.Tensor, (total, call(aten.select.int, (divided, 0, part))))
-        whole = call(aten._to_copy.default, (total,), {"dtype": node.meta["val"].dtype})
-    whole.meta = dict(node.meta)
-    node.replace_all_uses_with(whole)
-    graph.graph.erase_node(node)
+        _replace(graph, node, total, rounds=True)
 
 
 def _fits(node: Node, device: str, fewest_rows: int) -> bool:
-    """Whether it is a product that the kernels can do: `linear(x, weight)`, of a weight that nothing changes."""
-    x, weight, bias = (*node.args, None)[:3] if 2 <= len(node.args) <= 3 and not node.kwargs else (None, None, None)
-    if not isinstance(x, Node) or not isinstance(weight, Node) or bias is not None or not weight.meta.get("is_weight"):
+    """Whether it is a product that the kernels can do: `linear(x, weight, bias)`, of a weight that nothing changes."""
+    if node.kwargs or not 2 <= len(node.args) <= 3 or not all(isinstance(one, Node) for one in node.args[:2]):
         return False
-    left, right, out = (one.meta.get("val") for one in (x, weight, node))
-    if not _plain(left) or not _plain(right) or not _plain(out) or right.dim() != 2 or not right.is_contiguous():
+    (x, weight), bias = node.args[:2], _bias(node)
+    given = [one.meta.get("val") for one in (x, weight, node, *([] if bias is None else [bias]))]
+    if not all(map(_plain, given)) or not weight.meta.get("is_weight"):
+        return False
+    left, right, *_ = given
+    if right.dim() != 2 or not right.is_contiguous():
         return False
     if not all(isinstance(size, int) for size in (*left.shape, *right.shape)):
         return False
     return (
-        left.device.type == right.device.type == device
-        and left.dtype == right.dtype == out.dtype  # not so under autocast
+        all(one.device.type == device and one.dtype == left.dtype for one in given)  # not so under autocast
         and left.dtype in (torch.bfloat16, torch.float16)
         and fewest_rows <= _rows(x) <= MOST_ROWS
         and (_rows(x) == 1 or 0 < right.nbytes < _LARGEST_WEIGHT)

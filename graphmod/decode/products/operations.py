@@ -14,27 +14,29 @@ __all__ = ["divided_product", "gated_product", "products"]
 
 
 @library.custom_op("graphmod::products", mutates_args=())
-def products(x: Tensor, weights: list[Tensor]) -> list[Tensor]:
+def products(x: Tensor, weights: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """`[x @ weight.T for weight in weights]`, summed in float32.
 
     Args:
         x: (..., features) of 1 to 128 rows in bfloat16 or float16; features a multiple of 128.
         weights: up to three, (out features, features), contiguous; out features a multiple of 64.
+        dtype: of the results: that of `x`, or float32.
     """
     if not x.is_cuda:
-        return [torch.nn.functional.linear(x, weight) for weight in weights]
+        x = x.to(dtype)
+        return [torch.nn.functional.linear(x, weight.to(dtype)) for weight in weights]
     from graphmod.decode.products import kernels
 
     flat = x.reshape(-1, x.shape[-1]).contiguous()
-    outs = [flat.new_empty(len(flat), len(weight)) for weight in weights]
+    outs = [flat.new_empty(len(flat), len(weight), dtype=dtype) for weight in weights]
     with torch.cuda.device_of(x):
         kernels.multiply(flat, weights, outs)
     return [out.view(*x.shape[:-1], -1) for out in outs]
 
 
 @products.register_fake
-def _(x: Tensor, weights: list[Tensor]) -> list[Tensor]:
-    return [x.new_empty(*x.shape[:-1], len(weight)) for weight in weights]
+def _(x: Tensor, weights: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    return [x.new_empty(*x.shape[:-1], len(weight), dtype=dtype) for weight in weights]
 
 
 @library.custom_op("graphmod::gated_product", mutates_args=())

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from graphmod.backend.lifetime import capturing
 from graphmod.decode.step.compile import compile_graph
 from graphmod.decode.step.pieces import Compiled, Piece, as_observed, cut, description, graph_of
 from graphmod.decode.step.program import Observer, Program, Unsupported, Value
@@ -184,11 +183,11 @@ def _like(value: Value) -> Tensor:
 
 @as_observed
 def _run_beside(function: Callable[..., tuple], values: list[Value]) -> None:
-    """Runs a piece on other memory than a step's, so that its kernels are loaded and tuned before one waits for them.
-    No graph is captured meanwhile."""
+    """Runs a piece on other memory than a step's, so that its kernels are loaded and tuned before one waits for
+    them."""
     on_gpu = any(value.device.type == "cuda" for value in values)
     try:
-        with capturing(), timed_in_graphs() if on_gpu else contextlib.nullcontext(), torch.inference_mode():
+        with timed_in_graphs() if on_gpu else contextlib.nullcontext(), torch.inference_mode():
             function(*map(_like, values))
             if on_gpu:
                 torch.cuda.current_stream().synchronize()

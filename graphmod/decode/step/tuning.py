@@ -18,7 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphmod.backend.lifetime import Graphs, capturing
 from graphmod.backend.streams import RunOn
+from graphmod.trace.garbage import no_garbage_collection
 
 log = logging.getLogger("graphmod")
 
@@ -31,7 +33,7 @@ _WARM = 5  # rounds before: a GPU that has waited for a compiler runs at low clo
 
 @contextlib.contextmanager
 def timed_in_graphs() -> Iterator[None]:
-    """For kernels to be tuned in, by this thread. No graph may be captured meanwhile, by any thread."""
+    """For kernels to be tuned in, by this thread."""
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
     single, tuning = CachingAutotuner.bench, threading.get_ident()
@@ -81,15 +83,18 @@ def _milliseconds(launcher: Callable, sets: list[list[Any]], named: dict[str, An
     process follow each other later. (32 rows on an H200 took 1.45 ms a step where kernels had been tuned on one, and
     1.42 in the next process, which found them tuned.)
     """
-    current, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
+    current, held = torch.cuda.current_stream(), Graphs()
     launcher(*sets[0], **named, stream=current.cuda_stream)  # loads it
     current.synchronize()
-    with torch.cuda.stream(torch.cuda.Stream()):
+    graph = torch.cuda.CUDAGraph()
+    held.graphs.append(graph)
+    stream = torch.cuda.Stream()
+    with capturing(), no_garbage_collection(), torch.cuda.stream(stream):
         with RunOn(current):  # seed and offset of the generators are written
             graph.capture_begin(capture_error_mode="thread_local")
         try:
             for given in itertools.islice(itertools.cycle(sets), _LAUNCHES):
-                launcher(*given, **named, stream=torch.cuda.current_stream().cuda_stream)
+                launcher(*given, **named, stream=stream.cuda_stream)
         finally:
             graph.capture_end()
     times = []
@@ -100,5 +105,4 @@ def _milliseconds(launcher: Callable, sets: list[list[Any]], named: dict[str, An
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end))
-    graph.reset()
     return statistics.median(times[_WARM:]) / _LAUNCHES

@@ -39,12 +39,15 @@ def assert_products_are_right(features, widths, dtype, device, rows):
     weights = [torch.randn(width, features, device=device, dtype=dtype) for width in widths]
     for count in rows:
         x = torch.randn(count, 1, features, device=device, dtype=dtype)
-        for got, weight in zip(products(x, weights), weights, strict=True):
-            exact = x.double() @ weight.double().T
-            assert got.shape == (count, 1, len(weight)) and got.dtype == dtype
-            # Half a unit of the last place, and what a sum of float32 loses.
-            allowed = exact.abs() * torch.finfo(dtype).eps / 2 + features * 2.0**-23
-            assert ((got.double() - exact).abs() <= allowed).all()
+        size = x.double().abs()
+        for result in (dtype, torch.float32):
+            for got, weight in zip(products(x, weights, result), weights, strict=True):
+                exact = x.double() @ weight.double().T
+                assert got.shape == (count, 1, len(weight)) and got.dtype == result
+                # Half a unit of the last place, and what a sum of float32 loses, of large numbers more.
+                lost = features * 2.0**-23 if result is dtype else size @ weight.double().abs().T * 2.0**-21
+                allowed = exact.abs() * torch.finfo(result).eps / 2 + lost
+                assert ((got.double() - exact).abs() <= allowed).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -81,7 +84,7 @@ def test_weights_may_lie_anywhere(rows):
     memory = torch.randn(128 * 1024 + 1, device="cuda", dtype=torch.bfloat16)
     x = torch.randn(rows, 1024, device="cuda", dtype=torch.bfloat16)
     weight = memory[1:].view(128, 1024)
-    (found,), (expected,) = products(x, [weight]), products(x, [weight.clone()])
+    (found,), (expected,) = (products(x, [one], x.dtype) for one in (weight, weight.clone()))
     torch.testing.assert_close(found, expected, rtol=2**-7, atol=1e-3)
 
 
@@ -93,11 +96,11 @@ def test_a_row_does_not_depend_on_the_others(widths):
     weights = [torch.randn(width, 1024, device=device, dtype=torch.bfloat16) for width in widths]
     x = torch.randn(128, 1024, device=device, dtype=torch.bfloat16)
     for fewer, more in ((3, 16), (17, 32), (33, 64), (65, 128)):
-        for some, all_of_it in zip(products(x[:fewer], weights), products(x[:more], weights), strict=True):
+        for some, all_of_it in zip(*(products(x[:count], weights, x.dtype) for count in (fewer, more)), strict=True):
             assert torch.equal(some, all_of_it[:fewer])
-    whole = products(x, weights)
+    whole = products(x, weights, x.dtype)
     x[1:] = float("nan")
-    for alone, all_of_it in zip(products(x, weights), whole, strict=True):
+    for alone, all_of_it in zip(products(x, weights, x.dtype), whole, strict=True):
         assert torch.equal(alone[0], all_of_it[0])
 
 
@@ -114,9 +117,9 @@ def test_kernels_that_are_launched_early_wait_for_each_other(rows):
     def chain():
         x = given
         for (first, gate, up), last in zip(weights, down, strict=True):
-            (x,) = products(x, [first])
+            (x,) = products(x, [first], x.dtype)
             x = gated_product(x, gate, up)
-            x = products(x, [last])[0] if rows == 1 else divided_product(x, last, 4).sum(0).to(x.dtype)
+            x = products(x, [last], x.dtype)[0] if rows == 1 else divided_product(x, last, 4).sum(0).to(x.dtype)
         return x
 
     chain()  # loads the kernels
