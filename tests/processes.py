@@ -48,6 +48,11 @@ def _run(words: list[str], folder: str, environment: dict[str, str], *outputs) -
         atexit._run_exitfuncs()
 
 
+def search_first(folder: object) -> dict[str, str]:
+    """The environment, with a folder in which modules are looked for first."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))}
+
+
 class Python:
     """`python *words` in `folder`, with what `subprocess.Popen` gives of it."""
 

@@ -46,7 +46,7 @@ def test_ranks_that_communicate_alike_agree(found, name):
     for text, told in (rank[name] for rank in found):
         assert not told["divergences"] and "The 4 ranks communicate in the same order" in text, text
         assert max(told["collectives"]) > 0
-        assert told["captured"] is (name != "ddp_unused")
+        assert told["captured"] is (name != "ddp_unused"), text
 
 
 def stands(found, name, after):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, TINY, composed
-from processes import finished
+from processes import finished, search_first
 from transformers import AutoModelForCausalLM
 
 from graphmod.cli.training.compose import TRAIN, parse
@@ -210,7 +210,7 @@ def test_an_interrupt_while_libraries_are_imported_is_one_line(command, tmp_path
     process = subprocess.Popen(
         [sys.executable, str(ROOT / script), *arguments],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        env=search_first(tmp_path),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -8,6 +8,7 @@ import zipfile
 
 import pytest
 from conftest import ROOT, TINY
+from processes import search_first
 
 import graphmod
 from graphmod.cli import main as command
@@ -136,9 +137,8 @@ def test_the_wheel_brings_a_command_its_settings_types_and_license(installed):
 def test_an_installed_command_works_in_any_folder(installed, tmp_path):
     def graphmod_command(*arguments):
         code = "import sys; from graphmod.cli.main import main; sys.argv[0] = 'graphmod'; sys.exit(main())"
-        environment = {**os.environ, "PYTHONPATH": str(installed)}
         process = [sys.executable, "-c", code, *arguments]
-        return subprocess.run(process, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        return subprocess.run(process, cwd=tmp_path, env=search_first(installed), capture_output=True, text=True)
 
     trained = graphmod_command("train", *TINY, "train.steps=3", "data.max_bytes=20000")
     assert trained.returncode == 0, trained.stderr
@@ -160,7 +160,7 @@ def test_a_library_that_is_not_there_is_one_line(tmp_path):
     (tmp_path / "omegaconf.py").write_text(missing)
     done = subprocess.run(
         [sys.executable, ROOT / "serve.py", "model.path=x"],
-        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        env=search_first(tmp_path),
         capture_output=True,
         text=True,
         check=False,

@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -149,7 +150,10 @@ def test_what_serve_cannot_use_is_told_without_loading_torch(tmp_path):
 def test_the_package_is_the_command(tmp_path):
     done = python("-m", "graphmod", "train", "train.steps=0", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (2, "error: train.steps must be at least 1, got 0\n")
-    assert "python -m graphmod train [--multirun]" in python("-m", "graphmod", "train", "--help", cwd=tmp_path).stdout
+    assert (
+        f"{Path(sys.executable).name} -m graphmod train [--multirun]"
+        in python("-m", "graphmod", "train", "--help", cwd=tmp_path).stdout
+    )
 
 
 @pytest.fixture

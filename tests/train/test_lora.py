@@ -15,7 +15,7 @@ from graphmod.cli.generation import main as generate_cli
 from graphmod.cli.generation import run as generation_run
 from graphmod.cli.generation.folder import model_folder
 from graphmod.cli.generation.loading import load_model
-from graphmod.cli.generation.schema import ModelSource
+from graphmod.cli.generation.schema import DeviceName, ModelSource
 from graphmod.cli.training.compose import parse
 from graphmod.cli.training.resumed import job_settings
 from graphmod.decode import DecodeEngine
@@ -67,7 +67,9 @@ def test_a_stopped_run_resumes_bitwise(adapted, tmp_path, stop_after, monkeypatc
 def test_adapters_and_the_merged_model_load_for_sampling(adapted, base, tmp_path):
     result = train(adapted("model.lora.merge=true", "train.ema_decay=0.9"), tmp_path / "run")
     saved = tmp_path / "run" / result.checkpoint
-    model = load_model(model_folder(str(tmp_path / "run")), ModelSource(path=str(tmp_path / "run")))
+    model = load_model(
+        model_folder(str(tmp_path / "run")), ModelSource(path=str(tmp_path / "run"), device=DeviceName.cpu)
+    )
     merged = AutoModelForCausalLM.from_pretrained(saved / MERGED_FOLDER)
     plain = AutoModelForCausalLM.from_pretrained(base)
     tokens = torch.arange(40, 52)[None]

@@ -1,7 +1,6 @@
 """Checkpoints are whole or noticed to be damaged, the last ones are kept, and a disk that fills up costs none."""
 
 import errno
-import os
 import shutil
 import subprocess
 import sys
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import DROPOUT, ROOT, TINY, shell
+from processes import search_first
 from test_data import word_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -135,9 +135,8 @@ def test_a_disk_that_is_full_is_one_error_that_says_where(text, tmp_path, limit,
     limited = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))"
     (tmp_path / "sitecustomize.py").write_text(limited)
     settings = [*TINY, "data=text", f"data.path={text}", "train.checkpoint=false", f"hydra.run.dir={tmp_path / 'run'}"]
-    path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
     command = [sys.executable, str(ROOT / "train.py"), *settings, "train.steps=400"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    environment = search_first(tmp_path) | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     (error,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
