@@ -17,6 +17,9 @@ log = logging.getLogger("graphmod")
 class FrontLost(GraphmodError):
     """The front has ended by itself, or was killed."""
 
+    def __init__(self, said: str = "the process that answers HTTP has ended") -> None:
+        super().__init__(said)
+
 
 def _counters(engine: DecodeEngine) -> dict[str, float] | None:
     """What metrics are made of; None if it cannot be read, for which no request is cut off."""
@@ -75,7 +78,7 @@ class Host:
             elif kind == "unusable":
                 raise ConfigError(given[0])
         if self._control.ended:
-            raise FrontLost("the process that answers HTTP has ended")
+            raise FrontLost
 
     def drain(self) -> None:
         """Has the front refuse requests from now on; those that run go on."""

@@ -65,6 +65,10 @@ class FrontProcess:
         self.end()
 
     @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    @property
     def status(self) -> str:
         """How it has ended, in words."""
         code = self._waited()

@@ -21,6 +21,7 @@ from graphmod.cli.serving import run
 from graphmod.cli.serving.main import main, parse
 from graphmod.decode.config import EngineConfig
 from graphmod.errors import ConfigError
+from graphmod.serve.process import FrontProcess
 
 LONG = {"prompt": "a", "max_tokens": 480, "temperature": 0, "ignore_eos": True}
 
@@ -136,6 +137,20 @@ def test_without_the_process_that_answers_the_other_one_ends_too(saved):
         assert code == 1 and said.endswith(
             "error: the process that answers HTTP has ended by SIGKILL, and so does this one; start the server again\n"
         )
+
+
+def test_a_front_that_ends_while_the_model_is_loaded_is_noticed_then(saved, monkeypatch, capsys):
+    def load(*_):
+        front.pop().kill()
+        time.sleep(60)
+
+    front, made = [], FrontProcess.__init__
+    monkeypatch.setattr(FrontProcess, "__init__", lambda self, *given: front.append(self) or made(self, *given))
+    monkeypatch.setattr(run, "load_model", load)
+    handler, began = signal.getsignal(signal.SIGCHLD), time.monotonic()
+    assert main([f"model.path={saved}", "model.device=cpu", "serve.port=0"]) == 1
+    assert time.monotonic() - began < 40 and signal.getsignal(signal.SIGCHLD) is handler
+    assert "error: the process that answers HTTP has ended by SIGKILL" in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from ipaddress import ip_address
 from pathlib import Path
 from types import FrameType
@@ -56,6 +57,26 @@ class _Signals:
         self.number = number
 
 
+@contextlib.contextmanager
+def _needs(front: FrontProcess) -> Iterator[None]:
+    """Ends what this thread does where the front ends meanwhile: to load a model may take minutes.
+
+    Raises:
+        FrontLost: it has.
+    """
+
+    def child_ended(*_: object) -> None:
+        if front.has_ended:
+            raise FrontLost
+
+    before = signal.signal(signal.SIGCHLD, child_ended)
+    try:
+        child_ended()
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
 def _engine(config: ServeConfig, folder: Path) -> DecodeEngine:
     codec = codec_for(folder, config.tokenizer)
     model = load_model(folder, config.model)
@@ -91,7 +112,8 @@ def serve(config: ServeConfig, folder: Path, address: str, front: FrontProcess) 
         say_plainly(f"loading; {address}/health shows when it is ready")
         if config.serve.api_key is None and not ip_address(urlsplit(address).hostname).is_loopback:
             say_plainly("note: anyone who reaches this address can use it; set serve.api_key=KEY to require a key")
-        engine = _engine(config, folder)
+        with _needs(front):
+            engine = _engine(config, folder)
         signals = _Signals(front.kill)
         with frozen_heap():
             host.begin(engine)
