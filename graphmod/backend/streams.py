@@ -1,4 +1,4 @@
-"""Capture streams, and what belongs to a stream: gradient accumulators."""
+"""Capture streams, what belongs to a stream (gradient accumulators), and what is to run on another."""
 
 import weakref
 from collections import defaultdict, deque

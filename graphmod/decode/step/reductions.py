@@ -11,6 +11,7 @@ from torch.fx import GraphModule, Node
 from graphmod.decode.products.joining import is_write
 
 _LENGTH = 2048  # of a part; for 1, 32 and 128 rows of 151,936 the fastest on an H200, or within 0.3 us of it
+_LONGEST = 2**16 * _LENGTH  # more parts than a launch may have
 _aten = torch.ops.aten
 
 
@@ -21,7 +22,7 @@ def reduce_parts(x: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
 
     Args:
         x: (..., numbers), floating point of at most four bytes.
-        length: of a part, a power of two; the last one may be shorter.
+        length: of a part, a power of two from 8 on; the last one may be shorter.
 
     Returns:
         (..., parts) each: float32, int64, float32.
@@ -89,14 +90,15 @@ def _is_long(value: Tensor, dim: Any) -> bool:
     along = dim if isinstance(dim, list) else [dim]
     last = value.dim() > 0 and along in ([-1], [value.dim() - 1])
     plain = value.is_floating_point() and value.itemsize in (2, 4) and value.numel() > 0
-    return last and plain and isinstance(value.shape[-1], int) and value.shape[-1] >= 2 * _LENGTH
+    return last and plain and isinstance(value.shape[-1], int) and 2 * _LENGTH <= value.shape[-1] < _LONGEST
 
 
 def _widens(x: Node) -> bool:
     """Whether it is what another node gives, in float32, of which both hold the same numbers."""
     if x.target not in (_aten.to.dtype, _aten._to_copy.default) or x.meta["val"].dtype != torch.float32:
         return False
-    return x.args[0].meta["val"].dtype in (torch.bfloat16, torch.float16)
+    source = x.args[0].meta["val"]
+    return source.dtype in (torch.bfloat16, torch.float16) and source.device == x.meta["val"].device
 
 
 def _logsumexp(graph: GraphModule, largest: Node, place: Node, total: Node, keepdim: bool, dtype: torch.dtype) -> Node:

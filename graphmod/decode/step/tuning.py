@@ -89,14 +89,19 @@ def _milliseconds(launcher: Callable, sets: list[list[Any]], named: dict[str, An
     graph = torch.cuda.CUDAGraph()
     held.graphs.append(graph)
     stream = torch.cuda.Stream()
+    # Before a capture would do it: an interrupt in the Python of `RunOn` must not find it half done.
+    graph.register_generator_state(torch.cuda.default_generators[current.device_index])
     with capturing(), no_garbage_collection(), torch.cuda.stream(stream):
-        with RunOn(current):  # seed and offset of the generators are written
-            graph.capture_begin(capture_error_mode="thread_local")
         try:
+            with RunOn(current):  # seed and offset of the generators are written
+                graph.capture_begin(capture_error_mode="thread_local")
             for given in itertools.islice(itertools.cycle(sets), _LAUNCHES):
                 launcher(*given, **named, stream=stream.cuda_stream)
-        finally:
             graph.capture_end()
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # nothing is captured (any more)
+                graph.capture_end()
+            raise
     times = []
     for _ in range(_WARM + _ROUNDS):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
