@@ -3,7 +3,8 @@
     python benchmarks/offload.py --out benchmarks/results/offload.json
     python benchmarks/offload.py --smoke           # a tiny model on the CPU, to see that everything runs
 
-Qwen3-8B's shape with random bf16 weights, one row with a context of 16,384 tokens.
+Qwen3-8B's shape with random bf16 weights, one row with a context of 16,384 tokens. Beside the engine: a graph of each
+layer and copies on a second stream, by hand.
 """
 
 import argparse
@@ -60,6 +61,21 @@ def step_ms(engine: Any, prompt: list[int], chunks: int) -> tuple[float, list[in
     return statistics.median(times[3:]), handle.completions[0].tokens
 
 
+def by_hand(model: Any, context: int, chunks: int, device: str, rate: float | None) -> dict[str, Any]:
+    """Of the same model a graph of each layer, which has no engine around it."""
+    from benchmarks.offload_by_hand import layer_graphs_ms
+
+    config = model.config
+    ms = layer_graphs_ms(model, context, chunks * _STEPS, device)
+    token_bytes = 2 * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
+    copied = config.num_hidden_layers * context * token_bytes
+    row = {"case": "by hand, a graph of each layer", "step_ms": ms, "copied_gib": copied / _GIB}
+    row["copied_gib_s"] = copied / _GIB / ms * 1e3
+    if rate:
+        row |= {"copy_ms": copied / rate * 1e3, "bandwidth_gib_s": rate / _GIB, "ratio": ms * rate / copied / 1e3}
+    return row
+
+
 def measure(shape: dict[str, Any], context: int, chunks: int, device: str) -> list[dict[str, Any]]:
     import torch
 
@@ -99,6 +115,7 @@ def measure(shape: dict[str, Any], context: int, chunks: int, device: str) -> li
         del engine
         if device == "cuda":
             torch.cuda.empty_cache()
+    rows.append(by_hand(model, context, chunks, device, rate))
     return [{key: value for key, value in row.items() if key != "tokens"} for row in rows]
 
 
