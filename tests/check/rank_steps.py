@@ -49,10 +49,15 @@ def ddp_unused():
     return ddp(find_unused_parameters=True)
 
 
+def shard(*modules):
+    mesh = init_device_mesh("cpu", (RANKS,))  # where X is; else, where there is a GPU, they would be there
+    for module in modules:
+        fully_shard(module, mesh=mesh)
+
+
 def fsdp():
     model = plain()
-    fully_shard(model[0])
-    fully_shard(model)
+    shard(model[0], model)
     return trained(model)
 
 
@@ -178,8 +183,7 @@ def other_message():
 def unused_by_one():
     """A rank whose loss does not need the second layer."""
     model = plain()
-    fully_shard(model[0])
-    fully_shard(model[2])
+    shard(model[0], model[2])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
 
     def step():
