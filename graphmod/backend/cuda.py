@@ -208,6 +208,7 @@ class CudaBackend:
                     check(recorder, result)
             except BaseException:
                 self._abandon(graphs[-1], pool, spare)
+                recorder.finish()
                 raise
             try:
                 graphs[-1].capture_end()

@@ -256,6 +256,7 @@ class EmulatedBackend:
             journal.undo()
             for generator, state in before:
                 generator.set_state(state)
+            recorder.finish()
             raise
         graph.seen = recorder.finish()
         if recorder.collectives:  # none of which has run

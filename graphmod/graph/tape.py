@@ -60,7 +60,7 @@ class Tape:
             if graph in graph.entry.graphs:
                 graph.entry.graphs.remove(graph)
                 graph.entry.lost = why
-        self.dropped = True
+        self.dropped = self.arena.holds_dropped = True
         self.arena.let_go_of_dropped()
 
     def hand_out(self, outputs: list[Any]) -> None:
@@ -98,6 +98,7 @@ class Arena:
         self.tapes: weakref.WeakSet[Tape] = weakref.WeakSet()
         self.kept_to: Tape | None = None
         self.awaiting: weakref.WeakSet[Any] = weakref.WeakSet()  # graphs captured in this pass, backward still to come
+        self.holds_dropped = False  # whether tapes were dropped that still hold their graphs
         self._recent: list[Tape] = []
 
     def begin(self, tape: Tape) -> list[Any] | None:
@@ -140,16 +141,17 @@ class Arena:
 
     def let_go_of_dropped(self) -> None:
         """Frees what dropped tapes hold, but for results that somebody still has, unless a backward may need it."""
-        if self.in_flight or not any(tape.dropped for tape in self._recent):
+        if self.in_flight or not (self.holds_dropped or any(tape.dropped for tape in self._recent)):
             return
         if self.active is not None and self.active.dropped:
             self.active = None
         for graph in self.awaiting:
             graph.forget_autograd()
         self.awaiting.clear()
-        for tape in self._recent:
+        for tape in self.tapes if self.holds_dropped else ():
             if tape.dropped:
                 tape.owners = []
+        self.holds_dropped = False
         self._recent = [t for t in self._recent if not t.dropped or any(output.held() for output in t.outputs)]
 
     def keep_to(self, tape: Tape) -> None:
@@ -192,8 +194,7 @@ class Ticket:
         if not self.finished:
             self.done = self.finished = True
             self.arena.in_flight -= 1
-            if not self.arena.in_flight and self.graph.tape.dropped:
-                self.arena.let_go_of_dropped()
+            self.arena.let_go_of_dropped()
 
     __del__ = finish
 

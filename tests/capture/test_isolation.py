@@ -99,8 +99,24 @@ def test_the_graphs_of_a_dropped_model_are_freed(device):
     assert [ref() for ref in gone] == [None, None, None]
 
 
-@pytest.mark.parametrize("when", ["reads", "writes_last", "trains"])
-def test_a_reset_frees_a_graph_without_the_garbage_collector(when, device):
+def captured_now(graphed, gone):
+    """Takes in the graph behind the last call, weakly."""
+    graph = graphed._context.served
+    if graph is not None and all(one() is not graph.graph for one in gone):
+        gone.append(weakref.ref(graph.graph))
+
+
+@pytest.fixture
+def no_collector():
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("when", ["reads", "writes_last", "trains", "evicts"])
+@pytest.mark.parametrize("sizes", [[4], [4, 2, 3], [2, 4, 2]])
+def test_a_reset_frees_graphs_without_the_garbage_collector(when, sizes, device, no_collector):
     """A server keeps the collector away, and another capture would need as much memory again."""
     layer, total = nn.Linear(8, 8).to(device), torch.zeros(8, device=device)
 
@@ -110,22 +126,41 @@ def test_a_reset_frees_a_graph_without_the_garbage_collector(when, device):
             total.add_(y.detach().sum(0))
         return y
 
-    graphed = CUDAGraphModule(call, config())
-    gc.collect()
-    gc.disable()
-    try:
+    graphed, gone = CUDAGraphModule(call, config(max_graphs=1 if when == "evicts" else 8)), []
+    for rows in sizes:
+        for _ in range(5):
+            with torch.set_grad_enabled(when == "trains"):
+                result = graphed(torch.ones(rows, 8, device=device))
+                if when == "trains":
+                    result.sum().backward()
+                del result
+        captured_now(graphed, gone)
+    assert len(gone) >= len({*sizes}) and graphed.stats.replays > 0
+    assert sum(one() is not None for one in gone) == (1 if when == "evicts" else len({*sizes}))
+    graphed.reset()
+    assert all(one() is None for one in gone)
+
+
+@pytest.mark.parametrize("when", ["reads", "trains"])
+def test_a_recapture_frees_what_it_takes_the_place_of(when, device, no_collector):
+    class Scaled(nn.Linear):
+        scale = 1.0
+
+        def forward(self, x):
+            return super().forward(x) * self.scale
+
+    layer = Scaled(8, 8).to(device)
+    graphed, gone = CUDAGraphModule(layer, config(max_graphs=2)), []
+    for layer.scale in (1.0, 2.0, 3.0, 4.0):
         for _ in range(5):
             with torch.set_grad_enabled(when == "trains"):
                 result = graphed(torch.ones(4, 8, device=device))
                 if when == "trains":
                     result.sum().backward()
                 del result
-        assert graphed.stats.state == "captured" and graphed.stats.replays > 0
-        gone = weakref.ref(graphed._context.served.graph)
-        graphed.reset()
-        assert gone() is None
-    finally:
-        gc.enable()
+        captured_now(graphed, gone)
+    kept = {id(graph.graph) for entry in graphed._context.entries for graph in entry.graphs}
+    assert len(gone) > 1 and {id(one()) for one in gone if one() is not None} <= kept
 
 
 def test_a_second_graphing_of_the_same_layers_is_a_clear_error(device):

@@ -139,14 +139,17 @@ def test_without_the_process_that_answers_the_other_one_ends_too(saved):
         )
 
 
-def test_a_front_that_ends_while_the_model_is_loaded_is_noticed_then(saved, monkeypatch, capsys):
-    def load(*_):
+@pytest.mark.parametrize(
+    "place", ["graphmod.cli.serving.run.load_model", "transformers.AutoModelForCausalLM.from_pretrained"]
+)
+def test_a_front_that_ends_while_the_model_is_loaded_is_noticed_then(place, saved, monkeypatch, capsys):
+    def load(*_, **__):
         front.pop().kill()
         time.sleep(60)
 
     front, made = [], FrontProcess.__init__
     monkeypatch.setattr(FrontProcess, "__init__", lambda self, *given: front.append(self) or made(self, *given))
-    monkeypatch.setattr(run, "load_model", load)
+    monkeypatch.setattr(place, load)
     handler, began = signal.getsignal(signal.SIGCHLD), time.monotonic()
     assert main([f"model.path={saved}", "model.device=cpu", "serve.port=0"]) == 1
     assert time.monotonic() - began < 40 and signal.getsignal(signal.SIGCHLD) is handler

@@ -57,6 +57,10 @@ class _Signals:
         self.number = number
 
 
+class _FrontEnded(BaseException):
+    """Told by a signal. No `Exception`, which whoever loads a model would take for what is wrong with it."""
+
+
 @contextlib.contextmanager
 def _needs(front: FrontProcess) -> Iterator[None]:
     """Ends what this thread does where the front ends meanwhile: to load a model may take minutes.
@@ -67,12 +71,14 @@ def _needs(front: FrontProcess) -> Iterator[None]:
 
     def child_ended(*_: object) -> None:
         if front.has_ended:
-            raise FrontLost
+            raise _FrontEnded
 
     before = signal.signal(signal.SIGCHLD, child_ended)
     try:
         child_ended()
         yield
+    except _FrontEnded:
+        raise FrontLost from None
     finally:
         signal.signal(signal.SIGCHLD, before)
 

@@ -71,7 +71,7 @@ def _has_kernel() -> bool:
 
 
 def _join(graph: GraphModule, x: Node, nodes: list[Node]) -> None:
-    """What has a bias is rounded once it is added, as a linear layer does it."""
+    """What has a bias is rounded once it is added, and not before, as by a linear layer."""
     dtype = torch.float32 if any(map(_bias, nodes)) else x.meta["val"].dtype
     with graph.graph.inserting_before(nodes[0]):
         given = (x, [node.args[1] for node in nodes], dtype)
@@ -160,6 +160,7 @@ def _fits(node: Node, device: str, fewest_rows: int) -> bool:
         return False
     return (
         all(one.device.type == device and one.dtype == left.dtype for one in given)  # not so under autocast
+        and (bias is None or bias.meta["val"].dim() < 2)  # more are added to rows that are flattened
         and left.dtype in (torch.bfloat16, torch.float16)
         and fewest_rows <= _rows(x) <= MOST_ROWS
         and (_rows(x) == 1 or 0 < right.nbytes < _LARGEST_WEIGHT)

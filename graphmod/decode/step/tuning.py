@@ -48,6 +48,8 @@ def timed_in_graphs() -> Iterator[None]:
                 return _milliseconds(launcher, latest[1], named)
             except Exception as error:  # of launches: a candidate may ask for more than there is
                 log.debug("%s is timed by itself", launcher, exc_info=error)
+                with capturing():  # it waits for all of the GPU
+                    return single(kernel, launcher, *args, with_profiler=with_profiler, **named)
         return single(kernel, launcher, *args, with_profiler=with_profiler, **named)
 
     CachingAutotuner.bench = bench
@@ -77,22 +79,33 @@ def _sets(args: tuple, read_only: list[bool]) -> list[list[Any]]:
 
 
 def _milliseconds(launcher: Callable, sets: list[list[Any]], named: dict[str, Any]) -> float:
-    """Of one launch.
+    """Of one launch."""
+    launcher(*sets[0], **named, stream=torch.cuda.current_stream().cuda_stream)  # loads it
+    torch.cuda.current_stream().synchronize()
+    held, times = _captured(launcher, sets, named), []
+    for _ in range(_WARM + _ROUNDS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        held.graphs[0].replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return statistics.median(times[_WARM:]) / _LAUNCHES
+
+
+def _captured(launcher: Callable, sets: list[list[Any]], named: dict[str, Any]) -> Graphs:
+    """A graph of launches.
 
     Nothing runs on the stream of the capture: once kernels have run on a second stream, those of every graph of the
     process follow each other later. (32 rows on an H200 took 1.45 ms a step where kernels had been tuned on one, and
     1.42 in the next process, which found them tuned.)
     """
-    current, held = torch.cuda.current_stream(), Graphs()
-    launcher(*sets[0], **named, stream=current.cuda_stream)  # loads it
-    current.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    held.graphs.append(graph)
-    stream = torch.cuda.Stream()
-    # Before a capture would do it: an interrupt in the Python of `RunOn` must not find it half done.
-    graph.register_generator_state(torch.cuda.default_generators[current.device_index])
+    current, stream, held = torch.cuda.current_stream(), torch.cuda.Stream(), Graphs()
     with capturing(), no_garbage_collection(), torch.cuda.stream(stream):
+        held.graphs.append(graph := torch.cuda.CUDAGraph())
         try:
+            # Before a capture would do it: an interrupt in the Python of `RunOn` must not find it half done.
+            graph.register_generator_state(torch.cuda.default_generators[current.device_index])
             with RunOn(current):  # seed and offset of the generators are written
                 graph.capture_begin(capture_error_mode="thread_local")
             for given in itertools.islice(itertools.cycle(sets), _LAUNCHES):
@@ -101,13 +114,7 @@ def _milliseconds(launcher: Callable, sets: list[list[Any]], named: dict[str, An
         except BaseException:
             with contextlib.suppress(RuntimeError):  # nothing is captured (any more)
                 graph.capture_end()
+            held.graphs.clear()
+            del graph  # in this turn, and not when the error is forgotten
             raise
-    times = []
-    for _ in range(_WARM + _ROUNDS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return statistics.median(times[_WARM:]) / _LAUNCHES
+    return held
