@@ -73,14 +73,15 @@ def _needs(front: FrontProcess) -> Iterator[None]:
         if front.has_ended:
             raise _FrontEnded
 
-    before = signal.signal(signal.SIGCHLD, child_ended)
     try:
-        child_ended()
-        yield
+        before = signal.signal(signal.SIGCHLD, child_ended)
+        try:
+            child_ended()
+            yield
+        finally:
+            signal.signal(signal.SIGCHLD, before)
     except _FrontEnded:
         raise FrontLost from None
-    finally:
-        signal.signal(signal.SIGCHLD, before)
 
 
 def _engine(config: ServeConfig, folder: Path) -> DecodeEngine:
