@@ -5,6 +5,7 @@ Owns that memory, on GPUs (`driver.py`) and on the CPU, where the system can tak
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import mmap
@@ -87,13 +88,15 @@ class Pages:
         """Takes memory again, all zeros.
 
         Raises:
-            torch.OutOfMemoryError: there is not enough, not even without the memory that PyTorch keeps for later.
+            torch.OutOfMemoryError: there is not enough, not even without garbage and what PyTorch keeps for later.
             DecodeError: the driver refuses for another reason.
         """
         do_what_waits()  # which may free memory
         try:
             self._space.map()
         except torch.OutOfMemoryError:
+            gc.collect()  # an engine that nobody has any more keeps its memory until then
+            do_what_waits()
             torch.cuda.empty_cache()
             try:
                 self._space.map()

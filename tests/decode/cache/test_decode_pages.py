@@ -148,6 +148,15 @@ def test_memory_is_asked_for_again_without_what_pytorch_keeps_for_later(fake, mo
     assert pages.mapped and emptied == [0] and not tensors[0].any()
 
 
+def test_the_memory_of_garbage_is_found(fake):
+    garbage = [zeros([(PAGE,)], torch.uint8, CPU)]
+    garbage.append(garbage)  # as a dropped engine and its graphs hold each other
+    fake.free = 0
+    del garbage
+    tensors, pages = zeros([(PAGE,)], torch.uint8, CPU)
+    assert pages.mapped and not tensors[0].any()
+
+
 def test_too_little_memory_is_told_and_may_be_there_later(fake):
     tensors, pages = zeros([(PAGE + 1,)], torch.uint8, CPU)
     pages.unmap()
