@@ -61,7 +61,8 @@ def make_app(service: Service, alive: Callable[[FastAPI], AbstractAsyncContextMa
         return error.response()
 
     async def on_http_error(request: Request, error: HTTPException) -> Response:
-        known = "POST /v1/chat/completions, POST /v1/completions, GET /v1/models, GET /health, GET /metrics"
+        known = "POST /v1/chat/completions, POST /v1/completions, GET /v1/models, GET /v1/models/NAME, GET /health, "
+        known += "GET /metrics, and a page to try it at GET /"
         said = f"{request.method} {request.url.path} is not served; there are {known}"
         return ApiError(error.status_code, said).response()
 

@@ -46,5 +46,5 @@ def load_model(folder: Path, source: ModelSource) -> PreTrainedModel:
 def cache_of(engine: DecodeEngine) -> str:
     """Of an engine whose cache is in memory of the host: how much of it."""
     stats, far = engine.stats, len(engine.memory.ring.far)
-    there, here = (f"{nbytes / 2**30:.2f} GiB" for nbytes in (stats.host_cache_bytes, stats.cache_bytes))
+    there, here = (f"{nbytes / 2**20:,.1f} MiB" for nbytes in (stats.host_cache_bytes, stats.cache_bytes))
     return f"cache: {there} in host memory ({counted(far, 'layer')}), {here} on the {engine.device.type}"

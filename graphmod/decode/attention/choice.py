@@ -138,7 +138,7 @@ def choose(name: AttentionName, memory: PagedCache, max_seq_len: int, own_reason
         found, reason = IMPLEMENTATIONS[name], _reason(name, memory)
         if reason is not None:
             others = [other.value for other, one in IMPLEMENTATIONS.items() if one.unavailable(memory) is None]
-            others = [other for other in others if other != name.value]
+            others = [*(other for other in others if other != name.value), AttentionName.own.value]
             raise ConfigError(f"attention={name.value} cannot be used: {reason}; use auto, or: {', '.join(others)}")
     if found.name is not None:
         ALL_ATTENTION_FUNCTIONS.register(found.name, found.function)

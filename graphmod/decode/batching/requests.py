@@ -20,6 +20,7 @@ from graphmod.decode.results import Completion
 from graphmod.decode.step.state import MOST_STOPS
 from graphmod.decode.text.codec import Codec
 from graphmod.decode.text.stops import StopTexts
+from graphmod.errors import UnknownSetting
 
 _CODEC = "make the engine with codec=TokenizerCodec(tokenizer), of graphmod.decode.text.codec"
 
@@ -157,9 +158,8 @@ class RequestReader:
                 )
         try:
             each = [dataclasses.replace(one, **settings) for one in each]
-        except TypeError as error:
-            known = ", ".join(field.name for field in dataclasses.fields(Sampling))
-            raise RequestError(f"{error}; the settings of a request are: {known}") from None
+        except UnknownSetting as error:
+            raise RequestError(str(error)) from None
         for one in each:
             one.check()
         each = _seeded(each, shared=not isinstance(sampling, list) or "seed" in settings)

@@ -70,7 +70,9 @@ def test_a_missing_package_and_an_old_one_are_told_apart(hopper, monkeypatch):
 
 
 def test_an_engine_without_a_gpu_says_so():
-    with pytest.raises(ConfigError, match=r"attention=flashinfer cannot be used: it needs a GPU.*use auto, or: sdpa$"):
+    with pytest.raises(
+        ConfigError, match=r"attention=flashinfer cannot be used: it needs a GPU.*use auto, or: sdpa, own$"
+    ):
         DecodeEngine(tiny_model("llama", torch.device("cpu")), attention="flashinfer")
 
 
