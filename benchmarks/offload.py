@@ -61,14 +61,12 @@ def step_ms(engine: Any, prompt: list[int], chunks: int) -> tuple[float, list[in
     return statistics.median(times[3:]), handle.completions[0].tokens
 
 
-def by_hand(model: Any, context: int, chunks: int, device: str, rate: float | None) -> dict[str, Any]:
+def by_hand(model: Any, context: int, steps: int, device: str, layer_bytes: int, rate: float | None) -> dict[str, Any]:
     """Of the same model a graph of each layer, which has no engine around it."""
     from benchmarks.offload_by_hand import layer_graphs_ms
 
-    config = model.config
-    ms = layer_graphs_ms(model, context, chunks * _STEPS, device)
-    token_bytes = 2 * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
-    copied = config.num_hidden_layers * context * token_bytes
+    ms = layer_graphs_ms(model, context, steps, device)
+    copied = model.config.num_hidden_layers * layer_bytes
     row = {"case": "by hand, a graph of each layer", "step_ms": ms, "copied_gib": copied / _GIB}
     row["copied_gib_s"] = copied / _GIB / ms * 1e3
     if rate:
@@ -115,7 +113,7 @@ def measure(shape: dict[str, Any], context: int, chunks: int, device: str) -> li
         del engine
         if device == "cuda":
             torch.cuda.empty_cache()
-    rows.append(by_hand(model, context, chunks, device, rate))
+    rows.append(by_hand(model, context, chunks * _STEPS, device, context * token_bytes, rate))
     return [{key: value for key, value in row.items() if key != "tokens"} for row in rows]
 
 

@@ -23,7 +23,7 @@ from graphmod.backend.driver import last_captured
 from graphmod.backend.lifetime import Graphs, capturing
 from graphmod.backend.nodes import use_kernels
 from graphmod.backend.pool import CudaPool
-from graphmod.backend.streams import RunOn, renew_gradient_accumulators, stream_for
+from graphmod.backend.streams import begin_capture, renew_gradient_accumulators, stream_for
 from graphmod.torch_private import settle_attention_order
 from graphmod.trace.garbage import no_garbage_collection
 from graphmod.trace.recorder import Recorder
@@ -231,13 +231,7 @@ class CudaBackend:
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         graphs.append(graph)
         open_by = pool.open_for(graph)
-        # All of them here, though a capture would register the first itself: where an interrupt comes in the middle of
-        # that, in the Python of `RunOn`, PyTorch ends the process when the graph goes.
-        for generator in (self._generator, *generators):
-            if generator.device.type == "cuda":
-                graph.register_generator_state(generator)
-        with RunOn(caller):  # seed and offset of the generators are written
-            graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
+        begin_capture(graph, (self._generator, *generators), caller, pool=pool.handle)
         del open_by
 
     def _last_captured(self) -> int | None:

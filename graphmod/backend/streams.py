@@ -1,7 +1,8 @@
-"""Capture streams, what belongs to a stream (gradient accumulators), and what is to run on another."""
+"""Capture streams, what belongs to a stream (gradient accumulators), and captures on one that nothing runs on."""
 
 import weakref
 from collections import defaultdict, deque
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ def stream_for(owner: Any, device: torch.device) -> torch.cuda.Stream:
     return found
 
 
-class RunOn(TorchDispatchMode):
+class _RunOn(TorchDispatchMode):
     """Runs operations on `stream`, whichever is the current one."""
 
     hides_nothing = True  # what it runs is no part of what is recorded
@@ -72,6 +73,23 @@ class RunOn(TorchDispatchMode):
     def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         with torch.cuda.stream(self._stream):
             return op(*args, **(kwargs or {}))
+
+
+def begin_capture(
+    graph: torch.cuda.CUDAGraph, generators: Iterable[torch.Generator], caller: torch.cuda.Stream, **settings: Any
+) -> None:
+    """Begins a capture on the current stream; what that runs, it runs on the caller's.
+
+    Args:
+        generators: all of them, also the default one, which a capture would register by itself: where an interrupt
+            comes in the middle of that, in the Python of `_RunOn`, PyTorch ends the process when the graph goes.
+        settings: of `capture_begin`.
+    """
+    for generator in generators:
+        if generator.device.type == "cuda":
+            graph.register_generator_state(generator)
+    with _RunOn(caller):  # seed and offset of the generators are written
+        graph.capture_begin(capture_error_mode="thread_local", **settings)
 
 
 def is_capturing() -> bool:

@@ -194,7 +194,8 @@ class Ticket:
         if not self.finished:
             self.done = self.finished = True
             self.arena.in_flight -= 1
-            self.arena.let_go_of_dropped()
+            if self.arena.holds_dropped or self.graph.tape.dropped:
+                self.arena.let_go_of_dropped()
 
     __del__ = finish
 

@@ -50,7 +50,7 @@ def _reduce_parts(
 
 
 def reduce_parts(x: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
-    """See `reductions.reduce_parts`."""
+    """See `reductions.reduce_parts`; parts of any power of two from 8 on."""
     rows = x.reshape(-1, x.shape[-1])
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     shape, early = (*x.shape[:-1], triton.cdiv(x.shape[-1], length)), can_start_early(x.device)

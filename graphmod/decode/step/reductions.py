@@ -16,13 +16,13 @@ _aten = torch.ops.aten
 
 
 @library.custom_op("graphmod::reduce_parts", mutates_args=())
-def reduce_parts(x: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each part of a row: its largest number, the place of that in the row, and the sum of `exp(number - largest)`,
-    or of `exp(number)` where the largest is infinite. NaN is larger than any number.
+def reduce_parts(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each part of a row, of 2,048 numbers but for the last: its largest number, the place of that in the row, and
+    the sum of `exp(number - largest)`, or of `exp(number)` where the largest is infinite. NaN is larger than any
+    number.
 
     Args:
         x: (..., numbers), floating point of at most four bytes.
-        length: of a part, a power of two from 8 on; the last one may be shorter.
 
     Returns:
         (..., parts) each: float32, int64, float32.
@@ -31,18 +31,18 @@ def reduce_parts(x: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
         from graphmod.decode.step import reduction_kernel
 
         with torch.cuda.device_of(x):
-            return reduction_kernel.reduce_parts(x, length)
-    padded = torch.nn.functional.pad(x.float(), (0, -x.shape[-1] % length), value=float("-inf"))
-    parts = padded.unflatten(-1, (-1, length))
+            return reduction_kernel.reduce_parts(x, _LENGTH)
+    padded = torch.nn.functional.pad(x.float(), (0, -x.shape[-1] % _LENGTH), value=float("-inf"))
+    parts = padded.unflatten(-1, (-1, _LENGTH))
     largest, place = parts.max(-1)
     shift = largest.where(largest.isfinite(), 0)
-    begin = torch.arange(0, padded.shape[-1], length, device=x.device)
+    begin = torch.arange(0, padded.shape[-1], _LENGTH, device=x.device)
     return largest, place + begin, (parts - shift.unsqueeze(-1)).exp().sum(-1)
 
 
 @reduce_parts.register_fake
-def _(x: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
-    shape = [*x.shape[:-1], ceil(x.shape[-1] / length)]
+def _(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    shape = [*x.shape[:-1], ceil(x.shape[-1] / _LENGTH)]
     return tuple(x.new_empty(shape, dtype=dtype) for dtype in (torch.float32, torch.int64, torch.float32))
 
 
@@ -67,7 +67,7 @@ def divide_reductions(graph: GraphModule) -> int:
             x = x.args[0]
         with graph.graph.inserting_before(node):
             if (x, writes) not in parts:
-                parts[x, writes] = _call(graph, torch.ops.graphmod.reduce_parts.default, x, _LENGTH)
+                parts[x, writes] = _call(graph, torch.ops.graphmod.reduce_parts.default, x)
             found = [_call(graph, operator.getitem, parts[x, writes], which) for which in range(3)]
             other = second_stage(graph, *found, keepdim, node.meta["val"].dtype)
         other.meta = dict(node.meta)

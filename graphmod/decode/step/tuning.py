@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from graphmod.backend.lifetime import Graphs, capturing
-from graphmod.backend.streams import RunOn
+from graphmod.backend.streams import begin_capture
 from graphmod.trace.garbage import no_garbage_collection
 
 log = logging.getLogger("graphmod")
@@ -104,10 +104,7 @@ def _captured(launcher: Callable, sets: list[list[Any]], named: dict[str, Any]) 
     with capturing(), no_garbage_collection(), torch.cuda.stream(stream):
         held.graphs.append(graph := torch.cuda.CUDAGraph())
         try:
-            # Before a capture would do it: an interrupt in the Python of `RunOn` must not find it half done.
-            graph.register_generator_state(torch.cuda.default_generators[current.device_index])
-            with RunOn(current):  # seed and offset of the generators are written
-                graph.capture_begin(capture_error_mode="thread_local")
+            begin_capture(graph, [torch.cuda.default_generators[current.device_index]], current)
             for given in itertools.islice(itertools.cycle(sets), _LAUNCHES):
                 launcher(*given, **named, stream=stream.cuda_stream)
             graph.capture_end()
