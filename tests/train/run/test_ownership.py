@@ -95,16 +95,16 @@ def test_two_processes_that_fight_for_a_run_and_are_killed_at_any_moment_lose_an
     kills, refused, furthest, deadline = 0, 0, 0, time.monotonic() + 120
     alive = []
     try:
-        while kills < 20 or alive:
-            assert time.monotonic() < deadline
-            while kills < 20 and len(alive) < 2:
+        while (fighting := kills < 20 or not refused) or alive:
+            assert time.monotonic() < deadline, "they never met" if not refused else "they never ended"
+            while fighting and len(alive) < 2:
                 alive.append(COPIES.Process(target=train_or_lose, args=(config, run)))
                 alive[-1].start()
             time.sleep(random.uniform(0, 0.4))
-            if kills < 20:
+            if fighting:
                 random.choice(alive).kill()
                 kills += 1
-            for process in [process for process in alive if kills == 20 or not process.is_alive()]:
+            for process in [process for process in alive if not fighting or not process.is_alive()]:
                 process.join()
                 assert process.exitcode in (WON, LOST, -signal.SIGKILL)
                 refused += process.exitcode == LOST
@@ -115,7 +115,6 @@ def test_two_processes_that_fight_for_a_run_and_are_killed_at_any_moment_lose_an
     finally:
         for process in alive:
             process.kill()
-    assert refused, "they never met"
     assert train(config, run).losses == whole.losses
     assert RunResult.read(run).status == "finished"
     assert sorted(path.name for path in (run / FOLDER).iterdir()) == ["step_00000059", "step_00000060"]
