@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.decode_shapes import SHAPES, SMOKE, build, progress, prompts, synchronize  # noqa: E402
 
-_ROUNDS = 3
+_ROUNDS = 7
 _LIGHT = 20  # requests that come one after the other
 
 
