@@ -127,7 +127,7 @@ def build(model: PreTrainedModel, config: EngineConfig, codec: Codec | None) -> 
     contexts = context_sizes(size, table * size, attention.stops_at_context)
     graphs = BucketGraphs(step, state, config, contexts, attention.compiled)
     tokens = config.prefill_tokens
-    limits = Limits(tokens, _MOST_PIECES, max(table * size, 4 * tokens))
+    limits = Limits(tokens, _MOST_PIECES, max(min(table, blocks) * size, 4 * tokens))
     packed = None
     if attention.name is not None and unavailable(memory) is None:
         packed = PackedPrefill(model, memory, limits, graphs.settings if config.graphs else None, graphs.group)

@@ -15,6 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from graphmod.decode.cache.cache import PagedCache
 from graphmod.decode.cache.layers import Layer
+from graphmod.decode.prefill.gather import BY_LENGTH, gather_columns
 from graphmod.decode.prefill.view import AT, HELD, NOBODY, OF, PIECE, POSITION, PackedView
 
 NAME = "graphmod_packed"
@@ -50,28 +51,40 @@ def packed_attention(
     Returns:
         (1, T, heads, value_dim).
     """
-    view, layer = cache_view, cache_view.memory.layers[module.layer_idx]
+    view, memory = cache_view, cache_view.memory
+    if _is_flash(memory, memory.layers[module.layer_idx]):
+        return _flash(query, key, value, scaling, view, module.layer_idx), None
     columns = view.packed.columns
     if columns is not None:  # (1, kv_heads, C, head_dim)
-        kept = view.memory.keys[module.layer_idx], view.memory.values[module.layer_idx]
+        kept = memory.keys[module.layer_idx], memory.values[module.layer_idx]
         key, value = (
             held.flatten(0, 1).index_select(0, columns[HELD]).transpose(0, 1).unsqueeze(0).to(query.dtype)
             for held in kept
         )
-    flash = query.is_cuda and query.dtype in _HALF and layer.rule.chunk is None
-    if flash and layer.head_dim == layer.value_dim <= _WIDEST and not layer.head_dim % 8:
-        return _flash(query, key, value, scaling, view, layer), None
-    return _masked(query, key, value, scaling, view, layer), None
+    return _masked(query, key, value, scaling, view, memory.layers[module.layer_idx]), None
 
 
-def _flash(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, view: PackedView, layer: Layer) -> Tensor:
-    query, key, value = (one[0].transpose(0, 1) for one in (query, key, value))
-    starts = view.packed.starts
-    window = {} if layer.rule.window is None else {"window_size_left": layer.rule.window - 1, "window_size_right": 0}
+def reads_by_length(memory: PagedCache) -> bool:
+    """Whether no more columns are read than there are, so that room for many costs no time."""
+    return BY_LENGTH and all(_is_flash(memory, layer) for layer in memory.layers)
+
+
+def _is_flash(memory: PagedCache, layer: Layer) -> bool:
+    half = memory.device.type == "cuda" and memory.dtype in _HALF
+    return half and layer.rule.chunk is None and layer.head_dim == layer.value_dim <= _WIDEST and not layer.head_dim % 8
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, view: PackedView, number: int) -> Tensor:
+    packed, memory, rule = view.packed, view.memory, view.memory.layers[number].rule
+    wanted, key, value = (one[0].transpose(0, 1).to(memory.dtype) for one in (query, key, value))
+    starts = packed.starts
+    if packed.columns is not None:
+        key, value = gather_columns(memory.keys[number], memory.values[number], packed.columns[HELD], starts[1])
+    window = {} if rule.window is None else {"window_size_left": rule.window - 1, "window_size_right": 0}
     out = torch.ops.aten._flash_attention_forward(
-        query, key, value, starts[0], starts[1], len(query), len(key), 0.0, True, False, scale=scaling, **window
+        wanted, key, value, starts[0], starts[1], len(wanted), len(key), 0.0, True, False, scale=scaling, **window
     )
-    return out[0].unsqueeze(0)
+    return out[0].unsqueeze(0).to(query.dtype)
 
 
 def _masked(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, view: PackedView, layer: Layer) -> Tensor:

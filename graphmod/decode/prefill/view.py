@@ -30,7 +30,7 @@ class Packed(NamedTuple):
         tokens: (4, T) int64, rows above.
         columns: (3, C) int64, rows above: all that the pieces attend to; None if that is their own tokens.
         starts: (2, pieces + 2) int32: where the tokens of each piece begin, and its columns; the padding is a last
-            piece.
+            piece, which has no columns.
         ends: (pieces,) int64: which tokens are the last of their prompts; the rest is 0.
     """
 
@@ -45,10 +45,11 @@ class PackedBuffer:
 
     Args:
         limits: of pieces.
+        by_length: whether nobody reads columns that are not there, nor more of a column than its slot.
     """
 
-    def __init__(self, memory: PagedCache, limits: Limits) -> None:
-        self._memory, self._limits = memory, limits
+    def __init__(self, memory: PagedCache, limits: Limits, by_length: bool = False) -> None:
+        self._memory, self._limits, self._by_length = memory, limits, by_length
         numbers = {"dtype": torch.int64, "device": memory.device}
         self._tokens = torch.zeros(4 * limits.tokens, **numbers)
         self._columns = torch.zeros(3 * limits.columns, **numbers)
@@ -74,7 +75,8 @@ class PackedBuffer:
         rows = numpy.zeros((4, tokens), dtype=numpy.int64)
         rows[PIECE] = NOBODY
         rows[SLOT] = size + numpy.arange(tokens) % self._memory.rows  # the spare slots
-        held = None if columns is None else numpy.full((3, columns), NOBODY, dtype=numpy.int64)
+        room = sum(piece.end for piece in pieces) if self._by_length else columns
+        held = None if columns is None else numpy.full((3, room), NOBODY, dtype=numpy.int64)
         if held is not None:
             held[HELD] = NULL_BLOCK * size
         at = place = 0
@@ -95,13 +97,16 @@ class PackedBuffer:
         # Pieces that are not there are empty, and the padding is the last one.
         starts = numpy.array([self._starts_of([len(piece.tokens) for piece in pieces], tokens)] * 2, dtype=numpy.int32)
         if columns is not None:
-            starts[1] = self._starts_of([piece.end for piece in pieces], columns)
+            starts[1] = self._starts_of([piece.end for piece in pieces], place)
         ends = numpy.zeros(self._limits.pieces, dtype=numpy.int64)
         last = [end - 1 for end, piece in zip(self._ends_of(pieces), pieces, strict=True) if piece.last]
         ends[: len(last)] = last
-        for tensor, values in zip(into, (rows, held, starts, ends), strict=True):
-            if tensor is not None:
-                self._bring(tensor, values)
+        for tensor, values in ((into.tokens, rows), (into.starts, starts), (into.ends, ends)):
+            self._bring(tensor, values)
+        if held is not None and self._by_length:
+            self._bring(into.columns[HELD, :room], held[HELD])
+        elif held is not None:
+            self._bring(into.columns, held)
         return into
 
     def _starts_of(self, lengths: list[int], whole: int) -> list[int]:

@@ -1,0 +1,65 @@
+"""Prefill in graphs: what pieces of prompts attend to, and how many graphs that takes."""
+
+import pytest
+import torch
+from decode_models import prompts_of, tiny_model
+
+from graphmod.decode import DecodeEngine
+from graphmod.decode.cache.cache import PagedCache
+from graphmod.decode.cache.layers import uniform
+from graphmod.decode.prefill.gather import gather_columns
+from graphmod.decode.prefill.piece import Limits, Piece
+from graphmod.decode.prefill.view import HELD, PackedBuffer
+
+SIZES = [
+    (2, 64, 64, 256, 77),
+    (3, 24, 40, 300, 300),
+    (8, 128, 128, 4096, 130),
+    (1, 8, 8, 5000, 3333),
+    (2, 256, 16, 9, 0),
+]
+
+
+@pytest.mark.parametrize(("heads", "width", "value_width", "room", "count"), SIZES)
+def test_what_lies_in_the_slots_is_brought_together(heads, width, value_width, room, count, device):
+    torch.manual_seed(0)
+    keys, values = (
+        torch.randn(20, 16, heads, one, device=device, dtype=torch.bfloat16) for one in (width, value_width)
+    )
+    slots = torch.randint(20 * 16, (room,), device=device)
+    starts = torch.tensor([0, count // 2, count, count], dtype=torch.int32, device=device)
+    found = gather_columns(keys, values, slots, starts)
+    for gathered, kept in zip(found, (keys, values), strict=True):
+        assert gathered.shape == (room, *kept.shape[2:])
+        assert torch.equal(gathered[:count], kept.flatten(0, 1)[slots[:count]])
+
+
+def test_only_columns_that_are_there_are_written(device):
+    cache = PagedCache(uniform(1, 1, 8, 1), 12, 4, 2, torch.float32, device)
+    buffer = PackedBuffer(cache, Limits(tokens=8, pieces=3, columns=32), by_length=True)
+    pieces = [Piece([5, 6], 3, [2, 3], True), Piece([7], 0, [5], False)]
+    packed = buffer.fill(pieces, 4, 32)
+    assert packed.columns[HELD, :6].tolist() == [8, 9, 10, 11, 12, 20] and packed.columns.shape == (3, 32)
+    assert packed.starts.tolist() == [[0, 2, 3, 3, 4], [0, 5, 6, 6, 6]], "the padding has tokens, and no columns"
+    assert buffer.fill([], 4, 32).starts[1].tolist() == [0] * 5
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_prompts_of_any_kind_run_in_the_graphs_that_were_captured_ahead_of_time():
+    model = tiny_model("qwen3", torch.device("cuda"), scale=2.0).bfloat16()
+    engine = DecodeEngine(model, max_batch_size=6, block_size=16, prefill_tokens=256)
+    engine.warm_up(progress=False)
+    captured = engine.stats.prefill
+    assert captured.captures == len(engine.prefill.tokens)
+    begun = prompts_of(48, seed=7)[0]
+    engine.generate([begun + one for one in prompts_of(9)], max_new_tokens=3)  # others share its blocks
+    prompts = [*prompts_of(100, 3, 120, 17, 118, 64, 31, 90), *(begun + one for one in prompts_of(5, 40, 70, seed=3))]
+    done = engine.generate(prompts, max_new_tokens=6)
+    used = engine.stats.prefill
+    assert used.captures == captured.captures and used.eager_steps == captured.eager_steps
+    assert used.launches > captured.launches and engine.stats.prefix_tokens > 0
+    for prompt, one in zip(prompts, done, strict=True):
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + one.tokens], device="cuda")).logits[0, len(prompt) - 1 : -1].float()
+        chosen = logits.gather(1, torch.tensor(one.tokens, device="cuda").unsqueeze(1))[:, 0]
+        assert (logits.amax(1) - chosen).max() < 0.25, "bf16 rounds otherwise in another batch"
