@@ -6,10 +6,12 @@ What cannot be replaced, `self_test` names when the package is imported.
 
 import contextlib
 import functools
+import inspect
 import sys
+import threading
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -129,6 +131,53 @@ def is_fx_tracing() -> bool:
     """Whether torch.fx runs code on proxies now."""
     tracer = sys.modules.get("torch.fx._symbolic_trace")
     return tracer is not None and bool(getattr(tracer, "_is_fx_tracing_flag", False))
+
+
+class _Beside(threading.local):
+    active = False
+
+
+_beside = _Beside()
+
+
+@contextlib.contextmanager
+def fx_beside_others() -> Iterator[None]:
+    """While it is active, no other thread notices what torch.fx traces in this one.
+
+    Elsewhere it exchanges `__call__` of all modules for as long as it traces, and tells all threads that it does: a
+    module that another calls then may fail, and compiled code refuses to run. What is traced in here must call neither
+    modules nor functions of `torch.fx.wrap`.
+    """
+    _trace_by_thread()
+    before, _beside.active = _beside.active, True
+    try:
+        yield
+    finally:
+        _beside.active = before
+
+
+@functools.cache
+def _trace_by_thread() -> None:
+    module = torch.fx._symbolic_trace
+    trace, plain = module.Tracer.trace, inspect.unwrap(module.Tracer.trace)
+
+    class Nothing(module._Patcher):
+        def patch(self, *_: Any, **__: Any) -> None:
+            pass
+
+        patch_method = patch
+
+    # The same code with names of its own: what it sets of its module, and whom it lets exchange functions.
+    names = {**vars(module), "_new_patcher": Nothing}
+    beside = types.FunctionType(plain.__code__, names, plain.__name__, plain.__defaults__, plain.__closure__)
+    beside.__kwdefaults__ = plain.__kwdefaults__
+
+    @functools.wraps(trace)
+    @beside_dynamo
+    def by_thread(*args: Any, **kwargs: Any) -> Any:
+        return (beside if _beside.active else trace)(*args, **kwargs)
+
+    module.Tracer.trace = by_thread
 
 
 # -- tensors --------------------------------------------------------------------------------------------------------

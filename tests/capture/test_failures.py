@@ -10,7 +10,7 @@ from harness import config, layered, loss_of, mlp, play, wrapped
 from torch import nn
 from traps import CAPTURES_AT, FAILING, Layer, Model, Trap, armed, run
 
-from graphmod import CUDAGraphModule, graph_layers
+from graphmod import CUDAGraphModule, graph_layers, ungraph
 
 
 @pytest.mark.parametrize("reason", FAILING)
@@ -214,18 +214,23 @@ def test_memory_is_back_after_failed_captures_and_reset(reason):
         model(x).sum().backward()
         model.zero_grad()
 
-    step()
-    before = allocated()
-    graphs = graph_layers(model, config())
     trap = model.layers[1].forward_trap
-    for index in range(8):
-        trap.armed, trap.error = index == CAPTURES_AT, FAILING[reason]
-        step()
-    assert sum(graph.stats.failures for graph in graphs) == 1
-    torch.cuda.synchronize()
-    (x @ x.T).sum().item()  # the stream is usable
-    for graph in graphs:
-        graph.reset()
+
+    def round():
+        graphs = graph_layers(model, config())
+        for index in range(8):
+            trap.armed, trap.error = index == CAPTURES_AT, FAILING[reason]
+            step()
+        assert sum(graph.stats.failures for graph in graphs) == 1
+        torch.cuda.synchronize()
+        (x @ x.T).sum().item()  # the stream is usable
+        for graph in graphs:
+            graph.reset()
+
+    round()  # streams have workspaces from now on
+    ungraph(model)
+    before = allocated()
+    round()
     assert allocated() <= before + 4096
 
 

@@ -98,15 +98,19 @@ def test_suspend_gives_memory_and_graphs_back_and_resume_takes_them_again(device
 @pytest.mark.gpu
 def test_suspend_frees_the_memory_of_the_cache_and_of_the_graphs():
     model = tiny_model("llama", torch.device("cuda"))
-    torch.cuda.empty_cache()
-    before = torch.cuda.mem_get_info()[0]  # the cache is no memory of PyTorch's
-    engine = DecodeEngine(model, max_batch_size=4, cache_tokens=2**23)
-    engine.generate(prompts_of(5, 9), max_new_tokens=12)
-    cache = engine.stats.cache_bytes
-    assert cache >= 2**31, "more than other tests take meanwhile on the same GPU"
-    assert torch.cuda.mem_get_info()[0] <= before - cache / 2
-    engine.suspend()
-    assert torch.cuda.mem_get_info()[0] > before - cache / 2
+    for _ in range(5):  # other tests take and give memory of the same GPU meanwhile
+        torch.cuda.empty_cache()
+        free = [torch.cuda.mem_get_info()[0]]  # the cache is no memory of PyTorch's
+        engine = DecodeEngine(model, max_batch_size=4, cache_tokens=2**23)
+        engine.generate(prompts_of(5, 9), max_new_tokens=12)
+        cache = engine.stats.cache_bytes
+        free.append(torch.cuda.mem_get_info()[0])
+        engine.suspend()
+        free.append(torch.cuda.mem_get_info()[0])
+        assert cache >= 2**31 and not engine.memory.mapped
+        if free[1] <= free[0] - cache / 2 < free[2]:
+            return
+    pytest.fail(f"free before, with a cache of {cache}, and suspended: {free}")
 
 
 def test_a_cache_that_moved_is_noticed_and_a_cleared_one_needs_nothing(device):

@@ -17,6 +17,7 @@ from graphmod.decode.early_launch import can_start_early
 from graphmod.decode.products.joining import join_products
 from graphmod.decode.step.reductions import divide_reductions
 from graphmod.decode.step.state import MOST_STOPS
+from graphmod.torch_private import fx_beside_others
 
 _MOST_COMPILED = 256  # batch sizes times rules of layers; dynamo's own limit is 8, and beyond it goes on uncompiled
 _one_at_a_time = threading.RLock()  # what is patched belongs to the process
@@ -39,7 +40,7 @@ def compile_graph(graph: GraphModule, inputs: list[Tensor], tuned: bool) -> Call
         inputs: without memory (fake tensors).
         tuned: see `by_inductor`.
     """
-    with torch.no_grad(), torch._C._DisableAutocast():
+    with torch.no_grad(), torch._C._DisableAutocast(), fx_beside_others():
         FakeTensorProp(graph, detect_fake_mode(inputs)).propagate_dont_convert_inputs(*inputs)
         join_products(graph)
         divide_reductions(graph)
