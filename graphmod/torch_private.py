@@ -146,7 +146,7 @@ def fx_beside_others() -> Iterator[None]:
 
     Elsewhere it exchanges `__call__` of all modules for as long as it traces, and tells all threads that it does: a
     module that another calls then may fail, and compiled code refuses to run. What is traced in here must call neither
-    modules nor functions of `torch.fx.wrap`.
+    modules nor functions of `torch.fx.wrap`, and may unpickle no graphs.
     """
     _trace_by_thread()
     before, _beside.active = _beside.active, True
@@ -156,10 +156,14 @@ def fx_beside_others() -> Iterator[None]:
         _beside.active = before
 
 
-@functools.cache
 def _trace_by_thread() -> None:
-    module = torch.fx._symbolic_trace
-    trace, plain = module.Tracer.trace, inspect.unwrap(module.Tracer.trace)
+    tracer = torch.fx.Tracer
+    trace, plain = tracer.trace, inspect.unwrap(tracer.trace, stop=_is_by_thread)
+    if _is_by_thread(plain):
+        return
+    if "_new_patcher" not in plain.__code__.co_names:  # a PyTorch that does it in another way
+        return
+    module = sys.modules[plain.__module__]
 
     class Nothing(module._Patcher):
         def patch(self, *_: Any, **__: Any) -> None:
@@ -177,7 +181,12 @@ def _trace_by_thread() -> None:
     def by_thread(*args: Any, **kwargs: Any) -> Any:
         return (beside if _beside.active else trace)(*args, **kwargs)
 
-    module.Tracer.trace = by_thread
+    by_thread._graphmod_by_thread = True
+    tracer.trace = by_thread
+
+
+def _is_by_thread(function: Callable) -> bool:
+    return hasattr(function, "_graphmod_by_thread")
 
 
 # -- tensors --------------------------------------------------------------------------------------------------------

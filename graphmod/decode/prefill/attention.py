@@ -15,12 +15,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from graphmod.decode.cache.cache import PagedCache
 from graphmod.decode.cache.layers import Layer
-from graphmod.decode.prefill.gather import BY_LENGTH, gather_columns
+from graphmod.decode.prefill.gather import copies_by_length, gather_columns
 from graphmod.decode.prefill.view import AT, HELD, NOBODY, OF, PIECE, POSITION, PackedView
 
 NAME = "graphmod_packed"
 _HALF = (torch.float16, torch.bfloat16)
 _WIDEST = 256  # heads that flash attention takes
+_flash_forward = torch.ops.aten._flash_attention_forward
 
 
 def unavailable(memory: PagedCache) -> str | None:
@@ -65,8 +66,10 @@ def packed_attention(
 
 
 def reads_by_length(memory: PagedCache) -> bool:
-    """Whether no more columns are read than there are, so that room for many costs no time."""
-    return BY_LENGTH and all(_is_flash(memory, layer) for layer in memory.layers)
+    """Whether all that pieces see is read from the cache, and no more, so that room for any number costs no time. Not
+    where a part of the cache is far: new keys would come back over the bus."""
+    near = memory.ring is None and copies_by_length(memory.device)
+    return near and all(_is_flash(memory, layer) for layer in memory.layers)
 
 
 def _is_flash(memory: PagedCache, layer: Layer) -> bool:
@@ -81,7 +84,7 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, vie
     if packed.columns is not None:
         key, value = gather_columns(memory.keys[number], memory.values[number], packed.columns[HELD], starts[1])
     window = {} if rule.window is None else {"window_size_left": rule.window - 1, "window_size_right": 0}
-    out = torch.ops.aten._flash_attention_forward(
+    out = _flash_forward(
         wanted, key, value, starts[0], starts[1], len(wanted), len(key), 0.0, True, False, scale=scaling, **window
     )
     return out[0].unsqueeze(0).to(query.dtype)

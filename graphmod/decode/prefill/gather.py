@@ -1,12 +1,29 @@
 """Brings together what pieces of prompts attend to, and no more than that, however much a graph has room for."""
 
-from importlib.util import find_spec
+import functools
+import logging
 
 import torch
 from torch import Tensor, library
 
-BY_LENGTH = find_spec("triton") is not None
-"""Whether no more is copied on a GPU than there is."""
+log = logging.getLogger("graphmod")
+
+
+@functools.cache
+def copies_by_length(device: torch.device) -> bool:
+    """Whether no more is copied than there is: by a kernel, which Triton may be unable to make (no C compiler)."""
+    if device.type != "cuda":
+        return False
+    try:
+        from graphmod.decode.prefill.gather_kernel import gather
+
+        with torch.cuda.device(device):
+            kept = torch.zeros(1, 16, 1, 16, device=device, dtype=torch.bfloat16)
+            gather(kept, kept, torch.zeros(1, dtype=torch.int64, device=device), kept.new_ones(1, dtype=torch.int32))
+    except Exception as error:  # of compilers and drivers: anything
+        log.debug("prefill gathers without a kernel", exc_info=error)
+        return False
+    return True
 
 
 @library.custom_op("graphmod::gather_columns", mutates_args=())
@@ -19,7 +36,7 @@ def gather_columns(keys: Tensor, values: Tensor, slots: Tensor, starts: Tensor) 
         slots: (C,) int64: where each lies.
         starts: (pieces + 2,) int32, of `Packed`: the last but one is how many there are.
     """
-    if keys.is_cuda and BY_LENGTH:
+    if copies_by_length(keys.device):
         from graphmod.decode.prefill.gather_kernel import gather
 
         with torch.cuda.device_of(keys):

@@ -29,8 +29,8 @@ class Packed(NamedTuple):
     Attributes:
         tokens: (4, T) int64, rows above.
         columns: (3, C) int64, rows above: all that the pieces attend to; None if that is their own tokens.
-        starts: (2, pieces + 2) int32: where the tokens of each piece begin, and its columns; the padding is a last
-            piece, which has no columns.
+        starts: (2, pieces + 2) int32: where the tokens of each piece begin, and its columns. The padding is a last
+            piece, to which none of the columns belong.
         ends: (pieces,) int64: which tokens are the last of their prompts; the rest is 0.
     """
 

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from decode_models import prompts_of, tiny_model
+from decode_models import prompts_of, reference, tiny_model
 
 from graphmod.decode import DecodeEngine
 from graphmod.decode.cache.cache import PagedCache
 from graphmod.decode.cache.layers import uniform
+from graphmod.decode.prefill import attention
 from graphmod.decode.prefill.gather import gather_columns
 from graphmod.decode.prefill.piece import Limits, Piece
 from graphmod.decode.prefill.view import HELD, PackedBuffer
@@ -27,6 +28,8 @@ def test_what_lies_in_the_slots_is_brought_together(heads, width, value_width, r
         torch.randn(20, 16, heads, one, device=device, dtype=torch.bfloat16) for one in (width, value_width)
     )
     slots = torch.randint(20 * 16, (room,), device=device)
+    if device.type == "cuda":
+        slots[count:] = 10**12  # nobody looks there
     starts = torch.tensor([0, count // 2, count, count], dtype=torch.int32, device=device)
     found = gather_columns(keys, values, slots, starts)
     for gathered, kept in zip(found, (keys, values), strict=True):
@@ -42,6 +45,60 @@ def test_only_columns_that_are_there_are_written(device):
     assert packed.columns[HELD, :6].tolist() == [8, 9, 10, 11, 12, 20] and packed.columns.shape == (3, 32)
     assert packed.starts.tolist() == [[0, 2, 3, 3, 4], [0, 5, 6, 6, 6]], "the padding has tokens, and no columns"
     assert buffer.fill([], 4, 32).starts[1].tolist() == [0] * 5
+
+
+def flash(query, key, value, starts, columns, tokens, room, dropout, causal, debug, scale=None, **window):
+    """What flash attention gives, for a CPU: each piece sees its own columns, its last token all of them."""
+    assert causal and not window and (tokens, room) == (len(query), len(key))
+    row, column = torch.arange(tokens), torch.arange(room)
+    piece, of = (torch.searchsorted(begin, at, right=True) for begin, at in ((starts, row), (columns, column)))
+    last, whole = starts[piece], columns[piece]  # where the next piece begins
+    seen = (piece[:, None] == of) & (column - whole[:, None] <= (row - last)[:, None])
+    key, value = (one.repeat_interleave(query.shape[1] // key.shape[1], 1).transpose(0, 1) for one in (key, value))
+    scores = (query.transpose(0, 1) @ key.transpose(1, 2)) * (query.shape[2] ** -0.5 if scale is None else scale)
+    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+    value = value.where((column < columns[-1])[None, :, None], 0)
+    return ((weights.nan_to_num() @ value).transpose(0, 1),)
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    def gather(keys, values, slots, starts):
+        there = (torch.arange(len(slots)) < starts[-2])[:, None, None]
+        return [one.where(there, float("nan")) for one in gather_columns(keys, values, slots, starts)]
+
+    monkeypatch.setattr(attention, "_is_flash", lambda memory, layer: True)
+    monkeypatch.setattr(attention, "copies_by_length", lambda device: True)
+    monkeypatch.setattr(attention, "gather_columns", gather)
+    monkeypatch.setattr(attention, "_flash_forward", flash)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"prefill_tokens": 256},
+        {"prefill_tokens": 16, "block_size": 4},
+        {"prefill_tokens": 8, "block_size": 8, "cache_tokens": 128},
+        {"prefill_tokens": 200, "graphs": False},
+    ],
+)
+@pytest.mark.parametrize("architecture", ["qwen3", "gpt2"])
+def test_prompts_in_pieces_with_shared_beginnings_get_the_tokens_of_generate(architecture, settings, as_on_a_gpu):
+    model = tiny_model(architecture, torch.device("cpu"))
+    engine = DecodeEngine(model, max_batch_size=3, keep_prefixes=True, **settings)
+    begun = prompts_of(40, seed=7)[0]
+    prompts = [begun, *prompts_of(30, 1, 100, 17), *(begun[:30] + one for one in prompts_of(5, 40, 2, seed=3))]
+    for _ in range(2):
+        done = engine.generate(prompts, max_new_tokens=5)
+        assert [one.tokens for one in done] == [reference(model, prompt, 5) for prompt in prompts]
+    assert engine.stats.prefix_tokens > 0
+    assert {columns for _, columns in engine.prefill.wrappers} <= {engine.prefill.columns[-1]}
+    assert engine.stats.prefill.failures == 0 and settings.get("graphs", True) == (engine.stats.prefill.launches > 0)
+
+
+def test_keys_of_far_layers_do_not_come_back_for_prefill(as_on_a_gpu):
+    engine = DecodeEngine(tiny_model("llama", torch.device("cpu")), max_batch_size=2, offload="layers")
+    assert engine.generate(prompts_of(9), max_new_tokens=3) and {None} == {key for _, key in engine.prefill.wrappers}
 
 
 @pytest.mark.gpu
