@@ -4,12 +4,15 @@ import os
 import shutil
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import graphmod
 from graphmod.train.run.folders import from_here
+
+_SILENCE = 3.0  # seconds, within which libraries that were read before are there
 
 
 def version() -> str:
@@ -41,9 +44,26 @@ def _interrupted(*_: object) -> None:
 
 
 @contextmanager
-def loading() -> Iterator[None]:
+def loading(silent: bool = False) -> Iterator[None]:
     """Around imports of large libraries: Ctrl-C ends the process with one line, because a KeyboardInterrupt in the
-    middle of an import is a page of traceback, or another error. A missing library is one line too."""
+    middle of an import is a page of traceback, or another error. A missing library is one line too.
+
+    Args:
+        silent: never tells a terminal, after some seconds, what takes so long.
+    """
+    telling = threading.Timer(_SILENCE, print, ["loading PyTorch and transformers"], {"file": sys.stderr})
+    telling.daemon = True
+    if sys.stderr.isatty() and not silent:
+        telling.start()
+    try:
+        with _interruptible():
+            yield
+    finally:
+        telling.cancel()
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
     before = signal.getsignal(signal.SIGINT)
     if before is not signal.default_int_handler:  # somebody else's, or another thread's affair
         yield

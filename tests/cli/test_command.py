@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 import zipfile
 
 import pytest
@@ -12,6 +13,7 @@ from processes import search_first
 
 import graphmod
 from graphmod.cli import main as command
+from graphmod.cli import start
 from graphmod.cli.start import shown, words
 
 WITHOUT_TORCH = """
@@ -167,3 +169,15 @@ def test_a_library_that_is_not_there_is_one_line(tmp_path):
     )
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert "has no omegaconf; install graphmod for it" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("terminal", "silent", "slow"),
+    [(True, False, True), (True, True, True), (False, False, True), (True, False, False)],
+)
+def test_a_terminal_is_told_what_takes_seconds(terminal, silent, slow, monkeypatch, capsys):
+    monkeypatch.setattr(start, "_SILENCE", 0.05 if slow else 30)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    with start.loading(silent):
+        time.sleep(0.3)
+    assert capsys.readouterr().err == ("loading PyTorch and transformers\n" if terminal and slow and not silent else "")

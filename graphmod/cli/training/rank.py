@@ -30,7 +30,7 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")  # as main.py has it
     if own_rank():
         stay_silent(lambda text: None)
-    with loading():
+    with loading(silent=bool(own_rank())):
         from omegaconf import OmegaConf
 
         from graphmod.cli.training.job import Job, attempt
