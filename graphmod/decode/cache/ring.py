@@ -22,12 +22,15 @@ _BRIDGE_BYTES = 2**17  # the time that one more node takes
 
 
 def far_layers(count: int, resident: float) -> list[int]:
-    """Which of `count` layers are kept in the memory of the host, the others spread evenly among them.
+    """Which of `count` layers are kept in the memory of the host, the others spread evenly among them. The last layer
+    is far: nothing is copied while a step computes what comes after its last copy, so that is to be little.
 
     Args:
         resident: the share that stays on the device, 0 to 1.
     """
-    return [number for number in range(count) if int((number + 1) * resident) == int(number * resident)]
+    return [
+        number for number in range(count) if int((count - number) * resident) == int((count - number - 1) * resident)
+    ]
 
 
 def buffer_sizes(sizes: dict[int, tuple[torch.Size, torch.Size]], buffers: int) -> list[tuple[int]]:
