@@ -68,8 +68,8 @@ def packed_attention(
 def reads_by_length(memory: PagedCache) -> bool:
     """Whether all that pieces see is read from the cache, and no more, so that room for any number costs no time. Not
     where a part of the cache is far: new keys would come back over the bus."""
-    near = memory.ring is None and copies_by_length(memory.device)
-    return near and all(_is_flash(memory, layer) for layer in memory.layers)
+    near = memory.ring is None and all(_is_flash(memory, layer) for layer in memory.layers)
+    return near and copies_by_length(memory.device)
 
 
 def _is_flash(memory: PagedCache, layer: Layer) -> bool:
