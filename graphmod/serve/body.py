@@ -48,8 +48,13 @@ async def read_body(request: Request, kind: type[R], most: int) -> R:
         given = json.loads(raw.decode("utf-8-sig"), parse_constant=_constant)
         if _SURROGATE.search(raw):
             json.dumps(given, ensure_ascii=False).encode()  # raises for half of a pair, which no tokenizer takes
-    except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"the body is not JSON: {error}") from None
+    except RecursionError:
+        raise ApiError(400, "the body is nested too deeply") from None
+    except UnicodeEncodeError:
+        raise ApiError(400, "a text in the body has half of a surrogate pair (\\ud800 to \\udfff)") from None
+    except ValueError as error:
+        digits = "digits" in str(error)  # Python reads no more than some thousand
+        raise ApiError(400, "a number has too many digits" if digits else f"the body is not JSON: {error}") from None
     try:
         return kind.model_validate(given)
     except Unsupported as field:

@@ -258,3 +258,14 @@ def test_the_last_checkpoint_of_a_run_is_that_of_most_steps(tmp_path):
         for name in ("config.json", "checkpoint.json"):
             os.utime(folder / name, (step, 1000 - step))
     assert model_folder(str(tmp_path)).name == "step_00000020"
+
+
+def test_no_run_is_looked_for_far_below_a_folder(tmp_path):
+    folder = tmp_path / "runs" / "compare" / "date" / "job" / "checkpoints" / "step_00000020"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    (folder / "checkpoint.json").write_text(json.dumps({"steps_done": 20, "settings": {}, "data": {}, "files": {}}))
+    for given in (folder.parents[3], folder.parents[4]):
+        assert model_folder(str(given)) == folder
+    with pytest.raises(ConfigError, match="holds neither"):
+        model_folder(str(tmp_path))

@@ -259,6 +259,7 @@ def test_requests_wait_for_memory_and_none_is_lost(device):
         ([3], {"sampling": {"temperature": 1.0}}, "must be a Sampling, .* got dict"),
         (None, {}, "prompt 1 must be token ids or a text, got NoneType"),
         (torch.tensor([[3, 4], [5, 6]]), {}, r"shape \(2, 2\); give each row as a prompt"),
+        ([True, False], {}, "holds True, which is not a token id"),
     ],
     ids=str,
 )
@@ -267,6 +268,8 @@ def test_a_wrong_request_is_one_clear_error_and_the_engine_goes_on(prompt, setti
     with pytest.raises(RequestError, match=said):
         engine.generate([[3, 4], prompt], **{"max_new_tokens": 5, **settings})
     assert len(engine.generate([[3, 4]], max_new_tokens=5)[0].tokens) == 5
+    with pytest.raises(RequestError, match="got one tensor of token ids"):
+        engine.generate(torch.tensor([3, 4]))
 
 
 class Letters:

@@ -225,6 +225,19 @@ def test_what_is_no_json_object_is_refused(served, body):
     assert status == 400 and "error" in answer
 
 
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b'{"prompt": "a", "seed": %s}' % (b"9" * 5000), "a number has too many digits"),
+        (b'{"prompt": "\\ud800"}', "half of a surrogate pair"),
+        (b"[" * 100_000, "nested too deeply"),
+    ],
+)
+def test_json_that_cannot_be_used_is_not_called_something_else(served, body, said):
+    status, answer, _ = served.post("/v1/completions", body)
+    assert status == 400 and said in answer["error"]["message"]
+
+
 def test_half_a_surrogate_pair_is_refused(served):
     for field in (b"model", b"prompt", b"stop"):
         status, body, _ = served.post("/v1/completions", b'{"prompt": "a", "%s": "\\ud800"}' % field)

@@ -62,6 +62,12 @@ def test_a_chat_streams_goes_on_and_can_be_stopped(tmp_path):
         one.wait_until_idle()
         page.js("$('clear').click()")
         assert page.js("document.querySelectorAll('.turn').length") == 0
+        ask(page, next(q for q in map("long {}".format, range(400)) if len(done(300, q).tokens) == 300))
+        page.wait_for("document.querySelector('.turn.busy .text')?.textContent")
+        page.js("$('clear').click(); $('max_tokens').value = 12")
+        ask(page, told[0])
+        page.wait_for(f"({NOTE})?.includes('12 tokens')")
+        assert page.js(ANSWER) == first and page.js("messages.length") == 2, "nothing of what was left is told"
 
 
 @needs_browser

@@ -11,6 +11,7 @@ from graphmod.train.schema.model import ADAPTER_FILE, NO_DOWNLOAD
 log = logging.getLogger("graphmod")
 
 _CONFIGS = ("config.json", ADAPTER_FILE)
+_DEPTH = 3  # folders between one that is given and a run's: runs/compare/DATE_TIME/JOB
 _RUNS = Path("runs/train"), Path("runs/compare")  # of train.py, and of its multiruns
 
 
@@ -48,7 +49,7 @@ def _latest_first(folder: Path) -> list[Path]:
     """The checkpoints in a folder of runs, those of the run that saved last first, and of each run the one with most
     steps; what has lost some of its files is among them."""
     runs: dict[Path, list[Path]] = {}
-    for one in folder.glob(f"**/{FOLDER}/*"):
+    for one in (one for depth in range(_DEPTH + 1) for one in folder.glob(f"{depth * '*/'}{FOLDER}/*")):
         if one.name[0] != "." and (checkpoint_of(one) or any((one / name).is_file() for name in _CONFIGS)):
             runs.setdefault(one.parent, []).append(one)
     ordered = sorted(runs.values(), key=lambda run: max(map(_saved_at, run)), reverse=True)

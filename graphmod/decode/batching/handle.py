@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any, Protocol
 
 from graphmod.decode.errors import DecodeError
 from graphmod.decode.results import Completion, Run
+
+log = logging.getLogger("graphmod")
+
+_SILENCE = 10.0  # seconds
+_WHO_STEPS = "Whoever waits does not step the engine: an EngineLoop does, or engine.step() in another thread"
 
 
 class Sample(Protocol):
@@ -58,9 +64,15 @@ class Handle:
             TimeoutError: they have not ended by then; the request goes on.
             DecodeError: the engine failed; or its own error.
         """
+        first = _SILENCE if timeout is None else min(timeout, _SILENCE)
         with self._changed:
-            if not self._changed.wait_for(lambda: self.done, timeout):
-                raise TimeoutError(f"the request has not ended after {timeout} s")
+            ended = self._changed.wait_for(lambda: self.done, first)
+            if not ended and timeout != first:
+                if not any(self._seen):
+                    log.warning("a request has no token after %g s. %s", first, _WHO_STEPS)
+                ended = self._changed.wait_for(lambda: self.done, None if timeout is None else timeout - first)
+        if not ended:
+            raise TimeoutError(f"the request has not ended after {timeout} s. {_WHO_STEPS}")
         self.check()
         return self.completions
 

@@ -99,10 +99,13 @@ class RequestReader:
             )
         if set(map(type, found)) == {int} and min(found) >= 0 and max(found) < self.vocabulary:
             return found
-        wrong = next((t for t in found if not isinstance(t, Integral) or not 0 <= t < self.vocabulary), None)
+        wrong = next((t for t in found if not self._is_token(t)), None)
         if wrong is not None:
             raise RequestError(f"prompt {number} holds {wrong!r}, which is not a token id below {self.vocabulary}")
         return list(map(int, found))
+
+    def _is_token(self, token: Any) -> bool:
+        return isinstance(token, Integral) and not isinstance(token, bool) and 0 <= token < self.vocabulary
 
     def stops(self, sampling: Sampling) -> tuple[list[int], list[list[int]], list[str]]:
         """What ends a request: token ids, sequences of several ids, texts.
@@ -145,6 +148,8 @@ class RequestReader:
         """The n samples of each prompt; on the arguments see `DecodeEngine.generate`. Raises RequestError."""
         if isinstance(prompts, str):
             raise RequestError("prompts must be a list of prompts, got one text; write [prompt]")
+        if isinstance(prompts, torch.Tensor) and prompts.dim() == 1:
+            raise RequestError("prompts must be a list of prompts, got one tensor of token ids; write [prompt]")
         if not hasattr(prompts, "__len__"):
             raise RequestError(f"prompts must be a list of prompts, got {type(prompts).__name__}")
         each = sampling if isinstance(sampling, list) else [sampling or Sampling()] * len(prompts)

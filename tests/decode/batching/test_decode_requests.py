@@ -34,6 +34,17 @@ def test_requests_join_a_running_engine_and_each_gets_its_own_tokens(device):
     assert all(handle.done for handle in handles) and engine.stats.blocks_used == 0 and engine.step() == []
 
 
+def test_who_waits_where_nobody_steps_is_told_so(device, monkeypatch, caplog):
+    monkeypatch.setattr("graphmod.decode.batching.handle._SILENCE", 0.1)
+    engine = DecodeEngine(tiny_model("llama", device), max_batch_size=2)
+    waits = engine.submit(prompts_of(5)[0], max_new_tokens=3)
+    with pytest.raises(TimeoutError, match="does not step the engine"):
+        waits.wait(0.3)
+    assert caplog.text.count("a request has no token after 0.1 s") == 1
+    threading.Timer(0.3, run, [engine]).start()
+    assert waits.wait()[0].tokens == waits.wait(0)[0].tokens != []
+
+
 def test_runs_are_told_as_they_come_and_make_up_the_completions(device):
     engine = DecodeEngine(tiny_model("llama", device), max_batch_size=4, steps_per_sync=3)
     told, stepped = [], []
