@@ -142,9 +142,6 @@ def _run(plan: Plan, out: OutputFile | None) -> int:
     if is_adapter(folder) and isinstance(codec, TokenizerCodec):  # the base they were loaded on has its own ends
         set_special_tokens(model, codec.tokenizer)
     print(f"model: {folder}" + (f", {known}" if (known := trained(folder)) else ""), file=sys.stderr)
-    if config.graph.compile is not CompileMode.none and model.device.type != "cuda":
-        said = f"graph.compile={config.graph.compile.value} is for a GPU and is ignored on this {model.device.type}"
-        print(f"note: {said}", file=sys.stderr, flush=True)
     if config.decode.n > 1 and config.decode.temperature <= 0:
         print("note: with decode.temperature=0 all samples of a prompt are the same", file=sys.stderr, flush=True)
     engine = DecodeEngine(model, config.engine(len(prompts) * config.decode.n), codec=codec)

@@ -17,7 +17,6 @@ from graphmod.cli.generation.loading import cache_of, load_model
 from graphmod.cli.generation.provenance import trained
 from graphmod.cli.serving.schema import ServeConfig
 from graphmod.cli.stdout import end_at_once, say_plainly, show
-from graphmod.config import CompileMode
 from graphmod.decode.engine import DecodeEngine
 from graphmod.decode.step.sampling import FILTERED, GREEDY, PLAIN
 from graphmod.decode.text.codec import TokenizerCodec, codec_for
@@ -90,9 +89,6 @@ def _engine(config: ServeConfig, folder: Path) -> DecodeEngine:
     if is_adapter(folder) and isinstance(codec, TokenizerCodec):  # the base they were loaded on has its own ends
         set_special_tokens(model, codec.tokenizer)
     say_plainly(f"model: {folder}" + (f", {known}" if (known := trained(folder)) else ""))
-    if config.graph.compile is not CompileMode.none and model.device.type != "cuda":
-        said = f"graph.compile={config.graph.compile.value} is for a GPU and is ignored on this {model.device.type}"
-        say_plainly(f"note: {said}")
     engine = DecodeEngine(model, config.engine(), codec=codec)
     held = engine.stats.blocks_total * engine.memory.block_size
     if held < engine.max_seq_len:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -16,6 +17,8 @@ from graphmod.decode.step.state import BatchState
 from graphmod.decode.step.step import DecodeStep
 from graphmod.graph.group import Group
 from graphmod.wrap.module import CUDAGraphModule
+
+log = logging.getLogger("graphmod")
 
 _LEAST_VISITED = 256  # below it attention costs no time to speak of
 
@@ -114,6 +117,8 @@ class BucketGraphs:
         self.compiler: StepCompiler | None = None
         if config.compile is not CompileMode.none and state.device.type == "cuda":
             self.compiler = StepCompiler(config.compile is CompileMode.max, config.compile_in_background)
+        elif config.compile is not CompileMode.none:
+            log.warning("compile=%s is for a GPU and is ignored on this %s", config.compile.value, state.device.type)
 
     def bucket(self, rows: int) -> int:
         """The smallest batch size with a graph that holds `rows` rows."""
