@@ -76,9 +76,9 @@ class PackedPrefill:
         between = [3 * size // 2 for size in doubling if size >= _BUSY_TOKENS and 3 * size // 2 < limits.tokens]
         self.tokens = sorted({*doubling, *between})
         # One size where any number of columns takes the time of those that there are.
-        self._always = reads_by_length(memory)
-        self.columns = [limits.columns] if self._always else sizes(_LEAST_COLUMNS, limits.columns, 4)
-        self._buffer = PackedBuffer(memory, limits, by_length=self._always)
+        self._by_length = reads_by_length(memory)
+        self.columns = [limits.columns] if self._by_length else sizes(_LEAST_COLUMNS, limits.columns, 4)
+        self._buffer = PackedBuffer(memory, limits, by_length=self._by_length)
         self._device, self._released = memory.device, 0
         self.wrappers: dict[Key, CUDAGraphModule] = {}
         self._counts = BucketStats()
@@ -107,7 +107,7 @@ class PackedPrefill:
         used = sum(len(piece.tokens) for piece in pieces)
         size = next(size for size in self.tokens if size >= used)
         columns = None
-        if self._always or any(piece.start for piece in pieces):
+        if self._by_length or any(piece.start for piece in pieces):
             columns = next(size for size in self.columns if size >= sum(piece.end for piece in pieces))
         return size, columns
 
@@ -129,7 +129,7 @@ class PackedPrefill:
         if self._settings is None:
             return
         most = next((size for size in self.columns if size >= longest), self.columns[-1])
-        columns = [None] * (not self._always) + [size for size in self.columns if size <= most]
+        columns = [None] * (not self._by_length) + [size for size in self.columns if size <= most]
         sizes = [(size, held) for size in self.tokens for held in columns if held is None or held >= size]
         with tqdm(sizes[::-1], desc="capturing prefill", unit="graph", disable=None if progress else True) as bar:
             for size, held in bar:
