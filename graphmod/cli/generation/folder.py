@@ -1,6 +1,7 @@
 """Finds the folder of the model that `generate.py` is to sample from. No torch."""
 
 import logging
+from itertools import chain
 from pathlib import Path
 
 from graphmod.errors import ConfigError
@@ -49,7 +50,7 @@ def _latest_first(folder: Path) -> list[Path]:
     """The checkpoints in a folder of runs, those of the run that saved last first, and of each run the one with most
     steps; what has lost some of its files is among them."""
     runs: dict[Path, list[Path]] = {}
-    for one in (one for depth in range(_DEPTH + 1) for one in folder.glob(f"{depth * '*/'}{FOLDER}/*")):
+    for one in chain.from_iterable(folder.glob(f"{depth * '*/'}{FOLDER}/*") for depth in range(_DEPTH + 1)):
         if one.name[0] != "." and (checkpoint_of(one) or any((one / name).is_file() for name in _CONFIGS)):
             runs.setdefault(one.parent, []).append(one)
     ordered = sorted(runs.values(), key=lambda run: max(map(_saved_at, run)), reverse=True)

@@ -42,8 +42,3 @@ def gather_columns(keys: Tensor, values: Tensor, slots: Tensor, starts: Tensor) 
         with torch.cuda.device_of(keys):
             return gather(keys, values, slots, starts[-2:])
     return keys.flatten(0, 1).index_select(0, slots), values.flatten(0, 1).index_select(0, slots)
-
-
-@gather_columns.register_fake
-def _(keys: Tensor, values: Tensor, slots: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
-    return keys.new_empty((len(slots), *keys.shape[2:])), values.new_empty((len(slots), *values.shape[2:]))
