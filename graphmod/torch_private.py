@@ -248,6 +248,21 @@ def settle_attention_order(device: torch.device) -> None:
         torch._fused_sdp_choice(query, query, query)
 
 
+@functools.cache
+def settle_assembler() -> None:
+    """Lets Triton name what it keeps on disk after the assembler that PyTorch sets for it.
+
+    Triton asks for its version once. A process that has used Triton before PyTorch set another one would name kernels
+    otherwise than PyTorch's compile workers do, and the next process would compile anew what these have compiled.
+    """
+    with contextlib.suppress(ImportError, AttributeError):
+        from torch._inductor.runtime.compile_tasks import _set_triton_ptxas_path
+        from triton.backends.nvidia.compiler import get_ptxas_version
+
+        _set_triton_ptxas_path()
+        get_ptxas_version.cache_clear()
+
+
 def self_test() -> None:
     """Calls what has no replacement.
 

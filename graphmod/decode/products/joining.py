@@ -59,6 +59,12 @@ def join_products(graph: GraphModule, device: str = "cuda") -> int:
     return joined
 
 
+def multiplies_row(graph: GraphModule) -> bool:
+    """Whether a product that it was given here is of a single row."""
+    own = torch.ops.graphmod.products.default, torch.ops.graphmod.gated_product.default
+    return any(node.target in own and _rows(node.args[0]) == 1 for node in graph.graph.nodes)
+
+
 def is_write(node: Node) -> bool:
     """Whether an operation writes to memory that it is given."""
     return isinstance(node.target, torch._ops.OpOverload) and bool(written(facts(node.target), node.args, node.kwargs))

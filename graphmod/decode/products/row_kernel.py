@@ -39,6 +39,8 @@ def _multiply_row(
     GATED: tl.constexpr,
 ):
     """Each program makes OUT columns of one result; gated, of the first two weights together."""
+    # At once: what comes next is a small kernel or attention, and the next product waits behind that.
+    tl.extra.cuda.gdc_launch_dependents()
     program = tl.program_id(0)
     weight, out, _, column = place(
         program, first_weight, second_weight, third_weight, first_out, second_out, third_out, FIRST, SECOND, THIRD, OUT
@@ -51,7 +53,6 @@ def _multiply_row(
         others = _tile(second_weight + begin, depth[None, :], 0, FEATURES, DEPTH)
     # The kernel before may still run. It makes the input, but no weight: those come meanwhile.
     tl.extra.cuda.gdc_wait()
-    tl.extra.cuda.gdc_launch_dependents()
     taken = _tile(x + depth, depth, 0, FEATURES, DEPTH).to(tl.float32)[None, :]
     total = tl.sum(some.to(tl.float32) * taken, 1)
     if GATED:

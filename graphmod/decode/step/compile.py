@@ -14,10 +14,10 @@ from torch.fx import GraphModule
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from graphmod.decode.early_launch import can_start_early
-from graphmod.decode.products.joining import join_products
+from graphmod.decode.products.joining import join_products, multiplies_row
 from graphmod.decode.step.reductions import divide_reductions
 from graphmod.decode.step.state import MOST_STOPS
-from graphmod.torch_private import fx_beside_others
+from graphmod.torch_private import fx_beside_others, settle_assembler
 
 _MOST_COMPILED = 256  # batch sizes times rules of layers; dynamo's own limit is 8, and beyond it goes on uncompiled
 _one_at_a_time = threading.RLock()  # what is patched belongs to the process
@@ -65,14 +65,17 @@ def by_inductor(graph: GraphModule, inputs: list[Any], tuned: bool) -> Callable[
         patches["coordinate_descent_tuning"] = True
     waiting: contextlib.AbstractContextManager = contextlib.nullcontext()
     if torch.cuda.is_available():
+        settle_assembler()
         # Kernels that do not need each other are one: query and key are rotated by the same launch.
         patches["combo_kernels"] = True
     if torch.cuda.is_available() and _can_launch_early():
         patches["triton.enable_pdl"] = True
-        waiting = every_kernel_waits_first()
+        late = multiplies_row(graph)
+        waiting = every_kernel_waits_first(late)
         # No function of this name is called: it tells apart what is kept on disk.
         marked = torch._inductor.config.unsafe_marked_cacheable_functions
-        patches["unsafe_marked_cacheable_functions"] = {**marked, "graphmod.every_kernel_waits_first": "1"}
+        which = "late" if late else "early"
+        patches["unsafe_marked_cacheable_functions"] = {**marked, "graphmod.every_kernel_waits_first": which}
     # What was traced and compiled of it is kept between processes.
     with _one_at_a_time, torch._functorch.config.patch(enable_autograd_cache=True), waiting:
         return compile_fx(graph, inputs, config_patches=patches)
@@ -86,11 +89,15 @@ def _can_launch_early() -> bool:
 
 
 @contextlib.contextmanager
-def every_kernel_waits_first() -> Iterator[None]:
-    """Lets each kernel that inductor generates for early launch begin with that the next one may start, and then wait.
+def every_kernel_waits_first(late: bool = False) -> Iterator[None]:
+    """Lets each kernel that inductor generates for early launch begin with a wait.
 
     Inductor lets a kernel read before it waits what the kernel before it did not write, and leaves the wait out where
     it finds no need; see `early_launch` why neither will do. Of several kernels in one, each has its own lines.
+
+    Args:
+        late: the next kernel may start when one has loaded all that it reads, which is inductor's own place for it.
+            Else it may at once, before the wait.
     """
     from torch._inductor.codegen.triton import TritonKernel
 
@@ -99,14 +106,21 @@ def every_kernel_waits_first() -> Iterator[None]:
     def filtered(kernel: Any, code: Any) -> None:
         if not kernel._enable_pdl_codegen():  # of another thread
             return before(kernel, code)
-        kept = [line for line in code._lines if not isinstance(line, str) or line.strip() not in (_WAIT, _LAUNCH)]
-        code._lines[:] = [_LAUNCH, _WAIT, *kept]
+        if late:
+            before(kernel, code)
+            code._lines[:] = [_WAIT, *_without(code._lines, _WAIT)]
+        else:
+            code._lines[:] = [_LAUNCH, _WAIT, *_without(code._lines, _LAUNCH, _WAIT)]
 
     TritonKernel._filter_pdl = filtered
     try:
         yield
     finally:
         TritonKernel._filter_pdl = before
+
+
+def _without(lines: list[Any], *calls: str) -> list[Any]:
+    return [line for line in lines if not isinstance(line, str) or line.strip() not in calls]
 
 
 def compiled_code() -> contextlib.AbstractContextManager:
