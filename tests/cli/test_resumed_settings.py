@@ -5,6 +5,7 @@ import json
 import pytest
 from conftest import DROPOUT, composed, filled
 
+from graphmod.cli.training import job
 from graphmod.cli.training.compose import parse
 from graphmod.cli.training.job import Job, attempt
 from graphmod.cli.training.main import main
@@ -46,6 +47,22 @@ def test_the_folder_is_all_that_has_to_be_given(stopped, tmp_path):
     resumed = train(config, tmp_path / "unused")
     assert resumed.losses == losses and resumed.resumed_at_step == 3
     assert not (tmp_path / "unused").exists()
+
+
+@pytest.mark.parametrize("started", [True, False])
+def test_ranks_join_on_the_device_of_the_run(stopped, tmp_path, monkeypatch, capsys, started):
+    run, _ = stopped(wanted=False) if started else (tmp_path / "none", None)
+
+    def joined(wanted):
+        raise ConfigError(f"joined on {wanted.value}")
+
+    monkeypatch.setattr(job, "ranks_started", lambda: 2)
+    monkeypatch.setattr(job, "joined", joined)
+    overrides = [f"train.resume={run}", "train.device=auto"][: 1 if started else 2]
+    settings = filled(*overrides)
+    settings.train.device = "auto"  # as a command line has it
+    assert attempt(settings, Job(tmp_path, overrides, alone=True, given=overrides))[0] == 2
+    assert "joined on cpu" in capsys.readouterr().err
 
 
 def test_so_does_one_of_its_checkpoints(stopped, tmp_path):

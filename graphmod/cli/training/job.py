@@ -88,7 +88,7 @@ def attempt(cfg: DictConfig, job: Job) -> tuple[int, str | Path]:
     if ranks_started() == 1:
         return _tried(cfg, job, ALONE)
     try:
-        with joined(DeviceName(getattr(cfg.train.device, "name", cfg.train.device))) as ranks:
+        with joined(_device(cfg, job)) as ranks:
             peers = Peers(ranks, complain_for_all)
             if not ranks.first:
                 stay_silent(peers.say)
@@ -102,6 +102,15 @@ def attempt(cfg: DictConfig, job: Job) -> tuple[int, str | Path]:
     except ConfigError as error:
         complain(error)
         return 2, str(error)
+
+
+def _device(cfg: DictConfig, job: Job) -> DeviceName:
+    """That of the run, which is not the command line's where it is resumed."""
+    try:
+        device = job_settings(cfg, job.overrides).settings["train"]["device"]
+    except ConfigError:  # the ranks say it once they have joined, for which they need no GPU
+        return DeviceName.cpu
+    return DeviceName(getattr(device, "name", device))
 
 
 class _Failed(Exception):
