@@ -19,7 +19,7 @@ from transformers import (
 
 from graphmod import CUDAGraphConfig, CUDAGraphModule, DecodeEngine, graph_layers
 from graphmod.check.cli import main as check
-from graphmod.cli.generation.folder import model_folder
+from graphmod.cli.generation.folder import model_folder, require_positions
 from graphmod.cli.generation.main import GENERATE
 from graphmod.cli.serving.main import SERVE
 from graphmod.cli.training.compose import TRAIN, parse
@@ -82,12 +82,14 @@ model.mkdir()
 (model / "config.json").write_text("{}")
 assert serve(["model.path=model"]) == 2
 (model / "tokenizer.json").touch()
+(model / "config.json").write_text('{"max_position_embeddings": 64}')
 taken = socket.create_server(("127.0.0.1", 0))
 wrong = [
     "serve.prot=1", "serve.port=70000", "serve.port=x", f"serve.port={taken.getsockname()[1]}", "serve.host=256.1.1.1",
     "serve.host=" + "a" * 70, "serve.api_key=", "serve.max_waiting=-1", "serve.drain_seconds=nan", "graph=per_layer",
     "serve.max_body_bytes=0", "serve.default_max_tokens=0", "decode.max_batch_size=0", "decode.max_seq_len=1",
     "decode.cache_tokens=1", "graph.compile=some", "tokenizer=nothing", "model.path=nothing", "model.device=tpu",
+    "decode.max_seq_len=65",
 ]
 assert [serve(["model.path=model", one]) for one in wrong] == [2] * len(wrong)
 sys.modules["uvicorn"] = None
@@ -140,7 +142,8 @@ def test_what_generate_cannot_use_is_told_without_loading_torch(tmp_path):
 
 def test_what_serve_cannot_use_is_told_without_loading_torch(tmp_path):
     done = python("-c", ANSWERS_OF_SERVE, cwd=tmp_path)
-    assert done.returncode == 0 and done.stderr.count("error: ") == 21, done.stderr
+    assert done.returncode == 0 and done.stderr.count("error: ") == 22, done.stderr
+    assert "decode.max_seq_len=65 is more than the 64 positions of the model" in done.stderr
     for said in ("holds no tokenizer", "serve.port=0 for any free one", "serve.host=256.1.1.1 serve.port=8000 cannot"):
         assert said in done.stderr
     for said in ("aaa serve.port=8000 cannot be listened on: it is no", "less than one block", "serving needs uvicorn"):
@@ -302,6 +305,25 @@ def test_an_argument_that_is_no_setting_says_what_to_write(program, typed, said,
     with pytest.raises(ConfigError) as caught:
         program.read(typed)
     assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("written", "longest"),
+    [
+        ('{"max_position_embeddings": 64}', 64),
+        ('{"text_config": {"max_position_embeddings": 64}, "max_position_embeddings": 8}', 64),
+        ('{"n_positions": 64}', 10**6),
+        ("[]", 10**6),
+        ("{", 10**6),
+    ],
+)
+def test_sequences_longer_than_a_models_positions_are_refused_before_it_is_loaded(written, longest, tmp_path):
+    (tmp_path / "config.json").write_text(written)
+    require_positions(tmp_path, longest)
+    require_positions(tmp_path, None)
+    if longest < 10**6:
+        with pytest.raises(ConfigError, match=f"decode.max_seq_len={longest + 1} is more than the {longest} positions"):
+            require_positions(tmp_path, longest + 1)
 
 
 def test_an_empty_prompt_is_a_prompt():

@@ -1,5 +1,6 @@
 """Finds the folder of the model that `generate.py` is to sample from. No torch."""
 
+import json
 import logging
 from itertools import chain
 from pathlib import Path
@@ -44,6 +45,18 @@ def model_folder(path: str) -> Path:
     for what in damage:
         log.warning(f"{what}; it is skipped")
     return whole
+
+
+def require_positions(folder: Path, max_seq_len: int | None) -> None:
+    """Raises ConfigError where sequences are to be longer than the model's config.json says they may be; what else may
+    be wrong with that is told by who loads the model, which takes minutes where it is large."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        positions = (config.get("text_config") or config).get("max_position_embeddings")
+    except (OSError, ValueError, AttributeError):
+        return
+    if isinstance(positions, int) and (max_seq_len or 0) > positions:
+        raise ConfigError(f"decode.max_seq_len={max_seq_len} is more than the {positions} positions of the model")
 
 
 def _latest_first(folder: Path) -> list[Path]:

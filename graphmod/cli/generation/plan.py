@@ -4,7 +4,7 @@ a second. No torch."""
 from dataclasses import dataclass
 from pathlib import Path
 
-from graphmod.cli.generation.folder import model_folder
+from graphmod.cli.generation.folder import model_folder, require_positions
 from graphmod.cli.generation.output import require_free
 from graphmod.cli.generation.prompts import Prompt, read_prompts
 from graphmod.cli.generation.schema import GenerateConfig
@@ -42,4 +42,5 @@ def planned(config: GenerateConfig) -> Plan:
         prompts = [prompt.as_chat() for prompt in prompts]
     folder = model_folder(config.model.path)
     tokenizer_folder(folder, config.tokenizer)
+    require_positions(folder, config.decode.max_seq_len)
     return Plan(config, folder, prompts, out)

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from graphmod.cli.environment import require_one_process
-from graphmod.cli.generation.folder import model_folder
+from graphmod.cli.generation.folder import model_folder, require_positions
 from graphmod.cli.serving.schema import ServeConfig
 from graphmod.cli.settings import Asked, Program
 from graphmod.cli.start import loading
@@ -46,6 +46,7 @@ def _serve(asked: Asked) -> int:
     config.check()
     folder = model_folder(config.model.path)
     tokenizer_folder(folder, config.tokenizer)
+    require_positions(folder, config.decode.max_seq_len)
     _require_extra()
     with closing(bound(config.serve.host, config.serve.port)) as listening:  # before PyTorch is loaded
         address = url(listening)
