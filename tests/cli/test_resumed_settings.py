@@ -49,20 +49,27 @@ def test_the_folder_is_all_that_has_to_be_given(stopped, tmp_path):
     assert not (tmp_path / "unused").exists()
 
 
-@pytest.mark.parametrize("started", [True, False])
-def test_ranks_join_on_the_device_of_the_run(stopped, tmp_path, monkeypatch, capsys, started):
-    run, _ = stopped(wanted=False) if started else (tmp_path / "none", None)
-
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["train.resume=run"], "joined on cpu"),
+        (["train.resume=run", "train.device=auto"], "joined on auto"),
+        (["train.device=auto"], "joined on auto"),
+        (["train.resume=elsewhere"], "elsewhere"),
+    ],
+)
+def test_ranks_join_on_the_device_of_the_run(stopped, tmp_path, monkeypatch, capsys, overrides, said):
     def joined(wanted):
         raise ConfigError(f"joined on {wanted.value}")
 
+    stopped(wanted=False)
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(job, "ranks_started", lambda: 2)
     monkeypatch.setattr(job, "joined", joined)
-    overrides = [f"train.resume={run}", "train.device=auto"][: 1 if started else 2]
     settings = filled(*overrides)
-    settings.train.device = "auto"  # as a command line has it
+    settings.train.device = "auto"  # as a command line without it has it
     assert attempt(settings, Job(tmp_path, overrides, alone=True, given=overrides))[0] == 2
-    assert "joined on cpu" in capsys.readouterr().err
+    assert said in capsys.readouterr().err
 
 
 def test_so_does_one_of_its_checkpoints(stopped, tmp_path):

@@ -105,12 +105,8 @@ def attempt(cfg: DictConfig, job: Job) -> tuple[int, str | Path]:
 
 
 def _device(cfg: DictConfig, job: Job) -> DeviceName:
-    """That of the run, which is not the command line's where it is resumed."""
-    try:
-        device = job_settings(cfg, job.overrides).settings["train"]["device"]
-    except ConfigError:  # the ranks say it once they have joined, for which they need no GPU
-        return DeviceName.cpu
-    return DeviceName(getattr(device, "name", device))
+    """That of the run, which is not the command line's where it is resumed. Raises ConfigError: see `job_settings`."""
+    return DeviceName(job_settings(cfg, job.overrides).settings["train"]["device"])
 
 
 class _Failed(Exception):

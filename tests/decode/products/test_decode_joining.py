@@ -10,12 +10,14 @@ from torch import library, nn
 from torch._subclasses import FakeTensorMode
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-from graphmod.decode.products.joining import _has_kernel, join_products
+from graphmod.decode.products.joining import _has_kernel, join_products, multiplies_row
 from graphmod.decode.step.compile import by_inductor
 from graphmod.decode.step.pieces import cut, description, graph_of
 
 FEATURES = 128
 ROUNDED_OTHERWISE = {torch.ops.graphmod.divided_product.default, torch.ops.graphmod.gated_product.default}
+
+SILU = nn.functional.silu
 
 
 def rounds_otherwise(node):
@@ -57,6 +59,7 @@ def joined(module, x, **settings):
     with torch.inference_mode():
         FakeTensorProp(graph).propagate(*[inputs[number].clone() for number in piece.inputs])
         count = join_products(graph, **{"device": "cpu", **settings})
+        assert multiplies_row(graph) == (count > 0 and x.numel() == x.shape[-1])
         given.copy_(x)
         graph(*[inputs[number] for number in piece.inputs])
         for one, other in zip(results, module(x.clone()), strict=True):
@@ -112,6 +115,7 @@ OF_ONE_ROW = {  # of which all are operations, large or narrow or alone
     "bias": (lambda m, x: (m.biased(x), m.b(x)), 1),
     "width": (lambda m, x: (m.narrow(x),), 0),
     "made_weight": (lambda m, x: (nn.functional.linear(x, m.b.weight * 2),), 0),
+    "gated": (lambda m, x: (SILU(m.d(x)) * m.e(x),), 1),
 }
 
 
@@ -163,7 +167,6 @@ print([hasattr(torch.ops.graphmod, name) for name in ("products", "gated_product
     assert done.stdout.strip() == "[True, True, True]"
 
 
-SILU = nn.functional.silu
 GATED = {
     "gate_first": (lambda m, x: SILU(m.d(x)) * m.e(x), True),
     "gate_last": (lambda m, x: m.d(x) * SILU(m.e(x)), True),

@@ -1,9 +1,11 @@
 """How decode steps are compiled."""
 
+import functools
 import os
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch._inductor.utils import IndentedBuffer, fresh_cache
 from torch._subclasses import FakeTensorMode
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from graphmod import torch_private
 from graphmod.decode import DecodeEngine
 from graphmod.decode.step import compile as compiled
 from graphmod.decode.step.pieces import cut, graph_of
@@ -152,6 +155,20 @@ def test_every_generated_kernel_waits_before_it_touches_memory(rows, monkeypatch
             assert one.count(LAUNCH) <= 1 and one.find(LAUNCH) not in range(one.find("tl.load") + 1), one
         else:
             assert one.count(LAUNCH) == 1 and one.index(LAUNCH) < one.index(WAIT), one
+
+
+def test_triton_asks_for_the_version_of_the_assembler_again(monkeypatch):
+    assembler = ["of Triton"]
+    asked = functools.cache(lambda: assembler[0])
+    tasks = SimpleNamespace(_set_triton_ptxas_path=lambda: assembler.__setitem__(0, "of PyTorch"))
+    monkeypatch.setitem(sys.modules, "torch._inductor.runtime.compile_tasks", tasks)
+    monkeypatch.setitem(sys.modules, "triton.backends.nvidia.compiler", SimpleNamespace(get_ptxas_version=asked))
+    assert asked() == "of Triton"
+    settle = torch_private.settle_assembler.__wrapped__
+    settle()
+    assert asked() == "of PyTorch"
+    monkeypatch.setitem(sys.modules, "triton.backends.nvidia.compiler", SimpleNamespace())
+    settle()  # there may be none to ask
 
 
 DECODED = """
