@@ -290,6 +290,22 @@ def test_the_command_that_goes_on_with_a_multirun_names_its_folder(tmp_path, mon
     assert said[2:] == ["-m", "graph=none,per_layer", "hydra.sweep.dir=sweep", "train.resume=auto"]
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            ["-m", "graph=none,per_layer", "hydra.run.dir=mine"],
+            "does nothing in a multirun; give hydra.sweep.dir=FOLDER",
+        ),
+        (["graph=none", "hydra.sweep.dir=mine"], "does nothing in a single run; give hydra.run.dir=FOLDER"),
+    ],
+)
+def test_a_folder_of_the_other_kind_of_run_is_an_error(given, said, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert main(given) == 2
+    assert said in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
 def test_jobs_of_a_multirun_do_not_all_go_on_with_one_run(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert main(["-m", "graph=none,per_layer", "train.resume=runs/train/one"]) == 2

@@ -93,6 +93,10 @@ def test_a_damaged_model_is_named_and_another_one_of_its_run(checkpoint, tmp_pat
         model_folder(str(checkpoint / inside))
 
 
+def test_the_folder_of_the_checkpoints_stands_for_its_run(checkpoint):
+    assert model_folder(str(checkpoint.parent)) == model_folder(str(checkpoint.parent.parent)) == checkpoint
+
+
 def test_of_a_folder_of_runs_the_latest_whole_checkpoint_is_taken(checkpoint, tmp_path, caplog):
     assert model_folder(str(tmp_path)) == checkpoint and not caplog.messages
     (checkpoint / "config.json").write_text("{}")

@@ -63,6 +63,8 @@ def _latest_first(folder: Path) -> list[Path]:
     """The checkpoints in a folder of runs, those of the run that saved last first, and of each run the one with most
     steps; what has lost some of its files is among them."""
     runs: dict[Path, list[Path]] = {}
+    if folder.name == FOLDER:  # that of a run
+        folder = folder.parent
     for one in chain.from_iterable(folder.glob(f"{depth * '*/'}{FOLDER}/*") for depth in range(_DEPTH + 1)):
         if one.name[0] != "." and (checkpoint_of(one) or any((one / name).is_file() for name in _CONFIGS)):
             runs.setdefault(one.parent, []).append(one)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import graphmod
+from graphmod.train.run.interrupt import heard
 
 _GRACE = 15.0  # seconds for the other ranks, which know by themselves that one is gone
 _LAST_GRACE = 5.0
@@ -42,14 +43,14 @@ def _environment(rank: int, count: int, port: int) -> dict[str, str]:
 
 @contextmanager
 def _forwarding(processes: list[subprocess.Popen]) -> Iterator[None]:
-    """Hands SIGINT and SIGTERM on to all ranks: these have a session of their own, so that Ctrl-C comes only here."""
+    """Hands signals that stop a run on to all ranks: these have a session of their own, so that they come only here."""
 
     def forward(number: int, frame: Any) -> None:
         for process in processes:
             with suppress(OSError):
                 process.send_signal(number)
 
-    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, forward) for number in heard()}
     try:
         yield
     finally:

@@ -60,6 +60,7 @@ def _require_one_run(config: RunConfig) -> None:
 
 
 def _one(asked: Asked) -> int:
+    _require_own_folder(asked, "sweep", "run")
     (overrides,) = asked.jobs()
     settings, hydra = TRAIN.compose(overrides)
     _require_one_run(TRAIN.typed(settings))
@@ -99,7 +100,15 @@ def _require_multirun(configs: list[RunConfig]) -> None:
         )
 
 
+def _require_own_folder(asked: Asked, other: str, own: str) -> None:
+    """Raises ConfigError where the folder is given that the other kind of run has."""
+    if any(argument.lstrip("+").startswith(f"hydra.{other}.dir=") for argument in asked.arguments):
+        what = "a multirun" if own == "sweep" else "a single run"
+        raise ConfigError(f"hydra.{other}.dir does nothing in {what}; give hydra.{own}.dir=FOLDER")
+
+
 def _several(asked: Asked) -> int:
+    _require_own_folder(asked, "run", "sweep")
     jobs = asked.jobs()
     composed = [TRAIN.compose(overrides) for overrides in jobs]
     _require_multirun([TRAIN.typed(settings) for settings, _ in composed])

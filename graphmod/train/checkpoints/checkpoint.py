@@ -5,6 +5,7 @@ written under another name, forced to the disk, and renamed; what it says of its
 """
 
 import json
+import logging
 import os
 import shutil
 from collections.abc import Iterator
@@ -38,6 +39,8 @@ from graphmod.train.lora import has_adapters, save_merged
 from graphmod.train.model import no_transformers_bars
 from graphmod.train.schema.model import MERGED_FOLDER
 from graphmod.train.step import TrainStep
+
+log = logging.getLogger("graphmod")
 
 _LEAST_FREE = 1 << 22
 # Weights and AdamW's two moments in the parameters' dtype, and a margin for what is small.
@@ -239,17 +242,25 @@ def _no_space(folder: Path) -> bool:
 def _cannot_save(folder: Path, error: Exception | str) -> GraphmodError:
     reason = (str(error) or type(error).__name__).splitlines()[0]
     earlier = checkpoints(folder.parent)
-    left = f"; the newest one there is {earlier[0]}" if earlier else ""
-    way_out = "make room, or resume from that one in another folder (train.resume=CHECKPOINT hydra.run.dir=FOLDER)"
-    return GraphmodError(f"cannot save the checkpoint {folder}: {reason}{left}; {way_out}")
+    way_out = "make room, or write elsewhere (hydra.run.dir=FOLDER)"
+    if earlier:
+        way_out = (
+            f"the newest one there is {earlier[0]}; make room, or resume from that one in another folder "
+            f"(train.resume={earlier[0]} hydra.run.dir=FOLDER)"
+        )
+    return GraphmodError(f"cannot save the checkpoint {folder}: {reason}; {way_out}")
 
 
 def _size(count: int) -> str:
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.2f} MiB"
 
 
-def check_room(folder: Path, model: PreTrainedModel, with_ema: bool) -> None:
-    """Raises GraphmodError when `folder` cannot be written to, or its disk has no room for one checkpoint."""
+def check_room(folder: Path, model: PreTrainedModel, with_ema: bool, at_once: int = 1) -> None:
+    """Raises GraphmodError when `folder` cannot be written to, or its disk has no room for one checkpoint.
+
+    Args:
+        at_once: how many the run may have there; where there is no room for so many, the log says so.
+    """
     size = sum(parameter.nbytes for parameter in {id(p): p for p in model.parameters()}.values())
     ema = sum(4 * p.numel() + p.nbytes for p in model.parameters()) if with_ema else 0
     needed = int((_COPIES * size + ema) * _MARGIN)
@@ -267,4 +278,9 @@ def check_room(folder: Path, model: PreTrainedModel, with_ema: bool) -> None:
         raise GraphmodError(
             f"a checkpoint takes about {_size(needed)}, and the disk of {folder} has {_size(free)} free; make "
             "room, write elsewhere (hydra.run.dir=FOLDER), or train.checkpoint=false"
+        )
+    if free < needed * (more := at_once - len(checkpoints(folder))):
+        log.warning(
+            f"the disk of {folder} has {_size(free)} free, and {more} more checkpoints of about {_size(needed)} may be "
+            "there at once: train.keep_checkpoints, and the one that is written; make room, or keep fewer"
         )

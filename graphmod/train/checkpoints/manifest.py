@@ -49,6 +49,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """
     try:
         manifest = json.loads((folder / MANIFEST_FILE).read_text(encoding="utf-8"))
+        if not isinstance(manifest, dict):
+            raise ValueError(f"it holds a {type(manifest).__name__}, and not what was written")
         if (number := manifest.get("format", 1)) > FORMAT:
             raise NewerCheckpoint(
                 f"{folder} has checkpoint format {number}, of graphmod {manifest.get('graphmod', '(unknown)')}, and "

@@ -80,7 +80,7 @@ class Display:
 
     def __init__(self, journal: Journal, first: int, steps: int, shows: bool = True) -> None:
         self._journal, self._steps, self._shows = journal, steps, shows
-        self._terminal = shows and sys.stderr.isatty()
+        self._terminal, self._heard = shows and sys.stderr.isatty(), True
         self._bar = tqdm(
             total=steps,
             initial=first,
@@ -95,11 +95,13 @@ class Display:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._bar.close()
+        with self._telling():
+            self._bar.close()
 
     def advance(self) -> None:
         """A step was done."""
-        self._bar.update()
+        with self._telling():
+            self._bar.update()
 
     def state(self, graphs: str) -> None:
         """In which state the graphs are; shown beside the bar."""
@@ -129,7 +131,17 @@ class Display:
 
     def _line(self, text: str, always: bool = False) -> None:
         self._journal.write(text)
-        if self._terminal and not always:
+        if (self._terminal and not always) or not self._heard:
             return  # the bar has these values
-        with tqdm.external_write_mode(file=sys.stderr):
+        with self._telling(), tqdm.external_write_mode(file=sys.stderr):
             print(text, file=sys.stderr, flush=True)
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """A run goes on where nobody hears of it any more: its terminal was closed, or what reads its output ended."""
+        try:
+            yield
+        except OSError as error:
+            self._heard, self._bar.disable = False, True
+            why = error.strerror or error
+            self._journal.write(f"warning: the standard error output cannot be written: {why}; the run goes on")

@@ -1,6 +1,7 @@
 """The settings and the text that decide the numbers of a run, and whether two runs have the same."""
 
 import zlib
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -177,13 +178,19 @@ def other_ranks(manifest: dict[str, Any], config: RunConfig, ranks: int, arrange
     size = (
         "a step has as many sequences as before, so the numbers differ only by rounding and dropout"
         if was == now
-        else f"a step has {now}/{was} of the sequences it had, so the numbers differ"
+        else f"a step has {_times(now, was)} the sequences it had, so the numbers differ"
         f"{f' (train.grad_accumulation={was // ranks} keeps them)' if was % ranks == 0 else ''}"
     )
+    now_so, then_so = (counted(ranks, "rank"), str(before)) if so == arranged else (arranged, so)
     return (
-        f"resuming with {counted(ranks, 'rank')}, after {before}: steps, learning rates, optimizer and the position in "
+        f"resuming with {now_so}, after {then_so}: steps, learning rates, optimizer and the position in "
         f"the data continue; {size}"
     )
+
+
+def _times(now: int, was: int) -> str:
+    part = Fraction(now, was)
+    return f"{part} of" if part < 1 else f"{part} times"
 
 
 def require_same(

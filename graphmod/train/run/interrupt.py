@@ -1,4 +1,4 @@
-"""Turns SIGINT and SIGTERM into a wish that the loop grants after the step it is in."""
+"""Turns SIGINT, SIGTERM and SIGHUP into a wish that the loop grants after the step it is in."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _KNOWN = (None, *SIGNALS)  # by the number that ranks tell each other
 
 
@@ -25,9 +25,14 @@ class Aborted(KeyboardInterrupt):
         self.kept = kept
 
 
+def heard() -> tuple[signal.Signals, ...]:
+    """The signals that stop a run: not that of a closed terminal where `nohup` has it ignored."""
+    return tuple(n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN)
+
+
 class StopRequest:
-    """While it is entered, the first SIGINT or SIGTERM only sets `signal`, and says so on the standard error; a second
-    one acts as it always does.
+    """While it is entered, the first SIGINT, SIGTERM or SIGHUP only sets `signal`, and says so on the standard error; a
+    second one acts as it always does.
 
     Handlers belong to the main thread; entered in another one, it does nothing.
 
@@ -79,7 +84,7 @@ class StopRequest:
 
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+            self._before = {number: signal.signal(number, self._note) for number in heard()}
         return self
 
     def __exit__(self, *exception: object) -> None:

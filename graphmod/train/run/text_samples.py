@@ -4,6 +4,8 @@ Sampling reads the weights where they are and draws no number from torch's gener
 same with and without it.
 """
 
+from contextlib import suppress
+
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
@@ -56,5 +58,6 @@ class Samples:
         text = self._train.sample_prompt + completion.text
         if completion.error is not None:
             text = f"{text} [{completion.error}]"
-        tqdm.write(f"--- step {done}\n{text}")
+        with suppress(OSError):  # nobody reads it any more; it is logged as well
+            tqdm.write(f"--- step {done}\n{text}")
         self._metrics.log_text("samples", text, done)

@@ -102,7 +102,8 @@ def check_data(data: DataConfig, model: ModelConfig) -> None:
         )
         data.path = [str(path) for path in paths]
         for path in data.path:
-            require(Path(path).exists(), f"data.path: there is no file or folder {path!r}")
+            where = "" if Path(path).is_absolute() else f" in {Path.cwd()}"
+            require(Path(path).exists(), f"data.path: there is no file or folder {path!r}{where}")
     else:
         require(
             data.path is None,

@@ -14,7 +14,9 @@ from test_data import word_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from graphmod.errors import ConfigError, GraphmodError
-from graphmod.train.checkpoints.manifest import DamagedCheckpoint, checkpoints, verify
+from graphmod.train.checkpoints.checkpoint import check_room
+from graphmod.train.checkpoints.manifest import MANIFEST_FILE, DamagedCheckpoint, checkpoint_name, checkpoints, verify
+from graphmod.train.run import steps
 from graphmod.train.run.loop import train
 from graphmod.train.step import TrainStep
 
@@ -114,20 +116,36 @@ def test_checkpoints_on_the_way_change_no_number(on_text, tmp_path):
     assert saved.losses == plain.losses
 
 
-def test_a_disk_that_fills_up_keeps_the_checkpoint_before(on_text, tmp_path, monkeypatch):
-    original, saves = torch.save, []
+@pytest.fixture
+def full_at(monkeypatch):
+    """`full_at(2)` lets the second checkpoint find a full disk."""
 
-    def filling(*args):
-        saves.append(args)
-        if len(saves) == 2:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return original(*args)
+    def arrange(which):
+        original, saves = torch.save, []
 
-    monkeypatch.setattr(torch, "save", filling)
-    with pytest.raises(GraphmodError, match=r"No space left on device; the newest one there is .*step_00000003"):
+        def filling(*args):
+            saves.append(args)
+            if len(saves) == which:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return original(*args)
+
+        monkeypatch.setattr(torch, "save", filling)
+
+    return arrange
+
+
+def test_a_disk_that_fills_up_keeps_the_checkpoint_before(on_text, tmp_path, full_at):
+    full_at(2)
+    with pytest.raises(GraphmodError, match=r"No space left on device; the newest one there is .*step_00000003") as why:
         train(on_text("train.checkpoint_every=3"), tmp_path)
     (kept,) = (tmp_path / "checkpoints").iterdir()
-    assert verify(kept)["steps_done"] == 3
+    assert verify(kept)["steps_done"] == 3 and f"train.resume={kept} hydra.run.dir=FOLDER" in str(why.value)
+
+
+def test_a_disk_that_has_no_room_for_the_first_names_none(on_text, tmp_path, full_at):
+    full_at(1)
+    with pytest.raises(GraphmodError, match=r"on device; make room, or write elsewhere \(hydra.run.dir=FOLDER\)$"):
+        train(on_text("train.checkpoint_every=3"), tmp_path)
 
 
 @pytest.mark.parametrize(("limit", "named"), [(100, "{run}"), pytest.param(20_000, "{run}", marks=pytest.mark.slow)])
@@ -152,11 +170,45 @@ def test_a_disk_without_room_is_an_error_before_the_first_step(on_text, tmp_path
     assert not (tmp_path / "checkpoints").exists(), "a run that never began left a folder"
 
 
+@pytest.mark.parametrize(
+    ("settings", "at_once"),
+    [
+        ([], 1),
+        (["train.checkpoint_every=3"], 3),
+        (["train.checkpoint_every=3", "train.keep_checkpoints=1"], 2),
+        (["train.checkpoint_every=8"], 2),
+        (["train.checkpoint_every=100"], 1),
+    ],
+)
+def test_as_many_checkpoints_need_room_as_may_be_there(on_text, tmp_path, monkeypatch, settings, at_once):
+    asked = []
+    monkeypatch.setattr(steps, "check_room", lambda *given: asked.append(given[3]))
+    train(on_text(*settings), tmp_path)
+    assert asked == [at_once]
+
+
+@pytest.mark.parametrize(("there", "said"), [(0, "and 3 more checkpoints of about"), (1, "and 2 more"), (2, "")])
+def test_room_for_one_checkpoint_and_not_for_all_is_a_warning(tmp_path, monkeypatch, caplog, there, said):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=15_000_000))
+    for number in range(there):
+        (tmp_path / checkpoint_name(number)).mkdir()
+    model = torch.nn.Linear(2000, 1000, bias=False, dtype=torch.bfloat16)  # a checkpoint takes 12.6 million bytes
+    check_room(tmp_path, model, False, at_once=3)
+    assert [said in one.message for one in caplog.records] == [True] * bool(said)
+
+
 def test_a_checkpoint_folder_that_cannot_be_written_is_an_error_before_the_first_step(on_text, tmp_path, monkeypatch):
     (tmp_path / "checkpoints").touch()
     monkeypatch.setattr(TrainStep, "__call__", lambda *args: pytest.fail("a step was done"))
     with pytest.raises(GraphmodError, match="cannot write checkpoints to"):
         train(on_text(), tmp_path)
+
+
+def test_a_manifest_that_is_no_object_is_damage(tmp_path):
+    (tmp_path / MANIFEST_FILE).write_text("[]")
+    with pytest.raises(DamagedCheckpoint, match=r"checkpoint\.json: it holds a list, and not what was written"):
+        verify(tmp_path)
 
 
 def test_a_missing_file_is_damage(on_text, tmp_path):

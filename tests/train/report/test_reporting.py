@@ -1,9 +1,11 @@
 """What a run tells: at its start, at each point, at its end, and in its files."""
 
+import errno
 import io
 import json
 import logging
 import math
+import os
 import sys
 
 import pytest
@@ -116,6 +118,24 @@ def test_a_terminal_has_a_bar_and_a_file_has_lines(tmp_path, monkeypatch, kind):
     written = (tmp_path / LOG_FILE).read_text().splitlines()
     assert [line[20:] for line in written[:2]] == [LINE, EVALUATION]
     assert written[2][20:] == "step 50/100: loss 2.5000, gradient norm 0.5, step 500.0 ms, 12,346 tokens/s, 00:25 left"
+
+
+@pytest.mark.parametrize("kind", [io.StringIO, Terminal])
+def test_a_run_goes_on_where_nobody_reads_its_lines(tmp_path, monkeypatch, kind):
+    class Unread(kind):
+        def write(self, text):
+            raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+    shown = kind()
+    monkeypatch.setattr(sys, "stderr", shown)
+    with Display(Journal(tmp_path), 30, 100) as display:
+        shown.write = Unread().write
+        display.point(40, {"eval/loss": 2.25})
+        display.advance()
+        display.point(50, {"eval/loss": 2.0})
+    lines = [line[20:] for line in (tmp_path / LOG_FILE).read_text().splitlines()]
+    warning = "warning: the standard error output cannot be written: Broken pipe; the run goes on"
+    assert lines == ["step 40/100: evaluation loss 2.2500", warning, "step 50/100: evaluation loss 2.0000"]
 
 
 def test_the_log_file_has_messages_of_graphmod_and_is_added_to(tmp_path):

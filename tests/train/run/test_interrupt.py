@@ -1,4 +1,4 @@
-"""What SIGINT and SIGTERM say, and what a second one leaves behind."""
+"""What signals that stop a run say, and what a second one leaves behind."""
 
 import os
 import signal
@@ -47,6 +47,7 @@ def interrupt_save(monkeypatch):
     [
         ([], signal.SIGINT, "SIGINT: stopping after this step and saving; press Ctrl-C again to abort at once\n"),
         ([], signal.SIGTERM, "SIGTERM: stopping after this step and saving\n"),
+        ([], signal.SIGHUP, "SIGHUP: stopping after this step and saving\n"),
         (["train.checkpoint=false"], signal.SIGTERM, "SIGTERM: stopping after this step; nothing is saved\n"),
     ],
 )
@@ -62,6 +63,16 @@ def test_handlers_are_as_before_once_one_has_come():
         assert stop.signal is signal.SIGINT
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_closed_terminal_that_is_to_be_ignored_is():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as `nohup` does
+    try:
+        with StopRequest() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert stop.signal is None and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_the_second_during_a_checkpoint_leaves_the_one_before_and_nothing_else(on_text, tmp_path, interrupt_save):

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import shutil
 import signal
 import sys
@@ -15,6 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from graphmod.errors import ConfigError
 from graphmod.train.checkpoints.manifest import checkpoints
+from graphmod.train.run.assembly import plain_config
+from graphmod.train.run.decisive import other_ranks
 from graphmod.train.run.loop import train
 
 SCOPES = ["none", "per_layer", "full_iteration"]
@@ -218,3 +221,27 @@ def test_on_a_gpu_a_stopped_run_goes_on_with_the_same_bits(on_text, tmp_path, mo
     monkeypatch.undo()
     resumed = train(on_text(*settings, "train.resume=auto"), tmp_path / "run")
     assert resumed.losses == whole.losses and resumed.resumed_at_step == 7
+
+
+@pytest.mark.parametrize(
+    ("before", "arranged", "ranks", "said"),
+    [
+        ((2, "parallel=fsdp on 2 ranks"), "parallel=fsdp on 2 ranks", 2, None),
+        ((2, "parallel=ddp on 2 ranks"), "parallel=fsdp on 2 ranks", 2, "the numbers differ by rounding"),
+        (
+            (2, "parallel=fsdp on 2 ranks"),
+            "parallel=tp on 2 ranks",
+            1,
+            "with parallel=tp on 2 ranks, after parallel=fsdp on 2 ranks: .* a step has 1/2 of the sequences it had",
+        ),
+        ((1, "parallel=tp on 2 ranks"), "parallel=ddp on 2 ranks", 2, "a step has 2 times the sequences it had"),
+        ((2, None), "parallel=ddp on 3 ranks", 3, "with 3 ranks, after 2: .* a step has 3/2 times the sequences"),
+    ],
+)
+def test_other_ranks_are_told_by_how_they_share_the_model(settings, before, arranged, ranks, said):
+    config = settings()
+    manifest = {"ranks": before[0], "config": plain_config(config)}
+    if before[1] is not None:  # which checkpoints of earlier versions lack
+        manifest["arrangement"] = before[1]
+    found = other_ranks(manifest, config, ranks, arranged)
+    assert found is None if said is None else re.search(said, found)
