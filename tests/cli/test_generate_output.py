@@ -97,6 +97,17 @@ def test_a_request_that_is_refused_costs_no_earlier_completions_and_says_nothing
     assert status == 2 and shown == "" and "tokens/s" not in said
 
 
+@pytest.mark.parametrize(("longest", "note"), [(6, True), (7, True), (8, False), (20, False)])
+def test_a_sample_that_had_no_room_for_more_tokens_says_so(generate, tmp_path, longest, note):
+    (tmp_path / "p.txt").write_text("abcd\nefgh\n")
+    length = f"decode.max_seq_len={longest}"
+    status, _, said = generate("prompt=abcd", length)
+    ended = f"note: a sequence has at most {longest} tokens, its prompt included, so"
+    assert status == 0 and (f"{ended} it ended before decode.max_new_tokens=4" in said) == note
+    status, _, said = generate("prompts_file=p.txt", length)
+    assert status == 0 and (f"{ended} 2 samples ended before decode.max_new_tokens=4" in said) == note
+
+
 def test_nothing_is_replaced_before_the_first_completion(generate, tmp_path, monkeypatch):
     def interrupted(*args, **settings):
         raise KeyboardInterrupt

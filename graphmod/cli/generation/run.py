@@ -43,6 +43,18 @@ def speed_of(tokens: int, seconds: float, engine: DecodeEngine) -> str:
     return f"{speed}; graphs {stats.state}: {launches}, {eager}, {captures}"
 
 
+def _is_shortened(reason: str | None, prompt: int, tokens: int, asked: int, engine: DecodeEngine) -> bool:
+    """Whether a sample has fewer tokens than were asked for because a sequence may have no more."""
+    return reason == "length" and tokens < asked and prompt + tokens >= engine.max_seq_len
+
+
+def _say_shortened(count: int, asked: int, engine: DecodeEngine) -> None:
+    if count:
+        said = f"a sequence has at most {engine.max_seq_len:,} tokens, its prompt included"
+        who = "it" if count == 1 else f"{count:,} samples"
+        print(f"note: {said}, so {who} ended before decode.max_new_tokens={asked}", file=sys.stderr, flush=True)
+
+
 def _kind(config: GenerateConfig) -> int:
     decode = config.decode
     return GREEDY if decode.temperature <= 0 else FILTERED if decode.top_k or decode.top_p < 1 else PLAIN
@@ -60,11 +72,11 @@ def _stream(engine: DecodeEngine, config: GenerateConfig, prompt: Prompt, codec:
             max_context=len(ids) + config.decode.max_new_tokens, kinds=(_kind(config),), prefill=False, progress=False
         )
     text = TextStream(codec, ids)
-    tokens, began, error, before = 0, time.perf_counter(), None, prompt.shown
+    tokens, began, error, before, reason = 0, time.perf_counter(), None, prompt.shown, None
     try:
         for event in engine.stream([prompt.asked], sampling=config.sampling()):
             show(before, end="")  # not earlier: a request may still be refused
-            before, error = "", event.error
+            before, error, reason = "", event.error, event.finish_reason
             if event.token is not None:
                 tokens += 1
                 shown = text.add(event.token)
@@ -73,6 +85,8 @@ def _stream(engine: DecodeEngine, config: GenerateConfig, prompt: Prompt, codec:
         # Else there is nothing to write to, or of.
         if not isinstance(sys.exception(), (BrokenPipeError, OutputError, RequestError)):
             show(text.rest())
+            asked_for = config.decode.max_new_tokens
+            _say_shortened(_is_shortened(reason, len(ids), tokens, asked_for, engine), asked_for, engine)
             print(speed_of(tokens, time.perf_counter() - began, engine), file=sys.stderr, flush=True)
     if error is not None:
         complain(error)
@@ -88,13 +102,13 @@ def _with_logprobs(completion: Completion, codec: Codec) -> str:
 
 def _many(engine: DecodeEngine, config: GenerateConfig, prompts: list[Prompt], out: OutputFile | None) -> int:
     """Writes the completions of all prompts, each as soon as it is there, so that an interruption keeps them."""
-    total, finished, failed, tokens = len(prompts) * config.decode.n, 0, 0, 0
+    total, finished, failed, shortened, tokens = len(prompts) * config.decode.n, 0, 0, 0, 0
     began = time.perf_counter()
     # None: a bar on a terminal only.
     with logging_redirect_tqdm(), tqdm(total=total, unit="sample", disable=True if out is None else None) as bar:
 
         def finish(completion: Completion) -> None:
-            nonlocal finished, failed, tokens
+            nonlocal finished, failed, shortened, tokens
             prompt = prompts[completion.request]
             if out is None:
                 shown = _with_logprobs(completion, engine.requests.codec) if config.decode.logprobs else completion.text
@@ -106,6 +120,8 @@ def _many(engine: DecodeEngine, config: GenerateConfig, prompts: list[Prompt], o
             finished += 1  # after the line is written: what an interruption reports is there
             failed += completion.error is not None
             tokens += len(completion.tokens)
+            given = len(completion.prompt), len(completion.tokens), config.decode.max_new_tokens
+            shortened += _is_shortened(completion.finish_reason, *given, engine)
             bar.update()
             bar.set_postfix_str(f"{tokens / (time.perf_counter() - began):.0f} tokens/s", refresh=False)
 
@@ -119,6 +135,7 @@ def _many(engine: DecodeEngine, config: GenerateConfig, prompts: list[Prompt], o
                 done = f"{finished:,} of {counted(total, 'sample')} finished"
                 done += f", written to {out.path}" if out and finished else ""
                 print(done, file=sys.stderr)
+                _say_shortened(shortened, config.decode.max_new_tokens, engine)
                 print(speed_of(tokens, time.perf_counter() - began, engine), file=sys.stderr, flush=True)
     if failed:
         complain(f'{counted(failed, "sample")} ended with an error; see "error" in the output')
