@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import graphmod
-from graphmod.train.run.interrupt import heard
+from graphmod.train.run.interrupt import stop_signals
 
 _GRACE = 15.0  # seconds for the other ranks, which know by themselves that one is gone
 _LAST_GRACE = 5.0
@@ -50,7 +50,7 @@ def _forwarding(processes: list[subprocess.Popen]) -> Iterator[None]:
             with suppress(OSError):
                 process.send_signal(number)
 
-    before = {number: signal.signal(number, forward) for number in heard()}
+    before = {number: signal.signal(number, forward) for number in stop_signals()}
     try:
         yield
     finally:

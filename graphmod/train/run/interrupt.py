@@ -25,7 +25,7 @@ class Aborted(KeyboardInterrupt):
         self.kept = kept
 
 
-def heard() -> tuple[signal.Signals, ...]:
+def stop_signals() -> tuple[signal.Signals, ...]:
     """The signals that stop a run: not that of a closed terminal where `nohup` has it ignored."""
     return tuple(n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN)
 
@@ -84,7 +84,7 @@ class StopRequest:
 
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._note) for number in heard()}
+            self._before = {number: signal.signal(number, self._note) for number in stop_signals()}
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -89,8 +89,8 @@ class Run:
             self.auto = AutoScope(self.make_step, scopes, self.warmup_steps, left, ranks)
         self.step = self.auto.step if self.auto else self.make_step(config.graph.scope)
         if train.checkpoint and ranks.first:
-            often = train.steps // train.checkpoint_every if train.checkpoint_every else 0
-            at_once = min(train.keep_checkpoints, often) + 1  # an old one goes once a new one is whole
+            saves = -(-train.steps // train.checkpoint_every) if train.checkpoint_every else 1
+            at_once = min(train.keep_checkpoints + 1, saves)  # an old one goes once a new one is whole
             check_room(self.folder / FOLDER, self.model, train.ema_decay is not None, at_once)
         before = None
         if point.checkpoint is not None:

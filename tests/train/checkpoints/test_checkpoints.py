@@ -176,7 +176,8 @@ def test_a_disk_without_room_is_an_error_before_the_first_step(on_text, tmp_path
         ([], 1),
         (["train.checkpoint_every=3"], 3),
         (["train.checkpoint_every=3", "train.keep_checkpoints=1"], 2),
-        (["train.checkpoint_every=8"], 2),
+        (["train.checkpoint_every=4"], 2),
+        (["train.checkpoint_every=8"], 1),
         (["train.checkpoint_every=100"], 1),
     ],
 )
