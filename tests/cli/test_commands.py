@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import signal
 import sys
 
 import pytest
@@ -10,9 +11,12 @@ from conftest import TINY, composed, shell
 
 from graphmod.cli.generation import main as generation
 from graphmod.cli.generation.folder import model_folder
+from graphmod.cli.stdout import OutputError
+from graphmod.cli.training import job
 from graphmod.cli.training.job import Job, attempt
 from graphmod.errors import ConfigError
 from graphmod.train.checkpoints.manifest import FORMAT, NewerCheckpoint
+from graphmod.train.report.result import RunResult
 from graphmod.train.run.loop import train
 
 
@@ -48,6 +52,21 @@ def test_an_output_that_takes_nothing_is_not_blamed_on_the_folder(text, tmp_path
     assert status == 1 and why == f"the standard output cannot be written: {os.strerror(errno.ENOSPC)}"
     assert f"error: {why}\n" in capsys.readouterr().err
     assert not list((tmp_path / "run").glob("checkpoints/*"))  # before the first step
+
+
+@pytest.mark.parametrize("heard", [True, False])
+def test_a_run_that_is_stopped_ends_so_also_where_nobody_hears_it(heard, tmp_path, monkeypatch, capsys):
+    def unheard(text):
+        raise OutputError(text)
+
+    if not heard:
+        monkeypatch.setattr(job, "show", unheard)
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    config = {"train": {"steps": 9, "checkpoint": True}}
+    result = RunResult(scope="none", config=config, error="SIGHUP", checkpoint="checkpoints/last")
+    assert job._say_stopped(result, tmp_path, []) == 128 + signal.SIGHUP
+    said = capsys.readouterr().out.splitlines()
+    assert said[:2] == ["stopped by SIGHUP after step 0 of 9", f"  saved in {tmp_path}/checkpoints/last"] * heard
 
 
 def test_a_sweep_that_cannot_be_written_is_one_error(tmp_path):

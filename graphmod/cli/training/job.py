@@ -66,11 +66,14 @@ def _way_on(folder: Path, given: list[str]) -> str:
 
 def _say_stopped(result: RunResult, folder: Path, given: list[str]) -> int:
     done, steps = len(result.losses), result.config["train"]["steps"]
-    show(f"stopped by {result.error} after step {done} of {steps}")
+    said = [
+        f"stopped by {result.error} after step {done} of {steps}",
+        "nothing was saved, because train.checkpoint=false",
+    ]
     if result.config["train"]["checkpoint"]:
-        show(f"  saved in {folder / result.checkpoint}\n  to resume: {_way_on(folder, given)}")
-    else:
-        show("  nothing was saved, because train.checkpoint=false")
+        said[1:] = [f"saved in {folder / result.checkpoint}", f"to resume: {_way_on(folder, given)}"]
+    with suppress(OSError):  # to a terminal that was closed
+        show("\n  ".join(said))
     return 128 + signal.Signals[result.error]
 
 

@@ -70,12 +70,10 @@ def by_inductor(graph: GraphModule, inputs: list[Any], tuned: bool) -> Callable[
         patches["combo_kernels"] = True
     if torch.cuda.is_available() and _can_launch_early():
         patches["triton.enable_pdl"] = True
-        late = multiplies_row(graph)
-        waiting = every_kernel_waits_first(late)
+        waiting = every_kernel_waits_first(late=multiplies_row(graph))
         # No function of this name is called: it tells apart what is kept on disk.
         marked = torch._inductor.config.unsafe_marked_cacheable_functions
-        which = "late" if late else "early"
-        patches["unsafe_marked_cacheable_functions"] = {**marked, "graphmod.every_kernel_waits_first": which}
+        patches["unsafe_marked_cacheable_functions"] = {**marked, "graphmod.every_kernel_waits_first": "2"}
     # What was traced and compiled of it is kept between processes.
     with _one_at_a_time, torch._functorch.config.patch(enable_autograd_cache=True), waiting:
         return compile_fx(graph, inputs, config_patches=patches)

@@ -255,7 +255,7 @@ def _size(count: int) -> str:
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.2f} MiB"
 
 
-def check_room(folder: Path, model: PreTrainedModel, with_ema: bool, at_once: int = 1) -> None:
+def check_room(folder: Path, model: PreTrainedModel, with_ema: bool, at_once: int) -> None:
     """Raises GraphmodError when `folder` cannot be written to, or its disk has no room for one checkpoint.
 
     Args:
