@@ -15,10 +15,13 @@ import pytest
 import stream_rules
 import torch
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra.errors import HydraException
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
-from graphmod.cli.training.compose import TRAIN, parse
+from graphmod.cli.errors import explain
+from graphmod.cli.training.settings import TRAIN, parse
+from graphmod.errors import ConfigError
 from graphmod.train.step import TrainStep
 
 ROOT = Path(__file__).parent.parent
@@ -85,23 +88,33 @@ def rules_of_streams(monkeypatch: pytest.MonkeyPatch):
 
 def composed(*overrides: str):
     """The composed, unparsed settings for these arguments."""
-    return TRAIN.compose(*TRAIN.read(list(overrides)).jobs())[0]
+    try:
+        readable = TRAIN.readable(list(overrides))
+    except OverrideParseException as error:
+        raise ConfigError(explain(error)) from error
+    return TRAIN.compose(readable)
+
+
+def typed(app, *arguments: str):
+    """The typed settings of a command for these arguments."""
+    return app.typed(app.compose(app.readable(list(arguments))))
 
 
 @functools.cache
 def chosen(*choices: str):
-    return TRAIN.compose([*choices])[0]
+    return TRAIN.compose([*choices])
 
 
 def filled(*overrides: str):
     """What `composed` gives. Hydra takes long to read the files of their choices, which it does once here; what
     arguments say of single settings is put in by the part of it that does so after that."""
-    asked = {one.get_key_element(): one for one in TRAIN.read(list(overrides)).overrides}
-    single = {key for key in asked if "." in key}
     try:
+        readable = TRAIN.readable(list(overrides))
+        asked = {one.get_key_element(): one for one in OverridesParser.create().parse_overrides(readable)}
+        single = {key for key in asked if "." in key}
         config = copy.deepcopy(chosen(*(asked[key].input_line for key in asked if key not in single)))
         ConfigLoaderImpl._apply_overrides_to_config([asked[key] for key in asked if key in single], config)
-    except (HydraException, OmegaConfBaseException):
+    except (ConfigError, HydraException, OmegaConfBaseException):
         config = composed(*overrides)  # which says it in other words
     return config
 

@@ -34,10 +34,7 @@ WITHIN = {
         ),
         *("data", "report", "run"),
     ),
-    "cli": (
-        *("stdout", "environment", "start", "meant", "explain", "unnamed", "endings", "settings"),
-        *("training", "generation", "serving", "main"),
-    ),
+    "cli": (*("stdout", "environment", "start", "errors", "app", "training", "generation", "serving", "main"),),
 }
 
 

@@ -12,6 +12,9 @@ from pathlib import Path
 import graphmod
 from graphmod.train.run.folders import from_here
 
+_HOUSE = Path(graphmod.__file__).parent.absolute()
+# In a clone, also where it is installed as editable, the folder that people edit; a wheel has its content.
+CONFIGS = _HOUSE.parent / "configs" if (_HOUSE.parent / "pyproject.toml").is_file() else _HOUSE / "configs"
 _SILENCE = 3.0  # seconds, within which libraries that were read before are there
 
 

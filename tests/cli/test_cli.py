@@ -14,9 +14,9 @@ from conftest import ROOT, TINY, composed
 from processes import finished, search_first
 from transformers import AutoModelForCausalLM
 
-from graphmod.cli.training.compose import TRAIN, parse
 from graphmod.cli.training.job import _way_on
 from graphmod.cli.training.main import main
+from graphmod.cli.training.settings import TRAIN, parse
 from graphmod.errors import ConfigError
 from graphmod.train.run.folders import unused
 
@@ -224,10 +224,12 @@ def test_an_interrupt_while_libraries_are_imported_is_one_line(command, tmp_path
 
 
 def test_flags_may_stand_anywhere_among_the_settings():
-    asked = TRAIN.read(["a=1", "-m", "b=2,3"])
-    assert asked.flags == {"--multirun": ""} and asked.jobs() == [["a=1", "b=2"], ["a=1", "b=3"]]
-    asked = TRAIN.read(["a=1", "--cfg", "job", "b=2"])
-    assert asked.flags == {"--cfg": "job"} and asked.jobs() == [["a=1", "b=2"]]
+    plain = ["hydra/job_logging=plain", "hydra/hydra_logging=plain"]
+    assert TRAIN.arguments(["a=1", "-m", "b=2,3"]) == ["-m", *plain, "a=1", "b=2,3"]
+    asked = TRAIN.arguments(["train.steps=1", "--info", "graph=none"])
+    assert asked == ["--info", "all", *plain, "train.steps=1", "graph=none"]
+    asked = TRAIN.arguments(["train.steps=1", "-c", "hydra", "hydra/job_logging=default", "-p", "hydra.job"])
+    assert asked == ["-c", "hydra", "-p", "hydra.job", plain[1], "train.steps=1", "hydra/job_logging=default"]
 
 
 def test_an_unknown_flag_and_an_empty_folder_are_clear_errors(shell):
@@ -252,7 +254,7 @@ def test_an_unknown_flag_and_an_empty_folder_are_clear_errors(shell):
 )
 def test_a_setting_with_dashes_says_what_to_write(typed, meant):
     with pytest.raises(ConfigError) as caught:
-        TRAIN.read(typed)
+        TRAIN.arguments(typed)
     assert str(caught.value).endswith(meant) and "\n" not in str(caught.value)
 
 
@@ -351,13 +353,13 @@ def test_a_comparison_that_cannot_be_written_is_one_clear_error(shell, tmp_path)
     assert (sweep / "none" / "result.json").exists() and (sweep / "full_iteration" / "result.json").exists()
 
 
-def test_a_job_without_a_folder_does_not_hide_the_others(shell, tmp_path):
+def test_a_job_whose_folder_cannot_be_made_ends_a_multirun_and_does_not_hide_what_came_before(shell, tmp_path):
     sweep = tmp_path / "sweep"
     sweep.mkdir()
     (sweep / "per_layer").touch()  # where the folder of the second job should be
     done = shell("--multirun", "graph=none,per_layer", f"hydra.sweep.dir={sweep}", "train.steps=2")
-    assert done.returncode == 1 and f"cannot write to {sweep / 'per_layer'}" in done.stderr, done.stderr
-    assert "per_layer: failed" in done.stdout and "step ms" in done.stdout
+    assert done.returncode == 1 and f"File exists: '{sweep / 'per_layer'}'" in done.stderr, done.stderr
+    assert "none " in done.stdout and "step ms" in done.stdout
     assert (sweep / "comparison.json").exists() and "Traceback" not in done.stderr
 
 

@@ -115,12 +115,12 @@ def test_a_command_is_shown_the_way_it_was_started(monkeypatch, tmp_path):
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
     """A folder with the content of the wheel, and nothing of the clone."""
-    pytest.importorskip("setuptools", minversion="77")
     clone, wheels, folder = (tmp_path_factory.mktemp(name) for name in ("clone", "wheels", "installed"))
-    shutil.copytree(ROOT / "graphmod", clone / "graphmod", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("graphmod", "configs"):
+        shutil.copytree(ROOT / name, clone / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, clone)
-    code = f"from setuptools.build_meta import build_wheel; build_wheel({str(wheels)!r})"
+    code = f"from hatchling.build import build_wheel; build_wheel({str(wheels)!r})"
     subprocess.run([sys.executable, "-c", code], cwd=clone, check=True, capture_output=True)
     (wheel,) = wheels.iterdir()
     zipfile.ZipFile(wheel).extractall(folder)
@@ -132,8 +132,9 @@ def test_the_wheel_brings_a_command_its_settings_types_and_license(installed):
     assert "graphmod = graphmod.cli.main:main" in (about / "entry_points.txt").read_text()
     assert (about / "licenses" / "LICENSE").exists() and (installed / "graphmod" / "py.typed").exists()
     assert "Project-URL" not in (about / "METADATA").read_text()
-    settings = [path.relative_to(ROOT) for path in (ROOT / "graphmod" / "cli").rglob("*.yaml")]
-    assert len(settings) > 20 and all((installed / path).exists() for path in settings)
+    settings = [path.relative_to(ROOT) for path in (ROOT / "configs").rglob("*.yaml")]
+    assert len(settings) > 20 and all((installed / "graphmod" / path).exists() for path in settings)
+    assert not (installed / "configs").exists()
 
 
 def test_an_installed_command_works_in_any_folder(installed, tmp_path):

@@ -75,7 +75,7 @@ def test_a_sweep_that_cannot_be_written_is_one_error(tmp_path):
     said, complained = process.communicate(timeout=120)
     assert process.returncode == 1 and said == ""
     (error,) = complained.splitlines()
-    assert error.startswith("error: cannot write to file/sweep: Not a directory; choose another folder")
+    assert error.startswith(f"error: cannot write to {tmp_path}/file/sweep: Not a directory; choose another folder")
 
 
 @pytest.fixture

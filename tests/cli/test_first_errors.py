@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import typed
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -21,8 +22,10 @@ from graphmod import CUDAGraphConfig, CUDAGraphModule, DecodeEngine, graph_layer
 from graphmod.check.cli import main as check
 from graphmod.cli.generation.folder import model_folder, require_positions
 from graphmod.cli.generation.main import GENERATE
+from graphmod.cli.main import COMMANDS
 from graphmod.cli.serving.main import SERVE
-from graphmod.cli.training.compose import TRAIN, parse
+from graphmod.cli.training.main import main
+from graphmod.cli.training.settings import TRAIN, parse
 from graphmod.decode.config import EngineConfig, Sampling
 from graphmod.decode.text.codec import tokenizer_folder
 from graphmod.errors import ConfigError, UnknownSetting
@@ -279,14 +282,23 @@ def test_where_only_comparisons_have_models_generate_says_so(tmp_path, monkeypat
         (TRAIN, ["train.steps="], "'train.steps=' has no value; write train.steps=VALUE, without spaces around '='"),
         (TRAIN, ["data=text", "data.path="], "'data.path=' has no value"),
         (TRAIN, ["graph", "=", "none"], "'graph' has no value; write graph=VALUE, without spaces around '='"),
-        (TRAIN, ["~train.steps"], "'~train.steps' would remove a setting, which is not possible; leave it out"),
-        (TRAIN, ["~train.steps=3"], "or write train.steps=VALUE"),
+        (TRAIN, ["~train.steps"], "train.steps: TrainConfig (DictConfig) does not support deletion"),
+        (TRAIN, ["~nonsense"], "Could not delete from config. 'nonsense' does not exist."),
         (TRAIN, ["per_layer"], "'per_layer' has no name; settings are written key=value, such as graph=per_layer"),
         (TRAIN, ["my_texts"], "such as data=text data.path=my_texts"),
         (TRAIN, ["data=text", "data.path=my", "texts.txt"], 'put both in quotes: data.path="my texts.txt"'),
         (TRAIN, ["train.steps=3", "foo"], "'foo' has no name; settings are written key=value, such as train"),
         (TRAIN, [""], "'' has no name"),
-        (TRAIN, ["--config-name", "mine"], "settings in a file: --config-dir FOLDER GROUP=CHOICE reads"),
+        (TRAIN, ["--config", "mine"], "settings in a file: --config-dir FOLDER GROUP=CHOICE reads"),
+        (TRAIN, ["--config-name", "mine"], "Cannot find primary config 'mine'"),
+        (TRAIN, ["--config-path", "nowhere"], "--config-path nowhere is not a folder"),
+        (TRAIN, ["--cfg", "nonsense"], "--cfg/-c: invalid choice: 'nonsense' (choose from 'job', 'hydra', 'all')"),
+        (TRAIN, ["--cfg", "job", "--info"], "--cfg and --info ask for different things; give one of them"),
+        (TRAIN, ["--resolve"], "--resolve goes with --cfg or --help"),
+        (TRAIN, ["+foo=1", "--cfg", "job"], "there is no setting 'foo'"),
+        (TRAIN, ["hydra.foo=1"], "there is no setting 'hydra.foo'; --cfg hydra prints those of Hydra"),
+        (TRAIN, ["hydra/launcher=ray"], "a plugin may bring it: pip install hydra-ray-launcher"),
+        (SERVE, ["--multirun", "serve.port=1,2"], "graphmod serve runs one server; drop --multirun"),
         (GENERATE, ["my_texts", "hi"], "such as model.path=my_texts"),
         (
             GENERATE,
@@ -298,13 +310,14 @@ def test_where_only_comparisons_have_models_generate_says_so(tmp_path, monkeypat
         (GENERATE, ["model.path=my_texts", "prompt=one", "two"], 'put both in quotes: prompt="one two"'),
     ],
 )
-def test_an_argument_that_is_no_setting_says_what_to_write(program, typed, said, tmp_path, monkeypatch):
+def test_an_argument_that_is_no_setting_says_what_to_write(program, typed, said, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_texts").mkdir()
     (tmp_path / "my texts.txt").touch()
-    with pytest.raises(ConfigError) as caught:
-        program.read(typed)
-    assert said in str(caught.value) and "\n" not in str(caught.value)
+    assert COMMANDS[program.name](typed) == 2
+    first, *others = capsys.readouterr().err.splitlines()
+    assert first.startswith("error: ") and said in first and all(line.startswith("  ") for line in others)
+    assert {path.name for path in tmp_path.iterdir()} == {"my_texts", "my texts.txt"}
 
 
 @pytest.mark.parametrize(
@@ -327,14 +340,19 @@ def test_sequences_longer_than_a_models_positions_are_refused_before_it_is_loade
 
 
 def test_an_empty_prompt_is_a_prompt():
-    assert GENERATE.read(["prompt="]).jobs() == [["prompt=''"]]
+    assert typed(GENERATE, "prompt=").prompt == ""
 
 
 @pytest.mark.parametrize("plus", ["", "+", "++"])
 def test_what_hydra_wants_a_plus_for_needs_none(plus):
-    settings = TRAIN.compose(TRAIN.read([f"{plus}optim.schedule_options.num_cycles=2", "+train.steps=7"]).jobs()[0])[0]
-    config = TRAIN.typed(settings)
+    config = typed(TRAIN, f"{plus}optim.schedule_options.num_cycles=2", "++train.steps=7")
     assert (config.optim.schedule_options, config.train.steps) == ({"num_cycles": 2}, 7)
+
+
+def test_a_plus_before_a_setting_that_there_is_says_so(capsys):
+    assert main(["+train.steps=7"]) == 2
+    said = capsys.readouterr().err
+    assert "An item is already at 'train.steps'" in said and len(said.splitlines()) == 1
 
 
 def test_a_name_in_the_place_of_a_folder_says_that_nothing_is_downloaded(tmp_path, monkeypatch):
@@ -346,7 +364,7 @@ def test_a_name_in_the_place_of_a_folder_says_that_nothing_is_downloaded(tmp_pat
 
 def test_a_model_for_generate_is_given_by_its_path():
     with pytest.raises(ConfigError, match=r"'model' is a group: write model.path=FOLDER"):
-        GENERATE.compose(["model=gpt2"])
+        typed(GENERATE, "model=gpt2")
 
 
 def test_an_empty_folder_of_a_tokenizer_is_told(tmp_path):

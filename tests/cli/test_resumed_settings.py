@@ -6,10 +6,10 @@ import pytest
 from conftest import DROPOUT, composed, filled
 
 from graphmod.cli.training import job
-from graphmod.cli.training.compose import parse
 from graphmod.cli.training.job import Job, attempt
 from graphmod.cli.training.main import main
 from graphmod.cli.training.resumed import job_settings
+from graphmod.cli.training.settings import parse
 from graphmod.errors import ConfigError
 from graphmod.train.checkpoints.manifest import FOLDER, FORMAT, MANIFEST_FILE, NewerCheckpoint, checkpoints
 from graphmod.train.report.result import RunResult

@@ -6,14 +6,14 @@ from importlib import util
 
 import pytest
 import torch
-from conftest import ROOT
-from omegaconf import OmegaConf
+from conftest import ROOT, typed
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from graphmod.cli.generation import main as generation
-from graphmod.cli.serving import main as serving
-from graphmod.cli.training.compose import TRAIN
-from graphmod.train.schema.run import RunConfig
+from graphmod.cli.generation.main import GENERATE
+from graphmod.cli.serving.main import SERVE
+from graphmod.cli.training.settings import TRAIN
 from graphmod.wrap.target import MARK
 
 README = ROOT / "README.md"
@@ -101,15 +101,17 @@ def test_settings_of_commands_exist(path):
             *(("graphmod", one) for one in ("train", "generate", "serve", "compare", "check")),
         }
         if name == "generate" and not {"--help", "--cfg"} & set(arguments):
-            generation.parse(arguments)
+            typed(GENERATE, *arguments)
         if name == "serve":
-            serving.parse(arguments)
+            typed(SERVE, *arguments)
         if name not in ("train", "compare"):
             continue
-        several = ["--multirun"] if name == "compare" else []
-        for job in TRAIN.read([*several, *arguments]).jobs():
-            settings = OmegaConf.to_container(TRAIN.compose(job)[0], resolve=False)
-            OmegaConf.merge(OmegaConf.structured(RunConfig), settings)
+        overrides = OverridesParser.create().parse_overrides(
+            TRAIN.readable([one for one in TRAIN.arguments(arguments) if not one.startswith("-")])
+        )
+        for batch in BasicSweeper.split_arguments(overrides, None):
+            for job in batch:
+                TRAIN.typed(TRAIN.compose([one for one in job if not one.startswith("hydra")]))
 
 
 @pytest.fixture

@@ -13,12 +13,12 @@ from pathlib import Path
 from queue import Queue
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, typed
 from processes import Python
 from served import chat_model, tokenizer
 
 from graphmod.cli.serving import run
-from graphmod.cli.serving.main import main, parse
+from graphmod.cli.serving.main import SERVE, main
 from graphmod.decode.config import EngineConfig
 from graphmod.errors import ConfigError
 from graphmod.serve.process import FrontProcess
@@ -235,9 +235,9 @@ def test_a_port_that_is_taken_is_one_clear_error(saved, capsys):
 
 def test_settings_reach_the_engine(saved):
     arguments = ["model.path=x/Tiny", "decode.max_batch_size=3", "decode.cache_tokens=640", "serve.enforce_eager=true"]
-    config = parse(arguments)
+    config = typed(SERVE, *arguments)
     of_server = {"keep_prefixes": True, "compile_in_background": True}
     assert config.engine() == EngineConfig(max_batch_size=3, cache_tokens=640, graphs=False, **of_server)
-    assert config.name == "Tiny" and parse([*arguments, "serve.model_name=other"]).name == "other"
+    assert config.name == "Tiny" and typed(SERVE, *arguments, "serve.model_name=other").name == "other"
     with pytest.raises(ConfigError, match=r"model\.path=FOLDER is missing"):
-        parse([]).check()
+        typed(SERVE).check()

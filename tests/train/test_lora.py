@@ -16,8 +16,8 @@ from graphmod.cli.generation import run as generation_run
 from graphmod.cli.generation.folder import model_folder
 from graphmod.cli.generation.loading import load_model
 from graphmod.cli.generation.schema import DeviceName, ModelSource
-from graphmod.cli.training.compose import parse
 from graphmod.cli.training.resumed import job_settings
+from graphmod.cli.training.settings import parse
 from graphmod.decode import DecodeEngine
 from graphmod.errors import ConfigError
 from graphmod.train.run.loop import train

@@ -2,36 +2,29 @@
 
 from contextlib import closing
 from importlib.util import find_spec
-from pathlib import Path
+from typing import Any
 
+from omegaconf import DictConfig
+
+from graphmod.cli.app import App, CommandCallback
 from graphmod.cli.environment import require_one_process
 from graphmod.cli.generation.folder import model_folder, require_positions
 from graphmod.cli.serving.schema import ServeConfig
-from graphmod.cli.settings import Asked, Program
 from graphmod.cli.start import loading
 from graphmod.decode.text.codec import tokenizer_folder
 from graphmod.errors import ConfigError
 from graphmod.serve.listening import bound, url
 from graphmod.serve.process import FrontProcess
 
-SERVE = Program(
-    name="serve",
-    kind=ServeConfig,
-    configs=Path(__file__).parent.resolve() / "configs",
-    texts=("serve.host", "serve.api_key", "serve.model_name"),
-    paths=("tokenizer", "model.path"),
-    smaller="decode.max_batch_size, decode.max_seq_len or decode.cache_tokens",
-)
 _EXTRA = ("fastapi", "uvicorn", "prometheus_client")  # the first brings starlette and pydantic
 
 
-def parse(arguments: list[str]) -> ServeConfig:
-    """The typed settings for these arguments. Raises ConfigError."""
-    return _settings(SERVE.read(arguments))
+class ServeCallback(CommandCallback):
+    """A server is one job."""
 
-
-def _settings(asked: Asked) -> ServeConfig:
-    return SERVE.typed(SERVE.compose(*asked.jobs())[0])
+    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        """Raises ConfigError."""
+        raise ConfigError("graphmod serve runs one server; drop --multirun, and give each setting one value")
 
 
 def _require_extra() -> None:
@@ -40,9 +33,9 @@ def _require_extra() -> None:
         raise ConfigError(f"serving needs {missing}, which is not installed: pip install -e '.[serve]' in its clone")
 
 
-def _serve(asked: Asked) -> int:
+def _task(settings: DictConfig) -> None:
     require_one_process("graphmod serve runs in one; give it one GPU")
-    config = _settings(asked)
+    config = SERVE.typed(settings)
     config.check()
     folder = model_folder(config.model.path)
     tokenizer_folder(folder, config.tokenizer)
@@ -54,9 +47,19 @@ def _serve(asked: Asked) -> int:
     with front:
         with loading():
             from graphmod.cli.serving.run import serve
-        return serve(config, folder, address, front)
+        status = serve(config, folder, address, front)
+    if status:
+        raise SystemExit(status)
+
+
+SERVE = App(
+    name="serve",
+    kind=ServeConfig,
+    texts=("serve.host", "serve.api_key", "serve.model_name"),
+    smaller="decode.max_batch_size, decode.max_seq_len or decode.cache_tokens",
+)
 
 
 def main(arguments: list[str]) -> int:
     """Runs `serve.py` with these arguments; returns the exit status."""
-    return SERVE.run(arguments, _serve)
+    return SERVE.run(arguments, _task)

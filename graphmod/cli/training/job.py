@@ -1,29 +1,30 @@
 """One job of `train.py`: its settings, its run, and each way it can end in words and an exit status."""
 
-import re
 import shlex
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 
-from graphmod.cli.endings import conclude
 from graphmod.cli.environment import ranks_started
+from graphmod.cli.errors import JobFailed, conclude
 from graphmod.cli.start import words
 from graphmod.cli.stdout import complain, complain_for_all, say_plainly, show, stay_silent
-from graphmod.cli.training.compose import TRAIN, parse
+from graphmod.cli.training.comparison import leave
 from graphmod.cli.training.launch import launch
 from graphmod.cli.training.peers import Peers
 from graphmod.cli.training.resumed import job_settings
+from graphmod.cli.training.settings import TRAIN, parse
 from graphmod.errors import ConfigError, GraphmodError
 from graphmod.train.checkpoints.manifest import FOLDER, checkpoints
 from graphmod.train.report.display import Journal
 from graphmod.train.report.result import RESULT_FILE, RunResult
+from graphmod.train.run.assembly import plain_config
 from graphmod.train.run.folders import from_here
 from graphmod.train.run.interrupt import Aborted
 from graphmod.train.run.loop import train
@@ -34,6 +35,8 @@ from graphmod.train.schema.run import RunConfig
 from graphmod.train.schema.train import DeviceName
 
 _LOST_SECONDS = 3.0
+# Settings that may be paths, from the folder in which the command was typed.
+_PATHS = ("data.path", "data.tokenizer", "data.cache", "model.path", "train.resume")
 
 
 @dataclass
@@ -45,12 +48,76 @@ class Job:
         overrides: of its settings.
         alone: it is not part of a multirun.
         given: the arguments of the command line, as they were.
+        named: `folder` was named, and is no default.
+        cwd: where the command was typed, if the job runs elsewhere (`hydra.job.chdir`).
+        logging: Hydra's settings of it, for ranks that are started.
     """
 
     folder: Path
     overrides: list[str]
     alone: bool
     given: list[str]
+    named: bool = False
+    cwd: str | None = None
+    logging: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Start:
+    """A job with all that is known before it begins.
+
+    Attributes:
+        config: its checked settings.
+        point: where it starts; None for one that only checks.
+        resumed: it has the settings of the run that it resumes.
+        held: the lock of its folder.
+    """
+
+    config: RunConfig
+    point: ResumePoint | None
+    resumed: bool
+    held: ExitStack
+    folder: Path
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """The settings as plain values."""
+        return plain_config(self.config)
+
+
+def _anchored(cfg: DictConfig, cwd: str | None) -> DictConfig:
+    """The settings with paths from where the command was typed, if that is not here."""
+    if cwd is None:
+        return cfg
+    cfg = cfg.copy()
+    for key in _PATHS:
+        value = OmegaConf.select(cfg, key)
+        several = list(value) if OmegaConf.is_list(value) else [value]
+        found = [str(there) if isinstance(one, str) and (there := Path(cwd, one)).exists() else one for one in several]
+        with open_dict(cfg):
+            OmegaConf.update(cfg, key, found if OmegaConf.is_list(value) else found[0])
+    return cfg
+
+
+@contextmanager
+def started(cfg: DictConfig, job: Job) -> Iterator[Start]:
+    """Where a job starts, and with which settings. Inside, this process owns the folder that it writes to, until the
+    lock is given back to ranks that it starts.
+
+    Raises:
+        ConfigError: settings that cannot be, or see `claimed`.
+    """
+    chosen = job_settings(_anchored(cfg, job.cwd), job.overrides)
+    config = parse(chosen.settings)
+    with ExitStack() as held:
+        start = Start(config, None, chosen.settings is not cfg, held, job.folder)
+        if not config.graph.check:
+            # What lies beside a folder that was named is other jobs, which may be running.
+            beside = job.alone and not job.named
+            point = held.enter_context(claimed(config, job.folder, beside=beside, named=job.alone and job.named))
+            point.changed = chosen.changed
+            start.point, start.folder = point, point.run_dir
+        yield start
 
 
 def _way_on(folder: Path, given: list[str]) -> str:
@@ -86,25 +153,96 @@ def _check(config: RunConfig, folder: Path) -> tuple[int, Path]:
     return int(not report.captured), folder
 
 
-def attempt(cfg: DictConfig, job: Job) -> tuple[int, str | Path]:
-    """Runs one job, composed by Hydra; returns its exit status, and the folder it wrote to or, if it failed, why."""
-    if ranks_started() == 1:
-        return _tried(cfg, job, ALONE)
+def run_job(cfg: DictConfig, job: Job, start: Start | None = None) -> float | None:
+    """Runs one job; returns its last loss, None where it only checked.
+
+    Args:
+        cfg: composed by Hydra.
+        job: it.
+        start: where it starts, if that is known.
+
+    Raises:
+        JobFailed: it failed, and has said why.
+        SystemExit: it was stopped, or what it checked would not be captured.
+    """
+    status, outcome = attempt(cfg, job, start)
+    if isinstance(outcome, str):
+        raise JobFailed(outcome, status)
+    if status:
+        raise SystemExit(status)
+    with suppress(OSError, ValueError, TypeError):  # it only checked, or is another rank than the first
+        return RunResult.read(outcome).last_loss
+    return None
+
+
+def run_one_of(cfg: DictConfig, job: Job, number: int, require: Callable[[], None]) -> float | None:
+    """Runs one job of a multirun as `run_job` does, and leaves what the comparison needs.
+
+    Args:
+        cfg: composed by Hydra.
+        job: it.
+        number: of the job.
+        require: raises ConfigError for settings that it cannot have.
+    """
     try:
-        with joined(_device(cfg, job)) as ranks:
+        require()
+        status, outcome = attempt(cfg, job)
+    except ConfigError as error:
+        status, outcome = conclude(error, TRAIN.smaller)
+    if status >= 128:
+        raise SystemExit(status)  # the jobs that would follow must not start
+    error = outcome if isinstance(outcome, str) else None
+    folder, scope = job.folder if error else outcome, cfg.graph.scope.value
+    leave(job.folder.parent, number, name=job.folder.name, folder=str(folder), scope=scope, status=status, error=error)
+    if error:
+        _note_failure(job.folder, scope, error)
+        raise JobFailed(error, status)
+    return RunResult.read(folder).last_loss
+
+
+def attempt(cfg: DictConfig, job: Job, start: Start | None = None) -> tuple[int, str | Path]:
+    """Runs one job, composed by Hydra; returns its exit status, and the folder it wrote to or, if it failed, why.
+
+    Args:
+        cfg: composed by Hydra.
+        job: it.
+        start: where it starts, if that is known.
+    """
+    if ranks_started() == 1:
+        return _tried(job, ALONE, lambda: _alone(cfg, job, start))
+    return among_ranks(lambda: _device(cfg, job), job, lambda ranks: _on_ranks(cfg, job, ranks))
+
+
+def among_ranks(
+    device: Callable[[], DeviceName], job: Job, start: Callable[[Ranks], AbstractContextManager[Start]]
+) -> tuple[int, str | Path]:
+    """Runs a job on the ranks that a launcher has started; all of them call this.
+
+    Args:
+        device: says on which they join.
+        job: it.
+        start: where it starts, the same on all ranks.
+    """
+    try:
+        with joined(device()) as ranks:
             peers = Peers(ranks, complain_for_all)
             if not ranks.first:
                 stay_silent(peers.say)
-            status, outcome = _tried(cfg, job, ranks, peers)
+
+            def run() -> tuple[int, str | Path]:
+                with start(ranks) as found:
+                    return _run(found, job, ranks, peers)
+
+            status, outcome = _tried(job, ranks, run, peers)
             peers.close(status, failed=isinstance(outcome, str))
             if isinstance(outcome, str):
                 raise _Failed
-            return status, outcome
     except _Failed:
-        return status, outcome
+        pass
     except ConfigError as error:
         complain(error)
         return 2, str(error)
+    return status, outcome
 
 
 def _device(cfg: DictConfig, job: Job) -> DeviceName:
@@ -116,9 +254,11 @@ class _Failed(Exception):
     """Leaves the ranks without waiting for them."""
 
 
-def _tried(cfg: DictConfig, job: Job, ranks: Ranks, peers: Peers | None = None) -> tuple[int, str | Path]:
+def _tried(
+    job: Job, ranks: Ranks, run: Callable[[], tuple[int, str | Path]], peers: Peers | None = None
+) -> tuple[int, str | Path]:
     try:
-        return _run(cfg, job, ranks, peers)
+        return run()
     except BaseException as error:
         # A collective fails because another rank is gone, which is no fault of this one.
         unclear = isinstance(error, RuntimeError) and not isinstance(error, GraphmodError)
@@ -133,42 +273,60 @@ def _tried(cfg: DictConfig, job: Job, ranks: Ranks, peers: Peers | None = None) 
         return conclude(error, TRAIN.smaller, job.folder)
 
 
-def _run(cfg: DictConfig, job: Job, ranks: Ranks, peers: Peers | None) -> tuple[int, str | Path]:
-    chosen = job_settings(cfg, job.overrides)
-    config = parse(chosen.settings)
-    if config.graph.check:
-        return _check(config, job.folder) if ranks.first else (0, job.folder)
-    count = ranks_of(config)
-    if ranks.count != count:
-        return launch(_told(cfg, job), count)
-    with _start(config, job, ranks, chosen.changed) as point:
-        if peers is not None:
-            peers.way_on = lambda: _kept(point.run_dir, job.given)
-            peers.speak = lambda text: _say_and_note(text, point.run_dir)
-        result = train(config, point.run_dir, point, say=show, ranks=ranks)
-        if result.status == "interrupted":
-            return _say_stopped(result, point.run_dir, job.given), point.run_dir
-        show(f"{result.report()}\n  written to {point.run_dir}")
-        return 0, point.run_dir
+def _alone(cfg: DictConfig, job: Job, start: Start | None) -> tuple[int, str | Path]:
+    """Runs a job in this process, or on ranks that it starts."""
+    with nullcontext(start) if start is not None else started(cfg, job) as found:
+        if found.point is None:
+            return _check(found.config, job.folder)
+        count = ranks_of(found.config)
+        if count == 1:
+            return _run(found, job, ALONE)
+        found.held.close()  # the first rank takes it
+        return launch(_told(found, job), count)
 
 
 @contextmanager
-def _start(config: RunConfig, job: Job, ranks: Ranks, changed: list[str]) -> Iterator[ResumePoint]:
-    """Where the run starts; the first rank finds that out, and owns the folder for all."""
-    if not ranks.first:
-        yield ranks.told(None)
-        return
-    # What lies beside a folder that was named is other jobs, which may be running.
-    named = any(re.match(r"hydra\.run\.dir=[^$]+$", argument) for argument in job.given)
-    with claimed(config, job.folder, beside=job.alone and not named, named=named) as point:
-        point.changed = changed
-        yield ranks.told(point)
+def _on_ranks(cfg: DictConfig, job: Job, ranks: Ranks) -> Iterator[Start]:
+    """Where a job of ranks starts; the first rank finds that out, and owns the folder for all."""
+    with started(cfg, job) if ranks.first else nullcontext() as found:
+        told = ranks.told(replace(found, held=None) if ranks.first else None)
+        yield found if ranks.first else told
 
 
-def _told(cfg: DictConfig | dict, job: Job) -> dict[str, Any]:
-    """What ranks are told that this process starts: the settings as Hydra composed them, and the job."""
-    folder = str(job.folder.absolute())
-    return {**asdict(job), "folder": folder, "settings": OmegaConf.to_yaml(cfg, resolve=True), "command": sys.argv}
+@contextmanager
+def given_to_ranks(told: dict[str, Any], ranks: Ranks) -> Iterator[Start]:
+    """Where a job starts that `launch` has started ranks for: with what these were told."""
+    point = ResumePoint(**{**told["point"], "run_dir": Path(told["point"]["run_dir"])})
+    point.checkpoint = point.checkpoint and Path(point.checkpoint)
+    with owned(point.run_dir) if ranks.first else nullcontext(), ExitStack() as held:
+        yield Start(parse(told["settings"]), point, False, held, point.run_dir)
+
+
+def _run(start: Start, job: Job, ranks: Ranks, peers: Peers | None = None) -> tuple[int, str | Path]:
+    config, point = start.config, start.point
+    if point is None:
+        return _check(config, job.folder) if ranks.first else (0, job.folder)
+    if peers is not None:
+        ranks_of(config)  # whether so many can be
+        peers.way_on = lambda: _kept(point.run_dir, job.given)
+        peers.speak = lambda text: _say_and_note(text, point.run_dir)
+    result = train(config, point.run_dir, point, say=show, ranks=ranks)
+    if result.status == "interrupted":
+        return _say_stopped(result, point.run_dir, job.given), point.run_dir
+    show(f"{result.report()}\n  written to {point.run_dir}")
+    return 0, point.run_dir
+
+
+def _told(start: Start, job: Job) -> dict[str, Any]:
+    """What ranks are told that this process starts: where they start, with which settings, and the job."""
+    point = asdict(start.point)
+    point |= {name: point[name] and str(point[name]) for name in ("run_dir", "checkpoint")}
+    return {
+        "job": {**asdict(job), "folder": str(job.folder)},
+        "settings": start.plain,
+        "point": point,
+        "command": sys.argv,
+    }
 
 
 def _say_and_note(text: str, folder: Path) -> None:
@@ -184,10 +342,8 @@ def _kept(folder: Path, given: list[str]) -> str:
     return f"; the newest checkpoint is {newest}\n  to resume: {_way_on(folder, given)}"
 
 
-def failed(cfg: DictConfig, folder: Path, reason: str) -> RunResult:
-    """What the comparison says of a job of a multirun that failed; also left in its folder, if that has no result."""
-    result = RunResult(scope=cfg.graph.scope.value, status="failed", error=reason)
+def _note_failure(folder: Path, scope: str, reason: str) -> None:
+    """Leaves in the folder of a job that it failed, if it has no result."""
     if not (folder / RESULT_FILE).exists():  # else an earlier run's, with which this one was not allowed to mix
         with suppress(OSError, GraphmodError), owned(folder):  # nor one that another process writes to
-            result.write(folder)
-    return result
+            RunResult(scope=scope, status="failed", error=reason).write(folder)

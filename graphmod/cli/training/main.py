@@ -1,56 +1,119 @@
-"""What `train.py` does: one run, or with --multirun all combinations of settings with several values.
+"""What `train.py` does: one run, or with --multirun all jobs that Hydra makes of settings with several values.
 
-What takes no PyTorch to refuse is refused here, before it is loaded.
+What can be refused before a folder is made is refused here, most of it before PyTorch is loaded.
 """
 
-import logging
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import OverrideParseException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
+from graphmod.cli.app import CommandCallback, default_folder, given_overrides, quoted, without_hydra
 from graphmod.cli.environment import own_rank, ranks_started, require_one_process
-from graphmod.cli.settings import Asked
 from graphmod.cli.start import loading
 from graphmod.cli.stdout import end_at_once, stay_silent
-from graphmod.cli.training.compose import TRAIN
+from graphmod.cli.training.settings import TRAIN
 from graphmod.errors import ConfigError
-from graphmod.train.run.folders import job_folder
+from graphmod.train.run.folders import unused
+from graphmod.train.run.ownership import owned
 from graphmod.train.schema.parallel import ParallelMode
 from graphmod.train.schema.run import RunConfig, check
 from graphmod.train.schema.train import check_resume
+
+if TYPE_CHECKING:
+    from graphmod.cli.training.job import Start
+
+_NAMES_NO_FOLDER = ("none", "auto")
+
+
+@dataclass
+class _Command:
+    """What this process holds while its command runs.
+
+    Attributes:
+        held: the locks of the folders that it writes to.
+        start: of its only run, which has been looked for before Hydra made the folder.
+        sweep: the folder of its multirun.
+        made: the folder that was made for its run, which may go on in another one.
+        joined: it trained with ranks that a launcher had started.
+    """
+
+    held: ExitStack = field(default_factory=ExitStack)
+    start: "Start | None" = None
+    sweep: Path | None = None
+    made: Path | None = None
+    joined: bool = False
+
+
+_command = _Command()
+
+
+def _task(settings: DictConfig) -> float | None:
+    """One job; returns its last loss, that of an evaluation if there was one, for sweepers that minimize it.
+
+    Raises:
+        JobFailed: it failed, and has said why.
+        SystemExit: it was stopped.
+    """
+    with loading():
+        from graphmod.cli.training.job import Job, run_job, run_one_of
+    config = HydraConfig.get()
+    job = Job(
+        folder=Path(config.runtime.output_dir),
+        overrides=OmegaConf.to_container(config.overrides.task, resolve=False),
+        alone=config.mode is not RunMode.MULTIRUN,
+        given=TRAIN.given,
+        named=_command.made is None,
+        cwd=config.runtime.cwd if config.job.chdir else None,
+        logging={"job_logging": OmegaConf.to_container(config.job_logging, resolve=True), "verbose": config.verbose},
+    )
+    _command.joined = ranks_started() > 1
+    if job.alone:
+        return run_job(settings, job, _command.start)
+    return run_one_of(settings, job, config.job.num, lambda: _require_job(TRAIN.typed(settings), job.overrides))
+
+
+def _finish(status: int) -> int:
+    """Compares the jobs of a multirun, and gives folders back; returns the exit status."""
+    global _command
+    command, _command = _command, _Command()
+    with command.held:
+        if command.sweep is not None and status < 128:  # else those that would follow did not run
+            with loading():
+                from graphmod.cli.training.comparison import conclude_sweep
+            status = max(status, conclude_sweep(command.sweep))
+    if command.made is not None:
+        with suppress(OSError):  # it holds something: the run began there
+            command.made.rmdir()
+    if status and command.joined:
+        end_at_once(status)  # a process group whose ranks are gone may wait for them
+    return status
 
 
 def main(arguments: list[str]) -> int:
     """Runs `train.py` with these arguments; returns the exit status."""
     if ranks_started() > 1 and own_rank():
         stay_silent(lambda text: None)  # the first rank says it
-    return TRAIN.run(arguments, _train)
+    return TRAIN.run(arguments, _task, _finish)
 
 
-def _train(asked: Asked) -> int:
-    lengths = [one for one in asked.overrides if one.key_or_group in ("train.steps", "train.epochs")]
-    given = {one.key_or_group: one.input_line for one in lengths if one.value() is not None}
-    if len(given) > 1:
-        raise ConfigError(f"{' and '.join(given.values())} both say how long to train; give one of them")
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    return _several(asked) if "--multirun" in asked.flags else _one(asked)
-
-
-def _folder(hydra: DictConfig, what: str) -> Path:
-    folder = str(hydra[what].dir)
-    if not folder.strip():
-        raise ConfigError(
-            f"hydra.{what}.dir is empty; give the folder to write to, such as hydra.{what}.dir=runs/mine, or leave it "
-            "out"
-        )
-    return Path(folder)
+def _require_one_length(overrides: list[str]) -> None:
+    given = dict(one.lstrip("+").partition("=")[::2] for one in overrides)
+    lengths = [f"{key}={given[key]}" for key in ("train.steps", "train.epochs") if given.get(key, "null") != "null"]
+    if len(lengths) > 1:
+        raise ConfigError(f"{' and '.join(lengths)} both say how long to train; give one of them")
 
 
 def _require_one_run(config: RunConfig) -> None:
     """Raises ConfigError for settings that a single run cannot have."""
     check_resume(config.train)
-    if config.train.resume not in ("none", "auto"):
+    if config.train.resume not in _NAMES_NO_FOLDER:
         return  # it has settings that are not known yet
     check(config)
     if config.parallel.mode is ParallelMode.none:
@@ -59,67 +122,124 @@ def _require_one_run(config: RunConfig) -> None:
             raise ConfigError("parallel.gpus does nothing with parallel=none; add parallel=ddp, or leave it out")
 
 
-def _one(asked: Asked) -> int:
-    _require_own_folder(asked, "sweep", "run")
-    (overrides,) = asked.jobs()
-    settings, hydra = TRAIN.compose(overrides)
-    _require_one_run(TRAIN.typed(settings))
-    with loading():
-        from graphmod.cli.training.job import Job, attempt
-    # Another rank than the first writes nowhere, and is told which folder the run has.
-    folder = Path() if own_rank() else _folder(hydra, "run")
-    try:
-        status, outcome = attempt(settings, Job(folder, overrides, alone=True, given=asked.arguments))
-    finally:
-        with suppress(OSError):  # it holds something: the run began
-            folder.rmdir()
-    if isinstance(outcome, str) and ranks_started() > 1:
-        end_at_once(status)  # a process group whose ranks are gone may wait for them
-    return status
-
-
-def _require_multirun(configs: list[RunConfig]) -> None:
+def _require_job(config: RunConfig, overrides: list[str]) -> None:
     """Raises ConfigError for settings that one of several jobs cannot have."""
+    _require_one_length(overrides)
+    if config.train.profile:
+        raise ConfigError(
+            "train.profile=true in a multirun would slow the graph launches of every later job, because a profiler "
+            "stays attached to the process; drop it (the comparison shows how busy the GPU was), or run it alone"
+        )
+    if config.graph.check:
+        raise ConfigError("graph.check=true checks a single run; drop --multirun")
+
+
+def _require_multirun(config: RunConfig, overrides: list[str], several: bool) -> None:
+    """Raises ConfigError for what all jobs would be refused for, one after the other."""
     if (count := ranks_started()) > 1:
         raise ConfigError(
             f"--multirun with a launcher (WORLD_SIZE={count}) is not supported; leave the launcher out, each job "
             "starts its own ranks: --multirun parallel=ddp parallel.gpus=2"
         )
-    if any(config.train.profile for config in configs):
+    _require_job(config, overrides)
+    if config.train.resume not in _NAMES_NO_FOLDER and several:
         raise ConfigError(
-            "train.profile=true in a multirun would slow the graph launches of every later job, because a profiler "
-            "stays attached to the process; drop it (the comparison shows how busy the GPU was), or run it alone"
-        )
-    if any(config.graph.check for config in configs):
-        raise ConfigError("graph.check=true checks a single run; drop --multirun")
-    resumed = [config.train.resume for config in configs if config.train.resume not in ("none", "auto")]
-    if len({*resumed}) < len(resumed):
-        raise ConfigError(
-            f"train.resume={resumed[0]} in a multirun would make all its jobs resume one run; drop --multirun, or "
-            "resume each job in its folder: hydra.sweep.dir=FOLDER train.resume=auto"
+            f"train.resume={config.train.resume} in a multirun would make all its jobs resume one run; drop "
+            "--multirun, or resume each job in its folder: hydra.sweep.dir=FOLDER train.resume=auto"
         )
 
 
-def _require_own_folder(asked: Asked, other: str, own: str) -> None:
-    """Raises ConfigError where the folder is given that the other kind of run has."""
-    if any(argument.lstrip("+").startswith(f"hydra.{other}.dir=") for argument in asked.arguments):
+def _require_own_folder(config: DictConfig, other: str, own: str) -> None:
+    """Raises ConfigError where the folder is given that the other kind of run has, or none."""
+    if any(one.lstrip("+").startswith(f"hydra.{other}.dir=") for one in given_overrides(config, "hydra")):
         what = "a multirun" if own == "sweep" else "a single run"
         raise ConfigError(f"hydra.{other}.dir does nothing in {what}; give hydra.{own}.dir=FOLDER")
+    if not str(config.hydra[own].dir).strip():
+        raise ConfigError(
+            f"hydra.{own}.dir is empty; give the folder to write to, such as hydra.{own}.dir=runs/mine, or leave it out"
+        )
 
 
-def _several(asked: Asked) -> int:
-    _require_own_folder(asked, "run", "sweep")
-    jobs = asked.jobs()
-    composed = [TRAIN.compose(overrides) for overrides in jobs]
-    _require_multirun([TRAIN.typed(settings) for settings, _ in composed])
-    scope = str(composed[0][1].runtime.choices["graph"])  # names the only job, where nothing has several values
-    names = [job_folder(asked.swept, overrides, scope) for overrides in jobs]
-    with loading():
-        from graphmod.cli.training.job import Job
-        from graphmod.cli.training.sweep import run
-    folder = _folder(composed[0][1], "sweep")
-    made = [
-        (settings, Job(folder / name, overrides, alone=False, given=asked.arguments))
-        for name, overrides, (settings, _) in zip(names, jobs, composed, strict=True)
-    ]
-    return run(folder, made)
+def _folder(config: DictConfig, what: str) -> Path:
+    """The folder to write to; the default one is made, under a name that nothing has."""
+    folder = str(config.hydra[what].dir)
+    return Path(unused(folder) if default_folder(config, what) else folder).absolute()
+
+
+def _set(config: DictConfig, **values: Any) -> None:
+    """Sets what Hydra goes by from here on, by full name with `__` for the dots."""
+    with read_write(config.hydra), open_dict(config.hydra):
+        for name, value in values.items():
+            OmegaConf.update(config.hydra, name.replace("__", "."), value, force_add=True)
+
+
+class TrainCallback(CommandCallback):
+    """What comes before the folder of a run is made, and before the jobs of a multirun."""
+
+    def on_run_start(self, config: DictConfig, **_: Any) -> None:
+        """Refuses what cannot be, and finds out where the run starts: a run that it resumes has a folder already.
+
+        Raises:
+            ConfigError: the settings cannot be meant, or a folder is in use.
+        """
+        HydraConfig.instance().set_config(config)
+        _require_own_folder(config, "sweep", "run")
+        settings, overrides = without_hydra(config), given_overrides(config, "task")
+        _require_one_length(overrides)
+        _require_one_run(TRAIN.typed(settings))
+        if own_rank():  # another than the first writes nowhere, and is told which folder the run has
+            _set(config, run__dir=".", output_subdir=None, job__chdir=False, job_logging__root=None)
+            return
+        with loading():
+            from graphmod.cli.training.job import Job, started
+        default = default_folder(config, "run")
+        folder = _folder(config, "run")
+        _command.made = folder if default else None
+        if ranks_started() > 1:
+            _set(config, run__dir=str(folder))
+            return
+        job = Job(folder, overrides, True, TRAIN.given, named=not default)
+        job.cwd = str(Path.cwd()) if config.hydra.job.chdir else None
+        start = _command.start = _command.held.enter_context(started(settings, job))
+        _set(config, run__dir=str(start.folder))
+        if start.resumed:  # its files in .hydra should say with which settings it goes on
+            with read_write(config), open_dict(config):
+                for group, values in start.plain.items():
+                    OmegaConf.update(config, group, values, merge=True, force_add=True)
+
+    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        """Refuses what cannot be, and takes the folder of the multirun.
+
+        Raises:
+            ConfigError: the settings cannot be meant, or the folder is in use, or holds another multirun.
+        """
+        _require_own_folder(config, "run", "sweep")
+        overrides = given_overrides(config, "task")
+        typed = TRAIN.typed(without_hydra(config))
+        swept = _swept(config)
+        _require_multirun(typed, overrides, any(swept.values()))
+        with loading():
+            from graphmod.cli.training.comparison import require_new
+        folder = _folder(config, "sweep")
+        shown = folder if not default_folder(config, "sweep") else folder.relative_to(Path.cwd())
+        _command.held.enter_context(owned(folder))
+        require_new(folder, typed.train.resume)
+        _command.sweep = folder
+        # Jobs are composed anew from these, maybe in another process.
+        apart = sorted(
+            {*config.hydra.job.config.override_dirname.exclude_keys, *(key for key in swept if not swept[key])}
+        )
+        same = f"hydra.job.config.override_dirname.exclude_keys=[{','.join(map(quoted, apart))}]"
+        more = [f"hydra.sweep.dir={quoted(str(shown))}", same]
+        _set(config, sweep__dir=str(shown), overrides__hydra=[*given_overrides(config, "hydra"), *more])
+
+
+def _swept(config: DictConfig) -> dict[str, bool]:
+    """The keys that are given -> whether they have several values."""
+    parser, params = OverridesParser.create(), OmegaConf.select(config.hydra, "sweeper.params") or {}
+    found = {}
+    for one in [*(f"{key}={value}" for key, value in params.items()), *given_overrides(config, "task")]:
+        with suppress(OverrideParseException):
+            (override,) = parser.parse_overrides([one])
+            found[override.get_key_element()] = override.is_sweep_override()
+    return found

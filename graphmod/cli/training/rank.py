@@ -1,12 +1,14 @@
 """One rank that `launch.py` started: `python -m graphmod.cli.training.rank`, told on its standard input what to do."""
 
 import json
-import logging
 import os
 import signal
 import sys
 import threading
 from pathlib import Path
+
+from hydra.core.utils import configure_log
+from omegaconf import OmegaConf
 
 from graphmod.cli.environment import own_rank
 from graphmod.cli.start import loading, prepare
@@ -27,15 +29,15 @@ def main() -> int:
         told = json.loads(given.readline())
     threading.Thread(target=_end_with_the_launcher, name="launcher", daemon=True).start()
     sys.argv = told["command"]
-    logging.basicConfig(level=logging.INFO, format="%(message)s")  # as main.py has it
+    configure_log(OmegaConf.create(told["job"]["logging"]["job_logging"]), told["job"]["logging"]["verbose"])
     if own_rank():
         stay_silent(lambda text: None)
     with loading(silent=bool(own_rank())):
-        from omegaconf import OmegaConf
-
-        from graphmod.cli.training.job import Job, attempt
-    job = Job(Path(told["folder"]), told["overrides"], told["alone"], told["given"])
-    status, outcome = attempt(OmegaConf.create(told["settings"]), job)
+        from graphmod.cli.training.job import Job, among_ranks, given_to_ranks
+        from graphmod.train.schema.train import DeviceName
+    job = Job(**{**told["job"], "folder": Path(told["job"]["folder"])})
+    device = DeviceName(told["settings"]["train"]["device"])
+    status, outcome = among_ranks(lambda: device, job, lambda ranks: given_to_ranks(told, ranks))
     if not own_rank():
         answer = json.dumps([status, isinstance(outcome, str), str(outcome)])
         Path(told["answer"]).write_text(answer, encoding="utf-8")

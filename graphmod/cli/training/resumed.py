@@ -1,16 +1,20 @@
 """The settings of a run that is resumed: those it had and, over them, what the command line gives."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import torch
+from hydra import compose
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from graphmod.cli.environment import ranks_started
-from graphmod.cli.training.compose import CONFIGS
+from graphmod.cli.start import CONFIGS
 from graphmod.train.checkpoints.manifest import DamagedCheckpoint, read_manifest
 from graphmod.train.run.decisive import all_settings, require_same, with_changes
 from graphmod.train.run.device import pick_device
@@ -35,20 +39,38 @@ class JobSettings:
     changed: list[str] = field(default_factory=list)
 
 
+def _plain(settings: DictConfig, name: str) -> Any:
+    value = OmegaConf.select(settings, name)
+    plain = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+    return plain.value if isinstance(plain, Enum) else plain
+
+
+def _other_than_by_default(cfg: DictConfig) -> Iterator[str]:
+    """The settings, by full name, that are not what they are without any argument."""
+    if not GlobalHydra.instance().is_initialized():
+        return
+    defaults = compose(HydraConfig.get().job.config_name, [])
+    for group in cfg:
+        for name in cfg[group]:
+            if _plain(cfg, f"{group}.{name}") != _plain(defaults, f"{group}.{name}"):
+                yield f"{group}.{name}"
+
+
 def _given(cfg: DictConfig, overrides: list[str]) -> dict[str, Any]:
     """The settings that the command line gives, by full name. The choice of a group gives all those that files of that
-    group set: another file than the chosen one may have set them before."""
-    given = {}
+    group set: another file than the chosen one may have set them before. A file of the user's own, such as an
+    experiment, gives all that it makes different."""
+    names: list[str] = []
     for override in OverridesParser.create().parse_overrides(overrides):
-        if override.is_hydra_override():
-            continue
         key = override.key_or_group
         files = [OmegaConf.load(path) for path in (CONFIGS / key).glob("*.yaml")]
-        for name in sorted({f"{key}.{name}" for file in files for name in file}) or [key]:
-            value = OmegaConf.select(cfg, name)
-            plain = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-            given[name] = plain.value if isinstance(plain, Enum) else plain
-    return given
+        if ("." not in key and not (CONFIGS / key / f"{override.value()}.yaml").is_file()) or key == "experiment":
+            names += _other_than_by_default(cfg)
+        elif files:
+            names += {f"{key}.{name}" for file in files for name in file}
+        else:
+            names.append(key)
+    return {name: _plain(cfg, name) for name in sorted({*names})}
 
 
 def _named(resume: str) -> ResumePoint | None:

@@ -6,7 +6,6 @@ at the end of a multirun is `cli/training/sweep.py`.
 
 import json
 import math
-import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -132,7 +131,7 @@ def compare(results: Mapping[str, RunResult], busy_ms: Mapping[str, float] | Non
         if result.ranks > 1 and result.tokens_per_s and alone.get(_on_one_rank(result)):
             row.scaling = result.tokens_per_s / (result.ranks * alone[_on_one_rank(result)])
         row.reserved_gib, row.capture_seconds = result.reserved_gib, result.graph.get("capture_seconds")
-        row.train_loss = statistics.fmean(result.losses[-max(1, len(result.losses) // 10) :]) if result.losses else None
+        row.train_loss = result.train_loss
         row.eval_loss, row.ema_loss = result.eval_losses[-1][1] if result.eval_losses else None, result.ema_loss
         if row.step_ms_median and name in (busy_ms or {}):
             row.gpu_busy_share = min(1.0, busy_ms[name] / row.step_ms_median)

@@ -33,7 +33,11 @@ class Journal:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Inside, messages of graphmod's log are added too."""
+        """Inside, messages of graphmod's log are added too, unless they are written to this file anyway."""
+        files = [getattr(handler, "baseFilename", None) for handler in logging.root.handlers]
+        if str(self._path.absolute()) in files:
+            yield
+            return
         handler = _ToJournal(self)
         log.addHandler(handler)
         try:

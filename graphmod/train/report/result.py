@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -137,6 +138,16 @@ class RunResult:
         if not sent:
             return {}
         return {"comm_ms": sent, "comm_hidden_share": median(self.rank_profile["comm_hidden_ms"]) / sent}
+
+    @property
+    def train_loss(self) -> float | None:
+        """Mean loss of the last tenth of the steps; None before the first step."""
+        return statistics.fmean(self.losses[-max(1, len(self.losses) // 10) :]) if self.losses else None
+
+    @property
+    def last_loss(self) -> float | None:
+        """The loss of the last evaluation, or without any `train_loss`: what a sweeper may minimize."""
+        return self.eval_losses[-1][1] if self.eval_losses else self.train_loss
 
     def write(self, folder: Path) -> Path:
         """Writes `result.json` into `folder`, whole or not at all."""

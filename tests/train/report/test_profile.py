@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from graphmod.cli.training.sweep import gpu_busy_ms
+from graphmod.cli.training.comparison import gpu_busy_ms
 from graphmod.train.report.comparison import compare
 from graphmod.train.report.profile import busy_us, communication_us
 from graphmod.train.report.report import table

@@ -1,25 +1,27 @@
-"""The jobs of a multirun, one after the other, and the comparison of what they did.
+"""The comparison of the jobs of a multirun: what each of them leaves for it, and what is made of that at the end.
+
+Jobs may run in other processes, and on other machines; so each leaves a line in the folder of the multirun.
 
 How busy the GPU is takes a profiler, which slows later graph launches of the process; so that is looked at last, when
 all times have been taken, in a few steps of each run anew.
 """
 
+import json
+import shutil
 import tempfile
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-from omegaconf import DictConfig
-
-from graphmod.cli.stdout import say_plainly, show
-from graphmod.cli.training.compose import parse
-from graphmod.cli.training.job import Job, attempt, failed
+from graphmod.cli.stdout import show
+from graphmod.cli.training.settings import parse
 from graphmod.errors import ConfigError, GraphmodError
 from graphmod.train.report.comparison import compare, swept
 from graphmod.train.report.report import JSON_FILE, PLOT_FILE, on_tensorboard, remarks, table, write_report
 from graphmod.train.report.result import RunResult
 from graphmod.train.report.timing import median
-from graphmod.train.run.folders import link_latest
+from graphmod.train.run.folders import from_here, link_latest
 from graphmod.train.run.loop import train
-from graphmod.train.run.ownership import owned
 from graphmod.train.run.resume import NONE, holds_finished_runs
 
 _COMPARISONS = Path("runs/compare")  # of train.yaml
@@ -35,38 +37,60 @@ _PROFILED = {
 }
 
 
-def run(sweep: Path, jobs: list[tuple[DictConfig, Job]]) -> int:
-    """Runs all jobs, compares them, and returns the highest exit status, or at once that of one that was stopped.
+_JOBS = ".jobs"
+_SWEEP_FILE = "multirun.yaml"  # Hydra's
+
+
+def require_new(sweep: Path, resume: str) -> None:
+    """Clears what jobs of an earlier multirun have left in its folder for the comparison.
 
     Raises:
-        FolderInUse: another process writes to the folder `sweep`.
-        ConfigError: it holds the runs of another multirun.
-        GraphmodError: it cannot be written to.
+        ConfigError: it holds finished runs of another multirun, and is not to be resumed.
     """
-    with owned(sweep):
-        # The jobs, one by one, would compare what is new without what they may not touch.
-        if all(settings.train.resume == NONE for settings, _ in jobs) and holds_finished_runs(sweep):
-            raise ConfigError(
-                f"hydra.sweep.dir={sweep} holds runs of an earlier multirun, and new ones would mix with them; give "
-                "another folder, or delete that one (train.resume=auto resumes runs that have checkpoints)"
-            )
-        highest, results = 0, {}
-        for number, (settings, job) in enumerate(jobs, start=1):
-            say_plainly(f"\njob {number} of {len(jobs)}: {' '.join(job.overrides)}")
-            status, outcome = attempt(settings, job)
-            if status >= 128:
-                return status  # the jobs that would follow must not start
-            highest = max(highest, status)
-            results[job.folder.name] = failed(settings, job.folder, outcome) if status else _result(settings, outcome)
-        _compare(sweep, results)
-    return highest
+    if resume == NONE and holds_finished_runs(sweep):
+        raise ConfigError(
+            f"hydra.sweep.dir={from_here(sweep)} holds runs of an earlier multirun, and new ones would mix with them; "
+            "give another folder, or delete that one (train.resume=auto resumes runs that have checkpoints)"
+        )
+    shutil.rmtree(sweep / _JOBS, ignore_errors=True)
 
 
-def _result(settings: DictConfig, folder: Path) -> RunResult:
+def leave(sweep: Path, number: int, **what: Any) -> None:
+    """Leaves what there is to know of a job for the comparison.
+
+    Args:
+        sweep: the folder of the multirun.
+        number: of the job.
+        what: `name`, `folder`, `scope`, `status` (of a process with this job alone) and `error`.
+    """
+    with suppress(OSError):  # a full disk: the job itself has said so
+        (sweep / _JOBS).mkdir(exist_ok=True)
+        (sweep / _JOBS / f"{number:06}.json").write_text(json.dumps(what), encoding="utf-8")
+
+
+def conclude_sweep(sweep: Path) -> int:
+    """Compares the jobs that have left something; returns the highest of their exit statuses.
+
+    Raises:
+        GraphmodError: the comparison cannot be written.
+    """
+    jobs = [json.loads(path.read_text(encoding="utf-8")) for path in sorted((sweep / _JOBS).glob("*.json"))]
+    shutil.rmtree(sweep / _JOBS, ignore_errors=True)
+    if not jobs:
+        (sweep / _SWEEP_FILE).unlink(missing_ok=True)  # nothing began
+        return 0
+    results = {}
+    for job in jobs:
+        failed = RunResult(scope=job["scope"], status="failed", error=job["error"])
+        results[job["name"]] = failed if job["error"] else _result(job["scope"], Path(job["folder"]))
+    _compare(Path(from_here(sweep)), results)
+    return max(job["status"] for job in jobs)
+
+
+def _result(scope: str, folder: Path) -> RunResult:
     try:
         return RunResult.read(folder)
     except (OSError, ValueError, TypeError) as error:
-        scope = settings.graph.scope.value
         return RunResult(scope=scope, status="failed", error=f"it wrote no result ({error})")
 
 

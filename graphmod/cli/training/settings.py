@@ -1,24 +1,15 @@
 """The settings of a training run: what its command line may hold, and which settings cannot be meant."""
 
-from pathlib import Path
-
 from omegaconf import DictConfig
 
-from graphmod.cli.settings import Program
+from graphmod.cli.app import App
 from graphmod.train.schema.run import RunConfig, check
 
-CONFIGS = Path(__file__).parent.resolve() / "configs"
-TRAIN = Program(
+TRAIN = App(
     name="train",
     kind=RunConfig,
-    configs=CONFIGS,
     texts=("train.sample_prompt",),
-    paths=(
-        *("data.path", "data.pattern", "data.tokenizer", "model.path", "train.resume"),
-        *("hydra.run.dir", "hydra.sweep.dir"),
-    ),
     smaller="data.batch_size or data.seq_len",
-    multirun=True,
 )
 
 

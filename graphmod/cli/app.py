@@ -1,0 +1,375 @@
+"""A command that is configured by Hydra: `hydra.main`, with errors of one line and exit statuses.
+
+Arguments, composition, jobs and folders are Hydra's own. What is added: a text or a path needs no quotes of Hydra's
+grammar, a misspelt name is answered with the nearest one, and an error in a callback is an error. No PyTorch.
+"""
+
+import argparse
+import logging
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra._internal import utils as hydra_utils
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.plugins import Plugins
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.errors import HydraException, OverrideParseException
+from hydra.experimental.callback import Callback
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from graphmod.cli.errors import conclude, end_quietly, explain, unknown_flag, unknown_key, without_name, without_value
+from graphmod.cli.start import CONFIGS, shown, version
+from graphmod.cli.stdout import show
+from graphmod.errors import ConfigError
+from graphmod.train.run.folders import job_folder
+
+_FOLDERS = ("hydra.run.dir", "hydra.sweep.dir")
+_LOGGING = ("hydra/job_logging", "hydra/hydra_logging")
+_UNUSED = "${unused:"
+# What Hydra's callbacks raise it only warns of; after a job, others may still have to run.
+_CALLBACK_RAISED = r"Callback .*\.on_(run_start|run_end|multirun_start|multirun_end|job_start) raised "
+_BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
+# Choices of a group that several commands have.
+_TRAINING_ONLY = {"graph": {"auto", "full_iteration", "per_layer"}, "experiment": {"measure_124m"}}
+_DECODING_ONLY = {"graph": {"decode"}}
+
+
+def quoted(text: str) -> str:
+    """`text` so that Hydra and omegaconf, which resolves twice, read it as it is."""
+    text = re.sub(r"(\\*)\$\{", lambda found: found[1] * 4 + r"\\\${", text)
+    text = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), text)
+    return f"'{text}'"
+
+
+class _OwnConfigs(SearchPathPlugin):
+    """Groups are found in `configs/` also where --config-path names another folder."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        path = f"file://{CONFIGS}"
+        if all(one.path not in (path, str(CONFIGS)) for one in search_path.get_path()):
+            search_path.append("graphmod", path)
+
+
+class _Arguments(argparse.ArgumentParser):
+    """Hydra's flags; what is wrong with them is a ConfigError."""
+
+    def error(self, message: str) -> None:
+        raise ConfigError(message.replace("argument ", "", 1))
+
+
+def _choices(*, _root_: DictConfig) -> str:
+    """The groups of a command with their choices, for its help; those of the user's own folders are among them."""
+    loader, lines = GlobalHydra.instance().config_loader(), []
+    hidden = _DECODING_ONLY if _root_.hydra.job.name == "train" else _TRAINING_ONLY
+    for group, default in sorted(_root_.hydra.runtime.choices.items()):
+        names = [name for name in loader.get_group_options(group) if name not in hidden.get(group, ())]
+        if names and "/" not in group:
+            lines.append(f"  {group}: {', '.join(name + ' (default)' * (name == default) for name in sorted(names))}")
+    return "\n".join(lines)
+
+
+def _job_folder(*, _root_: DictConfig) -> str:
+    """The name of a job's folder in a multirun: see `job_folder`."""
+    job, hydra_config = _root_.hydra.job, _root_.hydra
+    left_out = set(job.config.override_dirname.exclude_keys)
+    overrides = given_overrides(_root_, "task")
+    keys = [key for one in overrides if (key := one.partition("=")[0]) not in left_out]
+    name = job_folder(keys, overrides, str(hydra_config.runtime.choices.get("graph")))
+    # Other sweepers may ask for the same values again.
+    return name if hydra_config.sweeper["_target_"] == _BASIC_SWEEPER else f"{job.num}_{name}"
+
+
+Plugins.instance().register(_OwnConfigs)
+OmegaConf.register_new_resolver("command", lambda *, _root_: shown(_root_.hydra.job.name), replace=True)
+OmegaConf.register_new_resolver("choices", _choices, replace=True)
+OmegaConf.register_new_resolver("job_folder", _job_folder, replace=True)
+OmegaConf.register_new_resolver("unused", lambda folder: folder, replace=True)
+
+
+def given_overrides(config: DictConfig, kind: str) -> list[str]:
+    """The overrides of the command line, `task` or `hydra`, as they were written."""
+    return OmegaConf.to_container(config.hydra.overrides, resolve=False)[kind]
+
+
+def default_folder(config: DictConfig, what: str) -> bool:
+    """Whether `hydra.run.dir` (`what` is `run`) or `hydra.sweep.dir` is the default: a new folder for each run."""
+    return _UNUSED in str(OmegaConf.to_container(config.hydra[what], resolve=False)["dir"])
+
+
+class CommandCallback(Callback):
+    """Ends a command with the error of its only job, where Hydra would print the arguments again."""
+
+    def on_run_end(self, config: DictConfig, job_return: JobReturn, **_: Any) -> None:
+        """Raises what the job raised."""
+        if job_return.status is JobStatus.FAILED:
+            raise job_return._return_value
+
+
+@dataclass
+class App:
+    """A command.
+
+    Attributes:
+        name: of the command, and of the file with its defaults and its help.
+        kind: its settings, a dataclass.
+        texts: settings that are taken as they are, unless they are quoted as Hydra's grammar wants it.
+        smaller: the settings to lower where memory is short.
+        given: the arguments of the command line, as they were.
+    """
+
+    name: str
+    kind: type
+    texts: tuple[str, ...]
+    smaller: str
+    given: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        schema = OmegaConf.structured(self.kind)
+        for node in (schema[name] for name in schema if OmegaConf.is_dict(schema[name])):
+            # A part of the user's own (`_target_`) has arguments that no schema knows; `typed` refuses other strangers.
+            for one in [node] * ("target" in node) + [node[name] for name in node if _is_mapping(node, name)]:
+                OmegaConf.set_struct(one, False)
+        ConfigStore.instance().store(f"{self.name}_schema", schema)
+
+    def run(
+        self,
+        arguments: list[str],
+        task: Callable[[DictConfig], Any],
+        finish: Callable[[int], int] = lambda status: status,
+    ) -> int:
+        """Does what the arguments ask for; returns the exit status.
+
+        Args:
+            arguments: of the command line.
+            task: what the command does with the composed settings; what it returns a sweeper may minimize.
+            finish: called after Hydra's part, with the exit status so far; returns that of the command.
+        """
+        self.given, status = list(arguments), 0
+        try:
+            if "--version" in arguments:
+                show(version())
+                return 0
+            argv = self.arguments(arguments)
+            with _as_main(argv), _strict():
+                main = hydra.main(config_path=str(CONFIGS), config_name=self.name, version_base="1.3")
+                main(task)()
+            show("", end="")  # what Hydra printed may not have been written
+        except SystemExit as end:  # of Hydra, which has said why, or of a job that was stopped
+            status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        except BaseException as error:
+            status = self.conclude(error)
+        try:
+            return finish(status)
+        except BaseException as error:
+            return max(status, self.conclude(error))
+        finally:
+            end_quietly()
+
+    def conclude(self, error: BaseException) -> int:
+        """Says what ended the command; returns the exit status."""
+        own = error.__context__ if isinstance(error, UserWarning) else None
+        if isinstance(own, Exception) and re.match("Callback (Command|Train|Serve)Callback", str(error)):
+            error = own
+        return conclude(error, self.smaller, kind=self.kind)[0]
+
+    def arguments(self, given: list[str]) -> list[str]:
+        """The arguments as Hydra wants them: flags first, then overrides, whose texts and paths are quoted.
+
+        Raises:
+            ConfigError: what is no flag, flags that exclude each other, a setting without a value.
+        """
+        parser = _Arguments(add_help=False, allow_abbrev=False, parents=[hydra_utils.get_args_parser()])
+        flags, settings, left = [], [], list(given)
+        while left:
+            one = left.pop(0)
+            if not one.startswith("-"):
+                settings.append(one)
+                continue
+            action = parser._option_string_actions.get(one.partition("=")[0])
+            if action is None:
+                known = [flag for flag in parser._option_string_actions if flag.startswith("--")]
+                raise ConfigError(unknown_flag(one, left[0] if left else "", [*known, "--version"], self.kind))
+            flags.append(one)
+            takes = action.nargs is None and "=" not in one
+            if takes or (action.nargs == "?" and left and left[0] in (action.choices or ())):
+                flags += left[:1]
+                left = left[1:]
+            elif action.nargs == "?" and "=" not in one:  # else argparse would take a setting for its value
+                flags.append(action.const)
+        found = parser.parse_args(flags)
+        asked = [f"--{name}" for name in ("run", "multirun", "cfg", "info", "shell_completion") if getattr(found, name)]
+        if len(asked) > 1:
+            raise ConfigError(f"{' and '.join(asked).replace('_', '-')} ask for different things; give one of them")
+        if found.resolve and not (found.cfg or found.help):
+            raise ConfigError("--resolve goes with --cfg or --help; add one of them, or leave it out")
+        for flag, folder in (("--config-dir", found.config_dir), ("--config-path", found.config_path)):
+            if folder is not None and not folder.startswith("pkg://") and not Path(folder).is_dir():
+                raise ConfigError(f"{flag} {folder} is not a folder; give one with files GROUP/CHOICE.yaml")
+        if found.config_path and not found.config_path.startswith("pkg://"):
+            # Later ones win. Hydra would look beside this file, which nobody knows.
+            flags += ["--config-path", str(Path(found.config_path).absolute())]
+        if not found.shell_completion:
+            settings = self.readable(settings)
+        if found.config_name is None:  # whose own may choose others
+            logging = [f"{one}=plain" for one in _LOGGING if not any(given.startswith(one) for given in settings)]
+            settings = [*logging, *settings]
+        if found.cfg and found.cfg != "hydra":
+            self._require_known(found, settings)
+        return [*flags, *settings]
+
+    def readable(self, settings: list[str]) -> list[str]:
+        """Overrides so that Hydra reads them as they are meant. Raises ConfigError for one that it cannot read."""
+        chosen = {key for key, equals, _ in (one.partition("=") for one in settings) if equals}
+        found = []
+        for own in ("model", "data"):  # of which the built-in settings are not arguments
+            if f"{own}._target_" in {key.lstrip("+") for key in chosen} and own not in chosen:
+                found.append(f"{own}=custom")
+        for before, one in zip(["", *settings], settings, strict=False):
+            if "=" not in one and not one.startswith("~"):
+                raise ConfigError(without_name(one, before, self.kind))
+        return [*found, *map(self._readable, settings)]
+
+    def _readable(self, override: str) -> str:
+        key, equals, value = override.partition("=")
+        bare = key.lstrip("+")
+        if not equals or key.startswith("~"):
+            return override
+        if not bare:
+            raise ConfigError(f"{override!r} names no setting; write key=value, such as train.steps=3")
+        if not value and bare not in self.texts and not bare.startswith("hydra."):
+            raise ConfigError(without_value(key))
+        if bare in self.texts:
+            return override if _is_quoted(override, value) else f"{key}={quoted(value)}"
+        if value.startswith("~/"):  # bash leaves it so, and Hydra takes it for a deletion
+            value = str(Path(value).expanduser())
+        try:
+            (parsed,) = OverridesParser.create().parse_overrides([f"{key}={value}"])
+        except OverrideParseException:
+            if bare not in _FOLDERS and not self._is_text(bare):
+                raise
+            return f"{key}={quoted(value)}"
+        plain = not parsed.is_sweep_override() and isinstance(parsed.value(), (bool, int, float))
+        if plain and (CONFIGS / bare).is_dir():  # Hydra has no words for a choice that is no text
+            return f"{key}={quoted(value)}"
+        return f"{key}={value}"
+
+    def _is_text(self, key: str) -> bool:
+        """Whether a setting may be a text, as far as the schema says."""
+        settings = OmegaConf.structured(self.kind)
+        try:
+            OmegaConf.update(settings, key, "a(text")
+            return True
+        except OmegaConfBaseException:
+            return False
+
+    def _require_known(self, found: argparse.Namespace, settings: list[str]) -> None:
+        """Raises ConfigError for a setting that there is not: `--cfg` prints whatever was added."""
+        folders = [str(Path(one).absolute()) for one in (found.config_path, found.config_dir, CONFIGS) if one]
+        if found.config_path and found.config_dir and not any(one.startswith("hydra.searchpath=") for one in settings):
+            settings = [f"hydra.searchpath=[{quoted(f'file://{folders[1]}')}]", *settings]
+        self.typed(self.compose(settings, folders[0], found.config_name))
+
+    def compose(self, overrides: list[str], path: str = str(CONFIGS), config_name: str | None = None) -> DictConfig:
+        """The settings for these overrides, as Hydra composes them, without its own.
+
+        Raises:
+            ConfigError: an unknown key, a choice that there is not, a value of the wrong kind, a file that is not YAML.
+        """
+        try:
+            with hydra.initialize_config_dir(path, version_base="1.3", job_name=self.name):
+                config = hydra.compose(config_name or self.name, overrides, return_hydra_config=True)
+        except (HydraException, OmegaConfBaseException, YAMLError) as error:
+            raise ConfigError(explain(error, self.kind)) from error
+        HydraConfig.instance().set_config(config)
+        return without_hydra(config)
+
+    def typed(self, settings: DictConfig | dict) -> Any:
+        """The settings as an object of their kind.
+
+        Raises:
+            ConfigError: a key that there is not, which Hydra lets pass where it was added with `+`, or a value of the
+                wrong kind.
+        """
+        try:
+            plain = OmegaConf.to_container(settings, resolve=True) if OmegaConf.is_config(settings) else settings
+            plain = {name: self._folded(name, value) for name, value in plain.items()}
+            return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(self.kind), plain))
+        except OmegaConfBaseException as error:
+            raise ConfigError(explain(error, self.kind)) from error
+        except ConfigError as error:  # settings of graphs check themselves and do not know under which name they stand
+            raise error if "." in str(error).partition(" ")[0] else ConfigError(f"graph.{error}") from error
+
+    def _folded(self, group: str, values: Any) -> Any:
+        """The settings of a group with those of a part of the user's own in `target`. Raises ConfigError for a key that
+        there is not."""
+        known = next((one.type for one in fields(self.kind) if one.name == group), None)
+        names = {one.name for one in fields(known)} if is_dataclass(known) else set()
+        if "target" not in names or not isinstance(values, dict):
+            return values
+        strange = {name: value for name, value in values.items() if name not in names}
+        if strange and "_target_" not in strange:
+            name, value = next(iter(strange.items()))
+            raise ConfigError(unknown_key(f"{group}.{name}", self.kind, str(value)))
+        given = {name: value for name, value in values.items() if name in names}
+        return {**given, "target": strange} if strange else given
+
+
+def _is_mapping(node: DictConfig, name: str) -> bool:
+    value = node._get_node(name)
+    return isinstance(value, DictConfig) and OmegaConf.get_type(value) is dict
+
+
+def without_hydra(config: DictConfig) -> DictConfig:
+    """The settings of a command, without those of Hydra."""
+    return OmegaConf.masked_copy(config, [name for name in config if name != "hydra"])
+
+
+def _is_quoted(override: str, value: str) -> bool:
+    """Whether Hydra reads `value` as one text in quotes, or several."""
+    if value[:1] not in ("'", '"'):
+        return False
+    try:
+        OverridesParser.create().parse_overrides([override])
+    except OverrideParseException:
+        return False
+    return True
+
+
+@contextmanager
+def _as_main(argv: list[str]) -> Iterator[None]:
+    """Inside, Hydra finds these arguments, and leaves errors to who called it. It has a variable of the environment for
+    that, which processes that are started would find, too."""
+    arguments, report = sys.argv, hydra_utils.run_and_report
+    sys.argv, hydra_utils.run_and_report = [arguments[0], *argv], lambda run: run()
+    try:
+        yield
+    finally:
+        sys.argv, hydra_utils.run_and_report = arguments, report
+
+
+@contextmanager
+def _strict() -> Iterator[None]:
+    """Inside, what a callback raises is raised; messages of a log that was set up are gone afterwards."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", _CALLBACK_RAISED, UserWarning)
+            yield
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)

@@ -1,0 +1,417 @@
+"""What is wrong with a command, in one line, and the exit status that it ends with.
+
+Exit status: 0 all went well, 1 something failed, 2 the command line, a config, the model or the data cannot be used,
+128 + N stopped by signal N (130 is Ctrl-C, 141 nobody reads the standard output any more, 143 SIGTERM). No PyTorch.
+"""
+
+import atexit
+import dataclasses
+import errno
+import os
+import re
+import signal
+import traceback
+from collections.abc import Iterable
+from enum import Enum
+from pathlib import Path
+
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf import OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, InterpolationResolutionError, OmegaConfBaseException
+from yaml import MarkedYAMLError, YAMLError
+
+from graphmod.cli.start import CONFIGS
+from graphmod.cli.stdout import complain, say_plainly, unwritten
+from graphmod.decode.errors import RequestError
+from graphmod.errors import ConfigError, GraphmodError
+from graphmod.train.schema.optim import REFUSED_OPTIMIZERS
+from graphmod.train.schema.run import RunConfig
+from graphmod.words import nearest
+
+# What other programs call a setting -> its last name here, its full name, or, with a value, what to write.
+_ELSEWHERE = {
+    **dict.fromkeys(("block_size", "context_length", "max_length", "max_seq_length", "sequence_length"), "seq_len"),
+    **dict.fromkeys(("clip_grad", "grad_clip", "gradient_clip_val", "max_norm"), "max_grad_norm"),
+    **dict.fromkeys(("dtype", "torch_dtype", "mixed_precision", "amp"), "precision"),
+    **dict.fromkeys(("max_iters", "max_steps", "num_steps"), "steps"),
+    **dict.fromkeys(("max_epochs", "num_epochs", "num_train_epochs"), "epochs"),
+    **dict.fromkeys(("micro_batch_size", "per_device_train_batch_size"), "batch_size"),
+    **dict.fromkeys(("n_embd", "d_model"), "hidden_size"),
+    **dict.fromkeys(("n_head", "num_attention_heads"), "heads"),
+    **dict.fromkeys(("n_layer", "num_hidden_layers"), "layers"),
+    **dict.fromkeys(("eval_interval", "eval_steps"), "eval_every"),
+    **dict.fromkeys(("log_interval", "logging_steps"), "log_every"),
+    **dict.fromkeys(("save_every", "save_interval", "save_steps"), "checkpoint_every"),
+    **dict.fromkeys(("lr_scheduler", "lr_scheduler_type", "scheduler"), "schedule"),
+    **dict.fromkeys(("dataset", "data_dir", "data_path", "file", "files", "folder", "train_file"), "data.path"),
+    **dict.fromkeys(("ckpt", "checkpoint_path", "model_name_or_path", "model_path"), "model.path"),
+    **dict.fromkeys(("devices", "nproc_per_node", "num_gpus", "world_size"), "parallel.gpus"),
+    **dict.fromkeys(("log_dir", "logdir", "out_dir", "output_dir", "run_dir", "save_dir"), "hydra.run.dir"),
+    **dict.fromkeys(("logger", "report_to"), "train.log"),
+    **dict.fromkeys(("warmup_ratio", "warmup_steps"), "optim.warmup_fraction=SHARE_OF_THE_STEPS"),
+    **dict.fromkeys(("num_return_sequences", "num_samples"), "n"),
+    "bf16": "train.precision=bf16_mixed",
+    "do_sample": "decode=sample",
+    "fp16": "train.precision=fp16_mixed",
+    "gradient_accumulation_steps": "grad_accumulation",
+    "gradient_checkpointing": "activation_checkpointing",
+    "max_tokens": "max_new_tokens",
+    "optimizer": "optim",
+    "wandb": "train.log=wandb",
+}
+# Of a group, what other programs call its choice: `model.name=gpt2` is `model=gpt2`.
+_CHOICE = ("kind", "name", "type")
+# What a choice is called as well -> its name here.
+_SCOPES = {
+    **dict.fromkeys(("eager", "false", "no", "null", "off"), "none"),
+    **dict.fromkeys(("on", "step", "true", "whole", "whole_step", "yes"), "full_iteration"),
+}
+FULL_ERRORS = os.environ.get("HYDRA_FULL_ERROR") == "1"
+_HF_FILES = (".arrow", ".csv", ".json", ".jsonl", ".ndjson", ".parquet", ".tsv")
+
+
+def setting_names(kind: type = RunConfig, prefix: str = "") -> list[str]:
+    """Every key a run understands, such as `train.steps`, and the groups themselves, such as `train`."""
+    names = []
+    for field in dataclasses.fields(kind):
+        name = prefix + field.name
+        names.append(name)
+        if dataclasses.is_dataclass(field.type):
+            names += setting_names(field.type, f"{name}.")
+    return names
+
+
+def last_names(group: str, names: list[str]) -> list[str]:
+    """Those of the settings of a group, or, with an empty name, of what is in no group, and the groups."""
+    return [name.rpartition(".")[2] for name in names if name.rpartition(".")[0] == group]
+
+
+def _shortened(short: str, words: dict[str, str]) -> str | None:
+    """What the only word that `short` begins, or has the initials of, stands for; None where there are more or none."""
+    found = [
+        name
+        for word, name in words.items()
+        if word.startswith(short) or "".join(part[0] for part in word.split("_") if part) == short
+    ]
+    return found[0] if len(found) == 1 and len(short) > 1 else None
+
+
+def _from_elsewhere(last: str, siblings: dict[str, str], anywhere: dict[str, str], names: list[str]) -> str | None:
+    """What `last` of another program is here; None where it is nothing, or of a command without that setting."""
+    here = _ELSEWHERE.get(last)
+    if here is None or here.startswith("hydra."):
+        return here if "train" in names else None
+    key = here.partition("=")[0]
+    found = here if key in names else siblings.get(here) or anywhere.get(here)
+    # Of `model.file` only that of the same group can be meant, if it has one.
+    same = siblings.get(key.rpartition(".")[2]) if "." in key and "=" not in here else None
+    return same or found
+
+
+def meant(key: str, names: list[str]) -> str | None:
+    """The setting that was probably meant, with `=` and a value where that is known, or None: a bad guess that is
+    followed trains something else."""
+    if key in names:
+        return key
+    group, _, last = key.rpartition(".")
+    if group in names and last in _CHOICE and group != "model.lora":
+        return group
+    # Last names, of which the first setting that has one gets it; a setting of a group is not meant to be a group.
+    anywhere = {name.rpartition(".")[2]: name for name in reversed(names) if "." in name or not group}
+    siblings = {word: f"{group}.{word}".lstrip(".") for word in last_names(group, names)}
+    known = _from_elsewhere(last, siblings, anywhere, names) or anywhere.get(last)
+    if group and siblings:
+        close = siblings.get(nearest(last, siblings, cutoff=0.65))
+        return known or _shortened(last, siblings) or close or _shortened(last, anywhere)
+    return known or _shortened(last, siblings) or _shortened(last, anywhere) or nearest(key, names, cutoff=0.65)
+
+
+def most_like(word: str, options: Iterable[str]) -> list[str]:
+    """Those of `options` that begin with `word`, else the one most like it; none where nothing is."""
+    options = [*options]
+    if (scope := _SCOPES.get(word.lower())) in options:
+        return [scope]
+    begun = [option for option in options if word and option.startswith(word)]
+    return begun or [best for best in [nearest(word, options, cutoff=0.6)] if best]
+
+
+def choice_to_write(group: str, choice: str, options: Iterable[str]) -> str:
+    """What to write in place of `group=choice`, which is not among `options`; "" where nothing is like it."""
+    path = Path(choice)
+    is_path = path.exists() or "/" in choice or bool(path.suffix)
+    if group == "data" and {"text", "hf"} <= {*options} and is_path:
+        return f"data={'hf' if path.suffix in _HF_FILES else 'text'} data.path={choice}"
+    if group == "model" and "local" in options and is_path:
+        return f"model=local model.path={choice if path.is_dir() else 'FOLDER'} (nothing is downloaded)"
+    return " or ".join(f"{group}={one}" for one in most_like(choice, options))
+
+
+# What omegaconf says of a value of another kind, and how users call that kind.
+_WRONG_KIND = re.compile(r"Value '(.*)' (?:of type .* could not be converted to |is not a valid )(Integer|Float|bool)")
+_SEVERAL = re.compile(r"(?:Sweep parameters|Ambiguous value for argument) '(.*?)'(?: requires|$)", re.M)
+_KINDS = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
+_OWN_FILES = ("--config", "--config-file", "--yaml")
+
+
+def unknown_flag(argument: str, following: str, flags: list[str], kind: type) -> str:
+    """The error for an argument with dashes that is no flag: `--steps=3`, or `--steps` with `3` after it.
+
+    Args:
+        following: the argument after it; empty when it is the last one.
+        flags: those there are.
+    """
+    name, equals, value = argument.partition("=")
+    word = name.lstrip("-").replace("-", "_")
+    if not equals:
+        value = following if following and "=" not in following and not following.startswith("-") else "VALUE"
+    said = f"there is no flag {name!r}"
+    if name in _OWN_FILES:
+        return f"{said}; settings in a file: --config-dir FOLDER GROUP=CHOICE reads FOLDER/GROUP/CHOICE.yaml"
+    if flag := nearest(name, flags, cutoff=0.8):
+        return f"{said}; did you mean {flag!r}? Settings are written without dashes: key=value"
+    setting = meant(word, setting_names(kind)) or "key=value"
+    return f"{said}; settings are written without dashes: {setting if '=' in setting else f'{setting}={value}'}"
+
+
+def _advice(name: str, value: str, kind: type) -> str:
+    """What to write to set `name`; where `value` cannot be meant, the values that can."""
+    if "=" in name:
+        return f" Write {name}"
+    if "." in name and not name.startswith("hydra."):
+        settings = OmegaConf.structured(kind)
+        try:
+            OmegaConf.merge(settings, OmegaConf.from_dotlist([f"{name}={value}"]))
+        except (OmegaConfBaseException, YAMLError):
+            known = type(OmegaConf.select(settings, name))
+            if not issubclass(known, Enum):
+                return ""
+            return f" Write {name}=VALUE with one of: {', '.join(member.value for member in known)}"
+    return f" Write {name}={value}"
+
+
+def unknown_key(key: str, kind: type, value: str | None = None) -> str:
+    """The error for a key no run understands; `value` is what was to be set, where that is known."""
+    names = setting_names(kind)
+    group = key.rpartition(".")[0]
+    best = meant(key, names)
+    message = f"there is no setting {key!r}"
+    if key.startswith("hydra."):
+        return f"{message}; --cfg hydra prints those of Hydra"
+    if best:
+        # In a file of settings there is no command line to write on, but a value may be the answer.
+        write = "" if value is None and "=" not in best else _advice(best, value, kind)
+        message += f"; did you mean {best.partition('=')[0]!r}?{write}"
+    siblings = last_names(group, names)
+    if group and siblings:
+        return f"{message}\n  settings of {group!r}: {', '.join(siblings)}"
+    alone = [name for name in last_names("", names) if not last_names(name, names)]
+    groups = [name for name in last_names("", names) if name not in alone]
+    return f"{message}\n  groups: {', '.join(groups)}" + (f"; other settings: {', '.join(alone)}" if alone else "")
+
+
+def _choices(error: MissingConfigException) -> str:
+    file = str(error.missing_cfg_file or "")
+    group, _, choice = file.rpartition("/") if file.startswith("hydra/") else file.partition("/")
+    if not choice:
+        group, choice = "", group
+    if not group:
+        said = str(error).splitlines()[0]
+        return f"{said} The files of your own are looked for in --config-dir FOLDER" if choice else said
+    options = sorted(error.options or [])
+    listed = f"\n  choices of {group!r}: {', '.join(options)}" if options else ""
+    if group == "optim" and choice.lower() in REFUSED_OPTIMIZERS:
+        return f"optim={choice} cannot be used: {REFUSED_OPTIMIZERS[choice.lower()]}{listed}"
+    if group in ("hydra/launcher", "hydra/sweeper"):
+        plugin = f"hydra-{choice.partition('_')[0]}-{group.rpartition('/')[2]}"
+        return f"there is no choice {choice!r} for {group!r}; a plugin may bring it: pip install {plugin}{listed}"
+    best = choice_to_write(group, choice, options)
+    hint = f"; did you mean {best}?" if best else ""
+    return f"there is no choice {choice!r} for {group!r}{hint}{listed}"
+
+
+def _several_values(override: str, kind: type) -> str:
+    """The error for `override`, which gives several values without --multirun."""
+    key, _, value = override.partition("=")
+    settings = OmegaConf.structured(kind)
+    try:  # whether the setting may be a list
+        OmegaConf.update(settings, key, [item.strip() for item in value.split(",")])
+        kept = OmegaConf.select(settings, key)
+    except OmegaConfBaseException:
+        kept = None
+    listed = f", or write a list as '{key}=[{value}]'" if OmegaConf.is_list(kept) else ""
+    return f"{override} gives several values: add --multirun to run each of them{listed}"
+
+
+def explain(error: BaseException, kind: type = RunConfig) -> str:
+    """One to three lines that say what is wrong with the command line or a config file and how to mend it.
+
+    Args:
+        error: an exception of Hydra, omegaconf or yaml; what it wraps is looked at first.
+        kind: the settings that were to be read.
+    """
+    if isinstance(error, MarkedYAMLError) and (place := error.problem_mark) is not None:
+        return f"{place.name}:{place.line + 1} is not YAML: {error.problem}"
+    if isinstance(error, YAMLError):
+        return f"a config file is not YAML: {error}".splitlines()[0]
+    message, in_file = _reason(error, kind), re.match(r"In '((?!hydra/)[^']+/[^']+)': ", str(error))
+    return f"{in_file[1]}.yaml: {message}" if in_file else message  # else what the command line asked for, mostly
+
+
+def _reason(error: BaseException, kind: type) -> str:
+    if isinstance(error, MissingConfigException):
+        return _choices(error)
+    if several := re.match(
+        r"(?:Sweep parameters|Ambiguous value for argument) '(.*?)'(?: requires|$)", str(error), re.M
+    ):
+        return _several_values(several[1], kind)
+    if none := re.match(r"Could not override '(\w+)'\. No match in the defaults list", str(error)):
+        is_model = none[1] == "model" and kind is not RunConfig  # a group without choices
+        return "'model' is a group: write model.path=FOLDER" if is_model else unknown_key(none[1], kind)
+    if isinstance(error, OverrideParseException):
+        example = "'data.path=\"my text.txt\"'; a list is [a,b]"
+        return f"cannot read {error.override!r}; put a value with special characters in quotes: {example}"
+    found = [one for one in (error.__cause__, error, error.__context__) if isinstance(one, OmegaConfBaseException)]
+    if not found:
+        return "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
+    inner = next((one for one in found if one.full_key), found[0])
+    if not inner.full_key and "is not a subclass of" in str(inner.msg):
+        return "the file is a list; write settings without '-', one a line, such as steps: 100"
+    key = inner.full_key or "the config"
+    if isinstance(inner, (ConfigKeyError, ConfigAttributeError)):
+        typed = re.search(r"use \+(\S+?)=(.*)$", str(error))  # Hydra's own advice, which would let a typo pass
+        return unknown_key(typed[1], kind, typed[2]) if typed else unknown_key(key, kind)
+    reason = str(inner.msg or inner).splitlines()[0]
+    if isinstance(inner, InterpolationResolutionError):
+        return f"{key} refers to something that is not there: {reason}"
+    if reason.endswith("is not Optional"):
+        reason = "null is not allowed"
+    elif wrong := _WRONG_KIND.match(reason):
+        whole = re.fullmatch(r"(-?\d+)\.0", wrong[1]) if wrong[2] == "Integer" else None  # 1e3, as Hydra read it
+        return f"{key} must be {_KINDS[wrong[2]]}, " + (f"such as {whole[1]}" if whole else f"got {wrong[1]!r}")
+    elif "is not a ListConfig" in reason:
+        reason = f"{inner.value!r} is not a list; write it as '{key}=[{inner.value}]'"
+    elif "is not a subclass of" in reason:
+        reason = f"{inner.value!r} is not a set of settings; {key!r} is a group: write {key}=CHOICE"
+    elif key == "graph.scope" and (allowed := re.search(r"expected one of \[(.*)\]", reason)):
+        scopes = [*allowed[1].split(", "), *(["auto"] if kind is RunConfig else [])]
+        reason += f"; write graph={(*most_like(str(inner.value), scopes), 'SCOPE')[0]}"
+    return f"{key}: {reason}"
+
+
+def without_name(argument: str, before: str, kind: type) -> str:
+    """The error for an argument without an equals sign.
+
+    Args:
+        argument: as it was typed.
+        before: the argument before it; "" where it is the first.
+        kind: the settings of the command.
+    """
+    names = setting_names(kind)
+    if name := (meant(argument, names) or "").partition("=")[0]:
+        return f"{argument!r} has no value; write {name}=VALUE, without spaces around '='"
+    said = f"{argument!r} has no name; settings are written key=value"
+    key, equals, value = before.partition("=")
+    whole = f"{value} {argument}"
+    if equals and value and (key.endswith("prompt") or Path(whole).exists()):
+        return f"{said}. If it belongs to {key}, put both in quotes: {key}={_in_quotes(whole)}"
+    there = bool(argument) and Path(argument).exists()
+    groups = [file.parent.name for file in sorted(CONFIGS.glob(f"*/{argument}.yaml"))]
+    if groups:
+        return f"{said}, such as {' or '.join(f'{group}={argument}' for group in groups)}"
+    if "data.path" in names:
+        return f"{said}, such as " + (f"data=text data.path={_in_quotes(argument)}" if there else "train.steps=100")
+    name = "prompt" if "prompt" in names and "/" not in argument and not there else "model.path"
+    return f"{said}, such as {name}={_in_quotes(argument)}"
+
+
+def without_value(key: str) -> str:
+    """The error for `key=` with nothing behind it."""
+    return f"'{key}=' has no value; write {key}=VALUE, without spaces around '=', or leave it out for its default"
+
+
+def _in_quotes(text: str) -> str:
+    return f'"{text}"' if set(text) - set(_PLAIN) else text
+
+
+_PLAIN = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-/"
+
+
+def _of_system(error: OSError, folder: Path | None) -> str:
+    """An error of the operating system; a full disk is reported without a name."""
+    full = error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    if full and folder is not None:
+        return f"cannot write to {folder}: {error.strerror}; what was saved before is kept"
+    return str(error)
+
+
+def end_quietly() -> None:
+    """From when Python begins to exit, Ctrl-C ends the process without a word: the exit takes a moment, in which
+    impatient people press it again, and a KeyboardInterrupt would be shown as an error of some library."""
+    # What is registered last is called first, so before the libraries that a command has loaded.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        atexit.register(signal.signal, signal.SIGINT, signal.SIG_DFL)
+
+
+class JobFailed(GraphmodError):
+    """A job failed, and has said why.
+
+    Args:
+        reason: why, in words.
+        status: the exit status that a process with this job alone has.
+    """
+
+    def __init__(self, reason: str, status: int = 1) -> None:
+        super().__init__(reason, status)
+        self.status = status
+
+    def __str__(self) -> str:
+        return self.args[0]
+
+
+def conclude(
+    error: BaseException,
+    smaller: str,
+    folder: Path | None = None,
+    kind: type = RunConfig,
+) -> tuple[int, str]:
+    """Says what ended a command, or one job of several; returns the exit status, and why it ended.
+
+    With HYDRA_FULL_ERROR=1 in the environment of the command, where Hydra's users look for it, the traceback comes
+    before.
+
+    Args:
+        smaller: the settings to lower where memory is short.
+        folder: where it wrote to.
+        kind: the settings of the command.
+    """
+    if isinstance(error, JobFailed):
+        return error.status, str(error)
+    if isinstance(error, KeyboardInterrupt):
+        say_plainly("interrupted")
+        return 128 + signal.SIGINT, "interrupted"
+    if isinstance(error, BrokenPipeError):  # as with `| head`, where nothing is wrong
+        unwritten()
+        return 128 + signal.SIGPIPE, "nobody reads the standard output any more"
+    if not isinstance(error, Exception):
+        raise error
+    first, status = str(error).partition("\n")[0], 1
+    if isinstance(error, GraphmodError):
+        reason = str(error)
+    elif isinstance(error, (HydraException, OmegaConfBaseException, YAMLError)):
+        reason, status = explain(error, kind), 2
+    elif isinstance(error, OSError):
+        reason = unwritten() or _of_system(error, folder)
+    elif type(error).__name__ == "OutOfMemoryError":  # PyTorch's, which may not be loaded
+        reason = f"out of GPU memory; lower {smaller}. {first}"
+    elif isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)):
+        reason = f"out of memory; lower {smaller}. {first}"
+    elif isinstance(error, UserWarning) and error.__context__ is not None:
+        reason = first  # a callback of the user's
+    else:  # all of it is shown, but the other jobs of a multirun go on
+        traceback.print_exception(error)
+        complain("this is a bug in graphmod or in a library it uses; the lines above show where")
+        return 1, f"{type(error).__name__}: {error}"
+    if FULL_ERRORS:
+        traceback.print_exception(error)
+    complain(reason)
+    return 2 if isinstance(error, (ConfigError, RequestError)) else status, reason
