@@ -1,6 +1,6 @@
 """Samples from a causal language model: `python generate.py --help`. The same as `graphmod generate`."""
 
-import sys
+import sys  # completion in a fish shell wants to find @hydra.main in this file
 
 from graphmod.cli.main import generate
 

@@ -1,6 +1,6 @@
 """Serves a causal language model over HTTP: `python serve.py --help`. The same as `graphmod serve`."""
 
-import sys
+import sys  # completion in a fish shell wants to find @hydra.main in this file
 
 from graphmod.cli.main import serve
 

@@ -129,6 +129,7 @@ class App:
         texts: settings that are taken as they are, unless they are quoted as Hydra's grammar wants it.
         smaller: the settings to lower where memory is short.
         given: the arguments of the command line, as they were.
+        folder: where it writes to, once that is known.
     """
 
     name: str
@@ -136,6 +137,7 @@ class App:
     texts: tuple[str, ...]
     smaller: str
     given: list[str] = field(default_factory=list)
+    folder: Path | None = None
 
     def __post_init__(self) -> None:
         schema = OmegaConf.structured(self.kind)
@@ -158,7 +160,7 @@ class App:
             task: what the command does with the composed settings; what it returns a sweeper may minimize.
             finish: called after Hydra's part, with the exit status so far; returns that of the command.
         """
-        self.given, status = list(arguments), 0
+        self.given, self.folder, status = list(arguments), None, 0
         try:
             if "--version" in arguments:
                 show(version())
@@ -184,7 +186,7 @@ class App:
         own = error.__context__ if isinstance(error, UserWarning) else None
         if isinstance(own, Exception) and re.match("Callback (Command|Train|Serve)Callback", str(error)):
             error = own
-        return conclude(error, self.smaller, kind=self.kind)[0]
+        return conclude(error, self.smaller, self.folder, self.kind)[0]
 
     def arguments(self, given: list[str]) -> list[str]:
         """The arguments as Hydra wants them: flags first, then overrides, whose texts and paths are quoted.

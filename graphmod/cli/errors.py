@@ -66,7 +66,6 @@ _SCOPES = {
     **dict.fromkeys(("eager", "false", "no", "null", "off"), "none"),
     **dict.fromkeys(("on", "step", "true", "whole", "whole_step", "yes"), "full_iteration"),
 }
-FULL_ERRORS = os.environ.get("HYDRA_FULL_ERROR") == "1"
 _HF_FILES = (".arrow", ".csv", ".json", ".jsonl", ".ndjson", ".parquet", ".tsv")
 
 
@@ -294,7 +293,7 @@ def _reason(error: BaseException, kind: type) -> str:
         reason = f"{inner.value!r} is not a set of settings; {key!r} is a group: write {key}=CHOICE"
     elif key == "graph.scope" and (allowed := re.search(r"expected one of \[(.*)\]", reason)):
         scopes = [*allowed[1].split(", "), *(["auto"] if kind is RunConfig else [])]
-        reason += f"; write graph={(*most_like(str(inner.value), scopes), 'SCOPE')[0]}"
+        reason += f"; write graph={(most_like(str(inner.value), scopes) or [', '.join(scopes)])[0]}"
     return f"{key}: {reason}"
 
 
@@ -411,7 +410,7 @@ def conclude(
         traceback.print_exception(error)
         complain("this is a bug in graphmod or in a library it uses; the lines above show where")
         return 1, f"{type(error).__name__}: {error}"
-    if FULL_ERRORS:
+    if os.environ.get("HYDRA_FULL_ERROR") == "1":
         traceback.print_exception(error)
     complain(reason)
     return 2 if isinstance(error, (ConfigError, RequestError)) else status, reason

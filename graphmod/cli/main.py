@@ -3,6 +3,7 @@
 Each command is imported when it is asked for; PyTorch later still, when there is something to compute.
 """
 
+import os
 import sys
 from collections.abc import Callable
 
@@ -99,6 +100,18 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
 }
 
 
+def _complete(arguments: list[str]) -> int:
+    """What a shell asks for completion: `graphmod -sc query=bash`, with the line so far in the environment. Hydra's
+    completion takes the first word of a line for the whole name of a command, which here has two."""
+    program, _, rest = os.environ.get("COMP_LINE", "").lstrip().partition(" ")
+    name, space, rest = rest.lstrip().partition(" ")
+    if not space and not any(one.startswith(("install", "uninstall")) for one in arguments):
+        print(" ".join(command for command in COMMANDS if command.startswith(name)))
+        return 0
+    os.environ["COMP_LINE"] = f"{program} {rest}"
+    return (train if name == "compare" else COMMANDS.get(name, train))(arguments)
+
+
 def serve_main() -> int:
     """The console command `graphmod-serve`, which is `graphmod serve`; returns the exit status."""
     return serve(sys.argv[1:])
@@ -116,6 +129,8 @@ def main() -> int:
     if name == "--version":
         print(version())
         return 0
+    if name in ("-sc", "--shell-completion"):
+        return _complete([name, *arguments])
     if name not in COMMANDS and "=" in name:
         print(f"error: a command comes first: {shown('train')} {name}", file=sys.stderr)
         return 2

@@ -68,21 +68,28 @@ def leave(sweep: Path, number: int, **what: Any) -> None:
         (sweep / _JOBS / f"{number:06}.json").write_text(json.dumps(what), encoding="utf-8")
 
 
-def conclude_sweep(sweep: Path) -> int:
+def conclude_sweep(sweep: Path, failed: bool) -> int:
     """Compares the jobs that have left something; returns the highest of their exit statuses.
 
+    Args:
+        sweep: the folder of the multirun.
+        failed: it has said why there may be no job.
+
     Raises:
+        ConfigError: there was no job.
         GraphmodError: the comparison cannot be written.
     """
     jobs = [json.loads(path.read_text(encoding="utf-8")) for path in sorted((sweep / _JOBS).glob("*.json"))]
     shutil.rmtree(sweep / _JOBS, ignore_errors=True)
     if not jobs:
-        (sweep / _SWEEP_FILE).unlink(missing_ok=True)  # nothing began
+        (sweep / _SWEEP_FILE).unlink(missing_ok=True)
+        if not failed:
+            raise ConfigError("these settings make no job; look for a choice(), range() or glob() without values")
         return 0
     results = {}
     for job in jobs:
-        failed = RunResult(scope=job["scope"], status="failed", error=job["error"])
-        results[job["name"]] = failed if job["error"] else _result(job["scope"], Path(job["folder"]))
+        unfinished = RunResult(scope=job["scope"], status="failed", error=job["error"])
+        results[job["name"]] = unfinished if job["error"] else _result(job["scope"], Path(job["folder"]))
     _compare(Path(from_here(sweep)), results)
     return max(job["status"] for job in jobs)
 

@@ -14,13 +14,13 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from graphmod.cli.environment import ranks_started
 from graphmod.cli.errors import JobFailed, conclude
 from graphmod.cli.start import words
-from graphmod.cli.stdout import complain, complain_for_all, say_plainly, show, stay_silent
+from graphmod.cli.stdout import complain_for_all, say_plainly, show, stay_silent
 from graphmod.cli.training.comparison import leave
 from graphmod.cli.training.launch import launch
 from graphmod.cli.training.peers import Peers
 from graphmod.cli.training.resumed import job_settings
 from graphmod.cli.training.settings import TRAIN, parse
-from graphmod.errors import ConfigError, GraphmodError
+from graphmod.errors import GraphmodError
 from graphmod.train.checkpoints.manifest import FOLDER, checkpoints
 from graphmod.train.report.display import Journal
 from graphmod.train.report.result import RESULT_FILE, RunResult
@@ -131,7 +131,8 @@ def _way_on(folder: Path, given: list[str]) -> str:
     return shlex.join([*command, *(argument for argument in given if not argument.startswith(changed)), *again])
 
 
-def _say_stopped(result: RunResult, folder: Path, given: list[str]) -> int:
+def _say_stopped(result: RunResult, folder: Path, given: list[str]) -> None:
+    """Says how to go on, and raises SystemExit."""
     done, steps = len(result.losses), result.config["train"]["steps"]
     said = [
         f"stopped by {result.error} after step {done} of {steps}",
@@ -141,23 +142,25 @@ def _say_stopped(result: RunResult, folder: Path, given: list[str]) -> int:
         said[1:] = [f"saved in {folder / result.checkpoint}", f"to resume: {_way_on(folder, given)}"]
     with suppress(OSError):  # to a terminal that was closed
         show("\n  ".join(said))
-    return 128 + signal.Signals[result.error]
+    raise SystemExit(128 + signal.Signals[result.error])
 
 
-def _check(config: RunConfig, folder: Path) -> tuple[int, Path]:
-    """Only says what would keep the step out of graphs."""
+def _check(config: RunConfig, folder: Path) -> Path:
+    """Only says what would keep the step out of graphs; raises SystemExit where something would."""
     from graphmod.train.run.hazards import CHECK_FILE, check_training
 
     report = check_training(config, folder)
     show(f"{report}\n  written to {folder / CHECK_FILE}")
-    return int(not report.captured), folder
+    if not report.captured:
+        raise SystemExit(1)
+    return folder
 
 
-def run_job(cfg: DictConfig, job: Job, start: Start | None = None) -> float | None:
-    """Runs one job; returns its last loss, None where it only checked.
+def run_job(cfg: DictConfig, job: Job, start: Start | None = None) -> Path:
+    """Runs one job, composed by Hydra; returns the folder it wrote to.
 
     Args:
-        cfg: composed by Hydra.
+        cfg: its settings.
         job: it.
         start: where it starts, if that is known.
 
@@ -165,84 +168,72 @@ def run_job(cfg: DictConfig, job: Job, start: Start | None = None) -> float | No
         JobFailed: it failed, and has said why.
         SystemExit: it was stopped, or what it checked would not be captured.
     """
-    status, outcome = attempt(cfg, job, start)
-    if isinstance(outcome, str):
-        raise JobFailed(outcome, status)
-    if status:
-        raise SystemExit(status)
-    with suppress(OSError, ValueError, TypeError):  # it only checked, or is another rank than the first
-        return RunResult.read(outcome).last_loss
-    return None
+    try:
+        if ranks_started() > 1:
+            return among_ranks(lambda: _device(cfg, job), job, lambda ranks: _on_ranks(cfg, job, ranks))
+        with _said(job), nullcontext(start) if start is not None else started(cfg, job) as found:
+            if found.point is None or (count := ranks_of(found.config)) == 1:
+                return _run(found, job, ALONE)
+            found.held.close()  # the first rank takes it
+            launch(_told(found, job), count)
+            return found.folder
+    except JobFailed as error:
+        if error.status >= 128:  # nobody wants what follows, either
+            raise SystemExit(error.status) from error
+        raise
 
 
-def run_one_of(cfg: DictConfig, job: Job, number: int, require: Callable[[], None]) -> float | None:
+def run_one_of(cfg: DictConfig, job: Job, number: int, require: Callable[[], None]) -> Path:
     """Runs one job of a multirun as `run_job` does, and leaves what the comparison needs.
 
     Args:
-        cfg: composed by Hydra.
+        cfg: its settings.
         job: it.
         number: of the job.
         require: raises ConfigError for settings that it cannot have.
     """
+    about = {"name": job.folder.name, "folder": str(job.folder), "scope": cfg.graph.scope.value}
     try:
-        require()
-        status, outcome = attempt(cfg, job)
-    except ConfigError as error:
-        status, outcome = conclude(error, TRAIN.smaller)
-    if status >= 128:
-        raise SystemExit(status)  # the jobs that would follow must not start
-    error = outcome if isinstance(outcome, str) else None
-    folder, scope = job.folder if error else outcome, cfg.graph.scope.value
-    leave(job.folder.parent, number, name=job.folder.name, folder=str(folder), scope=scope, status=status, error=error)
-    if error:
-        _note_failure(job.folder, scope, error)
-        raise JobFailed(error, status)
-    return RunResult.read(folder).last_loss
-
-
-def attempt(cfg: DictConfig, job: Job, start: Start | None = None) -> tuple[int, str | Path]:
-    """Runs one job, composed by Hydra; returns its exit status, and the folder it wrote to or, if it failed, why.
-
-    Args:
-        cfg: composed by Hydra.
-        job: it.
-        start: where it starts, if that is known.
-    """
-    if ranks_started() == 1:
-        return _tried(job, ALONE, lambda: _alone(cfg, job, start))
-    return among_ranks(lambda: _device(cfg, job), job, lambda ranks: _on_ranks(cfg, job, ranks))
+        with _said(job):
+            require()
+        folder = run_job(cfg, job)
+    except JobFailed as error:
+        leave(job.folder.parent, number, **about, status=error.status, error=str(error))
+        _note_failure(job.folder, about["scope"], str(error))
+        raise
+    leave(job.folder.parent, number, **{**about, "folder": str(folder)}, status=0, error=None)
+    return folder
 
 
 def among_ranks(
     device: Callable[[], DeviceName], job: Job, start: Callable[[Ranks], AbstractContextManager[Start]]
-) -> tuple[int, str | Path]:
-    """Runs a job on the ranks that a launcher has started; all of them call this.
+) -> Path:
+    """Runs a job on the ranks that a launcher has started, all of which call this; returns the folder it wrote to.
 
     Args:
         device: says on which they join.
         job: it.
         start: where it starts, the same on all ranks.
+
+    Raises:
+        JobFailed, SystemExit: as `run_job`.
     """
-    try:
-        with joined(device()) as ranks:
-            peers = Peers(ranks, complain_for_all)
-            if not ranks.first:
-                stay_silent(peers.say)
-
-            def run() -> tuple[int, str | Path]:
-                with start(ranks) as found:
-                    return _run(found, job, ranks, peers)
-
-            status, outcome = _tried(job, ranks, run, peers)
-            peers.close(status, failed=isinstance(outcome, str))
-            if isinstance(outcome, str):
-                raise _Failed
-    except _Failed:
-        pass
-    except ConfigError as error:
-        complain(error)
-        return 2, str(error)
-    return status, outcome
+    with _said(job), joined(device()) as ranks:
+        peers = Peers(ranks, complain_for_all)
+        if not ranks.first:
+            stay_silent(peers.say)
+        status, failed = 0, False
+        try:
+            with _said(job, ranks, peers), start(ranks) as found:
+                return _run(found, job, ranks, peers)
+        except SystemExit as end:
+            status = end.code
+            raise
+        except JobFailed as error:
+            status, failed = error.status, True
+            raise
+        finally:
+            peers.close(status, failed)
 
 
 def _device(cfg: DictConfig, job: Job) -> DeviceName:
@@ -250,39 +241,26 @@ def _device(cfg: DictConfig, job: Job) -> DeviceName:
     return DeviceName(job_settings(cfg, job.overrides).settings["train"]["device"])
 
 
-class _Failed(Exception):
-    """Leaves the ranks without waiting for them."""
-
-
-def _tried(
-    job: Job, ranks: Ranks, run: Callable[[], tuple[int, str | Path]], peers: Peers | None = None
-) -> tuple[int, str | Path]:
+@contextmanager
+def _said(job: Job, ranks: Ranks = ALONE, peers: Peers | None = None) -> Iterator[None]:
+    """Inside, whatever goes wrong is said, and is JobFailed from there on."""
     try:
-        return run()
+        yield
+    except (JobFailed, SystemExit):
+        raise
     except BaseException as error:
         # A collective fails because another rank is gone, which is no fault of this one.
         unclear = isinstance(error, RuntimeError) and not isinstance(error, GraphmodError)
         if peers is not None and unclear and (lost := peers.noticed(_LOST_SECONDS)) is not None:
             if ranks.first:
                 peers.speak(lost)
-            return peers.status, lost
+            raise JobFailed(lost, peers.status) from error
         if isinstance(error, Aborted):
             way_on = f"\n  to resume: {_way_on(error.kept.parent.parent, job.given)}" if error.kept else ""
             say_plainly(f"{error}{way_on}")
-            return 128 + signal.SIGINT, str(error)
-        return conclude(error, TRAIN.smaller, job.folder)
-
-
-def _alone(cfg: DictConfig, job: Job, start: Start | None) -> tuple[int, str | Path]:
-    """Runs a job in this process, or on ranks that it starts."""
-    with nullcontext(start) if start is not None else started(cfg, job) as found:
-        if found.point is None:
-            return _check(found.config, job.folder)
-        count = ranks_of(found.config)
-        if count == 1:
-            return _run(found, job, ALONE)
-        found.held.close()  # the first rank takes it
-        return launch(_told(found, job), count)
+            raise JobFailed(str(error), 128 + signal.SIGINT) from error
+        status, reason = conclude(error, TRAIN.smaller, job.folder)
+        raise JobFailed(reason, status) from error
 
 
 @contextmanager
@@ -302,19 +280,19 @@ def given_to_ranks(told: dict[str, Any], ranks: Ranks) -> Iterator[Start]:
         yield Start(parse(told["settings"]), point, False, held, point.run_dir)
 
 
-def _run(start: Start, job: Job, ranks: Ranks, peers: Peers | None = None) -> tuple[int, str | Path]:
+def _run(start: Start, job: Job, ranks: Ranks, peers: Peers | None = None) -> Path:
     config, point = start.config, start.point
     if point is None:
-        return _check(config, job.folder) if ranks.first else (0, job.folder)
+        return _check(config, job.folder) if ranks.first else job.folder
     if peers is not None:
         ranks_of(config)  # whether so many can be
         peers.way_on = lambda: _kept(point.run_dir, job.given)
         peers.speak = lambda text: _say_and_note(text, point.run_dir)
     result = train(config, point.run_dir, point, say=show, ranks=ranks)
     if result.status == "interrupted":
-        return _say_stopped(result, point.run_dir, job.given), point.run_dir
+        _say_stopped(result, point.run_dir, job.given)
     show(f"{result.report()}\n  written to {point.run_dir}")
-    return 0, point.run_dir
+    return point.run_dir
 
 
 def _told(start: Start, job: Job) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import graphmod
+from graphmod.cli.errors import JobFailed
 from graphmod.train.run.interrupt import stop_signals
 
 _GRACE = 15.0  # seconds for the other ranks, which know by themselves that one is gone
@@ -72,14 +73,15 @@ def _wait(processes: list[subprocess.Popen]) -> bool:
     return by_themselves
 
 
-def launch(told: dict[str, Any], count: int) -> tuple[int, str | Path]:
+def launch(told: dict[str, Any], count: int) -> None:
     """Runs a job on so many ranks of this machine.
 
     Args:
         told: what each rank is told, as plain values.
 
-    Returns:
-        The exit status, and the folder that it wrote to or, if it failed, why.
+    Raises:
+        JobFailed: they have failed, and said why.
+        SystemExit: they were stopped.
     """
     with tempfile.TemporaryDirectory(prefix="graphmod-") as folder:
         answer, port = Path(folder) / "answer.json", _free_port()
@@ -96,14 +98,11 @@ def launch(told: dict[str, Any], count: int) -> tuple[int, str | Path]:
                     process.stdin.write(line)
                     process.stdin.flush()
             by_themselves = _wait(processes)
+        codes = [process.returncode for process in processes]
         if answer.exists():
-            status, failed, outcome = json.loads(answer.read_text(encoding="utf-8"))
-            return status, outcome if failed else Path(outcome)
-    codes = [process.returncode for process in processes]
-    if by_themselves and codes[0] > 0:  # the first rank has said why
-        return codes[0], "see above"
+            raise JobFailed(answer.read_text(encoding="utf-8"), codes[0] if by_themselves and codes[0] > 0 else 1)
     killed = [f"rank {rank} with signal {-code}" for rank, code in enumerate(codes) if code < 0]
-    reason = (
-        f"the ranks ended with status {', '.join(map(str, codes))}" if not killed else f"ended: {', '.join(killed)}"
-    )
-    return 1, reason
+    if killed:
+        raise JobFailed(f"ended: {', '.join(killed)}")
+    if any(codes):
+        raise SystemExit(codes[0]) if codes[0] >= 128 else JobFailed("see above", codes[0] or 1)

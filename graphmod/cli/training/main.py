@@ -63,6 +63,7 @@ def _task(settings: DictConfig) -> float | None:
     """
     with loading():
         from graphmod.cli.training.job import Job, run_job, run_one_of
+        from graphmod.train.report.result import RunResult
     config = HydraConfig.get()
     job = Job(
         folder=Path(config.runtime.output_dir),
@@ -75,8 +76,12 @@ def _task(settings: DictConfig) -> float | None:
     )
     _command.joined = ranks_started() > 1
     if job.alone:
-        return run_job(settings, job, _command.start)
-    return run_one_of(settings, job, config.job.num, lambda: _require_job(TRAIN.typed(settings), job.overrides))
+        folder = run_job(settings, job, _command.start)
+    else:
+        folder = run_one_of(settings, job, config.job.num, lambda: _require_job(TRAIN.typed(settings), job.overrides))
+    with suppress(OSError, ValueError, TypeError):  # it only checked, or is another rank than the first
+        return RunResult.read(folder).last_loss
+    return None
 
 
 def _finish(status: int) -> int:
@@ -87,7 +92,7 @@ def _finish(status: int) -> int:
         if command.sweep is not None and status < 128:  # else those that would follow did not run
             with loading():
                 from graphmod.cli.training.comparison import conclude_sweep
-            status = max(status, conclude_sweep(command.sweep))
+            status = max(status, conclude_sweep(command.sweep, failed=status > 0))
     if command.made is not None:
         with suppress(OSError):  # it holds something: the run began there
             command.made.rmdir()
@@ -201,6 +206,7 @@ class TrainCallback(CommandCallback):
         job = Job(folder, overrides, True, TRAIN.given, named=not default)
         job.cwd = str(Path.cwd()) if config.hydra.job.chdir else None
         start = _command.start = _command.held.enter_context(started(settings, job))
+        TRAIN.folder = start.folder
         _set(config, run__dir=str(start.folder))
         if start.resumed:  # its files in .hydra should say with which settings it goes on
             with read_write(config), open_dict(config):
@@ -224,7 +230,7 @@ class TrainCallback(CommandCallback):
         shown = folder if not default_folder(config, "sweep") else folder.relative_to(Path.cwd())
         _command.held.enter_context(owned(folder))
         require_new(folder, typed.train.resume)
-        _command.sweep = folder
+        _command.sweep = TRAIN.folder = folder
         # Jobs are composed anew from these, maybe in another process.
         apart = sorted(
             {*config.hydra.job.config.override_dirname.exclude_keys, *(key for key in swept if not swept[key])}

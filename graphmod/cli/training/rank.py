@@ -11,6 +11,7 @@ from hydra.core.utils import configure_log
 from omegaconf import OmegaConf
 
 from graphmod.cli.environment import own_rank
+from graphmod.cli.errors import JobFailed
 from graphmod.cli.start import loading, prepare
 from graphmod.cli.stdout import end_at_once, stay_silent
 
@@ -37,13 +38,15 @@ def main() -> int:
         from graphmod.train.schema.train import DeviceName
     job = Job(**{**told["job"], "folder": Path(told["job"]["folder"])})
     device = DeviceName(told["settings"]["train"]["device"])
-    status, outcome = among_ranks(lambda: device, job, lambda ranks: given_to_ranks(told, ranks))
-    if not own_rank():
-        answer = json.dumps([status, isinstance(outcome, str), str(outcome)])
-        Path(told["answer"]).write_text(answer, encoding="utf-8")
-    if isinstance(outcome, str):
-        end_at_once(status)  # a process group whose ranks are gone may wait for them
-    return status
+    try:
+        among_ranks(lambda: device, job, lambda ranks: given_to_ranks(told, ranks))
+    except JobFailed as error:
+        if not own_rank():
+            Path(told["answer"]).write_text(str(error), encoding="utf-8")
+        end_at_once(error.status)  # a process group whose ranks are gone may wait for them
+    except SystemExit as end:
+        return end.code
+    return 0
 
 
 if __name__ == "__main__":
