@@ -1,5 +1,6 @@
 """The pages: generated parts are up to date, links lead somewhere, commands compose, code runs."""
 
+import itertools
 import re
 import shlex
 from importlib import util
@@ -7,11 +8,12 @@ from importlib import util
 import pytest
 import torch
 from conftest import ROOT, typed
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Glob
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from graphmod.cli.generation.main import GENERATE
+from graphmod.cli.main import COMMANDS
 from graphmod.cli.serving.main import SERVE
 from graphmod.cli.training.settings import TRAIN
 from graphmod.wrap.target import MARK
@@ -93,25 +95,46 @@ def test_links_lead_to_pages_and_headings_that_there_are(path):
 
 
 @pytest.mark.parametrize("path", [path for path in PAGES if commands(path)], ids=name_of)
-def test_settings_of_commands_exist(path):
+def test_settings_of_commands_exist(path, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine" / "experiment").mkdir(parents=True)
+    (tmp_path / "mine" / "experiment" / "small.yaml").write_text("".join(experiment(path)))
     for program, command, *arguments in commands(path):
         name = command.removesuffix(".py")
         assert (program, name) in {
             *(("python", one) for one in ("train", "generate", "serve")),
             *(("graphmod", one) for one in ("train", "generate", "serve", "compare", "check")),
         }
-        if name == "generate" and not {"--help", "--cfg"} & set(arguments):
+        if {"--help", "--cfg", "--info", "--config-dir"} & set(arguments):
+            asked = ["--cfg", "job"] * ("--config-dir" in arguments)
+            assert COMMANDS[name]([*arguments, *asked]) == 0, capsys.readouterr().err
+        elif name == "generate":
             typed(GENERATE, *arguments)
-        if name == "serve":
+        elif name == "serve":
             typed(SERVE, *arguments)
-        if name not in ("train", "compare"):
-            continue
-        overrides = OverridesParser.create().parse_overrides(
-            TRAIN.readable([one for one in TRAIN.arguments(arguments) if not one.startswith("-")])
-        )
-        for batch in BasicSweeper.split_arguments(overrides, None):
-            for job in batch:
-                TRAIN.typed(TRAIN.compose([one for one in job if not one.startswith("hydra")]))
+        elif name in ("train", "compare"):
+            given = TRAIN.readable([one for one in arguments if one not in ("-m", "--multirun")])
+            overrides = [one for one in OverridesParser.create().parse_overrides(given) if not one.is_hydra_override()]
+            values = [several_of(one) for one in overrides]
+            for number in range(max(map(len, values), default=0) or 1):
+                job = [
+                    f"{one.get_key_element()}={several[number % len(several)]}" if several else one.input_line
+                    for one, several in zip(overrides, values, strict=True)
+                    if not one.is_sweep_override() or several
+                ]
+                TRAIN.typed(TRAIN.compose(job))
+
+
+def several_of(override):
+    """The values that an override lists."""
+    listed = override.is_discrete_sweep() and not isinstance(override.value(), Glob)
+    return [*map(str, override.sweep_string_iterator())] if listed else []
+
+
+def experiment(path):
+    """The lines of the experiment that a page shows."""
+    _, _, shown = path.read_text().partition("# mine/experiment/small.yaml\n")
+    return [line[4:] + "\n" for line in itertools.takewhile(lambda line: line.startswith("    "), shown.splitlines())]
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """The settings of `generate.py`: names, types, defaults and meaning.
 
-The YAML files beside it, under `configs/`, fill these classes in.
+The YAML files in `configs/` fill these classes in.
 """
 
 import re

@@ -1,7 +1,7 @@
 """Compares runs: one row each, beside the run without graphs, with losses where other settings than the graph differ.
 
 Works on `RunResult`s alone. How the rows are shown is `train/report/report.py`'s business; what calls both
-at the end of a multirun is `cli/training/sweep.py`.
+at the end of a multirun is `cli/training/comparison.py`.
 """
 
 import json

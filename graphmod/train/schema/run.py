@@ -1,9 +1,9 @@
 """All settings of a run, and which cannot be meant together.
 
-The YAML files under `cli/training/configs/` fill these classes in, and `cli/training/compose.py` turns a composed
-config into them. Nothing here loads PyTorch, which takes seconds: what is wrong is said at once. What is asked of the
-device and of the libraries, `train/run/device.py` looks at. Checks read nothing but file names and change nothing, save
-`data.path` and `train.log`, which they make lists, and `data.seq_len`, which is the longest of `data.buckets`.
+The YAML files in `configs/` fill these classes in, and `cli/app.py` turns a composed config into them. Nothing here
+loads PyTorch, which takes seconds: what is wrong is said at once. What is asked of the device and of the libraries,
+`train/run/device.py` looks at. Checks read nothing but file names and change nothing, save `data.path` and `train.log`,
+which they make lists, and `data.seq_len`, which is the longest of `data.buckets`.
 """
 
 from dataclasses import dataclass, field
