@@ -195,42 +195,27 @@ class App:
             ConfigError: what is no flag, flags that exclude each other, a setting without a value.
         """
         parser = _Arguments(add_help=False, allow_abbrev=False, parents=[hydra_utils.get_args_parser()])
-        flags, settings, left = [], [], list(given)
-        while left:
-            one = left.pop(0)
-            if not one.startswith("-"):
-                settings.append(one)
-                continue
-            action = parser._option_string_actions.get(one.partition("=")[0])
-            if action is None:
-                known = [flag for flag in parser._option_string_actions if flag.startswith("--")]
-                raise ConfigError(unknown_flag(one, left[0] if left else "", [*known, "--version"], self.kind))
-            flags.append(one)
-            takes = action.nargs is None and "=" not in one
-            if takes or (action.nargs == "?" and left and left[0] in (action.choices or ())):
-                flags += left[:1]
-                left = left[1:]
-            elif action.nargs == "?" and "=" not in one:  # else argparse would take a setting for its value
-                flags.append(action.const)
-        found = parser.parse_args(flags)
-        asked = [f"--{name}" for name in ("run", "multirun", "cfg", "info", "shell_completion") if getattr(found, name)]
-        if len(asked) > 1:
-            raise ConfigError(f"{' and '.join(asked).replace('_', '-')} ask for different things; give one of them")
-        if found.resolve and not (found.cfg or found.help):
-            raise ConfigError("--resolve goes with --cfg or --help; add one of them, or leave it out")
-        for flag, folder in (("--config-dir", found.config_dir), ("--config-path", found.config_path)):
-            if folder is not None and not folder.startswith("pkg://") and not Path(folder).is_dir():
-                raise ConfigError(f"{flag} {folder} is not a folder; give one with files GROUP/CHOICE.yaml")
+        found, strange = parser.parse_known_intermixed_args(given)
+        if strange:
+            known = [flag for flag in parser._option_string_actions if flag.startswith("--")]
+            following = given[given.index(strange[0]) + 1 :]
+            raise ConfigError(unknown_flag(strange[0], "".join(following[:1]), known, self.kind))
         if found.config_path and not found.config_path.startswith("pkg://"):
-            # Later ones win. Hydra would look beside this file, which nobody knows.
-            flags += ["--config-path", str(Path(found.config_path).absolute())]
-        if not found.shell_completion:
-            settings = self.readable(settings)
+            found.config_path = str(Path(found.config_path).absolute())  # Hydra looks beside this file otherwise
+        for folder in filter(None, (found.config_dir, found.config_path)):
+            if not folder.startswith("pkg://") and not Path(folder).is_dir():
+                raise ConfigError(f"{folder} is not a folder; give --config-dir one with files GROUP/CHOICE.yaml")
+        settings = found.overrides if found.shell_completion else self.readable(found.overrides)
         if found.config_name is None:  # whose own may choose others
-            logging = [f"{one}=plain" for one in _LOGGING if not any(given.startswith(one) for given in settings)]
-            settings = [*logging, *settings]
+            keys = {one.partition("=")[0] for one in settings}
+            settings = [f"{one}=plain" for one in _LOGGING if one not in keys] + settings
         if found.cfg and found.cfg != "hydra":
             self._require_known(found, settings)
+        flags = []
+        for action in parser._actions:
+            value = getattr(found, action.dest, None)
+            if action.option_strings and value:
+                flags += [action.option_strings[0]] + [value] * (value is not True)
         return [*flags, *settings]
 
     def readable(self, settings: list[str]) -> list[str]:

@@ -351,6 +351,12 @@ def end_quietly() -> None:
         atexit.register(signal.signal, signal.SIGINT, signal.SIG_DFL)
 
 
+def _of_hydra(error: Exception) -> bool:
+    """Whether Hydra raised it: what it says of arguments is not always an error of its own kind."""
+    frames = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return isinstance(error, ValueError) and bool(frames) and frames[-1].partition(".")[0] == "hydra"
+
+
 class JobFailed(GraphmodError):
     """A job failed, and has said why.
 
@@ -396,7 +402,7 @@ def conclude(
     first, status = str(error).partition("\n")[0], 1
     if isinstance(error, GraphmodError):
         reason = str(error)
-    elif isinstance(error, (HydraException, OmegaConfBaseException, YAMLError)):
+    elif isinstance(error, (HydraException, OmegaConfBaseException, YAMLError)) or _of_hydra(error):
         reason, status = explain(error, kind), 2
     elif isinstance(error, OSError):
         reason = unwritten() or _of_system(error, folder)

@@ -225,11 +225,9 @@ def test_an_interrupt_while_libraries_are_imported_is_one_line(command, tmp_path
 
 def test_flags_may_stand_anywhere_among_the_settings():
     plain = ["hydra/job_logging=plain", "hydra/hydra_logging=plain"]
-    assert TRAIN.arguments(["a=1", "-m", "b=2,3"]) == ["-m", *plain, "a=1", "b=2,3"]
-    asked = TRAIN.arguments(["train.steps=1", "--info", "graph=none"])
-    assert asked == ["--info", "all", *plain, "train.steps=1", "graph=none"]
+    assert TRAIN.arguments(["a=1", "-m", "b=2,3"]) == ["--multirun", *plain, "a=1", "b=2,3"]
     asked = TRAIN.arguments(["train.steps=1", "-c", "hydra", "hydra/job_logging=default", "-p", "hydra.job"])
-    assert asked == ["-c", "hydra", "-p", "hydra.job", plain[1], "train.steps=1", "hydra/job_logging=default"]
+    assert asked == ["--cfg", "hydra", "--package", "hydra.job", plain[1], "train.steps=1", "hydra/job_logging=default"]
 
 
 def test_an_unknown_flag_and_an_empty_folder_are_clear_errors(shell):
