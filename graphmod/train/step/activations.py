@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
+from transformers import PreTrainedModel
 
 from graphmod.errors import ConfigError
 from graphmod.trace.tracer import is_recording
@@ -45,8 +46,7 @@ class Recomputed:
 def draws_random_numbers(model: nn.Module) -> bool:
     """Whether the model has dropout: in a module, or by its config, for what its code calls as a function."""
     modules = any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in model.modules())
-    config = getattr(model, "config", None)
-    settings = {} if config is None else vars(config)
+    settings = vars(model.config) if isinstance(model, PreTrainedModel) else {}
     heads = ("summary", "classifier")  # of other models with the same config
     return modules or any(
         isinstance(value, float) and value > 0 and "drop" in name and not name.startswith(heads)
@@ -65,7 +65,8 @@ def recompute_activations(model: nn.Module, compiled: bool = False) -> nn.Module
     Raises:
         ConfigError: layers that draw random numbers are to be compiled: generated code draws anew when it runs again.
     """
-    random = draws_random_numbers(model)
+    # Code of one's own may call dropout as a function, with a probability that nobody else knows.
+    random = draws_random_numbers(model) or not isinstance(model, PreTrainedModel)
     if random and compiled:
         raise ConfigError(DRAWS_IN_COMPILED_CODE)
     for name in find_layers(model):
