@@ -243,3 +243,11 @@ class Unsplit(nn.Module):
 def reads(model, tokens):
     """A graph cannot repeat it."""
     return smoothed(model, tokens) * (1 if tokens.sum().item() > 0 else 2)
+
+
+class Unused(Net):
+    """A part of it takes no part in the loss."""
+
+    def __init__(self, vocab_size):
+        super().__init__(vocab_size, width=8)
+        self.spare = nn.Linear(2, 2)
