@@ -1,11 +1,13 @@
 """Models, data sets and losses of one's own train as the built-in ones do, or are refused in words."""
 
 import json
+import re
 from dataclasses import replace
 
 import my_parts
 import pytest
 import torch
+from conftest import ROOT
 from safetensors.torch import load_file, load_model
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
@@ -99,6 +101,25 @@ def test_a_graph_is_chosen_for_own_parts(own, tmp_path):
     assert [trial["scope"] for trial in result.auto["trials"]] == [*SCOPES]
     plain = own("graph=none", "train.steps=90", "train.checkpoint=false", model=named("Net"), data=named("Tokens"))
     assert result.losses == train(plain, tmp_path / "plain").losses
+
+
+def test_a_model_without_layers_is_captured_as_a_whole_or_by_the_modules_that_are_named(own, tmp_path):
+    chosen = {"auto": ["graph=auto", "train.steps=90"], "named": ["graph=per_layer", "graph.layers=[head]"]}
+    runs = {name: train(own(*some, model=named("Unsplit")), tmp_path / name) for name, some in chosen.items()}
+    assert [trial["scope"] for trial in runs["auto"].auto["trials"]] == ["none", "full_iteration"]
+    assert runs["named"].graph["replays"] > 0
+    assert runs["named"].losses == train(own("graph=none", model=named("Unsplit")), tmp_path / "none").losses
+
+
+@pytest.mark.parametrize("setting", ["precision=bf16", "precision=fp16_mixed", "activation_checkpointing=true"])
+def test_precision_and_recomputed_layers_keep_eagers_bits(own, tmp_path, setting):
+    runs = [
+        train(own(f"graph={scope}", f"train.{setting}", "train.checkpoint=false", model=named("Net")), tmp_path / scope)
+        for scope in SCOPES
+    ]
+    assert runs[0].losses == runs[1].losses == runs[2].losses
+    if setting == "activation_checkpointing=true":  # dropout draws the same numbers again
+        assert runs[0].losses == train(own("graph=none", model=named("Net")), tmp_path / "kept").losses
 
 
 def by_hand(config, model, items, loss):
@@ -364,6 +385,10 @@ def test_a_module_in_the_present_folder_is_found(own, tmp_path, monkeypatch):
             {"model": named("Unsplit"), "overrides": ["train.activation_checkpointing=true"]},
             "has no list of like layers",
         ),
+        (
+            {"model": named("Unsplit"), "overrides": ["graph=per_layer"]},
+            "nn.Sequential, name modules (graph.layers=[embed,head]), or use graph=full_iteration",
+        ),
     ],
     ids=lambda value: "" if isinstance(value, str) else " ".join(str(part) for part in value.values()),
 )
@@ -417,6 +442,19 @@ def test_parts_that_decide_the_numbers_may_not_change(own, tmp_path, stop_after,
     train(own(**parts), tmp_path)
     with pytest.raises(ConfigError, match=said):
         train(own("train.resume=auto", **parts | changed), tmp_path)
+
+
+def test_the_parts_of_the_page_train(own, tmp_path, monkeypatch):
+    (code, *_) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "own_parts.md").read_text(), flags=re.M | re.S)
+    (tmp_path / "my_package.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    parts = {"model": named("my_package.Net", width=8), "data": named("my_package.Items", size=30)}
+    for loss in (None, named("my_package.loss", smoothing=0.1)):
+        found = [
+            train(own(f"graph={scope}", loss=loss, **parts), tmp_path / f"{scope}{bool(loss)}") for scope in SCOPES
+        ]
+        assert found[0].losses == found[1].losses == found[2].losses
+        assert found[1].graph["replays"] and found[2].graph["replays"]
 
 
 def test_what_needs_a_model_of_transformers_says_so_of_a_checkpoint(own, tiny, tmp_path):

@@ -6,6 +6,7 @@ import sys
 import huggingface_hub
 import pytest
 import torch
+from conftest import ROOT
 
 from graphmod.cli.generation.folder import model_folder
 from graphmod.errors import ConfigError
@@ -84,7 +85,7 @@ def test_finding_it_loads_no_torch(cache):
         "-c",
         f"import huggingface_hub.constants as c; c.HF_HUB_CACHE = {str(cache.parents[2])!r}; {code}",
     ]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0 and done.stdout.strip() == str(cache), done.stderr
 
 
@@ -95,5 +96,5 @@ def test_checking_settings_of_own_parts_loads_no_torch_and_no_hydra():
         "config.train.loss = {'_target_': 'a.loss'}; check(config); "
         "assert not {'torch', 'hydra', 'transformers', 'a'} & {*sys.modules}"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr

@@ -19,10 +19,12 @@ from graphmod.train.run.ranks import ALONE, Ranks
 from graphmod.train.schema.model import CUSTOM
 from graphmod.train.schema.parallel import ParallelMode
 from graphmod.train.schema.run import RunConfig
+from graphmod.train.settings import Scope
 from graphmod.train.special_tokens import set_special_tokens
 from graphmod.train.step.losses import IGNORED, OfRows, count_targets_of, own_logits
 from graphmod.train.step.staging import microbatches, on_device
 from graphmod.train.targets import in_words, located, made, name_of, passes_on
+from graphmod.wrap.layers import find_layers
 
 _LOOKS_AHEAD = 8  # times the precision of a number, relative to the greatest one
 _MEAN = "a loss is the mean over the targets of a microbatch, a 0-d floating tensor that depends on the model's weights"
@@ -77,6 +79,14 @@ def fitted(
     return model, loss_fn
 
 
+def has_layers(model: nn.Module) -> bool:
+    """Whether the model has a list of like layers, which can be captured, sharded and run again one by one."""
+    try:
+        return bool(find_layers(model))
+    except ConfigError:
+        return False
+
+
 def _require_supported(config: RunConfig, model: nn.Module, corpus: Data) -> None:
     """Raises ConfigError for settings that need what this model or data does not have."""
     name, of_transformers = type(model).__name__, isinstance(model, PreTrainedModel)
@@ -89,6 +99,21 @@ def _require_supported(config: RunConfig, model: nn.Module, corpus: Data) -> Non
         raise ConfigError(
             f"parallel={config.parallel.mode.value} splits models of transformers with layers like Llama's, and {name} "
             "is a model of your own; use parallel=ddp or parallel=fsdp"
+        )
+    by_layer = {
+        "graph=per_layer": config.graph.scope is Scope.per_layer and config.graph.layers is None,
+        "train.activation_checkpointing=true": config.train.activation_checkpointing,
+        f"parallel={config.parallel.mode.value}": config.parallel.mode.shards,
+    }
+    wanted = [what for what, asked in by_layer.items() if asked]
+    if wanted and not has_layers(model):
+        way_out = "or leave that out"
+        if wanted[0] == "graph=per_layer":
+            modules = ",".join(child for child, _ in model.named_children())
+            way_out = f"name modules (graph.layers=[{modules}]), or use graph=full_iteration"
+        raise ConfigError(
+            f"{wanted[0]} goes layer by layer, and {name} has no list of like layers; keep them in an nn.ModuleList or "
+            f"nn.Sequential, {way_out}"
         )
     if not config.train.sample_every:
         return
@@ -246,8 +271,8 @@ class _Trial:
         ):
             raise ConfigError(
                 f"{name} looks ahead: what it predicts for a token changes with the tokens that come after it, so the "
-                "loss of the next token would be of what it has seen. Make its attention causal; for another task give "
-                "a loss of your own (train.loss._target_)"
+                "loss of the next token would be of what it has seen. Make it causal (BERT's kind: "
+                "model.options.is_decoder=true); for another task give a loss of your own (train.loss._target_)"
             )
 
     def loss(self, microbatch: Any, loss_fn: Callable, averaged: bool) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from graphmod.errors import GraphmodError
+from graphmod.errors import ConfigError, GraphmodError
 from graphmod.train.checkpoints.loadable import require_whole
 from graphmod.train.checkpoints.manifest import FOLDER, checkpoints
 from graphmod.train.data.batches import load_data, make_batches
@@ -31,6 +31,7 @@ from graphmod.train.run.steps import Run
 from graphmod.train.schema.model import LOCAL
 from graphmod.train.schema.run import RunConfig
 from graphmod.train.step.isolation import isolated
+from graphmod.train.targets import name_of
 
 
 def _run(config: RunConfig, point: ResumePoint, *parts: Any, ranks: Ranks, say: Callable[[str], None]) -> RunResult:
@@ -66,6 +67,11 @@ def _train(config: RunConfig, point: ResumePoint, ranks: Ranks, say: Callable[[s
     corpus = load_data(config)
     if ranks.first:
         ranks.wait()
+    if config.data.target is not None and len({*ranks.all(corpus.fingerprint())}) > 1:
+        raise ConfigError(
+            f"data._target_={name_of(config.data.target)} has other items on each rank; ranks share them by number, so "
+            "draw what is drawn from a generator with a fixed seed"
+        )
     dims = model_config(config.model, corpus.vocab_size, corpus.length)
     batches = make_batches(config, corpus, device, dims, _place(config, point, ranks, corpus, device, dims))
     if config.train.epochs is not None:

@@ -29,7 +29,7 @@ from graphmod.train.run.assembly import arrangement, device_name, divide, plain_
 from graphmod.train.run.auto import AutoScope, candidates
 from graphmod.train.run.decisive import decisive_settings
 from graphmod.train.run.evaluation import Evaluation
-from graphmod.train.run.fitting import fitted
+from graphmod.train.run.fitting import fitted, has_layers
 from graphmod.train.run.interrupt import StopRequest
 from graphmod.train.run.opening import opening
 from graphmod.train.run.ranks import Ranks, own_seed
@@ -79,7 +79,8 @@ class Run:
         self.make_step = step_maker(config, self.model, device, loss_fn, ranks)
         self.auto: AutoScope | None = None
         if config.graph.auto:
-            scopes = candidates(compiled and not train.activation_checkpointing, split=ranks.splits_shards)
+            layers = not ranks.splits_shards and (config.graph.layers is not None or has_layers(self.model))
+            scopes = candidates(compiled and not train.activation_checkpointing, layers=layers)
             self.auto = AutoScope(self.make_step, scopes, self.warmup_steps, train.steps - done, ranks)
         self.step = self.auto.step if self.auto else self.make_step(config.graph.scope)
         if train.checkpoint and ranks.first:

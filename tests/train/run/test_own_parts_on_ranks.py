@@ -21,12 +21,12 @@ SCOPES = ("none", "per_layer", "full_iteration")
 SETTINGS = [*TINY, "train.eval_every=4", "train.eval_batches=3", "train.deterministic=true", "train.ema_decay=0.9"]
 
 
-def run(ranks, folder, name, *overrides, p=0.1, model="my_parts.Net"):
+def run(ranks, folder, name, *overrides, p=0.1, model="my_parts.Net", data="my_parts.Labelled"):
     """The losses of a run in `folder/name`, or what it is refused for."""
     config = parsed(*SETTINGS, *overrides)
     arguments = {"p": p, "width": 8} if model == "my_parts.Net" else {}
     config.model = ModelConfig("custom", target={"_target_": model, **arguments})
-    target = {"_target_": "my_parts.Labelled"}
+    target = {"_target_": data}
     config.data = DataConfig(Source.custom, target=target, seq_len=16, batch_size=2, eval_fraction=0.2)
     try:
         if not ranks.first:
@@ -54,6 +54,7 @@ def program(rank, folder):
             go(f"{mode}_resumed", f"parallel={mode}", resume)
         go("tp", "parallel=tp")
         go("unused", "parallel=ddp", model="my_parts.Unused")
+        go("other", "parallel=ddp", data="my_parts.OfThisProcess")
         go("unused_fsdp", "parallel=fsdp", "train.checkpoint=false", model="my_parts.Unused")
     return found
 
@@ -105,3 +106,4 @@ def test_what_ranks_cannot_share_is_told(found):
         assert "parallel=tp splits models of transformers" in one["tp"] and "Net is a model of your own" in one["tp"]
         assert "the loss does not depend on spare.weight, spare.bias" in one["unused"]
         assert len(one["unused_fsdp"]["losses"]) == 8
+        assert "my_parts.OfThisProcess has other items on each rank" in one["other"]
