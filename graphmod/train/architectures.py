@@ -66,7 +66,7 @@ def _settings(model: ModelConfig, default: PretrainedConfig) -> dict[str, Any]:
         if value is not None and not names:
             own = [name for name in default.to_dict() if size in name]
             more = f", or set what it has: {', '.join(f'model.options.{name}' for name in own)}" if own else ""
-            raise ConfigError(f"model.{size} does not exist in {kind}; drop it{more}")
+            raise ConfigError(f"model.{size} does not exist in {kind}; drop it (model.{size}=null){more}")
         if value is None and size in _NEEDED and names and not {*names, *_NAMES[size]} & {*model.options}:
             raise ConfigError(f"model.{size} is not set; model.architecture={kind} needs it")
         if value is None and size == "kv_heads":

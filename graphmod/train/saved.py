@@ -54,6 +54,6 @@ def require_no_own_model(folder: Path) -> None:
             name = target["_target_"]
             raise ConfigError(
                 f"model.path={folder} is a checkpoint of a model of your own, {name}, and only models of transformers "
-                "can be loaded here. To train on: train.resume=FOLDER_OF_THE_RUN. In Python: model = "
+                f"can be loaded here. To train on: train.resume={checkpoint.parent.parent}. In Python: model = "
                 f"{name.rpartition('.')[2]}(...); safetensors.torch.load_model(model, '{folder / WEIGHTS_FILE}')"
             )

@@ -1,6 +1,7 @@
 """Parts that somebody brings along: models, data sets and losses, right ones and wrong ones."""
 
 import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -257,3 +258,26 @@ class Unused(Net):
 class OfThisProcess(Tokens):
     def __getitem__(self, index):
         return (self.tokens[index] + os.getpid()) % self.vocab_size
+
+
+def rows_of(path: str, seq_len: int):
+    """Rows of the datasets library."""
+    from datasets import Dataset
+
+    text = torch.frombuffer(bytearray(Path(path).read_bytes()), dtype=torch.uint8)
+    pieces = text[: len(text) // (seq_len + 1) * (seq_len + 1)].view(-1, seq_len + 1).tolist()
+    rows = Dataset.from_dict({"input_ids": pieces, "labels": pieces}).with_format("torch")
+    return WithVocabulary(rows)
+
+
+class WithVocabulary:
+    vocab_size = 256
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return self.rows[index]

@@ -258,6 +258,13 @@ def test_data_that_is_drawn_is_that_of_the_seed(own, tmp_path):
     assert runs[0].losses == runs[1].losses != runs[2].losses
 
 
+def test_rows_of_the_datasets_library_are_items(own, text, tmp_path):
+    pytest.importorskip("datasets")
+    config = own("train.steps=20", data=named("rows_of"), path=str(text), seq_len=16)
+    result = train(config, tmp_path)
+    assert result.losses[-1] < result.losses[0] and result.tokens_per_step == 2 * 17
+
+
 def test_settings_that_it_takes_are_handed_on(own, tmp_path):
     result = train(own(data=named("Tokens"), model=named("Net"), sizes={"layers": 1}, seq_len=8), tmp_path)
     assert result.tokens_per_step == 2 * 8 and result.config["data"]["target"] == named("Tokens")
@@ -431,7 +438,7 @@ def test_settings_that_go_with_something_else_are_refused_before_anything_is_loa
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"model": named("Net", width=8, p=0.2)}, "model.target was .* and is now"),
+        ({"model": named("Net", width=8, p=0.2)}, "model.target was .* and is now .*or start anew: train.resume=none$"),
         ({"loss": named("smoothed")}, "train.loss was None and is now"),
         ({"data": named("Tokens", size=41)}, "trained on different data"),
     ],
@@ -460,7 +467,9 @@ def test_the_parts_of_the_page_train(own, tmp_path, monkeypatch):
 def test_what_needs_a_model_of_transformers_says_so_of_a_checkpoint(own, tiny, tmp_path):
     result = train(own("train.ema_decay=0.9", "train.steps=2", model=named("Net")), tmp_path)
     for folder in (tmp_path, tmp_path / result.checkpoint, tmp_path / result.checkpoint / "ema"):
-        with pytest.raises(ConfigError, match=r"model of your own, my_parts\.Net, .*load_model\(model, "):
+        with pytest.raises(
+            ConfigError, match=rf"your own, my_parts\.Net, .*train\.resume={tmp_path}\. .*load_model\(model, "
+        ):
             model_folder(str(folder))
-    with pytest.raises(ConfigError, match=r"model of your own, my_parts\.Net"):
+    with pytest.raises(ConfigError, match=r"your own, my_parts\.Net"):
         tiny("model=local", f"model.path={tmp_path / result.checkpoint}")

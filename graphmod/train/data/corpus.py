@@ -3,6 +3,7 @@
 How batches are cut from that row is `train/data/windows.py`'s business.
 """
 
+import functools
 import logging
 import os
 import sysconfig
@@ -58,6 +59,7 @@ class Corpus:
     starts: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.int64))
     length: int = 0
 
+    @functools.cached_property
     def fingerprint(self) -> str:
         """Length and checksum of the tokens."""
         kind = str(self.tokens.dtype).replace("torch.", "")

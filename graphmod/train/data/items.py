@@ -3,6 +3,7 @@
 Which items a step sees is decided as for windows of text (`windows.py`), so that resuming and ranks work alike.
 """
 
+import functools
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import fields
@@ -62,6 +63,8 @@ class Items:
     """The data of a run that one's own data set holds.
 
     Attributes:
+        name: under which it was asked for.
+        count, held_out: of all items, and of those at the end that are evaluated on.
         vocab_size: every token is below it; None where the data set does not say.
         tokenizer: the transformers tokenizer of the data set, or None.
         length: tokens of an item that the model sees: of its first part of whole numbers; 1 without any.
@@ -80,7 +83,7 @@ class Items:
         self.name = f"data._target_={name_of(data.target)}"
         given = _handed_on(data)
         with torch.random.fork_rng([]):
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)
             self._items = made("data", data.target, **given)
             self.count = self._length()
             self._parts = self.read(0)
@@ -169,6 +172,7 @@ class Items:
             )
         return self.loss_fn
 
+    @functools.cached_property
     def fingerprint(self) -> str:
         """Number of items, and a checksum of some of them."""
         value = 0

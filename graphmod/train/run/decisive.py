@@ -151,6 +151,8 @@ def _anew(where: Path, manifest: dict[str, Any]) -> str:
             "anew from that: train.resume=none model=local "
             f"model.path={where.with_name(f'step_{steps + 1:08d}') / MERGED_FOLDER}"
         )
+    elif not (where / "config.json").is_file():  # a model of one's own, which is not loaded by its folder
+        return "start anew: train.resume=none"
     return f"start anew from its weights: train.resume=none model=local model.path={where}"
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from graphmod.errors import ConfigError, reason
+from graphmod.errors import ConfigError
 from graphmod.train.attention import NAME
 from graphmod.train.data.batches import Batches, Data
 from graphmod.train.data.items import described
@@ -193,6 +193,10 @@ def _named(batch: Any) -> dict[Any, Tensor]:
     return {"": batch} if isinstance(batch, Tensor) else batch if isinstance(batch, dict) else dict(enumerate(batch))
 
 
+def _shown(found: Any) -> str:
+    return described({"": found}) if isinstance(found, Tensor) else f"a {type(found).__name__}"
+
+
 class _Trial:
     """Calls model and loss once, to say in words what would fail in the first step.
 
@@ -257,10 +261,9 @@ class _Trial:
         shape = tuple(tokens.shape)
         fits = isinstance(found, Tensor) and found.is_floating_point() and found.dim() == 3
         if not fits or tuple(found.shape[:2]) != shape:
-            got = described({"": found}) if isinstance(found, Tensor) else f"a {type(found).__name__}"
             raise ConfigError(
-                f"{name} returned {got} for tokens {shape}; expected logits ({shape[0]}, {shape[1]}, vocabulary), "
-                "floating. For another task give a loss of your own (train.loss._target_)"
+                f"{name} returned {_shown(found)} for tokens {shape}; expected logits ({shape[0]}, {shape[1]}, "
+                "vocabulary), floating. For another task give a loss of your own (train.loss._target_)"
             )
         require_vocabulary(found.shape[-1], corpus.vocab_size)
         if corpus.vocab_size is None:
@@ -291,9 +294,8 @@ class _Trial:
 
         found, gradients = self._called(f"the loss of a microbatch ({described(_named(microbatch))})", call)
         if not isinstance(found, Tensor) or found.dim() or not found.is_floating_point() or not found.requires_grad:
-            got = described({"": found}) if isinstance(found, Tensor) else f"a {type(found).__name__}"
             without = " without a gradient" if isinstance(found, Tensor) and not found.requires_grad else ""
-            raise ConfigError(f"{self._parts}: the loss returned {got}{without}; {_MEAN}")
+            raise ConfigError(f"{self._parts}: the loss returned {_shown(found)}{without}; {_MEAN}")
         unused = [name for (name, _), gradient in zip(trained, gradients, strict=True) if gradient is None]
         if unused:
             raise ConfigError(
@@ -304,6 +306,6 @@ class _Trial:
             targets = self._called("count_targets of the loss", lambda: count(microbatch))
             if not isinstance(targets, Tensor) or targets.dim() or targets.device != found.device:
                 raise ConfigError(
-                    f"{self._parts}: count_targets returned {reason(ValueError(repr(targets)))}; expected a 0-d tensor "
-                    f'on {found.device}, such as (batch["labels"] != -100).sum()'
+                    f"{self._parts}: count_targets returned {_shown(targets)}; expected a 0-d tensor on "
+                    f'{found.device}, such as (batch["labels"] != -100).sum()'
                 )

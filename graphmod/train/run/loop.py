@@ -67,7 +67,7 @@ def _train(config: RunConfig, point: ResumePoint, ranks: Ranks, say: Callable[[s
     corpus = load_data(config)
     if ranks.first:
         ranks.wait()
-    if config.data.target is not None and len({*ranks.all(corpus.fingerprint())}) > 1:
+    if config.data.target is not None and len({*ranks.all(corpus.fingerprint)}) > 1:
         raise ConfigError(
             f"data._target_={name_of(config.data.target)} has other items on each rank; ranks share them by number, so "
             "draw what is drawn from a generator with a fixed seed"
@@ -77,7 +77,7 @@ def _train(config: RunConfig, point: ResumePoint, ranks: Ranks, say: Callable[[s
     if config.train.epochs is not None:
         config = replace(config, train=replace(config.train, steps=batches.sampler.steps(config.train.epochs)))
     if point.checkpoint is not None:
-        require_same(point.checkpoint, point.manifest, settings, corpus.fingerprint(), ranks.data_ranks)
+        require_same(point.checkpoint, point.manifest, settings, corpus.fingerprint, ranks.data_ranks)
         if (finished := finished_result(point, config.train.steps, config.train.epochs, say)) is not None:
             return finished
         changes = (

@@ -61,7 +61,7 @@ class Run:
         data, train = config.data, config.train
         self.ranks, self._told_ms = ranks, 0
         self.config, self.folder, self.device, self.corpus = config, point.run_dir, device, corpus
-        self.settings, self.data = decisive_settings(plain_config(config), device.type), corpus.fingerprint()
+        self.settings, self.data = decisive_settings(plain_config(config), device.type), corpus.fingerprint
         self.stopped_by: str | None = None
         self.saved: Path | None = point.checkpoint
         self.batches = batches

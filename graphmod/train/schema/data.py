@@ -74,7 +74,7 @@ class DataConfig:
 
     source: Source = Source.stdlib
     path: Any = None
-    target: dict[str, Any] | None = None
+    target: Any = None  # a dict; omegaconf cannot put values into one that may be null
     pattern: str = "*"
     column: str | None = None
     train_on: TrainOn = TrainOn.completion

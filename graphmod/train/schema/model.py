@@ -56,7 +56,7 @@ class ModelConfig:
 
     architecture: str = "llama"
     path: str | None = None
-    target: dict[str, Any] | None = None
+    target: Any = None  # a dict; omegaconf cannot put values into one that may be null
     layers: int | None = None
     hidden_size: int | None = None
     heads: int | None = None

@@ -87,7 +87,7 @@ class TrainConfig:
     grad_accumulation: int = 1
     precision: Precision = Precision.fp32
     device: DeviceName = DeviceName.auto
-    loss: dict[str, Any] | None = None
+    loss: Any = None  # a dict; omegaconf cannot put values into one that may be null
     seed: int = 0
     deterministic: bool = False
     log: Any = field(default_factory=lambda: ["tensorboard"])

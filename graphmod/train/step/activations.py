@@ -65,10 +65,16 @@ def recompute_activations(model: nn.Module, compiled: bool = False) -> nn.Module
     Raises:
         ConfigError: layers that draw random numbers are to be compiled: generated code draws anew when it runs again.
     """
-    # Code of one's own may call dropout as a function, with a probability that nobody else knows.
-    random = draws_random_numbers(model) or not isinstance(model, PreTrainedModel)
-    if random and compiled:
+    if compiled and draws_random_numbers(model):
         raise ConfigError(DRAWS_IN_COMPILED_CODE)
+    # Code of one's own may call dropout as a function, with a probability that nobody else knows.
+    unknown = not isinstance(model, PreTrainedModel)
+    if compiled and unknown:
+        raise ConfigError(
+            "train.activation_checkpointing=true runs layers twice, compiled code would draw other random numbers the "
+            f"second time, and nobody knows whether {type(model).__name__} draws any; use graph.compile=none"
+        )
+    random = unknown or draws_random_numbers(model)
     for name in find_layers(model):
         layer = model.get_submodule(name)
         layer.__dict__["forward"] = Recomputed(layer.forward, random)
