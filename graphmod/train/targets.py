@@ -127,15 +127,17 @@ def made(setting: str, target: dict[str, Any], *, bound_to: tuple[str, ...] = ()
     """
     from hydra.errors import InstantiationException
     from hydra.utils import instantiate
+    from omegaconf.errors import OmegaConfBaseException
 
     called = located(setting, target)
-    given = {"_convert_": "all", **more, **target}
-    arguments = {name: value for name, value in given.items() if name not in _OF_HYDRA}
+    arguments = {name: value for name, value in {**more, **target}.items() if name not in _OF_HYDRA}
     said = f"{setting}.{TARGET}={name_of(target)}"
     _require_taken(said, called, (*target.get("_args_", ()), *bound_to), arguments)
     try:
-        return instantiate(given, **({"_partial_": True} if bound_to else {}))
-    except InstantiationException as error:
+        if bound_to:
+            return functools.partial(called, **instantiate({"_convert_": "all", **arguments}))
+        return instantiate({"_convert_": "all", **more, **target})
+    except (InstantiationException, OmegaConfBaseException) as error:
         cause = error.__cause__
         if cause is not None and passes_on(cause):
             raise cause from None

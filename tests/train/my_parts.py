@@ -193,6 +193,14 @@ def smoothed(model, tokens, smoothing=0.0):
     return cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten(), label_smoothing=smoothing)
 
 
+def trained_on_few(model, tokens, smoothing=0.0):
+    wanted = torch.where(tokens[:, 1:] < 25, tokens[:, 1:], -100).flatten()
+    return cross_entropy(model(tokens[:, :-1]).float().flatten(0, 1), wanted, label_smoothing=smoothing)
+
+
+trained_on_few.count_targets = lambda tokens: (tokens[:, 1:] < 25).sum()
+
+
 def classified(model, batch):
     x, y = batch
     return cross_entropy(model(x), y)

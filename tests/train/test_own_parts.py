@@ -181,6 +181,20 @@ def test_labels_are_those_of_transformers(own, tmp_path):
     torch.testing.assert_close(train(config, tmp_path).losses, expected, atol=1e-4, rtol=1e-4)
 
 
+def test_microbatches_weigh_as_many_targets_as_the_loss_counts(own, tmp_path):
+    parts = {"model": named("Net", p=0.0), "data": named("Tokens"), "loss": named("trained_on_few", smoothing=0.1)}
+    whole = train(own(**parts, batch_size=4), tmp_path / "whole")
+    cut = train(own("train.grad_accumulation=4", **parts, batch_size=1), tmp_path / "cut")
+    torch.testing.assert_close(cut.losses, whole.losses, atol=1e-4, rtol=1e-4)
+
+
+def test_parts_within_parts_are_made(own, tmp_path):
+    size = {"_target_": "builtins.max", "_args_": [3, 8]}
+    result = train(own(model=named("Net", width=size)), tmp_path)
+    model = my_parts.Net(64, width=8)
+    load_model(model, tmp_path / result.checkpoint / "model.safetensors")
+
+
 def test_a_loss_of_ones_own_is_what_it_says(own, tmp_path):
     config = own(model=named("Net", p=0.0), data=named("Tokens"), loss=named("Weighted", factor=2.0))
 
@@ -333,20 +347,22 @@ def test_a_module_in_the_present_folder_is_found(own, tmp_path, monkeypatch):
             "unexpected keyword argument 'depth'. Given: vocab_size=64, depth=3; it takes",
         ),
         ({"model": named("Classifier", vocab_size=3)}, "unexpected keyword argument 'vocab_size'"),
+        ({"model": named("Net", width=named("nope.Width"))}, "Error loading 'nope.Width'"),
+        ({"model": named("Net", width="${nothing}")}, "Interpolation key 'nothing' not found"),
         ({"model": named("Unmakeable")}, "cannot be made with no arguments: OSError: weights.bin is not there ("),
         ({"model": named("number")}, "made a int; a model must be a torch.nn.Module"),
         ({"model": named("Frozen")}, "without parameters to train"),
         ({"model": named("Net", vocab_size=20)}, "the data has a vocabulary of 60 and the model 20"),
         (
             {"model": named("Failing")},
-            "calling the model with tokens (2, 16) int64 fails: RuntimeError: no such luck (",
+            "calling the model with tokens (1, 16) int64 fails: RuntimeError: no such luck (",
         ),
         (
             {"model": named("OfIntegers")},
-            "returned (2, 16) int64 for tokens (2, 16); expected logits (2, 16, vocabulary)",
+            "returned (1, 16) int64 for tokens (1, 16); expected logits (1, 16, vocabulary)",
         ),
         ({"model": named("OfDict")}, "no tensor and has no `.logits`"),
-        ({"model": named("Classifier")}, "calling the model with tokens (2, 16) int64 fails"),
+        ({"model": named("Classifier")}, "calling the model with tokens (1, 16) int64 fails"),
         ({"model": named("Ahead")}, "looks ahead"),
         ({"data": named("Tokens", length=3)}, "unexpected keyword argument 'length'"),
         ({"data": named("number"), "seq_len": 256}, "made a int, whose items have no numbers"),

@@ -237,20 +237,20 @@ class _Trial:
         forward = inspect.signature(loss_fn).parameters["forward"].default if not self._config.data.packing else None
         if forward is None:  # only models of transformers, whose attention is known, have packed batches
             return
-        given = _named(microbatch)
+        given = {key: value[:1] for key, value in _named(microbatch).items()}
         tokens = given.get("input_ids", given[""][:, :-1] if "" in given else None)
         more = {key: value for key, value in given.items() if key not in ("", "input_ids", "labels")}
         zeros = torch.zeros_like(tokens)
         other = zeros.clone()
         other[:, -1] = 1
 
-        def call() -> tuple[Any, Any]:
+        def call(some: Tensor) -> Any:
             with torch.no_grad():
-                return tuple(forward(self._model, some, **more) for some in (zeros, other))
+                return forward(self._model, some, **more)
 
         what = f"calling the model with tokens {described({'': tokens})}"
         try:
-            found, changed = self._called(what, call)
+            found, changed = (self._called(what, functools.partial(call, some)) for some in (zeros, other))
         except ConfigError as error:
             if isinstance(error.__cause__, AttributeError) and "'logits'" in str(error.__cause__):
                 raise ConfigError(
