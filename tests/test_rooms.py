@@ -23,8 +23,11 @@ WITHIN = {
         *(
             "settings",
             "libraries",
+            "targets",
+            "saved",
             "schema",
             "varlen",
+            "architectures",
             "attention",
             "lora",
             "model",

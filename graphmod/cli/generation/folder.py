@@ -8,7 +8,8 @@ from pathlib import Path
 from graphmod.errors import ConfigError
 from graphmod.train.checkpoints.loadable import checkpoint_of, newest_whole_model, require_whole
 from graphmod.train.checkpoints.manifest import FOLDER, MANIFEST_FILE
-from graphmod.train.schema.model import ADAPTER_FILE, NO_DOWNLOAD
+from graphmod.train.saved import require_no_own_model, saved_folder
+from graphmod.train.schema.model import ADAPTER_FILE
 
 log = logging.getLogger("graphmod")
 
@@ -18,17 +19,20 @@ _RUNS = Path("runs/train"), Path("runs/compare")  # of train.py, and of its mult
 
 
 def model_folder(path: str) -> Path:
-    """The folder of the model that `path` means: itself, or the latest checkpoint below it that is whole. The log says
-    which later ones are damaged.
+    """The folder of the model that `path` means: itself, one in the cache of Hugging Face, or the latest checkpoint
+    below it that is whole. The log says which later ones are damaged.
 
     Raises:
-        ConfigError: there is none, or it is a checkpoint that is damaged or newer than this version.
+        ConfigError: there is none, or it is a checkpoint that is damaged, newer than this version, or of a model of
+            somebody's own.
     """
-    folder = Path(path)
-    if not folder.is_dir():
-        raise ConfigError(
-            f"model.path={path} is not a folder; {NO_DOWNLOAD}. Or train one: graphmod train{_elsewhere()}"
-        )
+    found = _whole(path)
+    require_no_own_model(found)
+    return found
+
+
+def _whole(path: str) -> Path:
+    folder = saved_folder(path, f". Or train one: graphmod train{_elsewhere()}")
     if any((folder / name).is_file() for name in _CONFIGS) or checkpoint_of(folder) is not None:
         return require_whole(folder)
     found = _latest_first(folder)

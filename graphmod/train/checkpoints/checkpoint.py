@@ -9,12 +9,13 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 import graphmod
@@ -32,11 +33,13 @@ from graphmod.train.checkpoints.manifest import (
     checksum,
     clear_leftovers,
 )
+from graphmod.train.checkpoints.plain import save_plain
 from graphmod.train.checkpoints.progress import Progress, random_state
 from graphmod.train.checkpoints.shards import FOLDER as SHARDS
 from graphmod.train.checkpoints.shards import save_shards, whole_weights
 from graphmod.train.lora import has_adapters, save_merged
 from graphmod.train.model import no_transformers_bars
+from graphmod.train.saved import WEIGHTS_FILE
 from graphmod.train.schema.model import MERGED_FOLDER
 from graphmod.train.step import TrainStep
 
@@ -74,7 +77,7 @@ class _Parts:
     files: dict[str, list[int]] = field(default_factory=dict)
 
 
-def _save_parts(partial: Path, model: PreTrainedModel, step: TrainStep, ranks: Any) -> _Parts:
+def _save_parts(partial: Path, model: nn.Module, step: TrainStep, ranks: Any) -> _Parts:
     """Writes this rank's part; all ranks call this."""
     if ranks.first:
         (partial / SHARDS).mkdir()
@@ -88,22 +91,34 @@ def _save_parts(partial: Path, model: PreTrainedModel, step: TrainStep, ranks: A
     return found
 
 
-def _save_model(model: PreTrainedModel, folder: Path, merge: bool, weights: dict[str, torch.Tensor] | None) -> None:
+def _save_model(model: nn.Module, folder: Path, merge: bool, weights: dict[str, torch.Tensor] | None) -> None:
+    if not isinstance(model, PreTrainedModel):
+        folder.mkdir(exist_ok=True)
+        save_plain(model.state_dict() if weights is None else weights, folder / WEIGHTS_FILE)
+        return
     model.save_pretrained(folder, state_dict=weights)
     if merge and has_adapters(model):  # of which alone transformers writes the weights
         save_merged(model, folder, folder / MERGED_FOLDER)
 
 
-def _save_weights(folder: Path, model: PreTrainedModel, step: TrainStep, merge: bool, parts: _Parts) -> None:
+def _save_weights(folder: Path, model: nn.Module, step: TrainStep, merge: bool, parts: _Parts) -> None:
+    with no_transformers_bars(), _config_to_generate(model):
+        _save_model(model, folder, merge, parts.weights)
+        if step.has_ema:
+            with step.ema_weights() if parts.averages is None else nullcontext():
+                _save_model(model, folder / EMA_FOLDER, merge, parts.averages)
+
+
+@contextmanager
+def _config_to_generate(model: nn.Module) -> Iterator[None]:
+    """Training has no use for a key-value cache; whoever loads the model to generate has."""
+    if not isinstance(model, PreTrainedModel):
+        yield
+        return
     before = dict(vars(model.config))  # saving writes dtype and architectures there, which a captured step may read
     try:
-        # Training has no use for a key-value cache; whoever loads the model to generate has.
         model.config.use_cache = True
-        with no_transformers_bars():
-            _save_model(model, folder, merge, parts.weights)
-            if step.has_ema:
-                with step.ema_weights() if parts.averages is None else nullcontext():
-                    _save_model(model, folder / EMA_FOLDER, merge, parts.averages)
+        yield
     finally:
         vars(model.config).clear()
         vars(model.config).update(before)
@@ -111,7 +126,7 @@ def _save_weights(folder: Path, model: PreTrainedModel, step: TrainStep, merge: 
 
 def _write(
     partial: Path,
-    model: PreTrainedModel,
+    model: nn.Module,
     step: TrainStep,
     progress: Progress,
     tokenizer: Any,
@@ -126,7 +141,7 @@ def _write(
     state = {
         "steps_done": progress.steps_done,
         **_trained(step, in_shards=bool(parts.files)),
-        "random": progress.random[0] if progress.random else random_state(model.device),
+        "random": progress.random[0] if progress.random else random_state(step.device),
         "random_of_others": progress.random[1:],
         "losses": torch.tensor(progress.losses, dtype=torch.float32),
         "eval_losses": [list(entry) for entry in progress.eval_losses],
@@ -168,7 +183,7 @@ def _trained(step: TrainStep, in_shards: bool) -> dict[str, Any]:
 
 def save_checkpoint(
     parent: Path,
-    model: PreTrainedModel,
+    model: nn.Module,
     step: TrainStep,
     progress: Progress,
     tokenizer: Any,
@@ -176,8 +191,9 @@ def save_checkpoint(
     merge: bool = False,
     ranks: Any = None,
 ) -> Path:
-    """Writes `parent/step_N`: safetensors and `config.json`, the tokenizer if there is one, `training_state.pt`
-    (optimizer, schedule, random state, losses) and `checkpoint.json`. Averaged weights go into its folder `ema`.
+    """Writes `parent/step_N`: safetensors and, of a model of transformers, `config.json`; the tokenizer if there is
+    one, `training_state.pt` (optimizer, schedule, random state, losses) and `checkpoint.json`. Averaged weights go into
+    its folder `ema`.
     Of a model with adapters these are saved alone, and with `merge` the whole model beside them in the folder `merged`.
 
     Of a split model the state of the optimizer is in the folder `shards` instead, to which each rank writes its part.
@@ -255,7 +271,7 @@ def _size(count: int) -> str:
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.2f} MiB"
 
 
-def check_room(folder: Path, model: PreTrainedModel, with_ema: bool, at_once: int) -> None:
+def check_room(folder: Path, model: nn.Module, with_ema: bool, at_once: int) -> None:
     """Raises GraphmodError when `folder` cannot be written to, or its disk has no room for one checkpoint.
 
     Args:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from graphmod.errors import ConfigError, GraphmodError
+from graphmod.train.saved import MANIFEST_FILE
 
-MANIFEST_FILE = "checkpoint.json"
 STATE_FILE = "training_state.pt"
 FOLDER = "checkpoints"
 EMA_FOLDER = "ema"

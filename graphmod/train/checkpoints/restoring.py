@@ -5,14 +5,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from torch import Tensor, nn
 
 from graphmod.train.checkpoints.manifest import STATE_FILE, DamagedCheckpoint
+from graphmod.train.checkpoints.plain import load_plain
 from graphmod.train.checkpoints.progress import Progress, set_random_state
 from graphmod.train.checkpoints.shards import FOLDER as SHARDS
 from graphmod.train.checkpoints.shards import by_name, load_shards, put_state, put_weights
+from graphmod.train.model import dims_of, load_weights
+from graphmod.train.saved import WEIGHTS_FILE
 from graphmod.train.step import TrainStep
-from graphmod.train.step.parts import is_split
+from graphmod.train.step.parts import is_split, shards
 
 
 def load_training_state(folder: Path) -> dict[str, Any]:
@@ -23,11 +26,21 @@ def load_training_state(folder: Path) -> dict[str, Any]:
         raise DamagedCheckpoint(f"{folder / STATE_FILE} cannot be read: {error}") from error
 
 
+def saved_weights(folder: Path, model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The weights of `model` that a checkpoint holds, by name, on the CPU. Raises ConfigError where they cannot be
+    read."""
+    dims = dims_of(model)
+    if dims is None:
+        return load_plain(folder / WEIGHTS_FILE)
+    kind = type(model).__mro__[2] if shards(model) else type(model)  # of one that is sharded, what it was
+    return load_weights(folder, dims, dtype, kind).state_dict()
+
+
 def restore(
     folder: Path,
-    model: PreTrainedModel,
+    model: nn.Module,
     step: TrainStep,
-    weights: PreTrainedModel,
+    weights: dict[str, Tensor],
     rank: int = 0,
     ranks: int = 1,
     seed: int = 0,
@@ -37,7 +50,7 @@ def restore(
     Args:
         folder: a verified checkpoint.
         model, step: built as they were for that run.
-        weights: the model that `folder` holds.
+        weights: of the model that `folder` holds.
         rank, ranks: which one this is, of how many. Where there were as many, each gets its random state back; else the
             first gets its own.
         seed: of the random numbers of a rank that has no random state from before.
@@ -46,9 +59,9 @@ def restore(
     rates = [group["lr"] for group in step.optimizer.param_groups]
     # Into the model built as before: buffers that are in no file, such as rotary frequencies, stay as they were then.
     if is_split(model):
-        put_weights(model, weights.state_dict().items())
+        put_weights(model, weights.items())
     else:
-        model.load_state_dict(weights.state_dict())
+        model.load_state_dict(weights)
     if "optimizer" not in state:
         load_shards(folder / SHARDS, step)
     elif is_split(model):
@@ -62,7 +75,7 @@ def restore(
     step.load_state_dict(state["step"])
     states = [state["random"], *state.get("random_of_others", ())]
     if rank == 0 or len(states) == ranks:
-        set_random_state(states[rank], model.device)
+        set_random_state(states[rank], step.device)
     else:
         torch.manual_seed(seed)
     evaluated = [(done, loss) for done, loss in state["eval_losses"]]

@@ -1,4 +1,4 @@
-"""Which batches a run sees and which loss they need: plain windows, buckets or packed documents."""
+"""Which data a run has, which batches it sees, and which loss they need: windows, buckets, packed documents, items."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from graphmod.train.data.buckets import BucketSampler, padded_next_token_loss
-from graphmod.train.data.corpus import Corpus
+from graphmod.train.data.corpus import Corpus, load_corpus
+from graphmod.train.data.items import Items, ItemSampler, evaluation_batches
 from graphmod.train.data.masks import has_masks
 from graphmod.train.data.packing import (
     PackedSampler,
@@ -19,11 +20,26 @@ from graphmod.train.data.packing import (
     packed_next_token_loss,
 )
 from graphmod.train.data.windows import ALL, Place, WindowSampler, evaluation_starts, split, windows_at
-from graphmod.train.schema.data import PackingAttention
+from graphmod.train.schema.data import PackingAttention, Source
 from graphmod.train.schema.run import RunConfig
 from graphmod.train.step.losses import next_token_loss
 
 _EVALUATION_SEED = 1
+
+Data = Corpus | Items
+
+
+def load_data(config: RunConfig) -> Data:
+    """The data of a run, on the host; enough for one sequence to train on, and one to evaluate on.
+
+    Raises:
+        ConfigError: it cannot be read, or is too short.
+    """
+    if config.data.source is Source.custom:
+        return Items(config.data, config.train.seed)
+    corpus = load_corpus(config.data, config.model, config.train.seed)
+    split(corpus, config.data)
+    return corpus
 
 
 @dataclass
@@ -33,12 +49,12 @@ class Batches:
     Attributes:
         sampler: from a step, counted from 0, to its batch; it knows how many steps an epoch has.
         evaluation: batches of the evaluation, on the host; the same at every one.
-        loss_fn: the loss that goes with their form.
+        loss_fn: the loss that goes with their form; None where none does.
     """
 
-    sampler: WindowSampler | BucketSampler
-    evaluation: list[Tensor]
-    loss_fn: Callable
+    sampler: WindowSampler | BucketSampler | ItemSampler
+    evaluation: list[Any]
+    loss_fn: Callable | None
 
     def report(self, captures: dict[int, int]) -> dict[str, dict[str, Any]]:
         """Padding of each bucket, and its graphs from `captures` by length; empty without buckets."""
@@ -58,12 +74,12 @@ def _packed_loss(config: RunConfig, starts: list[Tensor], device: torch.device, 
     return partial(packed_next_token_loss, most=most)
 
 
-def make_batches(config: RunConfig, corpus: Corpus, device: torch.device, dims: Any, place: Place = ALL) -> Batches:
+def make_batches(config: RunConfig, corpus: Data, device: torch.device, dims: Any, place: Place = ALL) -> Batches:
     """The batches of a run; evaluation has batches only with `train.eval_every`.
 
     Args:
         config: checked settings.
-        corpus: the tokens.
+        corpus: the data.
         device: of the run.
         dims: the transformers config of the model.
         place: of this rank; the evaluation has the batches of all.
@@ -72,8 +88,12 @@ def make_batches(config: RunConfig, corpus: Corpus, device: torch.device, dims: 
         ConfigError: the data is too short, or `data.packing_attention` cannot be used.
     """
     data, train = config.data, config.train
-    training, held_out = split(corpus, data)
     count = train.eval_batches if train.eval_every else 0
+    if isinstance(corpus, Items):
+        sampler = ItemSampler(corpus, (train.grad_accumulation, data.batch_size), train.seed, place)
+        evaluation = evaluation_batches(corpus, data.batch_size, count) if count else []
+        return Batches(sampler, evaluation, corpus.require_loss() if train.loss is None else corpus.loss_fn)
+    training, held_out = split(corpus, data)
     starts = corpus.starts[corpus.starts < len(training)]
     later = corpus.starts[corpus.starts > len(training)] - len(training)
     held_starts = torch.cat([torch.zeros(1, dtype=torch.int64), later])

@@ -14,7 +14,14 @@ from torch import Tensor, nn
 from graphmod.errors import ConfigError
 from graphmod.train.data.masks import PADDING, has_masks, inputs_of, targets_of
 from graphmod.train.data.windows import ALL, Place, ShuffledEpochs
-from graphmod.train.step.losses import Criterion, mean_cross_entropy, require_tokens, targets_counted_by
+from graphmod.train.step.losses import (
+    Criterion,
+    Forward,
+    mean_cross_entropy,
+    require_tokens,
+    targets_counted_by,
+    transformers_logits,
+)
 
 
 def _count_targets(tokens: Tensor) -> Tensor:
@@ -22,20 +29,25 @@ def _count_targets(tokens: Tensor) -> Tensor:
 
 
 @targets_counted_by(_count_targets)
-def padded_next_token_loss(model: nn.Module, tokens: Tensor, criterion: Criterion = mean_cross_entropy) -> Tensor:
+def padded_next_token_loss(
+    model: nn.Module,
+    tokens: Tensor,
+    criterion: Criterion = mean_cross_entropy,
+    forward: Forward = transformers_logits,
+) -> Tensor:
     """Mean cross entropy, in nats per token, over the targets that are neither padding nor only read.
 
     Args:
-        model: a transformers causal LM, whose output has `.logits` of shape (B, S, V).
+        model: a transformers causal LM, or what `forward` calls.
         tokens: (B, S + 1) int64, padding at the end of rows; tokens that are only read as their complement.
         criterion: the loss of logits and targets.
+        forward: from model and tokens to logits; `own_logits` for models that are not of transformers.
 
     Raises:
         ValueError: `tokens` have another dtype or number of dimensions.
     """
     require_tokens(tokens)
-    logits = model(input_ids=inputs_of(tokens[:, :-1]), use_cache=False).logits
-    return criterion(logits, targets_of(tokens[:, 1:]))
+    return criterion(forward(model, inputs_of(tokens[:, :-1])), targets_of(tokens[:, 1:]))
 
 
 def cut(starts: np.ndarray, end: int, longest: int) -> tuple[np.ndarray, np.ndarray]:

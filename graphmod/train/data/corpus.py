@@ -3,9 +3,11 @@
 How batches are cut from that row is `train/data/windows.py`'s business.
 """
 
+import functools
 import logging
 import os
 import sysconfig
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,7 +26,7 @@ from graphmod.train.data.encodings import not_utf8, unmarked, wide_encoding
 from graphmod.train.data.reading import row_files
 from graphmod.train.data.rows import load_rows
 from graphmod.train.schema.data import DataConfig, Documents, Source
-from graphmod.train.schema.model import Architecture, ModelConfig
+from graphmod.train.schema.model import LOCAL, ModelConfig
 from graphmod.words import counted
 
 log = logging.getLogger("graphmod")
@@ -47,6 +49,7 @@ class Corpus:
         tokenizer: the transformers tokenizer, or None for bytes and random tokens.
         description: what it is, for people.
         starts: (documents,) int64, where each document begins; ascending from 0.
+        length: tokens of a sequence that is cut from it; 0 where that is left open.
     """
 
     tokens: Tensor
@@ -54,6 +57,22 @@ class Corpus:
     tokenizer: Any
     description: str
     starts: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.int64))
+    length: int = 0
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Length and checksum of the tokens."""
+        kind = str(self.tokens.dtype).replace("torch.", "")
+        return f"{len(self.tokens)}-{kind}-{zlib.crc32(self.tokens.contiguous().numpy()):08x}"
+
+    def summary(self) -> str:
+        """What it is and how much of it is trained on, in words."""
+        documents = f"{self.description} in {counted(len(self.starts), 'document')}"
+        if not self.tokens.is_signed():
+            return documents
+        only_read = int((self.tokens < 0).sum())  # a token that is not trained on is a complement
+        trained = f", {len(self.tokens) - only_read:,} of the tokens trained on"
+        return documents + (trained if only_read else "")
 
 
 def standard_library_files() -> list[Path]:
@@ -147,7 +166,7 @@ def load_tokenizer(folder: str) -> Any:
 def _tokenizer_folder(data: DataConfig, model: ModelConfig) -> str | None:
     if data.tokenizer is not None:
         return None if data.tokenizer == "bytes" else data.tokenizer
-    if model.architecture is Architecture.local:
+    if model.architecture == LOCAL:
         names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
         if any((Path(model.path) / name).is_file() for name in names):
             return model.path
@@ -190,7 +209,7 @@ def _synthetic(data: DataConfig, model: ModelConfig, seed: int) -> Corpus:
     lengths = rng.integers(2, data.seq_len + 2, count // 2).tolist()
     starts = _starts(lengths)
     description = f"{count:,} random tokens of {vocab:,}"
-    return Corpus(torch.from_numpy(tokens), vocab, None, description, starts[starts < count - 1])
+    return Corpus(torch.from_numpy(tokens), vocab, None, description, starts[starts < count - 1], data.seq_len)
 
 
 def load_corpus(data: DataConfig, model: ModelConfig, seed: int) -> Corpus:
@@ -231,4 +250,4 @@ def load_corpus(data: DataConfig, model: ModelConfig, seed: int) -> Corpus:
     if len(tokens) == 0:
         raise ConfigError(f"the data is empty: {name} ({counted(len(files), 'file')}) holds no text")
     vocab, unit = (_BYTE_VOCABULARY, "tokens (bytes)") if tokenizer is None else (len(tokenizer), "tokens")
-    return Corpus(tokens, vocab, tokenizer, f"{len(tokens):,} {unit} of {name}", starts)
+    return Corpus(tokens, vocab, tokenizer, f"{len(tokens):,} {unit} of {name}", starts, data.seq_len)

@@ -9,6 +9,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from graphmod.errors import ConfigError
 from graphmod.train.data.corpus import Corpus
 from graphmod.train.data.masks import has_masks
 from graphmod.train.schema.data import DataConfig
+from graphmod.train.step.staging import pinned
 
 
 def split(corpus: Corpus, data: DataConfig) -> tuple[Tensor, Tensor]:
@@ -105,8 +107,36 @@ class Place:
 ALL = Place()
 
 
-class WindowSampler:
-    """Windows one after the other, in the order of `ShuffledEpochs`.
+class Sampler:
+    """Things one after the other, in the order of `ShuffledEpochs`; so many for each step and rank.
+
+    Args:
+        count: of the things.
+        rows: that a step of one rank takes.
+        seed: of the order.
+        place: of this rank.
+    """
+
+    def __init__(self, count: int, rows: int, seed: int, place: Place = ALL) -> None:
+        self._order, self._rows, self._place = ShuffledEpochs(count, seed), rows, place
+        self._before = place.of(count)
+
+    def steps(self, epochs: int) -> int:
+        """The steps of so many passes; the last one is filled up with the first of the next pass."""
+        left = epochs * self._order.count - self._before
+        return self._place.step - (-left // (self._rows * self._place.ranks))
+
+    def seen(self, step: int) -> tuple[int, int]:
+        """How many all ranks had before `step`, counted from 0, and how many an epoch has."""
+        return self._before + (step - self._place.step) * self._rows * self._place.ranks, self._order.count
+
+    def chosen(self, step: int) -> np.ndarray:
+        """(rows,) int64: which things `step` takes."""
+        return self._order(self.seen(step)[0] + self._place.rank * self._rows, self._rows)
+
+
+class WindowSampler(Sampler):
+    """Windows of one row of tokens.
 
     Args:
         tokens: (N,) of any integer dtype, N at least seq_len + 1.
@@ -116,24 +146,12 @@ class WindowSampler:
     """
 
     def __init__(self, tokens: Tensor, shape: tuple[int, int, int], seed: int, place: Place = ALL) -> None:
-        self._shape, self._place = shape, place
-        self._tokens, self._starts = tokens, window_starts(tokens, shape[2])
-        self._order = ShuffledEpochs(len(self._starts), seed)
-        self._rows = shape[0] * shape[1]
-        self._before = place.of(self._order.count)
-
-    def steps(self, epochs: int) -> int:
-        """The steps of so many passes; the last one is filled up with the first windows of the next pass."""
-        left = epochs * self._order.count - self._before
-        return self._place.step - (-left // (self._rows * self._place.ranks))
-
-    def seen(self, step: int) -> tuple[int, int]:
-        """How many windows all ranks had before `step`, counted from 0, and how many an epoch has."""
-        return self._before + (step - self._place.step) * self._rows * self._place.ranks, self._order.count
+        self._shape, self._tokens, self._starts = shape, tokens, window_starts(tokens, shape[2])
+        super().__init__(len(self._starts), shape[0] * shape[1], seed, place)
 
     def starts(self, step: int) -> np.ndarray:
         """(A * B,): where the windows of `step` begin."""
-        return self._starts[self._order(self.seen(step)[0] + self._place.rank * self._rows, self._rows)]
+        return self._starts[self.chosen(step)]
 
     def __call__(self, step: int) -> Tensor:
         """The batch of `step`, counted from 0: (A, B, S + 1) int64."""
@@ -146,10 +164,15 @@ def windows_at(tokens: Tensor, starts: np.ndarray, shape: tuple[int, int, int]) 
     return windows[torch.from_numpy(starts)].long().view(*shape[:2], -1)
 
 
+def evenly(count: int, number: int) -> np.ndarray:
+    """(number,) int64: which of so many things, evenly from the first to the last one."""
+    return np.linspace(0, count - 1, number).astype(np.int64)
+
+
 def evaluation_starts(tokens: Tensor, sequences: int, length: int, count: int) -> np.ndarray:
     """(count * sequences,): where the windows of an evaluation begin, spread evenly over `tokens`."""
     starts = window_starts(tokens, length)
-    return starts[np.linspace(0, len(starts) - 1, count * sequences).astype(np.int64)]
+    return starts[evenly(len(starts), count * sequences)]
 
 
 class Prefetcher:
@@ -165,14 +188,14 @@ class Prefetcher:
         depth: batches made ahead, at most.
     """
 
-    def __init__(self, make: Callable[[int], Tensor], steps: range, *, pin: bool = False, depth: int = 2) -> None:
+    def __init__(self, make: Callable[[int], Any], steps: range, *, pin: bool = False, depth: int = 2) -> None:
         self._make, self._steps, self._pin = make, steps, pin
-        self._queue: queue.Queue[tuple[Tensor | None, BaseException | None]] = queue.Queue(depth)
+        self._queue: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(depth)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._fill, name="batches", daemon=True)
         self._thread.start()
 
-    def _put(self, item: tuple[Tensor | None, BaseException | None]) -> None:
+    def _put(self, item: tuple[Any, BaseException | None]) -> None:
         while not self._closed.is_set():
             try:
                 return self._queue.put(item, timeout=0.1)  # wakes up to see whether anyone still wants batches
@@ -185,11 +208,11 @@ class Prefetcher:
                 if self._closed.is_set():
                     return
                 batch = self._make(step)
-                self._put((batch.pin_memory() if self._pin else batch, None))
+                self._put((pinned(batch) if self._pin else batch, None))
         except BaseException as error:  # handed to the consumer, whatever it is
             self._put((None, error))
 
-    def __iter__(self) -> Iterator[Tensor]:
+    def __iter__(self) -> Iterator[Any]:
         for _ in self._steps:
             batch, error = self._queue.get()
             if error is not None:

@@ -49,12 +49,15 @@ class Trial:
     failed: str | None = None
 
 
-def candidates(compiled: bool, split: bool = False) -> list[Scope]:
+def candidates(compiled: bool, layers: bool = True) -> list[Scope]:
     """The scopes to try, the eager one first. Where others compile the whole, layers compiled one by one round
-    differently, so that choosing them would change the numbers; and those that are `split` stay eager.
+    differently, so that choosing them would change the numbers.
+
+    Args:
+        layers: whether the model has layers that can be captured one by one.
     """
-    layers = [] if compiled or split else [Scope.per_layer]
-    return [Scope.none, *layers, Scope.full_iteration]
+    by_layer = [Scope.per_layer] if layers and not compiled else []
+    return [Scope.none, *by_layer, Scope.full_iteration]
 
 
 def trial_steps(scope: Scope, warmup_steps: int) -> int:

@@ -1,11 +1,8 @@
 """The settings and the text that decide the numbers of a run, and whether two runs have the same."""
 
-import zlib
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
-
-from torch import Tensor
 
 from graphmod.errors import ConfigError
 from graphmod.train.run.assembly import plain_config
@@ -22,12 +19,12 @@ _DECISIVE = {
     "data": None,
     "optim": None,
     "graph": {"compile"},
-    "train": {"steps", "grad_accumulation", "precision", "seed", "deterministic", "nonfinite", "ema_decay"},
+    "train": {"steps", "grad_accumulation", "precision", "seed", "deterministic", "nonfinite", "ema_decay", "loss"},
 }
 # The text itself is compared instead, by fingerprint; the weights come from the checkpoint.
 _BY_CONTENT = {
     *("model.path", "data.source", "data.path", "data.pattern", "data.tokenizer", "data.max_bytes", "data.column"),
-    *("data.train_on", "data.split", "data.cache"),
+    *("data.train_on", "data.split", "data.cache", "data.target"),
 }
 # A setting that came later has the default under which all is as it was before; those that have another are here.
 _BEFORE_IT_CAME = {"data.packing_attention": "mask"}
@@ -80,11 +77,6 @@ def with_changes(settings: dict[str, Any], given: dict[str, Any]) -> dict[str, A
     return {
         name: value if name == "train.device" else changed.get(name, value) for name, value in _each(settings).items()
     }
-
-
-def fingerprint(tokens: Tensor) -> str:
-    """Length and checksum of the tokens of a run."""
-    return f"{len(tokens)}-{tokens.dtype}-{zlib.crc32(tokens.contiguous().numpy()):08x}".replace("torch.", "")
 
 
 def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -159,6 +151,8 @@ def _anew(where: Path, manifest: dict[str, Any]) -> str:
             "anew from that: train.resume=none model=local "
             f"model.path={where.with_name(f'step_{steps + 1:08d}') / MERGED_FOLDER}"
         )
+    elif not (where / "config.json").is_file():  # a model of one's own, which is not loaded by its folder
+        return "start anew: train.resume=none"
     return f"start anew from its weights: train.resume=none model=local model.path={where}"
 
 

@@ -4,6 +4,7 @@ import torch
 
 from graphmod.config import BackendName
 from graphmod.errors import ConfigError
+from graphmod.train.architectures import check_architecture
 from graphmod.train.schema.data import PackingAttention
 from graphmod.train.schema.run import RunConfig
 from graphmod.train.schema.train import DeviceName
@@ -24,6 +25,7 @@ def pick_device(name: DeviceName, setting: str = "train.device") -> torch.device
 def check_device(config: RunConfig) -> None:
     """Raises ConfigError for the first setting that the device of the run, or a library, does not allow."""
     check_schedule(config.optim)
+    check_architecture(config.model)
     train, graph = config.train, config.graph
     device = pick_device(train.device)
     if config.data.packing_attention is PackingAttention.varlen:

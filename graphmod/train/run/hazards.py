@@ -14,11 +14,11 @@ from graphmod.check.report import Report
 from graphmod.check.run import check_call, check_layers
 from graphmod.config import CompileMode
 from graphmod.errors import ConfigError, GraphmodError
-from graphmod.train.data.batches import make_batches
-from graphmod.train.data.corpus import load_corpus
-from graphmod.train.model import build_model, model_config
+from graphmod.train.data.batches import load_data, make_batches
+from graphmod.train.model import model_config
 from graphmod.train.run.assembly import step_maker
 from graphmod.train.run.device import pick_device
+from graphmod.train.run.fitting import fitted
 from graphmod.train.schema.run import RunConfig
 from graphmod.train.settings import Scope
 from graphmod.train.step import TrainStep
@@ -42,16 +42,16 @@ def check_training(config: RunConfig, folder: Path) -> Report:
     scope = Scope.full_iteration if config.graph.auto else config.graph.scope
     if scope is Scope.none:
         raise ConfigError("graph.check=true with graph=none: nothing is captured; choose per_layer or full_iteration")
-    corpus = load_corpus(config.data, config.model, config.train.seed)
-    dims = model_config(config.model, corpus.vocab_size, config.data.seq_len)
+    corpus = load_data(config)
+    dims = model_config(config.model, corpus.vocab_size, corpus.length)
     device = pick_device(config.train.device)
     with isolated(device, config.train.seed, config.train.deterministic):
         batches = make_batches(config, corpus, device, dims)
-        model = build_model(config.model, dims, config.train.precision, device, config.train.seed)
+        model, loss_fn = fitted(config, corpus, dims, batches, device)
         if config.train.activation_checkpointing:
             recompute_activations(model, False)
         plain = replace(config, graph=replace(config.graph, compile=CompileMode.none))
-        step = step_maker(plain, model, device, batches.loss_fn)(Scope.none)
+        step = step_maker(plain, model, device, loss_fn)(Scope.none)
         report = _of_step(step, step._stage(batches.sampler(0)), scope)
         report.on_gpu = []  # there the run builds its optimizer for a GPU
     try:

@@ -6,12 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from graphmod.errors import GraphmodError
+from graphmod.errors import ConfigError, GraphmodError
 from graphmod.train.checkpoints.loadable import require_whole
 from graphmod.train.checkpoints.manifest import FOLDER, checkpoints
-from graphmod.train.data.batches import make_batches
-from graphmod.train.data.corpus import load_corpus
-from graphmod.train.data.windows import Place, split
+from graphmod.train.data.batches import load_data, make_batches
+from graphmod.train.data.windows import Place
 from graphmod.train.model import model_config
 from graphmod.train.report.logs import events_fail_once, log
 from graphmod.train.report.result import RunResult
@@ -19,7 +18,6 @@ from graphmod.train.run.assembly import arrangement, plain_config
 from graphmod.train.run.decisive import (
     decisive_settings,
     extension,
-    fingerprint,
     other_order,
     other_ranks,
     require_same,
@@ -30,8 +28,10 @@ from graphmod.train.run.profiling import add_profile
 from graphmod.train.run.ranks import ALONE, Ranks
 from graphmod.train.run.resume import ResumePoint, claimed, finished_result
 from graphmod.train.run.steps import Run
+from graphmod.train.schema.model import LOCAL
 from graphmod.train.schema.run import RunConfig
 from graphmod.train.step.isolation import isolated
+from graphmod.train.targets import name_of
 
 
 def _run(config: RunConfig, point: ResumePoint, *parts: Any, ranks: Ranks, say: Callable[[str], None]) -> RunResult:
@@ -60,20 +60,24 @@ def _train(config: RunConfig, point: ResumePoint, ranks: Ranks, say: Callable[[s
     if point.checkpoint is not None:
         # What takes no time to compare.
         require_same(point.checkpoint, point.manifest, settings, ranks=ranks.data_ranks)
-    elif config.model.path is not None:
+    elif config.model.architecture == LOCAL:
         require_whole(Path(config.model.path))
     if not ranks.first:  # which finds the tokens where the first one has put them
         ranks.wait()
-    corpus = load_corpus(config.data, config.model, config.train.seed)
+    corpus = load_data(config)
     if ranks.first:
         ranks.wait()
-    split(corpus, config.data)  # for its error, which should come before the model
-    dims = model_config(config.model, corpus.vocab_size, config.data.seq_len)
+    if config.data.target is not None and len({*ranks.all(corpus.fingerprint)}) > 1:
+        raise ConfigError(
+            f"data._target_={name_of(config.data.target)} has other items on each rank; ranks share them by number, so "
+            "draw what is drawn from a generator with a fixed seed"
+        )
+    dims = model_config(config.model, corpus.vocab_size, corpus.length)
     batches = make_batches(config, corpus, device, dims, _place(config, point, ranks, corpus, device, dims))
     if config.train.epochs is not None:
         config = replace(config, train=replace(config.train, steps=batches.sampler.steps(config.train.epochs)))
     if point.checkpoint is not None:
-        require_same(point.checkpoint, point.manifest, settings, fingerprint(corpus.tokens), ranks.data_ranks)
+        require_same(point.checkpoint, point.manifest, settings, corpus.fingerprint, ranks.data_ranks)
         if (finished := finished_result(point, config.train.steps, config.train.epochs, say)) is not None:
             return finished
         changes = (

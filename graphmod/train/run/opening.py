@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from graphmod.config import CompileMode
-from graphmod.train.data.corpus import Corpus
+from graphmod.train.data.batches import Data
 from graphmod.train.report.flops import peak_flops
 from graphmod.train.run.assembly import arrangement, device_name
 from graphmod.train.run.ranks import ALONE, Ranks
@@ -22,19 +22,11 @@ def _model(config: RunConfig, model: nn.Module) -> str:
     return f"{name}, {counted(total, 'parameter')}{some}, precision {config.train.precision.value}"
 
 
-def _data(corpus: Corpus) -> str:
-    documents = f"{corpus.description} in {counted(len(corpus.starts), 'document')}"
-    if not corpus.tokens.is_signed():
-        return documents
-    only_read = int((corpus.tokens < 0).sum())  # a token that is not trained on is a complement
-    return documents + (f", {len(corpus.tokens) - only_read:,} of the tokens trained on" if only_read else "")
-
-
-def _batches(config: RunConfig, tokens_per_step: int, first: int, ranks: int) -> str:
+def _batches(config: RunConfig, length: int, tokens_per_step: int, first: int, ranks: int) -> str:
     data, train = config.data, config.train
     each = f"{ranks} ranks x " if ranks > 1 else ""
     micro = f"{counted(train.grad_accumulation, 'microbatch')} of " if train.grad_accumulation > 1 else ""
-    size = f"{micro}{data.batch_size} x {data.seq_len} tokens"
+    size = f"{micro}{data.batch_size} x {length} tokens"
     if data.buckets is not None:
         size = (
             f"{micro}up to {data.batch_size * data.seq_len:,} tokens in buckets of {', '.join(map(str, data.buckets))}"
@@ -58,7 +50,7 @@ def _device(config: RunConfig, device: torch.device, ranks: Ranks) -> str:
 def opening(
     config: RunConfig,
     model: nn.Module,
-    corpus: Corpus,
+    corpus: Data,
     device: torch.device,
     folder: Path,
     tokens_per_step: int,
@@ -70,7 +62,7 @@ def opening(
     Args:
         config: checked settings.
         model: as it is trained.
-        corpus: the tokens.
+        corpus: the data.
         device: of the run.
         folder: of the run.
         tokens_per_step: over all microbatches of all ranks.
@@ -79,8 +71,8 @@ def opening(
     """
     lines = {
         "model": _model(config, model),
-        "data": _data(corpus),
-        "batches": _batches(config, tokens_per_step, first, ranks.data_ranks),
+        "data": corpus.summary(),
+        "batches": _batches(config, corpus.length, tokens_per_step, first, ranks.data_ranks),
         "device": _device(config, device, ranks),
         "folder": str(folder),
     }

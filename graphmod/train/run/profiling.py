@@ -7,6 +7,7 @@ from typing import Any
 from graphmod.train.report.profile import profile_briefly, profile_steps
 from graphmod.train.report.result import RunResult
 from graphmod.train.run.steps import Run
+from graphmod.train.step.staging import shapes
 
 _KEPT = ("busy_ms", "comm_ms", "comm_hidden_ms")
 
@@ -32,4 +33,4 @@ def _batches(run: Run) -> list[Any]:
     make, after = run.batches.sampler, run.config.train.steps
     batches = [make(after)]
     # Of one shape, where there are several.
-    return batches + [batch for k in range(1, 64) if (batch := make(after + k)).shape == batches[0].shape][:2]
+    return batches + [batch for k in range(1, 64) if shapes(batch := make(after + k)) == shapes(batches[0])][:2]

@@ -13,11 +13,10 @@ from graphmod.errors import GraphmodError
 from graphmod.train.checkpoints.checkpoint import check_room, save_checkpoint
 from graphmod.train.checkpoints.manifest import FOLDER
 from graphmod.train.checkpoints.progress import Progress, random_state
-from graphmod.train.checkpoints.restoring import restore
-from graphmod.train.data.batches import Batches
-from graphmod.train.data.corpus import Corpus
+from graphmod.train.checkpoints.restoring import restore, saved_weights
+from graphmod.train.data.batches import Batches, Data
 from graphmod.train.data.windows import Prefetcher
-from graphmod.train.model import build_model, load_weights, weights_dtype
+from graphmod.train.model import dims_of, weights_dtype
 from graphmod.train.report.display import Display, Journal
 from graphmod.train.report.flops import utilization
 from graphmod.train.report.loggers.choice import open_loggers
@@ -28,11 +27,9 @@ from graphmod.train.report.timing import StepClock, median
 from graphmod.train.report.versions import commit, versions
 from graphmod.train.run.assembly import arrangement, device_name, divide, plain_config, step_maker
 from graphmod.train.run.auto import AutoScope, candidates
-from graphmod.train.run.decisive import (
-    decisive_settings,
-    fingerprint,
-)
+from graphmod.train.run.decisive import decisive_settings
 from graphmod.train.run.evaluation import Evaluation
+from graphmod.train.run.fitting import fitted, has_layers
 from graphmod.train.run.interrupt import StopRequest
 from graphmod.train.run.opening import opening
 from graphmod.train.run.ranks import Ranks, own_seed
@@ -40,7 +37,6 @@ from graphmod.train.run.resume import ResumePoint
 from graphmod.train.run.text_samples import Samples
 from graphmod.train.schema.run import RunConfig
 from graphmod.train.schema.train import NonFinite
-from graphmod.train.special_tokens import set_special_tokens
 from graphmod.train.step.activations import recompute_activations
 from graphmod.train.step.step import warmup_steps
 
@@ -57,23 +53,22 @@ class Run:
         config: RunConfig,
         point: ResumePoint,
         device: torch.device,
-        corpus: Corpus,
-        dims: PretrainedConfig,
+        corpus: Data,
+        dims: PretrainedConfig | None,
         batches: Batches,
         ranks: Ranks,
     ) -> None:
         data, train = config.data, config.train
         self.ranks, self._told_ms = ranks, 0
         self.config, self.folder, self.device, self.corpus = config, point.run_dir, device, corpus
-        self.settings, self.data = decisive_settings(plain_config(config), device.type), fingerprint(corpus.tokens)
+        self.settings, self.data = decisive_settings(plain_config(config), device.type), corpus.fingerprint
         self.stopped_by: str | None = None
         self.saved: Path | None = point.checkpoint
         self.batches = batches
-        self.evaluation = Evaluation(self.batches.evaluation, self.batches.loss_fn, device, ranks)
         self.captures_by_length: dict[int, int] = {}
-        self.model = build_model(config.model, dims, train.precision, device, train.seed)
-        if corpus.tokenizer is not None:
-            set_special_tokens(self.model, corpus.tokenizer)
+        done = point.manifest["steps_done"] if point.manifest else 0
+        self.model, loss_fn = fitted(config, corpus, dims, batches, device, ranks, done)
+        self.evaluation = Evaluation(self.batches.evaluation, loss_fn, device, ranks)
         compiled = config.graph.compile is not CompileMode.none
         self.warmup_steps = warmup_steps(config.graph, config.graph.compile.value)
         if train.activation_checkpointing:
@@ -81,12 +76,12 @@ class Run:
         divide(config, self.model, ranks)
         if ranks.data_rank:  # the first one goes on with the random numbers that a run alone has
             torch.manual_seed(own_seed(train.seed, ranks.data_rank, 0))
-        self.make_step = step_maker(config, self.model, device, self.batches.loss_fn, ranks)
+        self.make_step = step_maker(config, self.model, device, loss_fn, ranks)
         self.auto: AutoScope | None = None
         if config.graph.auto:
-            left = train.steps - (point.manifest["steps_done"] if point.manifest else 0)
-            scopes = candidates(compiled and not train.activation_checkpointing, split=ranks.splits_shards)
-            self.auto = AutoScope(self.make_step, scopes, self.warmup_steps, left, ranks)
+            layers = not ranks.splits_shards and (config.graph.layers is not None or has_layers(self.model))
+            scopes = candidates(compiled and not train.activation_checkpointing, layers=layers)
+            self.auto = AutoScope(self.make_step, scopes, self.warmup_steps, train.steps - done, ranks)
         self.step = self.auto.step if self.auto else self.make_step(config.graph.scope)
         if train.checkpoint and ranks.first:
             saves = -(-train.steps // train.checkpoint_every) if train.checkpoint_every else 1
@@ -94,15 +89,14 @@ class Run:
             check_room(self.folder / FOLDER, self.model, train.ema_decay is not None, at_once)
         before = None
         if point.checkpoint is not None:
-            weights = load_weights(point.checkpoint, dims, weights_dtype(train.precision))
-            seed = own_seed(train.seed, ranks.data_rank, point.manifest["steps_done"])
+            weights = saved_weights(point.checkpoint, self.model, weights_dtype(train.precision))
+            seed = own_seed(train.seed, ranks.data_rank, done)
             before = restore(point.checkpoint, self.model, self.step, weights, ranks.data_rank, ranks.data_ranks, seed)
         self.first = before.steps_done if before else 0
         self.clock = StepClock(device, train.sync_steps)
-        self.tokens_per_step = ranks.data_ranks * train.grad_accumulation * data.batch_size * data.seq_len
+        self.tokens_per_step = ranks.data_ranks * train.grad_accumulation * data.batch_size * corpus.length
         self.journal, self.display = Journal(self.folder, ranks.rank), None
-        length = max(data.buckets) if data.buckets else data.seq_len
-        self.used = utilization(self.model, dims, length, device_name(device), ranks.count)
+        self.used = utilization(self.model, dims_of(self.model), corpus.length, device_name(device), ranks.count)
         loggers = open_loggers(
             train.log if ranks.first else (), self.folder, plain_config(config), before and before.steps_done
         )
@@ -217,7 +211,7 @@ class Run:
                 before = self.step.captures
                 loss = self.step(batch)
                 host_seconds = time.perf_counter() - called
-                if self.step.captures != before:
+                if self.config.data.buckets is not None and self.step.captures != before:
                     length = batch.shape[2] - 1
                     known = self.captures_by_length
                     known[length] = known.get(length, 0) + self.step.captures - before

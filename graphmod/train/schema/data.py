@@ -7,6 +7,7 @@ from typing import Any
 
 from graphmod.train.schema.limits import at_least, require
 from graphmod.train.schema.model import ModelConfig
+from graphmod.train.targets import check_target
 
 
 class Source(str, Enum):
@@ -16,6 +17,7 @@ class Source(str, Enum):
     text = "text"
     hf = "hf"
     synthetic = "synthetic"
+    custom = "custom"
 
 
 class Documents(str, Enum):
@@ -46,8 +48,11 @@ class DataConfig:
     """The data and the shape of a batch.
 
     Attributes:
-        source: `stdlib`, `text`, `hf` (rows of files, read with the datasets library) or `synthetic`.
+        source: `stdlib`, `text`, `hf` (rows of files, read with the datasets library), `synthetic` or `custom` (a data
+            set of your own).
         path: file, folder, or list of them (`text` and `hf`).
+        target: `custom` only; `_target_`, the full name of a class or function, and arguments for it. Of the other
+            settings of this group it gets those that it takes by name.
         pattern: which files of a folder are read, such as `*.txt`.
         column: `hf` only; the column that holds the text. null takes chats in `messages`, pairs of `prompt` and
             `completion` (texts, or lists of messages), or `text`, whichever is there.
@@ -69,6 +74,7 @@ class DataConfig:
 
     source: Source = Source.stdlib
     path: Any = None
+    target: Any = None  # a dict; omegaconf cannot put values into one that may be null
     pattern: str = "*"
     column: str | None = None
     train_on: TrainOn = TrainOn.completion
@@ -86,10 +92,29 @@ class DataConfig:
     packing_attention: PackingAttention = PackingAttention.auto
 
 
+def _check_own(data: DataConfig) -> None:
+    """What it makes of the other settings is known when it is loaded (`train/data/items.py`)."""
+    require(data.target is not None, "data=custom needs data._target_=my_package.Items, the name of your data set")
+    check_target("data", data.target)
+    for name in ("buckets", "packing"):
+        require(
+            not getattr(data, name),
+            f"data.{name}={getattr(data, name)} is for texts that this trainer cuts, and data=custom brings whole "
+            "items; leave it out",
+        )
+
+
 def check_data(data: DataConfig, model: ModelConfig) -> None:
     """Raises ConfigError for a path that is missing or not there; makes `data.path` a list of str, or None."""
     at_least("data", data, 1, "max_bytes", "vocab_size", "seq_len", "batch_size")
     require(0 <= data.eval_fraction < 1, f"data.eval_fraction must be at least 0 and below 1, got {data.eval_fraction}")
+    if data.source is Source.custom:
+        _check_own(data)
+        return
+    require(
+        data.target is None,
+        f"data._target_ names data of your own, and data={data.source.value}; use data=custom, or leave it out",
+    )
     if data.source in (Source.text, Source.hf):
         require(
             isinstance(data.path, bool) or not isinstance(data.path, (int, float)),

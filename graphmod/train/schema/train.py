@@ -7,6 +7,7 @@ from typing import Any
 
 from graphmod.train.libraries import require_library
 from graphmod.train.schema.limits import at_least, require
+from graphmod.train.targets import check_target
 
 
 class Precision(str, Enum):
@@ -53,6 +54,7 @@ class TrainConfig:
         grad_accumulation: microbatches in a step.
         precision: `fp32`, `bf16`, `bf16_mixed` or `fp16_mixed`.
         device: `auto`, `cpu` or `cuda`.
+        loss: `_target_`, the full name of a loss of your own, and arguments for it; null takes that of the data.
         seed: of the weights, the data order and dropout.
         deterministic: use kernels whose result does not vary from run to run.
         log: where points are written: `tensorboard`, `csv`, `wandb`, or a list of them; an empty list is nowhere.
@@ -85,6 +87,7 @@ class TrainConfig:
     grad_accumulation: int = 1
     precision: Precision = Precision.fp32
     device: DeviceName = DeviceName.auto
+    loss: Any = None  # a dict; omegaconf cannot put values into one that may be null
     seed: int = 0
     deterministic: bool = False
     log: Any = field(default_factory=lambda: ["tensorboard"])
@@ -131,6 +134,8 @@ def check_resume(train: TrainConfig) -> None:
 def check_train(train: TrainConfig) -> None:
     """Raises ConfigError for numbers outside their range and runs that are not there; makes `train.log` a list."""
     _check_log(train)
+    if train.loss is not None:
+        check_target("train.loss", train.loss)
     at_least(
         "train",
         train,

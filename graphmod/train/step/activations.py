@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
+from transformers import PreTrainedModel
 
 from graphmod.errors import ConfigError
 from graphmod.trace.tracer import is_recording
@@ -45,8 +46,7 @@ class Recomputed:
 def draws_random_numbers(model: nn.Module) -> bool:
     """Whether the model has dropout: in a module, or by its config, for what its code calls as a function."""
     modules = any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in model.modules())
-    config = getattr(model, "config", None)
-    settings = {} if config is None else vars(config)
+    settings = vars(model.config) if isinstance(model, PreTrainedModel) else {}
     heads = ("summary", "classifier")  # of other models with the same config
     return modules or any(
         isinstance(value, float) and value > 0 and "drop" in name and not name.startswith(heads)
@@ -65,9 +65,16 @@ def recompute_activations(model: nn.Module, compiled: bool = False) -> nn.Module
     Raises:
         ConfigError: layers that draw random numbers are to be compiled: generated code draws anew when it runs again.
     """
-    random = draws_random_numbers(model)
-    if random and compiled:
+    if compiled and draws_random_numbers(model):
         raise ConfigError(DRAWS_IN_COMPILED_CODE)
+    # Code of one's own may call dropout as a function, with a probability that nobody else knows.
+    unknown = not isinstance(model, PreTrainedModel)
+    if compiled and unknown:
+        raise ConfigError(
+            "train.activation_checkpointing=true runs layers twice, compiled code would draw other random numbers the "
+            f"second time, and nobody knows whether {type(model).__name__} draws any; use graph.compile=none"
+        )
+    random = unknown or draws_random_numbers(model)
     for name in find_layers(model):
         layer = model.get_submodule(name)
         layer.__dict__["forward"] = Recomputed(layer.forward, random)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 IGNORED = -100
 
 Criterion = Callable[..., Tensor]
+Forward = Callable[..., Tensor]
 CountTargets = Callable[[Any], Tensor]
 
 
@@ -27,6 +28,32 @@ def mean_cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = IGNO
         targets: (B, S) int64.
     """
     return nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=ignore_index)
+
+
+class OfRows(nn.Module):
+    """A criterion of logits (B, S, V) and targets (B, S) from one of rows, such as `torch.nn.CrossEntropyLoss`.
+
+    Args:
+        criterion: of logits (N, V) float32 and targets (N,) int64.
+    """
+
+    def __init__(self, criterion: nn.Module) -> None:
+        super().__init__()
+        self.criterion = criterion
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return self.criterion(logits.float().flatten(0, 1), targets.flatten())
+
+
+def transformers_logits(model: nn.Module, tokens: Tensor, **more: Any) -> Tensor:
+    """(B, S, V), what a causal LM of transformers says to tokens (B, S), called without a key-value cache."""
+    return model(input_ids=tokens, use_cache=False, **more).logits
+
+
+def own_logits(model: nn.Module, tokens: Tensor, **more: Any) -> Tensor:
+    """(B, S, V), what any other model returns for tokens (B, S): a tensor, or something that has it as `.logits`."""
+    found = model(tokens, **more)
+    return found if isinstance(found, Tensor) else found.logits
 
 
 def targets_counted_by(count: CountTargets) -> Callable[[Callable], Callable]:
@@ -66,21 +93,27 @@ def require_tokens(tokens: Any) -> None:
         )
 
 
-def next_token_loss(model: nn.Module, tokens: Tensor, criterion: Criterion = mean_cross_entropy) -> Tensor:
+def next_token_loss(
+    model: nn.Module,
+    tokens: Tensor,
+    criterion: Criterion = mean_cross_entropy,
+    forward: Forward = transformers_logits,
+) -> Tensor:
     """Mean cross entropy, in nats per token, of predicting `tokens[:, 1:]` from `tokens[:, :-1]`.
 
     Every position is a target, so that microbatches of one batch have the same number of them.
 
     Args:
-        model: a transformers causal LM, whose output has `.logits` of shape (B, S, V).
+        model: a transformers causal LM, or what `forward` calls.
         tokens: (B, S + 1) int64.
         criterion: the loss of logits and targets.
+        forward: from model and tokens to logits; `own_logits` for models that are not of transformers.
 
     Raises:
         ValueError: `tokens` have another dtype or number of dimensions.
     """
     require_tokens(tokens)
-    return criterion(model(input_ids=tokens[:, :-1], use_cache=False).logits, tokens[:, 1:])
+    return criterion(forward(model, tokens[:, :-1]), tokens[:, 1:])
 
 
 def _count_labels(batch: Mapping[str, Tensor]) -> Tensor:
@@ -88,19 +121,25 @@ def _count_labels(batch: Mapping[str, Tensor]) -> Tensor:
 
 
 @targets_counted_by(_count_labels)
-def causal_lm_loss(model: nn.Module, batch: Mapping[str, Tensor], criterion: Criterion = mean_cross_entropy) -> Tensor:
+def causal_lm_loss(
+    model: nn.Module,
+    batch: Mapping[str, Tensor],
+    criterion: Criterion = mean_cross_entropy,
+    forward: Forward = transformers_logits,
+) -> Tensor:
     """Mean cross entropy, in nats per token, of predicting the next label, for batches as transformers has them.
 
     Args:
-        model: a transformers causal LM, whose output has `.logits` of shape (B, S, V).
+        model: a transformers causal LM, or what `forward` calls.
         batch: `input_ids` and `labels`, (B, S) int64, where label t is predicted from the tokens before t, and -100
             marks what is no target; anything else in it is handed to the model by name.
         criterion: the loss of logits and targets.
+        forward: from model and tokens to logits; `own_logits` for models that are not of transformers.
     """
-    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    more = {name: value for name, value in batch.items() if name not in ("input_ids", "labels")}
     # The labels are shifted, because logits without their last position would have to be copied.
     targets = nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
-    return criterion(model(**inputs, use_cache=False).logits, targets)
+    return criterion(forward(model, batch.get("input_ids"), **more), targets)
 
 
 def criterion_of(loss_fn: Callable) -> Criterion | None:

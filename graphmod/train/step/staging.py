@@ -28,6 +28,18 @@ def on_device(batch: Any, device: torch.device) -> Any:
     return rebuild(structure, [leaf.to(device) for leaf in leaves])
 
 
+def pinned(batch: Any) -> Any:
+    """The same batch with its tensors in pinned memory."""
+    structure, leaves = _leaves(batch)
+    return rebuild(structure, [leaf.pin_memory() for leaf in leaves])
+
+
+def shapes(batch: Any) -> tuple[Any, ...]:
+    """The form of a batch and the shapes of its tensors, to be compared."""
+    structure, leaves = _leaves(batch)
+    return structure, *(leaf.shape for leaf in leaves)
+
+
 def _check(batch: Any, leaves: list[Tensor]) -> None:
     if not leaves:
         raise TypeError(

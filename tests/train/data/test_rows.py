@@ -11,7 +11,6 @@ from graphmod.errors import ConfigError
 from graphmod.train.data import rows
 from graphmod.train.data.corpus import load_corpus
 from graphmod.train.data.masks import inputs_of
-from graphmod.train.run import opening
 from graphmod.train.run.loop import train
 from graphmod.train.schema.data import DataConfig, Documents, Source, TrainOn
 from graphmod.train.schema.model import ModelConfig
@@ -254,6 +253,6 @@ def test_a_run_begins_with_the_documents_and_what_of_them_is_trained_on(write, l
     trained = int((chats.tokens >= 0).sum())
     assert 0 < trained < len(chats.tokens)
     said = f"{len(chats.tokens)} tokens of {chats.description.rpartition(' of ')[2]} in 2 documents, {trained} of the"
-    assert opening._data(chats).startswith(said)
+    assert chats.summary().startswith(said)
     texts = corpus_of(write("texts.jsonl", [{"text": "one"}]))
-    assert opening._data(texts) == f"{len(texts.tokens)} tokens (bytes) of {texts.description[20:]} in 1 document"
+    assert texts.summary() == f"{len(texts.tokens)} tokens (bytes) of {texts.description[20:]} in 1 document"

@@ -164,7 +164,7 @@ def test_a_checkpoint_can_be_trained_on_as_a_local_model(on_text, settings, text
 
 
 def test_data_that_is_too_short_is_found_before_a_model_is_built(on_text, tmp_path, monkeypatch):
-    monkeypatch.setattr("graphmod.train.run.steps.build_model", lambda *args: pytest.fail("a model was built"))
+    monkeypatch.setattr("graphmod.train.run.fitting.build_model", lambda *args: pytest.fail("a model was built"))
     with pytest.raises(ConfigError, match="too short"):
         train(on_text("data.max_bytes=100", "data.seq_len=128"), tmp_path)
 

@@ -46,7 +46,10 @@ def test_every_choice_of_every_group_composes(path, tmp_path):
     if path.stem == "local":
         (tmp_path / "config.json").write_text("{}")
         overrides.append(f"model.path={tmp_path}")
-    assert isinstance(parse(composed(*overrides)), RunConfig)
+    config = composed(*overrides)
+    if path.stem == "custom":
+        config[group].target = {"_target_": "my_package.Mine"}
+    assert isinstance(parse(config), RunConfig)
 
 
 def test_every_graph_choice_sets_the_scope_it_is_named_after(settings):
@@ -295,7 +298,7 @@ def test_an_error_of_the_graph_settings_names_the_group():
         (["model.heads=3"], "does not divide"),
         (["model.kv_heads=3"], "does not divide"),
         (["model.head_dim=7"], "even"),
-        (["model.dropout=0.1"], "no dropout"),
+        (["model.dropout=0.1"], "model.dropout does not exist in llama"),
         (["model=gpt2_tiny", "model.kv_heads=2"], "gpt2"),
         (["model=gpt2_tiny", "model.dropout=1.0"], "below 1"),
         (["optim.learning_rate=0"], "above 0"),

@@ -1,0 +1,311 @@
+"""Puts model, data and loss of a run together, and tries parts of one's own on each other before the first step."""
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from graphmod.errors import ConfigError
+from graphmod.train.attention import NAME
+from graphmod.train.data.batches import Batches, Data
+from graphmod.train.data.items import described
+from graphmod.train.model import autocast_dtype, build_model, require_vocabulary
+from graphmod.train.run.ranks import ALONE, Ranks
+from graphmod.train.schema.model import CUSTOM
+from graphmod.train.schema.parallel import ParallelMode
+from graphmod.train.schema.run import RunConfig
+from graphmod.train.settings import Scope
+from graphmod.train.special_tokens import set_special_tokens
+from graphmod.train.step.losses import IGNORED, OfRows, count_targets_of, own_logits
+from graphmod.train.step.staging import microbatches, on_device
+from graphmod.train.targets import in_words, located, made, name_of, passes_on
+from graphmod.wrap.layers import find_layers
+
+_LOOKS_AHEAD = 8  # times the precision of a number, relative to the greatest one
+_MEAN = "a loss is the mean over the targets of a microbatch, a 0-d floating tensor that depends on the model's weights"
+
+
+def fitted(
+    config: RunConfig,
+    corpus: Data,
+    dims: PretrainedConfig | None,
+    batches: Batches,
+    device: torch.device,
+    ranks: Ranks = ALONE,
+    first: int = 0,
+) -> tuple[nn.Module, Callable]:
+    """The model of a run on its device, and the loss that goes with it and the data.
+
+    Parts of one's own are called once, on a microbatch of the first step; random state, buffers and modes are as they
+    were then.
+
+    Args:
+        config: checked settings.
+        corpus: the data.
+        dims: from `model_config`.
+        batches: of that data.
+        ranks: of the run.
+        first: the number of the first step.
+
+    Raises:
+        ConfigError: they do not fit together; the message names the part that does not.
+    """
+    model = build_model(config.model, dims, config.train.precision, device, config.train.seed, corpus.vocab_size)
+    _require_supported(config, model, corpus)
+    if isinstance(model, PreTrainedModel):
+        if corpus.tokenizer is not None:
+            set_special_tokens(model, corpus.tokenizer)
+        loss_fn = batches.loss_fn
+    else:
+        loss_fn = batches.loss_fn and functools.partial(batches.loss_fn, forward=own_logits)
+    of_logits = loss_fn
+    if config.train.loss is not None:
+        loss_fn, of_logits = _own_loss(config, loss_fn, device)
+    own = [f"model._target_={name_of(config.model.target)}" if config.model.target else ""]
+    own += [f"data._target_={name_of(config.data.target)}" if config.data.target else ""]
+    own += [f"train.loss._target_={name_of(config.train.loss)}" if config.train.loss else ""]
+    keeps_attention = isinstance(model, PreTrainedModel) and model.config._attn_implementation != NAME
+    if any(own) or keeps_attention:
+        trial = _Trial(config, model, device, ", ".join(filter(None, own)) or type(model).__name__)
+        microbatch = microbatches(on_device(batches.sampler(first), device))[0]
+        if of_logits is not None:
+            trial.logits(microbatch, of_logits, corpus)
+        trial.loss(microbatch, loss_fn, averaged=ranks.count > 1 and config.parallel.mode is ParallelMode.ddp)
+    return model, loss_fn
+
+
+def has_layers(model: nn.Module) -> bool:
+    """Whether the model has a list of like layers, which can be captured, sharded and run again one by one."""
+    try:
+        return bool(find_layers(model))
+    except ConfigError:
+        return False
+
+
+def _require_supported(config: RunConfig, model: nn.Module, corpus: Data) -> None:
+    """Raises ConfigError for settings that need what this model or data does not have."""
+    name, of_transformers = type(model).__name__, isinstance(model, PreTrainedModel)
+    if config.data.packing and not (of_transformers and model.config._attn_implementation == NAME):
+        raise ConfigError(
+            "data.packing=true tells the attention of a model which tokens share a document, and that of "
+            f"{name} cannot be told; pad documents instead (data.buckets), or leave it out"
+        )
+    if config.parallel.mode.splits_layers and not of_transformers:
+        raise ConfigError(
+            f"parallel={config.parallel.mode.value} splits models of transformers with layers like Llama's, and {name} "
+            "is a model of your own; use parallel=ddp or parallel=fsdp"
+        )
+    by_layer = {
+        "graph=per_layer": config.graph.scope is Scope.per_layer and config.graph.layers is None,
+        "train.activation_checkpointing=true": config.train.activation_checkpointing,
+        f"parallel={config.parallel.mode.value}": config.parallel.mode.shards,
+    }
+    wanted = [what for what, asked in by_layer.items() if asked]
+    if wanted and not has_layers(model):
+        way_out = "or leave that out"
+        if wanted[0] == "graph=per_layer":
+            modules = ",".join(child for child, _ in model.named_children())
+            way_out = f"name modules (graph.layers=[{modules}]), or use graph=full_iteration"
+        raise ConfigError(
+            f"{wanted[0]} goes layer by layer, and {name} has no list of like layers; keep them in an nn.ModuleList or "
+            f"nn.Sequential, {way_out}"
+        )
+    if not config.train.sample_every:
+        return
+    if not of_transformers:
+        raise ConfigError(
+            f"train.sample_every={config.train.sample_every} writes text with a model of transformers, and {name} is "
+            "none; leave it out"
+        )
+    if config.data.target is not None and corpus.tokenizer is None:
+        raise ConfigError(
+            f"train.sample_every={config.train.sample_every} writes text, and data._target_="
+            f"{name_of(config.data.target)} has no tokenizer; give it an attribute `tokenizer` with one of transformers"
+        )
+
+
+def _own_loss(config: RunConfig, otherwise: Callable | None, device: torch.device) -> tuple[Callable, Callable | None]:
+    """The loss that `train.loss` names, and the same again if it is one of logits that the data's loss takes."""
+    target = config.train.loss
+    said = f"train.loss._target_={name_of(target)}"
+    if not inspect.isclass(located("train.loss", target)):
+        found = made("train.loss", target, bound_to=("model", "microbatch"))
+    else:
+        found = made("train.loss", target)
+    if not isinstance(found, nn.Module):
+        if not callable(found):
+            raise ConfigError(
+                f"{said} made a {type(found).__name__}, which cannot be called; a loss is a function of model and "
+                "microbatch, a class whose objects are called so, or an nn.Module of logits and targets"
+            )
+        if config.data.packing:
+            raise ConfigError(
+                f"data.packing=true needs a loss that keeps packed documents apart, and {said} is called with model "
+                "and microbatch; give an nn.Module of logits and targets, or use data.buckets"
+            )
+        return found, None
+    if otherwise is None:
+        raise ConfigError(
+            f"{said} is a module of logits and targets, and the items of data._target_={name_of(config.data.target)} "
+            "do not say what these are; give a function loss(model, microbatch)"
+        )
+    if any(parameter.requires_grad for parameter in found.parameters()):
+        raise ConfigError(f"{said} has parameters, which nothing would train; put them into the model")
+    ignored, reduction = getattr(found, "ignore_index", IGNORED), getattr(found, "reduction", "mean")
+    if ignored != IGNORED or reduction != "mean":
+        raise ConfigError(
+            f"{said} has ignore_index={ignored} and reduction={reduction}; {_MEAN}, and {IGNORED} marks what is no "
+            f"target. Leave ignore_index at {IGNORED} and reduction at 'mean'"
+        )
+    loss_fn = functools.partial(otherwise, criterion=OfRows(found).to(device))
+    return loss_fn, loss_fn
+
+
+@contextlib.contextmanager
+def _without_trace(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """In evaluation mode; random state, buffers and modes are as before at the end."""
+    training = [module for module in model.modules() if module.training]
+    buffers = [
+        (module, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    model.eval()
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield
+    finally:
+        for module in training:
+            module.training = True
+        with torch.no_grad():
+            for module, name, buffer, value in buffers:
+                module._buffers[name] = buffer
+                buffer.copy_(value)
+
+
+def _named(batch: Any) -> dict[Any, Tensor]:
+    return {"": batch} if isinstance(batch, Tensor) else batch if isinstance(batch, dict) else dict(enumerate(batch))
+
+
+def _shown(found: Any) -> str:
+    return described({"": found}) if isinstance(found, Tensor) else f"a {type(found).__name__}"
+
+
+class _Trial:
+    """Calls model and loss once, to say in words what would fail in the first step.
+
+    Args:
+        config: of the run.
+        model: on its device.
+        device: of the run.
+        parts: the parts that may be wrong, by name.
+    """
+
+    def __init__(self, config: RunConfig, model: nn.Module, device: torch.device, parts: str) -> None:
+        self._config, self._model, self._device, self._parts = config, model, device, parts
+
+    def _called(self, what: str, call: Callable[[], Any]) -> Any:
+        dtype = autocast_dtype(self._config.train.precision)
+        try:
+            with (
+                _without_trace(self._model, self._device),
+                torch.autocast(self._device.type, dtype, enabled=dtype is not None),
+            ):
+                return call()
+        except Exception as error:
+            if passes_on(error):
+                raise
+            raise ConfigError(f"{self._parts}: {what} fails: {in_words(error)}") from error
+
+    def logits(self, microbatch: Any, loss_fn: Callable, corpus: Data) -> None:
+        """Whether the model has the logits of tokens that `loss_fn` needs, and for as many tokens as the data has.
+
+        Args:
+            microbatch: as the loss gets it.
+            loss_fn: a built-in loss; its keyword `forward` is how it calls the model.
+            corpus: gets the model's vocabulary where it has none.
+        """
+        name = type(self._model).__name__
+        if self._config.model.architecture == CUSTOM:
+            name = f"model._target_={name_of(self._config.model.target)}"
+        forward = inspect.signature(loss_fn).parameters["forward"].default if not self._config.data.packing else None
+        if forward is None:  # only models of transformers, whose attention is known, have packed batches
+            return
+        given = {key: value[:1] for key, value in _named(microbatch).items()}
+        tokens = given.get("input_ids", given[""][:, :-1] if "" in given else None)
+        more = {key: value for key, value in given.items() if key not in ("", "input_ids", "labels")}
+        zeros = torch.zeros_like(tokens)
+        other = zeros.clone()
+        other[:, -1] = 1
+
+        def call(some: Tensor) -> Any:
+            with torch.no_grad():
+                return forward(self._model, some, **more)
+
+        what = f"calling the model with tokens {described({'': tokens})}"
+        try:
+            found, changed = (self._called(what, functools.partial(call, some)) for some in (zeros, other))
+        except ConfigError as error:
+            if isinstance(error.__cause__, AttributeError) and "'logits'" in str(error.__cause__):
+                raise ConfigError(
+                    f"{name} returned something that is no tensor and has no `.logits`; return the logits, (B, S, V), "
+                    "or give a loss of your own (train.loss._target_)"
+                ) from error
+            raise
+        shape = tuple(tokens.shape)
+        fits = isinstance(found, Tensor) and found.is_floating_point() and found.dim() == 3
+        if not fits or tuple(found.shape[:2]) != shape:
+            raise ConfigError(
+                f"{name} returned {_shown(found)} for tokens {shape}; expected logits ({shape[0]}, {shape[1]}, "
+                "vocabulary), floating. For another task give a loss of your own (train.loss._target_)"
+            )
+        require_vocabulary(found.shape[-1], corpus.vocab_size)
+        if corpus.vocab_size is None:
+            corpus.vocab_size = found.shape[-1]
+        before, after = found[:, :-1].float(), changed[:, :-1].float()
+        if before.numel() and (before - after).abs().max() > (
+            _LOOKS_AHEAD * torch.finfo(found.dtype).eps * before.abs().max()
+        ):
+            raise ConfigError(
+                f"{name} looks ahead: what it predicts for a token changes with the tokens that come after it, so the "
+                "loss of the next token would be of what it has seen. Make it causal (BERT's kind: "
+                "model.options.is_decoder=true); for another task give a loss of your own (train.loss._target_)"
+            )
+
+    def loss(self, microbatch: Any, loss_fn: Callable, averaged: bool) -> None:
+        """Whether the loss is one.
+
+        Args:
+            averaged: gradients are averaged over ranks, for which each parameter must have one.
+        """
+        trained = [(name, one) for name, one in self._model.named_parameters() if one.requires_grad]
+
+        def call() -> tuple[Any, list[Any]]:
+            found = loss_fn(self._model, microbatch)
+            asked = averaged and isinstance(found, Tensor) and found.requires_grad and not found.dim()
+            parameters = [one for _, one in trained]
+            return found, list(torch.autograd.grad(found, parameters, allow_unused=True)) if asked else parameters
+
+        found, gradients = self._called(f"the loss of a microbatch ({described(_named(microbatch))})", call)
+        if not isinstance(found, Tensor) or found.dim() or not found.is_floating_point() or not found.requires_grad:
+            without = " without a gradient" if isinstance(found, Tensor) and not found.requires_grad else ""
+            raise ConfigError(f"{self._parts}: the loss returned {_shown(found)}{without}; {_MEAN}")
+        unused = [name for (name, _), gradient in zip(trained, gradients, strict=True) if gradient is None]
+        if unused:
+            raise ConfigError(
+                f"{self._parts}: the loss does not depend on {', '.join(unused[:3])}, and parallel=ddp waits for a "
+                "gradient of each parameter; drop them, set requires_grad to False, or use parallel=fsdp"
+            )
+        if (count := count_targets_of(loss_fn)) is not None:
+            targets = self._called("count_targets of the loss", lambda: count(microbatch))
+            if not isinstance(targets, Tensor) or targets.dim() or targets.device != found.device:
+                raise ConfigError(
+                    f"{self._parts}: count_targets returned {_shown(targets)}; expected a 0-d tensor on "
+                    f'{found.device}, such as (batch["labels"] != -100).sum()'
+                )

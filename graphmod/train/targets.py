@@ -1,0 +1,161 @@
+"""Parts of one's own that settings name by `_target_`: found, and made by Hydra. What is wrong with them is said here.
+
+Hydra is loaded with the first part; checks of settings do without it, and without PyTorch.
+"""
+
+import functools
+import importlib.util
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from graphmod.errors import ConfigError, reason
+from graphmod.words import nearest
+
+TARGET = "_target_"
+_OF_HYDRA = {TARGET, "_args_", "_convert_", "_partial_", "_recursive_"}
+
+
+def check_target(setting: str, target: Any) -> None:
+    """Raises ConfigError unless settings under `setting` name something: no code of it is loaded."""
+    named = target.get(TARGET) if isinstance(target, dict) else None
+    if not isinstance(named, str) or not all(part.isidentifier() for part in named.split(".")) or "." not in named:
+        raise ConfigError(
+            f"{setting}.{TARGET} must be the full name of something in a module, such as {setting}.{TARGET}="
+            f"my_package.Name, got {named!r}"
+        )
+
+
+def name_of(target: dict[str, Any]) -> str:
+    """The name under which it was asked for."""
+    return target[TARGET]
+
+
+def located(setting: str, target: dict[str, Any]) -> Callable:
+    """What `target` names: a class or a function. Modules in the present folder are found.
+
+    Raises:
+        ConfigError: there is no such module, nothing of that name in it, or it cannot be called.
+    """
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    parts = name_of(target).split(".")
+    said = f"{setting}.{TARGET}={name_of(target)}"
+    found, done = _module(said, parts[0]), parts[:1]
+    for part in parts[1:]:
+        whole = ".".join([*done, part])
+        if not hasattr(found, part) and inspect.ismodule(found) and hasattr(found, "__path__") and _is_module(whole):
+            found = _module(said, whole)
+        elif not hasattr(found, part):
+            near = nearest(part, [name for name in vars(found) if not name.startswith("_")])
+            hint = f"; did you mean {'.'.join([*done, near])}?" if near else ""
+            raise ConfigError(f"{said}: {'.'.join(done)} has nothing named {part!r}{hint}")
+        else:
+            found = getattr(found, part)
+        done.append(part)
+    if not callable(found):
+        raise ConfigError(f"{said} is a {type(found).__name__}, which cannot be called; name a class or a function")
+    return found
+
+
+def _is_module(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
+
+
+def _module(said: str, name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise ConfigError(f"{said}: importing {name} fails: {in_words(error)}") from error
+        raise ConfigError(
+            f"{said}: there is no module {name!r}; it must lie in the present folder ({os.getcwd()}), be installed, or "
+            "be on PYTHONPATH"
+        ) from error
+    except Exception as error:  # of a module's own code: anything
+        raise ConfigError(f"{said}: importing {name} fails: {in_words(error)}") from error
+
+
+def in_words(error: BaseException) -> str:
+    """What an exception of somebody's own code says, and the line of that code that it came from."""
+    said = f"{type(error).__name__}: {reason(error)}" if str(error) else type(error).__name__
+    own = [one for one in traceback.extract_tb(error.__traceback__) if _is_own(one.filename)]
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{said.partition(' (')[0]} ({error.filename}:{error.lineno})"
+    return f"{said} ({own[-1].filename}:{own[-1].lineno})" if own else said
+
+
+@functools.cache
+def _ours() -> str:
+    return os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+def _is_own(file: str) -> bool:
+    outside = ("site-packages", "dist-packages", f"{os.sep}lib{os.sep}python", "<")
+    return not file.startswith(_ours()) and not any(part in file for part in outside)
+
+
+def passes_on(error: BaseException) -> bool:
+    """Whether an exception in a part of one's own says something of the machine and not of that part."""
+    return isinstance(error, (MemoryError, ConfigError)) or type(error).__name__ == "OutOfMemoryError"
+
+
+def taken_by(called: Callable) -> dict[str, inspect.Parameter]:
+    """The parameters that may be given by name; none where nobody can tell."""
+    try:
+        parameters = inspect.signature(called).parameters
+    except (TypeError, ValueError):
+        return {}
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return {name: one for name, one in parameters.items() if one.kind in by_name}
+
+
+def made(setting: str, target: dict[str, Any], *, bound_to: tuple[str, ...] = (), **more: Any) -> Any:
+    """What `target` makes, by `hydra.utils.instantiate`: parts within it are made too, lists and dicts are plain ones.
+
+    Args:
+        setting: under which it stands, for errors, such as `model`.
+        target: `_target_`, and arguments by name.
+        bound_to: what else it will be called with, in words; its arguments are bound to it then, and it is not called.
+        more: arguments that `target` need not name.
+
+    Raises:
+        ConfigError: as `located`; it does not take these arguments, or making it fails.
+    """
+    from hydra.errors import InstantiationException
+    from hydra.utils import instantiate
+    from omegaconf.errors import OmegaConfBaseException
+
+    called = located(setting, target)
+    arguments = {name: value for name, value in {**more, **target}.items() if name not in _OF_HYDRA}
+    said = f"{setting}.{TARGET}={name_of(target)}"
+    _require_taken(said, called, (*target.get("_args_", ()), *bound_to), arguments)
+    try:
+        if bound_to:
+            return functools.partial(called, **instantiate({"_convert_": "all", **arguments}))
+        return instantiate({"_convert_": "all", **more, **target})
+    except (InstantiationException, OmegaConfBaseException) as error:
+        cause = error.__cause__
+        if cause is not None and passes_on(cause):
+            raise cause from None
+        got, why = ", ".join(_words(arguments)) or "no arguments", in_words(cause if cause is not None else error)
+        raise ConfigError(f"{said} cannot be made with {got}: {why}") from error
+
+
+def _words(arguments: dict[str, Any]) -> list[str]:
+    return [f"{name}={value!r:.60}" for name, value in arguments.items()]
+
+
+def _require_taken(said: str, called: Callable, positional: Any, arguments: dict[str, Any]) -> None:
+    try:
+        signature = inspect.signature(called)
+    except (TypeError, ValueError):  # of some that are written in C
+        return
+    try:
+        signature.bind(*positional, **arguments)
+    except TypeError as error:
+        got = ", ".join([*map(str, positional), *_words(arguments)]) or "nothing"
+        raise ConfigError(f"{said} does not fit its arguments: {error}. Given: {got}; it takes {signature}") from error
