@@ -293,12 +293,13 @@ class App:
         """
         try:
             plain = OmegaConf.to_container(settings, resolve=True) if OmegaConf.is_config(settings) else settings
-            plain = {name: self._folded(name, value) for name, value in plain.items()}
-            return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(self.kind), plain))
+            merged = OmegaConf.merge(OmegaConf.structured(self.kind), {k: self._folded(k, v) for k, v in plain.items()})
         except OmegaConfBaseException as error:
             raise ConfigError(explain(error, self.kind)) from error
+        try:
+            return OmegaConf.to_object(merged)
         except ConfigError as error:  # settings of graphs check themselves and do not know under which name they stand
-            raise error if "." in str(error).partition(" ")[0] else ConfigError(f"graph.{error}") from error
+            raise ConfigError(f"graph.{error}") from error
 
     def _folded(self, group: str, values: Any) -> Any:
         """The settings of a group with those of a part of the user's own in `target`. Raises ConfigError for a key that

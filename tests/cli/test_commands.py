@@ -9,11 +9,12 @@ import sys
 import pytest
 from conftest import TINY, composed, shell
 
+from graphmod.cli.errors import JobFailed
 from graphmod.cli.generation import main as generation
 from graphmod.cli.generation.folder import model_folder
 from graphmod.cli.stdout import OutputError
 from graphmod.cli.training import job
-from graphmod.cli.training.job import Job, attempt
+from graphmod.cli.training.job import Job, run_job
 from graphmod.errors import ConfigError
 from graphmod.train.checkpoints.manifest import FORMAT, NewerCheckpoint
 from graphmod.train.report.result import RunResult
@@ -48,8 +49,10 @@ def test_an_output_that_takes_nothing_is_not_blamed_on_the_folder(text, tmp_path
     arguments = [*TINY, "data=text", f"data.path={text}"]
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
-        status, why = attempt(composed(*arguments), Job(tmp_path / "run", arguments, True, arguments))
-    assert status == 1 and why == f"the standard output cannot be written: {os.strerror(errno.ENOSPC)}"
+        with pytest.raises(JobFailed) as failed:
+            run_job(composed(*arguments), Job(tmp_path / "run", arguments, True, arguments))
+    why = f"the standard output cannot be written: {os.strerror(errno.ENOSPC)}"
+    assert failed.value.status == 1 and str(failed.value) == why
     assert f"error: {why}\n" in capsys.readouterr().err
     assert not list((tmp_path / "run").glob("checkpoints/*"))  # before the first step
 
@@ -64,7 +67,9 @@ def test_a_run_that_is_stopped_ends_so_also_where_nobody_hears_it(heard, tmp_pat
     monkeypatch.setattr("sys.argv", ["train.py"])
     config = {"train": {"steps": 9, "checkpoint": True}}
     result = RunResult(scope="none", config=config, error="SIGHUP", checkpoint="checkpoints/last")
-    assert job._say_stopped(result, tmp_path, []) == 128 + signal.SIGHUP
+    with pytest.raises(SystemExit) as ended:
+        job._say_stopped(result, tmp_path, [])
+    assert ended.value.code == 128 + signal.SIGHUP
     said = capsys.readouterr().out.splitlines()
     assert said[:2] == ["stopped by SIGHUP after step 0 of 9", f"  saved in {tmp_path}/checkpoints/last"] * heard
 

@@ -5,8 +5,9 @@ import json
 import pytest
 from conftest import DROPOUT, composed, filled
 
+from graphmod.cli.errors import JobFailed
 from graphmod.cli.training import job
-from graphmod.cli.training.job import Job, attempt
+from graphmod.cli.training.job import Job, run_job
 from graphmod.cli.training.main import main
 from graphmod.cli.training.resumed import job_settings
 from graphmod.cli.training.settings import parse
@@ -68,7 +69,9 @@ def test_ranks_join_on_the_device_of_the_run(stopped, tmp_path, monkeypatch, cap
     monkeypatch.setattr(job, "joined", joined)
     settings = filled(*overrides)
     settings.train.device = "auto"  # as a command line without it has it
-    assert attempt(settings, Job(tmp_path, overrides, alone=True, given=overrides))[0] == 2
+    with pytest.raises(JobFailed) as failed:
+        run_job(settings, Job(tmp_path, overrides, alone=True, given=overrides))
+    assert failed.value.status == 2
     assert said in capsys.readouterr().err
 
 
@@ -85,7 +88,7 @@ def test_a_change_is_shown_and_a_group_changes_what_its_files_set(stopped, tmp_p
     config = parse(chosen.settings)
     assert config.graph.scope.value == "per_layer" and not config.graph.auto and config.graph.warmup_steps == 2
     job = Job(tmp_path / "unused", overrides, alone=True, given=overrides)
-    assert attempt(composed(*overrides), job) == (0, run)
+    assert run_job(composed(*overrides), job) == run
     said = capsys.readouterr().out
     assert f"resuming from step 3 of 8: {run / FOLDER / 'step_00000003'}" in said
     for line in ("train.log_every was 3 and is now 7", "graph.auto was True and is now False"):

@@ -89,7 +89,8 @@ def furnish(folder):
         "chats.jsonl": CHATS,
         "prompts.txt": "a\nb\n",
     }
-    for name, content in {**texts, "train.py": STEP, "my_loop.py": STEP}.items():
+    own = (ROOT / "docs" / "own_parts.md").read_text().partition("```python\n")[2].partition("```")[0]
+    for name, content in {**texts, "train.py": STEP, "my_loop.py": STEP, "my_package.py": own}.items():
         (folder / name).write_text(content)
     pandas = pytest.importorskip("pandas")
     for name, column in {"parquet_folder/rows": "body", "a": "text", "b": "text"}.items():

@@ -43,7 +43,7 @@ def own(tiny):
         if data is not None:
             settings = {"seq_len": 16, "batch_size": 2, "eval_fraction": 0.2} | data_settings
             config.data = DataConfig(Source.custom, target=data, **settings)
-        config.train.loss = loss
+        config.train.loss = loss or {}
         check(config)
         return config
 
@@ -455,7 +455,7 @@ def test_settings_that_go_with_something_else_are_refused_before_anything_is_loa
     ("changed", "said"),
     [
         ({"model": named("Net", width=8, p=0.2)}, "model.target was .* and is now .*or start anew: train.resume=none$"),
-        ({"loss": named("smoothed")}, "train.loss was None and is now"),
+        ({"loss": named("smoothed")}, "train.loss was {} and is now"),
         ({"data": named("Tokens", size=41)}, "trained on different data"),
     ],
 )

@@ -92,7 +92,7 @@ def make_batches(config: RunConfig, corpus: Data, device: torch.device, dims: An
     if isinstance(corpus, Items):
         sampler = ItemSampler(corpus, (train.grad_accumulation, data.batch_size), train.seed, place)
         evaluation = evaluation_batches(corpus, data.batch_size, count) if count else []
-        return Batches(sampler, evaluation, corpus.require_loss() if train.loss is None else corpus.loss_fn)
+        return Batches(sampler, evaluation, corpus.loss_fn if train.loss else corpus.require_loss())
     training, held_out = split(corpus, data)
     starts = corpus.starts[corpus.starts < len(training)]
     later = corpus.starts[corpus.starts > len(training)] - len(training)

@@ -64,7 +64,7 @@ def fitted(
     else:
         loss_fn = batches.loss_fn and functools.partial(batches.loss_fn, forward=own_logits)
     of_logits = loss_fn
-    if config.train.loss is not None:
+    if config.train.loss:
         loss_fn, of_logits = _own_loss(config, loss_fn, device)
     own = [f"model._target_={name_of(config.model.target)}" if config.model.target else ""]
     own += [f"data._target_={name_of(config.data.target)}" if config.data.target else ""]

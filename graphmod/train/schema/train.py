@@ -54,7 +54,7 @@ class TrainConfig:
         grad_accumulation: microbatches in a step.
         precision: `fp32`, `bf16`, `bf16_mixed` or `fp16_mixed`.
         device: `auto`, `cpu` or `cuda`.
-        loss: `_target_`, the full name of a loss of your own, and arguments for it; null takes that of the data.
+        loss: `_target_`, the full name of a loss of your own, and arguments for it; empty takes that of the data.
         seed: of the weights, the data order and dropout.
         deterministic: use kernels whose result does not vary from run to run.
         log: where points are written: `tensorboard`, `csv`, `wandb`, or a list of them; an empty list is nowhere.
@@ -87,7 +87,7 @@ class TrainConfig:
     grad_accumulation: int = 1
     precision: Precision = Precision.fp32
     device: DeviceName = DeviceName.auto
-    loss: Any = None  # a dict; omegaconf cannot put values into one that may be null
+    loss: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
     deterministic: bool = False
     log: Any = field(default_factory=lambda: ["tensorboard"])
@@ -134,7 +134,7 @@ def check_resume(train: TrainConfig) -> None:
 def check_train(train: TrainConfig) -> None:
     """Raises ConfigError for numbers outside their range and runs that are not there; makes `train.log` a list."""
     _check_log(train)
-    if train.loss is not None:
+    if train.loss:
         check_target("train.loss", train.loss)
     at_least(
         "train",

@@ -9,7 +9,7 @@ from conftest import TINY, composed
 from fighters import LOST, train_until_renamed
 from processes import COPIES
 
-from graphmod.cli.training.job import Job, attempt
+from graphmod.cli.training.job import Job, run_job
 from graphmod.train.checkpoints.manifest import FOLDER, checkpoints, verify
 from graphmod.train.run.interrupt import Aborted, StopRequest
 from graphmod.train.run.loop import train
@@ -95,7 +95,9 @@ def test_the_second_during_the_first_checkpoint_says_that_none_was_saved(on_text
 def test_what_was_kept_and_how_to_resume_it_is_said(text, tmp_path, interrupt_save, capfd):
     interrupt_save(2)
     arguments = [*TINY, "data=text", f"data.path={text}", "train.checkpoint_every=3"]
-    status, _ = attempt(composed(*arguments), Job(tmp_path / "run", arguments, True, arguments))
+    with pytest.raises(SystemExit) as ended:
+        run_job(composed(*arguments), Job(tmp_path / "run", arguments, True, arguments))
+    status = ended.value.code
     said = capfd.readouterr()
     assert status == 130 and "written to" not in said.out and "Traceback" not in said.err
     *_, kept, way_on = said.err.splitlines()
