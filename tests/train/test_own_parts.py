@@ -70,10 +70,15 @@ COMBINATIONS = {
 }
 
 
+ON = pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+@ON
 @pytest.mark.parametrize("name", COMBINATIONS)
-def test_own_parts_train_in_every_scope_to_eagers_bits(own, tmp_path, name):
+def test_own_parts_train_in_every_scope_to_eagers_bits(own, tmp_path, name, kind):
     parts = dict(COMBINATIONS[name])
-    settings = [f"train.grad_accumulation={parts.pop('accumulation', 1)}", "train.eval_every=4", "train.ema_decay=0.9"]
+    settings = [f"train.device={kind}", "train.deterministic=true"]
+    settings += [f"train.grad_accumulation={parts.pop('accumulation', 1)}", "train.eval_every=4", "train.ema_decay=0.9"]
     found = {}
     for scope in SCOPES:
         config = own(f"graph={scope}", "train.eval_batches=2", "train.checkpoint=false", *settings, **parts)
@@ -111,15 +116,16 @@ def test_a_model_without_layers_is_captured_as_a_whole_or_by_the_modules_that_ar
     assert runs["named"].losses == train(own("graph=none", model=named("Unsplit")), tmp_path / "none").losses
 
 
+@ON
 @pytest.mark.parametrize("setting", ["precision=bf16", "precision=fp16_mixed", "activation_checkpointing=true"])
-def test_precision_and_recomputed_layers_keep_eagers_bits(own, tmp_path, setting):
+def test_precision_and_recomputed_layers_keep_eagers_bits(own, tmp_path, setting, kind):
+    on = [f"train.device={kind}", "train.deterministic=true", "train.checkpoint=false"]
     runs = [
-        train(own(f"graph={scope}", f"train.{setting}", "train.checkpoint=false", model=named("Net")), tmp_path / scope)
-        for scope in SCOPES
+        train(own(f"graph={scope}", f"train.{setting}", *on, model=named("Net")), tmp_path / scope) for scope in SCOPES
     ]
     assert runs[0].losses == runs[1].losses == runs[2].losses
     if setting == "activation_checkpointing=true":  # dropout draws the same numbers again
-        assert runs[0].losses == train(own("graph=none", model=named("Net")), tmp_path / "kept").losses
+        assert runs[0].losses == train(own("graph=none", *on, model=named("Net")), tmp_path / "kept").losses
 
 
 def by_hand(config, model, items, loss):
