@@ -115,6 +115,7 @@ def test_a_command_is_shown_the_way_it_was_started(monkeypatch, tmp_path):
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
     """A folder with the content of the wheel, and nothing of the clone."""
+    pytest.importorskip("hatchling")
     clone, wheels, folder = (tmp_path_factory.mktemp(name) for name in ("clone", "wheels", "installed"))
     for name in ("graphmod", "configs"):
         shutil.copytree(ROOT / name, clone / name, ignore=shutil.ignore_patterns("__pycache__"))

@@ -11,6 +11,7 @@ import pytest
 import yaml
 from conftest import ROOT, TINY, shell
 from hydra.experimental.callback import Callback
+from processes import search_first
 
 from graphmod.cli import main as command
 from graphmod.cli.generation.main import main as generate
@@ -280,8 +281,9 @@ def test_a_changed_file_is_seen_at_once(run, monkeypatch, tmp_path):
         shutil.copy(ROOT / name, changed)
     (changed / "configs" / "train" / "default.yaml").write_text("steps: 7\n")
     asked = [sys.executable, str(changed / "train.py"), "--cfg", "job", "-p", "train.steps"]
-    environment = {**os.environ, "PYTHONPATH": str(changed)}
-    assert subprocess.run(asked, cwd=tmp_path, env=environment, capture_output=True, text=True).stdout == "7\n"
+    assert (
+        subprocess.run(asked, cwd=tmp_path, env=search_first(changed), capture_output=True, text=True).stdout == "7\n"
+    )
 
 
 @pytest.mark.parametrize("at", ["on_run_start", "on_run_end", "on_job_start"])
