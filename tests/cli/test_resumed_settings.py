@@ -201,29 +201,9 @@ def edit(folder, change) -> None:
     (folder / MANIFEST_FILE).write_text(json.dumps(manifest))
 
 
-def as_before_it_had_a_format(manifest: dict) -> None:
-    for name in ("format", "graphmod", "config"):
-        del manifest[name]
-    for name in ("train.nonfinite", "data.documents", "optim.eps"):  # as if these settings had come later
-        del manifest["settings"][name]
-
-
-@pytest.mark.parametrize("resume", ["auto", "FOLDER", "FOLDER alone"])
-def test_a_checkpoint_without_later_settings_and_without_a_format_is_resumed(stopped, on_text, text, tmp_path, resume):
-    run, losses = stopped("train.seed=3")
-    (folder,) = checkpoints(run / FOLDER)
-    edit(folder, as_before_it_had_a_format)
-    if resume == "FOLDER alone":  # it does not say where its text is
-        config = parse(given(f"train.resume={run}", "data=text", f"data.path={text}").settings)
-    else:
-        config = on_text("train.seed=3", f"train.resume={run if resume == 'FOLDER' else 'auto'}")
-    assert train(config, run).losses == losses
-
-
 def test_a_setting_that_came_later_was_what_it_is_by_default():
     assert differences({"optim.eps": 1e-8}, {"optim.eps": 1e-8, "optim.weight_decay": 0.1}) == []
     assert differences({}, {"optim.weight_decay": 0.2}) == ["optim.weight_decay was 0.1 and is now 0.2"]
-    assert differences({}, {"data.packing_attention": "mask"}) == [], "which was all there was, and not its default"
     assert differences({"optim.gone": None}, {}) == []
     assert differences({"optim.gone": 3}, {}) == ["optim.gone was 3 and is now None"]
 
@@ -242,7 +222,6 @@ def test_a_checkpoint_with_a_setting_that_is_gone_is_resumed_where_it_decided_no
         ({"processes": 3}, ["parallel.gpus=2"], "1", 2),
         ({"processes": 3}, ["parallel=none"], "1", None),
         ({"processes": 3}, [], "2", None),  # those that a launcher has started now
-        ({"ranks": 2}, [], "1", 2),  # as an earlier version wrote it
     ],
 )
 def test_as_many_ranks_are_started_as_a_launcher_had(stopped, monkeypatch, written, arguments, launched, gpus):
@@ -251,7 +230,6 @@ def test_as_many_ranks_are_started_as_a_launcher_had(stopped, monkeypatch, writt
 
     def as_launched(manifest):
         manifest["config"]["parallel"].update(mode="ddp", gpus=None)
-        del manifest["processes"]
         manifest.update(written)
 
     edit(folder, as_launched)
@@ -306,14 +284,3 @@ def test_steps_and_epochs_at_once_are_refused(capsys):
     assert "train.steps=3 and train.epochs=2 both say how long to train" in capsys.readouterr().err
     assert main(["train.steps=0", "train.epochs=null"]) == 2
     assert "train.steps must be at least 1" in capsys.readouterr().err
-
-
-def test_a_checkpoint_of_before_epochs_says_that_its_data_came_in_another_order(stopped, tmp_path):
-    run, _ = stopped(wanted=False)
-    for manifest in run.glob("checkpoints/*/checkpoint.json"):
-        content = json.loads(manifest.read_text())
-        del content["format"]
-        manifest.write_text(json.dumps(content))
-    said = []
-    train(parse(given(f"train.resume={run}").settings), tmp_path / "unused", say=said.append)
-    assert any("drew the windows of each step at random" in line for line in said)

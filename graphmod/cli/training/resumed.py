@@ -1,5 +1,6 @@
 """The settings of a run that is resumed: those it had and, over them, what the command line gives."""
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
@@ -88,8 +89,7 @@ def _start_as_many(settings: dict[str, Any], manifest: dict[str, Any]) -> None:
     the GPUs of its machine; this one may have too few."""
     parallel = settings["parallel"]
     shared = parallel.get("mode", ParallelMode.none.value) not in (ParallelMode.none, ParallelMode.none.value)
-    # A checkpoint of an earlier version says only how many had different batches.
-    count = manifest.get("processes", manifest.get("ranks", 1) * (parallel.get("tp") or 1))
+    count = manifest["processes"]
     if not shared or parallel.get("gpus") is not None or count == 1:
         return
     if pick_device(DeviceName(settings["train"]["device"])).type == "cpu" or count <= torch.cuda.device_count():
@@ -115,9 +115,7 @@ def job_settings(cfg: DictConfig, overrides: list[str]) -> JobSettings:
     # At once, because a change that may not be can also be one that does not fit to the rest.
     require_same(point.checkpoint, manifest, with_changes(manifest["settings"], given))
     saved = all_settings(manifest)
-    settings = OmegaConf.to_container(cfg, resolve=True) if "config" not in manifest else {}
-    for group, values in saved.items():
-        settings.setdefault(group, {}).update(values)
+    settings = copy.deepcopy(saved)
     changed = []
     for name, value in {**given, _RESUME: resume}.items():
         *path, key = name.split(".")

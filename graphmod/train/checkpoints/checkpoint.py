@@ -25,7 +25,6 @@ from graphmod.train.checkpoints.manifest import (
     FORMAT,
     MANIFEST_FILE,
     STATE_FILE,
-    WHOLE,
     being_replaced,
     being_written,
     checkpoint_name,
@@ -153,7 +152,7 @@ def _write(
         name = path.relative_to(partial).as_posix()
         listed[name] = parts.files.get(name) or [path.stat().st_size, checksum(path)]
     manifest = {
-        "format": FORMAT if parts.files else WHOLE,
+        "format": FORMAT,
         "graphmod": graphmod.__version__,
         "steps_done": progress.steps_done,
         "config": progress.config,

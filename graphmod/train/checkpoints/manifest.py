@@ -18,8 +18,8 @@ from graphmod.train.saved import MANIFEST_FILE
 STATE_FILE = "training_state.pt"
 FOLDER = "checkpoints"
 EMA_FOLDER = "ema"
-# 1, which has no number in it, holds the decisive settings only; 2 all of them; 3 the optimizer's state in shards.
-FORMAT, WHOLE = 3, 2
+FORMAT = 3
+_PARTS = {"format", "steps_done", "config", "settings", "data", "files", "ranks", "processes", "arrangement", "seen"}
 _CHUNK = 1 << 22
 
 
@@ -51,12 +51,12 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         manifest = json.loads((folder / MANIFEST_FILE).read_text(encoding="utf-8"))
         if not isinstance(manifest, dict):
             raise ValueError(f"it holds a {type(manifest).__name__}, and not what was written")
-        if (number := manifest.get("format", 1)) > FORMAT:
+        if (number := manifest.get("format", 0)) > FORMAT:
             raise NewerCheckpoint(
                 f"{folder} has checkpoint format {number}, of graphmod {manifest.get('graphmod', '(unknown)')}, and "
                 f"this version reads formats up to {FORMAT}; install that one, or a later one"
             )
-        if not {"steps_done", "settings", "data", "files"} <= set(manifest):
+        if not set(manifest) >= _PARTS:
             raise ValueError("it lacks some of its parts")
         return manifest
     except (OSError, AttributeError, TypeError, ValueError) as error:

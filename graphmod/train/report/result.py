@@ -20,8 +20,7 @@ def _number(loss: float | None) -> float | str | None:
 
 
 def _loss(written: float | str | None) -> float | None:
-    # Version 0.1.0 wrote all losses as hexadecimal strings; `nan` and `inf` are read the same way.
-    return float.fromhex(written) if isinstance(written, str) else written
+    return float(written) if isinstance(written, str) else written
 
 
 @dataclass

@@ -9,7 +9,6 @@ from graphmod.train.run.assembly import plain_config
 from graphmod.train.schema.model import ADAPTER_FILE, MERGED_FOLDER
 from graphmod.train.schema.run import RunConfig
 from graphmod.train.step.optim import learning_rates
-from graphmod.words import counted
 
 # How long a run is may change, too; what that does to its numbers, `extension` says.
 _LENGTH = {"train.steps"}
@@ -26,15 +25,10 @@ _BY_CONTENT = {
     *("model.path", "data.source", "data.path", "data.pattern", "data.tokenizer", "data.max_bytes", "data.column"),
     *("data.train_on", "data.split", "data.cache", "data.target"),
 }
-# A setting that came later has the default under which all is as it was before; those that have another are here.
-_BEFORE_IT_CAME = {"data.packing_attention": "mask"}
-
-
 # Settings within one setting, which are compared each by itself; other dicts are compared as a whole.
 _NESTED = ("model.lora",)
 # They decide what is saved beside the weights.
 _OF_SAVING = {"model.lora.merge"}
-_EPOCHS_SINCE = 2  # of the formats of checkpoints
 
 
 def _each(settings: dict[str, Any]) -> dict[str, Any]:
@@ -82,30 +76,22 @@ def with_changes(settings: dict[str, Any], given: dict[str, Any]) -> dict[str, A
 def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Each decisive setting that is not what it was, in words. One that `saved` lacks came later, and was what it is by
     default."""
-    defaults = _flat(plain_config(RunConfig())) | _BEFORE_IT_CAME
+    defaults = _flat(plain_config(RunConfig()))
     was = {name: defaults.get(name, value) for name, value in now.items()} | _each(saved)
     # Those that have nothing to do with this run are left out of its settings.
     return [f"{name} was {was[name]} and is now {now.get(name)}" for name in sorted(was) if was[name] != now.get(name)]
 
 
 def all_settings(manifest: dict[str, Any]) -> dict[str, Any]:
-    """The settings of the run that wrote a checkpoint, as far as it says, by group: those that this version knows.
+    """The settings of the run that wrote a checkpoint, by group: those that this version knows.
 
     Args:
-        manifest: of the checkpoint. One of format 1 holds the decisive ones only, without where the text lies.
+        manifest: of the checkpoint.
     """
-    config = manifest.get("config")
-    if config is None:
-        config = {}
-        for name, value in (_BEFORE_IT_CAME | manifest["settings"]).items():
-            group, _, key = name.partition(".")
-            config.setdefault(group, {})[key] = value
-        if not config["data"].get("packing"):
-            del config["data"]["packing_attention"]
     known = plain_config(RunConfig())
     return {
         group: {name: value for name, value in values.items() if name in known[group]}
-        for group, values in config.items()
+        for group, values in manifest["config"].items()
         if group in known
     }
 
@@ -126,16 +112,6 @@ def extension(manifest: dict[str, Any], config: RunConfig) -> str | None:
     return (
         f"train.steps was {before}; the learning rate now follows the schedule for {now} steps{then}. The numbers "
         f"differ from those of a run that had {now} steps from the start"
-    )
-
-
-def other_order(manifest: dict[str, Any]) -> str | None:
-    """What it means for the data that an earlier version wrote the checkpoint; None where the order is the same."""
-    if manifest.get("format", 1) >= _EPOCHS_SINCE:
-        return None
-    return (
-        "the checkpoint was written by an earlier version, which drew the windows of each step at random; now each "
-        "comes once per epoch, so the numbers differ from that version's"
     )
 
 
@@ -163,7 +139,7 @@ def other_ranks(manifest: dict[str, Any], config: RunConfig, ranks: int, arrange
         ranks: how many with different batches.
         arranged: how all share the model, in words.
     """
-    before, so = manifest.get("ranks", 1), manifest.get("arrangement", arranged)
+    before, so = manifest["ranks"], manifest["arrangement"]
     if before == ranks and so == arranged:
         return None
     if before == ranks:
@@ -175,10 +151,9 @@ def other_ranks(manifest: dict[str, Any], config: RunConfig, ranks: int, arrange
         else f"a step has {_times(now, was)} the sequences it had, so the numbers differ"
         f"{f' (train.grad_accumulation={was // ranks} keeps them)' if was % ranks == 0 else ''}"
     )
-    now_so, then_so = (counted(ranks, "rank"), str(before)) if so == arranged else (arranged, so)
     return (
-        f"resuming with {now_so}, after {then_so}: steps, learning rates, optimizer and the position in "
-        f"the data continue; {size}"
+        f"resuming with {arranged}, after {so}: steps, learning rates, optimizer and the position in the data "
+        f"continue; {size}"
     )
 
 
@@ -206,7 +181,7 @@ def require_same(
             may be another, too.
     """
     anew = _anew(where, manifest)
-    free = _LENGTH if ranks == manifest.get("ranks", 1) else {*_LENGTH, "train.grad_accumulation"}
+    free = _LENGTH if ranks == manifest["ranks"] else {*_LENGTH, "train.grad_accumulation"}
     saved = {name: value for name, value in manifest["settings"].items() if name not in free}
     changed = differences(saved, {name: value for name, value in settings.items() if name not in free})
     if changed:

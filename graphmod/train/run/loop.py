@@ -18,7 +18,6 @@ from graphmod.train.run.assembly import arrangement, plain_config
 from graphmod.train.run.decisive import (
     decisive_settings,
     extension,
-    other_order,
     other_ranks,
     require_same,
 )
@@ -73,7 +72,7 @@ def _train(config: RunConfig, point: ResumePoint, ranks: Ranks, say: Callable[[s
             "draw what is drawn from a generator with a fixed seed"
         )
     dims = model_config(config.model, corpus.vocab_size, corpus.length)
-    batches = make_batches(config, corpus, device, dims, _place(config, point, ranks, corpus, device, dims))
+    batches = make_batches(config, corpus, device, dims, _place(point, ranks))
     if config.train.epochs is not None:
         config = replace(config, train=replace(config.train, steps=batches.sampler.steps(config.train.epochs)))
     if point.checkpoint is not None:
@@ -82,7 +81,6 @@ def _train(config: RunConfig, point: ResumePoint, ranks: Ranks, say: Callable[[s
             return finished
         changes = (
             extension(point.manifest, config),
-            other_order(point.manifest),
             other_ranks(point.manifest, config, ranks.data_ranks, arrangement(config, ranks)),
         )
         for said in changes:
@@ -95,14 +93,11 @@ def _train(config: RunConfig, point: ResumePoint, ranks: Ranks, say: Callable[[s
     return result
 
 
-def _place(config: RunConfig, point: ResumePoint, ranks: Ranks, *parts: Any) -> Place:
+def _place(point: ResumePoint, ranks: Ranks) -> Place:
     """Where in the data a run is; one that is resumed goes on there, also with another number of ranks."""
     if point.manifest is None:
         return Place(ranks.data_rank, ranks.data_ranks)
-    done, seen = point.manifest["steps_done"], point.manifest.get("seen")
-    if seen is None:  # from before there were several ranks
-        seen = make_batches(config, *parts).sampler.seen(done)
-    return Place(ranks.data_rank, ranks.data_ranks, done, *seen)
+    return Place(ranks.data_rank, ranks.data_ranks, point.manifest["steps_done"], *point.manifest["seen"])
 
 
 def train(

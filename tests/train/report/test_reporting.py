@@ -238,13 +238,6 @@ def test_losses_are_decimal_and_exact_and_what_is_no_number_is_a_string(tmp_path
     assert again.eval_losses[0] == [1, third] and math.isnan(again.eval_losses[1][1])
 
 
-def test_results_of_the_first_version_are_read(tmp_path):
-    written = {"scope": "none", "losses": [(2 / 3).hex(), "nan"], "eval_losses": [[4, (0.1).hex()]]}
-    (tmp_path / "result.json").write_text(json.dumps(written))
-    result = RunResult.read(tmp_path)
-    assert result.losses[0] == 2 / 3 and math.isnan(result.losses[1]) and result.eval_losses == [[4, 0.1]]
-
-
 def test_why_a_run_failed_stands_in_its_log(tiny, tmp_path, monkeypatch):
     original = TrainStep.__call__
     monkeypatch.setattr(TrainStep, "__call__", lambda self, batch: original(self, batch) * math.nan)

@@ -235,13 +235,16 @@ def test_on_a_gpu_a_stopped_run_goes_on_with_the_same_bits(on_text, tmp_path, mo
             "with parallel=tp on 2 ranks, after parallel=fsdp on 2 ranks: .* a step has 1/2 of the sequences it had",
         ),
         ((1, "parallel=tp on 2 ranks"), "parallel=ddp on 2 ranks", 2, "a step has 2 times the sequences it had"),
-        ((2, None), "parallel=ddp on 3 ranks", 3, "with 3 ranks, after 2: .* a step has 3/2 times the sequences"),
+        (
+            (2, "parallel=ddp on 2 ranks"),
+            "parallel=ddp on 3 ranks",
+            3,
+            "with parallel=ddp on 3 ranks, after parallel=ddp on 2 ranks: .* a step has 3/2 times the sequences",
+        ),
     ],
 )
 def test_other_ranks_are_told_by_how_they_share_the_model(settings, before, arranged, ranks, said):
     config = settings()
-    manifest = {"ranks": before[0], "config": plain_config(config)}
-    if before[1] is not None:  # which checkpoints of earlier versions lack
-        manifest["arrangement"] = before[1]
+    manifest = {"ranks": before[0], "arrangement": before[1], "config": plain_config(config)}
     found = other_ranks(manifest, config, ranks, arranged)
     assert found is None if said is None else re.search(said, found)
