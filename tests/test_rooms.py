@@ -37,7 +37,7 @@ WITHIN = {
         ),
         *("data", "report", "run"),
     ),
-    "cli": (*("stdout", "environment", "start", "errors", "app", "training", "generation", "serving", "main"),),
+    "cli": (*("stdout", "start", "errors", "app", "training", "generation", "serving", "main"),),
 }
 
 

@@ -1,4 +1,5 @@
-"""What every command does before it loads PyTorch, which takes seconds, and how its own name is written."""
+"""What every command does before it loads PyTorch, which takes seconds: how its own name is written, where its settings
+lie, whether a launcher started it as one of several processes."""
 
 import os
 import shutil
@@ -10,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import graphmod
+from graphmod.errors import ConfigError
 from graphmod.train.run.folders import from_here
 
 _HOUSE = Path(graphmod.__file__).parent.absolute()
@@ -93,3 +95,28 @@ def prepare() -> None:
     # of thousands of operations a step. Giving up the core sooner costs nothing measurable when it is free.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "3000")
+
+
+def _number(name: str, default: int) -> int:
+    text = os.environ.get(name, "").strip()
+    return int(text) if text.isdigit() else default
+
+
+def ranks_started() -> int:
+    """How many processes a launcher, such as torchrun, has started to work together; 1 without one."""
+    return _number("WORLD_SIZE", 1)
+
+
+def own_rank() -> int:
+    """Which of them this is, from 0."""
+    return _number("RANK", 0)
+
+
+def require_one_process(why: str) -> None:
+    """Raises ConfigError when a launcher has started this as one of several processes; `why` says what is against it,
+    and what else could be done."""
+    if (count := ranks_started()) > 1:
+        raise ConfigError(
+            f"WORLD_SIZE={count} asks for {count} processes that work together, and {why}, start it without a "
+            "launcher, or unset WORLD_SIZE"
+        )

@@ -1,4 +1,4 @@
-"""Loads the model that is to generate, and says where its KV cache is."""
+"""Loads the model that is to generate, and says how it was trained and where its KV cache is."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from transformers.utils import logging as transformers_logging
 from graphmod.cli.generation.schema import ModelSource, Precision
 from graphmod.decode.engine import DecodeEngine
 from graphmod.errors import ConfigError, reason
+from graphmod.train.checkpoints.manifest import EMA_FOLDER, DamagedCheckpoint, NewerCheckpoint, read_manifest
 from graphmod.train.lora import is_adapter
 from graphmod.train.run.device import pick_device
 from graphmod.words import counted
@@ -48,3 +49,16 @@ def cache_of(engine: DecodeEngine) -> str:
     stats, far = engine.stats, len(engine.memory.ring.far)
     there, here = (f"{nbytes / 2**20:,.1f} MiB" for nbytes in (stats.host_cache_bytes, stats.cache_bytes))
     return f"cache: {there} in host memory ({counted(far, 'layer')}), {here} on the {engine.device.type}"
+
+
+def trained(folder: Path) -> str | None:
+    """How many steps made the checkpoint in `folder`, or the averaged weights in its folder `ema`, and with which loss;
+    None for what is no checkpoint of a run, or none that can be read."""
+    checkpoint = folder.parent if folder.name == EMA_FOLDER else folder
+    try:
+        manifest = read_manifest(checkpoint)
+        done, steps = manifest["steps_done"], manifest["settings"]["train.steps"]
+    except (DamagedCheckpoint, NewerCheckpoint, OSError, KeyError, TypeError):
+        return None
+    loss = manifest.get("loss")
+    return f"trained for {done:,} of {counted(steps, 'step')}" + ("" if loss is None else f", loss {loss:.3f}")

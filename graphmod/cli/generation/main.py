@@ -3,10 +3,9 @@
 from omegaconf import DictConfig
 
 from graphmod.cli.app import App
-from graphmod.cli.environment import require_one_process
 from graphmod.cli.generation.plan import planned
 from graphmod.cli.generation.schema import GenerateConfig
-from graphmod.cli.start import loading
+from graphmod.cli.start import loading, require_one_process
 
 
 def _task(settings: DictConfig) -> None:

@@ -10,11 +10,10 @@ from pathlib import Path
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from graphmod.cli.generation.loading import cache_of, load_model
+from graphmod.cli.generation.loading import cache_of, load_model, trained
 from graphmod.cli.generation.output import OutputFile, open_output
 from graphmod.cli.generation.plan import Plan
 from graphmod.cli.generation.prompts import Prompt, line_of
-from graphmod.cli.generation.provenance import trained
 from graphmod.cli.generation.schema import GenerateConfig
 from graphmod.cli.stdout import OutputError, complain, show
 from graphmod.config import CompileMode

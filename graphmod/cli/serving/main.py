@@ -7,10 +7,9 @@ from typing import Any
 from omegaconf import DictConfig
 
 from graphmod.cli.app import App, CommandCallback
-from graphmod.cli.environment import require_one_process
 from graphmod.cli.generation.folder import model_folder, require_positions
 from graphmod.cli.serving.schema import ServeConfig
-from graphmod.cli.start import loading
+from graphmod.cli.start import loading, require_one_process
 from graphmod.decode.text.codec import tokenizer_folder
 from graphmod.errors import ConfigError
 from graphmod.serve.listening import bound, url

@@ -13,8 +13,7 @@ from pathlib import Path
 from types import FrameType
 from urllib.parse import urlsplit
 
-from graphmod.cli.generation.loading import cache_of, load_model
-from graphmod.cli.generation.provenance import trained
+from graphmod.cli.generation.loading import cache_of, load_model, trained
 from graphmod.cli.serving.schema import ServeConfig
 from graphmod.cli.stdout import end_at_once, say_plainly, show
 from graphmod.decode.engine import DecodeEngine

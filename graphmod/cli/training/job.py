@@ -11,9 +11,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from graphmod.cli.environment import ranks_started
 from graphmod.cli.errors import JobFailed, conclude
-from graphmod.cli.start import words
+from graphmod.cli.start import ranks_started, words
 from graphmod.cli.stdout import complain_for_all, say_plainly, show, stay_silent
 from graphmod.cli.training.comparison import leave
 from graphmod.cli.training.launch import launch

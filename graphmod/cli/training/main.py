@@ -15,8 +15,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from graphmod.cli.app import CommandCallback, default_folder, given_overrides, quoted, without_hydra
-from graphmod.cli.environment import own_rank, ranks_started, require_one_process
-from graphmod.cli.start import loading
+from graphmod.cli.start import loading, own_rank, ranks_started, require_one_process
 from graphmod.cli.stdout import end_at_once, stay_silent
 from graphmod.cli.training.settings import TRAIN
 from graphmod.errors import ConfigError

@@ -10,9 +10,8 @@ from pathlib import Path
 from hydra.core.utils import configure_log
 from omegaconf import OmegaConf
 
-from graphmod.cli.environment import own_rank
 from graphmod.cli.errors import JobFailed
-from graphmod.cli.start import loading, prepare
+from graphmod.cli.start import loading, own_rank, prepare
 from graphmod.cli.stdout import end_at_once, stay_silent
 
 

@@ -14,8 +14,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
-from graphmod.cli.environment import ranks_started
-from graphmod.cli.start import CONFIGS
+from graphmod.cli.start import CONFIGS, ranks_started
 from graphmod.train.checkpoints.manifest import DamagedCheckpoint, read_manifest
 from graphmod.train.run.decisive import all_settings, require_same, with_changes
 from graphmod.train.run.device import pick_device

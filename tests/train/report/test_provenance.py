@@ -2,7 +2,7 @@
 
 from conftest import shell
 
-from graphmod.cli.generation.provenance import trained
+from graphmod.cli.generation.loading import trained
 from graphmod.train.run.loop import train
 
 
