@@ -37,7 +37,6 @@ from graphmod.cli.stdout import show
 from graphmod.errors import ConfigError
 from graphmod.train.run.folders import job_folder
 
-_FOLDERS = ("hydra.run.dir", "hydra.sweep.dir")
 _LOGGING = ("hydra/job_logging", "hydra/hydra_logging")
 _UNUSED = "${unused:"
 # What Hydra's callbacks raise it only warns of; after a job, others may still have to run.
@@ -245,23 +244,12 @@ class App:
             value = str(Path(value).expanduser())
         try:
             (parsed,) = OverridesParser.create().parse_overrides([f"{key}={value}"])
-        except OverrideParseException:
-            if bare not in _FOLDERS and not self._is_text(bare):
-                raise
+        except OverrideParseException:  # a path that Hydra's grammar cannot read; of a number, its kind is told later
             return f"{key}={quoted(value)}"
         plain = not parsed.is_sweep_override() and isinstance(parsed.value(), (bool, int, float))
         if plain and (CONFIGS / bare).is_dir():  # Hydra has no words for a choice that is no text
             return f"{key}={quoted(value)}"
         return f"{key}={value}"
-
-    def _is_text(self, key: str) -> bool:
-        """Whether a setting may be a text, as far as the schema says."""
-        settings = OmegaConf.structured(self.kind)
-        try:
-            OmegaConf.update(settings, key, "a(text")
-            return True
-        except OmegaConfBaseException:
-            return False
 
     def _require_known(self, found: argparse.Namespace, settings: list[str]) -> None:
         """Raises ConfigError for a setting that there is not: `--cfg` prints whatever was added."""

@@ -205,7 +205,8 @@ def test_what_is_like_nothing_gets_no_advice(typed):
 
 def test_a_setting_without_a_value_says_what_to_write():
     assert complaint("train.steps") == "'train.steps' has no value; write train.steps=VALUE, without spaces around '='"
-    assert "in quotes" in complaint("train.steps=notes(1.txt") and "in quotes" in complaint("train.steps=a=b")
+    assert complaint("train.steps=notes(1.txt") == "train.steps must be a whole number, got 'notes(1.txt'"
+    assert complaint("train.steps=a=b") == "train.steps must be a whole number, got 'a=b'"
     assert complaint("steps") == "'steps' has no value; write train.steps=VALUE, without spaces around '='"
 
 
