@@ -109,8 +109,28 @@ def default_folder(config: DictConfig, what: str) -> bool:
     return _UNUSED in str(OmegaConf.to_container(config.hydra[what], resolve=False)["dir"])
 
 
+def require_own_folder(config: DictConfig, other: str, own: str) -> None:
+    """Raises ConfigError where the folder is given that the other kind of run has, or none."""
+    if any(one.lstrip("+").startswith(f"hydra.{other}.dir=") for one in given_overrides(config, "hydra")):
+        what = "a multirun" if own == "sweep" else "a single run"
+        raise ConfigError(f"hydra.{other}.dir does nothing in {what}; give hydra.{own}.dir=FOLDER")
+    if not str(config.hydra[own].dir).strip():
+        raise ConfigError(
+            f"hydra.{own}.dir is empty; give the folder to write to, such as hydra.{own}.dir=runs/mine, or leave it out"
+        )
+
+
 class CommandCallback(Callback):
-    """Ends a command with the error of its only job, where Hydra would print the arguments again."""
+    """Refuses folders that do nothing, and ends a command with the error of its only job, where Hydra would print the
+    arguments again."""
+
+    def on_run_start(self, config: DictConfig, **_: Any) -> None:
+        """Raises ConfigError for a folder that a single run does not have."""
+        require_own_folder(config, "sweep", "run")
+
+    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        """Raises ConfigError for a folder that a multirun does not have."""
+        require_own_folder(config, "run", "sweep")
 
     def on_run_end(self, config: DictConfig, job_return: JobReturn, **_: Any) -> None:
         """Raises what the job raised."""
@@ -142,7 +162,9 @@ class App:
         schema = OmegaConf.structured(self.kind)
         for node in (schema[name] for name in schema if OmegaConf.is_dict(schema[name])):
             # A part of the user's own (`_target_`) has arguments that no schema knows; `typed` refuses other strangers.
-            for one in [node] * ("target" in node) + [node[name] for name in node if _is_mapping(node, name)]:
+            for one in [node] * ("target" in node) + [
+                node[name] for name in node if OmegaConf.get_type(node, name) is dict
+            ]:
                 OmegaConf.set_struct(one, False)
         ConfigStore.instance().store(f"{self.name}_schema", schema)
 
@@ -165,6 +187,9 @@ class App:
                 show(version())
                 return 0
             argv = self.arguments(arguments)
+            if "--help" in argv:  # Hydra reads all files of all groups for it
+                show(self._help)
+                return 0
             with _as_main(argv), _strict():
                 main = hydra.main(config_path=str(CONFIGS), config_name=self.name, version_base="1.3")
                 main(task)()
@@ -208,8 +233,8 @@ class App:
         if found.config_name is None:  # whose own may choose others
             keys = {one.partition("=")[0] for one in settings}
             settings = [f"{one}=plain" for one in _LOGGING if one not in keys] + settings
-        if found.cfg and found.cfg != "hydra":
-            self._require_known(found, settings)
+        if found.help or (found.cfg and found.cfg != "hydra"):
+            self._look(found, settings)
         flags = []
         for action in parser._actions:
             value = getattr(found, action.dest, None)
@@ -251,29 +276,41 @@ class App:
             return f"{key}={quoted(value)}"
         return f"{key}={value}"
 
-    def _require_known(self, found: argparse.Namespace, settings: list[str]) -> None:
-        """Raises ConfigError for a setting that there is not: `--cfg` prints whatever was added."""
+    def _look(self, found: argparse.Namespace, settings: list[str]) -> None:
+        """Composes the help, and raises ConfigError for a setting that there is not: `--cfg` prints whatever was
+        added."""
         folders = [str(Path(one).absolute()) for one in (found.config_path, found.config_dir, CONFIGS) if one]
         if found.config_path and found.config_dir and not any(one.startswith("hydra.searchpath=") for one in settings):
             settings = [f"hydra.searchpath=[{quoted(f'file://{folders[1]}')}]", *settings]
-        self.typed(self.compose(settings, folders[0], found.config_name))
+        with self._composed(settings, folders[0], found.config_name) as config:
+            self._help = config.hydra.help.template if found.help else ""
+        self.typed(without_hydra(config))
 
-    def compose(self, overrides: list[str], path: str = str(CONFIGS), config_name: str | None = None) -> DictConfig:
+    def compose(self, overrides: list[str]) -> DictConfig:
         """The settings for these overrides, as Hydra composes them, without its own.
 
         Raises:
             ConfigError: an unknown key, a choice that there is not, a value of the wrong kind, a file that is not YAML.
         """
+        with self._composed(overrides, str(CONFIGS), None) as config:
+            return without_hydra(config)
+
+    @contextmanager
+    def _composed(self, overrides: list[str], path: str, config_name: str | None) -> Iterator[DictConfig]:
         try:
             with hydra.initialize_config_dir(path, version_base="1.3", job_name=self.name):
                 config = hydra.compose(config_name or self.name, overrides, return_hydra_config=True)
+                HydraConfig.instance().set_config(config)
+                yield config
         except (HydraException, OmegaConfBaseException, YAMLError) as error:
             raise ConfigError(explain(error, self.kind)) from error
-        HydraConfig.instance().set_config(config)
-        return without_hydra(config)
 
-    def typed(self, settings: DictConfig | dict) -> Any:
+    def typed(self, settings: DictConfig | dict, resumed: bool = False) -> Any:
         """The settings as an object of their kind.
+
+        Args:
+            settings: as Hydra composed them.
+            resumed: they go over those of a run, which may have a part of the user's own that takes what is unknown.
 
         Raises:
             ConfigError: a key that there is not, which Hydra lets pass where it was added with `+`, or a value of the
@@ -281,7 +318,9 @@ class App:
         """
         try:
             plain = OmegaConf.to_container(settings, resolve=True) if OmegaConf.is_config(settings) else settings
-            merged = OmegaConf.merge(OmegaConf.structured(self.kind), {k: self._folded(k, v) for k, v in plain.items()})
+            merged = OmegaConf.merge(
+                OmegaConf.structured(self.kind), {k: self._folded(k, v, resumed) for k, v in plain.items()}
+            )
         except OmegaConfBaseException as error:
             raise ConfigError(explain(error, self.kind)) from error
         try:
@@ -289,7 +328,7 @@ class App:
         except ConfigError as error:  # settings of graphs check themselves and do not know under which name they stand
             raise ConfigError(f"graph.{error}") from error
 
-    def _folded(self, group: str, values: Any) -> Any:
+    def _folded(self, group: str, values: Any, resumed: bool) -> Any:
         """The settings of a group with those of a part of the user's own in `target`. Raises ConfigError for a key that
         there is not."""
         known = next((one.type for one in fields(self.kind) if one.name == group), None)
@@ -297,16 +336,13 @@ class App:
         if "target" not in names or not isinstance(values, dict):
             return values
         strange = {name: value for name, value in values.items() if name not in names}
-        if strange and "_target_" not in strange:
+        if "_target_" in strange and values.get("target") is not None:
+            strange["target"] = values["target"]  # an argument of that name
+        if strange and "_target_" not in strange and not resumed:
             name, value = next(iter(strange.items()))
             raise ConfigError(unknown_key(f"{group}.{name}", self.kind, str(value)))
         given = {name: value for name, value in values.items() if name in names}
-        return {**given, "target": strange} if strange else given
-
-
-def _is_mapping(node: DictConfig, name: str) -> bool:
-    value = node._get_node(name)
-    return isinstance(value, DictConfig) and OmegaConf.get_type(value) is dict
+        return {**given, "target": strange} if "_target_" in strange else given
 
 
 def without_hydra(config: DictConfig) -> DictConfig:

@@ -259,9 +259,7 @@ def explain(error: BaseException, kind: type = RunConfig) -> str:
 def _reason(error: BaseException, kind: type) -> str:
     if isinstance(error, MissingConfigException):
         return _choices(error)
-    if several := re.match(
-        r"(?:Sweep parameters|Ambiguous value for argument) '(.*?)'(?: requires|$)", str(error), re.M
-    ):
+    if several := _SEVERAL.match(str(error)):
         return _several_values(several[1], kind)
     if none := re.match(r"Could not override '(\w+)'\. No match in the defaults list", str(error)):
         is_model = none[1] == "model" and kind is not RunConfig  # a group without choices
@@ -329,10 +327,7 @@ def without_value(key: str) -> str:
 
 
 def _in_quotes(text: str) -> str:
-    return f'"{text}"' if set(text) - set(_PLAIN) else text
-
-
-_PLAIN = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-/"
+    return text if re.fullmatch(r"[\w./-]*", text, re.ASCII) else f'"{text}"'
 
 
 def _of_system(error: OSError, folder: Path | None) -> str:

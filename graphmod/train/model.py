@@ -175,7 +175,10 @@ def build_model(
         with torch.random.fork_rng(gpus), torch.device(device):
             torch.manual_seed(seed)
             if model.architecture == CUSTOM:
-                built = _own_model(model, data_vocab_size).to(device, dtype)
+                built = _own_model(model, data_vocab_size).to(device)
+                built._apply(
+                    lambda one: one.to(dtype) if one.is_floating_point() else one
+                )  # `to` would make complex real
             else:
                 built = AutoModelForCausalLM.from_config(config, dtype=dtype)
     if isinstance(built, PreTrainedModel):

@@ -16,6 +16,7 @@ from graphmod.errors import ConfigError, reason
 from graphmod.words import nearest
 
 TARGET = "_target_"
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _OF_HYDRA = {TARGET, "_args_", "_convert_", "_partial_", "_recursive_"}
 
 
@@ -47,7 +48,12 @@ def located(setting: str, target: dict[str, Any]) -> Callable:
     found, done = _module(said, parts[0]), parts[:1]
     for part in parts[1:]:
         whole = ".".join([*done, part])
-        if not hasattr(found, part) and inspect.ismodule(found) and hasattr(found, "__path__") and _is_module(whole):
+        if (
+            not hasattr(found, part)
+            and inspect.ismodule(found)
+            and hasattr(found, "__path__")
+            and importlib.util.find_spec(whole)
+        ):
             found = _module(said, whole)
         elif not hasattr(found, part):
             near = nearest(part, [name for name in vars(found) if not name.startswith("_")])
@@ -59,10 +65,6 @@ def located(setting: str, target: dict[str, Any]) -> Callable:
     if not callable(found):
         raise ConfigError(f"{said} is a {type(found).__name__}, which cannot be called; name a class or a function")
     return found
-
-
-def _is_module(name: str) -> bool:
-    return importlib.util.find_spec(name) is not None
 
 
 def _module(said: str, name: str) -> Any:
@@ -88,14 +90,9 @@ def in_words(error: BaseException) -> str:
     return f"{said} ({own[-1].filename}:{own[-1].lineno})" if own else said
 
 
-@functools.cache
-def _ours() -> str:
-    return os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-
-
 def _is_own(file: str) -> bool:
     outside = ("site-packages", "dist-packages", f"{os.sep}lib{os.sep}python", "<")
-    return not file.startswith(_ours()) and not any(part in file for part in outside)
+    return not file.startswith(_OURS) and not any(part in file for part in outside)
 
 
 def passes_on(error: BaseException) -> bool:
@@ -130,6 +127,10 @@ def made(setting: str, target: dict[str, Any], *, bound_to: tuple[str, ...] = ()
     from omegaconf.errors import OmegaConfBaseException
 
     called = located(setting, target)
+    if bound_to and "_args_" in target:
+        raise ConfigError(
+            f"{setting}._args_ cannot be given: it is called with {' and '.join(bound_to)}; name arguments"
+        )
     arguments = {name: value for name, value in {**more, **target}.items() if name not in _OF_HYDRA}
     said = f"{setting}.{TARGET}={name_of(target)}"
     _require_taken(said, called, (*target.get("_args_", ()), *bound_to), arguments)

@@ -14,7 +14,7 @@ from conftest import ROOT, TINY, composed
 from processes import finished, search_first
 from transformers import AutoModelForCausalLM
 
-from graphmod.cli.training.job import _way_on
+from graphmod.cli.training.job import Job, _way_on
 from graphmod.cli.training.main import main
 from graphmod.cli.training.settings import TRAIN, parse
 from graphmod.errors import ConfigError
@@ -278,7 +278,8 @@ def test_the_command_that_goes_on_can_be_typed_again(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.executable", str(tmp_path / ".venv" / "bin" / "python"))
     monkeypatch.setattr("sys.argv", ["train.py"])
-    said = shlex.split(_way_on(tmp_path / "run", ["train.sample_prompt=def ", "train.resume=auto"]))
+    job = Job(tmp_path / "run", [], True, ["train.sample_prompt=def ", "train.resume=auto"])
+    said = shlex.split(_way_on(tmp_path / "run", job))
     assert said == [".venv/bin/python", "train.py", "train.resume=run"]
 
 
@@ -286,7 +287,8 @@ def test_the_command_that_goes_on_with_a_multirun_names_its_folder(tmp_path, mon
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["train.py"])
     given = ["-m", "graph=none,per_layer", "hydra.sweep.dir=elsewhere"]
-    said = shlex.split(_way_on(tmp_path / "sweep" / "none", given))
+    job = Job(tmp_path / "sweep" / "none", [], False, given, sweep=tmp_path / "sweep")
+    said = shlex.split(_way_on(tmp_path / "sweep" / "none", job))
     assert said[2:] == ["-m", "graph=none,per_layer", "hydra.sweep.dir=sweep", "train.resume=auto"]
 
 
@@ -339,7 +341,10 @@ def test_a_stopped_multirun_goes_on_with_the_command_that_it_says(shell, tmp_pat
 def test_the_command_that_goes_on_names_a_folder_elsewhere_in_full(tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    assert shlex.split(_way_on(tmp_path / "run", []))[-1] == f"train.resume={tmp_path / 'run'}"
+    assert (
+        shlex.split(_way_on(tmp_path / "run", Job(tmp_path / "run", [], True, [])))[-1]
+        == f"train.resume={tmp_path / 'run'}"
+    )
 
 
 def test_a_comparison_that_cannot_be_written_is_one_clear_error(shell, tmp_path):

@@ -68,7 +68,7 @@ def test_a_run_that_is_stopped_ends_so_also_where_nobody_hears_it(heard, tmp_pat
     config = {"train": {"steps": 9, "checkpoint": True}}
     result = RunResult(scope="none", config=config, error="SIGHUP", checkpoint="checkpoints/last")
     with pytest.raises(SystemExit) as ended:
-        job._say_stopped(result, tmp_path, [])
+        job._say_stopped(result, tmp_path, Job(tmp_path, [], True, []))
     assert ended.value.code == 128 + signal.SIGHUP
     said = capsys.readouterr().out.splitlines()
     assert said[:2] == ["stopped by SIGHUP after step 0 of 9", f"  saved in {tmp_path}/checkpoints/last"] * heard

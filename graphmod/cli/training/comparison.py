@@ -89,7 +89,8 @@ def conclude_sweep(sweep: Path, failed: bool) -> int:
     results = {}
     for job in jobs:
         unfinished = RunResult(scope=job["scope"], status="failed", error=job["error"])
-        results[job["name"]] = unfinished if job["error"] else _result(job["scope"], Path(job["folder"]))
+        name = job["name"] if job["name"] not in results else f"{job['name']} ({len(results)})"
+        results[name] = unfinished if job["error"] else _result(job["scope"], Path(job["folder"]))
     _compare(Path(from_here(sweep)), results)
     return max(job["status"] for job in jobs)
 

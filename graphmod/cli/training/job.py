@@ -1,5 +1,6 @@
 """One job of `train.py`: its settings, its run, and each way it can end in words and an exit status."""
 
+import os
 import shlex
 import signal
 import sys
@@ -19,9 +20,9 @@ from graphmod.cli.training.launch import launch
 from graphmod.cli.training.peers import Peers
 from graphmod.cli.training.resumed import job_settings
 from graphmod.cli.training.settings import TRAIN, parse
-from graphmod.errors import GraphmodError
+from graphmod.errors import ConfigError, GraphmodError
 from graphmod.train.checkpoints.manifest import FOLDER, checkpoints
-from graphmod.train.report.display import Journal
+from graphmod.train.report.display import LOG_FILE, Journal
 from graphmod.train.report.result import RESULT_FILE, RunResult
 from graphmod.train.run.assembly import plain_config
 from graphmod.train.run.folders import from_here
@@ -29,7 +30,7 @@ from graphmod.train.run.interrupt import Aborted
 from graphmod.train.run.loop import train
 from graphmod.train.run.ownership import owned
 from graphmod.train.run.ranks import ALONE, Ranks, joined, ranks_of
-from graphmod.train.run.resume import ResumePoint, claimed
+from graphmod.train.run.resume import ResumePoint, claimed, require_left
 from graphmod.train.schema.run import RunConfig
 from graphmod.train.schema.train import DeviceName
 
@@ -49,6 +50,7 @@ class Job:
         given: the arguments of the command line, as they were.
         named: `folder` was named, and is no default.
         cwd: where the command was typed, if the job runs elsewhere (`hydra.job.chdir`).
+        sweep: the folder of the multirun.
         logging: Hydra's settings of it, for ranks that are started.
     """
 
@@ -58,6 +60,7 @@ class Job:
     given: list[str]
     named: bool = False
     cwd: str | None = None
+    sweep: Path | None = None
     logging: dict[str, Any] = field(default_factory=dict)
 
 
@@ -106,31 +109,35 @@ def started(cfg: DictConfig, job: Job) -> Iterator[Start]:
     Raises:
         ConfigError: settings that cannot be, or see `claimed`.
     """
+    if job.cwd is not None and job.cwd not in sys.path:
+        sys.path.insert(0, job.cwd)  # where parts of the user's own are
     chosen = job_settings(_anchored(cfg, job.cwd), job.overrides)
     config = parse(chosen.settings)
     with ExitStack() as held:
-        start = Start(config, None, chosen.settings is not cfg, held, job.folder)
+        start = Start(config, None, isinstance(chosen.settings, dict), held, job.folder)
         if not config.graph.check:
             # What lies beside a folder that was named is other jobs, which may be running.
             beside = job.alone and not job.named
             point = held.enter_context(claimed(config, job.folder, beside=beside, named=job.alone and job.named))
             point.changed = chosen.changed
+            if point.checkpoint is not None and config.train.epochs is None:
+                require_left(point, config.train.steps)
             start.point, start.folder = point, point.run_dir
         yield start
 
 
-def _way_on(folder: Path, given: list[str]) -> str:
-    """The command that resumes the run in `folder`, which was started with the arguments `given`."""
+def _way_on(folder: Path, job: Job) -> str:
+    """The command that resumes the run in `folder`, which this job wrote to."""
     command = words("train")
-    if not {"--multirun", "-m"} & set(given):
-        return shlex.join([*command, f"train.resume={from_here(folder)}"])
+    if job.sweep is None:
+        return shlex.join([*command, f"train.resume={from_here(folder, job.cwd)}"])
     # All jobs would resume that one run; so each looks into its folder, and the sweep is the one it was.
-    again = [f"hydra.sweep.dir={from_here(folder.parent)}", "train.resume=auto"]
+    again = [f"hydra.sweep.dir={from_here(job.sweep, job.cwd)}", "train.resume=auto"]
     changed = tuple(argument.partition("=")[0] + "=" for argument in again)
-    return shlex.join([*command, *(argument for argument in given if not argument.startswith(changed)), *again])
+    return shlex.join([*command, *(argument for argument in job.given if not argument.startswith(changed)), *again])
 
 
-def _say_stopped(result: RunResult, folder: Path, given: list[str]) -> None:
+def _say_stopped(result: RunResult, folder: Path, job: Job) -> None:
     """Says how to go on, and raises SystemExit."""
     done, steps = len(result.losses), result.config["train"]["steps"]
     said = [
@@ -138,7 +145,7 @@ def _say_stopped(result: RunResult, folder: Path, given: list[str]) -> None:
         "nothing was saved, because train.checkpoint=false",
     ]
     if result.config["train"]["checkpoint"]:
-        said[1:] = [f"saved in {folder / result.checkpoint}", f"to resume: {_way_on(folder, given)}"]
+        said[1:] = [f"saved in {folder / result.checkpoint}", f"to resume: {_way_on(folder, job)}"]
     with suppress(OSError):  # to a terminal that was closed
         show("\n  ".join(said))
     raise SystemExit(128 + signal.Signals[result.error])
@@ -155,13 +162,14 @@ def _check(config: RunConfig, folder: Path) -> Path:
     return folder
 
 
-def run_job(cfg: DictConfig, job: Job, start: Start | None = None) -> Path:
+def run_job(cfg: DictConfig, job: Job, start: Start | None = None, failed: Exception | None = None) -> Path:
     """Runs one job, composed by Hydra; returns the folder it wrote to.
 
     Args:
         cfg: its settings.
         job: it.
-        start: where it starts, if that is known.
+        start: where it starts, if that is known; of ranks that a launcher has started the first one knows it.
+        failed: why it cannot, of such ranks.
 
     Raises:
         JobFailed: it failed, and has said why.
@@ -169,11 +177,12 @@ def run_job(cfg: DictConfig, job: Job, start: Start | None = None) -> Path:
     """
     try:
         if ranks_started() > 1:
-            return among_ranks(lambda: _device(cfg, job), job, lambda ranks: _on_ranks(cfg, job, ranks))
+            return among_ranks(lambda: _device(cfg, job), job, lambda ranks: _on_ranks(start, failed, ranks))
         with _said(job), nullcontext(start) if start is not None else started(cfg, job) as found:
             if found.point is None or (count := ranks_of(found.config)) == 1:
                 return _run(found, job, ALONE)
-            found.held.close()  # the first rank takes it
+            (found.folder / LOG_FILE).touch()  # else a folder that nothing is in would go with its lock
+            found.held.close()  # which the first rank takes
             launch(_told(found, job), count)
             return found.folder
     except JobFailed as error:
@@ -191,16 +200,16 @@ def run_one_of(cfg: DictConfig, job: Job, number: int, require: Callable[[], Non
         number: of the job.
         require: raises ConfigError for settings that it cannot have.
     """
-    about = {"name": job.folder.name, "folder": str(job.folder), "scope": cfg.graph.scope.value}
+    about = {"name": os.path.relpath(job.folder, job.sweep), "folder": str(job.folder), "scope": cfg.graph.scope.value}
     try:
         with _said(job):
             require()
         folder = run_job(cfg, job)
     except JobFailed as error:
-        leave(job.folder.parent, number, **about, status=error.status, error=str(error))
+        leave(job.sweep, number, **about, status=error.status, error=str(error))
         _note_failure(job.folder, about["scope"], str(error))
         raise
-    leave(job.folder.parent, number, **{**about, "folder": str(folder)}, status=0, error=None)
+    leave(job.sweep, number, **{**about, "folder": str(folder)}, status=0, error=None)
     return folder
 
 
@@ -255,7 +264,7 @@ def _said(job: Job, ranks: Ranks = ALONE, peers: Peers | None = None) -> Iterato
                 peers.speak(lost)
             raise JobFailed(lost, peers.status) from error
         if isinstance(error, Aborted):
-            way_on = f"\n  to resume: {_way_on(error.kept.parent.parent, job.given)}" if error.kept else ""
+            way_on = f"\n  to resume: {_way_on(error.kept.parent.parent, job)}" if error.kept else ""
             say_plainly(f"{error}{way_on}")
             raise JobFailed(str(error), 128 + signal.SIGINT) from error
         status, reason = conclude(error, TRAIN.smaller, job.folder)
@@ -263,11 +272,11 @@ def _said(job: Job, ranks: Ranks = ALONE, peers: Peers | None = None) -> Iterato
 
 
 @contextmanager
-def _on_ranks(cfg: DictConfig, job: Job, ranks: Ranks) -> Iterator[Start]:
-    """Where a job of ranks starts; the first rank finds that out, and owns the folder for all."""
-    with started(cfg, job) if ranks.first else nullcontext() as found:
-        told = ranks.told(replace(found, held=None) if ranks.first else None)
-        yield found if ranks.first else told
+def _on_ranks(start: Start | None, failed: Exception | None, ranks: Ranks) -> Iterator[Start]:
+    """Where a job of ranks starts; the first rank has found that out, and owns the folder for all."""
+    if failed is not None:
+        raise failed
+    yield ranks.told(start and replace(start, held=None))
 
 
 @contextmanager
@@ -275,7 +284,11 @@ def given_to_ranks(told: dict[str, Any], ranks: Ranks) -> Iterator[Start]:
     """Where a job starts that `launch` has started ranks for: with what these were told."""
     point = ResumePoint(**{**told["point"], "run_dir": Path(told["point"]["run_dir"])})
     point.checkpoint = point.checkpoint and Path(point.checkpoint)
+    sys.path[:0] = [told["job"]["cwd"]] * (told["job"]["cwd"] is not None)
     with owned(point.run_dir) if ranks.first else nullcontext(), ExitStack() as held:
+        newest = next(iter(checkpoints(point.run_dir / FOLDER)), None)
+        if ranks.first and point.checkpoint is not None and newest is not None and newest > point.checkpoint:
+            raise ConfigError(f"{point.run_dir} was resumed by another process just now; start again")
         yield Start(parse(told["settings"]), point, False, held, point.run_dir)
 
 
@@ -285,11 +298,11 @@ def _run(start: Start, job: Job, ranks: Ranks, peers: Peers | None = None) -> Pa
         return _check(config, job.folder) if ranks.first else job.folder
     if peers is not None:
         ranks_of(config)  # whether so many can be
-        peers.way_on = lambda: _kept(point.run_dir, job.given)
+        peers.way_on = lambda: _kept(point.run_dir, job)
         peers.speak = lambda text: _say_and_note(text, point.run_dir)
     result = train(config, point.run_dir, point, say=show, ranks=ranks)
     if result.status == "interrupted":
-        _say_stopped(result, point.run_dir, job.given)
+        _say_stopped(result, point.run_dir, job)
     show(f"{result.report()}\n  written to {point.run_dir}")
     return point.run_dir
 
@@ -299,7 +312,7 @@ def _told(start: Start, job: Job) -> dict[str, Any]:
     point = asdict(start.point)
     point |= {name: point[name] and str(point[name]) for name in ("run_dir", "checkpoint")}
     return {
-        "job": {**asdict(job), "folder": str(job.folder)},
+        "job": {**asdict(job), "folder": str(job.folder), "sweep": job.sweep and str(job.sweep)},
         "settings": start.plain,
         "point": point,
         "command": sys.argv,
@@ -312,11 +325,11 @@ def _say_and_note(text: str, folder: Path) -> None:
         Journal(folder).write(f"error: {text}")
 
 
-def _kept(folder: Path, given: list[str]) -> str:
+def _kept(folder: Path, job: Job) -> str:
     newest = next(iter(checkpoints(folder / FOLDER)), None)
     if newest is None:
         return "; no checkpoint was saved"
-    return f"; the newest checkpoint is {newest}\n  to resume: {_way_on(folder, given)}"
+    return f"; the newest checkpoint is {newest}\n  to resume: {_way_on(folder, job)}"
 
 
 def _note_failure(folder: Path, scope: str, reason: str) -> None:

@@ -19,7 +19,7 @@ from graphmod.cli.start import loading, own_rank, ranks_started, require_one_pro
 from graphmod.cli.stdout import end_at_once, stay_silent
 from graphmod.cli.training.settings import TRAIN
 from graphmod.errors import ConfigError
-from graphmod.train.run.folders import unused
+from graphmod.train.run.folders import from_here, unused
 from graphmod.train.run.ownership import owned
 from graphmod.train.schema.parallel import ParallelMode
 from graphmod.train.schema.run import RunConfig, check
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from graphmod.cli.training.job import Start
 
 _NAMES_NO_FOLDER = ("none", "auto")
+_NOWHERE = {"run__dir": ".", "output_subdir": None, "job__chdir": False, "job_logging__root": None}
 
 
 @dataclass
@@ -40,6 +41,7 @@ class _Command:
         start: of its only run, which has been looked for before Hydra made the folder.
         sweep: the folder of its multirun.
         made: the folder that was made for its run, which may go on in another one.
+        failed: why it cannot start, which the other ranks that a launcher has started are still to be told.
         joined: it trained with ranks that a launcher had started.
     """
 
@@ -47,6 +49,7 @@ class _Command:
     start: "Start | None" = None
     sweep: Path | None = None
     made: Path | None = None
+    failed: Exception | None = None
     joined: bool = False
 
 
@@ -70,12 +73,13 @@ def _task(settings: DictConfig) -> float | None:
         alone=config.mode is not RunMode.MULTIRUN,
         given=TRAIN.given,
         named=_command.made is None,
+        sweep=Path(config.runtime.cwd, config.sweep.dir) if config.mode is RunMode.MULTIRUN else None,
         cwd=config.runtime.cwd if config.job.chdir else None,
         logging={"job_logging": OmegaConf.to_container(config.job_logging, resolve=True), "verbose": config.verbose},
     )
     _command.joined = ranks_started() > 1
     if job.alone:
-        folder = run_job(settings, job, _command.start)
+        folder = run_job(settings, job, _command.start, _command.failed)
     else:
         folder = run_one_of(settings, job, config.job.num, lambda: _require_job(TRAIN.typed(settings), job.overrides))
     with suppress(OSError, ValueError, TypeError):  # it only checked, or is another rank than the first
@@ -153,17 +157,6 @@ def _require_multirun(config: RunConfig, overrides: list[str], several: bool) ->
         )
 
 
-def _require_own_folder(config: DictConfig, other: str, own: str) -> None:
-    """Raises ConfigError where the folder is given that the other kind of run has, or none."""
-    if any(one.lstrip("+").startswith(f"hydra.{other}.dir=") for one in given_overrides(config, "hydra")):
-        what = "a multirun" if own == "sweep" else "a single run"
-        raise ConfigError(f"hydra.{other}.dir does nothing in {what}; give hydra.{own}.dir=FOLDER")
-    if not str(config.hydra[own].dir).strip():
-        raise ConfigError(
-            f"hydra.{own}.dir is empty; give the folder to write to, such as hydra.{own}.dir=runs/mine, or leave it out"
-        )
-
-
 def _folder(config: DictConfig, what: str) -> Path:
     """The folder to write to; the default one is made, under a name that nothing has."""
     folder = str(config.hydra[what].dir)
@@ -187,30 +180,35 @@ class TrainCallback(CommandCallback):
             ConfigError: the settings cannot be meant, or a folder is in use.
         """
         HydraConfig.instance().set_config(config)
-        _require_own_folder(config, "sweep", "run")
+        super().on_run_start(config)
         settings, overrides = without_hydra(config), given_overrides(config, "task")
         _require_one_length(overrides)
-        _require_one_run(TRAIN.typed(settings))
+        resumed = str(settings.train.resume) not in _NAMES_NO_FOLDER
+        _require_one_run(TRAIN.typed(settings, resumed))
         if own_rank():  # another than the first writes nowhere, and is told which folder the run has
-            _set(config, run__dir=".", output_subdir=None, job__chdir=False, job_logging__root=None)
+            _set(config, **_NOWHERE)
             return
         with loading():
             from graphmod.cli.training.job import Job, started
         default = default_folder(config, "run")
         folder = _folder(config, "run")
         _command.made = folder if default else None
-        if ranks_started() > 1:
-            _set(config, run__dir=str(folder))
-            return
         job = Job(folder, overrides, True, TRAIN.given, named=not default)
         job.cwd = str(Path.cwd()) if config.hydra.job.chdir else None
-        start = _command.start = _command.held.enter_context(started(settings, job))
+        try:
+            start = _command.start = _command.held.enter_context(started(settings, job))
+        except Exception as error:
+            if ranks_started() == 1:
+                raise
+            _command.failed = error  # the others wait, and are told
+            _set(config, **_NOWHERE)
+            return
         TRAIN.folder = start.folder
-        _set(config, run__dir=str(start.folder))
+        _set(config, run__dir=str(start.folder), **({} if start.point else {"output_subdir": None}))
         if start.resumed:  # its files in .hydra should say with which settings it goes on
             with read_write(config), open_dict(config):
-                for group, values in start.plain.items():
-                    OmegaConf.update(config, group, values, merge=True, force_add=True)
+                for group, values in OmegaConf.merge(OmegaConf.structured(RunConfig), start.plain).items():
+                    config[group] = values
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         """Refuses what cannot be, and takes the folder of the multirun.
@@ -218,7 +216,7 @@ class TrainCallback(CommandCallback):
         Raises:
             ConfigError: the settings cannot be meant, or the folder is in use, or holds another multirun.
         """
-        _require_own_folder(config, "run", "sweep")
+        super().on_multirun_start(config)
         overrides = given_overrides(config, "task")
         typed = TRAIN.typed(without_hydra(config))
         swept = _swept(config)
@@ -226,7 +224,7 @@ class TrainCallback(CommandCallback):
         with loading():
             from graphmod.cli.training.comparison import require_new
         folder = _folder(config, "sweep")
-        shown = folder if not default_folder(config, "sweep") else folder.relative_to(Path.cwd())
+        shown = from_here(folder)
         _command.held.enter_context(owned(folder))
         require_new(folder, typed.train.resume)
         _command.sweep = TRAIN.folder = folder
@@ -235,8 +233,8 @@ class TrainCallback(CommandCallback):
             {*config.hydra.job.config.override_dirname.exclude_keys, *(key for key in swept if not swept[key])}
         )
         same = f"hydra.job.config.override_dirname.exclude_keys=[{','.join(map(quoted, apart))}]"
-        more = [f"hydra.sweep.dir={quoted(str(shown))}", same]
-        _set(config, sweep__dir=str(shown), overrides__hydra=[*given_overrides(config, "hydra"), *more])
+        more = [f"hydra.sweep.dir={quoted(shown)}", same]
+        _set(config, sweep__dir=shown, overrides__hydra=[*given_overrides(config, "hydra"), *more])
 
 
 def _swept(config: DictConfig) -> dict[str, bool]:

@@ -35,7 +35,8 @@ def main() -> int:
     with loading(silent=bool(own_rank())):
         from graphmod.cli.training.job import Job, among_ranks, given_to_ranks
         from graphmod.train.schema.train import DeviceName
-    job = Job(**{**told["job"], "folder": Path(told["job"]["folder"])})
+    sweep = told["job"]["sweep"]
+    job = Job(**{**told["job"], "folder": Path(told["job"]["folder"]), "sweep": sweep and Path(sweep)})
     device = DeviceName(told["settings"]["train"]["device"])
     try:
         among_ranks(lambda: device, job, lambda ranks: given_to_ranks(told, ranks))

@@ -14,12 +14,15 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
+from graphmod.cli.errors import unknown_key
 from graphmod.cli.start import CONFIGS, ranks_started
+from graphmod.errors import ConfigError
 from graphmod.train.checkpoints.manifest import DamagedCheckpoint, read_manifest
 from graphmod.train.run.decisive import all_settings, require_same, with_changes
 from graphmod.train.run.device import pick_device
 from graphmod.train.run.resume import AUTO, NONE, ResumePoint, newest_readable, run_of
 from graphmod.train.schema.parallel import ParallelMode
+from graphmod.train.schema.run import RunConfig
 from graphmod.train.schema.train import DeviceName
 
 _RESUME = "train.resume"
@@ -73,6 +76,34 @@ def _given(cfg: DictConfig, overrides: list[str]) -> dict[str, Any]:
     return {name: _plain(cfg, name) for name in sorted({*names})}
 
 
+def _folded(given: dict[str, Any], saved: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """What is given, with settings that hold several values whole: what they were with what is given over it. So are
+    the arguments of a part of the user's own, in `target`.
+
+    Raises:
+        ConfigError: a setting that there is not, for a run without such a part.
+    """
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        group, *keys = name.split(".")
+        if keys and keys[0] not in saved[group]:
+            keys = ["target", *keys]
+            other = given.get(f"{group}._target_", (saved[group].get("target") or {}).get("_target_"))
+            if other is None:
+                raise ConfigError(unknown_key(name, RunConfig, str(value)))
+        if len(keys) < 2 or keys[0] == "lora":
+            found[name] = value
+            continue
+        was = saved[group].get(keys[0]) or {}
+        if keys[0] == "target" and was.get("_target_") != other:
+            was = {}
+        place = found.setdefault(f"{group}.{keys[0]}", copy.deepcopy(was))
+        for part in keys[1:-1]:
+            place = place.setdefault(part, {})
+        place[keys[-1]] = value
+    return found
+
+
 def _named(resume: str) -> ResumePoint | None:
     folder, run = Path(resume).absolute(), run_of(resume)
     if run == folder:
@@ -110,10 +141,11 @@ def job_settings(cfg: DictConfig, overrides: list[str]) -> JobSettings:
     point = None if resume in (NONE, AUTO) else _named(resume)
     if point is None:  # where a folder was named, whoever looks for its checkpoints says what is wrong with them
         return JobSettings(cfg)
-    given, manifest = _given(cfg, overrides), point.manifest
+    manifest = point.manifest
+    saved = all_settings(manifest)
+    given = _folded(_given(cfg, overrides), saved)
     # At once, because a change that may not be can also be one that does not fit to the rest.
     require_same(point.checkpoint, manifest, with_changes(manifest["settings"], given))
-    saved = all_settings(manifest)
     settings = copy.deepcopy(saved)
     changed = []
     for name, value in {**given, _RESUME: resume}.items():

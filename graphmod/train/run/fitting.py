@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from graphmod.config import CompileMode
 from graphmod.errors import ConfigError
 from graphmod.train.attention import NAME
 from graphmod.train.data.batches import Batches, Data
@@ -21,7 +22,8 @@ from graphmod.train.schema.parallel import ParallelMode
 from graphmod.train.schema.run import RunConfig
 from graphmod.train.settings import Scope
 from graphmod.train.special_tokens import set_special_tokens
-from graphmod.train.step.losses import IGNORED, OfRows, count_targets_of, own_logits
+from graphmod.train.step.activations import recompute_activations
+from graphmod.train.step.losses import IGNORED, OfRows, count_targets_of, criterion_of, own_logits
 from graphmod.train.step.staging import microbatches, on_device
 from graphmod.train.targets import in_words, located, made, name_of, passes_on
 from graphmod.wrap.layers import find_layers
@@ -41,8 +43,8 @@ def fitted(
 ) -> tuple[nn.Module, Callable]:
     """The model of a run on its device, and the loss that goes with it and the data.
 
-    Parts of one's own are called once, on a microbatch of the first step; random state, buffers and modes are as they
-    were then.
+    Layers run again in the backward where that is asked for. Parts of one's own are called a few times, on a microbatch
+    of the first step; random state, buffers, attributes and modes of the model are as they were then.
 
     Args:
         config: checked settings.
@@ -57,6 +59,8 @@ def fitted(
     """
     model = build_model(config.model, dims, config.train.precision, device, config.train.seed, corpus.vocab_size)
     _require_supported(config, model, corpus)
+    if config.train.activation_checkpointing:
+        recompute_activations(model, config.graph.compile is not CompileMode.none)
     if isinstance(model, PreTrainedModel):
         if corpus.tokenizer is not None:
             set_special_tokens(model, corpus.tokenizer)
@@ -75,8 +79,21 @@ def fitted(
         microbatch = microbatches(on_device(batches.sampler(first), device))[0]
         if of_logits is not None:
             trial.logits(microbatch, of_logits, corpus)
+        criterion = criterion_of(loss_fn)
+        before = _state(criterion)
         trial.loss(microbatch, loss_fn, averaged=ranks.count > 1 and config.parallel.mode is ParallelMode.ddp)
+        if _state(criterion) != before:
+            raise ConfigError(
+                f"{own[-1]} keeps something from step to step, which no checkpoint holds; keep it in a buffer of the model"
+            )
     return model, loss_fn
+
+
+def _state(criterion: Callable | None) -> list[Any]:
+    """What a module of logits and targets may keep from one call to the next."""
+    modules = list(criterion.modules()) if isinstance(criterion, nn.Module) else []
+    simple = [(name, one) for part in modules for name, one in vars(part).items() if isinstance(one, (int, float, str))]
+    return simple + [buffer.tolist() for part in modules for buffer in part._buffers.values() if buffer is not None]
 
 
 def has_layers(model: nn.Module) -> bool:
@@ -167,26 +184,29 @@ def _own_loss(config: RunConfig, otherwise: Callable | None, device: torch.devic
 
 
 @contextlib.contextmanager
-def _without_trace(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """In evaluation mode; random state, buffers and modes are as before at the end."""
-    training = [module for module in model.modules() if module.training]
+def _without_trace(model: nn.Module, device: torch.device, training: bool) -> Iterator[None]:
+    """In training or evaluation mode; random state, buffers, attributes and modes are as before at the end."""
+    attributes = [(module, dict(vars(module))) for module in model.modules()]
     buffers = [
         (module, name, buffer, buffer.clone())
         for module in model.modules()
         for name, buffer in module._buffers.items()
         if buffer is not None
     ]
-    model.eval()
+    model.train(training)
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             yield
     finally:
-        for module in training:
-            module.training = True
+        for module, before in attributes:
+            vars(module).clear()
+            vars(module).update(before)
         with torch.no_grad():
             for module, name, buffer, value in buffers:
                 module._buffers[name] = buffer
                 buffer.copy_(value)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
 
 
 def _named(batch: Any) -> dict[Any, Tensor]:
@@ -210,11 +230,11 @@ class _Trial:
     def __init__(self, config: RunConfig, model: nn.Module, device: torch.device, parts: str) -> None:
         self._config, self._model, self._device, self._parts = config, model, device, parts
 
-    def _called(self, what: str, call: Callable[[], Any]) -> Any:
+    def _called(self, what: str, call: Callable[[], Any], training: bool = True) -> Any:
         dtype = autocast_dtype(self._config.train.precision)
         try:
             with (
-                _without_trace(self._model, self._device),
+                _without_trace(self._model, self._device, training),
                 torch.autocast(self._device.type, dtype, enabled=dtype is not None),
             ):
                 return call()
@@ -249,8 +269,9 @@ class _Trial:
                 return forward(self._model, some, **more)
 
         what = f"calling the model with tokens {described({'': tokens})}"
+        shape = tuple(tokens.shape)
         try:
-            found, changed = (self._called(what, functools.partial(call, some)) for some in (zeros, other))
+            found = self._called(what, functools.partial(call, zeros))
         except ConfigError as error:
             if isinstance(error.__cause__, AttributeError) and "'logits'" in str(error.__cause__):
                 raise ConfigError(
@@ -258,7 +279,6 @@ class _Trial:
                     "or give a loss of your own (train.loss._target_)"
                 ) from error
             raise
-        shape = tuple(tokens.shape)
         fits = isinstance(found, Tensor) and found.is_floating_point() and found.dim() == 3
         if not fits or tuple(found.shape[:2]) != shape:
             raise ConfigError(
@@ -268,10 +288,15 @@ class _Trial:
         require_vocabulary(found.shape[-1], corpus.vocab_size)
         if corpus.vocab_size is None:
             corpus.vocab_size = found.shape[-1]
-        before, after = found[:, :-1].float(), changed[:, :-1].float()
-        if before.numel() and (before - after).abs().max() > (
-            _LOOKS_AHEAD * torch.finfo(found.dtype).eps * before.abs().max()
-        ):
+        # As it evaluates: dropout and the statistics of a batch would differ anyway.
+        seen = [self._called(what, functools.partial(call, some), training=False) for some in (zeros, other)]
+        if not all(isinstance(one, Tensor) and one.shape == found.shape for one in seen):
+            return  # it evaluates in another form
+        before, after = (one[:, :-1].float() for one in seen)
+        dtypes = {found.dtype, autocast_dtype(self._config.train.precision) or found.dtype}
+        dtypes |= {one.dtype for one in self._model.parameters() if one.is_floating_point()}
+        coarsest = max(torch.finfo(dtype).eps for dtype in dtypes)
+        if before.numel() and (before - after).abs().max() > _LOOKS_AHEAD * coarsest * before.abs().max():
             raise ConfigError(
                 f"{name} looks ahead: what it predicts for a token changes with the tokens that come after it, so the "
                 "loss of the next token would be of what it has seen. Make it causal (BERT's kind: "

@@ -36,10 +36,10 @@ def job_folder(keys: list[str], overrides: list[str], otherwise: str) -> str:
     return "_".join(parts).replace(os.sep, "-")[:200] or otherwise
 
 
-def from_here(path: str | Path) -> str:
-    """`path` as one would type it here."""
-    full = Path(path).absolute()
-    return str(full.relative_to(Path.cwd())) if full.is_relative_to(Path.cwd()) else str(full)
+def from_here(path: str | Path, here: str | Path | None = None) -> str:
+    """`path` as one would type it in the folder `here`; None is the present one."""
+    full, here = Path(path).absolute(), Path(here or Path.cwd())
+    return str(full.relative_to(here)) if full.is_relative_to(here) else str(full)
 
 
 def link_latest(folder: Path) -> Path:

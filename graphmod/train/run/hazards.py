@@ -22,7 +22,6 @@ from graphmod.train.run.fitting import fitted
 from graphmod.train.schema.run import RunConfig
 from graphmod.train.settings import Scope
 from graphmod.train.step import TrainStep
-from graphmod.train.step.activations import recompute_activations
 from graphmod.train.step.isolation import isolated
 from graphmod.train.step.losses import criterion_of
 from graphmod.wrap.layers import edge_modules
@@ -47,10 +46,8 @@ def check_training(config: RunConfig, folder: Path) -> Report:
     device = pick_device(config.train.device)
     with isolated(device, config.train.seed, config.train.deterministic):
         batches = make_batches(config, corpus, device, dims)
-        model, loss_fn = fitted(config, corpus, dims, batches, device)
-        if config.train.activation_checkpointing:
-            recompute_activations(model, False)
         plain = replace(config, graph=replace(config.graph, compile=CompileMode.none))
+        model, loss_fn = fitted(plain, corpus, dims, batches, device)
         step = step_maker(plain, model, device, loss_fn)(Scope.none)
         report = _of_step(step, step._stage(batches.sampler(0)), scope)
         report.on_gpu = []  # there the run builds its optimizer for a GPU

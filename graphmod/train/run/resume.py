@@ -71,7 +71,7 @@ def _unfinished(run_dir: Path) -> bool:
 
 def holds_finished_runs(folder: Path) -> bool:
     """Whether a folder of several runs, such as a multirun's, has one that is finished."""
-    return any(not _unfinished(path.parent) for path in folder.glob(f"*/{RESULT_FILE}"))
+    return any(not _unfinished(path.parent) for path in folder.rglob(RESULT_FILE))
 
 
 def newest_readable(run_dir: Path) -> ResumePoint | None:
@@ -265,6 +265,26 @@ def claimed(config: RunConfig, run_dir: Path, *, beside: bool = False, named: bo
         yield _locate(resume, run_dir, settings, beside, held)
 
 
+def require_left(point: ResumePoint, steps: int, epochs: int | None = None) -> None:
+    """Raises ConfigError where a run has done more steps than are asked for, or all of them in another folder.
+
+    Args:
+        point: with a checkpoint.
+        steps: that are asked for.
+        epochs: that are asked for in their place, which are `steps`; None where steps are.
+    """
+    done, newest = point.manifest["steps_done"], point.checkpoint
+    asked = f"train.steps={steps}" if epochs is None else f"train.epochs={epochs}, which are {steps} steps,"
+    if done > steps:
+        raise ConfigError(f"{newest} has done {done} steps already, and {asked} asks for fewer")
+    if done == steps and newest.parent.parent != point.run_dir:
+        raise ConfigError(f"{newest} has done all of its {steps} steps; to extend the run: {_more(done, epochs)}")
+
+
+def _more(done: int, epochs: int | None) -> str:
+    return f"train.steps={2 * done}" if epochs is None else f"train.epochs={2 * epochs}"
+
+
 def finished_result(point: ResumePoint, steps: int, epochs: int | None, say: Callable[[str], None]) -> RunResult | None:
     """The result of a run that has no step left to do, if it got as far as writing one; `say` is told which it is.
 
@@ -277,15 +297,10 @@ def finished_result(point: ResumePoint, steps: int, epochs: int | None, say: Cal
     Raises:
         ConfigError: it has done more steps than are asked for, or its folder is another's.
     """
+    require_left(point, steps, epochs)
     done, run = point.manifest["steps_done"], point.checkpoint.parent.parent
-    more = f"train.steps={2 * done}" if epochs is None else f"train.epochs={2 * epochs}"
-    asked = f"train.steps={steps}" if epochs is None else f"train.epochs={epochs}, which are {steps} steps,"
-    if done > steps:
-        raise ConfigError(f"{point.checkpoint} has done {done} steps already, and {asked} asks for fewer")
-    if done == steps and run != point.run_dir:
-        raise ConfigError(f"{point.checkpoint} has done all of its {steps} steps; to extend the run: {more}")
     if done == steps and not _unfinished(run):
-        say(f"{run} is finished; to extend it: train.resume={run} {more}. Its report:")
+        say(f"{run} is finished; to extend it: train.resume={run} {_more(done, epochs)}. Its report:")
         return RunResult.read(run)
     say("\n  ".join([f"resuming from step {done} of {steps}: {point.checkpoint}", *point.changed]))
     return None

@@ -37,7 +37,6 @@ from graphmod.train.run.resume import ResumePoint
 from graphmod.train.run.text_samples import Samples
 from graphmod.train.schema.run import RunConfig
 from graphmod.train.schema.train import NonFinite
-from graphmod.train.step.activations import recompute_activations
 from graphmod.train.step.step import warmup_steps
 
 
@@ -71,8 +70,6 @@ class Run:
         self.evaluation = Evaluation(self.batches.evaluation, loss_fn, device, ranks)
         compiled = config.graph.compile is not CompileMode.none
         self.warmup_steps = warmup_steps(config.graph, config.graph.compile.value)
-        if train.activation_checkpointing:
-            recompute_activations(self.model, compiled)
         divide(config, self.model, ranks)
         if ranks.data_rank:  # the first one goes on with the random numbers that a run alone has
             torch.manual_seed(own_seed(train.seed, ranks.data_rank, 0))
