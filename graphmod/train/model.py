@@ -176,9 +176,8 @@ def build_model(
             torch.manual_seed(seed)
             if model.architecture == CUSTOM:
                 built = _own_model(model, data_vocab_size).to(device)
-                built._apply(
-                    lambda one: one.to(dtype) if one.is_floating_point() else one
-                )  # `to` would make complex real
+                # `to` would make complex buffers real.
+                built._apply(lambda one: one.to(dtype) if one.is_floating_point() else one)
             else:
                 built = AutoModelForCausalLM.from_config(config, dtype=dtype)
     if isinstance(built, PreTrainedModel):

@@ -95,6 +95,11 @@ def _is_own(file: str) -> bool:
     return not file.startswith(_OURS) and not any(part in file for part in outside)
 
 
+def is_own(error: BaseException) -> bool:
+    """Whether an exception came from code that is neither a library's nor of this package."""
+    return any(_is_own(one.filename) for one in traceback.extract_tb(error.__traceback__))
+
+
 def passes_on(error: BaseException) -> bool:
     """Whether an exception in a part of one's own says something of the machine and not of that part."""
     return isinstance(error, (MemoryError, ConfigError)) or type(error).__name__ == "OutOfMemoryError"
@@ -128,9 +133,7 @@ def made(setting: str, target: dict[str, Any], *, bound_to: tuple[str, ...] = ()
 
     called = located(setting, target)
     if bound_to and "_args_" in target:
-        raise ConfigError(
-            f"{setting}._args_ cannot be given: it is called with {' and '.join(bound_to)}; name arguments"
-        )
+        raise ConfigError(f"{setting}._args_ cannot be given: it is called with {' and '.join(bound_to)}; use names")
     arguments = {name: value for name, value in {**more, **target}.items() if name not in _OF_HYDRA}
     said = f"{setting}.{TARGET}={name_of(target)}"
     _require_taken(said, called, (*target.get("_args_", ()), *bound_to), arguments)

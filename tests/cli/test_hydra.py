@@ -18,6 +18,23 @@ from graphmod.cli.generation.main import main as generate
 from graphmod.cli.start import CONFIGS
 from graphmod.cli.training.main import main
 
+NET = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self, vocab_size, width=4):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(vocab_size, width), nn.Linear(width, vocab_size)
+        self.register_buffer("turn", torch.polar(torch.ones(width), torch.ones(width)))
+
+    def forward(self, tokens):
+        assert self.turn.is_complex()
+        return self.head((self.embed(tokens) * self.turn).real)
+"""
+OWN = ["train.device=cpu", "data.cache=null", "data.max_bytes=20000", "data.seq_len=16", "data.batch_size=2"]
+OWN += ["train.eval_every=0"]
 SMALL = [*TINY, "data.max_bytes=20000", "train.steps=4", "train.checkpoint=false"]
 
 
@@ -132,6 +149,40 @@ def test_an_experiment_changes_a_run_that_is_resumed(run, tmp_path):
     assert "train.log_every was 3 and is now 1" in said
 
 
+def test_a_resume_that_is_refused_leaves_the_settings_of_the_run(run, tmp_path):
+    assert run(*TINY, "data.max_bytes=20000", "hydra.run.dir=mine")[0] == 0
+    saved = {path: path.read_text() for path in (tmp_path / "mine" / ".hydra").iterdir()}
+    for refused in (["train.steps=2"], ["train.seed=3"], ["model.width=3"], ["train.loss._target_=a.b"]):
+        status, _, said = run("train.resume=mine", *refused)
+        assert status == 2 and len(said.splitlines()) <= 2
+    assert run(*SMALL, "graph.check=true", "hydra.run.dir=mine")[0] == 0
+    assert {path: path.read_text() for path in saved} == saved
+
+
+def test_arguments_of_ones_own_model_go_over_those_of_the_run(run, tmp_path, monkeypatch):
+    (tmp_path / "own_net.py").write_text(NET)
+    monkeypatch.setattr("sys.path", [*sys.path])
+    own = ["model._target_=own_net.Net", "model.width=8", "train.steps=4", *OWN]
+    assert run(*own, "hydra.run.dir=mine", "hydra.job.chdir=true")[0] == 0
+    status, _, said = run("train.resume=mine", "model.width=16")
+    assert status == 2 and "'width': 8} and is now {'_target_': 'own_net.Net', 'width': 16}" in said
+    assert run("train.resume=mine", "model.width=8", "train.steps=6")[0] == 0
+    saved = yaml.safe_load((tmp_path / "mine" / ".hydra" / "config.yaml").read_text())
+    assert saved["model"]["target"] == {"_target_": "own_net.Net", "width": 8} and "_target_" not in saved["model"]
+    status, _, said = run(*own, "model.target=5")
+    assert status == 2 and "unexpected keyword argument 'target'" in said
+
+
+def test_ranks_do_not_wait_for_a_first_one_that_cannot_start(tmp_path):
+    (tmp_path / "file").touch()
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29631"}
+    given = [*SMALL, "parallel=ddp", "hydra.run.dir=file/x"]
+    ranks = [shell(tmp_path, *given, RANK=str(rank), LOCAL_RANK=str(rank), **common) for rank in range(2)]
+    said = [process.communicate(timeout=60)[1] for process in ranks]
+    assert [process.returncode for process in ranks] == [1, 1]
+    assert said[0].startswith(f"error: cannot write to {tmp_path}/file/x: Not a directory") and said[1] == ""
+
+
 def test_a_folder_in_use_stays_as_it_is(run, tmp_path):
     (tmp_path / "mine").mkdir()
     holder = "import sys, time; from pathlib import Path; from graphmod.train.run.ownership import owned\n"
@@ -176,6 +227,9 @@ def test_folders_of_jobs_are_named_as_they_are_set(run, tmp_path):
     keys = "hydra.job.config.override_dirname.exclude_keys=[train.seed]"
     assert run(*sweep[:-1], keys, "hydra.sweep.dir=own", "hydra.sweep.subdir=job_${hydra.job.num}")[0] == 0
     assert {path.parent.name for path in tmp_path.glob("own/*/result.json")} == {"job_0", "job_1"}
+    deep = ["hydra.sweep.dir=deep", "hydra.sweep.subdir=${hydra.job.num}/x"]
+    assert run(*sweep[:-1], *deep)[0] == 0
+    assert [row["name"] for row in rows(tmp_path / "deep")] == ["0/x", "1/x"]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from graphmod.cli.generation.folder import model_folder
-from graphmod.errors import ConfigError
+from graphmod.errors import ConfigError, GraphmodError
 from graphmod.train.data.windows import ShuffledEpochs
 from graphmod.train.run.hazards import check_training
 from graphmod.train.run.loop import train
@@ -495,3 +495,15 @@ def test_what_needs_a_model_of_transformers_says_so_of_a_checkpoint(own, tiny, t
             model_folder(str(folder))
     with pytest.raises(ConfigError, match=r"your own, my_parts\.Net"):
         tiny("model=local", f"model.path={tmp_path / result.checkpoint}")
+
+
+def test_a_loss_that_keeps_something_is_refused(own, tmp_path):
+    message = complaint(own("graph=none", loss=named("Counting")), tmp_path)
+    assert message.startswith("train.loss._target_=my_parts.Counting keeps something from step to step")
+
+
+def test_code_of_ones_own_that_fails_later_is_one_line(own, tmp_path):
+    with pytest.raises(GraphmodError) as caught:
+        train(own("graph=none", model=named("Failing")), tmp_path)
+    assert str(caught.value).startswith("model._target_=my_parts.Failing: after step 4: ValueError: no more tokens")
+    assert "my_parts.py:" in str(caught.value)

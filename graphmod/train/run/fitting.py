@@ -70,12 +70,10 @@ def fitted(
     of_logits = loss_fn
     if config.train.loss:
         loss_fn, of_logits = _own_loss(config, loss_fn, device)
-    own = [f"model._target_={name_of(config.model.target)}" if config.model.target else ""]
-    own += [f"data._target_={name_of(config.data.target)}" if config.data.target else ""]
-    own += [f"train.loss._target_={name_of(config.train.loss)}" if config.train.loss else ""]
+    own = own_parts(config)
     keeps_attention = isinstance(model, PreTrainedModel) and model.config._attn_implementation != NAME
-    if any(own) or keeps_attention:
-        trial = _Trial(config, model, device, ", ".join(filter(None, own)) or type(model).__name__)
+    if own or keeps_attention:
+        trial = _Trial(config, model, device, own or type(model).__name__)
         microbatch = microbatches(on_device(batches.sampler(first), device))[0]
         if of_logits is not None:
             trial.logits(microbatch, of_logits, corpus)
@@ -84,7 +82,8 @@ def fitted(
         trial.loss(microbatch, loss_fn, averaged=ranks.count > 1 and config.parallel.mode is ParallelMode.ddp)
         if _state(criterion) != before:
             raise ConfigError(
-                f"{own[-1]} keeps something from step to step, which no checkpoint holds; keep it in a buffer of the model"
+                f"train.loss._target_={name_of(config.train.loss)} keeps something from step to step, which no "
+                "checkpoint holds; keep it in a buffer of the model"
             )
     return model, loss_fn
 
@@ -94,6 +93,12 @@ def _state(criterion: Callable | None) -> list[Any]:
     modules = list(criterion.modules()) if isinstance(criterion, nn.Module) else []
     simple = [(name, one) for part in modules for name, one in vars(part).items() if isinstance(one, (int, float, str))]
     return simple + [buffer.tolist() for part in modules for buffer in part._buffers.values() if buffer is not None]
+
+
+def own_parts(config: RunConfig) -> str:
+    """The parts of one's own, as settings name them; empty without any."""
+    named = {"model": config.model.target, "data": config.data.target, "train.loss": config.train.loss}
+    return ", ".join(f"{setting}._target_={name_of(target)}" for setting, target in named.items() if target)
 
 
 def has_layers(model: nn.Module) -> bool:

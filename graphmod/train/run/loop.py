@@ -22,6 +22,7 @@ from graphmod.train.run.decisive import (
     require_same,
 )
 from graphmod.train.run.device import pick_device
+from graphmod.train.run.fitting import own_parts
 from graphmod.train.run.interrupt import Aborted
 from graphmod.train.run.profiling import add_profile
 from graphmod.train.run.ranks import ALONE, Ranks
@@ -30,7 +31,7 @@ from graphmod.train.run.steps import Run
 from graphmod.train.schema.model import LOCAL
 from graphmod.train.schema.run import RunConfig
 from graphmod.train.step.isolation import isolated
-from graphmod.train.targets import name_of
+from graphmod.train.targets import in_words, is_own, name_of, passes_on
 
 
 def _run(config: RunConfig, point: ResumePoint, *parts: Any, ranks: Ranks, say: Callable[[str], None]) -> RunResult:
@@ -45,6 +46,10 @@ def _run(config: RunConfig, point: ResumePoint, *parts: Any, ranks: Ranks, say: 
         return result
     except GraphmodError as error:
         run.journal.write(f"error: {error}")
+        raise
+    except Exception as error:
+        if (own := own_parts(config)) and is_own(error) and not passes_on(error):
+            raise GraphmodError(f"{own}: after step {len(run.metrics.losses)}: {in_words(error)}") from error
         raise
     except KeyboardInterrupt:
         raise Aborted(next(iter(checkpoints(point.run_dir / FOLDER)), None)) from None

@@ -3,7 +3,7 @@
 The YAML files in `configs/` fill these classes in, and `cli/app.py` turns a composed config into them. Nothing here
 loads PyTorch, which takes seconds: what is wrong is said at once. What is asked of the device and of the libraries,
 `train/run/device.py` looks at. Checks read nothing but file names and change nothing, save `data.path` and `train.log`,
-which they make lists, and `data.seq_len`, which is the longest of `data.buckets`.
+which they make lists, `model.path`, which becomes a folder, and `data.seq_len`, which is the longest of `data.buckets`.
 """
 
 from dataclasses import dataclass, field
