@@ -505,5 +505,6 @@ def test_a_loss_that_keeps_something_is_refused(own, tmp_path):
 def test_code_of_ones_own_that_fails_later_is_one_line(own, tmp_path):
     with pytest.raises(GraphmodError) as caught:
         train(own("graph=none", model=named("FailingLater")), tmp_path)
-    assert str(caught.value).startswith("model._target_=my_parts.FailingLater: after step 4: ValueError: no more tokens")
-    assert "my_parts.py:" in str(caught.value)
+    said = str(caught.value)
+    assert said.startswith("model._target_=my_parts.FailingLater: step 5: ValueError: no more tokens, please (")
+    assert "my_parts.py:" in said

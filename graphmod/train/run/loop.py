@@ -49,7 +49,7 @@ def _run(config: RunConfig, point: ResumePoint, *parts: Any, ranks: Ranks, say: 
         raise
     except Exception as error:
         if (own := own_parts(config)) and is_own(error) and not passes_on(error):
-            raise GraphmodError(f"{own}: after step {len(run.metrics.losses)}: {in_words(error)}") from error
+            raise GraphmodError(f"{own}: step {run.done + 1}: {in_words(error)}") from error
         raise
     except KeyboardInterrupt:
         raise Aborted(next(iter(checkpoints(point.run_dir / FOLDER)), None)) from None

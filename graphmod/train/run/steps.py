@@ -89,7 +89,7 @@ class Run:
             weights = saved_weights(point.checkpoint, self.model, weights_dtype(train.precision))
             seed = own_seed(train.seed, ranks.data_rank, done)
             before = restore(point.checkpoint, self.model, self.step, weights, ranks.data_rank, ranks.data_ranks, seed)
-        self.first = before.steps_done if before else 0
+        self.first = self.done = before.steps_done if before else 0
         self.clock = StepClock(device, train.sync_steps)
         self.tokens_per_step = ranks.data_ranks * train.grad_accumulation * data.batch_size * corpus.length
         self.journal, self.display = Journal(self.folder, ranks.rank), None
@@ -208,6 +208,7 @@ class Run:
                 before = self.step.captures
                 loss = self.step(batch)
                 host_seconds = time.perf_counter() - called
+                self.done = done
                 if self.config.data.buckets is not None and self.step.captures != before:
                     length = batch.shape[2] - 1
                     known = self.captures_by_length
