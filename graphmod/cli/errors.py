@@ -137,6 +137,9 @@ def most_like(word: str, options: Iterable[str]) -> list[str]:
 def choice_to_write(group: str, choice: str, options: Iterable[str]) -> str:
     """What to write in place of `group=choice`, which is not among `options`; "" where nothing is like it."""
     path = Path(choice)
+    is_file = path.exists() or path.suffix in (*_HF_FILES, ".txt")
+    if group in ("model", "data") and not is_file and re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", choice):
+        return f"{group}._target_={choice}"
     is_path = path.exists() or "/" in choice or bool(path.suffix)
     if group == "data" and {"text", "hf"} <= {*options} and is_path:
         return f"data={'hf' if path.suffix in _HF_FILES else 'text'} data.path={choice}"
@@ -194,6 +197,9 @@ def unknown_key(key: str, kind: type, value: str | None = None) -> str:
     group = key.rpartition(".")[0]
     best = meant(key, names)
     message = f"there is no setting {key!r}"
+    if key.rpartition(".")[2].strip("_") == "target":
+        write = f"{key.rpartition('.')[0]}._target_"
+        return f"{message}; did you mean {write!r}? Write {write}={value or 'my_package.Name'}"
     if key.startswith("hydra."):
         return f"{message}; --cfg hydra prints those of Hydra"
     if best:
@@ -280,6 +286,8 @@ def _reason(error: BaseException, kind: type) -> str:
     reason = str(inner.msg or inner).splitlines()[0]
     if isinstance(inner, InterpolationResolutionError):
         return f"{key} refers to something that is not there: {reason}"
+    if key == "train.loss" and reason.startswith("Cannot assign"):
+        return f"train.loss has settings: write train.loss._target_={inner.value}"
     if reason.endswith("is not Optional"):
         reason = "null is not allowed"
     elif wrong := _WRONG_KIND.match(reason):

@@ -380,7 +380,7 @@ def test_a_module_in_the_present_folder_is_found(own, tmp_path, monkeypatch):
         ({"data": named("Stream"), "seq_len": 256}, "made a Stream, whose items have no numbers"),
         ({"data": named("Empty")}, "made an empty Empty"),
         ({"data": named("Tokens", size=3)}, "has 3 items, of which data.eval_fraction=0.2 leaves 3 to train on and 0"),
-        ({"data": named("Restless")}, "item 0 is another one each time"),
+        ({"data": named("Restless")}, "items are others each time that they are read"),
         ({"data": named("Words")}, "item 0 is not made of tensors on the host ('labels' is a list)"),
         ({"data": named("Uneven")}, "must have equal shapes; item "),
         ({"data": named("TooLarge"), "batch_size": 32}, "item 7 holds the token 20, and the vocabulary is 0 to 19"),
@@ -437,7 +437,7 @@ def test_what_does_not_fit_is_one_clear_error(own, tmp_path, parts, said):
             {"architecture": "custom", "target": named("Net"), "options": {"a": 1}},
             "do nothing with model=custom",
         ),
-        ("model", {"architecture": "llama", "target": named("Net")}, "use model=custom, or leave it out"),
+        ("model", {"architecture": "llama", "target": named("Net")}, "use model=custom (in an experiment"),
         ("data", {"source": Source.custom}, "data=custom needs data._target_=my_package.Items"),
         ("data", {"source": Source.custom, "target": {"_target_": "Items"}}, "such as data._target_=my_package.Name"),
         (
@@ -445,7 +445,7 @@ def test_what_does_not_fit_is_one_clear_error(own, tmp_path, parts, said):
             {"source": Source.custom, "target": named("Tokens"), "packing": True},
             "data.packing=True is for texts",
         ),
-        ("data", {"source": Source.stdlib, "target": named("Tokens")}, "use data=custom, or leave it out"),
+        ("data", {"source": Source.stdlib, "target": named("Tokens")}, "use data=custom (in an experiment"),
         ("train", {"loss": {"_target_": "loss"}}, "such as train.loss._target_=my_package.Name, got 'loss'"),
     ],
 )
@@ -508,3 +508,15 @@ def test_code_of_ones_own_that_fails_later_is_one_line(own, tmp_path):
     said = str(caught.value)
     assert said.startswith("model._target_=my_parts.FailingLater: step 5: ValueError: no more tokens, please (")
     assert "my_parts.py:" in said
+
+
+def test_a_loss_that_needs_gradients_says_that_an_evaluation_has_none(own, tmp_path):
+    parts = {"model": named("Net"), "loss": named("penalized")}
+    message = complaint(own("graph=none", "train.eval_every=4", **parts), tmp_path)
+    assert "the loss in an evaluation fails: " in message and message.endswith("train.eval_every=0 evaluates never")
+    assert len(train(own("graph=none", "train.eval_every=0", **parts), tmp_path / "without").losses) == 8
+
+
+def test_what_an_object_counts_begins_where_it_does_without_a_trial(own, tmp_path):
+    losses = [train(own("graph=none", loss=loss), tmp_path / str(loss)).losses for loss in (None, named("Annealed"))]
+    assert losses[0][0] == losses[1][0] and losses[1][1] < losses[0][1] * 0.6

@@ -3,7 +3,6 @@
 Which items a step sees is decided as for windows of text (`windows.py`), so that resuming and ranks work alike.
 """
 
-import functools
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import fields
@@ -64,6 +63,7 @@ class Items:
 
     Attributes:
         name: under which it was asked for.
+        fingerprint: number of items, and a checksum of some of them.
         count, held_out: of all items, and of those at the end that are evaluated on.
         vocab_size: every token is below it; None where the data set does not say.
         tokenizer: the transformers tokenizer of the data set, or None.
@@ -87,9 +87,10 @@ class Items:
             self._items = made("data", data.target, **given)
             self.count = self._length()
             self._parts = self.read(0)
-            if _checksum(self._parts) != _checksum(self.read(0)):
+            self.fingerprint = self._fingerprint()
+            if self.fingerprint != self._fingerprint():
                 raise ConfigError(
-                    f"{self.name}: item 0 is another one each time that it is read, so no run could be resumed; draw "
+                    f"{self.name}: items are others each time that they are read, so no run could be resumed; draw "
                     "random numbers from a generator that is seeded with the item's number"
                 )
         self.tokenizer = getattr(self._items, "tokenizer", None)
@@ -142,8 +143,9 @@ class Items:
             f"{f'{n!r} is ' if n != _WHOLE else ''}a {type(v).__name__}" for n, v in parts.items() if not _is_dense(v)
         ]
         if wrong or not parts:
+            some = ", ".join(wrong[:3]) or "it is empty"
             raise ConfigError(
-                f"{self.name}: item {index} is not made of tensors on the host ({', '.join(wrong) or 'it is empty'}); "
+                f"{self.name}: item {index} is not made of tensors on the host ({some}); "
                 "return a tensor, or a tuple or dict of tensors (torch.tensor(...))"
             )
         return parts
@@ -172,9 +174,12 @@ class Items:
             )
         return self.loss_fn
 
-    @functools.cached_property
-    def fingerprint(self) -> str:
-        """Number of items, and a checksum of some of them."""
+    @property
+    def names(self) -> list[Any]:
+        """Of the parts of an item."""
+        return [*self._parts]
+
+    def _fingerprint(self) -> str:
         value = 0
         for index in dict.fromkeys(evenly(self.count, min(_COMPARED, self.count)).tolist()):
             value = _checksum(self.read(index), value)

@@ -1,8 +1,10 @@
 """Puts model, data and loss of a run together, and tries parts of one's own on each other before the first step."""
 
 import contextlib
+import copy
 import functools
 import inspect
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +16,7 @@ from graphmod.config import CompileMode
 from graphmod.errors import ConfigError
 from graphmod.train.attention import NAME
 from graphmod.train.data.batches import Batches, Data
-from graphmod.train.data.items import described
+from graphmod.train.data.items import Items, described
 from graphmod.train.model import autocast_dtype, build_model, require_vocabulary
 from graphmod.train.run.ranks import ALONE, Ranks
 from graphmod.train.schema.model import CUSTOM
@@ -79,7 +81,11 @@ def fitted(
             trial.logits(microbatch, of_logits, corpus)
         criterion = criterion_of(loss_fn)
         before = _state(criterion)
-        trial.loss(microbatch, loss_fn, averaged=ranks.count > 1 and config.parallel.mode is ParallelMode.ddp)
+        # Numbers that an object counts in should begin where they do without a trial.
+        tried = loss_fn if isinstance(loss_fn, (types.FunctionType, functools.partial)) else copy.copy(loss_fn)
+        if batches.evaluation:
+            trial.evaluation(microbatch, tried)
+        trial.loss(microbatch, tried, averaged=ranks.count > 1 and config.parallel.mode is ParallelMode.ddp)
         if _state(criterion) != before:
             raise ConfigError(
                 f"train.loss._target_={name_of(config.train.loss)} keeps something from step to step, which no "
@@ -121,6 +127,11 @@ def _require_supported(config: RunConfig, model: nn.Module, corpus: Data) -> Non
         raise ConfigError(
             f"parallel={config.parallel.mode.value} splits models of transformers with layers like Llama's, and {name} "
             "is a model of your own; use parallel=ddp or parallel=fsdp"
+        )
+    if isinstance(corpus, Items) and "attention_mask" in corpus.names and of_transformers:
+        raise ConfigError(
+            f"{corpus.name} has an attention_mask, and {name} is trained without one; leave it out: with padding at "
+            "the end of a row and labels of -100 there, the numbers are the same"
         )
     by_layer = {
         "graph=per_layer": config.graph.scope is Scope.per_layer and config.graph.layers is None,
@@ -307,6 +318,18 @@ class _Trial:
                 "loss of the next token would be of what it has seen. Make it causal (BERT's kind: "
                 "model.options.is_decoder=true); for another task give a loss of your own (train.loss._target_)"
             )
+
+    def evaluation(self, microbatch: Any, loss_fn: Callable) -> None:
+        """Whether the loss can do without gradients, which an evaluation has none of."""
+        with torch.no_grad():
+            try:
+                self._called(
+                    "the loss of a microbatch in an evaluation", lambda: loss_fn(self._model, microbatch), False
+                )
+            except ConfigError as error:
+                raise ConfigError(
+                    f"{error}; it has no gradients. Leave evaluations out (train.eval_every=0)"
+                ) from error
 
     def loss(self, microbatch: Any, loss_fn: Callable, averaged: bool) -> None:
         """Whether the loss is one.

@@ -77,6 +77,8 @@ def _train(config: RunConfig, point: ResumePoint, ranks: Ranks, say: Callable[[s
             "draw what is drawn from a generator with a fixed seed"
         )
     dims = model_config(config.model, corpus.vocab_size, corpus.length)
+    if corpus.vocab_size is None and dims is not None:
+        corpus.vocab_size = dims.vocab_size
     batches = make_batches(config, corpus, device, dims, _place(point, ranks))
     if config.train.epochs is not None:
         config = replace(config, train=replace(config.train, steps=batches.sampler.steps(config.train.epochs)))

@@ -113,7 +113,8 @@ def check_data(data: DataConfig, model: ModelConfig) -> None:
         return
     require(
         data.target is None,
-        f"data._target_ names data of your own, and data={data.source.value}; use data=custom, or leave it out",
+        f"data._target_ names data of your own, and data={data.source.value}; use data=custom (in an experiment: "
+        "`override /data: custom`; in a file of the group: `source: custom`), or leave it out",
     )
     if data.source in (Source.text, Source.hf):
         require(

@@ -89,7 +89,8 @@ def check_model(model: ModelConfig) -> None:
     kind = model.architecture
     require(
         model.target is None or kind == CUSTOM,
-        f"model._target_ names a model of your own, and model.architecture={kind}; use model=custom, or leave it out",
+        f"model._target_ names a model of your own, and model.architecture={kind}; use model=custom (in an "
+        "experiment: `override /model: custom`; in a file of the group: `architecture: custom`), or leave it out",
     )
     require(
         not model.options or kind not in (LOCAL, CUSTOM),

@@ -2,10 +2,12 @@
 
 import gc
 import os
+import random
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
@@ -54,6 +56,10 @@ def isolated(device: torch.device, seed: int, deterministic: bool) -> Iterator[N
     gpus = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(gpus), deterministic_kernels(deterministic):
         torch.manual_seed(seed)
+        # Code of the user's own may draw from these.
+        states = random.getstate(), np.random.get_state()
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
         try:
             yield
         except BaseException as error:
@@ -61,4 +67,6 @@ def isolated(device: torch.device, seed: int, deterministic: bool) -> Iterator[N
             traceback.clear_frames(error.__traceback__)
             raise
         finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
             release_memory(device)

@@ -52,7 +52,7 @@ def transformers_logits(model: nn.Module, tokens: Tensor, **more: Any) -> Tensor
 
 def own_logits(model: nn.Module, tokens: Tensor, **more: Any) -> Tensor:
     """(B, S, V), what any other model returns for tokens (B, S): a tensor, or something that has it as `.logits`."""
-    found = model(tokens, **more)
+    found = model(tokens.contiguous(), **more)  # which may be part of a row, and models call `view`
     return found if isinstance(found, Tensor) else found.logits
 
 
