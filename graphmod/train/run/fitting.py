@@ -323,13 +323,9 @@ class _Trial:
         """Whether the loss can do without gradients, which an evaluation has none of."""
         with torch.no_grad():
             try:
-                self._called(
-                    "the loss of a microbatch in an evaluation", lambda: loss_fn(self._model, microbatch), False
-                )
+                self._called("the loss in an evaluation", lambda: loss_fn(self._model, microbatch), training=False)
             except ConfigError as error:
-                raise ConfigError(
-                    f"{error}; it has no gradients. Leave evaluations out (train.eval_every=0)"
-                ) from error
+                raise ConfigError(f"{error}. It has no gradients there; train.eval_every=0 evaluates never") from error
 
     def loss(self, microbatch: Any, loss_fn: Callable, averaged: bool) -> None:
         """Whether the loss is one.
