@@ -131,12 +131,24 @@ class EmulatedGraph:
             return
         args, kwargs = _frozen(args), {key: _frozen(value) for key, value in kwargs.items()}
         run = waiting(op._op) if about.collective else op._op
+        if torch.is_autocast_enabled("cpu"):  # which reaches the operations that this one is made of, too
+            run = _casting(run, torch.get_autocast_dtype("cpu"))
         if not fresh:
             self._calls.append((run, args, kwargs))
             return
         results = list(tensors_in((result,)))
         kept = [(i, tensor.detach()) for i, tensor in enumerate(results) if any(tensor is one for one in fresh)]
         self._calls.append((_run_and_copy, (run, args, kwargs, kept), {}))
+
+
+def _casting(run: Callable, dtype: torch.dtype) -> Callable:
+    """Calls `run` under autocast, as it was when it was recorded."""
+
+    def cast(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast("cpu", dtype, cache_enabled=False):
+            return run(*args, **kwargs)
+
+    return cast
 
 
 def _run_and_copy(run: Callable, args: tuple, kwargs: dict, kept: list[tuple[int, Tensor]]) -> None:

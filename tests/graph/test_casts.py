@@ -6,7 +6,7 @@ import torch
 from harness import config
 from torch import nn
 
-from graphmod import graph_layers
+from graphmod import CUDAGraphModule, graph_layers
 
 
 class Block(nn.Module):
@@ -103,3 +103,25 @@ def test_a_gradient_that_is_not_finite_teaches_nothing(device):
         loss.backward()
         net.zero_grad()
     assert all(wrapper.stats.replays > 4 for wrapper in wrappers)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_one_operation_is_made_of_is_cast_as_well(device, whole):
+    """A fused encoder layer leaves its casts to the operations inside of it."""
+
+    def run(graphed):
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True, device=device)
+        model = call = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+        if graphed and whole:
+            call = CUDAGraphModule(model)
+        elif graphed:
+            graph_layers(model)
+        out = []
+        with torch.no_grad(), torch.autocast(device.type, torch.bfloat16):
+            for step in range(8):
+                torch.manual_seed(step)
+                out.append(call(torch.randn(2, 5, 16, device=device)).clone())
+        return out
+
+    assert all(map(torch.equal, run(False), run(True)))
