@@ -13,7 +13,7 @@ import random
 import sys
 import types
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -152,7 +152,8 @@ def content(value: Any) -> tuple | None:
     if isinstance(value, (Whole, Cached)):
         return value.content()
     if isinstance(value, _MAPPINGS):
-        kind = dict if isinstance(value, dict) else type(value)
+        # An OrderedDict has an order of its own, which the dict that it is does not know.
+        kind = next((one for one in (OrderedDict, dict) if isinstance(value, one)), type(value))
         return (*kind.keys(value), *kind.values(value))
     if isinstance(value, _SEQUENCES):  # whatever a class of the user's makes of going through it
         return tuple(next(kind for kind in _SEQUENCES if isinstance(value, kind)).__iter__(value))

@@ -17,6 +17,7 @@ TORCH = str(Path(torch.__file__).parent) + os.sep
 STDLIB = sysconfig.get_path("stdlib") + os.sep
 # What changes in many calls and decides nothing: loggers, and what torch.compile keeps about code.
 _OF_NO_MEANING = ("logging", "torch._dynamo", "torch._inductor", "torch.fx", "torch.utils._pytree", "warnings")
+_MODULE_OF_FX = "torch.fx.graph_module"  # whose modules are a program's own
 _MOST_KINDS = 10_000
 _meaningless: dict[int, tuple[type, bool]] = {}  # by identity: a class may have a hash of its own
 
@@ -60,5 +61,7 @@ def means_nothing(owner: Any) -> bool:
     if known is None:
         if len(_meaningless) > _MOST_KINDS:  # classes that a program makes as it runs
             _meaningless.clear()
-        known = _meaningless[identity(kind)] = kind, package_of(kind).startswith(_OF_NO_MEANING)
+        name = package_of(kind)
+        inside = any(name == one or name.startswith(f"{one}.") for one in _OF_NO_MEANING)
+        known = _meaningless[identity(kind)] = kind, inside and name != _MODULE_OF_FX
     return known[1]

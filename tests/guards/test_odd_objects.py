@@ -1,8 +1,10 @@
 """Objects that make what they hold when first asked, or whose reading runs code or fails."""
 
 import functools
+import sys
+import types
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -252,3 +254,35 @@ def test_what_stands_for_another_object_is_no_ordinary_one():
     assert {sort_of(kind) for kind in (weakref.ProxyType, Stands, Answers, list, map, functools.partial)} == {OTHER}
     assert {sort_of(kind) for kind in (Lazy, object)} == {OBJECT}
     assert {sort_of(kind) for kind in (nn.Linear, torch.Tensor, int, type, torch.dtype)} == {INERT}
+
+
+def test_a_module_of_the_users_is_not_taken_for_a_librarys_of_a_like_name(device, monkeypatch):
+    module = types.ModuleType("logging_utils")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    exec("class Config:\n    scale = None\n", module.__dict__)
+    settings = module.Config()
+    settings.scale = 2.0
+
+    def step(x):
+        return x * settings.scale
+
+    play(CUDAGraphModule(step, config()), step, lambda n: setattr(settings, "scale", float(n)), device)
+
+
+def test_the_order_of_an_ordered_dict_is_its_own(device):
+    factors = OrderedDict(a=2.0, b=6.0, c=7.0)
+
+    def step(x):
+        return x * next(iter(factors.values()))
+
+    play(CUDAGraphModule(step, config()), step, lambda n: factors.move_to_end(next(iter(factors))), device)
+
+
+def test_modules_of_fx_are_a_programs_own(device):
+    net = torch.fx.symbolic_trace(nn.Sequential(nn.ReLU(), nn.Tanh()))
+    others = [nn.Sigmoid(), nn.ReLU(), nn.Tanh()]
+
+    def exchange(n):
+        setattr(net, "0", others[n % 3])
+
+    play(CUDAGraphModule(net, config()), lambda x: net(x), exchange, device)
