@@ -172,6 +172,8 @@ class Check:
             )
         if name in _UNREPEATABLE:
             return Reason(f"cannot be repeated from a recording: {_UNREPEATABLE[name]}", OUTSIDE)
+        if about.unsafe:
+            return Reason("is marked by its author as unsafe in a CUDA graph (torch.Tag.cudagraph_unsafe)", OUTSIDE)
         if name == _GROUPED and self.on_gpu and given[0].dtype is not torch.bfloat16:
             return _GROUPS
         if name in _SPARSE_GRADIENT and torch.is_grad_enabled():

@@ -49,6 +49,7 @@ class Facts(NamedTuple):
     views: bool  # all that it gives is memory that it was given
     name: str
     collective: bool = False  # other processes take part in it
+    unsafe: bool = False  # its author says that it is for no CUDA graph
 
 
 _facts_of: dict[Any, Facts] = {}
@@ -79,6 +80,7 @@ def facts(op: Any) -> Facts:
             bool(returned) and None not in returned and not writes,
             name,
             is_collective(name),
+            torch.Tag.cudagraph_unsafe in tags,
         )
         _facts_of[op] = found
     return found

@@ -356,3 +356,16 @@ def test_grouped_products_are_captured_in_bfloat16_and_told_else(dtype):
         assert torch.equal(wrapper(x), torch.nn.functional.grouped_mm(x, weights, offs=ends))
     assert (wrapper.stats.replays > 0) == (dtype is torch.bfloat16)
     assert dtype is torch.bfloat16 or "where each group of rows ends" in wrapper.last_failure
+
+
+@torch.library.custom_op("graphmod_tests::for_no_graph", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def for_no_graph(x: torch.Tensor) -> torch.Tensor:
+    return x * 3
+
+
+def test_what_its_author_says_is_for_no_graph_is_refused(device):
+    graphed = CUDAGraphModule(lambda x: for_no_graph(x) + 1, warmup_steps=1)
+    for step in range(5):
+        x = torch.full((3,), float(step), device=device)
+        assert torch.equal(graphed(x), x * 3 + 1)
+    assert graphed.stats.captures == 0 and "cudagraph_unsafe" in str(graphed.last_failure)
