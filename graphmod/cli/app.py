@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+from hydra import version as hydra_version
 from hydra._internal import utils as hydra_utils
-from hydra.core.config_search_path import ConfigSearchPath
+from hydra._internal.hydra import Hydra
+from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
@@ -70,10 +72,10 @@ class _Arguments(argparse.ArgumentParser):
         raise ConfigError(message.replace("argument ", "", 1))
 
 
-def _choices(*, _root_: DictConfig) -> str:
+def _choices(command: str, *, _root_: DictConfig) -> str:
     """The groups of a command with their choices, for its help; those of the user's own folders are among them."""
     loader, lines = GlobalHydra.instance().config_loader(), []
-    hidden = _DECODING_ONLY if _root_.hydra.job.name == "train" else _TRAINING_ONLY
+    hidden = _DECODING_ONLY if command == "train" else _TRAINING_ONLY
     for group, default in sorted(_root_.hydra.runtime.choices.items()):
         names = [name for name in loader.get_group_options(group) if name not in hidden.get(group, ())]
         if names and "/" not in group:
@@ -93,7 +95,7 @@ def _job_folder(*, _root_: DictConfig) -> str:
 
 
 Plugins.instance().register(_OwnConfigs)
-OmegaConf.register_new_resolver("command", lambda *, _root_: shown(_root_.hydra.job.name), replace=True)
+OmegaConf.register_new_resolver("command", shown, replace=True)
 OmegaConf.register_new_resolver("choices", _choices, replace=True)
 OmegaConf.register_new_resolver("job_folder", _job_folder, replace=True)
 OmegaConf.register_new_resolver("unused", lambda folder: folder, replace=True)
@@ -233,7 +235,9 @@ class App:
         if found.config_name is None:  # whose own may choose others
             keys = {one.partition("=")[0] for one in settings}
             settings = [f"{one}=plain" for one in _LOGGING if one not in keys] + settings
-        if found.help or (found.cfg and found.cfg != "hydra"):
+        if found.package and not (found.cfg or found.info):
+            raise ConfigError(f"--package {found.package} goes with --cfg; add --cfg job, or leave it out")
+        if found.help or (found.cfg and found.cfg != "hydra" and not found.multirun):
             self._look(found, settings)
         flags = []
         for action in parser._actions:
@@ -279,10 +283,7 @@ class App:
     def _look(self, found: argparse.Namespace, settings: list[str]) -> None:
         """Composes the help, and raises ConfigError for a setting that there is not: `--cfg` prints whatever was
         added."""
-        folders = [str(Path(one).absolute()) for one in (found.config_path, found.config_dir, CONFIGS) if one]
-        if found.config_path and found.config_dir and not any(one.startswith("hydra.searchpath=") for one in settings):
-            settings = [f"hydra.searchpath=[{quoted(f'file://{folders[1]}')}]", *settings]
-        with self._composed(settings, folders[0], found.config_name) as config:
+        with self._composed(settings, found.config_path, found.config_dir, found.config_name) as config:
             self._help = config.hydra.help.template if found.help else ""
         self.typed(without_hydra(config))
 
@@ -292,18 +293,29 @@ class App:
         Raises:
             ConfigError: an unknown key, a choice that there is not, a value of the wrong kind, a file that is not YAML.
         """
-        with self._composed(overrides, str(CONFIGS), None) as config:
+        with self._composed(overrides) as config:
             return without_hydra(config)
 
     @contextmanager
-    def _composed(self, overrides: list[str], path: str, config_name: str | None) -> Iterator[DictConfig]:
+    def _composed(
+        self, overrides: list[str], path: str | None = None, more: str | None = None, name: str | None = None
+    ) -> Iterator[DictConfig]:
+        """As `hydra.main` composes with --config-path, --config-dir and --config-name."""
+        hydra_version.setbase("1.3")
+        search_path = hydra_utils.create_config_search_path(path or str(CONFIGS))
+        if more is not None:
+            before = SearchPathQuery(provider="schema")
+            search_path.prepend(provider="command-line", path=f"file://{Path(more).absolute()}", anchor=before)
         try:
-            with hydra.initialize_config_dir(path, version_base="1.3", job_name=self.name):
-                config = hydra.compose(config_name or self.name, overrides, return_hydra_config=True)
-                HydraConfig.instance().set_config(config)
-                yield config
+            GlobalHydra.instance().clear()
+            Hydra.create_main_hydra2(self.name, search_path)
+            config = hydra.compose(name or self.name, overrides, return_hydra_config=True)
+            HydraConfig.instance().set_config(config)
+            yield config
         except (HydraException, OmegaConfBaseException, YAMLError) as error:
             raise ConfigError(explain(error, self.kind)) from error
+        finally:
+            GlobalHydra.instance().clear()
 
     def typed(self, settings: DictConfig | dict, resumed: bool = False) -> Any:
         """The settings as an object of their kind.

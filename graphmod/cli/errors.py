@@ -201,7 +201,9 @@ def unknown_key(key: str, kind: type, value: str | None = None) -> str:
         write = f"{key.rpartition('.')[0]}._target_"
         return f"{message}; did you mean {write!r}? Write {write}={value or 'my_package.Name'}"
     if key.startswith("hydra."):
-        return f"{message}; --cfg hydra prints those of Hydra"
+        return f"{message}; --cfg hydra prints those of Hydra. What is new there is added: +{key}={value or 'VALUE'}"
+    if best == key:
+        return f"the config that was chosen lacks {key!r}; let its defaults begin with: [train, _self_]"
     if best:
         # In a file of settings there is no command line to write on, but a value may be the answer.
         write = "" if value is None and "=" not in best else _advice(best, value, kind)
@@ -355,9 +357,10 @@ def end_quietly() -> None:
 
 
 def _of_hydra(error: Exception) -> bool:
-    """Whether Hydra raised it: what it says of arguments is not always an error of its own kind."""
-    frames = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return isinstance(error, ValueError) and bool(frames) and frames[-1].partition(".")[0] == "hydra"
+    """Whether Hydra or a plugin of it raised it, and no job: what they say of arguments may be an error of any kind."""
+    names = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    inside = names[names.index("hydra.main") :] if "hydra.main" in names else ["graphmod"]
+    return not any(name.startswith("graphmod") for name in inside)
 
 
 class JobFailed(GraphmodError):

@@ -62,6 +62,8 @@ def compare(arguments: list[str]) -> int:
         said = " ".join(f"{key}={value}" for key, value in _COMPARED.items())
         print(_COMPARE_HELP.format(command=shown("compare"), train=shown("train"), defaults=said))
         return 0
+    if {"--cfg", "-c", "--info", "-i"} & {*arguments}:  # a question about one run
+        return train([f"{key}={value}" for key, value in _COMPARED.items() if key != "graph"] + arguments)
     given = {argument.partition("=")[0] for argument in arguments}
     defaults = [f"{key}={value}" for key, value in _COMPARED.items() if key not in given]
     return train(["--multirun", *defaults, *arguments])

@@ -1,5 +1,8 @@
 """What `generate.py` does: checks its settings and files, and loads PyTorch for what is left to do."""
 
+import os
+
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from graphmod.cli.app import App
@@ -9,6 +12,7 @@ from graphmod.cli.start import loading, require_one_process
 
 
 def _task(settings: DictConfig) -> None:
+    os.chdir(HydraConfig.get().runtime.cwd)  # paths are those of where the command was typed
     require_one_process("graphmod generate runs in one; give it one GPU")
     plan = planned(GENERATE.typed(settings))  # before PyTorch is loaded
     with loading():

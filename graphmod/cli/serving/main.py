@@ -1,9 +1,11 @@
 """What `serve.py` does: checks its settings and files, and loads PyTorch for what is left to do."""
 
+import os
 from contextlib import closing
 from importlib.util import find_spec
 from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from graphmod.cli.app import App, CommandCallback
@@ -33,6 +35,7 @@ def _require_extra() -> None:
 
 
 def _task(settings: DictConfig) -> None:
+    os.chdir(HydraConfig.get().runtime.cwd)  # paths are those of where the command was typed
     require_one_process("graphmod serve runs in one; give it one GPU")
     config = SERVE.typed(settings)
     config.check()

@@ -129,7 +129,8 @@ def started(cfg: DictConfig, job: Job) -> Iterator[Start]:
 def _way_on(folder: Path, job: Job) -> str:
     """The command that resumes the run in `folder`, which this job wrote to."""
     command = words("train")
-    if job.sweep is None:
+    # Other sweepers may choose other values the next time.
+    if job.sweep is None or any(one.startswith("hydra/sweeper=") for one in job.given):
         return shlex.join([*command, f"train.resume={from_here(folder, job.cwd)}"])
     # All jobs would resume that one run; so each looks into its folder, and the sweep is the one it was.
     again = [f"hydra.sweep.dir={from_here(job.sweep, job.cwd)}", "train.resume=auto"]

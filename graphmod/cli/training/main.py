@@ -13,6 +13,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from omegaconf.errors import InterpolationResolutionError
 
 from graphmod.cli.app import CommandCallback, default_folder, given_overrides, quoted, without_hydra
 from graphmod.cli.start import loading, own_rank, ranks_started, require_one_process
@@ -179,8 +180,9 @@ class TrainCallback(CommandCallback):
         Raises:
             ConfigError: the settings cannot be meant, or a folder is in use.
         """
-        HydraConfig.instance().set_config(config)
         super().on_run_start(config)
+        _set(config, runtime__output_dir=str(Path(str(config.hydra.run.dir)).absolute()))  # which settings may name
+        HydraConfig.instance().set_config(config)
         settings, overrides = without_hydra(config), given_overrides(config, "task")
         _require_one_length(overrides)
         resumed = str(settings.train.resume) not in _NAMES_NO_FOLDER
@@ -193,6 +195,7 @@ class TrainCallback(CommandCallback):
         default = default_folder(config, "run")
         folder = _folder(config, "run")
         _command.made = folder if default else None
+        _set(config, runtime__output_dir=str(folder))
         job = Job(folder, overrides, True, TRAIN.given, named=not default)
         job.cwd = str(Path.cwd()) if config.hydra.job.chdir else None
         try:
@@ -218,15 +221,21 @@ class TrainCallback(CommandCallback):
         """
         super().on_multirun_start(config)
         overrides = given_overrides(config, "task")
-        typed = TRAIN.typed(without_hydra(config))
-        swept = _swept(config)
-        _require_multirun(typed, overrides, any(swept.values()))
+        HydraConfig.instance().set_config(config)
+        settings, swept = without_hydra(config), _swept(config)
+        try:
+            TRAIN.typed(settings)
+        except ConfigError as error:  # what only a job has, such as its number
+            if not isinstance(error.__cause__, InterpolationResolutionError):
+                raise
+        _require_multirun(settings, overrides, any(swept.values()))
         with loading():
             from graphmod.cli.training.comparison import require_new
         folder = _folder(config, "sweep")
         shown = from_here(folder)
+        _command.made = folder if default_folder(config, "sweep") else None
         _command.held.enter_context(owned(folder))
-        require_new(folder, typed.train.resume)
+        require_new(folder, settings.train.resume)
         _command.sweep = TRAIN.folder = folder
         # Jobs are composed anew from these, maybe in another process.
         apart = sorted(
