@@ -17,9 +17,9 @@ from graphmod.guards.lookup import MISSING
 from graphmod.torch_private import beside_dynamo
 from graphmod.trace.untraced import identity
 
-NEVER, NOTHING, END, LINES, INSTRUCTIONS = range(5)
-"""What is to be told of a frame: nothing, nor of any other frame of its code; nothing; its end; its lines and its end;
-its instructions and its end."""
+NEVER, NOTHING, END, INSTRUCTIONS = range(4)
+"""What is to be told of a frame: nothing, nor of any other frame of its code; nothing; its end; its instructions and
+its end."""
 
 
 class Told(Protocol):
@@ -28,11 +28,8 @@ class Told(Protocol):
     def entered(self, frame: FrameType) -> int:
         """A frame begins, or goes on. Returns what is to be told of it."""
 
-    def line(self, frame: FrameType) -> None:
-        """A frame is about to run a line."""
-
-    def instruction(self, frame: FrameType, offset: int) -> None:
-        """A frame is about to run an instruction."""
+    def instruction(self, frame: FrameType, offset: int) -> bool:
+        """A frame is about to run an instruction. Returns whether it matters; else it need not be told of again."""
 
     def left(self, frame: FrameType, value: Any) -> None:
         """A frame ends, or waits, and gives a value: None where an exception ends it."""
@@ -50,7 +47,7 @@ class _Traced:
 
     def __init__(self, told: Told) -> None:
         self.told = told
-        self._steps = (None, None, self._end, self._line, self._instruction)
+        self._steps = (None, None, self._end, self._instruction)
 
     def begin(self) -> bool:
         sys.settrace(self._enter)
@@ -64,7 +61,7 @@ class _Traced:
         wanted = self.told.entered(frame)
         if wanted < END:
             return None
-        frame.f_trace_lines = wanted == LINES
+        frame.f_trace_lines = False
         frame.f_trace_opcodes = wanted == INSTRUCTIONS
         return self._steps[wanted]
 
@@ -73,14 +70,6 @@ class _Traced:
         if event == "return":
             self.told.left(frame, value)
         return self._end
-
-    @beside_dynamo
-    def _line(self, frame: FrameType, event: str, value: Any) -> Any:
-        if event == "line":
-            self.told.line(frame)
-        elif event == "return":
-            self.told.left(frame, value)
-        return self._line
 
     @beside_dynamo
     def _instruction(self, frame: FrameType, event: str, value: Any) -> Any:
@@ -193,21 +182,13 @@ def _failed(_: CodeType, offset: int, error: BaseException) -> None:
 
 
 @beside_dynamo
-def _at_line(_: CodeType, line: int) -> None:
+def _at_instruction(_: CodeType, offset: int) -> Any:
     watch = _of_thread.watch
     if watch is not None:
         frame = sys._getframe(1)
-        if watch.frames.get(identity(frame)) == LINES:
-            watch.told.line(frame)
-
-
-@beside_dynamo
-def _at_instruction(_: CodeType, offset: int) -> None:
-    watch = _of_thread.watch
-    if watch is not None:
-        frame = sys._getframe(1)
-        if watch.frames.get(identity(frame)) == INSTRUCTIONS:
-            watch.told.instruction(frame, offset)
+        if watch.frames.get(identity(frame)) == INSTRUCTIONS and not watch.told.instruction(frame, offset):
+            return _monitoring.DISABLE  # until somebody asks anew for the instructions of this code
+    return None
 
 
 if _monitoring is not None:
@@ -215,11 +196,11 @@ if _monitoring is not None:
     _callbacks = {
         **{_on.PY_START: _began, _on.PY_RESUME: _began, _on.PY_THROW: _began},
         **{_on.PY_RETURN: _ended, _on.PY_YIELD: _ended, _on.PY_UNWIND: _failed},
-        **{_on.LINE: _at_line, _on.INSTRUCTION: _at_instruction},
+        **{_on.INSTRUCTION: _at_instruction},
     }
     _EVERYWHERE = _on.PY_START | _on.PY_RESUME | _on.PY_THROW | _on.PY_UNWIND
     _ENDS = _on.PY_RETURN | _on.PY_YIELD
-    _INSIDE = (0, 0, _ENDS, _ENDS | _on.LINE, _ENDS | _on.INSTRUCTION)
+    _INSIDE = (0, 0, _ENDS, _ENDS | _on.INSTRUCTION)
 
 
 def begin(told: Told) -> tuple[Any, bool]:

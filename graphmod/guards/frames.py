@@ -1,4 +1,4 @@
-"""Watches the frames of a call as they run, and says at each line what its code is about to read.
+"""Watches the frames of a call as they run, and says before each instruction what it is about to do.
 
 `events` tells of them, which stands on `sys.settrace` or `sys.monitoring`.
 """
@@ -7,7 +7,6 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from types import CodeType, FrameType, FunctionType
@@ -17,9 +16,9 @@ import torch
 from torch import nn
 
 from graphmod.guards import events
-from graphmod.guards.expressions import Read, Reads
 from graphmod.guards.library import CORE, STDLIB, TORCH
-from graphmod.guards.reads import reads
+from graphmod.guards.peeking import can_peek
+from graphmod.guards.reading import Plan, Step, plan_of
 from graphmod.torch_private import beside_dynamo, written_by_dynamo
 from graphmod.trace import dispatch
 from graphmod.trace.tracer import Tracer
@@ -81,9 +80,8 @@ _operations = {
 }
 _starts_threads = {identity(threading.Thread.start.__code__), identity(ThreadPoolExecutor.submit.__code__)}
 
-_MOST_RESULTS = 8
 # By identity, because the hash of code takes microseconds; held weakly, because dynamo keeps graphs with code.
-_known: dict[int, tuple[Reads | None, weakref.ref]] = {}
+_known: dict[int, tuple[Plan | None, weakref.ref]] = {}
 
 
 @cache
@@ -128,32 +126,50 @@ def _for_nobody(frame: FrameType) -> bool:
     return filename.startswith((TORCH, CORE)) and not _watched(filename)
 
 
-def _reads_of(code: CodeType) -> Reads | None:
+def _plan_of(code: CodeType) -> Plan | None:
     where = identity(code)
     known = _known.get(where)
     if known is None:
         looked_at = _watched(code.co_filename) or code in written_by_dynamo()
         if where in _machinery or where in _walks or code.co_names == _MAKES_A_NAMED_TUPLE:
             looked_at = False
-        found = reads(code) if looked_at else None
+        found = plan_of(code) if looked_at else None
         gone = weakref.ref(code, lambda _: _known.pop(where, None))
-        reads_any = found is not None and (found.by_line or code.co_freevars)
-        known = _known[where] = found if reads_any else None, gone
+        known = _known[where] = found if found or (looked_at and code.co_freevars) else None, gone
     return known[0]
+
+
+@cache
+def _can_peek() -> bool:
+    class Probe:
+        def __init__(self, tell: Any) -> None:
+            self._tell = tell
+
+        def entered(self, frame: FrameType) -> int:
+            return events.INSTRUCTIONS
+
+        def instruction(self, frame: FrameType, offset: int) -> bool:
+            self._tell(frame, offset)
+            return True
+
+        def left(self, frame: FrameType, value: Any) -> None:
+            pass
+
+    def telling(function: Any, tell: Any) -> None:
+        before, _ = events.begin(Probe(tell))
+        try:
+            function()
+        finally:
+            events.end(before)
+
+    return can_peek(telling)
 
 
 class Watcher(Protocol):
     """Who is told what code does."""
 
-    def see(self, frame: FrameType, reads: Iterable[Read], results: Iterable[Any]) -> list[Read]:
-        """Code is about to read something.
-
-        Args:
-            results: what the code gave that was called on the line before, or up to this instruction.
-
-        Returns:
-            What it reads of values that only code can tell.
-        """
+    def step(self, frame: FrameType, step: Step) -> None:
+        """An instruction that reads something is about to run."""
 
     def entered(self, frame: FrameType) -> None:
         """Code that closes over variables, or reads anything else, is about to run."""
@@ -172,12 +188,10 @@ class Watcher(Protocol):
 
 
 class Frames:
-    """While it is active, tells a watcher before each line, or instruction, that reads something."""
+    """While it is active, tells a watcher before each instruction that reads something."""
 
     def __init__(self, watcher: Watcher) -> None:
         self._watcher = watcher
-        # Identity of a frame -> what it read that only code can tell, and what that code has given it by now.
-        self._open: dict[int, tuple[list[Read], list[Any]]] = {}
         self._muted: FrameType | None = None  # in which, and in what that calls, nothing is looked at
         self.heard = False  # whether anything was told
         self.missed = False  # whether anything was not told
@@ -185,13 +199,13 @@ class Frames:
         self._written = written_by_dynamo()
 
     def __enter__(self) -> "Frames":
+        can_peek = _can_peek()
         self._before, told = events.begin(self)
-        self.missed = not told
+        self.missed = not told or not can_peek
         return self
 
     def __exit__(self, *_: Any) -> None:
         events.end(self._before)
-        self._open.clear()
         self._muted = None
 
     @beside_dynamo
@@ -224,68 +238,21 @@ class Frames:
         if self._muted is None and _mutes(code.co_filename, code.co_name):
             self._muted = frame
             return events.END
-        found = None if self._muted is not None else _reads_of(code)
-        if found is not None and not written and _for_nobody(frame):
+        found = None if self._muted is not None else _plan_of(code)
+        if found is None or (not written and _for_nobody(frame)):
             return events.NOTHING
-        if found is None:  # somebody may wait for what it returns
-            return events.END if identity(frame.f_back) in self._open else events.NOTHING
         self._watcher.entered(frame)
-        return events.INSTRUCTIONS if found.exact else events.LINES
+        return events.INSTRUCTIONS
 
     @beside_dynamo
-    def line(self, frame: FrameType) -> None:
-        found = None if self._muted is not None else _reads_of(frame.f_code)
-        if found is not None:
-            now = found.by_line.get(frame.f_lineno)
-            if found.spans:
-                self._close(frame)
-                self._at_instruction(frame, now)
-            else:
-                self._at(frame, now)
-
-    @beside_dynamo
-    def instruction(self, frame: FrameType, offset: int) -> None:
-        found = None if self._muted is not None else _reads_of(frame.f_code)
-        if found is not None:
-            self._at_instruction(frame, found.by_offset.get(offset))
+    def instruction(self, frame: FrameType, offset: int) -> bool:
+        plan = _known.get(identity(frame.f_code), (None,))[0]
+        step = None if plan is None else plan.get(offset)
+        if step is not None and self._muted is None:
+            self._watcher.step(frame, step)
+        return step is not None
 
     @beside_dynamo
     def left(self, frame: FrameType, value: Any) -> None:
         if frame is self._muted:
             self._muted = None
-            return
-        self._close(frame)
-        self._open.pop(identity(frame), None)
-        back = frame.f_back
-        # Never a tensor: autograd takes another way with one that somebody else holds.
-        if value is not None and back is not None and identity(back) in self._open and not _holds_tensors(value):
-            self._open[identity(back)][1].append(value)
-
-    def _at(self, frame: FrameType, now: list[Read] | None) -> None:
-        self._close(frame)
-        self._open.pop(identity(frame), None)
-        if now:
-            unknown = self._watcher.see(frame, now, ())
-            if unknown:
-                self._open[identity(frame)] = unknown, []
-
-    def _at_instruction(self, frame: FrameType, now: list[Read] | None) -> None:
-        reads, results = self._open.setdefault(identity(frame), ([], []))
-        del results[:-_MOST_RESULTS]
-        reads[:] = self._watcher.see(frame, now, results) if now else ()
-
-    def _close(self, frame: FrameType) -> None:
-        """Lets what is read of the results of calls be looked at: the line has run by now."""
-        reads, results = self._open.get(identity(frame), ((), ()))
-        if reads and results:
-            self._watcher.see(frame, reads, results)
-
-
-def _holds_tensors(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return True
-    if not isinstance(value, (tuple, list, dict)):
-        return False
-    return any(
-        isinstance(one, (torch.Tensor, tuple, list)) for one in (value.values() if type(value) is dict else value)
-    )

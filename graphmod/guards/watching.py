@@ -17,11 +17,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from graphmod.guards.contents import CONTAINERS, Cached, content
-from graphmod.guards.expressions import Read
 from graphmod.guards.frames import Frames
 from graphmod.guards.library import is_library
-from graphmod.guards.looking import Looking
 from graphmod.guards.notes import Notes
+from graphmod.guards.reading import Reading
 from graphmod.guards.running import functions_of, those_there
 from graphmod.trace.garbage import freeze, unfreeze
 from graphmod.trace.untraced import identity
@@ -56,6 +55,7 @@ class _Watcher:
     def __init__(self, notes: Notes) -> None:
         self._notes = notes
         self._functions = those_there()
+        self.step = Reading(notes).step
 
     def take(self, note: Callable, *seen: Any) -> Any:
         """Notes something that was seen. It may be of any kind, so that this may fail; the user's call goes on."""
@@ -85,15 +85,6 @@ class _Watcher:
     def walked(self, module: nn.Module) -> None:
         """Takes in that code goes through a module and all that is in it."""
         self.take(self._notes.walked, module)
-
-    def see(self, frame: FrameType, reads: Iterable[Read], results: Iterable[Any]) -> list[Read]:
-        """Takes in that code is about to read something. Returns what it reads of values that only code can tell."""
-        notes = self._notes
-        notes.where, notes.frame = (frame.f_code, frame.f_lineno), frame
-        try:
-            return self.take(Looking(notes, frame, results).look, reads) or []
-        finally:
-            notes.frame = None
 
     def leaves(self, frame: FrameType) -> None:
         """Takes in that code is sent to another thread."""

@@ -34,7 +34,7 @@ def test_an_error_in_following_code_is_no_error_of_the_program(device, monkeypat
     def fails(code):
         raise LookupError("no such thing")
 
-    monkeypatch.setattr(frames, "_reads_of", fails)
+    monkeypatch.setattr(frames, "_plan_of", fails)
     wrapper, x = CUDAGraphModule(lambda x: x * 2, config()), torch.ones(3, device=device)
     for _ in range(6):
         assert wrapper(x).tolist() == [2.0] * 3
@@ -79,7 +79,7 @@ def test_an_operation_is_followed_on_its_way_to_the_recorder_at_most(monkeypatch
 
         monkeypatch.setattr(frames.Frames, name, count)
 
-    for name in ("entered", "line", "instruction", "left"):
+    for name in ("entered", "instruction", "left"):
         counted(name)
     scale = [1.0]
 

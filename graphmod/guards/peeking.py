@@ -1,0 +1,103 @@
+"""The values that an instruction is about to use, read off the frame's stack.
+
+Where that lies is no part of Python's interface; `can_peek` asks whether it lies where it is looked for. Python 3.11
+keeps in the frame, while it tells of an instruction, how far the stack reaches. Later versions do not, so that for
+these it is worked out, once for each code: `depths`.
+"""
+
+import dis
+import sys
+from collections.abc import Callable
+from ctypes import c_int, c_void_p, py_object, sizeof
+from types import CodeType, FrameType
+from typing import Any
+
+_WORD = sizeof(c_void_p)
+_BODY = object.__basicsize__ + _WORD  # in a frame: where its body is, after the frame before
+# In the body: how far the stack reaches, counted from where the variables begin, which the stack comes after.
+_TOP, _VARIABLES = 8 * _WORD, 9 * _WORD
+_TOLD = sys.version_info < (3, 12)
+_VERSIONS = ((3, 11), (3, 12), (3, 13))
+_ENDS = {
+    *("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT", "RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS"),
+    *("RERAISE", "INTERPRETER_EXIT"),
+}
+_JUMPS = {*dis.hasjrel, *dis.hasjabs}
+_pointer, _int = c_void_p.from_address, c_int.from_address
+_some = [py_object * count for count in range(16)]
+
+
+class Nothing:
+    """What lies on the stack where there is no object: beside a function that is called."""
+
+
+def top(frame: FrameType, count: int, reach: int) -> list[Any]:
+    """The uppermost values on the stack, the last of them on top; Nothing for what is no object.
+
+    Args:
+        reach: how far the stack reaches at this instruction, as `depths` has it.
+    """
+    body = _pointer(id(frame) + _BODY).value
+    end = body + _VARIABLES + (_int(body + _TOP).value if _TOLD else reach) * _WORD
+    cells = (_some[count] if count < 16 else py_object * count).from_address(end - count * _WORD)
+    try:
+        return cells[:]
+    except ValueError:
+        return [_or_nothing(cells, at) for at in range(count)]
+
+
+def _or_nothing(cells: Any, at: int) -> Any:
+    try:
+        return cells[at]
+    except ValueError:
+        return Nothing
+
+
+def depths(code: CodeType, steps: list[dis.Instruction]) -> dict[int, int]:
+    """Offset of each instruction that can be reached -> how far the stack reaches before it, variables included."""
+    variables = code.co_nlocals + len(set(code.co_cellvars) - set(code.co_varnames)) + len(code.co_freevars)
+    at = {step.offset: index for index, step in enumerate(steps)}
+    found: dict[int, int] = {}
+    todo = [(0, variables)]
+    for one in dis._parse_exception_table(code):
+        todo.append((one.target, variables + one.depth + 1 + bool(one.lasti)))
+    while todo:
+        offset, depth = todo.pop()
+        while offset not in found:
+            found[offset] = depth
+            index = at[offset]
+            step = steps[index]
+            if step.opcode in _JUMPS:
+                todo.append((step.argval, depth + dis.stack_effect(step.opcode, step.arg, jump=True)))
+            if step.opname in _ENDS or index + 1 == len(steps):
+                break
+            depth += dis.stack_effect(step.opcode, step.arg, jump=False)
+            depth += step.opname == "RETURN_GENERATOR" and sys.version_info < (3, 13)
+            offset = steps[index + 1].offset
+    return found
+
+
+def can_peek(telling: Callable[[Callable, Callable], None]) -> bool:
+    """Whether the stack lies where it is looked for.
+
+    Args:
+        telling: calls its first argument, and tells the second of each of its instructions: frame and offset.
+    """
+    if sys.implementation.name != "cpython" or sys.version_info[:2] not in _VERSIONS:
+        return False
+    one, two, seen = object(), object(), []
+
+    def asked(first: Any, second: Any) -> bool:
+        return first is second
+
+    steps = list(dis.get_instructions(asked.__code__))
+    reach = depths(asked.__code__, steps)
+    at = next(step.offset for step in steps if step.opname == "IS_OP")
+
+    def tell(frame: FrameType, offset: int) -> None:
+        body = _pointer(id(frame) + _BODY).value
+        if offset == at and (c_void_p * 4).from_address(body + _VARIABLES)[:] == [id(one), id(two)] * 2:
+            seen.extend(top(frame, 2, reach[offset]))
+
+    telling(lambda: asked(one, two), tell)
+    return len(seen) == 2 and seen[0] is one and seen[1] is two

@@ -1,0 +1,421 @@
+"""What an instruction reads: looks at the very values it is about to use, and notes where they live.
+
+`plan_of` says once for each code which of its instructions read anything. `Reading` is told of these before they run;
+the values lie on the frame's stack (`peeking`), so that nothing is guessed, whatever expression they come from. What
+functions in C read of their arguments is in `_in_c`.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import gc
+import operator
+import sys
+import types
+from collections.abc import Callable
+from sys import getrefcount
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from graphmod.guards.contents import CONTAINERS, INERT, content, is_plain, sort_of
+from graphmod.guards.lookup import CODE, MISSING, UNKNOWN, Fields, is_made_by_code
+from graphmod.guards.notes import DEEP, Notes
+from graphmod.guards.peeking import Nothing, depths, top
+from graphmod.trace.untraced import identity
+
+Step = tuple[Callable, int, Any, int, int]
+"""What to do before an instruction: the method, how many values it takes off the stack, its argument, how far the stack
+reaches, and its line."""
+Plan = dict[int, Step]
+
+_FRESH = (list, tuple, dict, set, frozenset)
+_BUILT_IN = frozenset(map(identity, (*_FRESH, str, int, float)))
+_OF_C = (types.BuiltinFunctionType, types.MethodDescriptorType, types.MethodWrapperType, types.WrapperDescriptorType)
+_READ_STATE = {"__reduce_ex__", "__reduce__", "__getstate__"}  # all that is in an object
+_BY_KEY = {"get", "__getitem__", "__contains__"}
+_RUNS_PYTHON = (types.FunctionType, types.MethodType, nn.Module)
+# By identity: a class, or its class, may have a hash and a way to compare of its own.
+_READERS = frozenset(map(identity, (operator.attrgetter, operator.methodcaller)))  # of attributes that only they know
+_READ_ANY = frozenset(map(identity, (operator.attrgetter, getattr, vars)))
+# Of what is loaded by these the content is read by whoever the value is returned to, where that may be code in C.
+_LOADS = {"LOAD_ATTR", "LOAD_GLOBAL", "LOAD_NAME", "BINARY_SUBSCR"}
+
+
+def _goes_by_key(value: Any, method: str) -> bool:
+    """Whether a method of a value looks at one key of a dict, and runs no code of the value's class."""
+    kind = type(value)
+    of = dict if issubclass(kind, dict) else types.MappingProxyType
+    return issubclass(kind, of) and getattr(kind, method, None) is getattr(of, method)
+
+
+def _tells_nothing(function: Any, kind: type) -> bool:
+    """Whether a call of a function shows no more than what it is given and gives: a module or a class, of which all
+    else is told as it runs, or a function in C that belongs to no object."""
+    if kind is types.BuiltinFunctionType:
+        return issubclass(type(function.__self__), (types.ModuleType, type, types.NoneType))
+    if kind is types.MethodDescriptorType:
+        return function.__objclass__ is not object and function.__objclass__ is not torch.Generator
+    return issubclass(kind, (nn.Module, type)) and sort_of(kind) == INERT
+
+
+class Reading:
+    """Notes what instructions read."""
+
+    def __init__(self, notes: Notes) -> None:
+        self._notes = notes
+        self._fresh: set[int] = set()  # identities of what this instruction uses that was made just now
+        self._of_classes: dict[int, types.MappingProxyType] = {}  # identity of a dict -> the view of it that lasts
+
+    def step(self, frame: FrameType, step: Step) -> None:
+        """An instruction of a frame is about to run."""
+        do, count, argument, reach, line = step
+        notes = self._notes
+        notes.where, notes.frame = (frame.f_code, line), frame
+        try:
+            values = top(frame, count, reach) if count else []
+            self._fresh = _made_just_now(values)
+            do(self, frame, argument, values)
+        except Exception as error:  # what code uses may be of any kind; the user's call goes on
+            notes.unreadable = notes.unreadable or (f"{type(error).__name__}: {error}", notes.here())
+        finally:
+            notes.frame = None
+
+    # -- values that are used as a whole -------------------------------------------------------------------------
+
+    def use(self, value: Any) -> None:
+        """Takes in that code reads what is in a value."""
+        kind = type(value)
+        if sort_of(kind) == INERT or value is Nothing:
+            return
+        if identity(value) in self._fresh:
+            if issubclass(kind, _FRESH):
+                self._look_through(value)
+                return
+            if hasattr(kind, "__next__"):  # what it goes through was looked into where it was made
+                return
+        if kind is types.MappingProxyType:
+            value = self._behind(value)
+        self._notes.chance.meet(value, self._notes.where)
+        self._notes.look_inside(value)
+        if kind is dict and "_parameters" in value:  # the attributes of a module, whole
+            self._notes.held_by_module(value)
+
+    def _look_through(self, value: Any) -> None:
+        """A container that was made just now is not kept (it may hold tensors); what is in it may be older."""
+        items = content(value) or ()
+        self._fresh |= _made_just_now(items)
+        for one in items:
+            self.use(one)
+
+    def each(self, frame: FrameType, argument: Any, values: list) -> None:
+        for value in values:
+            self.use(value)
+
+    # -- variables -----------------------------------------------------------------------------------------------
+
+    def global_variable(self, frame: FrameType, name: str, values: Any) -> None:
+        held, file = frame.f_globals, frame.f_code.co_filename
+        if name in held:
+            self._notes.global_variable(held, name, file)
+        else:
+            self._notes.no_global_variable(held, name, file)
+
+    def name(self, frame: FrameType, name: str, values: Any) -> None:
+        held = frame.f_locals
+        if held is not frame.f_globals and name in held:
+            if type(held) is dict:
+                self._notes.item(held, name)
+        else:
+            self.global_variable(frame, name, values)
+
+    # -- attributes and items ------------------------------------------------------------------------------------
+
+    def attribute(self, frame: FrameType, name: str, values: list) -> None:
+        self.attribute_of(values[-1], name)
+
+    def attribute_of(self, owner: Any, name: Any) -> Any:
+        if identity(type(owner)) in _BUILT_IN:  # whose methods nobody exchanges
+            return UNKNOWN
+        if type(owner) is types.FunctionType and name in Fields.NAMES:
+            self._notes.function(owner)
+        value = self._notes.attribute(owner, name)
+        if type(value) is types.MappingProxyType and isinstance(owner, type) and name == "__dict__":
+            self._of_classes[identity(gc.get_referents(value)[0])] = value
+        return value
+
+    def attribute_of_super(self, frame: FrameType, name: str, values: list) -> None:
+        function, kind, owner = values
+        if function is super:
+            self._notes.attribute(super(kind, owner), name)
+
+    def match_class(self, frame: FrameType, positional: int, values: list) -> None:
+        subject, kind, names = values
+        self.use(subject)
+        if positional and isinstance(kind, type):
+            self._notes.attribute(kind, "__match_args__")
+            names = (*getattr(kind, "__match_args__", ())[:positional], *names)
+        for name in names:
+            self._notes.attribute(subject, name)
+
+    def match_keys(self, frame: FrameType, argument: Any, values: list) -> None:
+        for key in values[1]:
+            self._item(values[0], key)
+
+    def item(self, frame: FrameType, argument: Any, values: list) -> None:
+        self._item(values[-2], values[-1])
+        self.use(values[-1])
+
+    def store_item(self, frame: FrameType, argument: Any, values: list) -> None:
+        self._item(values[-2], values[-1])
+        self.use(values[-1])
+        if isinstance(values[-2], Tensor) or type(values[-1]) is slice:
+            self.use(values[0])
+
+    def contains(self, frame: FrameType, argument: Any, values: list) -> None:
+        key, container = values
+        self.use(key)
+        if _goes_by_key(container, "__contains__"):
+            self._item(container, key)
+        else:
+            self.use(container)
+
+    def _item(self, container: Any, key: Any) -> Any:
+        if isinstance(container, Tensor) or (is_plain(container) and not is_made_by_code(type(container))):
+            return UNKNOWN
+        kind = type(container)
+        if identity(container) in self._fresh and issubclass(kind, _FRESH):
+            return UNKNOWN
+        return self._notes.item(self._behind(container) if kind is types.MappingProxyType else container, key)
+
+    def _behind(self, proxy: types.MappingProxyType) -> Any:
+        """What a view of a dict shows, which may be made anew each time: the dict, or the attributes of a class."""
+        held = gc.get_referents(proxy)[0]
+        fresh = identity(proxy) in self._fresh and isinstance(held, dict)
+        return self._of_classes.get(identity(held), held if fresh else proxy)
+
+    # -- calls ---------------------------------------------------------------------------------------------------
+
+    def call(self, frame: FrameType, count: int, values: list) -> None:
+        one, other, *given = values
+        if one is Nothing:
+            function = other
+        elif other is Nothing:
+            function = one
+        else:
+            function = one
+            given.insert(0, other)
+        self.called(function, given)
+
+    def call_with_names(self, frame: FrameType, count: int, values: list) -> None:
+        del values[-1]
+        self.call(frame, count, values)
+
+    def call_all(self, frame: FrameType, more: int, values: list) -> None:
+        """`function(*args, **kwargs)`."""
+        function, args, *kwargs = (value for value in values if value is not Nothing)
+        for one in (args, *kwargs):
+            self.use(one)
+        given = list(args) if isinstance(args, (tuple, list)) else []
+        for one in kwargs:
+            given += one.values() if type(one) is dict else ()
+        self.called(function, given, used=True)
+
+    def called(self, function: Any, given: list, used: bool = False) -> None:
+        """A function is about to be called.
+
+        Args:
+            given: its arguments.
+            used: whether these have been looked into.
+        """
+        kind, notes = type(function), self._notes
+        reads = None if kind is type else _in_c.get(identity(function)) or _in_c.get(identity(kind))
+        if kind is types.FunctionType:
+            notes.function(function)
+        elif issubclass(kind, _OF_C) and function.__name__ in _BY_KEY:
+            bound = hasattr(function, "__self__")
+            owner = function.__self__ if bound else given.pop(0) if given else None
+            if given and _goes_by_key(owner, function.__name__):
+                self._item(owner, given[0])
+            else:
+                self.use(owner)
+        elif not _tells_nothing(function, kind):
+            notes.chance.meet(function, notes.where)
+            self._called_object(function, kind, given)
+            notes.look_inside(function)
+        any_attribute = False
+        for value in given:
+            if sort_of(type(value)) != INERT:
+                any_attribute = any_attribute or identity(type(value)) in _READERS or identity(value) in _READ_ANY
+                if not used:
+                    self.use(value)
+        if reads is not None:
+            reads(self, function, given)
+        if any_attribute:
+            self._any_attribute(given)
+
+    def _called_object(self, function: Any, kind: type, given: list) -> None:
+        """What is read of an object by being called."""
+        if issubclass(kind, _OF_C):
+            owner = getattr(function, "__self__", None)
+            if function.__name__ in _READ_STATE:
+                for value in (*given[:1], owner):
+                    self._notes.all_attributes(value, DEEP)
+            elif function.__name__ in _BY_NAME_OF_OBJECT:  # of a method that has its object
+                _attribute(self, function, [owner, *given])
+        elif issubclass(kind, functools.partial):
+            self.called(function.func, [*function.args, *given, *function.keywords.values()], used=True)
+        elif issubclass(kind, functools._lru_cache_wrapper):
+            self._notes.cached(function)
+        elif kind is types.MethodType:
+            self.called(function.__func__, [function.__self__, *given], used=True)
+        elif not isinstance(function, (*_RUNS_PYTHON, type)) and is_made_by_code(kind):
+            self._notes.attribute(kind, "__call__")
+
+    def _any_attribute(self, values: list) -> None:
+        """Code in C may read any attribute of values, and of what is in them."""
+        for value in values:
+            for one in (value, *(content(value) or ())) if isinstance(value, CONTAINERS) else (value,):
+                if isinstance(one, nn.Module):
+                    self._notes.all_attributes(one)
+                    for part in (*vars(one).values(), *one._modules.values()):
+                        self._notes.all_attributes(part, DEEP)
+                elif not isinstance(one, (type, types.ModuleType, types.FunctionType)):
+                    self._notes.all_attributes(one, DEEP)
+
+
+# -- functions in C that read attributes and items of what they are given ----------------------------------------------
+_BY_NAME_OF_OBJECT = {"__getattribute__", "__setattr__", "__delattr__"}
+
+
+def _attribute(reading: Reading, function: Any, given: list) -> None:
+    if len(given) > 1:
+        reading.attribute_of(given[0], given[1])
+
+
+def _dict_of(reading: Reading, function: Any, given: list) -> None:
+    if given:
+        reading.attribute_of(given[0], "__dict__")
+
+
+def _attributes_named(reading: Reading, function: Any, given: list) -> None:
+    for name in function.__reduce__()[1] if given else ():
+        value = given[0]
+        for part in name.split("."):
+            value = reading._notes.attribute(value, part)
+            if value is CODE or value is UNKNOWN or value is MISSING:
+                break
+
+
+def _method_named(reading: Reading, function: Any, given: list) -> None:
+    if given:
+        reading._notes.attribute(given[0], function.__reduce__()[1][0])
+
+
+def _items_named(reading: Reading, function: Any, given: list) -> None:
+    for key in function.__reduce__()[1] if given else ():
+        reading._item(given[0], key)
+
+
+_BY_NAME = (getattr, hasattr, setattr, delattr, object.__getattribute__, object.__setattr__, object.__delattr__)
+_in_c: dict[int, Callable] = {  # by identity of the function, or of its class
+    **{identity(one): _attribute for one in (*_BY_NAME, type.__getattribute__)},
+    identity(vars): _dict_of,
+    identity(operator.attrgetter): _attributes_named,
+    identity(operator.itemgetter): _items_named,
+    identity(operator.methodcaller): _method_named,
+}
+
+
+# -- plans -------------------------------------------------------------------------------------------------------------
+_IN_CALLS = 2  # beside the arguments: the function, and its object or nothing
+_STEPS: dict[str, tuple[Callable, int]] = {
+    **dict.fromkeys(("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL"), (Reading.global_variable, 0)),
+    **dict.fromkeys(("LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"), (Reading.name, 0)),
+    **dict.fromkeys(("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR", "IMPORT_FROM"), (Reading.attribute, 1)),
+    "LOAD_SUPER_ATTR": (Reading.attribute_of_super, 3),
+    "MATCH_CLASS": (Reading.match_class, 3),
+    "MATCH_KEYS": (Reading.match_keys, 2),
+    "BINARY_SUBSCR": (Reading.item, 2),
+    "DELETE_SUBSCR": (Reading.item, 2),
+    "STORE_SUBSCR": (Reading.store_item, 3),
+    "BINARY_SLICE": (Reading.each, 3),
+    "STORE_SLICE": (Reading.each, 4),
+    "CONTAINS_OP": (Reading.contains, 2),
+    **dict.fromkeys(("BINARY_OP", "COMPARE_OP"), (Reading.each, 2)),
+    **dict.fromkeys(
+        (
+            *("GET_ITER", "GET_YIELD_FROM_ITER", "UNPACK_SEQUENCE", "UNPACK_EX", "LIST_EXTEND", "SET_UPDATE"),
+            *("DICT_UPDATE", "DICT_MERGE", "UNARY_NOT", "UNARY_NEGATIVE", "UNARY_INVERT", "UNARY_POSITIVE", "TO_BOOL"),
+            *("FORMAT_SIMPLE", "CONVERT_VALUE", "GET_LEN", "MATCH_MAPPING", "MATCH_SEQUENCE", "BEFORE_WITH"),
+            *("POP_JUMP_FORWARD_IF_TRUE", "POP_JUMP_FORWARD_IF_FALSE", "POP_JUMP_BACKWARD_IF_TRUE"),
+            *("POP_JUMP_BACKWARD_IF_FALSE", "JUMP_IF_TRUE_OR_POP", "JUMP_IF_FALSE_OR_POP"),
+        ),
+        (Reading.each, 1),
+    ),
+    "FORMAT_WITH_SPEC": (Reading.each, 2),
+}
+if sys.version_info < (3, 13):
+    _STEPS |= dict.fromkeys(("POP_JUMP_IF_TRUE", "POP_JUMP_IF_FALSE"), (Reading.each, 1))
+
+
+def _step_of(step: dis.Instruction, before: str) -> tuple[Callable, int, Any] | None:
+    name = step.opname
+    if name == "CALL":
+        return Reading.call, step.arg + _IN_CALLS, step.arg
+    if name == "CALL_KW":
+        return Reading.call_with_names, step.arg + _IN_CALLS + 1, step.arg
+    if name == "CALL_FUNCTION_EX":
+        return Reading.call_all, _IN_CALLS + 1 + (step.arg & 1), step.arg
+    if name == "RETURN_VALUE":
+        return (Reading.each, 1, None) if before in _LOADS else None
+    if name == "FORMAT_VALUE":
+        return Reading.each, 2 if step.arg & 4 else 1, None
+    if name == "STORE_ATTR":
+        return Reading.attribute, 1, step.argval
+    known = _STEPS.get(name)
+    if name == "MATCH_CLASS":
+        return (*known, step.arg)
+    return None if known is None else (*known, step.argval)
+
+
+def plan_of(code: CodeType) -> Plan:
+    """What to do before which instruction of a piece of code, by offset."""
+    steps = list(dis.get_instructions(code))
+    reach = depths(code, steps)
+    plan: Plan = {}
+    before, prefixes, line = "", [], code.co_firstlineno
+    for step in steps:
+        line = step.positions.lineno or line
+        if step.opname == "EXTENDED_ARG":
+            prefixes.append(step.offset)
+            continue
+        wanted = _step_of(step, before) if step.offset in reach else None
+        if wanted is not None:
+            # Python 3.11 tells of an instruction with prefixes where the first of them lies.
+            for offset in (step.offset, *prefixes):
+                plan[offset] = *wanted, reach[step.offset], line
+        before, prefixes = step.opname, []
+    return plan
+
+
+def _made_just_now(values: list | tuple) -> set[int]:
+    """Of what lies on the stack (or in one container) and in `values`, what nobody else has, by identity."""
+    found = set()
+    for value in values:
+        if sort_of(type(value)) != INERT and getrefcount(value) <= _ALONE:
+            found.add(identity(value))
+    return found
+
+
+def _count_alone() -> int:
+    """What `getrefcount` gives in `_made_just_now` for what nobody else has."""
+    stack = [[]]
+    for value in stack[:]:
+        return getrefcount(value)
+
+
+_ALONE = _count_alone()
