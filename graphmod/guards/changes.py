@@ -7,12 +7,12 @@ from torch import Tensor
 
 from graphmod.guards.contents import Cached, content, describe, same_content
 from graphmod.guards.lookup import Cell
-from graphmod.guards.note import Note, geometry
-from graphmod.guards.notes import Notes
+from graphmod.guards.notes import Note, Notes, geometry
 from graphmod.guards.remedies import (
     DRAW,
     FILLED,
     IN_THREAD,
+    KEEP,
     KEEP_ITERATOR,
     OUTSIDE,
     SCHEDULERS,
@@ -122,6 +122,7 @@ def all_changes(notes: Notes) -> Iterator[Change]:
         if id(note.owner) not in replaced and note.changed():
             told.add(id(note.owner))
             yield _change_of(note, kept_by.get(id(note.owner)))
+    yield from _changed_tensors(notes)
     for value, items, where in notes.contents.values():
         if id(value) not in replaced and id(value) not in told and not same_content(items, content(value)):
             keeper = kept_by.get(id(value))
@@ -135,15 +136,27 @@ def all_changes(notes: Notes) -> Iterator[Change]:
 def _change_of(note: Note, keeper: Any) -> Change:
     """The change of what is at one place, which `keeper` uses; see `keepers`."""
     was, now, name = note.before(), note.now(), name_of(note)
-    remedy = against_change(note.owner, note.key, was, keeper)
-    if not isinstance(now, Tensor) or was is not now:
-        before = "what is gone" if note.gone else describe(was)
-        effect = f"changes {name}{_of(keeper)} from {before} to {describe(now)} as it runs"
-    elif geometry(now)[:-1] == note.geometry[:-1]:
-        effect, remedy = f"switches requires_grad of {name} as it runs", TWO_STEPS
-    else:
-        effect = f"moves or reshapes {name} as it runs"
-    return Change(effect, lines_of(note.where), remedy, id(note.owner))
+    before = "what is gone" if note.gone else describe(was)
+    effect = f"changes {name}{_of(keeper)} from {before} to {describe(now)} as it runs"
+    return Change(effect, lines_of(note.where), against_change(note.owner, note.key, was, keeper), id(note.owner))
+
+
+def _changed_tensors(notes: Notes) -> Iterator[Change]:
+    """Tensors that the call put elsewhere, or laid out otherwise."""
+    changed = [met for met in notes.tensors.values() if met.changed()]
+    if not changed:
+        return
+    places = {id(note.before()): note for note in notes.notes.values() if isinstance(note.before(), Tensor)}
+    for met in changed:
+        tensor = met.tensor
+        place = places.get(id(tensor))
+        name = "a tensor" if place is None else name_of(place)
+        if geometry(tensor)[:-1] == met.geometry[:-1]:
+            effect, remedy = f"switches requires_grad of {name} as it runs", TWO_STEPS
+        else:
+            effect = f"moves or reshapes {name} as it runs"
+            remedy = KEEP if place is None else against_change(place.owner, place.key, tensor, None)
+        yield Change(effect, lines_of(met.where), remedy, id(tensor))
 
 
 def _of(keeper: Any) -> str:

@@ -13,6 +13,7 @@ import random
 import sys
 import types
 import weakref
+import zlib
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -33,7 +34,7 @@ _SEQUENCES = (list, tuple, deque)
 _SETS = (set, frozenset)
 _MAPPINGS = (dict, types.MappingProxyType)
 CONTAINERS = (*_SEQUENCES, *_SETS, *_MAPPINGS)
-_MOST_BYTES = 2**20  # of an array, compared at each call
+_MOST_BYTES, _MOST_DIGESTED = 2**20, 2**26  # of an array: kept for comparing, and looked through, at each call
 _DEPTH = 6
 
 
@@ -164,7 +165,7 @@ def content(value: Any) -> tuple | None:
     if isinstance(value, contextvars.ContextVar):
         return (value.get(MISSING),)
     if isinstance(value, weakref.ref):
-        return (value(),)
+        return (value() is not None,)  # what it names stays the same until it is gone, and is not to be kept alive
     if isinstance(value, functools.partial):
         return (value.func, *value.args, *value.keywords, *value.keywords.values())
     if isinstance(value, (array.array, bytearray)):
@@ -174,8 +175,20 @@ def content(value: Any) -> tuple | None:
     if _is_numpy(value, "ndarray"):
         if value.dtype.hasobject:
             return tuple(value.ravel().tolist())
-        return (value.shape, value.dtype.str, value.tobytes() if value.nbytes <= _MOST_BYTES else identity(value))
+        return (value.shape, value.dtype.str, value.tobytes() if value.nbytes <= _MOST_BYTES else _digest(value))
     return None
+
+
+def _digest(array: Any) -> int:
+    """The CRC-32 of an array's content.
+
+    Raises:
+        ValueError: it is too large to be looked through at each call.
+    """
+    if array.nbytes > _MOST_DIGESTED:
+        megabytes = f"{array.nbytes / 2**20:,.0f} MiB"
+        raise ValueError(f"an array of {megabytes} is too large to compare at each call; use a tensor")
+    return zlib.crc32(array if array.flags.c_contiguous else array.tobytes())
 
 
 _NAMED = (Tensor, str, torch.nn.Module, type, types.ModuleType)

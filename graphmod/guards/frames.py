@@ -78,6 +78,7 @@ _operations = {
     *(identity(one.__code__) for one in (dispatch._fallback, dispatch.current, Tracer.see, untraced, traced)),
     identity(torch._ops.OpOverload.__call__.__code__),
 }
+_EXCHANGES = torch.utils.swap_tensors.__code__
 _starts_threads = {identity(threading.Thread.start.__code__), identity(ThreadPoolExecutor.submit.__code__)}
 
 # By identity, because the hash of code takes microseconds; held weakly, because dynamo keeps graphs with code.
@@ -180,6 +181,9 @@ class Watcher(Protocol):
     def walked(self, module: nn.Module) -> None:
         """Code goes through a module and all that is in it."""
 
+    def exchanges(self, *tensors: torch.Tensor) -> None:
+        """Tensors are about to be exchanged with each other."""
+
     def leaves(self, frame: FrameType) -> None:
         """Code is sent to another thread."""
 
@@ -229,6 +233,8 @@ class Frames:
             return events.NOTHING
         elif identity(code) in _walks:
             self._watcher.walked(events.variable(frame, "self"))
+        elif code is _EXCHANGES:
+            self._watcher.exchanges(*(events.variable(frame, name) for name in code.co_varnames[:2]))
         elif identity(code) in _starts_threads:
             self._watcher.leaves(frame.f_back or frame)
         elif written:

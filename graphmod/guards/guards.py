@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import operator
 import types
+import weakref
 from collections.abc import Iterator
 from itertools import chain, repeat
 from typing import Any
@@ -20,8 +21,7 @@ from graphmod.guards.containers import Contents
 from graphmod.guards.contents import CONTAINERS, describe, is_plain, is_shown, same
 from graphmod.guards.hooks import HookWatch
 from graphmod.guards.lookup import MISSING, Cell, Fields, Kind, get
-from graphmod.guards.note import Note
-from graphmod.guards.notes import Notes
+from graphmod.guards.notes import Note, Notes
 from graphmod.guards.tensors import TensorWatch
 from graphmod.ranks.sharded import as_in_forwards
 
@@ -84,8 +84,9 @@ class Guards:
         kept = [note for note in notes.notes.values() if id(note.owner) not in replaced]
         called = set(map(id, self.modules))
         others = [note.owner for note in kept if isinstance(note.container, Kind) and id(note.owner) not in called]
-        self._objects = [*self.modules, *others]
+        self._objects = [*self.modules, *(one for one in others if id(one) not in notes.weakly)]
         self._kinds = list(map(type, self._objects))
+        self._named_weakly = [(weakref.ref(one), type(one)) for one in others if id(one) in notes.weakly]
         kept = [note for note in kept if not isinstance(note.container, Kind)]
         owners = {id(note.owner): note.owner for note in kept}
         self.optimizers = [one for one in owners.values() if isinstance(one, torch.optim.Optimizer)]
@@ -137,7 +138,7 @@ class Guards:
         inside = self.contents.tensors()
         self.slots += [(value, None, tensor) for value, tensor in inside if id(value) not in held]
         met = (*(one for _, _, one in self.slots), *(one for _, one in inside))
-        leaves = list(notes.gradients.values())
+        leaves = [(met.tensor, met.without_gradient) for met in notes.tensors.values() if met.is_leaf]
         found = {id(one): one for one in (*met, *(leaf for leaf, _ in leaves))}
         names = {id(one): key for _, key, one in reversed(self.slots) if isinstance(key, str)}
         self._watch = TensorWatch(list(found.values()), names)
@@ -186,6 +187,9 @@ class Guards:
         reason = self.contents.changed() or (self._recompiles() if self._of_dynamo else None)
         if reason is not None:
             return reason
+        for one, kind in self._named_weakly:
+            if type(one()) is not kind:
+                return f"one {kind.__name__} is gone, or has another class than when it was recorded"
         if list(map(type, self._objects)) != self._kinds:
             return f"{self._of_other_class()} has another class than when it was recorded"
         if gradients and self._leaves and list(map(_has_none, self._leaves)) != self._absent_gradients:
@@ -274,6 +278,7 @@ class Guards:
             self._unset,
             self._hooks_of,
             self._objects,
+            self._named_weakly,
             self.tensors,
             self._leaves,
         )

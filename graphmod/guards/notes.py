@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import types
 import weakref
+from collections.abc import ItemsView, KeysView, ValuesView
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,23 +15,40 @@ from torch import Tensor, nn
 
 from graphmod.guards.chance import Chance
 from graphmod.guards.compiled import CompiledFrame, is_arithmetic
-from graphmod.guards.contents import CONTAINERS, Cached, Whole, content, is_plain
-from graphmod.guards.library import is_library, is_library_module, is_of_core, means_nothing, package_of
+from graphmod.guards.contents import (
+    CONTAINERS,
+    INERT,
+    OBJECT,
+    Cached,
+    Whole,
+    content,
+    is_iterator,
+    is_plain,
+    same,
+    same_content,
+    sort_of,
+)
+from graphmod.guards.library import is_library, is_library_module, is_of_core, is_users, means_nothing, package_of
 from graphmod.guards.lookup import (
     CODE,
     HELD_BY_MODULE,
     MISSING,
     UNKNOWN,
+    Cell,
+    Fields,
+    Kind,
     Place,
+    Slots,
     bound_to,
     dict_of,
     find,
     find_item,
+    get,
     is_made_by_code,
     of_c,
 )
-from graphmod.guards.note import Note
-from graphmod.guards.values import Values
+from graphmod.ranks.sharded import held_between_calls
+from graphmod.torch_private import weak_reference
 from graphmod.trace.untraced import identity
 
 _FIXED = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType)
@@ -40,10 +60,163 @@ _MOST_CACHED = 256
 DEEP = 6  # how far attributes of attributes are followed, where code in C may read any of them
 
 
-class Notes(Values):
-    """Collects notes on what code reads, and on where that lives; on values see `Values`.
+_FOLLOWED = (*CONTAINERS, partial, types.SimpleNamespace, types.BuiltinMethodType)
+_DEPTH, _MOST_INSIDE = 32, 4096  # how far, and into how many items, containers in containers are followed
+
+
+def geometry(tensor: Tensor) -> tuple:
+    """All that a graph freezes about a tensor it reads by address."""
+    if tensor.layout is not torch.strided:
+        return (id(tensor), tensor.layout)
+    try:
+        where = tensor.data_ptr()
+    except RuntimeError:  # a subclass without memory of its own
+        where = 0
+    return (where, tensor.size(), tensor.stride(), tensor.dtype, tensor.requires_grad)
+
+
+_HELD = (nn.Module, type, *CONTAINERS, nn.Parameter, types.ModuleType)
+
+
+def _held(value: Any) -> tuple[Any, bool]:
+    """The value, or a weak reference to it and True: a note keeps nothing alive that the call made."""
+    if is_plain(value) or isinstance(value, _HELD):
+        return value, False
+    try:
+        return weak_reference(value), True
+    except TypeError:
+        return value, False
+
+
+class MetTensor:
+    """A tensor as it was when code first came upon it.
 
     Attributes:
+        geometry: see the function of that name.
+        is_leaf: whether it may collect a gradient.
+        without_gradient: whether it had none then.
+        where: code and line that came upon it.
+    """
+
+    __slots__ = ("_tensor", "_weak", "geometry", "is_leaf", "where", "without_gradient")
+
+    def __init__(self, tensor: Tensor, where: tuple) -> None:
+        self.geometry, self.where = geometry(tensor), where
+        self.is_leaf = _is_leaf(tensor) and (tensor.requires_grad or isinstance(tensor, nn.Parameter))
+        self.without_gradient = self.is_leaf and tensor.grad is None
+        self._weak = not self.is_leaf
+        self._tensor = weak_reference(tensor) if self._weak else tensor
+
+    @property
+    def tensor(self) -> Tensor | None:
+        """None when it is gone."""
+        return self._tensor() if self._weak else self._tensor
+
+    def hold(self) -> None:
+        """Holds it no longer weakly."""
+        self._tensor, self._weak = self.tensor, False
+
+    def changed(self) -> bool:
+        """Whether it is elsewhere, or otherwise laid out, than it was."""
+        tensor = self.tensor
+        return tensor is not None and geometry(tensor) != self.geometry
+
+
+def _is_leaf(tensor: Tensor) -> bool:
+    try:
+        return tensor.is_leaf
+    except RuntimeError:  # a view made under `no_grad`, whose base has been changed since
+        return False
+
+
+class Note:
+    """What was at one place when the call first looked there.
+
+    Attributes:
+        key: attribute name, key or index.
+        kind: the class that the owner had.
+        items: of a container.
+        where: code and line that looked.
+    """
+
+    __slots__ = (
+        "_container",
+        "_owner",
+        "_value",
+        "_view",
+        "_weak_owner",
+        "_weak_value",
+        "items",
+        "key",
+        "kind",
+        "where",
+    )
+
+    def __init__(self, owner: Any, place: Place, where: tuple) -> None:
+        self.key, self.where, self.kind = place.key, where, type(owner)
+        self._owner, self._weak_owner = _held(owner)
+        self._container = place.container
+        self._view = None  # what makes the container of the object, which would keep that alive
+        if self._weak_owner and place.container is dict_of(owner):
+            self._container, self._view = None, dict_of
+        elif self._weak_owner and isinstance(place.container, (Kind, Slots)):
+            self._container, self._view = None, type(place.container)
+        self._value, self._weak_value = _held(place.value)
+        self.items = content(place.value) if isinstance(place.value, CONTAINERS) else None
+
+    @property
+    def owner(self) -> Any:
+        """The object whose place it is; None when that is gone."""
+        return self._owner() if self._weak_owner else self._owner
+
+    @property
+    def container(self) -> Any:
+        return self._container if self._view is None else self._view(self.owner)
+
+    def hold(self) -> None:
+        """Holds what was there no longer weakly."""
+        self._value, self._weak_value = self.before(), False
+
+    def own(self) -> dict | None:
+        """The attributes of the owner, where the place is among them."""
+        held = dict_of(self.owner)
+        return held if self._view is dict_of or self._container is held else None
+
+    def before(self) -> Any:
+        """What was there; None when that is gone."""
+        return self._value() if self._weak_value else self._value
+
+    @property
+    def gone(self) -> bool:
+        """Whether what was there is no more."""
+        return self._weak_value and self._value() is None
+
+    def now(self) -> Any:
+        return get(self.container, self.key)
+
+    def changed(self) -> bool:
+        """Whether the place holds another value than at first. A container in the place of an equal one is none."""
+        before, now = self.before(), self.now()
+        if before is now:
+            return False
+        if self.items is not None and type(before) is type(now):
+            return not same_content(self.items, content(now) or ())
+        return not same(before, now)
+
+
+class Notes:
+    """Collects notes on what code reads, and on where that lives.
+
+    Attributes:
+        notes: by identity of the object and key.
+        contents: containers whose items were read, by identity: the container, its items, and where that was.
+        iterators: what code used that is used up by it.
+        tensors: those that were met, by identity.
+        between_calls: identity of a dict of parameters -> what is in it before and after the call, though not in it.
+        weakly: the identities of objects that code had from a weak reference, which are not to be kept alive.
+        untracked: the identities of dicts that the collector did not track when they were met.
+        where: the code and line that reads now.
+        frame: that runs now; held for no longer than it is looked at.
         modules: the modules that were called, each once.
         of_dynamo: the runs of code that dynamo has written.
         chance: the random generators of the host.
@@ -55,7 +228,15 @@ class Notes(Values):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        self.notes: dict[tuple[int, Any], Note] = {}
+        self.contents: dict[int, tuple[Any, tuple, tuple]] = {}
+        self.iterators: list[tuple[Any, str, tuple]] = []
+        self.tensors: dict[int, MetTensor] = {}
+        self.between_calls = held_between_calls()
+        self.untracked: set[int] = set()
+        self.weakly: set[int] = set()
+        self.where: tuple = ("", 0)
+        self.frame: types.FrameType | None = None
         self.modules: dict[int, nn.Module] = {}
         self.of_dynamo: list[CompiledFrame] = []
         self.chance = Chance()
@@ -70,6 +251,9 @@ class Notes(Values):
         self._kinds: dict[int, type] = {}  # kept, so that their identities stay theirs
         self._of_classes: dict[int, types.MappingProxyType] = {}
         self._wholes: dict[int, Whole | Cached] = {}
+        self._place: tuple[tuple, tuple] = (), ()  # the last `where`, and what `here` gave for it
+        self._functions: dict[int, types.FunctionType] = {}
+        self._first: dict[tuple[int, Any], Note] = {}  # notes by identity of the container, and key
         self._deep: dict[int, Any] = {}
 
     # -- what there is to begin with -----------------------------------------------------------------------------
@@ -119,7 +303,18 @@ class Notes(Values):
     def held_by_module(self, attributes: dict) -> None:
         """Takes in that code reads all parameters, buffers and modules that a module holds."""
         for name in HELD_BY_MODULE:
-            self.look_inside(attributes.get(name))
+            held = attributes.get(name)
+            self.holders[identity(held)] = self.holders.get(identity(attributes), attributes)
+            self.look_inside(held)
+
+    def exchanged(self, *tensors: Tensor) -> None:
+        """Takes in that tensors are about to be exchanged, which torch does not do while they are held weakly."""
+        for one in self.notes.values():
+            if any(one.before() is tensor for tensor in tensors):
+                one.hold()
+        for tensor in tensors:
+            if identity(tensor) in self.tensors:
+                self.tensors[identity(tensor)].hold()
 
     def whole(self, module: nn.Module) -> None:
         """Takes in that all of a module may be read."""
@@ -169,7 +364,9 @@ class Notes(Values):
         if kind is super:
             return self._of_super(owner, name)
         if kind in (weakref.ProxyType, weakref.CallableProxyType):
-            return self.attribute(owner.__init__.__self__, name)
+            owner = owner.__init__.__self__
+            self.weakly.add(identity(owner))
+            return self.attribute(owner, name)
         self._kind_if_it_matters(owner)
         if name == "__dict__":
             held = self._class_dict(owner) if isinstance(owner, type) else dict_of(owner)
@@ -214,6 +411,11 @@ class Notes(Values):
             )
         self._note(owner, place)
         if value is MISSING:
+            if isinstance(owner, nn.Module) and own is not None:
+                for held in map(own.get, HELD_BY_MODULE):
+                    if held is not None:
+                        self.holders[identity(held)] = owner
+                        self._note(held, Place(held, name, MISSING))
             if hasattr(kind, "_reach_through"):
                 return self.attribute(dict_of(owner)[kind._reach_through[0]], name)
             return CODE if hasattr(kind, "__getattr__") else MISSING
@@ -293,7 +495,7 @@ class Notes(Values):
         return held
 
     def _of_tensor(self, owner: Tensor, name: str) -> Any:
-        self._leaf(owner)
+        self._tensor(owner)
         held = getattr(owner, "__dict__", None)
         if held is not None and name in held:
             self._note(owner, Place(held, name, held[name]))
@@ -311,3 +513,129 @@ class Notes(Values):
         if not isinstance(owner, tuple):
             self._note(owner, place)
         return place.value
+
+    # -- values --------------------------------------------------------------------------------------------------
+
+    def here(self) -> tuple:
+        """The code and line that reads now; if they are a library's, also those of the user's that had called it."""
+        frame = self.frame
+        if frame is None:
+            return self.where
+        if self._place[0] is not self.where:
+            library = is_library(frame.f_code.co_filename)
+            while library and frame is not None and not is_users(frame.f_code.co_filename):
+                frame = frame.f_back
+            of_user = library and frame is not None
+            self._place = self.where, (*self.where, (frame.f_code, frame.f_lineno)) if of_user else self.where
+        return self._place[1]
+
+    def _note(self, owner: Any, place: Place) -> None:
+        try:
+            name = (identity(owner), place.key)
+            known = self.notes.get(name)
+        except TypeError:  # a key that cannot be hashed
+            return
+        if known is None or known.owner is not owner:
+            self._untracked_yet(owner)
+            self._untracked_yet(place.value)
+            found = (identity(place.container), place.key)
+            lasting = self.between_calls.get(found[0], {}).get(place.key)
+            earlier = self._first.get(found)  # by another way, before the call put something else there
+            if lasting is None and earlier is not None and earlier.container is place.container:
+                lasting = earlier.before()
+            place = place if lasting is None else place._replace(value=lasting)
+            self.notes[name] = self._first[found] = Note(owner, place, self.here())
+            self._meet(place.value)
+
+    def _untracked_yet(self, value: Any) -> None:
+        if isinstance(value, dict) and not gc.is_tracked(value):
+            self.untracked.add(identity(value))
+
+    def _kind_if_it_matters(self, owner: Any) -> None:
+        """Notes the class of an object, if it is one of a program's own."""
+        kind = type(owner)
+        if kind is not super and is_made_by_code(kind) and not issubclass(kind, (type, types.ModuleType)):
+            self._kind(owner)
+
+    def _kind_of_made(self, owner: Any) -> None:
+        if is_made_by_code(type(owner)):
+            self._kind(owner)
+
+    def _kind(self, owner: Any) -> None:
+        name = (identity(owner), Kind)
+        known = self.notes.get(name)
+        if known is None or known.owner is not owner:
+            self.notes[name] = Note(owner, Place(Kind(owner), "__class__", type(owner)), self.here())
+
+    def _meet(self, value: Any) -> None:
+        if isinstance(value, Tensor):
+            self._tensor(value)
+        elif isinstance(value, types.FunctionType):
+            self.function(value)
+        elif isinstance(value, (staticmethod, classmethod)):
+            self._meet(value.__func__)
+        elif isinstance(value, property):
+            for function in (value.fget, value.fset, value.fdel):
+                self._meet(function)
+        elif isinstance(value, types.MethodType):
+            self._meet(value.__func__)
+            self._kind_if_it_matters(value.__self__)
+
+    def _tensor(self, tensor: Tensor) -> None:
+        known = self.tensors.get(identity(tensor))
+        if known is None or known.tensor is not tensor:
+            self.tensors[identity(tensor)] = MetTensor(tensor, self.here())
+
+    def function(self, function: types.FunctionType) -> None:
+        """Notes what belongs to a function: the variables it closes over, and, of one of the user's, its defaults."""
+        if self._functions.get(identity(function)) is function:
+            return
+        self._functions[identity(function)] = function
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            if name != "__class__" and (identity(cell), None) not in self.notes:  # that is for `super()`, and stays
+                place = Place(Cell(cell), None, get(Cell(cell), None))
+                self.notes[identity(cell), None] = Note(cell, place, self.here())
+                self._meet(place.value)
+        if not is_library(function.__code__.co_filename):
+            places = [Place(Fields(function), name, getattr(function, name)) for name in Fields.NAMES]
+            for place in places:
+                self.notes[identity(function), place.key] = Note(function, place, self.here())
+            for place in places:
+                if isinstance(place.value, CONTAINERS):
+                    self.look_inside(place.value)
+
+    def look_inside(self, value: Any, depth: int = _DEPTH) -> None:
+        """Notes the items of a container that code goes through, or passes to code that may."""
+        sort = sort_of(type(value))
+        if sort == INERT:
+            return
+        if sort == OBJECT:
+            self._kind_of_made(value)
+            return
+        known = self.contents.get(identity(value))
+        if known is not None and known[0] is value:
+            return
+        self._meet(value)
+        if isinstance(value, (nn.Module, type, types.FunctionType, types.ModuleType)):
+            return
+        if isinstance(value, types.BuiltinMethodType) and isinstance(value.__self__, CONTAINERS):
+            value = value.__self__
+        elif hasattr(type(value), "mapping") and isinstance(value, (KeysView, ValuesView, ItemsView)):
+            value = gc.get_referents(value)[0]  # the dict itself, which `mapping` would wrap anew each time
+        if is_iterator(value):
+            self.iterators.append((value, type(value).__name__, self.here()))
+            return
+        known = self.contents.get(identity(value))
+        if known is not None and known[0] is value:
+            return
+        self._untracked_yet(value)
+        items = content(self.between_calls.get(identity(value), value))
+        if items is None:
+            self._kind_of_made(value)
+        elif not (isinstance(value, tuple) and all(is_plain(item) for item in items)):
+            self.contents[identity(value)] = (value, items, self.here())
+            for item in items:
+                if isinstance(item, Tensor):
+                    self._tensor(item)
+                elif depth and len(items) <= _MOST_INSIDE and isinstance(item, _FOLLOWED):
+                    self.look_inside(item, depth - 1)

@@ -13,6 +13,7 @@ import gc
 import operator
 import sys
 import types
+import weakref
 from collections.abc import Callable
 from sys import getrefcount
 from types import CodeType, FrameType
@@ -268,6 +269,8 @@ class Reading:
                 _attribute(self, function, [owner, *given])
         elif issubclass(kind, functools.partial):
             self.called(function.func, [*function.args, *given, *function.keywords.values()], used=True)
+        elif issubclass(kind, weakref.ref):
+            self._notes.weakly.add(identity(function()))
         elif issubclass(kind, functools._lru_cache_wrapper):
             self._notes.cached(function)
         elif kind is types.MethodType:

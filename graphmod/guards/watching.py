@@ -86,6 +86,10 @@ class _Watcher:
         """Takes in that code goes through a module and all that is in it."""
         self.take(self._notes.walked, module)
 
+    def exchanges(self, *tensors: Tensor) -> None:
+        """Takes in that tensors are about to be exchanged with each other."""
+        self.take(self._notes.exchanged, *tensors)
+
     def leaves(self, frame: FrameType) -> None:
         """Takes in that code is sent to another thread."""
         self._notes.elsewhere = self._notes.elsewhere or (frame.f_code, frame.f_lineno)
@@ -154,7 +158,7 @@ def _forget_new(notes: Notes, roots: tuple) -> None:
         contents = later
     notes.notes, notes.contents = found, inside
     notes.iterators = [one for one in notes.iterators if was_there(one[0])]
-    notes.gradients = {key: one for key, one in notes.gradients.items() if was_there(one[0])}
+    notes.tensors = {key: met for key, met in notes.tensors.items() if was_there(met.tensor)}
     notes.modules = {key: module for key, module in notes.modules.items() if was_there(module)}
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from graphmod import CUDAGraphModule
 from graphmod.guards.contents import INERT, OBJECT, OTHER, sort_of
 from graphmod.guards.lookup import Place
-from graphmod.guards.note import Note
+from graphmod.guards.notes import Note
 from graphmod.guards.watching import noting
 from graphmod.torch_private import weak_reference
 
