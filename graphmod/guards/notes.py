@@ -56,6 +56,7 @@ _DESCRIPTORS = (types.FunctionType, property, classmethod, staticmethod, types.G
 _GLOBAL_HOOKS = (
     *("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks"),
 )
+_OF_METHODS = ("__self__", "__func__", "__class__", "__call__")  # all other attributes are the function's
 _MOST_CACHED = 256
 DEEP = 6  # how far attributes of attributes are followed, where code in C may read any of them
 
@@ -363,6 +364,8 @@ class Notes:
             return self._of_tensor(owner, name)
         if kind is super:
             return self._of_super(owner, name)
+        if kind is types.MethodType and name not in _OF_METHODS:
+            return self.attribute(owner.__func__, name)
         if kind in (weakref.ProxyType, weakref.CallableProxyType):
             owner = owner.__init__.__self__
             self.weakly.add(identity(owner))

@@ -233,7 +233,7 @@ class Reading:
             used: whether these have been looked into.
         """
         kind, notes = type(function), self._notes
-        reads = None if kind is type else _in_c.get(identity(function)) or _in_c.get(identity(kind))
+        reads = _in_c.get(identity(function)) or _made_in_c.get(identity(kind))
         if kind is types.FunctionType:
             notes.function(function)
         elif issubclass(kind, _OF_C) and function.__name__ in _BY_KEY:
@@ -323,10 +323,20 @@ def _items_named(reading: Reading, function: Any, given: list) -> None:
         reading._item(given[0], key)
 
 
+def _mapped(reading: Reading, function: Any, given: list) -> None:
+    """`map(function, *containers)` calls a function in C with each row; one in Python is told of as it runs."""
+    if len(given) > 1 and isinstance(given[0], _OF_C) and all(isinstance(one, CONTAINERS) for one in given[1:]):
+        for row in zip(*(content(one) or () for one in given[1:]), strict=False):
+            reading.called(given[0], list(row))
+
+
 _BY_NAME = (getattr, hasattr, setattr, delattr, object.__getattribute__, object.__setattr__, object.__delattr__)
-_in_c: dict[int, Callable] = {  # by identity of the function, or of its class
+_in_c: dict[int, Callable] = {  # by identity of the function
     **{identity(one): _attribute for one in (*_BY_NAME, type.__getattribute__)},
     identity(vars): _dict_of,
+    identity(map): _mapped,
+}
+_made_in_c: dict[int, Callable] = {  # by identity of the function's class
     identity(operator.attrgetter): _attributes_named,
     identity(operator.itemgetter): _items_named,
     identity(operator.methodcaller): _method_named,

@@ -151,6 +151,9 @@ class Unscale(Scale):
     def forward(self, h):
         return h / self.by
 
+def same(one):
+    return one
+
 def double(h):
     return h * 2
 
@@ -395,6 +398,33 @@ VALUES = {
     "tensor's attribute": mutate("full(2.0)", "v.tag = 3.0", "del v.tag", "h * getattr(v, 'tag', 1.0)"),
     "list of tensors": mutate("[full(2.0)]", "v.append(full(3.0))", "v.pop()", "h * sum(v)"),
     "dict of tensors": mutate("{'a': full(2.0)}", "v['a'] = full(3.0)", "v['a'] = full(2.0)", "h * v['a']"),
+    "list as an index": mutate("[0, 1]", "v[0] = 1", "v[0] = 0", "h * torch.tensor([2.0, 3.0])[v].sum().item()"),
+    "numpy item, large": mutate("np.ones(200_000)", "v[1] = 3.0", "v[1] = 1.0", "h * float(v[1])"),
+    "items of fresh lists": mutate(
+        "[Settings(1.0), Settings(2.0)]",
+        "v[1].scale = 3.0",
+        "v[1].scale = 2.0",
+        "h * (list(v)[1].scale + [*v][1].scale + sorted(v, key=lambda s: -s.scale)[0].scale + tuple(v)[::-1][0].scale)",
+    ),
+    "absent in a module": mutate(
+        "Scale(2.0)", "v.more = Scale(3.0)", "del v.more", "v(h) if getattr(v, 'more', None) is None else v.more(h)"
+    ),
+    "absent parameter": mutate(
+        "Scale(2.0)", "v.more = nn.Parameter(full(3.0))", "del v.more", "h * v.more if hasattr(v, 'more') else v(h)"
+    ),
+    "absent buffer": mutate(
+        "Scale(2.0)", "v.register_buffer('more', full(3.0))", "del v.more", "h * sum(b.sum() for b in v.buffers())"
+    ),
+    "walked, without parameters": mutate(
+        "Scale(2.0)", "v.more = nn.Parameter(full(3.0))", "del v.more", "h * sum(p.sum() for p in v.parameters())"
+    ),
+    "walked, without modules": mutate(
+        "Scale(2.0)", "v.more = Scale(3.0)", "del v.more", "h * sum(m.by for m in v.modules())"
+    ),
+    "target of a weak dict": mutate(
+        "weakref.WeakValueDictionary(a=THINGS[0])", "v['b'] = THINGS[1]", "del v['b']", "h * len(v)"
+    ),
+    "shape in a fresh list": mutate("[full(2.0)]", "v[0] = full(3.0)", "v[0] = full(2.0)", "h * list(v)[0].sum()"),
     "dtype": exchange("torch.float32", "torch.bfloat16", "h.to(v).float()"),
     "shape": exchange("torch.Size((1, 4))", "torch.Size((4,))", "h * len(v)"),
     "generator": exchange(
@@ -649,6 +679,16 @@ FORMS = {
     "inline list": "inline [READ][0]",
     "inline max": "inline max([READ], key=id)",
     "inline next": "inline next(iter([READ]))",
+    "inline fresh list": "inline list((READ,))[0]",
+    "inline starred list": "inline [*(READ,)][0]",
+    "inline sorted": "inline sorted([READ], key=id)[0]",
+    "inline reversed": "inline list(reversed((READ,)))[0]",
+    "inline filter": "inline list(filter(lambda one: one is not self, [self, READ]))[0]",
+    "inline values": "inline list({1: READ}.values())[0]",
+    "inline merged": "inline {**{'a': READ}}['a']",
+    "inline slice": "inline [self, READ][1:][0]",
+    "inline links": "inline same(same(same(same(same(same(same(same(READ))))))))",
+    "inline sum of lists": "inline ([self] + [READ])[-1]",
     "inline getattr": "inline getattr(BASE, NAME)",
     "inline item": "inline Caller(self)['a']",
     "conditional base": "v = getattr((BASE if x is not None else None), NAME)",

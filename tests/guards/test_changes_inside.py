@@ -83,6 +83,21 @@ CHANGES = {
         "M = linear()", "M.weight = nn.Parameter(M.weight.detach() * 0.5); h = M(h)", "M.weight.tolist()"
     ),
     "data exchanged": ("P = full(2.0)", "h = h * P; P.data = P.data * 0.5", "P.tolist()"),
+    "data of a tensor in a list": ("L = [full(2.0)]", "for p in L: p.data = p.data * 0.5", "L[0].tolist()"),
+    "data of a tensor in a list of lists": (
+        "L = [[full(2.0)]]", "for l in L:\n        for p in l: p.data = p.data * 0.5", "L[0][0].tolist()"
+    ),
+    "data by setattr": ("L = [full(2.0)]", "[setattr(p, 'data', p.data * 0.5) for p in L]", "L[0].tolist()"),
+    "data of parameters": ("M = linear()", "for p in M.parameters(): p.data = p.data * 0.5", "M.weight.tolist()"),
+    "memory of a tensor in a dict": (
+        "D = {'a': full(2.0)}", "for p in D.values(): p.set_(p * 0.5)", "D['a'].tolist()"
+    ),
+    "strides of a tensor in a list": ("L = [full(2.0, 2, 3)]", "for p in L: p.t_()", "tuple(L[0].shape)"),
+    "size of a tensor in a list": ("L = [full(2.0)]", "for p in L: p.resize_(p.numel() + 1)", "L[0].numel()"),
+    "requires_grad of a tensor in a list": (
+        "L = [full(2.0)]", "for p in L: p.requires_grad_(not p.requires_grad)", "L[0].requires_grad"
+    ),
+    "tensors swapped": ("L = [full(2.0)]", "for p in L: torch.utils.swap_tensors(p, p * 0.5)", "L[0].tolist()"),
     "class assigned": (
         "O = Doubler()", "O.__class__ = Tripler if type(O) is Doubler else Doubler; h = O(h)", "type(O).__name__"
     ),
