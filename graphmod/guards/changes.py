@@ -98,12 +98,8 @@ def all_changes(notes: Notes) -> Iterator[Change]:
     if notes.unreadable is not None:
         error, where = notes.unreadable
         yield Change(f"reads an object that cannot be looked into without harm: {error}", lines_of(where), OUTSIDE)
-    if not notes.watched:
-        effect = (
-            "runs where nobody can watch it: this thread's trace functions are suspended, or other tools (a debugger, "
-            "a profiler) hold all places of sys.monitoring"
-        )
-        yield Change(effect, ("code inside", None), OUTSIDE)
+    if notes.unseen:
+        yield Change(f"runs where nobody can watch it: {notes.unseen}", ("code inside", None), OUTSIDE)
     if notes.elsewhere is not None:
         yield Change("runs code in another thread, where nobody can watch it", lines_of(notes.elsewhere), IN_THREAD)
     for _, kind, where in notes.iterators:

@@ -120,6 +120,11 @@ def _is_numpy(value: Any, kind: str) -> bool:
     return numpy is not None and isinstance(value, getattr(numpy, kind))
 
 
+def is_small_array(value: Any) -> bool:
+    """Whether a value is an array of numpy that costs little to compare."""
+    return _is_numpy(value, "ndarray") and value.nbytes <= _MOST_BYTES
+
+
 def is_iterator(value: Any) -> bool:
     """Whether reading from a value uses it up."""
     if isinstance(value, (Tensor, torch.nn.Module, io.IOBase)) or not hasattr(type(value), "__next__"):

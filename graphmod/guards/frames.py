@@ -5,6 +5,8 @@
 
 import logging
 import os
+import platform
+import sys
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -80,6 +82,14 @@ _operations = {
 }
 _EXCHANGES = torch.utils.swap_tensors.__code__
 _starts_threads = {identity(threading.Thread.start.__code__), identity(ThreadPoolExecutor.submit.__code__)}
+
+NOT_TOLD = (
+    "this thread's trace functions are suspended, or other tools (a debugger, a profiler) hold all places of "
+    "sys.monitoring"
+)
+_UNKNOWN_PYTHON = (
+    f"{sys.implementation.name} {platform.python_version()} is not CPython 3.11 to 3.13, whose stack is known"
+)
 
 # By identity, because the hash of code takes microseconds; held weakly, because dynamo keeps graphs with code.
 _known: dict[int, tuple[Plan | None, weakref.ref]] = {}
@@ -198,14 +208,14 @@ class Frames:
         self._watcher = watcher
         self._muted: FrameType | None = None  # in which, and in what that calls, nothing is looked at
         self.heard = False  # whether anything was told
-        self.missed = False  # whether anything was not told
+        self.missed = ""  # why something was not told
         self._before: Any = None
         self._written = written_by_dynamo()
 
     def __enter__(self) -> "Frames":
-        can_peek = _can_peek()
+        self.missed = "" if _can_peek() else _UNKNOWN_PYTHON
         self._before, told = events.begin(self)
-        self.missed = not told or not can_peek
+        self.missed = self.missed or ("" if told else NOT_TOLD)
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -220,7 +230,7 @@ class Frames:
             return self._entered(frame)
         except Exception as error:  # which would be raised in the code that is watched
             log.debug("%s cannot be followed", frame.f_code, exc_info=error)
-            self.missed = True
+            self.missed = self.missed or f"{frame.f_code.co_name} cannot be followed: {error}"
             return events.NOTHING
 
     @beside_dynamo

@@ -138,12 +138,15 @@ class Guards:
         inside = self.contents.tensors()
         self.slots += [(value, None, tensor) for value, tensor in inside if id(value) not in held]
         met = (*(one for _, _, one in self.slots), *(one for _, one in inside))
-        leaves = [(met.tensor, met.without_gradient) for met in notes.tensors.values() if met.is_leaf]
+        leaves = [
+            (met.tensor, met.without_gradient)
+            for met in notes.tensors.values()
+            if met.is_leaf and (met.asked_for_gradient or (backward and met.tensor.requires_grad))
+        ]
         found = {id(one): one for one in (*met, *(leaf for leaf, _ in leaves))}
         names = {id(one): key for _, key, one in reversed(self.slots) if isinstance(key, str)}
         self._watch = TensorWatch(list(found.values()), names)
         self.tensors = self._watch.tensors
-        leaves = [one for one in leaves if one[0].requires_grad] if backward else []
         self._leaves, self._absent_gradients = [leaf for leaf, _ in leaves], [absent for _, absent in leaves]
         self._gradient_hooks = HookWatch(self._leaves)
 

@@ -141,7 +141,7 @@ def find(owner: Any, name: Any, known: dict[tuple[int, str], Place | None] | Non
         return None
     if isinstance(owner, types.ModuleType):
         held = owner.__dict__
-        return Place(held, name, held[name]) if name in held else None
+        return Place(held, name, held.get(name, MISSING))
     kind = type(owner)
     if kind is super:
         mro = owner.__self_class__.__mro__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import gc
 import sys
 import types
@@ -24,6 +25,7 @@ from graphmod.guards.contents import (
     content,
     is_iterator,
     is_plain,
+    is_small_array,
     same,
     same_content,
     sort_of,
@@ -61,7 +63,7 @@ _MOST_CACHED = 256
 DEEP = 6  # how far attributes of attributes are followed, where code in C may read any of them
 
 
-_FOLLOWED = (*CONTAINERS, partial, types.SimpleNamespace, types.BuiltinMethodType)
+_FOLLOWED = (*CONTAINERS, partial, types.SimpleNamespace, types.BuiltinMethodType, array.array, bytearray)
 _DEPTH, _MOST_INSIDE = 32, 4096  # how far, and into how many items, containers in containers are followed
 
 
@@ -96,15 +98,17 @@ class MetTensor:
         geometry: see the function of that name.
         is_leaf: whether it may collect a gradient.
         without_gradient: whether it had none then.
+        asked_for_gradient: whether code looked at its gradient.
         where: code and line that came upon it.
     """
 
-    __slots__ = ("_tensor", "_weak", "geometry", "is_leaf", "where", "without_gradient")
+    __slots__ = ("_tensor", "_weak", "asked_for_gradient", "geometry", "is_leaf", "where", "without_gradient")
 
     def __init__(self, tensor: Tensor, where: tuple) -> None:
         self.geometry, self.where = geometry(tensor), where
         self.is_leaf = _is_leaf(tensor) and (tensor.requires_grad or isinstance(tensor, nn.Parameter))
         self.without_gradient = self.is_leaf and tensor.grad is None
+        self.asked_for_gradient = False
         self._weak = not self.is_leaf
         self._tensor = weak_reference(tensor) if self._weak else tensor
 
@@ -225,7 +229,7 @@ class Notes:
         roots: identities of what was there before, whatever the collector says.
         unreadable: an error from looking at what code reads, and where.
         elsewhere: where code was sent to another thread.
-        watched: whether anybody could look on.
+        unseen: why nobody could look on; "" where somebody could.
     """
 
     def __init__(self) -> None:
@@ -243,7 +247,7 @@ class Notes:
         self.chance = Chance()
         self.unreadable: tuple[str, tuple] | None = None
         self.elsewhere: tuple | None = None
-        self.watched = True
+        self.unseen = ""
         self.roots: set[int] = set()
         self.holders: dict[int, Any] = {}
         self._walked: dict[int, nn.Module] = {}
@@ -296,6 +300,7 @@ class Notes:
         """Takes in that code goes through a module and all that is in it."""
         if isinstance(module, nn.Module) and identity(module) not in self._walked:
             self._walked[identity(module)] = module
+            self.holders[identity(module.__dict__)] = module
             self.held_by_module(module.__dict__)
             for part in module.__dict__.get("_modules", {}).values():
                 if part is not None and identity(part) not in self._walked:
@@ -397,6 +402,8 @@ class Notes:
             shared = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
             if isinstance(shared, property) and not isinstance(shared.fget, types.FunctionType):
                 self.all_attributes(owner, DEEP)  # whatever it is that reads
+            if isinstance(owner, tuple):  # of whose fields each is an item
+                self.look_inside(owner)
             return of_c(owner, name)
         if place.shared is not None:
             return self._of_class(owner, name, place)
@@ -406,7 +413,7 @@ class Notes:
             if of_torch or not (isinstance(value, _FIXED) and is_library_module(owner)):
                 self.holders[identity(place.container)] = owner
                 self._note(place.container, place)
-            return value
+            return CODE if value is MISSING and "__getattr__" in place.container else value
         own = dict_of(owner)
         if isinstance(owner, nn.Module) and place.container is not own and own is not None:
             self._note(
@@ -499,6 +506,8 @@ class Notes:
 
     def _of_tensor(self, owner: Tensor, name: str) -> Any:
         self._tensor(owner)
+        if name == "grad":
+            self.tensors[identity(owner)].asked_for_gradient = True
         held = getattr(owner, "__dict__", None)
         if held is not None and name in held:
             self._note(owner, Place(held, name, held[name]))
@@ -640,5 +649,5 @@ class Notes:
             for item in items:
                 if isinstance(item, Tensor):
                     self._tensor(item)
-                elif depth and len(items) <= _MOST_INSIDE and isinstance(item, _FOLLOWED):
+                elif depth and len(items) <= _MOST_INSIDE and (isinstance(item, _FOLLOWED) or is_small_array(item)):
                     self.look_inside(item, depth - 1)

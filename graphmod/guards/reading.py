@@ -133,6 +133,10 @@ class Reading:
         else:
             self.global_variable(frame, name, values)
 
+    def changed_name(self, frame: FrameType, name: str, values: Any) -> None:
+        if frame.f_locals is frame.f_globals:  # code that `exec` runs; else the body of a class
+            self.global_variable(frame, name, values)
+
     # -- attributes and items ------------------------------------------------------------------------------------
 
     def attribute(self, frame: FrameType, name: str, values: list) -> None:
@@ -284,8 +288,10 @@ class Reading:
             for one in (value, *(content(value) or ())) if isinstance(value, CONTAINERS) else (value,):
                 if isinstance(one, nn.Module):
                     self._notes.all_attributes(one)
-                    for part in (*vars(one).values(), *one._modules.values()):
+                    for part in vars(one).values():
                         self._notes.all_attributes(part, DEEP)
+                    for part in one._modules.values():
+                        self._notes.all_attributes(part)
                 elif not isinstance(one, (type, types.ModuleType, types.FunctionType)):
                     self._notes.all_attributes(one, DEEP)
 
@@ -323,6 +329,11 @@ def _items_named(reading: Reading, function: Any, given: list) -> None:
         reading._item(given[0], key)
 
 
+def _names_of(reading: Reading, function: Any, given: list) -> None:
+    if given:
+        reading._notes.all_attributes(given[0])
+
+
 def _mapped(reading: Reading, function: Any, given: list) -> None:
     """`map(function, *containers)` calls a function in C with each row; one in Python is told of as it runs."""
     if len(given) > 1 and isinstance(given[0], _OF_C) and all(isinstance(one, CONTAINERS) for one in given[1:]):
@@ -335,6 +346,7 @@ _in_c: dict[int, Callable] = {  # by identity of the function
     **{identity(one): _attribute for one in (*_BY_NAME, type.__getattribute__)},
     identity(vars): _dict_of,
     identity(map): _mapped,
+    identity(dir): _names_of,
 }
 _made_in_c: dict[int, Callable] = {  # by identity of the function's class
     identity(operator.attrgetter): _attributes_named,
@@ -348,6 +360,7 @@ _IN_CALLS = 2  # beside the arguments: the function, and its object or nothing
 _STEPS: dict[str, tuple[Callable, int]] = {
     **dict.fromkeys(("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL"), (Reading.global_variable, 0)),
     **dict.fromkeys(("LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"), (Reading.name, 0)),
+    **dict.fromkeys(("STORE_NAME", "DELETE_NAME"), (Reading.changed_name, 0)),
     **dict.fromkeys(("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR", "IMPORT_FROM"), (Reading.attribute, 1)),
     "LOAD_SUPER_ATTR": (Reading.attribute_of_super, 3),
     "MATCH_CLASS": (Reading.match_class, 3),
@@ -365,7 +378,7 @@ _STEPS: dict[str, tuple[Callable, int]] = {
             *("DICT_UPDATE", "DICT_MERGE", "UNARY_NOT", "UNARY_NEGATIVE", "UNARY_INVERT", "UNARY_POSITIVE", "TO_BOOL"),
             *("FORMAT_SIMPLE", "CONVERT_VALUE", "GET_LEN", "MATCH_MAPPING", "MATCH_SEQUENCE", "BEFORE_WITH"),
             *("POP_JUMP_FORWARD_IF_TRUE", "POP_JUMP_FORWARD_IF_FALSE", "POP_JUMP_BACKWARD_IF_TRUE"),
-            *("POP_JUMP_BACKWARD_IF_FALSE", "JUMP_IF_TRUE_OR_POP", "JUMP_IF_FALSE_OR_POP"),
+            *("POP_JUMP_BACKWARD_IF_FALSE", "JUMP_IF_TRUE_OR_POP", "JUMP_IF_FALSE_OR_POP", "CALL_INTRINSIC_1"),
         ),
         (Reading.each, 1),
     ),
@@ -383,7 +396,7 @@ def _step_of(step: dis.Instruction, before: str) -> tuple[Callable, int, Any] | 
         return Reading.call_with_names, step.arg + _IN_CALLS + 1, step.arg
     if name == "CALL_FUNCTION_EX":
         return Reading.call_all, _IN_CALLS + 1 + (step.arg & 1), step.arg
-    if name == "RETURN_VALUE":
+    if name in ("RETURN_VALUE", "YIELD_VALUE"):
         return (Reading.each, 1, None) if before in _LOADS else None
     if name == "FORMAT_VALUE":
         return Reading.each, 2 if step.arg & 4 else 1, None

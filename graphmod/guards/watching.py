@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from graphmod.guards.contents import CONTAINERS, Cached, content
-from graphmod.guards.frames import Frames
+from graphmod.guards.frames import NOT_TOLD, Frames
 from graphmod.guards.library import is_library
 from graphmod.guards.notes import Notes
 from graphmod.guards.reading import Reading
@@ -45,7 +45,7 @@ def noting(*roots: Any) -> Iterator[Notes]:
     with _telling_new_objects():
         with Frames(watcher) as frames:
             yield notes
-        notes.watched = frames.heard and not frames.missed
+        notes.unseen = frames.missed or ("" if frames.heard else NOT_TOLD)
         _forget_new(notes, roots)
 
 
