@@ -9,6 +9,7 @@ these and the ends only in code of interest.
 import ctypes
 import sys
 import threading
+from collections.abc import Callable
 from inspect import CO_OPTIMIZED
 from types import CodeType, FrameType
 from typing import Any, Protocol
@@ -17,19 +18,21 @@ from graphmod.guards.lookup import MISSING
 from graphmod.torch_private import beside_dynamo
 from graphmod.trace.untraced import identity
 
-NEVER, NOTHING, END, INSTRUCTIONS = range(4)
-"""What is to be told of a frame: nothing, nor of any other frame of its code; nothing; its end; its instructions and
-its end."""
+NEVER, NOTHING, END = range(3)
+"""What is to be told of a frame: nothing, nor of any other frame of its code; nothing; its end."""
+Plan = dict[int, Any]
+"""What is to be told of a frame whose instructions matter, besides its end: those at these offsets, each with what is
+kept here of it. It is the same for all frames of a code."""
 
 
 class Told(Protocol):
     """Who is told. What these raise would be raised in the code that runs."""
 
-    def entered(self, frame: FrameType) -> int:
+    def entered(self, frame: FrameType) -> int | Plan:
         """A frame begins, or goes on. Returns what is to be told of it."""
 
-    def instruction(self, frame: FrameType, offset: int) -> bool:
-        """A frame is about to run an instruction. Returns whether it matters; else it need not be told of again."""
+    def step(self, frame: FrameType, planned: Any) -> None:
+        """A frame is about to run an instruction of which the plan has `planned`."""
 
     def left(self, frame: FrameType, value: Any) -> None:
         """A frame ends, or waits, and gives a value: None where an exception ends it."""
@@ -47,23 +50,28 @@ class _Traced:
 
     def __init__(self, told: Told) -> None:
         self.told = told
-        self._steps = (None, None, self._end, self._instruction)
+        self._followers: dict[int, Callable | None] = {}  # by identity of the plan
 
     def begin(self) -> bool:
         sys.settrace(self._enter)
         return True
 
     def end(self) -> None:
-        self._steps = (None,) * len(self._steps)  # methods of its own: only the garbage collector would free it
+        self._followers.clear()  # which refer to it: only the garbage collector would free it
 
     @beside_dynamo
     def _enter(self, frame: FrameType, event: str, _: Any) -> Any:
         wanted = self.told.entered(frame)
-        if wanted < END:
+        if wanted is NOTHING or wanted is NEVER:
             return None
         frame.f_trace_lines = False
-        frame.f_trace_opcodes = wanted == INSTRUCTIONS
-        return self._steps[wanted]
+        if wanted is END:
+            return self._end
+        frame.f_trace_opcodes = True
+        follower = self._followers.get(identity(wanted))
+        if follower is None:
+            follower = self._followers[identity(wanted)] = self._follower(wanted)
+        return follower
 
     @beside_dynamo
     def _end(self, frame: FrameType, event: str, value: Any) -> Any:
@@ -71,13 +79,20 @@ class _Traced:
             self.told.left(frame, value)
         return self._end
 
-    @beside_dynamo
-    def _instruction(self, frame: FrameType, event: str, value: Any) -> Any:
-        if event == "opcode":
-            self.told.instruction(frame, frame.f_lasti)
-        elif event == "return":
-            self.told.left(frame, value)
-        return self._instruction
+    def _follower(self, plan: Plan) -> Callable:
+        told, planned = self.told, plan.get
+
+        @beside_dynamo
+        def follow(frame: FrameType, event: str, value: Any) -> Any:
+            if event == "opcode":
+                found = planned(frame.f_lasti)
+                if found is not None:
+                    told.step(frame, found)
+            elif event == "return":
+                told.left(frame, value)
+            return follow
+
+        return follow
 
 
 _monitoring: Any = getattr(sys, "monitoring", None)
@@ -100,7 +115,7 @@ class _Monitored:
 
     def __init__(self, told: Told) -> None:
         self.told = told
-        self.frames: dict[int, int] = {}
+        self.frames: dict[int, int | Plan] = {}
 
     def begin(self) -> bool:
         """Returns whether anything will be told: not if others hold all places of `sys.monitoring`."""
@@ -157,9 +172,9 @@ def _began(code: CodeType, _: int, *thrown: Any) -> Any:
         return None
     frame = sys._getframe(1)
     wanted = watch.told.entered(frame)
-    if wanted >= END:
+    if wanted is not NOTHING and wanted is not NEVER:
         watch.frames[identity(frame)] = wanted
-        _ask(code, _INSIDE[wanted])
+        _ask(code, _ENDS if wanted is END else _ENDS | _on.INSTRUCTION)
     return _monitoring.DISABLE if wanted == NEVER and not thrown else None
 
 
@@ -186,8 +201,12 @@ def _at_instruction(_: CodeType, offset: int) -> Any:
     watch = _of_thread.watch
     if watch is not None:
         frame = sys._getframe(1)
-        if watch.frames.get(identity(frame)) == INSTRUCTIONS and not watch.told.instruction(frame, offset):
-            return _monitoring.DISABLE  # until somebody asks anew for the instructions of this code
+        plan = watch.frames.get(identity(frame), END)
+        if plan is not END:
+            planned = plan.get(offset)
+            if planned is None:
+                return _monitoring.DISABLE  # until somebody asks anew for the instructions of this code
+            watch.told.step(frame, planned)
     return None
 
 
@@ -200,7 +219,6 @@ if _monitoring is not None:
     }
     _EVERYWHERE = _on.PY_START | _on.PY_RESUME | _on.PY_THROW | _on.PY_UNWIND
     _ENDS = _on.PY_RETURN | _on.PY_YIELD
-    _INSIDE = (0, 0, _ENDS, _ENDS | _on.INSTRUCTION)
 
 
 def begin(told: Told) -> tuple[Any, bool]:

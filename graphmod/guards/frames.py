@@ -3,6 +3,7 @@
 `events` tells of them, which stands on `sys.settrace` or `sys.monitoring`.
 """
 
+import dis
 import logging
 import os
 import platform
@@ -156,12 +157,11 @@ def _can_peek() -> bool:
         def __init__(self, tell: Any) -> None:
             self._tell = tell
 
-        def entered(self, frame: FrameType) -> int:
-            return events.INSTRUCTIONS
+        def entered(self, frame: FrameType) -> events.Plan:
+            return {step.offset: step.offset for step in dis.get_instructions(frame.f_code)}
 
-        def instruction(self, frame: FrameType, offset: int) -> bool:
-            self._tell(frame, offset)
-            return True
+        def step(self, frame: FrameType, planned: int) -> None:
+            self._tell(frame, planned)
 
         def left(self, frame: FrameType, value: Any) -> None:
             pass
@@ -205,7 +205,7 @@ class Frames:
     """While it is active, tells a watcher before each instruction that reads something."""
 
     def __init__(self, watcher: Watcher) -> None:
-        self._watcher = watcher
+        self._watcher, self.step = watcher, watcher.step
         self._muted: FrameType | None = None  # in which, and in what that calls, nothing is looked at
         self.heard = False  # whether anything was told
         self.missed = ""  # why something was not told
@@ -223,7 +223,7 @@ class Frames:
         self._muted = None
 
     @beside_dynamo
-    def entered(self, frame: FrameType) -> int:
+    def entered(self, frame: FrameType) -> int | events.Plan:
         """See `events.Told`, as for the rest."""
         self.heard = True
         try:
@@ -234,7 +234,7 @@ class Frames:
             return events.NOTHING
 
     @beside_dynamo
-    def _entered(self, frame: FrameType) -> int:
+    def _entered(self, frame: FrameType) -> int | events.Plan:
         code = frame.f_code
         written = code in self._written if self._written else False
         if code is _CALL:
@@ -258,15 +258,7 @@ class Frames:
         if found is None or (not written and _for_nobody(frame)):
             return events.NOTHING
         self._watcher.entered(frame)
-        return events.INSTRUCTIONS
-
-    @beside_dynamo
-    def instruction(self, frame: FrameType, offset: int) -> bool:
-        plan = _known.get(identity(frame.f_code), (None,))[0]
-        step = None if plan is None else plan.get(offset)
-        if step is not None and self._muted is None:
-            self._watcher.step(frame, step)
-        return step is not None
+        return found
 
     @beside_dynamo
     def left(self, frame: FrameType, value: Any) -> None:

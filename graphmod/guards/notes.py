@@ -59,6 +59,7 @@ _GLOBAL_HOOKS = (
     *("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks"),
 )
 _OF_METHODS = ("__self__", "__func__", "__class__", "__call__")  # all other attributes are the function's
+_PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
 _MOST_CACHED = 256
 DEEP = 6  # how far attributes of attributes are followed, where code in C may read any of them
 
@@ -371,10 +372,8 @@ class Notes:
             return self._of_super(owner, name)
         if kind is types.MethodType and name not in _OF_METHODS:
             return self.attribute(owner.__func__, name)
-        if kind in (weakref.ProxyType, weakref.CallableProxyType):
-            owner = owner.__init__.__self__
-            self.weakly.add(identity(owner))
-            return self.attribute(owner, name)
+        if kind in _PROXIES:
+            return self.attribute(self._behind(owner), name)
         self._kind_if_it_matters(owner)
         if name == "__dict__":
             held = self._class_dict(owner) if isinstance(owner, type) else dict_of(owner)
@@ -399,7 +398,10 @@ class Notes:
         if means_nothing(owner):
             return UNKNOWN
         if place is None:
-            shared = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
+            base = next((base for base in kind.__mro__ if name in vars(base)), None)
+            shared = None if base is None else vars(base)[name]
+            if base is not None and not is_library_module(sys.modules.get(package_of(base))):
+                self._note(base, Place(self._class_dict(base), name, shared, shared=base))
             if isinstance(shared, property) and not isinstance(shared.fget, types.FunctionType):
                 self.all_attributes(owner, DEEP)  # whatever it is that reads
             if isinstance(owner, tuple):  # of whose fields each is an item
@@ -430,6 +432,12 @@ class Notes:
                 return self.attribute(dict_of(owner)[kind._reach_through[0]], name)
             return CODE if hasattr(kind, "__getattr__") else MISSING
         return value
+
+    def _behind(self, proxy: Any) -> Any:
+        """What a weak proxy stands for."""
+        owner = proxy.__init__.__self__
+        self.weakly.add(identity(owner))
+        return owner
 
     def _of_super(self, owner: super, name: str) -> Any:
         kinds = owner.__self_class__, owner.__thisclass__
@@ -618,6 +626,8 @@ class Notes:
 
     def look_inside(self, value: Any, depth: int = _DEPTH) -> None:
         """Notes the items of a container that code goes through, or passes to code that may."""
+        if type(value) in _PROXIES:
+            value = self._behind(value)
         sort = sort_of(type(value))
         if sort == INERT:
             return

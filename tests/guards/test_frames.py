@@ -13,6 +13,7 @@ from graphmod.capture.recording import record
 from graphmod.decode.step.compile import compiled_code
 from graphmod.guards import frames
 from graphmod.guards.library import CORE, TORCH
+from graphmod.guards.reading import Reading
 
 
 def test_code_that_dynamo_wrote_is_followed_as_any_other(device):
@@ -70,17 +71,17 @@ def test_each_turn_of_a_loop_on_one_line_is_told(device):
 def test_an_operation_is_followed_on_its_way_to_the_recorder_at_most(monkeypatch):
     told = collections.Counter()
 
-    def counted(name):
-        original = getattr(frames.Frames, name)
+    def counted(owner, name):
+        original = getattr(owner, name)
 
         def count(self, frame, *more):
             told[frame.f_code.co_filename.startswith(CORE)] += 1
             return original(self, frame, *more)
 
-        monkeypatch.setattr(frames.Frames, name, count)
+        monkeypatch.setattr(owner, name, count)
 
-    for name in ("entered", "instruction", "left"):
-        counted(name)
+    for owner, name in ((frames.Frames, "entered"), (frames.Frames, "left"), (Reading, "step")):
+        counted(owner, name)
     scale = [1.0]
 
     def run(x, operations):

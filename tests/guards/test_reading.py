@@ -48,12 +48,14 @@ class Check:
         return depths(code, steps), {step.offset: step for step in steps}
 
     def entered(self, frame):
-        return events.INSTRUCTIONS if frame.f_code in self.plans else events.NOTHING
+        if frame.f_code not in self.plans:
+            return events.NOTHING
+        return {offset: offset for offset in self.plans[frame.f_code][1][1]}
 
     def left(self, frame, value):
         pass
 
-    def instruction(self, frame, offset):
+    def step(self, frame, offset):
         reach, steps = self.plans[frame.f_code][1]
         step = steps[offset]
         if step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
@@ -63,7 +65,6 @@ class Check:
             self._check(frame, step, callable(other if one is Nothing else one) and Nothing not in map(type, given))
         if sys.version_info < (3, 12) and step.opname != "CALL":  # of which `dis` takes PRECALL for the half
             self._check(frame, step, reach[offset] == _int(_pointer(id(frame) + _BODY).value + _TOP).value)
-        return True
 
     def _check(self, frame, step, right):
         self.told += 1
