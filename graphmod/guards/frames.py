@@ -20,7 +20,7 @@ from torch import nn
 
 from graphmod.guards import events
 from graphmod.guards.library import CORE, STDLIB, TORCH
-from graphmod.guards.peeking import can_peek
+from graphmod.guards.operand_stack import can_peek
 from graphmod.guards.reading import Plan, Step, plan_of
 from graphmod.torch_private import beside_dynamo, written_by_dynamo
 from graphmod.trace import dispatch
@@ -213,13 +213,16 @@ class Frames:
         self._written = written_by_dynamo()
 
     def __enter__(self) -> "Frames":
-        self.missed = "" if _can_peek() else _UNKNOWN_PYTHON
-        self._before, told = events.begin(self)
-        self.missed = self.missed or ("" if told else NOT_TOLD)
+        if _can_peek():
+            self._before, told = events.begin(self)
+            self.missed = "" if told else NOT_TOLD
+        else:
+            self.missed = _UNKNOWN_PYTHON
         return self
 
     def __exit__(self, *_: Any) -> None:
-        events.end(self._before)
+        if self._before is not None:
+            events.end(self._before)
         self._muted = None
 
     @beside_dynamo

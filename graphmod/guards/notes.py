@@ -20,6 +20,7 @@ from graphmod.guards.contents import (
     CONTAINERS,
     INERT,
     OBJECT,
+    OTHER,
     Cached,
     Whole,
     content,
@@ -51,6 +52,7 @@ from graphmod.guards.lookup import (
 )
 from graphmod.ranks.sharded import held_between_calls
 from graphmod.torch_private import weak_reference
+from graphmod.trace.garbage import Ages
 from graphmod.trace.untraced import identity
 
 _FIXED = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType)
@@ -211,7 +213,10 @@ class Note:
 
 
 class Notes:
-    """Collects notes on what code reads, and on where that lives.
+    """Collects notes on what code reads of what was there before it, and on where that lives.
+
+    Args:
+        ages: tells what was there; what the call itself makes needs no notes.
 
     Attributes:
         notes: by identity of the object and key.
@@ -220,26 +225,23 @@ class Notes:
         tensors: those that were met, by identity.
         between_calls: identity of a dict of parameters -> what is in it before and after the call, though not in it.
         weakly: the identities of objects that code had from a weak reference, which are not to be kept alive.
-        untracked: the identities of dicts that the collector did not track when they were met.
         where: the code and line that reads now.
         frame: that runs now; held for no longer than it is looked at.
         modules: the modules that were called, each once.
         of_dynamo: the runs of code that dynamo has written.
         chance: the random generators of the host.
-        holders: the objects, by identity of what is theirs, with which that is as old or as new.
-        roots: identities of what was there before, whatever the collector says.
         unreadable: an error from looking at what code reads, and where.
         elsewhere: where code was sent to another thread.
         unseen: why nobody could look on; "" where somebody could.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ages: Ages) -> None:
+        self.ages = ages
         self.notes: dict[tuple[int, Any], Note] = {}
         self.contents: dict[int, tuple[Any, tuple, tuple]] = {}
         self.iterators: list[tuple[Any, str, tuple]] = []
         self.tensors: dict[int, MetTensor] = {}
         self.between_calls = held_between_calls()
-        self.untracked: set[int] = set()
         self.weakly: set[int] = set()
         self.where: tuple = ("", 0)
         self.frame: types.FrameType | None = None
@@ -249,8 +251,6 @@ class Notes:
         self.unreadable: tuple[str, tuple] | None = None
         self.elsewhere: tuple | None = None
         self.unseen = ""
-        self.roots: set[int] = set()
-        self.holders: dict[int, Any] = {}
         self._walked: dict[int, nn.Module] = {}
         self._in_classes: dict[tuple[int, str], Place | None] = {}
         self._supers: dict[tuple, tuple[Any, Any]] = {}  # identities of classes, name -> the classes, and what is there
@@ -266,16 +266,17 @@ class Notes:
 
     def root(self, value: Any) -> None:
         """Takes in an object that was there before, whatever the collector says: the callable, an argument."""
-        self.roots.add(identity(value))
+        self.ages.there(value)
         if isinstance(value, types.MethodType):
             self.root(value.__self__)
-            value = value.__func__
-        if isinstance(value, types.FunctionType):
-            self.roots.add(identity(value))
+            self.root(value.__func__)
+        elif isinstance(value, types.BuiltinMethodType):
+            self.root(value.__self__)
+        elif isinstance(value, types.FunctionType):
             self.function(value)
-        elif isinstance(value, CONTAINERS):
+        elif isinstance(value, (*CONTAINERS, partial)):
             for item in content(value) or ():
-                if isinstance(item, CONTAINERS):
+                if isinstance(item, _FOLLOWED):
                     self.root(item)
 
     def called(self, module: nn.Module) -> None:
@@ -283,8 +284,9 @@ class Notes:
         if not self.modules:
             for hooks in _GLOBAL_HOOKS:
                 self.look_inside(getattr(nn.modules.module, hooks, {}))
-        if self.modules.setdefault(identity(module), module) is not module:
+        if identity(module) in self.modules or not self.ages.is_old(module):
             return
+        self.modules[identity(module)] = module
         if isinstance(module, torch.jit.ScriptModule):
             self.whole(module)
         else:
@@ -301,8 +303,7 @@ class Notes:
         """Takes in that code goes through a module and all that is in it."""
         if isinstance(module, nn.Module) and identity(module) not in self._walked:
             self._walked[identity(module)] = module
-            self.holders[identity(module.__dict__)] = module
-            self.held_by_module(module.__dict__)
+            self.held_by_module(self.belongs(module.__dict__, module))
             for part in module.__dict__.get("_modules", {}).values():
                 if part is not None and identity(part) not in self._walked:
                     self.walked(part)
@@ -311,8 +312,8 @@ class Notes:
         """Takes in that code reads all parameters, buffers and modules that a module holds."""
         for name in HELD_BY_MODULE:
             held = attributes.get(name)
-            self.holders[identity(held)] = self.holders.get(identity(attributes), attributes)
-            self.look_inside(held)
+            if held is not None:
+                self.look_inside(self.belongs(held, attributes))
 
     def exchanged(self, *tensors: Tensor) -> None:
         """Takes in that tensors are about to be exchanged, which torch does not do while they are held weakly."""
@@ -326,15 +327,14 @@ class Notes:
     def whole(self, module: nn.Module) -> None:
         """Takes in that all of a module may be read."""
         if identity(module) not in self._wholes:
-            whole = self._wholes[identity(module)] = Whole(module)
-            self.roots.add(identity(whole))
+            whole = self.belongs(Whole(module), module)
+            self._wholes[identity(module)] = whole
             self.look_inside(whole)
 
     def cached(self, function: Any) -> tuple:
         """What an `lru_cache` may return without calling its function, noted; nothing where that is too much."""
         if identity(function) not in self._wholes:
-            self._wholes[identity(function)] = Cached(function)
-            self.roots.add(identity(self._wholes[identity(function)]))
+            self._wholes[identity(function)] = self.belongs(Cached(function), function)
         items = self._wholes[identity(function)].content()
         if len(items) > _MOST_CACHED:
             return ()
@@ -379,8 +379,7 @@ class Notes:
             held = self._class_dict(owner) if isinstance(owner, type) else dict_of(owner)
             if held is None:
                 return UNKNOWN
-            self.holders[identity(held)] = owner  # Python may have made this dict only now
-            return held
+            return self.belongs(held, owner)  # Python may have made this dict only now
         if name == "__class__":
             return kind
         if identity(kind) not in self._kinds:
@@ -413,8 +412,7 @@ class Notes:
         if isinstance(owner, types.ModuleType):
             of_torch = owner is torch.nn.functional and not is_of_core(value)  # what others exchange now and then
             if of_torch or not (isinstance(value, _FIXED) and is_library_module(owner)):
-                self.holders[identity(place.container)] = owner
-                self._note(place.container, place)
+                self._note(self.belongs(place.container, owner), place)
             return CODE if value is MISSING and "__getattr__" in place.container else value
         own = dict_of(owner)
         if isinstance(owner, nn.Module) and place.container is not own and own is not None:
@@ -426,8 +424,7 @@ class Notes:
             if isinstance(owner, nn.Module) and own is not None:
                 for held in map(own.get, HELD_BY_MODULE):
                     if held is not None:
-                        self.holders[identity(held)] = owner
-                        self._note(held, Place(held, name, MISSING))
+                        self._note(self.belongs(held, owner), Place(held, name, MISSING))
             if hasattr(kind, "_reach_through"):
                 return self.attribute(dict_of(owner)[kind._reach_through[0]], name)
             return CODE if hasattr(kind, "__getattr__") else MISSING
@@ -508,13 +505,11 @@ class Notes:
                     self.all_attributes(value, depth - 1)
 
     def _class_dict(self, kind: type) -> types.MappingProxyType:
-        held = self._of_classes.setdefault(identity(kind), vars(kind))
-        self.holders[identity(held)] = kind
-        return held
+        return self._of_classes.setdefault(identity(kind), self.belongs(vars(kind), kind))
 
     def _of_tensor(self, owner: Tensor, name: str) -> Any:
         self._tensor(owner)
-        if name == "grad":
+        if name == "grad" and identity(owner) in self.tensors:
             self.tensors[identity(owner)].asked_for_gradient = True
         held = getattr(owner, "__dict__", None)
         if held is not None and name in held:
@@ -555,9 +550,9 @@ class Notes:
             known = self.notes.get(name)
         except TypeError:  # a key that cannot be hashed
             return
-        if known is None or known.owner is not owner:
-            self._untracked_yet(owner)
-            self._untracked_yet(place.value)
+        if (known is None or known.owner is not owner) and self.ages.is_old(owner):
+            if isinstance(owner, _HELD):
+                self.ages.there(owner)
             found = (identity(place.container), place.key)
             lasting = self.between_calls.get(found[0], {}).get(place.key)
             earlier = self._first.get(found)  # by another way, before the call put something else there
@@ -565,11 +560,19 @@ class Notes:
                 lasting = earlier.before()
             place = place if lasting is None else place._replace(value=lasting)
             self.notes[name] = self._first[found] = Note(owner, place, self.here())
+            self._lead_to(place.value)
             self._meet(place.value)
 
-    def _untracked_yet(self, value: Any) -> None:
-        if isinstance(value, dict) and not gc.is_tracked(value):
-            self.untracked.add(identity(value))
+    def belongs(self, value: Any, owner: Any) -> Any:
+        """The value, which is as old as its owner."""
+        if self.ages.is_old(owner):
+            self.ages.there(value)
+        return value
+
+    def _lead_to(self, value: Any) -> None:
+        """Takes in that what was there leads to a value, which the collector may not track."""
+        if not gc.is_tracked(value) and sort_of(type(value)) == OTHER:
+            self.ages.there(value)
 
     def _kind_if_it_matters(self, owner: Any) -> None:
         """Notes the class of an object, if it is one of a program's own."""
@@ -584,7 +587,7 @@ class Notes:
     def _kind(self, owner: Any) -> None:
         name = (identity(owner), Kind)
         known = self.notes.get(name)
-        if known is None or known.owner is not owner:
+        if (known is None or known.owner is not owner) and self.ages.is_old(owner):
             self.notes[name] = Note(owner, Place(Kind(owner), "__class__", type(owner)), self.here())
 
     def _meet(self, value: Any) -> None:
@@ -603,23 +606,25 @@ class Notes:
 
     def _tensor(self, tensor: Tensor) -> None:
         known = self.tensors.get(identity(tensor))
-        if known is None or known.tensor is not tensor:
+        if (known is None or known.tensor is not tensor) and self.ages.is_old(tensor):
             self.tensors[identity(tensor)] = MetTensor(tensor, self.here())
 
     def function(self, function: types.FunctionType) -> None:
         """Notes what belongs to a function: the variables it closes over, and, of one of the user's, its defaults."""
-        if self._functions.get(identity(function)) is function:
+        if self._functions.get(identity(function)) is function or not self.ages.is_old(function):
             return
         self._functions[identity(function)] = function
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             if name != "__class__" and (identity(cell), None) not in self.notes:  # that is for `super()`, and stays
                 place = Place(Cell(cell), None, get(Cell(cell), None))
                 self.notes[identity(cell), None] = Note(cell, place, self.here())
+                self._lead_to(place.value)
                 self._meet(place.value)
         if not is_library(function.__code__.co_filename):
             places = [Place(Fields(function), name, getattr(function, name)) for name in Fields.NAMES]
             for place in places:
                 self.notes[identity(function), place.key] = Note(function, place, self.here())
+                self._lead_to(place.value)
             for place in places:
                 if isinstance(place.value, CONTAINERS):
                     self.look_inside(place.value)
@@ -641,23 +646,32 @@ class Notes:
         if isinstance(value, (nn.Module, type, types.FunctionType, types.ModuleType)):
             return
         if isinstance(value, types.BuiltinMethodType) and isinstance(value.__self__, CONTAINERS):
-            value = value.__self__
+            value = self.belongs(value.__self__, value)
         elif hasattr(type(value), "mapping") and isinstance(value, (KeysView, ValuesView, ItemsView)):
-            value = gc.get_referents(value)[0]  # the dict itself, which `mapping` would wrap anew each time
+            value = self.belongs(
+                gc.get_referents(value)[0], value
+            )  # the dict itself, which `mapping` would wrap anew each time
+        old = self.ages.is_old(value)
         if is_iterator(value):
-            self.iterators.append((value, type(value).__name__, self.here()))
+            if old:
+                self.iterators.append((value, type(value).__name__, self.here()))
             return
         known = self.contents.get(identity(value))
         if known is not None and known[0] is value:
             return
-        self._untracked_yet(value)
         items = content(self.between_calls.get(identity(value), value))
         if items is None:
             self._kind_of_made(value)
+            return
+        few = len(items) <= _MOST_INSIDE
+        if not old:  # what the call made itself, and may hold tensors, is not kept; what is in it may have been there
+            for item in items if few and depth else ():
+                self.look_inside(item, depth - 1)
         elif not (isinstance(value, tuple) and all(is_plain(item) for item in items)):
             self.contents[identity(value)] = (value, items, self.here())
             for item in items:
+                self._lead_to(item)
                 if isinstance(item, Tensor):
                     self._tensor(item)
-                elif depth and len(items) <= _MOST_INSIDE and (isinstance(item, _FOLLOWED) or is_small_array(item)):
+                elif depth and few and (isinstance(item, _FOLLOWED) or is_small_array(item)):
                     self.look_inside(item, depth - 1)

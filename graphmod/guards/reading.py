@@ -1,8 +1,8 @@
 """What an instruction reads: looks at the very values it is about to use, and notes where they live.
 
 `plan_of` says once for each code which of its instructions read anything. `Reading` is told of these before they run;
-the values lie on the frame's stack (`peeking`), so that nothing is guessed, whatever expression they come from. What
-functions in C read of their arguments is in `_in_c`.
+the values lie on the frame's stack (`operand_stack`), so that nothing is guessed, whatever expression they come from.
+What functions in C read of their arguments is in `_in_c`.
 """
 
 from __future__ import annotations
@@ -15,17 +15,16 @@ import sys
 import types
 import weakref
 from collections.abc import Callable
-from sys import getrefcount
 from types import CodeType, FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from graphmod.guards.contents import CONTAINERS, INERT, content, is_plain, sort_of
+from graphmod.guards.contents import CONTAINERS, INERT, OTHER, content, is_plain, sort_of
 from graphmod.guards.lookup import CODE, MISSING, UNKNOWN, Fields, is_made_by_code
 from graphmod.guards.notes import DEEP, Notes
-from graphmod.guards.peeking import Nothing, depths, top
+from graphmod.guards.operand_stack import Nothing, depths, top
 from graphmod.trace.untraced import identity
 
 Step = tuple[Callable, int, Any, int, int]
@@ -42,8 +41,6 @@ _RUNS_PYTHON = (types.FunctionType, types.MethodType, nn.Module)
 # By identity: a class, or its class, may have a hash and a way to compare of its own.
 _READERS = frozenset(map(identity, (operator.attrgetter, operator.methodcaller)))  # of attributes that only they know
 _READ_ANY = frozenset(map(identity, (operator.attrgetter, getattr, vars)))
-# Of what is loaded by these the content is read by whoever the value is returned to, where that may be code in C.
-_LOADS = {"LOAD_ATTR", "LOAD_GLOBAL", "LOAD_NAME", "BINARY_SUBSCR"}
 
 
 def _goes_by_key(value: Any, method: str) -> bool:
@@ -68,7 +65,6 @@ class Reading:
 
     def __init__(self, notes: Notes) -> None:
         self._notes = notes
-        self._fresh: set[int] = set()  # identities of what this instruction uses that was made just now
         self._of_classes: dict[int, types.MappingProxyType] = {}  # identity of a dict -> the view of it that lasts
 
     def step(self, frame: FrameType, step: Step) -> None:
@@ -78,7 +74,6 @@ class Reading:
         notes.where, notes.frame = (frame.f_code, line), frame
         try:
             values = top(frame, count, reach) if count else []
-            self._fresh = _made_just_now(values)
             do(self, frame, argument, values)
         except Exception as error:  # what code uses may be of any kind; the user's call goes on
             notes.unreadable = notes.unreadable or (f"{type(error).__name__}: {error}", notes.here())
@@ -90,27 +85,16 @@ class Reading:
     def use(self, value: Any) -> None:
         """Takes in that code reads what is in a value."""
         kind = type(value)
-        if sort_of(kind) == INERT or value is Nothing:
+        sort = sort_of(kind)
+        if sort == INERT or value is Nothing:
             return
-        if identity(value) in self._fresh:
-            if issubclass(kind, _FRESH):
-                self._look_through(value)
-                return
-            if hasattr(kind, "__next__"):  # what it goes through was looked into where it was made
-                return
         if kind is types.MappingProxyType:
             value = self._behind(value)
-        self._notes.chance.meet(value, self._notes.where)
+        if sort == OTHER:
+            self._notes.chance.meet(value, self._notes.where)
         self._notes.look_inside(value)
         if kind is dict and "_parameters" in value:  # the attributes of a module, whole
             self._notes.held_by_module(value)
-
-    def _look_through(self, value: Any) -> None:
-        """A container that was made just now is not kept (it may hold tensors); what is in it may be older."""
-        items = content(value) or ()
-        self._fresh |= _made_just_now(items)
-        for one in items:
-            self.use(one)
 
     def each(self, frame: FrameType, argument: Any, values: list) -> None:
         for value in values:
@@ -191,15 +175,14 @@ class Reading:
     def _item(self, container: Any, key: Any) -> Any:
         if isinstance(container, Tensor) or (is_plain(container) and not is_made_by_code(type(container))):
             return UNKNOWN
-        kind = type(container)
-        if identity(container) in self._fresh and issubclass(kind, _FRESH):
-            return UNKNOWN
-        return self._notes.item(self._behind(container) if kind is types.MappingProxyType else container, key)
+        return self._notes.item(
+            self._behind(container) if type(container) is types.MappingProxyType else container, key
+        )
 
     def _behind(self, proxy: types.MappingProxyType) -> Any:
         """What a view of a dict shows, which may be made anew each time: the dict, or the attributes of a class."""
         held = gc.get_referents(proxy)[0]
-        fresh = identity(proxy) in self._fresh and isinstance(held, dict)
+        fresh = isinstance(held, dict) and not self._notes.ages.is_old(proxy)
         return self._of_classes.get(identity(held), held if fresh else proxy)
 
     # -- calls ---------------------------------------------------------------------------------------------------
@@ -242,7 +225,7 @@ class Reading:
             notes.function(function)
         elif issubclass(kind, _OF_C) and function.__name__ in _BY_KEY:
             bound = hasattr(function, "__self__")
-            owner = function.__self__ if bound else given.pop(0) if given else None
+            owner = notes.belongs(function.__self__, function) if bound else given.pop(0) if given else None
             if given and _goes_by_key(owner, function.__name__):
                 self._item(owner, given[0])
             else:
@@ -379,6 +362,7 @@ _STEPS: dict[str, tuple[Callable, int]] = {
             *("FORMAT_SIMPLE", "CONVERT_VALUE", "GET_LEN", "MATCH_MAPPING", "MATCH_SEQUENCE", "BEFORE_WITH"),
             *("POP_JUMP_FORWARD_IF_TRUE", "POP_JUMP_FORWARD_IF_FALSE", "POP_JUMP_BACKWARD_IF_TRUE"),
             *("POP_JUMP_BACKWARD_IF_FALSE", "JUMP_IF_TRUE_OR_POP", "JUMP_IF_FALSE_OR_POP", "CALL_INTRINSIC_1"),
+            *("RETURN_VALUE", "YIELD_VALUE"),  # maybe to code in C
         ),
         (Reading.each, 1),
     ),
@@ -388,7 +372,7 @@ if sys.version_info < (3, 13):
     _STEPS |= dict.fromkeys(("POP_JUMP_IF_TRUE", "POP_JUMP_IF_FALSE"), (Reading.each, 1))
 
 
-def _step_of(step: dis.Instruction, before: str) -> tuple[Callable, int, Any] | None:
+def _step_of(step: dis.Instruction) -> tuple[Callable, int, Any] | None:
     name = step.opname
     if name == "CALL":
         return Reading.call, step.arg + _IN_CALLS, step.arg
@@ -396,8 +380,6 @@ def _step_of(step: dis.Instruction, before: str) -> tuple[Callable, int, Any] | 
         return Reading.call_with_names, step.arg + _IN_CALLS + 1, step.arg
     if name == "CALL_FUNCTION_EX":
         return Reading.call_all, _IN_CALLS + 1 + (step.arg & 1), step.arg
-    if name in ("RETURN_VALUE", "YIELD_VALUE"):
-        return (Reading.each, 1, None) if before in _LOADS else None
     if name == "FORMAT_VALUE":
         return Reading.each, 2 if step.arg & 4 else 1, None
     if name == "STORE_ATTR":
@@ -413,35 +395,16 @@ def plan_of(code: CodeType) -> Plan:
     steps = list(dis.get_instructions(code))
     reach = depths(code, steps)
     plan: Plan = {}
-    before, prefixes, line = "", [], code.co_firstlineno
+    prefixes, line = [], code.co_firstlineno
     for step in steps:
         line = step.positions.lineno or line
         if step.opname == "EXTENDED_ARG":
             prefixes.append(step.offset)
             continue
-        wanted = _step_of(step, before) if step.offset in reach else None
+        wanted = _step_of(step) if step.offset in reach else None
         if wanted is not None:
             # Python 3.11 tells of an instruction with prefixes where the first of them lies.
             for offset in (step.offset, *prefixes):
                 plan[offset] = *wanted, reach[step.offset], line
-        before, prefixes = step.opname, []
+        prefixes = []
     return plan
-
-
-def _made_just_now(values: list | tuple) -> set[int]:
-    """Of what lies on the stack (or in one container) and in `values`, what nobody else has, by identity."""
-    found = set()
-    for value in values:
-        if sort_of(type(value)) != INERT and getrefcount(value) <= _ALONE:
-            found.add(identity(value))
-    return found
-
-
-def _count_alone() -> int:
-    """What `getrefcount` gives in `_made_just_now` for what nobody else has."""
-    stack = [[]]
-    for value in stack[:]:
-        return getrefcount(value)
-
-
-_ALONE = _count_alone()

@@ -1,34 +1,20 @@
-"""Watches a call, and keeps of what was noted what had been there before it.
-
-Objects that the call makes itself need no notes. Those that were there before it are told apart by the garbage
-collector: what exists when the call begins is frozen (`gc.freeze`), so that all it lists afterwards is new.
-"""
+"""Watches a call, and notes what its code reads of what had been there before it."""
 
 from __future__ import annotations
 
 import contextlib
-import gc
-import threading
-from collections.abc import Callable, Iterable, Iterator
-from functools import _lru_cache_wrapper, partial
-from types import BuiltinMethodType, FrameType, FunctionType, ModuleType
+from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 from torch import Tensor, nn
 
-from graphmod.guards.contents import CONTAINERS, Cached, content
 from graphmod.guards.frames import NOT_TOLD, Frames
 from graphmod.guards.library import is_library
 from graphmod.guards.notes import Notes
+from graphmod.guards.operand_stack import function_of
 from graphmod.guards.reading import Reading
-from graphmod.guards.running import functions_of, those_there
-from graphmod.trace.garbage import freeze, unfreeze
-from graphmod.trace.untraced import identity
-
-_OF_C = (BuiltinMethodType, partial)
-_NAMED = (type, ModuleType, FunctionType, nn.Module, Tensor)
-_PATIENCE = 1.0  # seconds that a recording waits for another
-_turn = threading.RLock()
+from graphmod.trace.garbage import Ages
 
 
 @contextlib.contextmanager
@@ -38,15 +24,14 @@ def noting(*roots: Any) -> Iterator[Notes]:
     Args:
         roots: objects that were there before.
     """
-    notes = Notes()
-    watcher = _Watcher(notes)
-    for root in roots:
-        watcher.take(notes.root, root)
-    with _telling_new_objects():
+    with Ages() as ages:
+        notes = Notes(ages)
+        watcher = _Watcher(notes)
+        for root in roots:
+            watcher.take(notes.root, root)
         with Frames(watcher) as frames:
             yield notes
         notes.unseen = frames.missed or ("" if frames.heard else NOT_TOLD)
-        _forget_new(notes, roots)
 
 
 class _Watcher:
@@ -54,7 +39,6 @@ class _Watcher:
 
     def __init__(self, notes: Notes) -> None:
         self._notes = notes
-        self._functions = those_there()
         self.step = Reading(notes).step
 
     def take(self, note: Callable, *seen: Any) -> Any:
@@ -73,7 +57,8 @@ class _Watcher:
             return
         self._notes.where, self._notes.frame = (code, frame.f_lineno), frame
         try:
-            for function in functions_of(frame, self._functions):
+            function = function_of(frame)
+            if function is not None:
                 self.take(self._notes.function, function)
         finally:
             self._notes.frame = None
@@ -98,77 +83,3 @@ class _Watcher:
         """Takes in that code which dynamo has written is about to run."""
         self._notes.where = (frame.f_code, frame.f_lineno)
         self.take(self._notes.compiled, frame)
-
-
-@contextlib.contextmanager
-def _telling_new_objects() -> Iterator[None]:
-    # Threads record one after the other, for as long as that cannot mean that one waits for a call of the other. Then
-    # what the other has made is taken for old, which is compared; what is taken for new is not.
-    alone = _turn.acquire(timeout=_PATIENCE)
-    freeze()
-    try:
-        yield
-    finally:
-        unfreeze()
-        if alone:
-            _turn.release()
-
-
-def _forget_new(notes: Notes, roots: tuple) -> None:
-    # A dict that comes to hold more than plain values is tracked from then on, however old it is.
-    new = set(map(identity, gc.get_objects())) - notes.roots - notes.untracked
-    old: set[int] = set()  # the collector does not track all containers: others are old if what is old leads to them
-
-    def was_there(value: Any) -> bool:
-        value = notes.holders.get(identity(value), value)
-        if value is None or identity(value) in new:
-            return False
-        return identity(value) in old or (gc.is_tracked(value) and identity(value) not in notes.untracked)
-
-    def leads_to(value: Any) -> None:
-        if identity(value) not in old:
-            old.add(identity(value))
-            if identity(value) not in new:
-                for item in _inside(value):
-                    leads_to(item)
-
-    for root in roots:
-        leads_to(root)
-    old |= notes.roots
-    waiting, found = list(notes.notes.items()), {}
-    contents, inside = list(notes.contents.items()), {}
-    known = -1
-    while known != len(found) + len(inside):
-        known = len(found) + len(inside)
-        later = []
-        for key, note in waiting:
-            if was_there(note.owner):
-                found[key] = note
-                leads_to(note.before())
-            else:
-                later.append((key, note))
-        waiting, later = later, []
-        for key, one in contents:
-            if was_there(one[0]):
-                inside[key] = one
-                for item in one[1]:
-                    leads_to(item)
-            else:
-                later.append((key, one))
-        contents = later
-    notes.notes, notes.contents = found, inside
-    notes.iterators = [one for one in notes.iterators if was_there(one[0])]
-    notes.tensors = {key: met for key, met in notes.tensors.items() if was_there(met.tensor)}
-    notes.modules = {key: module for key, module in notes.modules.items() if was_there(module)}
-
-
-def _inside(value: Any) -> Iterable[Any]:
-    """What a container holds; of another object its dicts that the collector does not track, and what leads to such."""
-    if isinstance(value, (*CONTAINERS, partial)):
-        return content(value) or ()
-    if isinstance(value, _lru_cache_wrapper):
-        return Cached(value).content()
-    if isinstance(value, _NAMED):  # what is in these has notes of its own
-        return ()
-    held = gc.get_referents(value)
-    return [one for one in held if isinstance(one, _OF_C) or (isinstance(one, dict) and not gc.is_tracked(one))]

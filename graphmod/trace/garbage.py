@@ -1,14 +1,19 @@
-"""Keeps Python's garbage collector away for a while."""
+"""Keeps Python's garbage collector away for a while, and asks it what is new."""
 
 import contextlib
 import gc
 import threading
 from collections.abc import Iterator
+from typing import Any
+
+from graphmod.trace.untraced import identity
 
 _lock = threading.Lock()  # the collector belongs to the process
 _inside = 0
 _enabled = False
 _frozen = 0
+_BY_PYTHON = 10_000  # objects that Python may have frozen itself, as 3.12 does with its first few hundred
+_by_program = False  # whether the program itself has frozen something
 
 
 @contextlib.contextmanager
@@ -42,26 +47,81 @@ def frozen_heap() -> Iterator[None]:
     in which no thread of Python runs.
     """
     gc.collect()
-    freeze()
+    _freeze()
     try:
         yield
     finally:
-        unfreeze()
+        _unfreeze()
 
 
-def freeze() -> None:
-    """Lets the collector list only what is made from now on, in whichever thread."""
-    global _frozen
+class Ages:
+    """Tells what was there when it was entered from what was made since, in whichever thread.
+
+    The collector lists what it tracks and what is not frozen. What is there at first is frozen, and so is what was
+    listed whenever somebody asks, so that to ask takes as long as what has been made since then is long.
+    """
+
+    def __init__(self) -> None:
+        self.made: set[int] = set()  # identities
+        self._there: dict[int, Any] = {}
+
+    def __enter__(self) -> "Ages":
+        _freeze(self)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        _unfreeze(self)
+        self._there.clear()
+
+    def there(self, value: Any) -> None:
+        """Takes in that a value was there, whatever the collector says; it is held."""
+        self._there[identity(value)] = value
+
+    def is_old(self, value: Any) -> bool:
+        """Whether a value was there. Of one that the collector does not track (a dict of numbers, an array) that is
+        only known if somebody said so."""
+        name = identity(value)
+        if self._there.get(name) is value:
+            return True
+        if name in self.made or not gc.is_tracked(value):
+            return False
+        with _lock:
+            _list_new()
+        return name not in self.made
+
+
+_ages: list[Ages] = []  # of those that are entered
+
+
+def _list_new() -> None:
+    if _ages:
+        made = set(map(identity, gc.get_objects()))
+        for one in _ages:
+            one.made |= made
+    gc.freeze()
+
+
+def _freeze(ages: Ages | None = None) -> None:
+    global _frozen, _by_program
     with _lock:
+        if not _frozen:
+            _by_program = gc.get_freeze_count() > _BY_PYTHON
         _frozen += 1
-        gc.freeze()
+        _list_new()
+        if ages is not None:
+            _ages.append(ages)
 
 
-def unfreeze() -> None:
-    """Undoes one `freeze`, with the last of all; also what the program itself may have frozen, which it would take long
-    to count."""
+def _unfreeze(ages: Ages | None = None) -> None:
+    """Undoes one `_freeze`, with the last of all. What the program itself had frozen stays so, and so does, as nobody
+    can tell the two apart, what else is no garbage by then."""
     global _frozen
     with _lock:
+        if ages is not None:
+            _ages.remove(ages)
         _frozen -= 1
         if not _frozen:
             gc.unfreeze()
+            if _by_program:
+                gc.collect()
+                gc.freeze()

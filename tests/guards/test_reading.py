@@ -9,7 +9,7 @@ import torch
 
 from graphmod import CUDAGraphModule
 from graphmod.guards import events, frames
-from graphmod.guards.peeking import _BODY, _TOP, Nothing, _int, _pointer, depths, top
+from graphmod.guards.operand_stack import _BODY, _TOP, Nothing, _int, _pointer, depths, top
 from graphmod.guards.reading import _STEPS, plan_of
 
 
@@ -92,7 +92,7 @@ _NOTHING = {  # what these work with was read by an instruction before, or is ma
     "STORE_FAST_MAYBE_NULL", "STORE_FAST_STORE_FAST", "SWAP", "WITH_EXCEPT_START",
 }
 # fmt: on
-_BY_ARGUMENT = {"CALL", "CALL_KW", "CALL_FUNCTION_EX", "RETURN_VALUE", "YIELD_VALUE", "FORMAT_VALUE"}
+_BY_ARGUMENT = {"CALL", "CALL_KW", "CALL_FUNCTION_EX", "FORMAT_VALUE"}
 
 
 def test_of_each_instruction_that_there_is_it_is_known_what_it_reads():

@@ -9,8 +9,7 @@ from harness import config
 from torch import nn
 
 from graphmod import CUDAGraphModule
-from graphmod.guards import running
-from graphmod.guards.running import functions_of, those_there
+from graphmod.guards.operand_stack import function_of
 
 
 def forward_of_a_module(layer, held):
@@ -110,14 +109,6 @@ KINDS = [
 ]
 
 
-@pytest.fixture(params=[True, False], autouse=True)
-def told(request, monkeypatch):
-    """Whether this Python's frames tell what function they run."""
-    if not request.param:
-        monkeypatch.setattr(running, "_TOLD", False)
-    return request.param
-
-
 def play(call, change, device):
     wrapper = CUDAGraphModule(call, config())
     for index in range(10):
@@ -170,15 +161,13 @@ def test_a_variable_that_the_wrapped_forward_changes_is_no_part_of_a_graph(assig
 
 def test_the_function_of_a_frame_is_the_one_that_runs():
     def make(value):
-        return lambda: (value, functions_of(sys._getframe(), there))
+        return lambda: (value, function_of(sys._getframe()))
 
     made = [make(index) for index in range(3)]
-    there = those_there()
     for index, one in enumerate(made):
-        assert one() == (index, [one])
+        assert one() == (index, one)
 
     def generator():
-        yield functions_of(sys._getframe(), there)
+        yield function_of(sys._getframe())
 
-    there = those_there()
-    assert next(generator()) == [generator]
+    assert next(generator()) is generator

@@ -1,6 +1,6 @@
-"""The values that an instruction is about to use, read off the frame's stack.
+"""What a frame holds besides its variables: the function it runs, and the operands of its next instruction.
 
-Where that lies is no part of Python's interface; `can_peek` asks whether it lies where it is looked for. Python 3.11
+Where they lie is no part of Python's interface; `can_peek` asks whether they lie where they are looked for. Python 3.11
 keeps in the frame, while it tells of an instruction, how far the stack reaches. Later versions do not, so that for
 these it is worked out, once for each code: `depths`.
 """
@@ -8,8 +8,8 @@ these it is worked out, once for each code: `depths`.
 import dis
 import sys
 from collections.abc import Callable
-from ctypes import c_int, c_void_p, py_object, sizeof
-from types import CodeType, FrameType
+from ctypes import c_int, c_void_p, cast, py_object, sizeof
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 _WORD = sizeof(c_void_p)
@@ -17,6 +17,7 @@ _BODY = object.__basicsize__ + _WORD  # in a frame: where its body is, after the
 # In the body: how far the stack reaches, counted from where the variables begin, which the stack comes after.
 _TOP, _VARIABLES = 8 * _WORD, 9 * _WORD
 _TOLD = sys.version_info < (3, 12)
+_FUNCTION = 0 if _TOLD else 2 * _WORD  # in the body
 _VERSIONS = ((3, 11), (3, 12), (3, 13))
 _ENDS = {
     *("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT", "RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS"),
@@ -29,6 +30,12 @@ _some = [py_object * count for count in range(16)]
 
 class Nothing:
     """What lies on the stack where there is no object: beside a function that is called."""
+
+
+def function_of(frame: FrameType) -> FunctionType | None:
+    """The function that a frame runs, if that is one written in Python whose code was not exchanged meanwhile."""
+    found = cast(_pointer(_pointer(id(frame) + _BODY).value + _FUNCTION).value, py_object).value
+    return found if isinstance(found, FunctionType) and found.__code__ is frame.f_code else None
 
 
 def top(frame: FrameType, count: int, reach: int) -> list[Any]:
@@ -85,7 +92,7 @@ def can_peek(telling: Callable[[Callable, Callable], None]) -> bool:
     """
     if sys.implementation.name != "cpython" or sys.version_info[:2] not in _VERSIONS:
         return False
-    one, two, seen = object(), object(), []
+    one, two, seen, functions = object(), object(), [], []
 
     def asked(first: Any, second: Any) -> bool:
         return first is second
@@ -98,6 +105,8 @@ def can_peek(telling: Callable[[Callable, Callable], None]) -> bool:
         body = _pointer(id(frame) + _BODY).value
         if offset == at and (c_void_p * 4).from_address(body + _VARIABLES)[:] == [id(one), id(two)] * 2:
             seen.extend(top(frame, 2, reach[offset]))
+            if _pointer(body + _FUNCTION).value == id(asked):
+                functions.append(function_of(frame))
 
     telling(lambda: asked(one, two), tell)
-    return len(seen) == 2 and seen[0] is one and seen[1] is two
+    return len(seen) == 2 and seen[0] is one and seen[1] is two and functions == [asked]
