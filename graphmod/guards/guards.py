@@ -137,7 +137,8 @@ class Guards:
         held = {id(container) for container, _, _ in self.attributes}
         inside = self.contents.tensors()
         self.slots += [(value, None, tensor) for value, tensor in inside if id(value) not in held]
-        met = (*(one for _, _, one in self.slots), *(one for _, one in inside))
+        in_tuples = [met.tensor for met in notes.tensors.values() if met.in_tuple and met.tensor is not None]
+        met = (*(one for _, _, one in self.slots), *(one for _, one in inside), *in_tuples)
         leaves = [
             (met.tensor, met.without_gradient)
             for met in notes.tensors.values()

@@ -61,6 +61,8 @@ _GLOBAL_HOOKS = (
     *("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks"),
 )
 _OF_METHODS = ("__self__", "__func__", "__class__", "__call__")  # all other attributes are the function's
+_OF_C = (types.MethodDescriptorType, types.WrapperDescriptorType)
+_ITEM = object()  # tells notes on items from those on attributes
 _PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
 _MOST_CACHED = 256
 DEEP = 6  # how far attributes of attributes are followed, where code in C may read any of them
@@ -102,16 +104,19 @@ class MetTensor:
         is_leaf: whether it may collect a gradient.
         without_gradient: whether it had none then.
         asked_for_gradient: whether code looked at its gradient.
+        in_tuple: whether code found it in a tuple, on which there is no note.
         where: code and line that came upon it.
     """
 
-    __slots__ = ("_tensor", "_weak", "asked_for_gradient", "geometry", "is_leaf", "where", "without_gradient")
+    __slots__ = (
+        *("_tensor", "_weak", "asked_for_gradient", "geometry", "in_tuple", "is_leaf", "where", "without_gradient"),
+    )
 
     def __init__(self, tensor: Tensor, where: tuple) -> None:
         self.geometry, self.where = geometry(tensor), where
         self.is_leaf = _is_leaf(tensor) and (tensor.requires_grad or isinstance(tensor, nn.Parameter))
         self.without_gradient = self.is_leaf and tensor.grad is None
-        self.asked_for_gradient = False
+        self.asked_for_gradient = self.in_tuple = False
         self._weak = not self.is_leaf
         self._tensor = weak_reference(tensor) if self._weak else tensor
 
@@ -403,9 +408,10 @@ class Notes:
                 self._note(base, Place(self._class_dict(base), name, shared, shared=base))
             if isinstance(shared, property) and not isinstance(shared.fget, types.FunctionType):
                 self.all_attributes(owner, DEEP)  # whatever it is that reads
+            value = of_c(owner, name)
             if isinstance(owner, tuple):  # of whose fields each is an item
-                self.look_inside(owner)
-            return of_c(owner, name)
+                self._in_tuple(value)
+            return value
         if place.shared is not None:
             return self._of_class(owner, name, place)
         value = place.value
@@ -427,7 +433,10 @@ class Notes:
                         self._note(self.belongs(held, owner), Place(held, name, MISSING))
             if hasattr(kind, "_reach_through"):
                 return self.attribute(dict_of(owner)[kind._reach_through[0]], name)
-            return CODE if hasattr(kind, "__getattr__") else MISSING
+            special = getattr(kind, "__getattr__", MISSING)
+            if isinstance(special, _OF_C) and isinstance(owner, dict):  # as in classes that read items as attributes
+                return self.item(owner, name)
+            return MISSING if special is MISSING else CODE
         return value
 
     def _behind(self, proxy: Any) -> Any:
@@ -443,6 +452,8 @@ class Notes:
             place = find(owner, name)
             if place is None:
                 return of_c(owner, name)
+            mro = kinds[0].__mro__
+            self._hidden_by(mro[mro.index(kinds[1]) + 1 :], name, place.shared)
             self._supers[where] = kinds, self._of_class(owner, name, place)
         return self._supers[where][1]
 
@@ -525,9 +536,17 @@ class Notes:
         if place is None:
             self.look_inside(owner)
             return CODE
-        if not isinstance(owner, tuple):
+        if isinstance(owner, tuple):
+            self._in_tuple(place.value)
+        else:
             self._note(owner, place)
         return place.value
+
+    def _in_tuple(self, value: Any) -> None:
+        """Takes in an item of a tuple, which stays there for as long as the tuple does."""
+        self._meet(value)
+        if isinstance(value, Tensor) and identity(value) in self.tensors:
+            self.tensors[identity(value)].in_tuple = True
 
     # -- values --------------------------------------------------------------------------------------------------
 
@@ -546,7 +565,7 @@ class Notes:
 
     def _note(self, owner: Any, place: Place) -> None:
         try:
-            name = (identity(owner), place.key)
+            name = (identity(owner), place.key) if place.container is not owner else (identity(owner), _ITEM, place.key)
             known = self.notes.get(name)
         except TypeError:  # a key that cannot be hashed
             return

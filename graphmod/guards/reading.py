@@ -14,7 +14,7 @@ import operator
 import sys
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import Any
 
@@ -266,17 +266,32 @@ class Reading:
             self._notes.attribute(kind, "__call__")
 
     def _any_attribute(self, values: list) -> None:
-        """Code in C may read any attribute of values, and of what is in them."""
-        for value in values:
-            for one in (value, *(content(value) or ())) if isinstance(value, CONTAINERS) else (value,):
-                if isinstance(one, nn.Module):
-                    self._notes.all_attributes(one)
-                    for part in vars(one).values():
-                        self._notes.all_attributes(part, DEEP)
-                    for part in one._modules.values():
-                        self._notes.all_attributes(part)
-                elif not isinstance(one, (type, types.ModuleType, types.FunctionType)):
-                    self._notes.all_attributes(one, DEEP)
+        """Code in C may read any attribute of values, and of what is in them or comes out of them."""
+        for one in _handed_on(values, _DEPTH):
+            if isinstance(one, nn.Module):
+                for part in one.modules():
+                    self._notes.all_attributes(part)
+                    for held in vars(part).values():
+                        self._notes.all_attributes(held, DEEP)
+            elif not isinstance(one, (type, types.ModuleType, types.FunctionType)):
+                self._notes.all_attributes(one, DEEP)
+
+
+_DEPTH = 6  # of iterators over iterators over containers
+
+
+def _handed_on(value: Any, depth: int) -> Iterator[Any]:
+    """What code in C may find in a value: in a container, or in what an iterator or a view goes through."""
+    kind = type(value)
+    if isinstance(value, CONTAINERS):
+        inside = content(value) or ()
+    elif hasattr(kind, "__next__") or hasattr(kind, "mapping"):
+        inside = gc.get_referents(value)
+    else:
+        yield value
+        return
+    for one in inside if depth else ():
+        yield from _handed_on(one, depth - 1)
 
 
 # -- functions in C that read attributes and items of what they are given ----------------------------------------------
