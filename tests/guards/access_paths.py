@@ -16,7 +16,6 @@ import sys
 import textwrap
 import time
 import types
-import zlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -95,6 +94,46 @@ SCOPES = {
                 return hidden * 1
         call = net = Net()
     """,
+    "hook of a parameter": """
+        def scaled(x):
+            STATEMENTS
+            return x * (NUMBER)
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.linear = linear()
+                self.linear.weight.register_hook(scaled)
+            def forward(self, x):
+                return self.linear(x)
+        call = net = Net()
+    """,
+    "hook of a module": """
+        def scaled(module, gradients, given):
+            x = gradients[0]
+            STATEMENTS
+            return (x * (NUMBER),)
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.linear, self.act = linear(), nn.Tanh()
+                self.act.register_full_backward_hook(scaled)
+            def forward(self, x):
+                return self.act(self.linear(x)) * 1
+        call = net = Net()
+    """,
+    "checkpoint": """
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.linear = linear()
+            def forward(self, x):
+                return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)
+            def inner(self, x):
+                hidden = self.linear(x).tanh()
+                STATEMENTS
+                return hidden * (NUMBER)
+        call = net = Net()
+    """,
     "backward inside": """
         class Scaled(torch.autograd.Function):
             @staticmethod
@@ -113,8 +152,9 @@ SCOPES = {
             return found
     """,
 }
+_LATE = "late "  # where the change comes between a forward and its backward
+SCOPES |= {_LATE + name: SCOPES[name] for name in ("backward", "hook", "hook of a parameter", "hook of a module")}
 _scopes = {name: textwrap.dedent(text) for name, text in SCOPES.items()}
-_differentiated = ("layer", "backward", "hook")
 
 
 SINGLES, HANDED, CHANGING = "outside", "handed to C", "inside of the call"
@@ -341,12 +381,16 @@ def play(program: Program, graphed: bool) -> tuple[list, bool, str]:
     wrapper = call = CUDAGraphModule(call, TrainGraphConfig(warmup_steps=2)) if graphed else call
     found, captured = [], False
     for step in range(CALLS):
-        if step in (CHANGED, BACK):
-            exec(text.there if step == CHANGED else text.back, space)
+        change = text.there if step == CHANGED else text.back if step == BACK else ""
+        late = program.scope.startswith(_LATE)
+        if not late:
+            exec(change, space)
         torch.manual_seed(step)
         result = call(_x(step))
+        if late:
+            exec(change, space)
         gradients = []
-        if program.scope in _differentiated and result.requires_grad:
+        if result.requires_grad and "net" in space:
             result.sum().backward()
             gradients = [None if one.grad is None else one.grad.clone() for one in space["net"].parameters()]
             space["net"].zero_grad()
@@ -382,9 +426,10 @@ def outcome(program: Program) -> Outcome | None:
 
 def programs() -> Iterator[Program]:
     """Every program there is."""
-    for kind, those in ((SINGLES, _SINGLES), (CHANGING, _INSIDE)):
+    at_once = [scope for scope in SCOPES if not scope.startswith(_LATE)]
+    for kind, those, scopes in ((SINGLES, _SINGLES, SCOPES), (CHANGING, _INSIDE, at_once)):
         for name, text in those.items():
-            yield from (Program(name, "", kind, scope) for scope in text.scopes or SCOPES)
+            yield from (Program(name, "", kind, scope) for scope in text.scopes or scopes)
     for leaf, route in itertools.product(SOURCES, SINKS):
         yield from (Program(leaf, route, HANDED, scope) for scope in SCOPES)
     for leaf, route, change in itertools.product(_LEAVES, _ROUTES, CHANGES):
@@ -393,17 +438,27 @@ def programs() -> Iterator[Program]:
 
 
 def sampled(count: int, seed: int = 0) -> list[Program]:
-    """Each part of the table in one program, and a choice among all others."""
-    every = list(programs())
+    """Each part of the table in one program in which nothing changes late, and a choice among all others."""
+    every, draw = list(programs()), random.Random(seed)
     by_part: dict[tuple[str, str], list[Program]] = {}
     for program in every:
-        kind = program.change if program.change in (SINGLES, HANDED, CHANGING) else ""
-        for part in ((kind, program.leaf), (f"{kind} route", program.route)):
-            if part[1]:
+        if not program.scope.startswith(_LATE):
+            for part in _parts(program):
                 by_part.setdefault(part, []).append(program)
-    each = [those[zlib.crc32(f"{part}{seed}".encode()) % len(those)] for part, those in by_part.items()]
-    more = random.Random(seed).sample(every, min(max(0, count - len(each)), len(every)))
-    return list(dict.fromkeys([*each, *more]))
+    chosen: dict[Program, None] = {}
+    covered: set[tuple[str, str]] = set()
+    for part, those in sorted(by_part.items(), key=lambda one: -len(one[0][0])):  # routes first, which lead to leaves
+        if part not in covered:
+            program = draw.choice(those)
+            chosen[program] = None
+            covered.update(_parts(program))
+    more = draw.sample(every, min(max(0, count - len(chosen)), len(every)))
+    return list(dict.fromkeys([*chosen, *more]))
+
+
+def _parts(program: Program) -> list[tuple[str, str]]:
+    kind = program.change if program.change in (SINGLES, HANDED, CHANGING) else "any"
+    return [(kind, program.leaf), *([(f"{kind} route", program.route)] if program.route else [])]
 
 
 def main() -> None:

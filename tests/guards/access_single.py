@@ -2521,4 +2521,185 @@ name of a code
     = len(f.__code__.co_name)
     > f.__code__ = new
     < f.__code__ = old
+
+import inside, module exchanged
+    for name, v in (("own_other", 2.0), ("other", 6.0)):
+        m = types.ModuleType(name)
+        m.V = v
+        ns[name] = m
+    sys.modules['own_other'] = own_other
+    = import own_other as q
+    = q.V
+    > sys.modules['own_other'] = other
+    < sys.modules['own_other'] = own_other
+
+hook of an optimizer
+    def tripled(optimizer, args, kwargs):
+        for one in optimizer.param_groups[0]['params']: one.grad.mul_(3.0)
+    = 1.0
+    > handle = optimizer.register_step_pre_hook(tripled)
+    < handle.remove()
+    @ step
+
+hook of all optimizers
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+    def tripled(optimizer, args, kwargs):
+        for one in optimizer.param_groups[0]['params']: one.grad.mul_(3.0)
+    = 1.0
+    > handle = register_optimizer_step_pre_hook(tripled)
+    < handle.remove()
+    @ step
+
+rate of the step's optimizer
+    = 1.0
+    > optimizer.param_groups[0]['lr'] = 0.5
+    < optimizer.param_groups[0]['lr'] = 0.125
+    @ step
+
+momentum of the step's optimizer
+    = 1.0
+    > optimizer.param_groups[0]['momentum'] = 0.5
+    < optimizer.param_groups[0]['momentum'] = 0
+    @ step
+
+direction of the step's optimizer
+    = 1.0
+    > optimizer.param_groups[0]['maximize'] = True
+    < optimizer.param_groups[0]['maximize'] = False
+    @ step
+
+parameters of the step's optimizer
+    = 1.0
+    > taken = optimizer.param_groups[0]['params'].pop()
+    < optimizer.param_groups[0]['params'].append(taken)
+    @ step
+
+step of the step's optimizer
+    = 1.0
+    > optimizer.step = lambda: None
+    < del optimizer.step
+    @ step
+
+step of the optimizer's class
+    = 1.0
+    > old, torch.optim.SGD.step = torch.optim.SGD.step, lambda self: None
+    < torch.optim.SGD.step = old
+    @ step
+
+gradient that is there before
+    = 1.0
+    > getattr(net, 'linear', net).weight.grad = torch.ones(3, 3)
+    < pass
+    @ step, layer, backward, hook, checkpoint, backward inside
+
+parameter frozen
+    = 1.0
+    > getattr(net, 'linear', net).bias.requires_grad_(False)
+    < getattr(net, 'linear', net).bias.requires_grad_(True)
+    @ step, layer, backward, hook, checkpoint, backward inside
+
+bias gone
+    = 1.0
+    > kept = getattr(net, 'linear', net).bias
+    > getattr(net, 'linear', net).bias = None
+    < getattr(net, 'linear', net).bias = kept
+    @ step, layer, backward, hook, checkpoint, backward inside
+
+weight exchanged
+    = 1.0
+    > getattr(net, 'linear', net).weight.data = torch.ones(3, 3)
+    < getattr(net, 'linear', net).weight.data = torch.zeros(3, 3)
+    @ step, layer, backward, hook, checkpoint, backward inside
+
+weight loaded
+    = 1.0
+    > net.load_state_dict({name: torch.ones_like(one) for name, one in net.state_dict().items()}, assign=True)
+    < net.load_state_dict({name: torch.zeros_like(one) for name, one in net.state_dict().items()})
+    @ layer, backward, hook, checkpoint, backward inside
+
+weight parametrized
+    from torch.nn.utils import parametrize
+    class Doubled(nn.Module):
+        def forward(self, w): return w * 2
+        def right_inverse(self, w): return w
+    = 1.0
+    > parametrize.register_parametrization(getattr(net, 'linear', net), 'weight', Doubled())
+    < parametrize.remove_parametrizations(getattr(net, 'linear', net), 'weight', leave_parametrized=False)
+    @ layer, backward, hook, checkpoint
+
+weight pruned
+    from torch.nn.utils import prune
+    = 1.0
+    > prune.l1_unstructured(getattr(net, 'linear', net), 'weight', 3)
+    < prune.remove(getattr(net, 'linear', net), 'weight')
+    @ layer, backward, hook, checkpoint
+
+hook of the weight
+    = 1.0
+    > handle = getattr(net, 'linear', net).weight.register_hook(lambda gradient: gradient * 3)
+    < handle.remove()
+    @ step, layer, backward, hook, checkpoint, backward inside
+
+hook after the gradient of the weight
+    def tripled(parameter): parameter.grad.mul_(3.0)
+    = 1.0
+    > handle = getattr(net, 'linear', net).weight.register_post_accumulate_grad_hook(tripled)
+    < handle.remove()
+    @ step, layer, backward, hook, checkpoint, backward inside
+
+hook of a part
+    = 1.0
+    > handle = net.linear.register_forward_hook(lambda module, given, found: found * 3)
+    < handle.remove()
+    @ layer, backward, hook, checkpoint
+
+hook before a part
+    = 1.0
+    > handle = net.linear.register_forward_pre_hook(lambda module, given: (given[0] * 3,))
+    < handle.remove()
+    @ layer, backward, hook, checkpoint
+
+hook of a part's backward
+    = 1.0
+    > handle = net.linear.register_full_backward_pre_hook(lambda module, given: (given[0] * 3,))
+    < handle.remove()
+    @ layer, backward, hook
+
+forward of a part
+    = 1.0
+    > net.linear.forward = lambda x: x * 3
+    < del net.linear.forward
+    @ layer, backward, checkpoint
+
+part exchanged
+    = 1.0
+    > old, net.linear = net.linear, nn.Tanh()
+    < net.linear = old
+    @ layer, backward, checkpoint
+
+class of a part
+    class Other(nn.Linear):
+        def forward(self, x): return super().forward(x) * 3
+    = 1.0
+    > net.linear.__class__ = Other
+    < net.linear.__class__ = nn.Linear
+    @ layer, backward, hook, checkpoint
+
+method of the layer
+    = 1.0
+    > old, type(net).forward = type(net).forward, lambda self, x: self.linear(x) * 3
+    < type(net).forward = old
+    @ layer, backward, hook
+
+double precision
+    = 1.0
+    > net.double().float(), net.linear.weight.data.round_()
+    < net.half().float()
+    @ layer, backward, hook, checkpoint
+
+inference
+    = 1.0
+    > torch.set_grad_enabled(False)
+    < torch.set_grad_enabled(True)
+    @ layer, backward, checkpoint
 """

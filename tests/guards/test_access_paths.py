@@ -14,7 +14,9 @@ from access_paths import CHANGING, HANDED, SCOPES, SINGLES, Program
 pytestmark = pytest.mark.usefixtures("quiet")
 
 CHOSEN = access_paths.sampled(int(os.environ.get("GRAPHMOD_PATHS", "1000")), seed=3)
-_OUTSIDE = ("backward", "hook")
+_OUTSIDE = ("backward", "hook", "hook of a module")
+_WITHOUT_ONE_INSIDE = ("function", "layer", "checkpoint", *_OUTSIDE)
+_RUN_EACH_TIME = ("hook of a parameter", "late hook of a parameter")  # nothing of these is in a graph
 _TAKEN_APART = {"list", "values", "expression of items", "expression of variables", "map of a lambda"}
 _TAKEN_APART |= {
     "map of get",
@@ -36,7 +38,7 @@ KNOWN: dict[str, tuple] = {
     ),
     "names that a module of Python did not have": (
         *("absent in a module of Python", "hasattr of a module of Python", "import of an absent name"),
-        "import that failed",
+        *("import that failed", "import inside, module exchanged"),
     ),
     "dicts that were empty": (
         *("parameters, one more", "named parameters, one more", "buffers, one more", "named buffers, one more"),
@@ -68,7 +70,7 @@ KNOWN: dict[str, tuple] = {
         *("context variables in a list", "numpy, array of arrays"),
     ),
     "tensors in tuples": tuple(
-        (name, ("function", "layer", "step", "backward inside"))
+        (name, ("function", "layer", "step", "checkpoint", "backward inside"))
         for name in (
             *("tensors in a named tuple", "tensor in a named tuple in a list", "tensor in a named tuple of an object"),
             *("tensor in a tuple", "tensor in a tuple in a tuple"),
@@ -82,9 +84,9 @@ KNOWN: dict[str, tuple] = {
     ),
     "tensors that weak references lead to": ("tensors swapped",),
     "gradients that are asked for": (
-        ("gradients of parameters", ("function", "layer", *_OUTSIDE)),
-        ("gradient", ("function", "layer", *_OUTSIDE)),
-        ("gradient in a list", ("function", "layer", *_OUTSIDE)),
+        ("gradients of parameters", _WITHOUT_ONE_INSIDE),
+        ("gradient", _WITHOUT_ONE_INSIDE),
+        ("gradient in a list", _WITHOUT_ONE_INSIDE),
         ("gradient dropped", _OUTSIDE),
     ),
     "versions of tensors": ("version of a tensor",),
@@ -113,6 +115,7 @@ KNOWN: dict[str, tuple] = {
     "what the design lists as its limits": (
         *("__init__ exchanged", "__getattr__ exchanged", "__len__ exchanged", "__enter__ exchanged", "text written"),
         *("forward of a library's module", "function of torch", "function of math", "built-in exchanged"),
+        "step of the optimizer's class",
     ),
     "what a backward outside of the call changes": tuple(
         (name, _OUTSIDE)
@@ -134,6 +137,10 @@ _INSIDE_TOO |= {"what a backward outside of the call changes"}
 
 def known(program: Program) -> str | None:
     """The kind of what is not as it should be; None where all is."""
+    if program.scope in _RUN_EACH_TIME:
+        return None
+    if program.scope.startswith("late "):
+        return "what changes between a forward and its backward"
     if program.change == HANDED and program.leaf not in _TAKEN_APART and program.route not in _READ_AGAIN:
         return "what functions and generators hand to code in C"
     for kind, those in KNOWN.items():
