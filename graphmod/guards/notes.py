@@ -410,7 +410,7 @@ class Notes:
                 self.all_attributes(owner, DEEP)  # whatever it is that reads
             value = of_c(owner, name)
             if isinstance(owner, tuple):  # of whose fields each is an item
-                self._in_tuple(value)
+                self._in_tuple(owner, value)
             return value
         if place.shared is not None:
             return self._of_class(owner, name, place)
@@ -537,13 +537,15 @@ class Notes:
             self.look_inside(owner)
             return CODE
         if isinstance(owner, tuple):
-            self._in_tuple(place.value)
+            self._in_tuple(owner, place.value)
         else:
             self._note(owner, place)
         return place.value
 
-    def _in_tuple(self, value: Any) -> None:
+    def _in_tuple(self, owner: tuple, value: Any) -> None:
         """Takes in an item of a tuple, which stays there for as long as the tuple does."""
+        if self.ages.is_old(owner):
+            self._lead_to(value)
         self._meet(value)
         if isinstance(value, Tensor) and identity(value) in self.tensors:
             self.tensors[identity(value)].in_tuple = True
