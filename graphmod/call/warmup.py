@@ -51,7 +51,7 @@ def warm_up(context: Context, entry: Entry, args: tuple, kwargs: dict) -> Any:
         if recording.random and draws_anew():
             recording.refused = recording.refused or DRAWS
         if recording.refused is not None and torch.is_grad_enabled():  # which may be a consequence
-            recording.refused = context.around.not_averaged() or recording.refused
+            recording.refused = context.around.take_over() or recording.refused
         if recording.communicates and differentiable(result) and reads_parts(recording.guards.tensors):
             recording.refused = recording.refused or COMMUNICATES
         if recording.compiles:

@@ -137,7 +137,7 @@ def capture(
         entry.budget.spend()
         context.budget.spend()
     try:
-        not_averaged = context.around.not_averaged() if torch.is_grad_enabled() else None
+        not_averaged = context.around.take_over() if torch.is_grad_enabled() else None
         if not_averaged is not None:
             raise CaptureRefused(not_averaged)
         if not arena.in_flight:

@@ -21,6 +21,7 @@ from graphmod.guards.hooks import without_gradient_hooks
 from graphmod.guards.notes import Notes
 from graphmod.guards.remedies import KEEP, KEEP_COUNT, KEEP_ITEMS, KEEP_ITERATOR, keepers
 from graphmod.guards.watching import noting
+from graphmod.ranks.data_parallel import Borrowed
 from graphmod.signature.flattening import flatten
 from graphmod.signature.modes import FOREIGN, difference, key_reader
 from graphmod.signature.signature import parameter_names
@@ -41,6 +42,7 @@ class Part:
         root: a module, whose own hooks run around what is watched, or another callable.
         name: of a layer; "" for the whole.
         loss: see `check_call`.
+        borrowed: takes in which DistributedDataParallels are taken over.
         meeting: where this rank tells others what it communicates; None where there are none.
 
     Attributes:
@@ -49,8 +51,15 @@ class Part:
         settled: whether the last call left each DistributedDataParallel the reducer that it found.
     """
 
-    def __init__(self, root: Any, name: str = "", loss: Callable | None = None, meeting: Meeting | None = None) -> None:
-        self.root, self.name, self._loss = root, name, loss
+    def __init__(
+        self,
+        root: Any,
+        borrowed: Borrowed,
+        name: str = "",
+        loss: Callable | None = None,
+        meeting: Meeting | None = None,
+    ) -> None:
+        self.root, self.name, self._loss, self._borrowed = root, name, loss, borrowed
         self._before_collective = None if meeting is None else meeting.before
         self.call = Target(root) if isinstance(root, nn.Module) else root
         self.findings: list[Finding] = []
@@ -82,6 +91,8 @@ class Part:
         structure = flatten((args, kwargs), leaves, {})
         around, names = Surroundings(self.root), parameter_names(self.call)
         around.discover()
+        self._borrowed.note(around.parallel())
+        around.take_over()
         reducers = around.reducers()
         device = around.device(leaves) or torch.device("cpu")
         gpu = device.index if device.type == "cuda" else None
@@ -118,7 +129,8 @@ class Part:
                 "the call", f"changes a mode of PyTorch ({modes[0]}), which no replay does", "do it around the call"
             )
         around.learn(self.guards[-1])
-        not_averaged = around.not_averaged() if torch.is_grad_enabled() else None
+        self._borrowed.note(around.parallel())
+        not_averaged = around.take_over() if torch.is_grad_enabled() else None
         self.settled = around.reducers() == reducers
         if not_averaged is not None:
             self._add("DistributedDataParallel", not_averaged, "use its defaults, or call it without graphs")

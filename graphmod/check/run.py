@@ -15,6 +15,7 @@ from graphmod.check.order import divergences
 from graphmod.check.part import Part
 from graphmod.check.report import Finding, Report, merged
 from graphmod.errors import ConfigError
+from graphmod.ranks.data_parallel import Borrowed
 from graphmod.state.surroundings import Surroundings
 from graphmod.wrap.layers import find_layers, match_layers, without_graphs
 from graphmod.wrap.module import CUDAGraphModule
@@ -89,8 +90,9 @@ def checked(
             )
         names = find_layers(root) if layers is True else match_layers(root, layers)
         return check_layers(root, names, lambda: root(*args, **kwargs), calls=calls, meeting=meeting)
-    report, part = Report(_name(root)), Part(root, loss=loss, meeting=meeting)
-    with without_graphs(_modules(root, (args, kwargs))), _compared(report, meeting):
+    report = Report(_name(root))
+    with Borrowed() as borrowed, without_graphs(_modules(root, (args, kwargs))), _compared(report, meeting):
+        part = Part(root, borrowed, loss=loss, meeting=meeting)
         for number in range(max(calls, 1) + _SETTLING):
             if number < calls or not number or not part.settled:
                 if meeting is not None:
@@ -120,12 +122,14 @@ def check_layers(
         name: of the whole, for the report.
         meeting: of the ranks, which compare what these parts communicate.
     """
-    parts = {one: Part(model.get_submodule(one), one, meeting=meeting) for one in layers}
+    borrowed = Borrowed()
+    parts = {one: Part(model.get_submodule(one), borrowed, one, meeting=meeting) for one in layers}
     further = {
-        one: Part(getattr(owner, attribute), one, meeting=meeting) for one, (owner, attribute) in (others or {}).items()
+        one: Part(getattr(owner, attribute), borrowed, one, meeting=meeting)
+        for one, (owner, attribute) in (others or {}).items()
     }
     report = Report(name or _name(model), parts=[*parts, *further])
-    with without_graphs(model.modules()), _compared(report, meeting):
+    with borrowed, without_graphs(model.modules()), _compared(report, meeting):
         for number in range(max(calls, 1)):
             with contextlib.ExitStack() as stack:
                 if number == max(calls, 1) - 1:

@@ -84,6 +84,7 @@ class Context:
     def discover(self) -> None:
         """Finds, before the first call, what the callable plainly works on."""
         self.around.discover()
+        self.around.take_over()
         self.group.learn(self.around.parameters)
 
     def learn(self, guards: Guards) -> None:
@@ -91,6 +92,7 @@ class Context:
         known = {id(parameter) for parameter in self.around.parameters}
         lasting = [one.guards for entry in self.entries for one in entry.recordings]
         self.group.forget(self.around.learn(guards, lasting))
+        self.around.take_over()
         self.group.learn([parameter for parameter in self.around.parameters if id(parameter) not in known])
 
     def waiting(self) -> int:

@@ -7,6 +7,7 @@ its own from the first step on. What it computes, and when, stays as it is.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -126,6 +127,39 @@ def _trained(model: DistributedDataParallel) -> dict[str, Tensor]:
     }
 
 
+class Borrowed:
+    """Models that are taken over for a while, and given back as they were when it is left."""
+
+    def __init__(self) -> None:
+        self._noted: dict[DistributedDataParallel, tuple] = {}
+
+    def note(self, models: Iterable[DistributedDataParallel]) -> None:
+        """Takes in models before they are taken over; those that wrappers took over already stay so."""
+        for one in models:
+            if one not in self._noted and type(one) not in (Averaging, _Counting):
+                self._noted[one] = (type(one), one.reducer, one.logger, one._has_rebuilt_buckets)
+
+    def __enter__(self) -> Borrowed:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for model, (kind, reducer, logger, rebuilt) in self._noted.items():
+            averaged = is_taken_over(model)
+            if averaged:
+                model.__dict__.pop("_gradients").remove()
+            elif type(model) is _Counting:
+                model._stop_counting()
+            model.__class__ = kind
+            if averaged and model.static_graph:  # its own reducer has counted on in what is its first iteration
+                parameters, sparse = model._build_params_for_reducer()
+                names = model._build_debug_param_to_name_mapping(parameters)
+                model._ddp_init_helper(parameters, sparse, names, True)
+                model.static_graph = False
+                model._set_static_graph()
+            elif averaged:
+                model.reducer, model.logger, model._has_rebuilt_buckets = reducer, logger, rebuilt
+
+
 class _Waiting(DistributedDataParallel):
     """One that is taken over by its next forward."""
 
@@ -176,6 +210,11 @@ class _Counting(DistributedDataParallel):
         self._hooks = [
             one.register_post_accumulate_grad_hook(functools.partial(counted, name)) for name, one in trained.items()
         ]
+
+    def _stop_counting(self) -> None:
+        for hook in self.__dict__.pop("_hooks", ()):
+            hook.remove()
+        self.__dict__.pop("_times", None)
 
     def _decide(self) -> None:
         """Lets a `Reducer` average what got gradients, which has to be the same on all ranks."""

@@ -56,6 +56,11 @@ class Reducer:
             for index, parameter in enumerate(self._parameters)
         ]
 
+    def remove(self) -> None:
+        """Averages nothing any more."""
+        for hook in self._hooks:
+            hook.remove()
+
     def keep(self, buckets: list[list[int]]) -> None:
         """Takes these buckets from the first backward on."""
         self._planned = True

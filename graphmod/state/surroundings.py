@@ -43,7 +43,6 @@ class Surroundings:
             self._take_in(module.parameters())
             self._tensors += module.buffers()
             self._note_parallel(module.modules())
-        self.not_averaged()
 
     def _modules(self) -> list[nn.Module]:
         if isinstance(self._root, nn.Module):
@@ -96,9 +95,18 @@ class Surroundings:
         """What averages the gradients of each DistributedDataParallel, as its class tells."""
         return {id(one): type(one) for one in self._parallel}
 
-    def not_averaged(self) -> str | None:
-        """Why gradients would not be averaged by a replay: the callable works on a DistributedDataParallel with
-        settings that are not supported, or runs inside the forward of one. None where they would."""
+    def parallel(self) -> list[nn.parallel.DistributedDataParallel]:
+        """Those whose gradients are averaged: it works on them, or runs inside the forward of one."""
+        around = nn.parallel.DistributedDataParallel._get_active_ddp_module()
+        return [*self._parallel, *(() if around is None else (around,))]
+
+    def take_over(self) -> str | None:
+        """Lets each DistributedDataParallel average gradients in a way that can be captured, from its next forward on.
+
+        Returns:
+            Why a replay would not average them: the callable works on one with settings that are not supported, or
+            runs inside the forward of one that is not taken over yet. None where it would.
+        """
         around = nn.parallel.DistributedDataParallel._get_active_ddp_module()
         reasons = list(map(take_over_inside, self._parallel))
         why = next(filter(None, reasons), None)

@@ -10,7 +10,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from graphmod import CUDAGraphModule, graph_layers
+from graphmod import CUDAGraphModule, check, graph_layers
 from graphmod.train.settings import TrainGraphConfig
 from graphmod.train.step.step import TrainStep
 
@@ -413,3 +413,43 @@ def evaluates(device, rank, inside):
         assert called[1](x).item() == look(x).item()
         called[0](x)
     return [(one.stats.state, one.last_failure) for one in called]
+
+
+def is_looked_at(device, rank, settings, before):
+    """Training after a check of its step, or of its layers: whether the model is what it was, and whether gradients
+    are those of a twin that was called as often without being checked; then once more, captured."""
+
+    def trained(checked, layers):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(Net(dropout=0.0).to(device), **settings)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x):
+            optimizer.zero_grad()
+            loss = loss_of(model, x)
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        def calls(count, called=step):
+            inputs = [torch.full((4, 16), index + rank / 2, device=device) for index in range(count)]
+            return [called(x) for x in inputs]
+
+        calls(before)
+        if checked and layers:
+            check(model, torch.ones(4, 16, device=device), layers=True)
+        elif checked:
+            check(step, torch.ones(4, 16, device=device))
+        elif not layers:
+            for _ in range(3 if "static_graph" in settings else 2):  # which shows in one call more what it is
+                step(torch.ones(4, 16, device=device))
+        as_found = type(model) is DistributedDataParallel and model.reducer is not None
+        numbers = [*calls(3), *(p.grad.clone() for p in model.parameters())]
+        wrapper = CUDAGraphModule(step)
+        return as_found, [*numbers, *calls(8, wrapper)], wrapper.stats.replays
+
+    found = []
+    for layers in (False, True):
+        (_, expected, _), (as_found, got, replays) = trained(False, layers), trained(True, layers)
+        found.append((as_found, all(map(torch.equal, got, expected)), replays))
+    return found

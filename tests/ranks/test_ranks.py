@@ -188,6 +188,14 @@ def test_whether_memory_is_shared_is_told_in_any_mode():
     assert None not in expected
 
 
+@pytest.mark.parametrize("before", [0, 1, 3], ids=["new", "called once", "trained"])
+@pytest.mark.parametrize("settings", [{}, {"static_graph": True}, {"gradient_as_bucket_view": True}], ids=str)
+def test_looking_at_a_ddp_leaves_it_as_it_was(ranks, settings, before):
+    for found in ranks.run("habits.is_looked_at", settings, before):
+        for as_found, equal, replays in found:
+            assert as_found and equal and replays, found
+
+
 def test_a_copy_is_trained_by_itself(ranks):
     assert ranks.run("copies") == [True, True]
 
