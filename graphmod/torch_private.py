@@ -133,6 +133,18 @@ def is_fx_tracing() -> bool:
     return tracer is not None and bool(getattr(tracer, "_is_fx_tracing_flag", False))
 
 
+def is_traced() -> bool:
+    """Whether torch.export, torch.fx or torch.jit makes another program of what code does now."""
+    return torch.compiler.is_compiling() or jit_tracing() is not None or is_fx_tracing()
+
+
+def when_compiled(function: Callable) -> Callable:
+    """Has dynamo call a function of constants where it compiles a call of it, and not in what it compiles. Returns
+    it."""
+    function._dynamo_marked_constant = True
+    return function
+
+
 class _Beside(threading.local):
     active = False
 

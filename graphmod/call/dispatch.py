@@ -21,7 +21,9 @@ from graphmod.signature.signature import Signature, parameter_names, tensor_key
 from graphmod.signature.structure import unrepeatable
 from graphmod.state.entry import Entry
 from graphmod.state.verification import LOOKS
-from graphmod.torch_private import is_fx_tracing
+from graphmod.torch_private import is_fx_tracing, is_traced
+
+TRACED = ", and no graph is in what is made of it; trace first, and wrap that: CUDAGraphModule(traced)"
 
 
 def run(context: Context, args: tuple, kwargs: dict) -> Any:
@@ -53,7 +55,8 @@ def _run(context: Context, args: tuple, kwargs: dict) -> Any:
         entries.touch(entry)
     else:
         if modes[FOREIGN] is not None or is_fx_tracing():
-            context.log_once(f"{context.name!r} runs eagerly, because {modes[FOREIGN] or 'it is being traced'}")
+            traced = TRACED if is_traced() else ""
+            context.log_once(f"{context.name!r} runs eagerly, because {modes[FOREIGN] or 'it is being traced'}{traced}")
             return eager(context, args, kwargs)
         leaves = []
         structure = flatten((args, kwargs), leaves, {})

@@ -17,6 +17,7 @@ from graphmod.graph.context import Context
 from graphmod.graph.group import Group
 from graphmod.guards.guards import HOOKS
 from graphmod.state.entry import GraphStats
+from graphmod.torch_private import when_compiled
 from graphmod.trace.tracer import is_recording
 from graphmod.wrap.collected import ARGUMENT as COLLECTS
 from graphmod.wrap.collected import Collector, asked_of, hand_on
@@ -91,6 +92,7 @@ class CUDAGraphModule(Surface):
         """Same result as `module(*args, **kwargs)`."""
         root = self._root
         if _dynamo_compiles():
+            self._say_compiled()
             return root(*args, **kwargs)
         if not self._hooks_outside:
             return self._run(*args, **kwargs)
@@ -116,6 +118,7 @@ class CUDAGraphModule(Surface):
         """Calls the wrapped callable without the module's own hooks."""
         context = self._context
         if _dynamo_compiles():
+            self._say_compiled()
             return self._call(*args, **kwargs)
         if self._retired or _reference_count(self._mark) > HOLDERS:
             other = caller_with(self._mark)
@@ -135,6 +138,19 @@ class CUDAGraphModule(Surface):
         if asked is None and not names:
             return run(context, args, kwargs)
         return self._run_with_more_results(asked, names, args, kwargs)
+
+    @when_compiled
+    def _say_compiled(self) -> None:
+        """The compiler goes on to what is wrapped, and the user had graphs in mind."""
+        name = self.graph_name
+        remedy = f"CUDAGraphModule(torch.compile({name}))"
+        if isinstance(self._root, nn.Module) and not self._hooks_outside:
+            remedy = "layers[i] = torch.compile(layers[i]) before graph_layers(model), or CUDAGraphModule(step)"
+        self._context.log_once(
+            f"{name!r} gets no graph in code that is compiled around it, by torch.compile or torch.export. Compile "
+            f"inside, and put the graph outside: {remedy}",
+            key="compiled around",
+        )
 
     def _run_with_more_results(self, asked: tuple | None, names: tuple[str, ...], args: tuple, kwargs: dict) -> Any:
         """Likewise, for a layer that does something beside giving its result: see `collected` and `filled`."""

@@ -136,4 +136,8 @@ class Surface(nn.Module):
 
     def __prepare_scriptable__(self) -> Any:
         """What torch.jit.script compiles in the wrapper's place."""
+        self._context.log_once(
+            f"{self._context.name!r} gets no graph in what torch.jit.script makes of it. Script first, and wrap that: "
+            f"CUDAGraphModule(torch.jit.script({self._context.name}))"
+        )
         return self._root

@@ -277,6 +277,23 @@ def test_compiling_a_model_with_graphed_layers_compiles_the_layers(device, fresh
     assert torch.allclose(torch.compile(model, backend="eager", fullgraph=True)(x), expected)
 
 
+@pytest.mark.parametrize("in_place", [False, True], ids=["wrapper", "graph_layers"])
+@pytest.mark.parametrize("tool", ["torch.compile", "torch.jit.trace", "torch.jit.script", "torch.export", "make_fx"])
+@pytest.mark.filterwarnings("ignore")
+def test_a_tool_around_a_wrapper_is_told_of_once_with_what_to_write(tool, in_place, device, caplog, fresh_dynamo):
+    if in_place and tool == "torch.jit.script":
+        pytest.skip("TorchScript refuses redirected layers itself")
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(device)
+    x, expected = torch.ones(4, 8, device=device), model(torch.ones(4, 8, device=device))
+    if in_place:
+        graph_layers(model, config(), layers=["0", "1"])
+    made = TOOLS[tool](model if in_place else CUDAGraphModule(model, config()), x)
+    for _ in range(3):
+        assert torch.allclose(made(x), expected)
+    (said,) = [one for one in caplog.messages if "no graph" in one]
+    assert "torch.compile(" in said or "CUDAGraphModule(t" in said
+
+
 def test_transforms_of_torch_func_see_the_module(device):
     module, wrapper, x = used(device, mlp(device))
     for transformed in (
