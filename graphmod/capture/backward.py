@@ -208,7 +208,7 @@ def _static_gradient(graph: ForwardGraph, grad: Tensor) -> StaticInput:
     buffer = None
     if memory is None:
         buffer = OwnedBuffer(grad)
-        graph.context.counters.copied_bytes += buffer.load(grad, graph.tape.arena.passes)
+        graph.context.counters.copied_bytes += buffer.load(grad, graph.tape.arena.passes, graph)
         memory = buffer.tensor.detach()
     return StaticInput(memory, buffer, "gradient")
 

@@ -104,7 +104,7 @@ class BackwardGraph:
         if self.passing is not None and not self.passed.claim(self.passing):
             raise GradientsExchanged("views of another layer's gradient are held, which this torch cannot move")
         for index, buffer in self.copied:
-            copied += buffer.load(grads[index], passes)
+            copied += buffer.load(grads[index], passes, self)
         if not self.accumulated and not any(map(_is_not, map(_grad, self.parameters), _NOTHING)):
             tensors = self.loans.free() or self._free()
             if not agrees():

@@ -49,9 +49,11 @@ class OwnedBuffer:
 
     __slots__ = (
         "__weakref__",
+        "_foreign",
         "_memory",
         "_pass",
         "_pointer",
+        "_readers",
         "_rounds",
         "_source",
         "_version",
@@ -75,6 +77,8 @@ class OwnedBuffer:
         self._version = -1
         self._pointer = 0
         self._pass = -1
+        self._readers: set[int] = set()  # of the present content, by identity
+        self._foreign = False  # whether others than PyTorch write to the memory of the source
 
     def aligned_as(self, source: Tensor) -> bool:
         """Whether kernels would take the same way with `source`: sums and products are rounded otherwise where memory
@@ -95,27 +99,30 @@ class OwnedBuffer:
         this pass, and several graphs read it."""
         return self.users < 2 or self._pass != passes or self.holds(source)
 
-    def has(self, source: Tensor, passes: int) -> bool:
-        """Whether there is nothing to copy. Only within a pass: between passes memory may be rewritten without a new
-        version."""
-        return self._pass == passes and self.holds(source)
+    def load(self, source: Tensor, passes: int, reader: Any) -> int:
+        """Copies unless there is nothing to copy; returns the bytes copied.
 
-    def load(self, source: Tensor, passes: int) -> int:
-        """Copies unless it is already here; returns the bytes copied."""
-        if self.has(source, passes):
+        Args:
+            passes: the number of the pass; between passes memory may be rewritten without a new version.
+            reader: whose call it is. Code between its last call and this one may have done so, too: nothing but calls
+                of others, such as the layers of one forward, share a copy.
+        """
+        if not self._foreign and self._pass == passes and id(reader) not in self._readers and self.holds(source):
+            self._readers.add(id(reader))
             return 0
-        self._pass = passes
+        self._pass, self._readers = passes, {id(reader)}
         memory = self._memory
         source_part = source.detach()
         if memory.size() != source.size():
             source_part = source_part.as_strided(memory.size(), source.stride(), source.storage_offset())
         memory.copy_(source_part)
-        # Tensors made in inference mode do not count versions, and parameters with weak references to them cannot be
-        # swapped (`torch.utils.swap_tensors`): both are copied in each call.
-        nameless = source.is_inference() or isinstance(source, nn.Parameter)
+        # Tensors made in inference mode do not count versions, and those with weak references to them cannot be
+        # swapped (`torch.utils.swap_tensors`): parameters, and what one graph alone reads, are copied in each call.
+        nameless = self.users == 1 or source.is_inference() or isinstance(source, nn.Parameter)
         self._source = None if nameless else weakref.ref(source)
         self._version = -1 if nameless else source._version
         self._pointer = source.data_ptr()
+        self._foreign = not source.untyped_storage().resizable()  # numpy has it, or another library
         return memory.nbytes
 
 

@@ -275,9 +275,7 @@ class ForwardGraph:
         """Brings the arguments to where the graph reads them."""
         passes = self.tape.arena.passes
         for index, buffer in self._copied:
-            source = leaves[index]
-            if not buffer.has(source, passes):
-                self.context.counters.copied_bytes += buffer.load(source, passes)
+            self.context.counters.copied_bytes += buffer.load(leaves[index], passes, self.context)
 
     def launch(self) -> None:
         """Replays all of it."""

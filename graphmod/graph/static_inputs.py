@@ -74,7 +74,7 @@ def static_inputs(graph: Any, leaves: list[Tensor]) -> list[StaticInput]:
         buffer = None
         if memory is None:
             buffer = next((b for b in group.buffers if b.holds(source)), None) or OwnedBuffer(source)
-            graph.context.counters.copied_bytes += buffer.load(source, arena.passes)
+            graph.context.counters.copied_bytes += buffer.load(source, arena.passes, graph.context)
             memory = buffer.tensor.detach()
         made.append(StaticInput(_like(source, memory), buffer, name))
     return made

@@ -1,8 +1,12 @@
 """An argument whose memory was rewritten or exchanged between two calls is read anew."""
 
+import numpy as np
 import pytest
 import torch
-from harness import loss_of, mlp, twins
+from harness import config, layered, loss_of, mlp, twins, wrapped
+from torch import nn
+
+from graphmod import graph_layers
 
 MEMORY = {
     "in place": lambda x, values: x.copy_(values),
@@ -40,3 +44,81 @@ def test_an_argument_whose_memory_numpy_rewrites():
             return side.call(side.x)
 
     twins(mlp, step, torch.device("cpu"), replays=1)
+
+
+class Masked(nn.Module):
+    """Layers that are all given the mask; `between` runs between the first two of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Masks() for _ in range(3))
+        self.between = None
+
+    def forward(self, x, mask):
+        for index, layer in enumerate(self.layers):
+            if index == 1 and self.between is not None:
+                self.between()
+            x = layer(x, mask)
+        return x
+
+
+class Masks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x, mask):
+        return torch.tanh(self.linear(x) + mask)
+
+
+UNSEEN = {"numpy": lambda mask, values: np.copyto(mask.detach().numpy(), values.numpy()), ".data": MEMORY["through .data"]}
+
+
+@pytest.mark.parametrize(("graph", "replays"), [(layered, 18), (wrapped, 6)], ids=["layers", "whole"])
+@pytest.mark.parametrize("way", UNSEEN)
+def test_an_argument_that_is_rewritten_unseen_between_two_microbatches(way, graph, replays):
+    """The memory has no new version, and all backwards come at the end, so that it is one pass."""
+
+    def build(_):
+        model = Masked()
+        return {"model": model, "mask": torch.ones(4, 8), "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+
+    def step(side, i):
+        losses = []
+        for micro in range(3):
+            UNSEEN[way](side.mask, side.batch(i, 4, 8, key=10 + micro))
+            losses.append(loss_of(side.call(side.batch(i, 4, 8, key=micro), side.mask)))
+        sum(losses).backward()
+        side.note_gradients()
+        side.optimizer.step()
+        side.optimizer.zero_grad()
+        return [loss.detach() for loss in losses]
+
+    twins(build, step, torch.device("cpu"), replays=replays, graph=graph())
+
+
+def test_an_argument_whose_memory_numpy_rewrites_between_two_layers():
+    def build(_):
+        return {"model": Masked(), "mask": torch.ones(4, 8)}
+
+    def step(side, i):
+        side.mask.copy_(side.batch(i, 4, 8))
+        side.model.between = lambda: UNSEEN["numpy"](side.mask, side.batch(i, 4, 8, key=1))
+        loss_of(side.call(side.batch(i, 4, 8, key=2), side.mask)).backward()
+        side.note_gradients()
+        side.model.zero_grad()
+
+    twins(build, step, torch.device("cpu"), replays=6, graph=layered())
+
+
+def test_layers_of_one_forward_share_the_copy_of_a_mask(device):
+    model, mask = Masked().to(device), torch.ones(4, 8, device=device)
+    graphs = graph_layers(model, config())
+    copied = []
+    for _ in range(8):
+        for _ in range(2):
+            model(torch.ones(4, 8, device=device), mask).sum().backward()
+        copied.append(sum(graph.stats.copied_bytes for graph in graphs))
+    assert all(graph.stats.replays for graph in graphs)
+    # The input, the mask and the gradient of the sum, once in each forward and backward.
+    assert copied[-1] - copied[-2] <= 2 * 3 * mask.nbytes
