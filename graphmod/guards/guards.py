@@ -47,6 +47,8 @@ class _Place:
     def __init__(self, note: Note) -> None:
         self.note, self.container = note, note.container
         self.value = self.now()
+        if isinstance(self.value, Tensor) and note.before() is self.value:
+            note.hold()  # as others do: `torch.utils.swap_tensors` refuses what is held weakly
 
     def now(self) -> Any:
         return get(self.container, self.note.key)

@@ -41,7 +41,6 @@ class MemoryTrace(Tracer):
 
     Attributes:
         outside: address -> tensor, what the call read or wrote without having made it or been given it.
-        leaves: the leaf tensors that require grad among the tensors it read and had not made, the very objects.
         static: the addresses of those of `outside` that were marked static.
         first_seen: address of a tensor of `outside` -> index in the trace.
         first_write: index in the trace of the first operation that changed anything of `outside` or the inputs; None
@@ -61,7 +60,6 @@ class MemoryTrace(Tracer):
     def __init__(self, inputs: Iterable[Tensor], before_write: Callable[[Tensor], None] | None) -> None:
         super().__init__(inputs)
         self.outside: dict[int, Tensor] = {}
-        self.leaves: list[Tensor] = []
         self.first_seen: dict[int, int] = {}
         self.first_write: int | None = None
         self.static: set[int] = set()
@@ -71,7 +69,6 @@ class MemoryTrace(Tracer):
         self.inputs_written: set[int] = set()
         self.made_by: dict[int, tuple[int, Any, torch.Size, tuple]] = {}
         self._inputs = {address(tensor) for tensor in self._given} - {0}  # nothing lies there
-        self._known_leaves: set[int] = set()
         self._origins = Origins()
         self._before_write = before_write
 
@@ -84,9 +81,6 @@ class MemoryTrace(Tracer):
         for where, tensor in zip(call.given_at, call.given, strict=True):
             if not where or where in self._origins:
                 continue
-            if tensor.requires_grad and tensor.is_leaf and id(tensor) not in self._known_leaves:
-                self._known_leaves.add(id(tensor))
-                self.leaves.append(tensor)
             if where not in self._inputs and where not in self.outside:
                 self.outside[where] = tensor.detach()
                 if getattr(tensor, "_graphmod_static", False):

@@ -2,9 +2,11 @@
 
 import pytest
 import torch
-from harness import layered, loss_of, mlp, play, train, twins, wrapped
+from harness import config, layered, loss_of, mlp, play, train, twins, wrapped
 from test_shared_parameters import Shared
 from torch import nn
+
+from graphmod import CUDAGraphModule
 
 
 def test_frozen_parameters_get_no_gradient(device):
@@ -191,3 +193,53 @@ def test_no_capture_writes_a_gradient_of_another_shape_into_a_buffer(device):
             return x
 
     twins(lambda d: Like().to(d), train, device, graph=layered(), replays=6)
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(2))
+        self.register_buffer("scale", torch.full((8,), 2.0))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x * self.scale
+
+
+def whole_step(side):
+    def step(x):
+        loss = loss_of(side.model(x))
+        loss.backward()
+        return loss.detach()
+
+    side.step = CUDAGraphModule(step, config())
+    side.graphs = [side.step]
+
+
+@pytest.mark.parametrize(("graph", "replays"), [(wrapped(), 2), (layered(), 4), (whole_step, 1)])
+@pytest.mark.parametrize("way", ["load_state_dict", "to another dtype and back"])
+def test_parameters_that_are_swapped_while_graphs_read_them(way, graph, replays, device):
+    """What `torch.utils.swap_tensors` demands of them: that nobody leads to them weakly, or from C++."""
+
+    def step(side, i):
+        if i in (5, 6):
+            torch.__future__.set_swap_module_params_on_conversion(True)
+            try:
+                if way == "load_state_dict":
+                    side.model.load_state_dict({key: one.clone() * 2 for key, one in side.model.state_dict().items()})
+                else:
+                    side.model.double().float()
+            finally:
+                torch.__future__.set_swap_module_params_on_conversion(False)
+        x = side.batch(i, 4, 8)
+        if hasattr(side, "step"):
+            loss = side.step(x)
+        else:
+            loss = loss_of(side.call(x))
+            loss.backward()
+        side.note_gradients()
+        side.model.zero_grad()
+        return loss.detach()
+
+    twins(lambda d: Scaled().to(d), step, device, graph=graph, replays=replays, steps=16)

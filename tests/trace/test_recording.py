@@ -97,7 +97,6 @@ def test_what_a_record_holds_of_a_call(device):
         (layer(x) + torch.rand(4, device=device, generator=generator)).sum().backward()
 
     recorder, _ = watched(run, x, gpu=on(device), generators=[generator])
-    assert {id(leaf) for leaf in recorder.leaves} == {id(layer.weight), id(layer.bias)}
     assert set(recorder.written) == {statistic.data_ptr()} and recorder.inputs_written == {x.data_ptr()}
     assert [one._cdata for one in recorder.generators] == [generator._cdata] and recorder.backward and recorder.random
     assert not recorder.hazards
