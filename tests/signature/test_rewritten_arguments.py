@@ -71,7 +71,10 @@ class Masks(nn.Module):
         return torch.tanh(self.linear(x) + mask)
 
 
-UNSEEN = {"numpy": lambda mask, values: np.copyto(mask.detach().numpy(), values.numpy()), ".data": MEMORY["through .data"]}
+UNSEEN = {
+    "numpy": lambda mask, values: np.copyto(mask.detach().numpy(), values.numpy()),
+    ".data": MEMORY["through .data"],
+}
 
 
 @pytest.mark.parametrize(("graph", "replays"), [(layered, 18), (wrapped, 6)], ids=["layers", "whole"])
