@@ -92,6 +92,15 @@ class Surface(nn.Module):
         self._got_or_lost()
         return self._root
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Takes what was saved from the module itself, too, whose names have no `module.` in front."""
+        names = list(self._root.state_dict()) if isinstance(self._root, nn.Module) else []
+        if not any(f"{prefix}module.{name}" in state_dict for name in names):
+            for name in names:
+                if prefix + name in state_dict:
+                    state_dict[f"{prefix}module.{name}"] = state_dict.pop(prefix + name)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     # -- copies ----------------------------------------------------------------------------------------------------
 
     def _around_copy(self, root: Any, call: Any, memo: dict | None) -> Any:

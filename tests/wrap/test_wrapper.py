@@ -27,6 +27,24 @@ def test_a_wrapper_is_a_module_with_everything_that_belongs_to_it(device):
     assert list(dict(wrapper.named_modules())) != []
 
 
+@pytest.mark.parametrize("inside", [False, True], ids=["wrapper", "in a model"])
+def test_what_was_saved_of_a_module_loads_into_its_wrapper_and_back(inside, device):
+    torch.manual_seed(0)
+    plain, other = (nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).to(device) for _ in range(2))
+    saved = {key: value.clone() for key, value in plain.state_dict().items()}
+    wrapper = CUDAGraphModule(other, config())
+    loads, prefix = (nn.Sequential(wrapper), "0.") if inside else (wrapper, "")
+    x = torch.randn(4, 8, device=device)
+    for _ in range(5):
+        wrapper(x).sum().backward()
+    loads.load_state_dict({prefix + key: value for key, value in saved.items()})
+    assert torch.equal(wrapper(x), plain(x)) and wrapper.stats.replays > 3
+    loads.load_state_dict(loads.state_dict())
+    plain.load_state_dict(wrapper.module.state_dict())
+    with pytest.raises(RuntimeError, match="another"):
+        loads.load_state_dict({prefix + "another": x})
+
+
 def test_a_wrapper_switches_its_module_between_training_and_evaluation(device):
     def step(side, i):
         side.call.train(i % 4 != 3)
