@@ -73,7 +73,7 @@ class Context:
     @property
     def training(self) -> bool | None:
         """The mode of a wrapped module as a whole; what its parts are in is for the guards."""
-        return self.root.training if self.is_module else None
+        return getattr(self.root, "training", None) if self.is_module else None  # a frozen script has no mode
 
     @property
     def stats(self) -> GraphStats:

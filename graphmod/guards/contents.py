@@ -54,7 +54,7 @@ class Whole:
         settings = [
             value for part in parts for name, value in vars(part).items() if is_plain(value) and name[:2] != "__"
         ]
-        return (*tensors, *settings, *(bool(part.training) for part in parts))
+        return (*tensors, *settings, *(bool(getattr(part, "training", False)) for part in parts))
 
 
 class Cached:

@@ -279,6 +279,8 @@ class Notes:
             self.root(value.__self__)
         elif isinstance(value, types.FunctionType):
             self.function(value)
+        elif isinstance(value, torch.jit.ScriptModule):
+            self.whole(value)
         elif isinstance(value, (*CONTAINERS, partial)):
             for item in content(value) or ():
                 if isinstance(item, _FOLLOWED):

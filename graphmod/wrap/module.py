@@ -80,7 +80,8 @@ class CUDAGraphModule(Surface):
         self._mark: Any = object()  # the `Mark` of a layer whose forward leads here
         self._retired = False
         self._collectors: dict[tuple, Collector] = {}
-        self._class = type(module) if isinstance(module, nn.Module) else nn.Module
+        plain = isinstance(module, nn.Module) and not isinstance(module, torch.jit.ScriptModule)
+        self._class = type(module) if plain else nn.Module
         self._class_forward = self._class.forward
         if isinstance(module, nn.Module) and not self._hooks_outside:
             self._context.group.said.join(type(module), name)

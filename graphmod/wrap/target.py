@@ -12,6 +12,7 @@ from collections import UserDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 from graphmod.wrap.collected import ARGUMENT as COLLECTS
@@ -32,6 +33,8 @@ class Target:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
+        if isinstance(module, torch.jit.ScriptModule):
+            module.__dict__.setdefault("forward", module.forward)  # its class has none
         self.own = module.__dict__.get("forward")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -62,7 +65,8 @@ class Target:
     def of_copy(self, module: nn.Module, memo: dict | None) -> Target:
         """The same for a copy of the module; deep, where there is a `memo` of `copy.deepcopy`."""
         made = Target(module)
-        made.own = self.own if memo is None else copy.deepcopy(self.own, memo)
+        if not isinstance(module, torch.jit.ScriptModule):
+            made.own = self.own if memo is None else copy.deepcopy(self.own, memo)
         return made
 
 

@@ -1,0 +1,44 @@
+"""Modules that TorchScript made: captured like others, or eager with a reason."""
+
+import pytest
+import torch
+from harness import config, layered, train, twins, wrapped
+from torch import nn
+
+from graphmod import CUDAGraphModule
+
+
+def loaded(module, x, folder):
+    torch.jit.save(torch.jit.script(module), folder / "module.pt")
+    return torch.jit.load(folder / "module.pt", map_location=x.device)
+
+
+SCRIPTED = {
+    "traced": lambda module, x, _: torch.jit.trace(module, x),
+    "scripted": lambda module, x, _: torch.jit.script(module),
+    "loaded": loaded,
+}
+
+
+@pytest.mark.parametrize("graph", [wrapped(), layered("scripted")], ids=["wrapper", "graph_layers"])
+@pytest.mark.parametrize("kind", SCRIPTED)
+@pytest.mark.filterwarnings("ignore")
+def test_modules_of_torchscript_are_captured(kind, graph, device, tmp_path):
+    def build(device):
+        plain = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).to(device)
+        model = nn.Sequential()
+        model.add_module("scripted", SCRIPTED[kind](plain, torch.randn(4, 8, device=device), tmp_path))
+        return model
+
+    with torch.jit.optimized_execution(False):  # else twins share what it has learnt to rewrite
+        twins(build, train, device, graph=graph, replays=2)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_frozen_script_is_eager_and_says_so(device):
+    module = torch.jit.freeze(torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.Tanh()).to(device).eval()))
+    wrapper = CUDAGraphModule(module, config())
+    for scale in range(8):
+        x = torch.full((4, 8), float(scale), device=device)
+        assert torch.equal(wrapper(x), module(x))
+    assert wrapper.stats.replays or wrapper.last_failure
