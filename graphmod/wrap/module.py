@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -28,6 +29,19 @@ from graphmod.wrap.target import HOLDERS, Target, caller_with, in_place_of_forwa
 
 _reference_count = sys.getrefcount
 _dynamo_compiles = torch.compiler.is_dynamo_compiling
+
+
+@functools.cache
+def _stand_for_methods() -> None:
+    """Lets `model.forward = CUDAGraphModule(model.forward)` do what it does with a function: a module that is assigned
+    to a module is put among its children, where the method of the class would be found before it."""
+
+    def registered(module: nn.Module, name: str, child: Any) -> None:
+        shadowed = isinstance(child, CUDAGraphModule) and callable(getattr(type(module), name, None))
+        if shadowed and not isinstance(child._root, nn.Module):
+            module.__dict__[name] = child
+
+    nn.modules.module.register_module_module_registration_hook(registered)
 
 
 class CUDAGraphModule(Surface):
@@ -72,6 +86,8 @@ class CUDAGraphModule(Surface):
             self.module = module
         else:
             self.__dict__["module"] = module
+        if not isinstance(module, nn.Module):
+            _stand_for_methods()
         made = call or (Target(module) if isinstance(module, nn.Module) else module)
         name = name or getattr(module, "__name__", type(module).__name__)
         self.__dict__["_call"] = made

@@ -335,3 +335,30 @@ def test_what_the_wrapper_keeps_for_itself_is_not_set_at_the_module():
     made = CUDAGraphModule(module)
     made._hooks_outside = True
     assert "_hooks_outside" not in module.__dict__
+
+
+@pytest.mark.parametrize("name", ["forward", "act"])
+def test_a_wrapper_that_is_assigned_to_a_method_takes_its_place(name, device):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.linear(x)
+
+        def act(self, x):
+            return self.linear(x) * 2
+
+    model = Model().to(device)
+    plain = copy.deepcopy(model)
+    names = list(model.state_dict())
+    setattr(model, name, CUDAGraphModule(getattr(model, name), config()))
+    for index in range(8):
+        x = torch.full((4, 8), index / 8, device=device)
+        for one in (model, plain):
+            one.zero_grad()
+            (one if name == "forward" else one.act)(x).pow(2).sum().backward()
+        assert torch.equal(model.linear.weight.grad, plain.linear.weight.grad)
+    assert getattr(model, name).stats.replays and list(model.state_dict()) == names
+    assert getattr(copy.deepcopy(model), name)._root.__self__ is not model
