@@ -17,7 +17,7 @@ from graphmod.ranks.agreement import Choice
 from graphmod.ranks.board import LateRanks
 from graphmod.signature.flattening import flatten
 from graphmod.signature.modes import FOREIGN
-from graphmod.signature.signature import Signature, parameter_names, tensor_key
+from graphmod.signature.signature import Signature, argument_paths, parameter_names, tensor_key
 from graphmod.signature.structure import unrepeatable
 from graphmod.state.entry import Entry
 from graphmod.state.verification import LOOKS
@@ -140,6 +140,15 @@ def _entry(context: Context, structure: Any, leaves: list[Tensor]) -> Entry | No
     if unknown is not None:
         path, why = unknown
         context.log_once(f"{context.name!r} runs eagerly, because its argument {path!r} is {why}")
+        return None
+    stranger = context.entries.stranger(signature)
+    if stranger is not None:
+        path = next((path for path, part in argument_paths(structure, names).items() if part is stranger), "")
+        context.last_failure = (
+            f"its argument {path!r} is another {type(stranger.value).__name__} in each call, which counts by identity "
+            "because nobody can look into it; pass the same object, or what it holds: tensors, a dict, a dataclass"
+        )
+        context.log_once(f"{context.name!r} runs eagerly: {context.last_failure}")
         return None
     group.settle(context.config.backend, context.around.device(leaves))
     signature = signature._replace(modes=group.modes())

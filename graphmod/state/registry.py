@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from graphmod.signature.signature import Signature, difference, remedy
-from graphmod.signature.structure import opaque_parts
+from graphmod.signature.structure import Opaque, opaque_parts
 from graphmod.state.entry import Entry
 
 _MOST_OPAQUE = 4
+_MOST_STRANGERS = 16  # objects that are known by identity, one after the other, before the next is turned away
 _MOST_UNCAPTURED = 64  # signatures without a graph that are remembered; more means that one of them changes each call
 
 
@@ -28,6 +29,8 @@ class Registry:
         self._known: dict[Signature, Entry] = {}
         self.clock = 0  # calls so far
         self.usual: Entry | None = None
+        self._strangers = 0
+        self._turned_away: Signature | None = None
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(list(self._known.values()))
@@ -42,6 +45,20 @@ class Registry:
         if entry is not None:
             self.touch(entry)
         return entry
+
+    def stranger(self, signature: Signature) -> Opaque | None:
+        """An object in a new signature that makes it one of many that came once: known by identity, another in each
+        call, of which none was ever captured. None where there is none, or where the last of them has come again."""
+        part = next(opaque_parts(signature.structure), None)
+        if part is None:
+            return None
+        captured = any(entry.graphs and any(True for _ in opaque_parts(entry.signature.structure)) for entry in self)
+        self._strangers = 0 if captured or signature == self._turned_away else self._strangers + 1
+        if self._strangers <= _MOST_STRANGERS:
+            return None
+        part.let_go()
+        self._turned_away = signature
+        return part
 
     def add(self, signature: Signature) -> Entry:
         """A new entry. Beyond a number, the least recently used of those that have no graph goes."""

@@ -372,3 +372,23 @@ def test_numpy_values_count_by_their_content(device):
             weights[1] = step // 5
             assert torch.equal(wrapper(x, weights, np.float32(2)), call(x, weights, np.float32(2)))
     assert wrapper.stats.captures == 2
+
+
+def test_an_object_that_is_another_in_each_call_is_told_of(device, caplog):
+    class Batch:
+        def __init__(self, x):
+            self.x = x
+
+    graphed = CUDAGraphModule(lambda batch, scale: batch.x * scale, config())
+    for index in range(40):
+        batch = Batch(torch.full((2, 2), float(index), device=device))
+        assert torch.equal(graphed(batch, 2.0), batch.x * 2.0)
+    assert not graphed.stats.captures and "'batch' is another Batch in each call" in graphed.last_failure
+    assert caplog.text.count("another Batch in each call") == 1
+    for _ in range(8):  # one that stays is captured all the same
+        batch.x = batch.x + 1
+        assert torch.equal(graphed(batch, 2.0), batch.x * 2.0)
+    for _ in range(8):
+        batch.x.add_(1)
+        assert torch.equal(graphed(batch, 2.0), batch.x * 2.0)
+    assert graphed.stats.replays
