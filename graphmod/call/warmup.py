@@ -13,6 +13,7 @@ from graphmod.errors import CaptureRefused
 from graphmod.graph.casts import learn_casts
 from graphmod.graph.checkpointed import DRAWS, draws_anew
 from graphmod.graph.context import Context
+from graphmod.graph.forward import next_sequence_number
 from graphmod.graph.group import EagerCall
 from graphmod.graph.uses import learn_uses
 from graphmod.ranks.whole import reads_parts
@@ -38,6 +39,7 @@ def warm_up(context: Context, entry: Entry, args: tuple, kwargs: dict) -> Any:
     if entry.calls < context.config.warmup_steps:
         result = eagerly(context, entry, args, kwargs)
     else:
+        began = next_sequence_number() if entry.keeps_casts else 0
         with alone(context, entry):
             result, recording = record(
                 context.call, args, kwargs, parameter_names(context.call), context.group.gpu, context.root
@@ -71,7 +73,8 @@ def warm_up(context: Context, entry: Entry, args: tuple, kwargs: dict) -> Any:
             others = [one for one in context.around.parameters if not any(one is leaf for leaf in returned)]
             learn_uses(entry, leaves, outputs, others, context.group.share)
             if entry.keeps_casts:
-                learn_casts(context, entry, leaves, outputs)
+                learn_casts(context, entry, leaves, outputs, began)
+                entry.casts_once = entry.casts_once and not recording.guards.compiled
         context.learn(recording.guards)
         entry.calls = 0
         if recording.refused is not None:

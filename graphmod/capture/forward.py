@@ -11,7 +11,7 @@ from torch import Tensor
 
 from graphmod.capture.recording import Recording
 from graphmod.errors import CaptureRefused, Diverged
-from graphmod.graph.casts import device_of, keep_open, open_block
+from graphmod.graph.casts import casts_of_its_own
 from graphmod.graph.context import Context
 from graphmod.graph.forward import ALIGNED_OTHERWISE, ForwardGraph
 from graphmod.graph.tape import Tape
@@ -146,14 +146,9 @@ def capture(
                 raise CaptureRefused(CANNOT_MOVE)
         graph = ForwardGraph(context, entry, tape, recording)
         state = backend.random_state()
-        block = open_block(device_of(context)) if entry.keeps_casts else None
-        torch.clear_autocast_cache()
-        try:
-            with captured() if recording.communicates else contextlib.nullcontext():
-                graph.capture(leaves)
-        finally:
-            torch.clear_autocast_cache()
-            keep_open(device_of(context), block)
+        communicates = captured() if recording.communicates else contextlib.nullcontext()
+        with casts_of_its_own(context, entry), communicates:
+            graph.capture(leaves)
         if graph.advanced:
             graph.before = graph.graph.before(graph.advanced)
         graph.launch()
@@ -163,6 +158,7 @@ def capture(
         if context.agreement is not None:
             context.agreement.captured(False)
         if isinstance(error, Diverged):
+            entry.casts_once = False
             entry.forget(recording)  # another eager call is recorded, and never what was refused is the measure
         context.failed(entry, error, "its forward")
         return None

@@ -3,13 +3,14 @@
 Within one `with torch.autocast(...)` a weight is cast once, and the gradients of all its uses are added up in 16 bits
 before they are cast back. A graph casts what it uses itself, so its gradient would be added up in 32 bits, and differ
 in the last bits. A layer whose weights have other uses in the same block therefore stays eager, and so do its
-neighbours: their captures would make autocast forget all casts.
+neighbours, whose captures may make autocast forget all casts.
 """
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from graphmod.graph.context import Context
-from graphmod.graph.uses import Sum, uses_of
+from graphmod.graph.uses import Sum, times, uses_of
 from graphmod.state.entry import Entry
 
 _REMEDY = "Keep that as it is, or pass cache_enabled=False to torch.autocast, where each use is cast for itself"
@@ -108,16 +109,47 @@ def _stay_eager(context: Context, entry: Entry) -> None:
     context.log_once(f"{context.name!r} stays eager: {entry.reason}. {_REMEDY}", key="casts")
 
 
-def learn_casts(context: Context, entry: Entry, given: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-    """Lets an entry stay eager if, in the backward of an eager call, the casts of its weights get more gradients than
-    those that the call gives.
+def learn_casts(
+    context: Context, entry: Entry, given: Sequence[Tensor], outputs: Sequence[Tensor], began: int
+) -> None:
+    """Lets an entry stay eager if an eager call used casts that were there before it, or if, in its backward, the casts
+    of its weights get more gradients than those that the call gives.
 
     Args:
         given: its tensor arguments; outputs: its results that have a backward.
+        began: the sequence number of the first node of the call.
     """
     edges = dict(enumerate(_casts_in(given, outputs)))
-    for uses, edge in zip(uses_of(edges, outputs).values(), edges.values(), strict=True):
+    if any(edge.node._sequence_nr() < began for edge in edges.values()):
+        _stay_eager(context, entry)
+        return
+    found = uses_of(edges, outputs)
+    entry.casts_once = all(times(uses) == 1 for uses in found.values())
+    for uses, edge in zip(found.values(), edges.values(), strict=True):
         Sum(uses, edge, lambda: _stay_eager(context, entry))
+
+
+@contextlib.contextmanager
+def casts_of_its_own(context: Context, entry: Entry) -> Iterator[None]:
+    """For a capture, which casts what it uses itself.
+
+    Where each weight has one use, autocast keeps nothing meanwhile, and what it kept of others stays. Else it forgets
+    all casts, before and after: nobody can tell it to forget some.
+    """
+    if entry.casts_once:
+        torch.set_autocast_cache_enabled(False)
+        try:
+            yield
+        finally:
+            torch.set_autocast_cache_enabled(True)
+        return
+    block = open_block(device_of(context)) if entry.keeps_casts else None
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
+        keep_open(device_of(context), block)
 
 
 def _casts_in(given: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[GradientEdge]:

@@ -105,7 +105,7 @@ class ForwardGraph:
         owned = guards.parameters()
         grads_then = [parameter.grad for parameter in owned]
         grads = list(map(memory_of, grads_then))
-        oldest = _next_sequence_number()
+        oldest = next_sequence_number()
         again = None
         if in_checkpoint() and recording.random:
             context.log_once(f"{context.name!r} {KEPT}", key="checkpoint")
@@ -297,6 +297,7 @@ class ForwardGraph:
             torch.autograd.graph.increment_version(self.inputs[index].tensor if leaves is None else leaves[index])
 
 
-def _next_sequence_number() -> int:
+def next_sequence_number() -> int:
+    """That of the node which autograd makes next in this thread."""
     with torch.inference_mode(False), torch.enable_grad():
         return (torch.ones((), requires_grad=True) * 1).grad_fn._sequence_nr()

@@ -300,6 +300,11 @@ class Guards:
         for value, where in self.contents.found:
             yield value, None, None, where
 
+    @property
+    def compiled(self) -> bool:
+        """Whether code that dynamo has written ran, which may compare other modes than those that it computes in."""
+        return bool(self._of_dynamo)
+
     def parameters(self) -> list[Tensor]:
         """The distinct leaf tensors that may collect a gradient."""
         return [t for t in self.tensors if t.is_leaf and (t.requires_grad or isinstance(t, nn.Parameter))]

@@ -68,6 +68,7 @@ class Entry:
         "called_forward",
         "calls",
         "capture_in",
+        "casts_once",
         "cause",
         "compiled_again",
         "copies_out",
@@ -104,6 +105,7 @@ class Entry:
         self.graphs: list[Any] = []
         casts = signature.modes[AUTOCAST]
         self.keeps_casts = bool(casts is not None and casts[-1] and signature.modes[GRAD])  # autocast, of weights
+        self.casts_once = False  # known of the recorded call: it uses each cast once
         self.failures_in_a_row = 0
         self.disabled = False
         self.misses = 0

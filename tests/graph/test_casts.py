@@ -125,3 +125,58 @@ def test_what_one_operation_is_made_of_is_cast_as_well(device, whole):
         return out
 
     assert all(map(torch.equal, run(False), run(True)))
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["captured", "capture fails"])
+def test_a_capture_leaves_the_casts_of_others_as_they_were(fails, device):
+    """Code around it uses a weight before and after, for which there is one cast, and a sum in 16 bits."""
+
+    def run(graphed):
+        torch.manual_seed(0)
+        around, inside = nn.Linear(8, 8).to(device), Block().to(device)
+        call = CUDAGraphModule(inside, config()) if graphed else inside
+        if graphed and fails:
+            call._context.group.settle(call._context.config.backend, device)
+            call._context.group.backend.capture = failing(call._context.group.backend.capture)
+        seen = []
+        for step in range(8):
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step)).to(device)
+            with torch.autocast(device.type, torch.bfloat16):
+                loss = around(call(around(x))).float().square().mean()
+            loss.backward()
+            seen += [p.grad.clone() for one in (around, inside) for p in one.parameters()]
+            around.zero_grad(), inside.zero_grad()
+        return seen, call
+
+    def failing(capture):
+        def fail(*args, **kwargs):
+            capture(*args, **kwargs)
+            raise RuntimeError("another error")
+
+        return fail
+
+    (expected, _), (found, call) = run(False), run(True)
+    assert all(map(torch.equal, expected, found))
+    assert call.stats.failures if fails else call.stats.replays > 8
+
+
+def test_wrappers_that_share_a_weight_in_a_block_stay_eager(device):
+    def run(graphed):
+        torch.manual_seed(0)
+        shared = nn.Linear(8, 8).to(device)
+        first, second = shared, nn.Sequential(shared, nn.ReLU())
+        if graphed:
+            first, second = CUDAGraphModule(first, config()), CUDAGraphModule(second, config())
+        seen = []
+        for step in range(10):
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step)).to(device)
+            with torch.autocast(device.type, torch.bfloat16):
+                y = second(first(x))
+            y.sum().backward()
+            seen += [shared.weight.grad.clone(), shared.bias.grad.clone()]
+            shared.zero_grad()
+        return seen, (first, second)
+
+    (expected, _), (found, wrappers) = run(False), run(True)
+    assert all(map(torch.equal, expected, found))
+    assert all(one.stats.state == "disabled" and "autocast block" in one.last_failure for one in wrappers)
