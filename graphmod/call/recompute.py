@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
+from graphmod.call.together import run_again
 from graphmod.errors import BackwardUnavailable
 from graphmod.graph.buffers import apart
 from graphmod.graph.differentiate import changed_in_place, deliver, differentiate
@@ -89,7 +90,8 @@ def _run_again(ticket: Ticket, graph: ForwardGraph) -> tuple[Sequence[Tensor], l
             tensor.copy_(value)
         leaves = [apart(static.tensor) for static in graph.inputs]
         args, kwargs = rebuild(graph.entry.signature.structure, leaves)
-        with torch.enable_grad(), entered_again(graph.entry.signature.modes, backend.device_type):
+        modes = entered_again(graph.entry.signature.modes, backend.device_type)
+        with torch.enable_grad(), modes, run_again.deeper():
             outputs = graph.results.of_node(context.call(*args, **kwargs))
     finally:
         if graph.random:

@@ -14,12 +14,14 @@ from graphmod.ranks.teardown import free_before_destruction
 from graphmod.state.entry import Entry
 
 _agreed_on = Depth()  # calls that all ranks make eagerly
+run_again = Depth()  # forwards that run again for a backward without a graph
 
 
 def is_nested(context: Context) -> bool:
-    """Whether a call is part of another that all ranks make eagerly: what is captured there on one rank, on another
-    may be recorded as part of that."""
-    return context.agreement is not None and _agreed_on.count > 0
+    """Whether a call is to be no more than a part of another. That may be one that all ranks make eagerly: what is
+    captured there on one rank, on another may be recorded as part of that. Or one that runs again for its backward,
+    which asks autograd for the gradients of all parameters inside."""
+    return run_again.count > 0 or (context.agreement is not None and _agreed_on.count > 0)
 
 
 def agrees(context: Context, entry: Entry, choice: Choice) -> bool:

@@ -109,9 +109,7 @@ def _stay_eager(context: Context, entry: Entry) -> None:
     context.log_once(f"{context.name!r} stays eager: {entry.reason}. {_REMEDY}", key="casts")
 
 
-def learn_casts(
-    context: Context, entry: Entry, given: Sequence[Tensor], outputs: Sequence[Tensor], began: int
-) -> None:
+def learn_casts(context: Context, entry: Entry, given: Sequence[Tensor], outputs: Sequence[Tensor], began: int) -> None:
     """Lets an entry stay eager if an eager call used casts that were there before it, or if, in its backward, the casts
     of its weights get more gradients than those that the call gives.
 

@@ -86,3 +86,29 @@ def test_a_change_of_what_a_wrapped_module_inside_does_is_noticed(inner, change,
             assert torch.equal(step(x), model(x) + 1), index
             replays.append(step.stats.replays)
     assert replays[7] > 3 and replays[-1] > replays[-4]
+
+
+@pytest.mark.parametrize("second", ["backward", "torch.autograd.grad"])
+def test_a_wrapper_around_wrapped_layers_runs_them_again_without_their_graphs(second, device):
+    torch.manual_seed(0)
+    model = Pair().to(device)
+    plain = copy.deepcopy(model)
+    inner = graph_layers(model, config(), layers=["first", "second"])
+    outer = CUDAGraphModule(model, config())
+    for index in range(16):
+        seen = []
+        for one, call in ((plain, plain), (model, model if index < 5 else outer)):
+            one.zero_grad()
+            x = torch.randn(3, 6, generator=torch.Generator().manual_seed(index)).to(device).requires_grad_()
+            loss = call(x).pow(2).sum()
+            if second == "backward" and index > 10:
+                loss.backward(retain_graph=True)
+            elif index > 10:
+                seen.append(torch.autograd.grad(loss, x, retain_graph=True)[0])
+            loss.backward()
+            seen += [loss.detach().clone(), x.grad, *(p.grad.clone() for p in one.parameters())]
+        half = len(seen) // 2
+        assert all(map(torch.equal, seen[:half], seen[half:])), index
+    assert all(graph.stats.replays for graph in (outer, *inner)) and not any(
+        graph.stats.failures for graph in (outer, *inner)
+    )
