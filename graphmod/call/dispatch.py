@@ -22,6 +22,7 @@ from graphmod.signature.structure import unrepeatable
 from graphmod.state.entry import Entry
 from graphmod.state.verification import LOOKS
 from graphmod.torch_private import is_fx_tracing, is_traced
+from graphmod.trace.tensors import is_stale
 
 TRACED = ", and no graph is in what is made of it; trace first, and wrap that: CUDAGraphModule(traced)"
 
@@ -140,6 +141,13 @@ def _entry(context: Context, structure: Any, leaves: list[Tensor]) -> Entry | No
     if unknown is not None:
         path, why = unknown
         context.log_once(f"{context.name!r} runs eagerly, because its argument {path!r} is {why}")
+        return None
+    if any(map(is_stale, leaves)):
+        context.last_failure = (
+            "an argument is a view that was made under no_grad, and whose memory was changed with gradients since; "
+            "pass it detached"
+        )
+        context.log_once(f"{context.name!r} runs eagerly: {context.last_failure}")
         return None
     stranger = context.entries.stranger(signature)
     if stranger is not None:

@@ -102,7 +102,7 @@ def _kind(owner: Any, groups: dict[int, torch.optim.Optimizer]) -> str:
     if isinstance(owner, dict):
         if any(owner is one.defaults for one in groups.values()):
             return "defaults of optimizers"
-        name = owner.get("__name__") if "__builtins__" in owner else None
+        name = dict.get(owner, "__name__") if dict.__contains__(owner, "__builtins__") else None
         return _of_module(name) if isinstance(name, str) else "items of dicts"
     if isinstance(owner, list):
         return "items of lists"

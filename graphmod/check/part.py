@@ -29,6 +29,7 @@ from graphmod.signature.structure import unrepeatable
 from graphmod.state.surroundings import Surroundings
 from graphmod.trace.garbage import no_garbage_collection
 from graphmod.trace.recorder import EagerRecorder
+from graphmod.trace.tensors import is_stale
 from graphmod.words import counted
 from graphmod.wrap.target import Target, in_place_of_forward
 
@@ -147,7 +148,7 @@ class Part:
             outputs = [tensor for tensor, grad in zip(outputs, grads, strict=True) if grad is not None]
             grads = [grad for grad in grads if grad is not None]
         parameters = [one for one in self.guards[-1].parameters() if one.requires_grad]
-        wanted = [*(tensor for tensor in leaves if tensor.requires_grad), *parameters]
+        wanted = [*(one for one in leaves if one.requires_grad and not is_stale(one)), *parameters]
         if not wanted or not outputs:
             return
         recorder = EagerRecorder([*outputs, *grads], gpu=gpu, before_collective=self._before_collective)

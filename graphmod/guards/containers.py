@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import operator
-from collections import deque
+from collections import OrderedDict, defaultdict, deque
 from itertools import chain
 from typing import Any
 
 from torch import Tensor
 
 from graphmod.guards.changes import differs, line_of
-from graphmod.guards.contents import CONTAINERS, content, is_shown, same, same_content
+from graphmod.guards.contents import content, is_shown, same, same_content
 from graphmod.guards.lookup import MISSING, Cell
 from graphmod.guards.notes import Notes
 
 _is = operator.is_
 _flat = chain.from_iterable
+_BUILT_IN = (list, deque, set, dict, OrderedDict, defaultdict)  # other classes may answer otherwise
 _UNCHANGING = (tuple, frozenset)  # where they lie is compared
 
 
@@ -73,7 +74,7 @@ class Contents:
         values = [value for value, _ in self.found]
         self._replaced = False
         self._items = list(map(content, values))
-        self._empty = [value for value in values if isinstance(value, CONTAINERS) and not value]
+        self._empty = [value for value in values if type(value) in _BUILT_IN and not value]
         self._dicts = [value for value in values if type(value) is dict and value]
         self._sequences = [value for value in values if type(value) in (list, deque) and value]
         known = {id(value) for value in (*self._empty, *self._dicts, *self._sequences)}

@@ -24,6 +24,7 @@ from graphmod.guards.lookup import MISSING, Cell, Fields, Kind, get
 from graphmod.guards.notes import Note, Notes
 from graphmod.guards.tensors import TensorWatch
 from graphmod.ranks.sharded import as_in_forwards
+from graphmod.trace.tensors import is_leaf
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _is, _getitem = operator.is_, operator.getitem
@@ -307,4 +308,4 @@ class Guards:
 
     def parameters(self) -> list[Tensor]:
         """The distinct leaf tensors that may collect a gradient."""
-        return [t for t in self.tensors if t.is_leaf and (t.requires_grad or isinstance(t, nn.Parameter))]
+        return [t for t in self.tensors if (t.requires_grad or isinstance(t, nn.Parameter)) and is_leaf(t)]

@@ -191,7 +191,8 @@ def find_item(owner: Any, key: Any) -> Place | None:
     if kind is types.MappingProxyType:
         return Place(owner, key, owner.get(key, MISSING))
     if isinstance(owner, (list, tuple)) and type(key) is int and not runs_code(kind.__getitem__):
-        return Place(owner, key, owner[key]) if -len(owner) <= key < len(owner) else None
+        count = (list if isinstance(owner, list) else tuple).__len__(owner)  # whatever the class makes of it
+        return Place(owner, key, owner[key]) if -count <= key < count else None
     return None
 
 

@@ -53,6 +53,7 @@ from graphmod.guards.lookup import (
 from graphmod.ranks.sharded import held_between_calls
 from graphmod.torch_private import weak_reference
 from graphmod.trace.garbage import Ages
+from graphmod.trace.tensors import is_leaf
 from graphmod.trace.untraced import identity
 
 _FIXED = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType)
@@ -114,7 +115,7 @@ class MetTensor:
 
     def __init__(self, tensor: Tensor, where: tuple) -> None:
         self.geometry, self.where = geometry(tensor), where
-        self.is_leaf = _is_leaf(tensor) and (tensor.requires_grad or isinstance(tensor, nn.Parameter))
+        self.is_leaf = (tensor.requires_grad or isinstance(tensor, nn.Parameter)) and is_leaf(tensor)
         self.without_gradient = self.is_leaf and tensor.grad is None
         self.asked_for_gradient = self.in_tuple = False
         self._weak = not self.is_leaf
@@ -133,13 +134,6 @@ class MetTensor:
         """Whether it is elsewhere, or otherwise laid out, than it was."""
         tensor = self.tensor
         return tensor is not None and geometry(tensor) != self.geometry
-
-
-def _is_leaf(tensor: Tensor) -> bool:
-    try:
-        return tensor.is_leaf
-    except RuntimeError:  # a view made under `no_grad`, whose base has been changed since
-        return False
 
 
 class Note:

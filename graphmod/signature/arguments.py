@@ -14,6 +14,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from graphmod.signature.flattening import flatten
 from graphmod.signature.signature import PLAIN_TENSORS, argument_names, attributes_of
+from graphmod.trace.tensors import is_leaf, is_stale
 
 
 def _state(tensor: Tensor) -> dict[str, Any]:
@@ -32,7 +33,7 @@ def _state(tensor: Tensor) -> dict[str, Any]:
     if tensor.layout is torch.strided and not tensor.is_nested:
         found["shape"] = (tensor.size(), tensor.stride(), tensor.storage_offset())
         found["memory"] = tensor.data_ptr() if tensor.device.type != "meta" and not tensor._is_zerotensor() else 0
-    if tensor.is_leaf:
+    if is_leaf(tensor):
         grad = tensor.grad
         found["gradient"] = None if grad is None else (id(grad), 0 if grad.is_inference() else grad._version)
     return found
@@ -61,7 +62,8 @@ class Given:
     def __enter__(self) -> Given:
         for index, (_, leaves, _) in enumerate(self._before):
             for number, tensor in enumerate(leaves):
-                if type(tensor) in PLAIN_TENSORS and tensor.requires_grad and torch.is_grad_enabled():
+                asked = type(tensor) in PLAIN_TENSORS and tensor.requires_grad and torch.is_grad_enabled()
+                if asked and not is_stale(tensor):
                     note = functools.partial(self._went_beyond, (index, number))
                     node = get_gradient_edge(tensor).node  # held, because nobody else may hold that of a leaf
                     self._handles.append((node, node.register_prehook(note)))

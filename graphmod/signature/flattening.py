@@ -120,8 +120,8 @@ def _object(value: Any, kind: type, leaves: list[Tensor], seen: dict[int, Any]) 
         return _whole(value)
     parts: list[tuple[str, Any, Any]] = []
     if base is set or base is frozenset:
-        items = list(value)
-        if not all(item.__class__ in PLAIN_KINDS for item in items) or list(kind(items)) != items:
+        items = list(base.__iter__(value))
+        if not all(item.__class__ in PLAIN_KINDS for item in items) or list(base(items)) != items:
             return Unrepeatable(value, f"a {kind.__name__}, whose order is another in each call")
         parts += [("[", index, item) for index, item in enumerate(items)]
     elif base is deque:

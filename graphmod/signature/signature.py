@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from graphmod.signature import modes as modes_of
 from graphmod.signature.flattening import flatten
 from graphmod.signature.structure import Leaf, Opaque, children, opaque_parts, unrepeatable
+from graphmod.trace.tensors import is_leaf
 
 PLAIN_TENSORS = (Tensor, nn.Parameter)
 STATIC = "_graphmod_static"
@@ -40,7 +41,7 @@ def _attributes_key(tensor: Tensor) -> Any:
 
 def has_own_gradient(tensor: Tensor) -> bool:
     """Whether a tensor is a leaf with a `.grad`, which code may read."""
-    return tensor.requires_grad and tensor.is_leaf and tensor.grad is not None
+    return tensor.requires_grad and is_leaf(tensor) and tensor.grad is not None
 
 
 def unusual(tensor: Tensor) -> str | None:

@@ -22,3 +22,17 @@ def each_tensor(value: Any, change: Callable[[Tensor], Any]) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)([each_tensor(one, change) for one in value])
     return value
+
+
+def is_stale(tensor: Tensor) -> bool:
+    """Whether a tensor is a view that was made under `no_grad`, and whose memory was changed with gradients since:
+    autograd refuses whoever asks for its history."""
+    try:
+        return tensor.is_leaf is None
+    except RuntimeError:
+        return True
+
+
+def is_leaf(tensor: Tensor) -> bool:
+    """Whether a tensor is one, so that it may collect a gradient."""
+    return not is_stale(tensor) and tensor.is_leaf

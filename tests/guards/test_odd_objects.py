@@ -14,7 +14,7 @@ from harness import config
 from test_helper_objects import CHANGES, play
 from torch import nn
 
-from graphmod import CUDAGraphModule
+from graphmod import CUDAGraphModule, check
 from graphmod.guards.contents import INERT, OBJECT, OTHER, sort_of
 from graphmod.guards.lookup import Place
 from graphmod.guards.notes import Note
@@ -286,3 +286,45 @@ def test_modules_of_fx_are_a_programs_own(device):
         setattr(net, "0", others[n % 3])
 
     play(CUDAGraphModule(net, config()), lambda x: net(x), exchange, device)
+
+
+def refuses(*_):
+    raise NotImplementedError
+
+
+@pytest.mark.parametrize("method", ["__len__", "__iter__", "__bool__", "__contains__", "__eq__", "__hash__", "__repr__"])
+@pytest.mark.parametrize("base", [list, tuple, dict, set])
+def test_a_container_that_is_merely_held_is_asked_nothing(base, method, device):
+    kind = type("Odd", (base,), {method: refuses})
+    held = kind({0: 1.5} if base is dict else [1.5])
+    x = torch.ones(2, device=device)
+    read = (lambda x: x * 2 if held is not None else x) if base is set else (lambda x: x * held[0])
+    graphed = CUDAGraphModule(read, config())
+    for index in range(8):
+        assert torch.equal(graphed(x + index), read(x + index))
+    assert graphed.stats.replays and not graphed.stats.failures
+    given = CUDAGraphModule(lambda x, held: x * 2, config())
+    for index in range(8):
+        assert torch.equal(given(x + index, held), (x + index) * 2)
+    assert check(read, x)
+
+
+@pytest.mark.parametrize("place", ["in a dict", "in a list", "an attribute", "an argument"])
+def test_a_view_whose_history_autograd_does_not_tell_is_merely_held(place, device):
+    memory, weight = torch.zeros(4, 4, device=device), torch.ones(4, device=device, requires_grad=True)
+    with torch.no_grad():
+        view = memory.view(-1)
+    memory.mul_(weight)
+    held = {"in a dict": {0: view}, "in a list": [view], "an attribute": SimpleNamespace(view=view)}.get(place)
+
+    def read(x, *given):
+        there = given[0] if given else held.view if place == "an attribute" else held[0]
+        return x * 2 if there is not None else x
+
+    given = (view,) if place == "an argument" else ()
+    graphed = CUDAGraphModule(read, config())
+    for index in range(8):
+        x = torch.full((2,), float(index), device=device)
+        assert torch.equal(graphed(x, *given), read(x, *given))
+    assert "no_grad" in graphed.last_failure if given else graphed.stats.replays
+    check(read, x, *given)
