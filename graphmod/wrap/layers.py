@@ -28,6 +28,8 @@ from graphmod.torch_private import is_compiled
 from graphmod.wrap.module import CUDAGraphModule
 from graphmod.wrap.target import MARK, Mark, Target
 
+_NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # they only hold
+
 
 def graph_layers(
     model: nn.Module,
@@ -73,6 +75,10 @@ def graph_layers(
         layer = model.get_submodule(name)
         if MARK in layer.__dict__:
             raise ConfigError(f"{name!r} has graphs already; call ungraph(model) first")
+        if isinstance(layer, _NEVER_CALLED):
+            raise ConfigError(
+                f"{name!r} is a {type(layer).__name__}, which nobody calls; name the modules in it: {name!r}.*"
+            )
         _refuse_compiled(model, name)
     for name in names:
         layer = model.get_submodule(name)
@@ -152,16 +158,18 @@ def find_layers(model: nn.Module) -> list[str]:
         ConfigError: the model has no such list.
     """
     found: list[str] = []
+    lists: list[str] = []
     for name, module in model.named_modules():
-        inside = any(name == layer or name.startswith(layer + ".") for layer in found)
+        inside = any(not outer or name.startswith(outer + ".") for outer in lists)
         inside = inside or isinstance(module, ParametrizationList)  # which computes a weight
         if inside or not isinstance(module, (nn.ModuleList, nn.Sequential)) or not len(module):
             continue
         if isinstance(module, nn.Sequential) and not (len(module) > 1 and _is_block(module[0])):
             continue
         if len({type(item) for item in module}) == 1 and any(True for _ in module.parameters()):
+            lists.append(name)
             # Distinct ones: one may stand there twice.
-            found += [f"{name}.{index}" if name else index for index, _ in module.named_children()]
+            found += [layer for index, item in module.named_children() for layer in _called(_path(name, index), item)]
     if not found:
         raise ConfigError(
             f"{type(model).__name__} has no list of like layers (nn.ModuleList, nn.Sequential) to wrap; name the "
@@ -171,9 +179,23 @@ def find_layers(model: nn.Module) -> list[str]:
     return found
 
 
+def _path(outer: str, inner: str) -> str:
+    return f"{outer}.{inner}" if outer else inner
+
+
+def _called(name: str, item: nn.Module) -> Iterator[str]:
+    """The name of an item, or, of a list or dict of modules, which nobody calls, those of the items in it."""
+    if not isinstance(item, _NEVER_CALLED):
+        yield name
+        return
+    for inner, module in item.named_children():
+        if any(True for _ in module.parameters()):
+            yield from _called(_path(name, inner), module)
+
+
 def _is_block(module: nn.Module) -> bool:
     """Whether it is made of modules, and can be called."""
-    return any(True for _ in module.children()) and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
+    return any(True for _ in module.children()) and not isinstance(module, _NEVER_CALLED)
 
 
 def match_layers(model: nn.Module, patterns: str | list[str]) -> list[str]:

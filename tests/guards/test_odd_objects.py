@@ -292,7 +292,9 @@ def refuses(*_):
     raise NotImplementedError
 
 
-@pytest.mark.parametrize("method", ["__len__", "__iter__", "__bool__", "__contains__", "__eq__", "__hash__", "__repr__"])
+@pytest.mark.parametrize(
+    "method", ["__len__", "__iter__", "__bool__", "__contains__", "__eq__", "__hash__", "__repr__"]
+)
 @pytest.mark.parametrize("base", [list, tuple, dict, set])
 def test_a_container_that_is_merely_held_is_asked_nothing(base, method, device):
     kind = type("Odd", (base,), {method: refuses})

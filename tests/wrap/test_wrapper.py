@@ -1,5 +1,6 @@
 """`CUDAGraphModule` is a module with all that belongs to it, and says clearly what it cannot do."""
 
+import copy
 import pickle
 
 import pytest
@@ -230,3 +231,37 @@ def test_what_is_no_module_is_named():
         graph_layers(3)
     with pytest.raises(TypeError, match="int"):
         CUDAGraphModule(3)
+
+
+class Paired(nn.Module):
+    """As in vit-pytorch: layers are lists, of which nobody calls any."""
+
+    def __init__(self, kind):
+        super().__init__()
+        parts = lambda: (nn.Linear(8, 8), nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU()), nn.Identity())  # noqa: E731
+        named = lambda: nn.ModuleDict(dict(zip("abc", parts(), strict=True)))  # noqa: E731
+        self.layers = nn.ModuleList(nn.ModuleList(parts()) if kind == "lists" else named() for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            for part in layer.values() if isinstance(layer, nn.ModuleDict) else layer:
+                x = x + part(x)
+        return x
+
+
+@pytest.mark.parametrize("kind", ["lists", "dicts"])
+def test_of_lists_of_lists_the_modules_that_are_called_are_wrapped(kind, device):
+    torch.manual_seed(0)
+    model = Paired(kind).to(device)
+    plain = copy.deepcopy(model)
+    with pytest.raises(ConfigError, match="which nobody calls"):
+        graph_layers(model, layers="layers.*")
+    graphs = graph_layers(model, config())
+    assert [type(graph.module) for graph in graphs] == [nn.Linear, nn.Sequential] * 2
+    for index in range(10):
+        x = torch.full((3, 8), index / 10, device=device)
+        for one in (model, plain):
+            one.zero_grad()
+            one(x).pow(2).sum().backward()
+        assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    assert all(graph.stats.replays for graph in graphs)
