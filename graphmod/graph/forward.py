@@ -176,7 +176,7 @@ class ForwardGraph:
             buffer.users += 1
             group.buffers.add(buffer)
         self.stands_alone = not self.results.handed_out and not self._copied
-        lent = [left for _, left in self._grads_after if left.__class__ is GradientBuffer]
+        lent = [left for _, left in self._grads_after if isinstance(left, GradientBuffer)]
         self.tape.hand_out(self.results.handed_out + lent)
         if self._grads_after:
             self.tape.arena.keep_to(self.tape)
@@ -287,8 +287,8 @@ class ForwardGraph:
         arguments, if it had others than the call before."""
         for parameter, left in self._grads_after:
             grad = left
-            if left.__class__ is GradientBuffer:
-                grad = left.memory.clone() if self.entry.copies_out else left.tensor
+            if isinstance(left, GradientBuffer):
+                grad = left.copy() if self.entry.copies_out else left.tensor
             if parameter.grad is not grad:
                 parameter.grad = grad
         if self._written:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from graphmod.graph.buffers import can_swap, storage_over, swap_for_copy
+from graphmod.graph.split import Whole, is_split, part
 from graphmod.trace.operations import address
 
 _use_count, _data_ptr = torch._C._storage_Use_Count, torch.Tensor.data_ptr
@@ -85,8 +86,51 @@ class GradientBuffer:
         self._lend()
         return True
 
+    def copy(self) -> Tensor:
+        """A copy of what a graph has left."""
+        return self.memory.clone()
+
     def let_go(self) -> None:
         """Nothing to forget: what holds a gradient is counted when its memory is about to be written."""
+
+
+class SplitGradient(GradientBuffer):
+    """One parameter's gradient of which each rank holds a part (DTensor): `memory` is that of this rank's part, and
+    `tensor` a DTensor around it.
+
+    Args:
+        grad: the DTensor that a capture left behind.
+    """
+
+    __slots__ = ("_alone", "_part", "_whole")
+
+    def __init__(self, parameter: Tensor, grad: Tensor, entry: Any) -> None:
+        self._whole = Whole(grad)
+        super().__init__(parameter, part(grad), entry)
+
+    def _lend(self) -> None:
+        self._part = storage_over(self.memory)
+        self.tensor = self._whole.around(self._part)
+        self._alone = getrefcount(self._part)
+        self._storage = self._part.untyped_storage()
+        self.where = self._storage._cdata
+
+    def copy(self) -> Tensor:
+        return self._whole.around(self.memory.clone())
+
+    def held(self) -> bool:
+        return super().held() or getrefcount(self._part) > self._alone
+
+    def evacuate(self, for_another: bool = False) -> bool:
+        exchanged = part(self.tensor) is not self._part or self._part.data_ptr() != self.memory.data_ptr()
+        if not exchanged and not self.held():
+            return True
+        if not can_swap():
+            return False
+        with torch.no_grad():
+            swap_for_copy(self._storage, self.memory.device)
+        self._lend()
+        return True
 
 
 def kind_of(parameter: Tensor) -> tuple:
@@ -235,8 +279,8 @@ def lend(parameter: Tensor, grad: Tensor, made: Callable[[int], bool], entry: An
     Returns:
         The buffer; `grad` itself if it is another's.
     """
-    if grad.requires_grad or grad._is_zerotensor() or not made(address(grad)):
+    if grad.requires_grad or grad._is_zerotensor() or not made(address(part(grad))):
         return grad
-    buffer = GradientBuffer(parameter, grad, entry)
+    buffer = (SplitGradient if is_split(grad) else GradientBuffer)(parameter, grad, entry)
     parameter.grad = buffer.tensor
     return buffer

@@ -12,12 +12,17 @@ import torch
 from torch import Tensor
 
 from graphmod.errors import CaptureRefused
+from graphmod.graph.split import is_split, part
 from graphmod.guards.guards import Guards
 from graphmod.guards.hooks import HookWatch
 from graphmod.trace.operations import address
 from graphmod.trace.recorder import Recorder
 
 _grad, _data_ptr = operator.attrgetter("grad"), Tensor.data_ptr
+
+
+def _where(grad: Tensor | None) -> int:
+    return 0 if grad is None else part(grad).data_ptr()
 
 
 class Watch:
@@ -51,7 +56,7 @@ class Watch:
         self._early = early
         self._early_at = list(map(_data_ptr, self._early))
         found_at = {address(tensor) for tensor in guards.tensors}
-        found_at.update(address(grad) for grad in grads if grad is not None)
+        found_at.update(address(part(grad)) for grad in grads if grad is not None)
         self.unseen = [where for where in outside if where not in found_at]
         self._hooks = HookWatch(differentiated)
         self._watch_grads(parameters, grads, outside, backward)
@@ -68,11 +73,14 @@ class Watch:
         """A gradient that was read must be the same. One that was absent must be absent again if a backward ran, and
         one that was there but never read had been cleared inside, and may be anything."""
         watched = [
-            (p, g) for p, g in zip(parameters, grads, strict=True) if (backward if g is None else address(g) in outside)
+            (p, g)
+            for p, g in zip(parameters, grads, strict=True)
+            if (backward if g is None else address(part(g)) in outside)
         ]
         self._with_grads = [p for p, _ in watched]
         self._grads = [g for _, g in watched]
-        self._grad_addresses = [0 if g is None else g.data_ptr() for g in self._grads]
+        self._split = any(is_split(g) for g in self._grads if g is not None)  # whose part may be exchanged
+        self._grad_addresses = list(map(_where, self._grads))
 
     def gone(self) -> bool:
         """Whether memory is gone that is read before anything lasting is changed: all that has to be known before that
@@ -90,9 +98,9 @@ class Watch:
 
     def _moved_grads(self) -> str | None:
         now: list[Any] = list(map(_grad, self._with_grads))
-        if all(map(operator.is_, now, self._grads)):
+        if not self._split and all(map(operator.is_, now, self._grads)):
             return None
-        if [0 if g is None else g.data_ptr() for g in now] != self._grad_addresses:
+        if list(map(_where, now)) != self._grad_addresses:
             return "the gradients it accumulates into or reads differ from those at capture"
         return None
 

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from graphmod import CUDAGraphModule, check, graph_layers
+from graphmod.graph import gradients
 from graphmod.train.settings import TrainGraphConfig
 from graphmod.train.step.step import TrainStep
 
@@ -453,3 +454,46 @@ def is_looked_at(device, rank, settings, before):
         (_, expected, _), (as_found, got, replays) = trained(False, layers), trained(True, layers)
         found.append((as_found, all(map(torch.equal, got, expected)), replays))
     return found
+
+
+def clears_sharded(device, rank, how):
+    """Whether losses, and gradients of `fully_shard` that are kept for good, are those of an eager twin; replays, and
+    how often gradients that nobody kept were moved."""
+
+    def trained(graphed, keeps=True):
+        torch.manual_seed(0)
+        model = Net(dropout=0.0).to(device)
+        mesh = init_device_mesh(device.type, (distributed.get_world_size(),))
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x):
+            if "inside" in how:
+                optimizer.zero_grad(set_to_none="none" in how)
+            loss = loss_of(model, x)
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        called = CUDAGraphModule(step) if graphed else step
+        found, kept = [], []
+        for index in range(10):
+            x = torch.randn(4, 16, generator=torch.Generator().manual_seed(10 * index + rank)).to(device)
+            found.append(called(x).clone())
+            kept += [p.grad for p in model.parameters() if p.grad is not None and keeps]
+            if "outside" in how:
+                optimizer.zero_grad(set_to_none="none" in how)
+        return [*found, *(one.to_local().clone() for one in kept)], called
+
+    (expected, _), (got, called) = trained(False), trained(True)
+    before = []
+    move = gradients.swap_for_copy
+    gradients.swap_for_copy = lambda *moved: before.append(moved) or move(*moved)
+    try:
+        _, lean = trained(True, keeps=False)
+    finally:
+        gradients.swap_for_copy = move
+    equal = len(got) == len(expected) and all(map(torch.equal, got, expected))
+    return equal, min(called.stats.replays, lean.stats.replays), len(before), called.last_failure

@@ -196,6 +196,12 @@ def test_looking_at_a_ddp_leaves_it_as_it_was(ranks, settings, before):
             assert as_found and equal and replays, found
 
 
+@pytest.mark.parametrize("how", ["inside, none", "inside, zeros", "outside, none", "outside, zeros", "never"])
+def test_gradients_of_sharded_parameters_are_cleared_in_any_way(ranks, how):
+    for equal, replays, moved, why in ranks.run("habits.clears_sharded", how):
+        assert equal and replays > 4 and not moved, (equal, replays, moved, why)
+
+
 def test_a_copy_is_trained_by_itself(ranks):
     assert ranks.run("copies") == [True, True]
 
