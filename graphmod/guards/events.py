@@ -83,14 +83,13 @@ class _Traced:
         told, planned = self.told, plan.get
 
         @beside_dynamo
-        def follow(frame: FrameType, event: str, value: Any) -> Any:
+        def follow(frame: FrameType, event: str, value: Any) -> None:  # which stays: else it would refer to itself
             if event == "opcode":
                 found = planned(frame.f_lasti)
                 if found is not None:
                     told.step(frame, found)
             elif event == "return":
                 told.left(frame, value)
-            return follow
 
         return follow
 
