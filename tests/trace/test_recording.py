@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import assert_same, loss_of, play
+from harness import assert_same, config, loss_of, play
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -557,3 +557,63 @@ def test_a_recording_leaves_the_default_device_to_itself():
     with torch.device("meta"):
         made = torch.tensor([1.0]), torch.as_tensor([1.0]), torch.asarray([1.0]), torch.zeros(1)
     assert {one.device.type for one in made} == {"meta"}
+
+
+def kept_list(ctx, gradient):
+    [weight] = ctx.kept
+    return None, weight * gradient
+
+
+def list_let_go(ctx, _):
+    [weight], ctx.kept = ctx.kept, None
+    return None, weight
+
+
+def list_indexed(ctx, _):
+    weight, ctx.kept = ctx.kept[0], None
+    return None, weight
+
+
+def parts_of_one(ctx, _):
+    [weight] = ctx.kept
+    flat = torch.cat([weight.reshape(-1), weight.reshape(-1) * 2])
+    return None, flat[: weight.numel()].view_as(weight)
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+@pytest.mark.parametrize("backward", [kept_list, list_let_go, list_indexed, parts_of_one])
+def test_how_autograd_takes_over_a_gradient_is_no_part_of_a_record(backward, kind, device):
+    """It copies one that somebody else holds, which a recorder may do, or the code."""
+
+    class Makes(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            y = x @ weight.t()
+            ctx.kept = kind([2 * y.t() @ x])
+            return y.pow(2).sum()
+
+    Makes.backward = staticmethod(backward)
+
+    def train(called):
+        torch.manual_seed(0)
+        weight = nn.Parameter(torch.randn(8, 4, device=device))
+        found = []
+
+        def step(x):
+            loss = Makes.apply(x, weight)
+            loss.backward()
+            gradient = weight.grad.clone()
+            with torch.no_grad():
+                weight.add_(gradient, alpha=-0.01)
+            weight.grad = None
+            return gradient
+
+        step = CUDAGraphModule(step, config()) if called else step
+        for index in range(8):
+            x = torch.randn(3, 4, generator=torch.Generator().manual_seed(index)).to(device)
+            found.append(step(x).clone())
+        return found, step
+
+    (expected, _), (found, step) = train(False), train(True)
+    assert all(map(torch.equal, expected, found))
+    assert step.stats.replays > 4 and not step.stats.failures
