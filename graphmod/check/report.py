@@ -15,6 +15,7 @@ from graphmod.state.said import cause_of, ranges
 from graphmod.words import counted, ranks_in_words
 
 _LINE = re.compile(r"(?P<file>.*):(?P<line>\d+) in (?P<function>.*)")
+_LISTS, _TOGETHER = "(a verbose report lists them)", "\N{NO-BREAK SPACE}"
 _WIDTH = 110
 _FOLLOWS = (
     ("draws from a generator whose state was set inside", "seeds a random generator"),
@@ -180,8 +181,9 @@ class Report:
             lines += [textwrap.indent(one.describe(verbose), "   ") for one in self.guarded if verbose or not one.minor]
             minor = [one.counted().partition(" (")[0] for one in self.guarded if one.minor]
             if minor and not verbose:
-                counts = f"{', '.join(minor)} (a verbose report lists them)"
-                lines += textwrap.wrap(counts, _WIDTH, initial_indent="   ", subsequent_indent="     ")
+                counts = f"{', '.join(minor)} {_LISTS.replace(' ', _TOGETHER)}"
+                told = textwrap.wrap(counts, _WIDTH, initial_indent="   ", subsequent_indent="     ")
+                lines += [line.replace(_TOGETHER, " ") for line in told]
         return "\n".join(lines)
 
     def _order(self) -> list[str]:

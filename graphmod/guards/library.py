@@ -15,8 +15,11 @@ from graphmod.trace.untraced import identity
 CORE = str(Path(__file__).parent.parent) + os.sep
 TORCH = str(Path(torch.__file__).parent) + os.sep
 STDLIB = sysconfig.get_path("stdlib") + os.sep
-# What changes in many calls and decides nothing: loggers, and what torch.compile keeps about code.
-_OF_NO_MEANING = ("logging", "torch._dynamo", "torch._inductor", "torch.fx", "torch.utils._pytree", "warnings")
+# What changes in many calls and decides nothing: loggers, what torch.compile keeps about code, who watches a call.
+_OF_NO_MEANING = (
+    *("logging", "torch._dynamo", "torch._inductor", "torch.fx", "torch.utils._pytree", "warnings"),
+    *("graphmod.guards", "graphmod.trace"),
+)
 _MODULE_OF_FX = "torch.fx.graph_module"  # whose modules are a program's own
 _MOST_KINDS = 10_000
 _meaningless: dict[int, tuple[type, bool]] = {}  # by identity: a class may have a hash of its own

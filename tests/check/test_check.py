@@ -4,6 +4,7 @@ import json
 import random
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import graphmod
 from graphmod import CUDAGraphModule, graph_layers
+from graphmod.trace import dispatch
 
 
 def whole_step(**optimizer):
@@ -388,3 +390,26 @@ def test_a_short_report_only_counts_what_nobody_sets():
     report = graphmod.check(whole_step()[0], X)
     assert "(a verbose report lists them)" in str(report) and "by address" not in str(report)
     assert "4 parameters (by address, shape and strides)" in report.describe(verbose=True)
+
+
+def test_a_check_never_names_what_watches_it(device):
+    """Dynamo's comparisons in Python, and whoever asks who watches, lead to the recorder."""
+    held = SimpleNamespace(watcher=None)
+    made = {}
+    exec(
+        "def guard(L):\n    G['held'].watcher = G['current']()\n    return True\n",
+        {"G": {"held": held, "current": dispatch.current}},
+        made,
+    )
+
+    def by_dynamo(x):
+        made["guard"]({"x": x})
+        return x * 2
+
+    def by_itself(x):
+        held.watcher = dispatch.current()
+        return x * 2
+
+    for step in (by_dynamo, by_itself):
+        report = graphmod.check(step, torch.ones(2, device=device))
+        assert not any("Recorder" in finding.effect for finding in report.hazards), report
