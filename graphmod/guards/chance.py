@@ -9,7 +9,7 @@ import torch
 
 from graphmod.guards.contents import OTHER, is_random, sort_of, state
 from graphmod.trace import dispatch
-from graphmod.trace.seeds import MOVES, SETS_STATE
+from graphmod.trace.seeds import MOVES, READS_SEED, SETS_STATE
 from graphmod.trace.untraced import identity
 
 
@@ -32,8 +32,9 @@ class Chance:
         if sort_of(type(value)) != OTHER:
             return
         recorder = dispatch.current()
-        if recorder is not None and _moves_a_generator(value):
-            recorder.refuse(value.__name__, SETS_STATE)
+        method = _method_of_generator(value) if recorder is not None else None
+        if method in MOVES or method == "initial_seed":
+            recorder.refuse(method, SETS_STATE if method in MOVES else READS_SEED)
         if isinstance(value, (types.BuiltinMethodType, types.MethodType)):
             value = value.__self__
         if recorder is not None and _is_generator(value):
@@ -66,10 +67,8 @@ def _is_generator(value: Any) -> bool:
     return issubclass(type(value), torch.Generator)  # `isinstance` runs Python code of torch's, at each value met
 
 
-def _moves_a_generator(value: Any) -> bool:
-    """Whether a value is a method that sets the state of one of torch's generators."""
-    if isinstance(value, types.BuiltinMethodType):
-        return _is_generator(value.__self__) and value.__name__ in MOVES
-    return (
-        type(value) is types.MethodDescriptorType and value.__objclass__ is torch.Generator and value.__name__ in MOVES
-    )
+def _method_of_generator(value: Any) -> str | None:
+    """The name of a method of one of torch's generators; None of anything else."""
+    of_object = isinstance(value, types.BuiltinMethodType) and _is_generator(value.__self__)
+    of_class = type(value) is types.MethodDescriptorType and value.__objclass__ is torch.Generator
+    return value.__name__ if of_object or of_class else None

@@ -29,14 +29,28 @@ from graphmod.trace.untraced import identity, traced, untraced
 
 log = logging.getLogger("graphmod")
 
-# Of torch, what keeps settings and state in Python that a step depends on. The rest passes arguments on.
-_OF_TORCH = tuple(
+# Of torch, what passes operations on, compiles, traces, stores or tells, and keeps no setting of a program's. Nor does
+# what is private to it.
+_NOT_OF_TORCH = tuple(
     TORCH + part.replace("/", os.sep)
     for part in (
-        *("nn/modules/", "nn/utils/", "nn/parallel/", "nn/parameter.py", "nn/attention/", "optim/", "amp/"),
-        *("distributions/", "autograd/function.py", "autograd/grad_mode.py", "testing/"),
+        *("ao/", "autograd/", "compiler/", "cuda/", "distributed/", "export/", "func/", "futures/", "fx/", "jit/"),
+        *(
+            "library.py",
+            "mps/",
+            "mtia/",
+            "multiprocessing/",
+            "nativert/",
+            "nested/",
+            "onnx/",
+            "overrides.py",
+            "package/",
+        ),
+        *("profiler/", "serialization.py", "sparse/", "storage.py", "types.py", "utils/", "xpu/"),
     )
 )
+_OF_TORCH = tuple(TORCH + part.replace("/", os.sep) for part in ("autograd/function.py", "autograd/grad_mode.py"))
+_PRIVATE, _SPECIAL = TORCH + "_", TORCH + "__"
 # Of the standard library, what leads to no setting of a program's.
 _NOT_OF_STDLIB = tuple(
     part.replace("/", os.sep)
@@ -107,11 +121,20 @@ def _mutes(filename: str, name: str) -> bool:
     return said or any(part in filename for part in parts)
 
 
+def _is_dynamos_guard(frame: FrameType) -> bool:
+    """Whether a frame is of a comparison that dynamo has written out in Python, which is made before compiled code."""
+    code = frame.f_code
+    return (
+        code.co_name == "guard" and code.co_filename == "<string>" and frame.f_globals.keys() <= {"G", "__builtins__"}
+    )
+
+
 @cache
 def _watched(filename: str) -> bool:
     filename = os.path.normpath(filename)
     if filename.startswith(TORCH):
-        return filename.startswith(_OF_TORCH)
+        private = filename.startswith(_PRIVATE) and not filename.startswith(_SPECIAL)
+        return filename.startswith(_OF_TORCH) or not (private or filename.startswith(_NOT_OF_TORCH))
     if filename.startswith(CORE):
         return filename.startswith(_OF_CORE) and not filename.startswith(_NOT_OF_CORE)
     if filename.startswith("<frozen"):
@@ -254,7 +277,7 @@ class Frames:
             self._watcher.compiled(frame)
         elif identity(code) in _operations:
             return events.NEVER
-        if self._muted is None and _mutes(code.co_filename, code.co_name):
+        if self._muted is None and (_mutes(code.co_filename, code.co_name) or _is_dynamos_guard(frame)):
             self._muted = frame
             return events.END
         found = None if self._muted is not None else _plan_of(code)

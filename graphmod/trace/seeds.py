@@ -30,6 +30,10 @@ SETS_STATE = Reason(
     "sets the state of a random generator, which a replay would not: it goes on drawing",
     "set it outside the call, and not for each call anew",
 )
+READS_SEED = Reason(
+    "reads the seed of a random generator, which a replay would not: it has the number of now for good",
+    "read it outside the call, and pass it as a tensor",
+)
 _SEEDED_INSIDE = Reason(
     "draws from a generator whose state was set inside the call, or right before it, which a replay would not do",
     "seed outside the call, and not for each call anew",

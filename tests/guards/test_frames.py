@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 from harness import config
+from torch import nn
 
 from graphmod import CUDAGraphModule
 from graphmod.capture.recording import record
@@ -165,3 +166,52 @@ def lookup():
         assert wrapper(x).tolist() == [2.0] * 3
     assert (wrapper.stats.replays > 0) == (whose == "torch")
     assert (wrapper.last_failure == "") == (whose == "torch")
+
+
+def backend_setting():
+    torch.backends.mha.set_fastpath_enabled(True)
+    encoder = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True).eval()
+    return lambda x: encoder(x.expand(2, 3, 8)), lambda: torch.backends.mha.set_fastpath_enabled(False)
+
+
+def future_setting():
+    torch.__future__.set_swap_module_params_on_conversion(False)
+    read = torch.__future__.get_swap_module_params_on_conversion
+    return lambda x: x * (2 if read() else 3), lambda: torch.__future__.set_swap_module_params_on_conversion(True)
+
+
+def sequence():
+    engine = torch.quasirandom.SobolEngine(1)
+    return lambda x: x * engine.draw(1).to(x.device), engine.reset
+
+
+def seed():
+    torch.manual_seed(3)
+    return lambda x: x * (torch.initial_seed() % 97), lambda: torch.manual_seed(4)
+
+
+def seed_of_a_generator():
+    generator = torch.Generator().manual_seed(3)
+    return lambda x: x * (generator.initial_seed() % 97), lambda: generator.manual_seed(4)
+
+
+@pytest.mark.parametrize("kind", [backend_setting, future_setting, sequence, seed, seed_of_a_generator])
+def test_what_torch_keeps_in_python_is_a_programs_own(kind, device):
+    def run(graphed):
+        torch.manual_seed(0)
+        read, change = kind()
+        call, found = CUDAGraphModule(read, config()) if graphed else read, []
+        for index in range(12):
+            if index == 6:
+                change()
+            with torch.no_grad():
+                found.append(call(torch.full((8,), index / 8)).clone())
+        return found, call
+
+    try:
+        (expected, _), (found, call) = run(False), run(True)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert all(map(torch.equal, expected, found))
+    assert call.stats.replays > 4 if kind in (backend_setting, future_setting) else call.last_failure
