@@ -30,7 +30,7 @@ class Registry:
         self.clock = 0  # calls so far
         self.usual: Entry | None = None
         self._strangers = 0
-        self._turned_away: Signature | None = None
+        self._turned_away: Opaque | None = None
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(list(self._known.values()))
@@ -49,15 +49,16 @@ class Registry:
     def stranger(self, signature: Signature) -> Opaque | None:
         """An object in a new signature that makes it one of many that came once: known by identity, another in each
         call, of which none was ever captured. None where there is none, or where the last of them has come again."""
-        part = next(opaque_parts(signature.structure), None)
+        known = [part for entry in self for part in opaque_parts(entry.signature.structure)]
+        part = next((part for part in opaque_parts(signature.structure) if part not in known), None)
         if part is None:
             return None
         captured = any(entry.graphs and any(True for _ in opaque_parts(entry.signature.structure)) for entry in self)
-        self._strangers = 0 if captured or signature == self._turned_away else self._strangers + 1
+        self._strangers = 0 if captured or part == self._turned_away else self._strangers + 1
         if self._strangers <= _MOST_STRANGERS:
             return None
         part.let_go()
-        self._turned_away = signature
+        self._turned_away = part
         return part
 
     def add(self, signature: Signature) -> Entry:

@@ -392,3 +392,14 @@ def test_an_object_that_is_another_in_each_call_is_told_of(device, caplog):
         batch.x.add_(1)
         assert torch.equal(graphed(batch, 2.0), batch.x * 2.0)
     assert graphed.stats.replays
+
+
+def test_an_object_that_stays_is_no_stranger_in_many_shapes(device):
+    graphed = CUDAGraphModule(lambda x, kept: x * 2 if kept is not None else x, config())
+    kept = object()
+    for size in range(1, 24):
+        graphed(torch.ones(size, device=device), kept)
+    assert not graphed.last_failure
+    for _ in range(4):
+        graphed(torch.ones(30, device=device), kept)
+    assert graphed.stats.replays
