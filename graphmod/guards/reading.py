@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from graphmod.guards.contents import CONTAINERS, INERT, OTHER, content, is_plain, sort_of
+from graphmod.guards.library import is_library
 from graphmod.guards.lookup import CODE, MISSING, UNKNOWN, Fields, is_made_by_code
 from graphmod.guards.notes import DEEP, Notes
 from graphmod.guards.operand_stack import Nothing, depths, top
@@ -116,6 +117,12 @@ class Reading:
                 self._notes.item(held, name)
         else:
             self.global_variable(frame, name, values)
+
+    def imported(self, frame: FrameType, name: str, values: list) -> None:
+        if values[0] == 0 and not is_library(frame.f_code.co_filename):
+            parts = name.split(".")
+            for count in range(1, len(parts) + 1):
+                self._notes.item(sys.modules, ".".join(parts[:count]))
 
     def changed_name(self, frame: FrameType, name: str, values: Any) -> None:
         if frame.f_locals is frame.f_globals:  # code that `exec` runs; else the body of a class
@@ -360,6 +367,7 @@ _STEPS: dict[str, tuple[Callable, int]] = {
     **dict.fromkeys(("LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"), (Reading.name, 0)),
     **dict.fromkeys(("STORE_NAME", "DELETE_NAME"), (Reading.changed_name, 0)),
     **dict.fromkeys(("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR", "IMPORT_FROM"), (Reading.attribute, 1)),
+    "IMPORT_NAME": (Reading.imported, 2),
     "LOAD_SUPER_ATTR": (Reading.attribute_of_super, 3),
     "MATCH_CLASS": (Reading.match_class, 3),
     "MATCH_KEYS": (Reading.match_keys, 2),
