@@ -75,6 +75,33 @@ top_saved_tensors_hooks = _C._autograd._top_saved_tensors_default_hooks
 """With True: the innermost hooks for saved tensors that are active, `(pack, unpack)`, or None."""
 
 
+next_sequence_number: Callable[[], int] = _C._autograd._get_sequence_nr
+"""The number of the next node that this thread makes in autograd's graph."""
+
+
+def saves_tensors(node: Any) -> bool:
+    """Whether a node of autograd's graph has saved tensors, so that it raises when it runs again after they were
+    freed."""
+    if isinstance(node, _C._FunctionBase):
+        return bool(node._raw_saved_tensors)
+    for name in _saved_by(type(node)):
+        found = getattr(node, name)
+        if any(one.data is not None for one in (found if isinstance(found, (tuple, list)) else (found,))):
+            return True
+    return False
+
+
+@functools.cache
+def _saved_by(kind: type) -> list[str]:
+    return [name for name in dir(kind) if name.startswith("_raw_saved")]
+
+
+def runs_backward() -> list[types.CodeType]:
+    """The code by way of which Python runs a backward or asks for gradients."""
+    within = getattr(torch.autograd.graph, "_engine_run_backward", None)
+    return [one.__code__ for one in (within, torch.autograd.backward, torch.autograd.grad) if one is not None]
+
+
 # -- settings of the process ----------------------------------------------------------------------------------------
 def _older_precision(backend: str, operation: str) -> Any:
     return _C._get_float32_matmul_precision() if operation == "matmul" else _C._get_cudnn_allow_tf32()

@@ -14,6 +14,7 @@ from torch import Tensor
 from graphmod.call.recompute import recompute
 from graphmod.call.together import agrees
 from graphmod.capture.backward import capture_backward
+from graphmod.capture.recorded_backward import DIFFERENTIATED_AGAIN
 from graphmod.errors import BackwardUnavailable
 from graphmod.graph.backward import BackwardGraph, GradientsExchanged, Outvoted
 from graphmod.graph.differentiate import changed_in_place
@@ -22,16 +23,27 @@ from graphmod.graph.tape import Ticket
 from graphmod.graph.uses import notice_others, watch_sums
 from graphmod.ranks.agreement import Choice
 from graphmod.ranks.board import LateRanks
+from graphmod.signature.modes import FOREIGN
+from graphmod.state.entry import MOST_FRUITLESS
+from graphmod.state.said import cause_of
 
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 _NOTHING_BESIDE = contextlib.nullcontext()
+_TWICE = (
+    "Trying to backward through the graph a second time (or directly access saved tensors after they have already been "
+    "freed). Saved intermediate values of the graph are freed when you call .backward() or autograd.grad(). Specify "
+    "retain_graph=True if you need to backward through the graph a second time or if you need to access saved tensors "
+    "after calling backward."
+)
+"""What autograd says."""
 
 
 class Replayed(torch.autograd.Function):
     """The autograd node of one replayed forward.
 
     The inputs are the arguments that require grad, the parameters whose gradients go through autograd, and maybe one
-    witness of the others, which gets no gradient here but lets `torch.autograd.grad` for parameters reach this node.
+    witness of the others, which gets no gradient here (unless hooks were put on it since) but lets
+    `torch.autograd.grad` for parameters reach this node.
     `anchor` is a leaf that makes the outputs require grad also where parameters are all there is to differentiate;
     whether autograd means to accumulate into it tells `.backward()` from `torch.autograd.grad`.
     """
@@ -45,8 +57,26 @@ class Replayed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:
-        found = run_backward(ctx.ticket, grads)
-        return (None, None, *found, None) if ctx.ticket.graph.witness is not None else (None, None, *found)
+        ticket = ctx.ticket
+        found = run_backward(ticket, grads)
+        if ticket.graph.witness is None:
+            return (None, None, *found)
+        grad, ticket.of_witness = ticket.of_witness, None
+        return (None, None, *found, grad)
+
+
+class InTurn(torch.autograd.Function):
+    """Stands between a parameter and `Replayed`. Autograd runs the node that was made last first, and what accumulates
+    a gradient as soon as it is there: so the hooks of several parameters run in the order in which these are made."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> Tensor | None:
+        return grad
 
 
 apply_replayed = super(torch.autograd.Function, Replayed).apply  # without the wrapper for functorch transforms
@@ -60,7 +90,13 @@ def run_backward(ticket: Ticket, grads: tuple[Tensor | None, ...]) -> Sequence[T
     """
     graph: ForwardGraph = ticket.graph
     context = graph.context
+    if ticket.finished and graph.saves:
+        raise RuntimeError(_TWICE)
     if torch.is_grad_enabled():
+        graph.entry.differentiated_again += 1
+        if graph.entry.differentiated_again > 1:  # that is no exception: the next calls are eager
+            context.keep_eager(graph.entry, DIFFERENTIATED_AGAIN)
+            context.drop(graph.tape, why=DIFFERENTIATED_AGAIN)
         raise BackwardUnavailable(
             f"{context.name!r} was replayed from a graph, which has no gradient of its gradient (create_graph=True); "
             "run this part eagerly: graph=none, ungraph(model), or call the module as .module"
@@ -86,7 +122,7 @@ def _backward(ticket: Ticket, graph: ForwardGraph, grads: tuple[Tensor | None, .
     if context.agreement is not None:
         context.agreement.begin()
     accumulates = torch._C._will_engine_execute_node(context.group.anchor_node)
-    if not accumulates and graph.witness is not None and _wanted(graph.witness):
+    if not accumulates and graph.witness is not None and graph.witness.requires_grad and _wanted(graph.witness):
         raise BackwardUnavailable(
             f"the gradients of the parameters inside {context.name!r} go straight to .grad and cannot be had through "
             "torch.autograd.grad or backward(inputs=...); call loss.backward(), or run this part eagerly (ungraph, or "
@@ -95,6 +131,7 @@ def _backward(ticket: Ticket, graph: ForwardGraph, grads: tuple[Tensor | None, .
     if ticket.done or not accumulates:
         return _again(ticket, graph, grads, accumulates)
     known = graph.backward
+    otherwise = graph.watch.differentiated_otherwise()
     if known is not None:  # else autograd compares the versions of what it saved
         changed = ticket.changed()
         if changed and any(parameter is weight for parameter in changed for weight in known.weights):
@@ -103,6 +140,10 @@ def _backward(ticket: Ticket, graph: ForwardGraph, grads: tuple[Tensor | None, .
         context.group.first_backward()
     graph.entry.backward_began(context.group.begun)
     on_tape = tape.arena.active is tape
+    modes = context.group.modes_in_backward()
+    if otherwise is not None or modes[FOREIGN] is not None:
+        _count_mismatch(graph, False)
+        return _again(ticket, graph, grads, accumulates)
     if known is None:
         if graph.captured_in != tape.arena.passes:
             # The optimizer has changed what the retained autograd graph saved: it is good for its own pass only.
@@ -115,10 +156,11 @@ def _backward(ticket: Ticket, graph: ForwardGraph, grads: tuple[Tensor | None, .
             # Captured anew with these gradients going through autograd; this once, summed up here.
             context.group.share(shared)
             context.drop(tape, why="code outside uses its parameters too")
-        elif on_tape and tape.at_end and not tape.dropped and agrees(context, graph.entry, Choice.capture):
-            known = capture_backward(graph, grads)
+        elif on_tape and tape.at_end and not tape.dropped and _is_as_recorded(graph, grads):
+            if agrees(context, graph.entry, Choice.capture):
+                known = capture_backward(graph, grads)
             if known is not None:
-                graph.backward_settings = context.group.settings_in_backward()
+                graph.backward_modes = modes
                 return _hand_out(known, ticket)
             return _again(ticket, graph, grads, True, pending)
         return _again(ticket, graph, grads, accumulates, pending)
@@ -130,8 +172,11 @@ def _backward(ticket: Ticket, graph: ForwardGraph, grads: tuple[Tensor | None, .
             raise changed_in_place(context)
     if context.group.stash and any(id(parameter) in context.group.stash for parameter in graph.direct):
         return _again(ticket, graph, grads, accumulates)  # which adds its uses, one by one, to what waits for them
-    settings = context.group.settings_in_backward()
-    as_then = settings is graph.backward_settings or settings == graph.backward_settings
+    as_then = modes is graph.backward_modes or modes == graph.backward_modes
+    changed = known.changed()
+    if changed is not None:
+        _reads_otherwise(graph, changed)
+        return _again(ticket, graph, grads, accumulates)
     if on_tape and known.index >= tape.cursor and as_then and known.fits(grads, tape.arena.passes):
         # Where autograd may add to the same gradients in this backward, because the module also ran without a graph.
         group, agreed = context.group, functools.partial(agrees, context, graph.entry, Choice.replay)
@@ -153,7 +198,7 @@ def _backward(ticket: Ticket, graph: ForwardGraph, grads: tuple[Tensor | None, .
         context.counters.copied_bytes += copied
         tape.cursor = known.index + 1
         context.counters.replays += 1
-        if graph.mismatches or graph.entry.recaptures or not as_captured:
+        if graph.mismatches or graph.entry.recaptures or graph.entry.backward_changes or not as_captured:
             _count_mismatch(graph, as_captured)
         return _hand_out(known, ticket)
     _count_mismatch(graph, False)
@@ -217,9 +262,47 @@ def _used_eagerly(parameter: Tensor, graph: ForwardGraph) -> bool:
     return torch._C._will_engine_execute_node(accumulator)
 
 
+def _is_as_recorded(graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> bool:
+    """Whether a backward like this one was recorded, in the present state. Where it was not, the next calls are eager,
+    so that it may be."""
+    known, context = graph.recording.its_backward, graph.context
+    given = tuple(grad is not None for grad in grads)
+    if not known.knows(given):
+        known.wanted = _WANTED
+        context.drop(graph.tape, why="no backward of it was recorded")
+        return False
+    changed = known.changed(given)
+    if changed is not None:
+        _reads_otherwise(graph, changed, patience=0)
+    return changed is None
+
+
+_WANTED = 16  # calls
+
+
+def _reads_otherwise(graph: ForwardGraph, changed: str, patience: int | None = None) -> None:
+    """A backward whose code would read something else than when it was recorded; after some in a row the call is
+    recorded anew, and after some such changes stays eager."""
+    context, entry = graph.context, graph.entry
+    graph.mismatches += 1
+    context.log_once(f"the backward of {context.name!r} runs eagerly: {changed}", key=f"backward: {cause_of(changed)}")
+    if graph.mismatches <= (context.config.warmup_steps if patience is None else patience):
+        return
+    entry.difference = changed
+    entry.forget(graph.recording)
+    entry.backward_changes += 1
+    if entry.backward_changes > MOST_FRUITLESS:
+        context.keep_eager(entry, f"its backward is in another state each time: {changed}")
+        context.log_once(
+            f"{context.name!r} stays eager after {MOST_FRUITLESS} such changes of what its backward reads; "
+            "force_enable() tries again"
+        )
+
+
 def _count_mismatch(graph: ForwardGraph, matched: bool) -> None:
     """Several backwards in a row that the captured one did not fit: this is how it is from now on, capture anew."""
     graph.mismatches = 0 if matched else graph.mismatches + 1
+    graph.entry.backward_changes = 0 if matched else graph.entry.backward_changes
     entry, config = graph.entry, graph.context.config
     if matched:
         entry.recaptures = 0

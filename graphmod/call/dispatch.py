@@ -9,10 +9,13 @@ from torch import Tensor
 from graphmod.call.replay import find, launch, results
 from graphmod.call.together import agrees, eagerly, is_nested
 from graphmod.call.verify import due, verify
-from graphmod.call.warmup import track, warm_up
+from graphmod.call.warmup import differentiable, track, warm_up
 from graphmod.capture.forward import capture, place
+from graphmod.capture.recorded_backward import watch_backward
+from graphmod.capture.recording import Recording
 from graphmod.graph.casts import share_casts
 from graphmod.graph.context import Context
+from graphmod.guards.hooks import several_hooks
 from graphmod.ranks.agreement import Choice
 from graphmod.ranks.board import LateRanks
 from graphmod.signature.flattening import flatten
@@ -21,7 +24,7 @@ from graphmod.signature.signature import Signature, argument_paths, parameter_na
 from graphmod.signature.structure import unrepeatable
 from graphmod.state.entry import Entry
 from graphmod.state.verification import LOOKS
-from graphmod.torch_private import is_fx_tracing, is_traced
+from graphmod.torch_private import is_fx_tracing, is_traced, next_sequence_number
 from graphmod.trace.tensors import is_stale
 
 TRACED = ", and no graph is in what is made of it; trace first, and wrap that: CUDAGraphModule(traced)"
@@ -112,21 +115,37 @@ def _run(context: Context, args: tuple, kwargs: dict) -> Any:
     recording = entry.recording_of_now()
     if recording is None or recording.refused is not None:
         return warm_up(context, entry, args, kwargs)
+    if recording.its_backward.wanted:
+        recording.its_backward.wanted -= 1
+        return eager(context, args, kwargs, entry, recording)
+    if entry.needs_grad and not recording.its_backward.guards and several_hooks(recording.guards.parameters()):
+        context.log_once(f"{context.name!r} runs eagerly until a backward has shown the order of its gradient hooks")
+        return eager(context, args, kwargs, entry, recording)
     tape = place(context, entry, reason, recording)
     if tape is None:
-        return eager(context, args, kwargs, entry)
+        return eager(context, args, kwargs, entry, recording)
     if not agrees(context, entry, Choice.capture):
         return eager(context, args, kwargs, entry)
     captured = capture(context, entry, tape, leaves, recording)
     return eager(context, args, kwargs) if captured is None else results(context, captured[0], leaves, captured[1])
 
 
-def eager(context: Context, args: tuple, kwargs: dict, entry: Entry | None = None) -> Any:
-    """A call without a graph; with an `entry` its backward is waited for."""
+def eager(
+    context: Context, args: tuple, kwargs: dict, entry: Entry | None = None, recording: Recording | None = None
+) -> Any:
+    """A call without a graph; with an `entry` its backward is waited for, and with a `recording` of the present state
+    judged, where none was yet."""
     context.counters.eager_calls += 1
     context.served, context.eager_in = None, context.group.begun
+    oldest = next_sequence_number()
     result = eagerly(context, entry, args, kwargs)
-    return track(context, entry, result) if entry is not None and entry.needs_grad else result
+    if entry is None or not entry.needs_grad:
+        return result
+    if recording is not None and recording.its_backward.watched_for:
+        leaves: list[Tensor] = []
+        flatten((args, kwargs), leaves, {})
+        watch_backward(context, entry, recording, leaves, differentiable(result), oldest)
+    return track(context, entry, result)
 
 
 def _entry(context: Context, structure: Any, leaves: list[Tensor]) -> Entry | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import contextlib
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from graphmod.graph.differentiate import changed_in_place, deliver, differentiat
 from graphmod.graph.forward import ForwardGraph
 from graphmod.graph.tape import Ticket
 from graphmod.graph.uses import watch_sums
+from graphmod.guards.hooks import has_gradient_hooks, without_gradient_hooks
 from graphmod.signature.flattening import rebuild
 from graphmod.signature.modes import entered_again
 
@@ -38,20 +40,25 @@ def recompute(
         RuntimeError: the backward reads it again, as eager says it.
     """
     context, backend = graph.context, graph.context.group.backend
-    if ticket.changed():
-        outputs, leaves, edges = _as_captured(ticket, graph)
-    else:
-        outputs, leaves, edges = _run_again(ticket, graph)
-    modified = [out for out, static in zip(outputs, graph.results.with_grad, strict=True) if static.changed()]
-    if not edges:
-        torch.autograd.graph.increment_version(modified)  # so that autograd refuses them where it needs them
     direct = graph.direct if accumulates else []
     stash, sums = context.group.stash, {}
-    through, gradients = differentiate(graph, outputs, leaves, grads, direct, edges, {*pending, *stash})
+    with _trained(graph.parameters):
+        if ticket.changed():
+            outputs, leaves, edges = _as_captured(ticket, graph)
+        else:
+            outputs, leaves, edges = _run_again(ticket, graph)
+        modified = [out for out, static in zip(outputs, graph.results.with_grad, strict=True) if static.changed()]
+        if not edges:
+            torch.autograd.graph.increment_version(modified)  # so that autograd refuses them where it needs them
+        # Autograd visits the witness, and would run hooks that were put there since once more.
+        late = graph.witness if direct and graph.witness is not None and has_gradient_hooks(graph.witness) else None
+        with without_gradient_hooks([] if late is None else [late]):
+            through, gradients = differentiate(graph, outputs, leaves, grads, direct, edges, {*pending, *stash})
     for parameter, grad in gradients:  # those of several uses one by one, as autograd adds them up
         earlier = sums[parameter] if parameter in sums else stash.pop(id(parameter), None)
         sums[parameter] = grad if earlier is None else earlier if grad is None else earlier + grad
     stash.update({id(p): grad.clone() for p, grad in sums.items() if grad is not None and id(p) in pending})
+    ticket.of_witness = None if late is None or id(late) in stash else sums.pop(late, None)
     ready = [(p, grad) for p, grad in sums.items() if id(p) not in stash]
     with backend.in_turn():
         deliver(ready)
@@ -59,6 +66,19 @@ def recompute(
     if graph.summed and ticket.node is not None:
         watch_sums(graph, ticket.node(), graph.summed, through)
     return through
+
+
+@contextlib.contextmanager
+def _trained(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Lets parameters require grad, as they did in the forward."""
+    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_()
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
 
 
 def _as_captured(ticket: Ticket, graph: ForwardGraph) -> tuple[Sequence[Tensor], list[Tensor], dict]:
@@ -91,7 +111,7 @@ def _run_again(ticket: Ticket, graph: ForwardGraph) -> tuple[Sequence[Tensor], l
         leaves = [apart(static.tensor) for static in graph.inputs]
         args, kwargs = rebuild(graph.entry.signature.structure, leaves)
         modes = entered_again(graph.entry.signature.modes, backend.device_type)
-        with torch.enable_grad(), modes, run_again.deeper():
+        with torch.enable_grad(), modes, run_again.deeper(), graph.recording.guards.as_recorded():
             outputs = graph.results.of_node(context.call(*args, **kwargs))
     finally:
         if graph.random:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from graphmod.call.autograd_node import apply_replayed
+from graphmod.call.autograd_node import InTurn, apply_replayed
 from graphmod.call.together import agrees
 from graphmod.capture.forward import CANNOT_MOVE, CAPTURE_ANOTHER, IN_USE, UNFINISHED
 from graphmod.errors import SuccessorFailed
@@ -136,5 +136,10 @@ def results(context: Context, graph: ForwardGraph, leaves: list[Tensor], random_
         ticket = Ticket(graph.tape.arena, graph, random_state)
         graph.ticket = weakref.ref(ticket)
         inputs = [leaves[i] for i in graph.differentiable]
-        outputs = apply_replayed(ticket, context.group.anchor, *inputs, *graph.through_autograd)
+        through = graph.through_autograd
+        if graph.in_turn:
+            through = list(through)
+            for place in graph.in_turn:
+                through[place] = InTurn.apply(through[place])
+        outputs = apply_replayed(ticket, context.group.anchor, *inputs, *through)
     return graph.results.make(leaves, outputs)

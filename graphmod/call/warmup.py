@@ -8,19 +8,21 @@ import torch
 from torch import Tensor
 
 from graphmod.call.together import alone, eagerly
+from graphmod.capture.recorded_backward import for_plain_backwards, nodes_of, watch_backward
 from graphmod.capture.recording import record
 from graphmod.errors import CaptureRefused
 from graphmod.graph.casts import learn_casts
 from graphmod.graph.checkpointed import DRAWS, draws_anew
 from graphmod.graph.context import Context
-from graphmod.graph.forward import next_sequence_number
 from graphmod.graph.group import EagerCall
 from graphmod.graph.uses import learn_uses
+from graphmod.guards.hooks import on_accumulator
 from graphmod.ranks.whole import reads_parts
 from graphmod.signature.flattening import flatten
 from graphmod.signature.modes import difference
 from graphmod.signature.signature import parameter_names
-from graphmod.state.entry import Entry
+from graphmod.state.entry import MOST_FRUITLESS, Entry
+from graphmod.torch_private import next_sequence_number
 from graphmod.trace import dispatch
 from graphmod.trace.hazards import COMPILES
 
@@ -39,7 +41,7 @@ def warm_up(context: Context, entry: Entry, args: tuple, kwargs: dict) -> Any:
     if entry.calls < context.config.warmup_steps:
         result = eagerly(context, entry, args, kwargs)
     else:
-        began = next_sequence_number() if entry.keeps_casts else 0
+        oldest = next_sequence_number()
         with alone(context, entry):
             result, recording = record(
                 context.call, args, kwargs, parameter_names(context.call), context.group.gpu, context.root
@@ -64,16 +66,24 @@ def warm_up(context: Context, entry: Entry, args: tuple, kwargs: dict) -> Any:
         modes = difference(entry.signature.modes, context.group.modes())
         if modes and recording.refused is None:
             recording.refused = f"changes a mode of PyTorch ({modes[0]}), which no replay does; do it around the call"
+        leaves: list[Tensor] = []
+        flatten((args, kwargs), leaves, {})
+        outputs = differentiable(result)
+        recording.refused = recording.refused or for_plain_backwards(nodes_of(outputs, leaves, oldest)[0])
+        if outputs or recording.backward:
+            trained = [one for one in (*recording.guards.parameters(), *context.around.parameters) if one.requires_grad]
+            with torch.enable_grad():
+                recording.refused = recording.refused or (ON_ACCUMULATOR if any(map(on_accumulator, trained)) else None)
         entry.add(recording)
         if dispatch.current() is None:  # else it is part of a larger recording
-            leaves: list[Tensor] = []
-            flatten((args, kwargs), leaves, {})
-            outputs, returned = differentiable(result), []
+            returned: list[Tensor] = []
             flatten(result, returned, {})  # these the caller may use as he likes, which `ForwardGraph` sees to
             others = [one for one in context.around.parameters if not any(one is leaf for leaf in returned)]
             learn_uses(entry, leaves, outputs, others, context.group.share)
+            if recording.refused is None and outputs:
+                watch_backward(context, entry, recording, leaves, outputs, oldest)
             if entry.keeps_casts:
-                learn_casts(context, entry, leaves, outputs, began)
+                learn_casts(context, entry, leaves, outputs, oldest)
                 entry.casts_once = entry.casts_once and not recording.guards.compiled
         context.learn(recording.guards)
         entry.calls = 0
@@ -107,8 +117,11 @@ COMMUNICATES = (
     "communicates with other processes to collect its parameters (fully_shard), and so does its backward, which is no "
     "part of the call; wrap the whole step"
 )
+ON_ACCUMULATOR = (
+    "hooks are on the node of autograd that accumulates a parameter's gradient (grad_fn.next_functions, as in "
+    "Megatron-core's DistributedDataParallel), which a graph does not run; use register_post_accumulate_grad_hook"
+)
 _MOST_COMPILED = 4  # recorded calls in which torch.compile compiled
-MOST_FRUITLESS = 8  # recordings in a row that led to no replay
 
 
 def track(context: Context, entry: Entry, result: Any) -> Any:

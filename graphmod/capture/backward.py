@@ -19,7 +19,6 @@ from graphmod.graph.placement import Place, buffers_for, find_places, real, stor
 from graphmod.graph.split import Whole, is_split, part
 from graphmod.graph.watch import refuse_unseen
 from graphmod.guards.changes import what_changed
-from graphmod.guards.containers import undo
 from graphmod.guards.guards import Guards
 from graphmod.guards.notes import Notes
 from graphmod.guards.watching import noting
@@ -121,6 +120,10 @@ def capture_backward(graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> B
         known.weights_at = [part(p).data_ptr() for p in known.weights]
         known_places = {address(tensor) for tensor in (*given, *(buffer.memory for buffer in buffers))}
         _watch_others(graph, known, Guards(noted[0]), known_places)
+        # From now on these: what was recorded keeps what that one call had saved.
+        graph.recording.its_backward.guards[tuple(grad is not None for grad in grads)] = (
+            [] if known.guards is None else [known.guards]
+        )
         if any(output.changed() for output in known.saved):
             raise changed_in_place(context)
         if context.agreement is not None and not context.agreement.captured(True):
@@ -137,8 +140,6 @@ def capture_backward(graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> B
     except BaseException as error:  # whatever user code or CUDA raised: the eager backward decides what the user sees
         if known.graph is not None:
             known.graph.discard()
-        for notes in noted:
-            undo(notes)  # the eager backward does it
         context.drop(graph.tape)
         if context.agreement is not None:
             context.agreement.captured(False)
@@ -178,7 +179,7 @@ def capture_backward(graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> B
 
 def _watch_others(graph: ForwardGraph, known: BackwardGraph, guards: Guards, given: set[int]) -> None:
     """Lets go of the saved activations, whose memory is the next layers' to use; what else the backward reads, such as
-    a table of an `autograd.Function`, is held and watched with what the forward reads."""
+    a table of an `autograd.Function`, is held and watched."""
     seen, before = known.graph.seen, graph.graph.seen
     given |= {address(static.tensor) for static in graph.inputs} | {address(part(p)) for p in graph.parameters}
     given |= {address(part(p.grad)) for p in graph.parameters if p.grad is not None}
@@ -190,7 +191,7 @@ def _watch_others(graph: ForwardGraph, known: BackwardGraph, guards: Guards, giv
     if others:
         places = {address(tensor) for tensor in guards.tensors}
         refuse_unseen(seen, [where for where in others if where not in places])
-    graph.watch.also(guards, others)
+    known.guards, known.held = guards or None, list(others.values())
     seen.outside.clear()
 
 

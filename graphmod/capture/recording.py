@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphmod.capture.recorded_backward import RecordedBackward
 from graphmod.graph.results import not_to_be_made_again, outline, resolved
 from graphmod.guards.changes import what_changed
 from graphmod.guards.guards import Guards
@@ -42,6 +43,7 @@ class Recording:
         refused: why it is not to be captured; None where it may be.
         seconds: that it took.
         compiles: whether torch.compile compiled something in it, so that what it showed is not what the next call does.
+        its_backward: what is known of backwards of its result.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Recording:
         self.refused = refused
         self.seconds = seconds
         self.compiles = compiles
+        self.its_backward = RecordedBackward()
 
 
 def record(
@@ -87,7 +90,9 @@ def record(
     refused = refused or what_changed(notes)
     guards = Guards(notes, recorder.backward)
     compiles = recorder.compiles or frames_compiled() != compiled
-    return result, Recording(recorder, guards, returned, refused, time.perf_counter() - began, compiles)
+    recording = Recording(recorder, guards, returned, refused, time.perf_counter() - began, compiles)
+    recording.its_backward.functions = notes.ages.functions
+    return result, recording
 
 
 def watch(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from graphmod.call.warmup import differentiable
+from graphmod.capture.recorded_backward import BackwardOfCall, for_plain_backwards, nodes_of
 from graphmod.capture.recording import watch
 from graphmod.check.meeting import Meeting
 from graphmod.check.report import Finding
@@ -20,13 +21,13 @@ from graphmod.guards.guards import Guards
 from graphmod.guards.hooks import without_gradient_hooks
 from graphmod.guards.notes import Notes
 from graphmod.guards.remedies import KEEP, KEEP_COUNT, KEEP_ITEMS, KEEP_ITERATOR, keepers
-from graphmod.guards.watching import noting
 from graphmod.ranks.data_parallel import Borrowed
 from graphmod.signature.flattening import flatten
 from graphmod.signature.modes import FOREIGN, difference, key_reader
 from graphmod.signature.signature import parameter_names
 from graphmod.signature.structure import unrepeatable
 from graphmod.state.surroundings import Surroundings
+from graphmod.torch_private import next_sequence_number
 from graphmod.trace.garbage import no_garbage_collection
 from graphmod.trace.recorder import EagerRecorder
 from graphmod.trace.tensors import is_stale
@@ -108,6 +109,7 @@ class Part:
             )
         if modes[FOREIGN] is not None:
             self._add("the call", f"{modes[FOREIGN]}, and code under that is never captured", _KEEP_OUT)
+        oldest = next_sequence_number()
         result, recorder, notes, given = watch(
             self.call, args, kwargs, names, gpu, self.root, before_collective=self._before_collective
         )
@@ -119,7 +121,8 @@ class Part:
             of_arguments = [one for one in changes if one.owner in seen]
             self._add_said(changed, *(one.where for one in of_arguments[:1]))
             changes = [one for one in changes if one not in of_arguments]
-        self._take_in(recorder, notes, changes)
+        self._take_in(recorder, changes)
+        self.guards.append(Guards(notes, recorder.backward))
         self._look_at_optimizers(notes, recorder, gpu)
         for said in (given.returned(result), not_to_be_made_again(outline(result)[0])):
             self._add_said(said)
@@ -136,12 +139,20 @@ class Part:
         if not_averaged is not None:
             self._add("DistributedDataParallel", not_averaged, "use its defaults, or call it without graphs")
         if differentiable(result):
-            self._watch_backward(result, leaves, gpu)
+            self._watch_backward(result, leaves, gpu, oldest)
         return result
 
-    def _watch_backward(self, result: Any, leaves: list[Tensor], gpu: int | None) -> None:
-        """Differentiates the result as the capture of a backward does: gradients come out, and nothing takes them."""
+    def _watch_backward(self, result: Any, leaves: list[Tensor], gpu: int | None, oldest: int) -> None:
+        """Differentiates the result as the capture of a backward does: gradients come out, and nothing takes them.
+
+        Args:
+            oldest: see `watch_backward`.
+        """
         outputs = differentiable(result)
+        plain = for_plain_backwards(nodes_of(outputs, leaves, oldest)[0])
+        if plain is not None:
+            self._add_said(plain, backward=True)
+            return
         grads: list[Tensor | None] = [torch.ones_like(tensor) for tensor in outputs]
         if self._loss is not None:
             grads = list(torch.autograd.grad(self._loss(result), outputs, retain_graph=True, allow_unused=True))
@@ -152,28 +163,36 @@ class Part:
         if not wanted or not outputs:
             return
         recorder = EagerRecorder([*outputs, *grads], gpu=gpu, before_collective=self._before_collective)
+        found = BackwardOfCall(outputs, leaves, oldest, lambda _: None)
+        before = [parameter.grad for parameter in parameters]
         with contextlib.ExitStack() as watching:
             watching.enter_context(no_garbage_collection())
             watching.enter_context(torch.autograd.set_multithreading_enabled(False))
             watching.enter_context(without_gradient_hooks(parameters))  # they run outside of a graph
-            notes = watching.enter_context(noting(outputs, wanted))
             watching.enter_context(recorder)
             try:
+                for parameter in parameters:
+                    parameter.grad = None  # to which a backward inside of this one would add
                 torch.autograd.grad(outputs, wanted, grads, retain_graph=True, allow_unused=True)
             except RuntimeError as error:
                 if _TWICE not in str(error):
                     raise
                 return  # the call ran the backward of its result itself; nobody runs it again
-        self._take_in(recorder, notes, all_changes(notes), backward=True)
+            finally:
+                for parameter, grad in zip(parameters, before, strict=True):
+                    parameter.grad = grad
+        self._take_in(recorder, found.changes, backward=True)
+        for said in found.refused[:1]:  # the others follow from it
+            self._add_said(said, backward=True)
+        self.guards += found.guards
 
-    def _take_in(self, seen: EagerRecorder, notes: Notes, changes: Iterable[Change], backward: bool = False) -> None:
+    def _take_in(self, seen: EagerRecorder, changes: Iterable[Change], backward: bool = False) -> None:
         self.operations += len(seen.trace)
         for found in seen.hazards:
             where = found.lines
             library = None if where.optimizer is not None else where.library
             self._add(found.operation, found.effect, found.remedy, where.user, library, where.backward)
         self.findings += _one_for_each_remedy(changes, backward, self._parts)
-        self.guards.append(Guards(notes, seen.backward))
 
     def _look_at_optimizers(self, notes: Notes, recorder: EagerRecorder, gpu: int | None) -> None:
         """Those that can be made capturable and are not, which only a capture on a GPU minds."""
@@ -217,10 +236,12 @@ class Part:
     ) -> None:
         self.findings.append(Finding(what, effect, remedy, user, library, backward, parts=self._parts))
 
-    def _add_said(self, said: str | None, where: tuple[str | None, str | None] = (None, None)) -> None:
+    def _add_said(
+        self, said: str | None, where: tuple[str | None, str | None] = (None, None), backward: bool = False
+    ) -> None:
         if said is not None:
             effect, _, remedy = said.partition("; ")
-            self._add("the call", effect, remedy or _KEEP_OUT, *where)
+            self._add("the call", effect, remedy or _KEEP_OUT, *where, backward=backward)
 
 
 _TWICE = "backward through the graph a second time"  # of PyTorch

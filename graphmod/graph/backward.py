@@ -9,6 +9,7 @@ from itertools import repeat
 from torch import Tensor
 
 from graphmod.graph.split import part
+from graphmod.guards.guards import Guards
 
 _is_not, _NOTHING = operator.is_not, repeat(None)
 _grad, _tensor = operator.attrgetter("grad"), operator.attrgetter("tensor")
@@ -41,15 +42,21 @@ class BackwardGraph:
             that the user had put in place.
         parameters, loans: those of `written`.
         passing, passed: those of `written` whose memory other graphs write, too, and what says who may.
+        guards: what its code read; None where it reads nothing.
+        held: what it reads by address besides what it is given and what the forward reads.
         apart: whether it was captured with gradients there that the user had put in place, to which the buffers were
             added afterwards.
     """
+
+    guards: Guards | None
 
     __slots__ = (
         "accumulated",
         "apart",
         "copied",
         "graph",
+        "guards",
+        "held",
         "index",
         "inputs",
         "launched_in",
@@ -82,6 +89,10 @@ class BackwardGraph:
             elif not (static.buffer.free_for(grad, passes) and static.buffer.aligned_as(grad)):
                 return False
         return True
+
+    def changed(self) -> str | None:
+        """What its code would read that is no longer as it was, in words."""
+        return None if self.guards is None else self.guards.moved() or self.guards.changed()
 
     def place_of(self, pointer: int) -> int | None:
         """Which of its results lies at an address."""

@@ -72,7 +72,7 @@ def deliver(direct: list[tuple[Tensor, Tensor | None]]) -> None:
     """What AccumulateGrad does, for gradients computed eagerly."""
     for parameter, grad in direct:
         before = parameter.grad
-        if grad is None:
+        if grad is None or not parameter.requires_grad:
             continue
         if grad.layout is not torch.strided:
             parameter.grad = grad.detach() if before is None else before + grad
@@ -82,6 +82,8 @@ def deliver(direct: list[tuple[Tensor, Tensor | None]]) -> None:
             parameter.grad = grad + before
         else:
             before.add_(grad)
+        for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
+            hook(parameter)  # which has come since the forward
 
 
 def changed_in_place(context: Context) -> RuntimeError:

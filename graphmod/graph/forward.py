@@ -11,7 +11,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from graphmod.backend.random_state import python_random_state, restore_python_random_state
-from graphmod.errors import CaptureRefused
+from graphmod.errors import CaptureRefused, Diverged
 from graphmod.graph.accumulators import own_accumulators, stood_in
 from graphmod.graph.backward import BackwardGraph
 from graphmod.graph.buffers import StaticInput
@@ -25,11 +25,12 @@ from graphmod.graph.tape import Tape
 from graphmod.graph.uses import times, uses_of
 from graphmod.graph.watch import Watch, refuse_unseen
 from graphmod.guards.changes import NOT_REPLAYED
-from graphmod.guards.hooks import has_gradient_hooks
+from graphmod.guards.hooks import has_gradient_hooks, has_hooks_of_others
 from graphmod.signature.arguments import Given
 from graphmod.signature.flattening import rebuild
 from graphmod.signature.signature import parameter_names
 from graphmod.state.entry import Entry
+from graphmod.torch_private import next_sequence_number, saves_tensors
 from graphmod.trace.operations import address
 from graphmod.trace.recorder import Recorder
 
@@ -55,9 +56,11 @@ class ForwardGraph:
         through_autograd: what autograd sees of the parameters: `hooked` and the witness.
         advanced, before: tensors from outside that it changes and that may have a part in its results, and what they
             were before the last replay; None where nobody knows.
+        in_turn: those of `through_autograd` whose hooks are to run in eager's order, the last of them first.
+        saves: whether autograd saves anything for its backward, and frees it with that.
         ticket: weak, that of the last forward with a backward to come.
         backward: the captured backward, once there is one.
-        backward_settings: the settings of the process in which it was captured.
+        backward_modes: the modes of PyTorch in which it was captured.
         captured_in: the pass of its arena in which it was captured.
         recording: the `Recording` of the eager call it stands on.
         mismatches: backwards in a row that the captured backward did not fit.
@@ -79,7 +82,9 @@ class ForwardGraph:
         self.direct: list[Tensor] = []
         self.summed: list[int] = []
         self.backward: BackwardGraph | None = None
-        self.backward_settings: tuple = ()
+        self.backward_modes: tuple = ()
+        self.saves = False
+        self.in_turn: list[int] = []
         self.edges: dict[int, GradientEdge] = {}
         self.stand_ins: dict[int, Tensor] = {}
         self.mismatches = 0
@@ -203,6 +208,7 @@ class ForwardGraph:
                     self.parameters.append(leaf)
                     self.edges.setdefault(id(leaf), GradientEdge(node, 0))
                 continue
+            self.saves = self.saves or saves_tensors(node)
             if node._sequence_nr() < oldest:
                 raise CaptureRefused(
                     "uses a tensor from outside that was itself computed with gradients, whose history a graph cannot "
@@ -238,6 +244,13 @@ class ForwardGraph:
         self.hooked_uses = [max(1, times(uses)) for uses in uses_of(edges, self.results.retained).values()]
         of_hooked = [p for p, count in zip(self.hooked, self.hooked_uses, strict=True) for _ in range(count)]
         self.through_autograd = (*of_hooked, *(() if self.witness is None else (self.witness,)))
+        # Autograd runs the hooks of gradients that come out of one node in an order of its own.
+        several = [place for place, p in enumerate(of_hooked) if has_hooks_of_others(p) and not is_split(p)]
+        known = self.recording.its_backward
+        if known.runs_python and not {id(of_hooked[place]) for place in several} <= known.hooked:
+            raise Diverged("has gradient hooks on parameters that were not there when its backward was recorded")
+        if len({id(of_hooked[place]) for place in several}) > 1:
+            self.in_turn = sorted(several, key=lambda place: known.order.get(id(of_hooked[place]), -1), reverse=True)
 
     def forget_autograd(self) -> None:
         """Lets go of the autograd graph of the capture, which serves to capture the backward of its own pass only."""
@@ -295,9 +308,3 @@ class ForwardGraph:
             torch.autograd.graph.increment_version(self._written)
         for index in self._arguments_written:
             torch.autograd.graph.increment_version(self.inputs[index].tensor if leaves is None else leaves[index])
-
-
-def next_sequence_number() -> int:
-    """That of the node which autograd makes next in this thread."""
-    with torch.inference_mode(False), torch.enable_grad():
-        return (torch.ones((), requires_grad=True) * 1).grad_fn._sequence_nr()

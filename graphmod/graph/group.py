@@ -18,7 +18,7 @@ from graphmod.graph.gradients import GradientBuffer, Passing
 from graphmod.graph.tape import MOST_ARENAS, Arena, Tape
 from graphmod.ranks.whole import FixedPlaces
 from graphmod.signature.matcher import Matcher, matcher
-from graphmod.signature.modes import key_reader, settings_reader
+from graphmod.signature.modes import key_reader
 from graphmod.signature.signature import Signature
 from graphmod.signature.structure import opaque_parts
 from graphmod.state.said import Said
@@ -78,8 +78,8 @@ class Group:
         self._guessed = False  # the device: no tensor was known
         self.held_back = False
         self.modes = key_reader("cpu")  # of the present call, as they matter to the backend
-        self._settings: tuple = ()
-        self._settings_of = -1  # the backward in which they were read
+        self._in_backward: tuple = ()  # the modes
+        self._of_backward = -1  # in which they were read
         self.arenas: list[Arena] = []
         self.eager_in_flight = 0
         self.parameters: list[Tensor] = []
@@ -225,15 +225,15 @@ class Group:
         """Whether the backward of the pass that begins will find gradients to be None; None if nobody can tell."""
         return None if self.context is None else self._learned.get(self.context, self.context[0])
 
-    def settings_in_backward(self) -> tuple:
-        """The settings of the process in the backward that runs now, the same object while they are the same."""
+    def modes_in_backward(self) -> tuple:
+        """The modes of the backward that runs now, the same object while they are the same."""
         task = current_backward()
-        if task != self._settings_of or task < 0:
-            self._settings_of = task  # no code of the user's runs between the nodes of one backward, hooks apart
-            now = settings_reader(self.backend.device_type)()
-            if now != self._settings:
-                self._settings = now
-        return self._settings
+        if task != self._of_backward or task < 0:
+            self._of_backward = task  # no code of the user's runs between the nodes of one backward, hooks apart
+            now = self.modes()
+            if now != self._in_backward:
+                self._in_backward = now
+        return self._in_backward
 
     def first_backward(self, _: Any = None) -> None:
         """Called as each backward begins; the first of a pass tells what the gradients really were."""

@@ -164,7 +164,8 @@ class Arena:
 
 class Ticket:
     """One forward with a backward still to come; dies with the autograd node that holds it. `done` says whether it has
-    had one, after which another may follow if the graph was retained."""
+    had one, after which another may follow if the graph was retained; `of_witness` is the gradient of the forward's
+    witness, where autograd is to accumulate that itself."""
 
     __slots__ = (
         "__weakref__",
@@ -174,6 +175,7 @@ class Ticket:
         "finished",
         "graph",
         "node",
+        "of_witness",
         "passed",
         "random_state",
         "versions",
@@ -187,6 +189,7 @@ class Ticket:
         self.before = graph.before
         self.weights = graph.parameters
         self.versions = list(map(_version, graph.parameters))
+        self.of_witness: Any = None
         self.node: Any = None  # weak: the autograd node that holds this ticket
         arena.in_flight += 1
 

@@ -18,7 +18,7 @@ from graphmod.guards.hooks import HookWatch
 from graphmod.trace.operations import address
 from graphmod.trace.recorder import Recorder
 
-_grad, _data_ptr = operator.attrgetter("grad"), Tensor.data_ptr
+_grad, _data_ptr, _requires_grad = operator.attrgetter("grad"), Tensor.data_ptr, operator.attrgetter("requires_grad")
 
 
 def _where(grad: Tensor | None) -> int:
@@ -51,7 +51,7 @@ class Watch:
         differentiated: list[Tensor],
         early: list[Tensor],
     ) -> None:
-        self._guards: list[Guards] = [guards]
+        self._guards = guards
         self.held = list(outside.values())
         self._early = early
         self._early_at = list(map(_data_ptr, self._early))
@@ -59,13 +59,8 @@ class Watch:
         found_at.update(address(part(grad)) for grad in grads if grad is not None)
         self.unseen = [where for where in outside if where not in found_at]
         self._hooks = HookWatch(differentiated)
+        self._differentiated = differentiated
         self._watch_grads(parameters, grads, outside, backward)
-
-    def also(self, guards: Guards, outside: dict[int, Tensor]) -> None:
-        """Holds and watches more, which the backward of what it watches reads."""
-        self.held += outside.values()
-        if guards:
-            self._guards.append(guards)
 
     def _watch_grads(
         self, parameters: list[Tensor], grads: list[Tensor | None], outside: dict[int, Tensor], backward: bool
@@ -90,11 +85,17 @@ class Watch:
 
     def changed(self) -> str | None:
         """What is no longer as it was, in words; None when nothing changed."""
-        for guards in self._guards:
-            reason = guards.moved() or guards.changed()
-            if reason is not None:
-                return reason
+        reason = self._guards.moved() or self._guards.changed()
+        if reason is not None:
+            return reason
         return self._hooks.changed() or (self._moved_grads() if self._with_grads else None)
+
+    def differentiated_otherwise(self) -> str | None:
+        """What has been done since to the parameters, so that autograd would treat their gradients otherwise, in
+        words."""
+        if not all(map(_requires_grad, self._differentiated)):
+            return "a parameter does not require grad any more"
+        return self._hooks.added()
 
     def _moved_grads(self) -> str | None:
         now: list[Any] = list(map(_grad, self._with_grads))

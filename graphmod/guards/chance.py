@@ -21,6 +21,7 @@ class Chance:
 
     def __init__(self) -> None:
         self._states: list[tuple[Any, tuple, tuple | None]] = []
+        self._of_torch: list[tuple[torch.Generator, torch.Tensor, tuple | None]] = []
         self._known: set[int] = set()
         self.meet(random._inst, None)
         mtrand = sys.modules.get("numpy.random.mtrand")
@@ -39,6 +40,9 @@ class Chance:
             value = value.__self__
         if recorder is not None and _is_generator(value):
             recorder.note_generator(value)
+        elif _is_generator(value) and identity(value) not in self._known:
+            self._known.add(identity(value))
+            self._of_torch.append((value, value.get_state(), where))
         if not is_random(value):
             return
         if identity(value) not in self._known:
@@ -54,6 +58,15 @@ class Chance:
         for value, before, where in self._states:
             if state(value) != before:
                 return type(value).__module__.partition(".")[0], where
+        return None
+
+    def moved(self) -> tuple | None:
+        """The code and line that used one of torch's generators first which has moved, where no recorder follows it;
+        None where none has. The default ones are every capture's own."""
+        default = (torch.default_generator, *torch.cuda.default_generators)
+        for value, before, where in self._of_torch:
+            if not any(value is one for one in default) and not torch.equal(value.get_state(), before):
+                return where
         return None
 
     def restore(self) -> None:

@@ -113,6 +113,9 @@ def all_changes(notes: Notes) -> Iterator[Change]:
             lines_of(where) if where else ("code inside", None),
             DRAW,
         )
+    moved = notes.chance.moved()
+    if moved is not None:
+        yield Change("draws from a torch.Generator in its backward", lines_of(moved), DRAW)
     replaced, kept_by = replacements(notes), keepers(notes)
     told: set[int] = set()
     for note in sorted(notes.notes.values(), key=lambda note: not isinstance(note.owner, SCHEDULERS)):

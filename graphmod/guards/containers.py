@@ -11,8 +11,6 @@ from torch import Tensor
 
 from graphmod.guards.changes import differs, line_of
 from graphmod.guards.contents import content, is_shown, same, same_content
-from graphmod.guards.lookup import MISSING, Cell
-from graphmod.guards.notes import Notes
 
 _is = operator.is_
 _flat = chain.from_iterable
@@ -32,22 +30,6 @@ def put_back(value: Any, items: tuple) -> None:
     elif isinstance(value, (list, deque, set)):
         value.clear()
         (value.update if isinstance(value, set) else value.extend)(items)
-
-
-def undo(notes: Notes) -> None:
-    """Puts back what a call changed of what it read, as far as that is still there."""
-    for note in notes.notes.values():
-        before, container = note.before(), note.container
-        if not note.changed() or (before is None and note.gone):
-            continue
-        if isinstance(container, Cell):
-            container.cell.cell_contents = before
-        elif isinstance(container, dict) and before is MISSING:
-            container.pop(note.key, None)
-        elif isinstance(container, (dict, list)):
-            container[note.key] = before
-    for value, items, _ in notes.contents.values():
-        put_back(value, items)
 
 
 class Contents:

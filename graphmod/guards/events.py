@@ -46,10 +46,17 @@ _of_thread = _OfThread()
 
 
 class _Traced:
-    """A watch by `sys.settrace`."""
+    """A watch by `sys.settrace`.
+
+    Attributes:
+        before: the tracer that it has set aside.
+        over: whether it has ended, in another thread than the one it is of.
+    """
 
     def __init__(self, told: Told) -> None:
         self.told = told
+        self.before = sys.gettrace()
+        self.over = False
         self._followers: dict[int, Callable | None] = {}  # by identity of the plan
 
     def begin(self) -> bool:
@@ -61,6 +68,9 @@ class _Traced:
 
     @beside_dynamo
     def _enter(self, frame: FrameType, event: str, _: Any) -> Any:
+        if self.over:
+            sys.settrace(self.before)
+            return None
         wanted = self.told.entered(frame)
         if wanted is NOTHING or wanted is NEVER:
             return None
@@ -110,10 +120,12 @@ class _Monitored:
 
     Attributes:
         frames: by identity of those that have not ended, what is to be told of them.
+        over: whether it has ended, in another thread than the one it is of.
     """
 
     def __init__(self, told: Told) -> None:
         self.told = told
+        self.over = False
         self.frames: dict[int, int | Plan] = {}
 
     def begin(self) -> bool:
@@ -167,7 +179,7 @@ def _ask(code: CodeType, events: int) -> None:
 @beside_dynamo
 def _began(code: CodeType, _: int, *thrown: Any) -> Any:
     watch = _of_thread.watch
-    if watch is None:
+    if watch is None or watch.over:
         return None
     frame = sys._getframe(1)
     wanted = watch.told.entered(frame)
@@ -180,7 +192,7 @@ def _began(code: CodeType, _: int, *thrown: Any) -> Any:
 @beside_dynamo
 def _ended(_: CodeType, offset: int, value: Any) -> None:
     watch = _of_thread.watch
-    if watch is not None:
+    if watch is not None and not watch.over:
         frame = sys._getframe(1)
         if watch.frames.pop(identity(frame), None) is not None:
             watch.told.left(frame, value)
@@ -189,7 +201,7 @@ def _ended(_: CodeType, offset: int, value: Any) -> None:
 @beside_dynamo
 def _failed(_: CodeType, offset: int, error: BaseException) -> None:
     watch = _of_thread.watch
-    if watch is not None:
+    if watch is not None and not watch.over:
         frame = sys._getframe(1)
         if watch.frames.pop(identity(frame), None) is not None:
             watch.told.left(frame, None)
@@ -198,7 +210,7 @@ def _failed(_: CodeType, offset: int, error: BaseException) -> None:
 @beside_dynamo
 def _at_instruction(_: CodeType, offset: int) -> Any:
     watch = _of_thread.watch
-    if watch is not None:
+    if watch is not None and not watch.over:
         frame = sys._getframe(1)
         plan = watch.frames.get(identity(frame), END)
         if plan is not END:
@@ -233,11 +245,22 @@ def begin(told: Told) -> tuple[Any, bool]:
 
 
 def end(before: Any) -> None:
-    """Ends what `begin` began."""
+    """Ends what `begin` began in this thread."""
     tracer, earlier = before
     watch, _of_thread.watch = _of_thread.watch, earlier
     sys.settrace(tracer)
     watch.end()
+
+
+def abandon(watch: Any) -> None:
+    """Ends a watch of another thread: nothing is told any more, and the thread itself puts back what was set aside."""
+    watch.over = True
+    watch.end()
+
+
+def watch_of_now() -> Any:
+    """The watch of this thread; None where nobody watches it."""
+    return _of_thread.watch
 
 
 def variable(frame: FrameType, name: str) -> Any:

@@ -5,6 +5,7 @@ Checked before each replay, so everything lies in flat lists that `map` goes thr
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import types
 import weakref
@@ -17,10 +18,10 @@ from torch import Tensor, nn
 
 from graphmod.guards.changes import differs, name_of, replacements
 from graphmod.guards.compiled import modes
-from graphmod.guards.containers import Contents
-from graphmod.guards.contents import CONTAINERS, describe, is_plain, is_shown, same
+from graphmod.guards.containers import Contents, put_back
+from graphmod.guards.contents import CONTAINERS, content, describe, is_plain, is_shown, same
 from graphmod.guards.hooks import HookWatch
-from graphmod.guards.lookup import MISSING, Cell, Fields, Kind, get
+from graphmod.guards.lookup import MISSING, Cell, Fields, Kind, Slots, get
 from graphmod.guards.notes import Note, Notes
 from graphmod.guards.tensors import TensorWatch
 from graphmod.ranks.sharded import as_in_forwards
@@ -53,6 +54,20 @@ class _Place:
 
     def now(self) -> Any:
         return get(self.container, self.note.key)
+
+
+def _put(container: Any, note: Note, value: Any) -> None:
+    """Puts a value, or nothing, where it was found."""
+    if isinstance(container, Cell):
+        container.cell.cell_contents = value
+    elif isinstance(container, (dict, list)) and value is not MISSING:
+        container[note.key] = value
+    elif isinstance(container, dict):
+        container.pop(note.key, None)
+    elif isinstance(container, (types.MappingProxyType, Slots)) and value is not MISSING:
+        setattr(note.owner, note.key, value)
+    elif isinstance(container, (types.MappingProxyType, Slots)):
+        delattr(note.owner, note.key)
 
 
 def _columns(places: list[_Place]) -> tuple[list, list, list]:
@@ -261,21 +276,38 @@ class Guards:
             self._lengths[index] = len(container)
         return None
 
-    # -- after a call that failed --------------------------------------------------------------------------------
+    # -- the state of the recorded call --------------------------------------------------------------------------
 
     def restore(self) -> None:
         """Puts back every value that is another than it was."""
         for place in self._places:
-            container = place.container
-            if isinstance(container, Cell):
-                container.cell.cell_contents = place.value
-            elif isinstance(container, (dict, list)) and place.now() is not place.value:
-                container[place.note.key] = place.value
+            if place.now() is not place.value:
+                _put(place.container, place.note, place.value)
         for container, notes in zip(self._without, self._absent, strict=True):
             for note in notes:
-                if isinstance(container, dict):
-                    container.pop(note.key, None)
+                if get(container, note.key) is not MISSING:
+                    _put(container, note, MISSING)
         self.contents.restore()
+
+    @contextlib.contextmanager
+    def as_recorded(self) -> Iterator[None]:
+        """Inside, code finds what the recorded call has found."""
+        if self.changed(gradients=False) is None:
+            yield
+            return
+        places = [(place.container, place.note) for place in self._places]
+        places += [(one, note) for one, notes in zip(self._without, self._absent, strict=True) for note in notes]
+        now = [(container, note, get(container, note.key)) for container, note in places]
+        contents = [(value, content(value)) for value, _ in self.contents.found]
+        self.restore()
+        try:
+            yield
+        finally:
+            for container, note, value in now:
+                if get(container, note.key) is not value:
+                    _put(container, note, value)
+            for value, items in contents:
+                put_back(value, items)
 
     def __bool__(self) -> bool:
         """Whether there is anything to look at."""

@@ -1,13 +1,17 @@
 """Gradient hooks on parameters: noticed where they come or go. Those on modules are code that ran, as all other."""
 
 import contextlib
+import functools
 import operator
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import optimizer as base_optimizer
 from torch.utils.hooks import RemovableHandle
+
+from graphmod.guards.library import CORE
 
 _backward_hooks = operator.attrgetter("_backward_hooks")
 _post_accumulate = operator.attrgetter("_post_accumulate_grad_hooks")
@@ -32,11 +36,20 @@ class HookWatch:
         handles = RemovableHandle.next_id
         if handles == self._handles and not self._hooked:
             return None
-        if any(map(_backward_hooks, self._free)) or any(map(_post_accumulate, self._free)):
-            return "a gradient hook was added to a parameter"
+        added = self.added()
+        if added is not None:
+            return added
         if self._hooked and list(map(_those_of, self._hooked)) != self._before:
             return "a gradient hook of a parameter was removed or exchanged"
         self._handles = handles
+        return None
+
+    def added(self) -> str | None:
+        """Whether a parameter that had no hooks has some."""
+        if RemovableHandle.next_id == self._handles:
+            return None
+        if any(map(_backward_hooks, self._free)) or any(map(_post_accumulate, self._free)):
+            return "a gradient hook was added to a parameter"
         return None
 
 
@@ -46,6 +59,40 @@ def _those_of(parameter: Tensor) -> tuple:
 
 def has_gradient_hooks(parameter: Tensor) -> bool:
     return bool(parameter._backward_hooks) or bool(parameter._post_accumulate_grad_hooks)
+
+
+def has_hooks_of_others(parameter: Tensor) -> bool:
+    """Whether a parameter has gradient hooks that are not this package's own, whose order matters to nobody."""
+    hooks = (parameter._backward_hooks or {}, parameter._post_accumulate_grad_hooks or {})
+    return any(not is_ours(hook) for those in hooks for hook in those.values())
+
+
+def several_hooks(parameters: list[Tensor]) -> bool:
+    """Whether more than one of some parameters have gradient hooks whose order matters."""
+    return sum(map(has_hooks_of_others, parameters)) > 1
+
+
+def on_accumulator(parameter: Tensor) -> bool:
+    """Whether somebody has put hooks on the node that accumulates the gradient of a parameter, and keeps that alive."""
+    node = torch.autograd.graph.get_gradient_edge(parameter).node
+    for register in (node.register_hook, node.register_prehook):
+        handle = register(_nothing)  # which comes to know of the others
+        hooks = handle.hooks_dict_ref() or {}
+        handle.remove()
+        if not all(map(is_ours, hooks.values())):
+            return True
+    return False
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
+def is_ours(hook: Any) -> bool:
+    """Whether a hook is a function of this package."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    return getattr(getattr(hook, "__code__", None), "co_filename", "").startswith(CORE)
 
 
 @contextlib.contextmanager

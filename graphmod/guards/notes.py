@@ -232,6 +232,7 @@ class Notes:
         unreadable: an error from looking at what code reads, and where.
         elsewhere: where code was sent to another thread.
         unseen: why nobody could look on; "" where somebody could.
+        gradient_at: where code first looked at, or set, the gradient of a leaf tensor.
     """
 
     def __init__(self, ages: Ages) -> None:
@@ -250,6 +251,7 @@ class Notes:
         self.unreadable: tuple[str, tuple] | None = None
         self.elsewhere: tuple | None = None
         self.unseen = ""
+        self.gradient_at: tuple | None = None
         self._walked: dict[int, nn.Module] = {}
         self._in_classes: dict[tuple[int, str], Place | None] = {}
         self._supers: dict[tuple, tuple[Any, Any]] = {}  # identities of classes, name -> the classes, and what is there

@@ -26,6 +26,7 @@ from graphmod.guards.library import is_library
 from graphmod.guards.lookup import CODE, MISSING, UNKNOWN, Fields, is_made_by_code
 from graphmod.guards.notes import DEEP, Notes
 from graphmod.guards.operand_stack import Nothing, depths, top
+from graphmod.trace.tensors import is_leaf
 from graphmod.trace.untraced import identity
 
 Step = tuple[Callable, int, Any, int, int]
@@ -138,6 +139,8 @@ class Reading:
             return UNKNOWN
         if type(owner) is types.FunctionType and name in Fields.NAMES:
             self._notes.function(owner)
+        if name == "grad" and issubclass(type(owner), Tensor) and owner.requires_grad and is_leaf(owner):
+            self._notes.gradient_at = self._notes.gradient_at or self._notes.here()
         value = self._notes.attribute(owner, name)
         if type(value) is types.MappingProxyType and isinstance(owner, type) and name == "__dict__":
             self._of_classes[identity(gc.get_referents(value)[0])] = value

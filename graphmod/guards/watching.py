@@ -26,7 +26,7 @@ def noting(*roots: Any) -> Iterator[Notes]:
     """
     with Ages() as ages:
         notes = Notes(ages)
-        watcher = _Watcher(notes)
+        watcher = Noting(notes)
         for root in roots:
             watcher.take(notes.root, root)
         with Frames(watcher) as frames:
@@ -34,7 +34,7 @@ def noting(*roots: Any) -> Iterator[Notes]:
         notes.unseen = frames.missed or ("" if frames.heard else NOT_TOLD)
 
 
-class _Watcher:
+class Noting:
     """What `frames` tells of the code that runs goes to the notes."""
 
     def __init__(self, notes: Notes) -> None:

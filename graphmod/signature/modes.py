@@ -68,9 +68,9 @@ def _backend(device_type: str) -> str:
     return "cuda" if device_type == "cuda" else "mkldnn"
 
 
-def _readers(device_type: str) -> tuple[Callable[[], tuple], Callable[[], tuple]]:
-    """What makes the key on a device, and what reads its settings alone. Both are written out as one expression,
-    because loops and calls of Python functions cost more than all the C functions together."""
+def _reader(device_type: str) -> Callable[[], tuple]:
+    """What makes the key on a device. It is written out as one expression, because loops and calls of Python functions
+    cost more than all the C functions together."""
     on_gpu = device_type == "cuda"
     read = [*_OF_ANY_DEVICE.values(), *(_OF_CUDA if on_gpu else _OF_CPU).values()]
     names: dict[str, Any] = {f"read{index}": function for index, function in enumerate(read)}
@@ -111,16 +111,10 @@ def _readers(device_type: str) -> tuple[Callable[[], tuple], Callable[[], tuple]
         f"(who_looks_on() if {alone} else None, grad(), inference(), autocast() if any_autocast() else None, "
         f"default_dtype(), default_device() if function_modes() else None, {settings})"
     )
-    return eval(f"lambda: {key}", names), eval(f"lambda: {settings}", names)  # of the names above
+    return eval(f"lambda: {key}", names)  # of the names above
 
 
-_readers_of: dict[str, tuple[Callable[[], tuple], Callable[[], tuple]]] = {}
-
-
-def _of(device_type: str) -> tuple[Callable[[], tuple], Callable[[], tuple]]:
-    if device_type not in _readers_of:
-        _readers_of[device_type] = _readers(device_type)
-    return _readers_of[device_type]
+_readers: dict[str, Callable[[], tuple]] = {}
 
 
 def key_reader(device_type: str) -> Callable[[], tuple]:
@@ -128,7 +122,9 @@ def key_reader(device_type: str) -> Callable[[], tuple]:
 
     Where its part `FOREIGN` is no None, the call must be eager: it says why.
     """
-    return _of(device_type)[0]
+    if device_type not in _readers:
+        _readers[device_type] = _reader(device_type)
+    return _readers[device_type]
 
 
 def mode_key(device_type: str) -> tuple:
@@ -208,7 +204,7 @@ def entered_again(modes: tuple, device_type: str) -> Iterator[None]:
     Raises:
         BackwardUnavailable: another setting is not as it was.
     """
-    names, now = _setting_names(device_type), _of(device_type)[1]()
+    names, now = _setting_names(device_type), mode_key(device_type)[SETTINGS]
     differing = [(name, old, new) for name, old, new in zip(names, modes[SETTINGS], now, strict=True) if old != new]
     for name, _, _ in differing:
         if not hasattr(torch._C, _SETTERS.get(name, "")):
@@ -241,11 +237,6 @@ def _set(name: str, value: Any, device_type: str) -> None:
         return
     setter = getattr(torch._C, _SETTERS[name])
     setter(list(value) if isinstance(value, tuple) else value)
-
-
-def settings_reader(device_type: str) -> Callable[[], tuple]:
-    """What reads the settings of the process that matter on a device: the part `SETTINGS` of the key."""
-    return _of(device_type)[1]
 
 
 def _setting_names(device_type: str) -> list[str]:

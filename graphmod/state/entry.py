@@ -52,6 +52,7 @@ class GraphStats:
 
 _CAPTURES = 12  # of one signature, without enough replays in between
 _MOST_RECORDINGS = 4
+MOST_FRUITLESS = 8  # recordings in a row that led to no replay
 
 
 class Entry:
@@ -63,6 +64,7 @@ class Entry:
 
     __slots__ = (
         "adds_apart",
+        "backward_changes",
         "backwards",
         "budget",
         "called_forward",
@@ -73,6 +75,7 @@ class Entry:
         "compiled_again",
         "copies_out",
         "difference",
+        "differentiated_again",
         "disabled",
         "failures_in_a_row",
         "fruitless",
@@ -116,6 +119,8 @@ class Entry:
         self.difference = ""  # between the last recording and the state after it, in words
         self.waits_for = ""  # the difference for which a call was eager last
         self.cause = ""  # of the difference between the last recording and the one before it
+        self.backward_changes = 0  # of what its backward reads, in a row, after which it was recorded anew
+        self.differentiated_again = 0  # backwards of replays with create_graph=True
         self.reason = ""
         self.last_used = 0
         self.match: Matcher | None = None  # made for the first replay

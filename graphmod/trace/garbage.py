@@ -3,7 +3,9 @@
 import contextlib
 import gc
 import threading
+import weakref
 from collections.abc import Iterator
+from types import FunctionType
 from typing import Any
 
 from graphmod.trace.untraced import identity
@@ -59,10 +61,16 @@ class Ages:
 
     The collector lists what it tracks and what is not frozen. What is there at first is frozen, and so is what was
     listed whenever somebody asks, so that to ask takes as long as what has been made since then is long.
+
+    Attributes:
+        made: the identities of what was made since, as far as somebody asked, or it is left.
+        functions: weak references to those made since that close over variables made since, with the identities of
+            these.
     """
 
     def __init__(self) -> None:
-        self.made: set[int] = set()  # identities
+        self.made: set[int] = set()
+        self.functions: list[tuple[weakref.ref, set[int]]] = []
         self._there: dict[int, Any] = {}
 
     def __enter__(self) -> "Ages":
@@ -95,9 +103,14 @@ _ages: list[Ages] = []  # of those that are entered
 
 def _list_new() -> None:
     if _ages:
-        made = set(map(identity, gc.get_objects()))
+        listed = gc.get_objects()
+        made = set(map(identity, listed))
+        functions = [one for one in listed if type(one) is FunctionType and one.__closure__]
         for one in _ages:
             one.made |= made
+            for function in functions:
+                cells = one.made.intersection(map(identity, function.__closure__))
+                one.functions += [(weakref.ref(function), cells)] if cells else []
     gc.freeze()
 
 
@@ -118,6 +131,7 @@ def _unfreeze(ages: Ages | None = None) -> None:
     global _frozen
     with _lock:
         if ages is not None:
+            _list_new()
             _ages.remove(ages)
         _frozen -= 1
         if not _frozen:

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from harness import layered, loss_of, mlp, play, twins, wrapped
+from harness import config, layered, loss_of, mlp, play, twins, wrapped
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from graphmod import GraphmodError
+from graphmod import CUDAGraphModule, GraphmodError
 from graphmod.train.step.draws import kept_draws
 
 
@@ -232,12 +232,41 @@ def test_backward_into_a_chosen_input_leaves_parameters_alone(device):
 def test_a_gradient_of_a_gradient_is_a_clear_error(device):
     def step(side, i):
         x = side.batch(i, 4, 8).requires_grad_()
-        (first,) = torch.autograd.grad(loss_of(side.call(x)), [x], create_graph=True)
-        first.pow(2).sum().backward()
+        if i < 5:
+            loss_of(side.call(x)).backward()
+        else:
+            (first,) = torch.autograd.grad(loss_of(side.call(x)), [x], create_graph=True)
+            first.pow(2).sum().backward()
         update(side)
 
     with pytest.raises(GraphmodError, match="gradient of its gradient"):
         play(mlp, step, device)
+
+
+def test_a_call_whose_first_backward_is_differentiated_again_stays_eager(device):
+    def step(side, i):
+        x = side.batch(i, 4, 8).requires_grad_()
+        (first,) = torch.autograd.grad(loss_of(side.call(x)), [x], create_graph=True)
+        first.pow(2).sum().backward()
+        side.note(x=x.grad)
+        update(side)
+
+    graphed, _ = play(mlp, step, device)
+    assert graphed.graphs[0].stats.captures == 0
+    assert "create_graph" in graphed.graphs[0].last_failure
+
+
+def test_a_call_that_is_differentiated_again_and_again_becomes_eager(device):
+    graphed = CUDAGraphModule(mlp(device), config())
+    raised = []
+    for step in range(10):
+        x = torch.randn(4, 8, device=device, requires_grad=True)
+        try:
+            torch.autograd.grad(loss_of(graphed(x)), [x], create_graph=step > 4)
+        except GraphmodError:
+            raised.append(step)
+    assert raised == [5, 6]
+    assert graphed.stats.state == "disabled"
 
 
 def test_training_goes_on_after_the_error_of_a_double_backward(device):

@@ -12,6 +12,7 @@ from harness import mlp
 from processes import finished
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.checkpoint import checkpoint
 
 import graphmod
 from graphmod import CUDAGraphModule, graph_layers
@@ -413,3 +414,41 @@ def test_a_check_never_names_what_watches_it(device):
     for step in (by_dynamo, by_itself):
         report = graphmod.check(step, torch.ones(2, device=device))
         assert not any("Recorder" in finding.effect for finding in report.hazards), report
+
+
+class _ByHand(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, run, x):
+        ctx.run = run
+        ctx.save_for_backward(x)
+        return run(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            torch.autograd.backward(ctx.run(x), grad)
+        return None, x.grad
+
+
+class _Within(nn.Module):
+    def __init__(self, run):
+        super().__init__()
+        self.a, self.b, self.run = nn.Linear(8, 4), nn.Linear(4, 4), run
+
+    def forward(self, x):
+        return self.run(self.b, self.a(x))
+
+
+@pytest.mark.parametrize(
+    "run", [lambda inner, x: checkpoint(inner, x, use_reentrant=True), _ByHand.apply], ids=["reentrant", "by hand"]
+)
+def test_a_backward_inside_of_a_backward_stays_eager_and_leaves_gradients_alone(run):
+    model = _Within(run)
+    model(X).sum().backward()
+    before = [p.grad.clone() for p in model.parameters()]
+    report = graphmod.check(model, X)
+    found = only(report)
+    assert "plain .backward()" in found.effect or "another backward" in found.effect
+    assert found.backward
+    assert all(map(torch.equal, before, [p.grad for p in model.parameters()]))

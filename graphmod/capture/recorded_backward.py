@@ -1,0 +1,278 @@
+"""The backward of a recorded call: watched as it happens in the user's own, and judged before any is captured.
+
+Nothing is run for it. It refuses what a graph cannot repeat, and makes guards of what only the backward reads.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from types import CodeType, FrameType
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node, get_gradient_edge
+
+from graphmod.errors import CaptureRefused
+from graphmod.graph.context import Context
+from graphmod.guards.backwards import begin, mark
+from graphmod.guards.changes import Change, all_changes, line_of
+from graphmod.guards.guards import Guards
+from graphmod.guards.hooks import has_hooks_of_others
+from graphmod.guards.lookup import Cell
+from graphmod.guards.notes import Notes
+from graphmod.state.entry import Entry
+from graphmod.torch_private import top_saved_tensors_hooks
+from graphmod.trace.untraced import identity
+
+DIFFERENTIATED_AGAIN = (
+    "its backward is differentiated in turn (create_graph=True), and a graph has no gradient of its gradient; run this "
+    "part eagerly: graph=none, ungraph(model), or call the module as .module"
+)
+_NESTED = (
+    "runs another backward inside its backward ({}), whose gradients a replay would not add; checkpoint with "
+    "use_reentrant=False, or wrap the whole step"
+)
+_GRADIENT = (
+    "its backward looks at the gradient of a tensor, or sets it ({}), where a replay has none of its own; do that "
+    "after the backward"
+)
+_BETWEEN = (
+    "runs Python in its backward after gradient hooks of its parameters, which a replay would run when all is done; "
+    "capture the whole step"
+)
+NO_GRAD_OF_PARTS = (
+    "its backward can only run as part of a plain .backward() ({}), and a capture asks for gradients; checkpoint with "
+    "use_reentrant=False, or wrap the whole step"
+)
+
+
+Given = tuple[bool, ...]
+"""Which of a call's results a backward has gradients for."""
+Functions = Sequence[tuple[ref, set[int]]]
+
+
+class RecordedBackward:
+    """What is known of the backwards of a recorded call's result.
+
+    Attributes:
+        guards: what their code read, of each that has come and was judged.
+        order: parameter (by identity) -> its place in the order in which autograd accumulated their gradients.
+        hooked: the parameters (by identity) that had gradient hooks then.
+        functions: those that the recorded call made, weakly, with the variables (by identity) of its own that they
+            close over, which nobody exchanges.
+        runs_python: whether any ran Python.
+        wanted: how many more calls are to be eager so that one may come.
+    """
+
+    def __init__(self) -> None:
+        self.guards: dict[Given, list[Guards]] = {}
+        self.order: dict[int, int] = {}
+        self.hooked: set[int] = set()
+        self.functions: Functions = []
+        self.runs_python = False
+        self.wanted = 0
+        self._silent: Given = ()
+
+    def add(self, given: Given, seen: BackwardOfCall) -> None:
+        """Takes in what a backward has shown."""
+        self.guards[given] = seen.guards
+        self.order |= seen.order
+        self.hooked |= seen.hooked
+        self.runs_python = self.runs_python or not seen.silent
+        self.wanted = 0
+        if seen.silent:
+            self._silent = tuple(map(max, given, self._silent or given))
+
+    def knows(self, given: Given) -> bool:
+        """Whether a backward like this was recorded, or is made of parts of some that run no Python."""
+        return given in self.guards or (bool(self._silent) and tuple(map(max, given, self._silent)) == self._silent)
+
+    @property
+    def watched_for(self) -> bool:
+        """Whether one that comes is to be judged."""
+        return not self.guards or self.wanted > 0
+
+    def changed(self, given: Given) -> str | None:
+        """What is no longer as it was when a backward of this kind was recorded, in words."""
+        for guards in self.guards.get(given, ()):
+            reason = guards.moved() or guards.changed()
+            if reason is not None:
+                return reason
+        return None
+
+
+class BackwardOfCall:
+    """The backward of one eager call, which is watched as it comes; see `backwards.Watched`.
+
+    Args:
+        outputs, given, oldest: see `watch_backward`.
+        finish: called with this when it is over.
+        functions: see `RecordedBackward`.
+
+    Attributes:
+        given: which results it had gradients for.
+        refused: why it cannot be captured, changes apart.
+        changes: what it changed in Python.
+        guards: what it read.
+        order, hooked: see `RecordedBackward`.
+        silent: whether it ran no Python.
+    """
+
+    def __init__(
+        self,
+        outputs: Iterable[Tensor],
+        given: Iterable[Tensor],
+        oldest: int,
+        finish: Callable[[BackwardOfCall], None],
+        functions: Functions = (),
+    ) -> None:
+        self._own = functions
+        self.beside = self.over = False
+        kept = top_saved_tensors_hooks(True)
+        self.around: CodeType | None = None if kept is None else getattr(kept[1], "__code__", None)
+        self.refused: list[str] = []
+        self.changes: list[Change] = []
+        self.guards: list[Guards] = []
+        self.order: dict[int, int] = {}
+        self.silent = True
+        self.hooked: set[int] = set()
+        self._finish = finish
+        self._handles: list[Any] = []
+        nodes, accumulators = nodes_of(outputs, given, oldest)
+        made = [tensor for tensor in outputs if tensor.grad_fn in nodes]
+        self.given = [False] * len(made)
+        for node in nodes:
+            mark(node, self)
+        for node in accumulators:
+            self._watch_parameter(node)
+        for index, tensor in enumerate(made):
+            self._watch_result(index, tensor)
+
+    def _watch_result(self, index: int, tensor: Tensor) -> None:
+        """Watches for the backward at a result. Hooks that the call itself put there are a part of it, and those of
+        whoever it is returned to are none."""
+
+        def come(_: Tensor) -> None:
+            self.given[index] = True
+            begin(self)
+            if torch.is_grad_enabled():
+                self.refused.append(DIFFERENTIATED_AGAIN)
+
+        def outside(_: Tensor) -> None:
+            self.beside = not self.over
+
+        def inside(_: Any) -> None:
+            self.beside = False
+
+        first = tensor.register_hook(come)
+        hooks = tensor._backward_hooks
+        known = list(hooks.items())
+        hooks.clear()  # autograd goes by the order of insertion, whatever `move_to_end` does
+        hooks.update([known[-1], *known[:-1]])
+        self._handles += [first, tensor.register_hook(outside), tensor.grad_fn.register_prehook(inside)]
+
+    def _watch_parameter(self, node: Node) -> None:
+        """Watches for the gradient of a parameter, which a node accumulates."""
+        parameter = node.variable
+
+        def note(_: Any) -> None:
+            self.order.setdefault(id(parameter), len(self.order))
+            if has_hooks_of_others(parameter):
+                self.hooked.add(id(parameter))
+
+        self._handles.append(node.register_prehook(note))
+
+    def enter(self) -> None:
+        self.silent = False
+        if self.hooked and _BETWEEN not in self.refused:
+            self.refused.append(_BETWEEN)
+
+    def take(self, notes: Notes) -> None:
+        if notes.gradient_at is not None:
+            self.refused.append(_GRADIENT.format(line_of(notes.gradient_at)))
+        self.changes += all_changes(notes)
+        own = {where for function, cells in self._own if function() is not None for where in cells}
+        for key, note in list(notes.notes.items()):
+            if isinstance(note.container, Cell) and identity(note.owner) in own:
+                del notes.notes[key]
+        guards = Guards(notes)
+        if guards:
+            self.guards.append(guards)
+
+    def nested(self, frame: FrameType) -> None:
+        caller = frame.f_back or frame
+        where = f"{caller.f_code.co_filename}:{caller.f_lineno} in {caller.f_code.co_name}"
+        self.refused.append(_NESTED.format(where))
+
+    def finish(self) -> None:
+        self.over = True
+        for handle in self._handles:
+            handle.remove()
+        self._finish(self)
+
+
+def watch_backward(
+    context: Context, entry: Entry, recording: Any, given: Iterable[Tensor], outputs: list[Tensor], oldest: int
+) -> None:
+    """Has the backward of an eager call judged, when it comes.
+
+    Args:
+        recording: of the state that the call was made in.
+        given: the tensor arguments; outputs: the results that have a backward.
+        oldest: the least sequence number that a node of the call has.
+    """
+
+    def judge(seen: BackwardOfCall) -> None:
+        known, kind = recording.its_backward, tuple(seen.given)
+        if kind in known.guards:
+            return
+        refused = next(iter((*seen.refused, *map(str, seen.changes))), None)
+        known.add(kind, seen)
+        if refused is None:
+            return
+        recording.refused = recording.refused or refused
+        entry.calls = context.config.warmup_steps  # the next call is recorded anew
+        tapes = {graph.tape for graph in entry.graphs if graph.recording is recording}
+        context.drop(*tapes, why=refused)
+        context.failed(entry, CaptureRefused(refused), "its backward")
+
+    BackwardOfCall(outputs, given, oldest, judge, recording.its_backward.functions)
+
+
+def nodes_of(outputs: Iterable[Tensor], given: Iterable[Tensor], oldest: int) -> tuple[set[Node], list[Node]]:
+    """The nodes of autograd's graph that a call has made, and those behind them that accumulate gradients.
+
+    Args:
+        outputs, given, oldest: see `watch_backward`.
+    """
+    with torch.enable_grad():
+        ends = {get_gradient_edge(tensor).node for tensor in given if tensor.requires_grad}
+    queue = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None and tensor.grad_fn not in ends]
+    seen, found, accumulators = set(queue), set(), []
+    while queue:
+        node = queue.pop()
+        if hasattr(node, "variable"):
+            accumulators.append(node)
+            continue
+        if node._sequence_nr() < oldest:
+            continue
+        found.add(node)
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen and following not in ends:
+                seen.add(following)
+                queue.append(following)
+    return found, accumulators
+
+
+def for_plain_backwards(nodes: Iterable[Node]) -> str | None:
+    """Why nobody may ask for single gradients by way of some nodes, or None: code in one of their backwards asks
+    autograd whether it is part of a plain `.backward()`, and raises if not."""
+    for node in nodes:
+        function = getattr(getattr(type(node), "_forward_cls", None), "backward", None)
+        code = getattr(inspect.unwrap(function), "__code__", None) if function is not None else None
+        if code is not None and "_is_checkpoint_valid" in code.co_names:
+            return NO_GRAD_OF_PARTS.format(f"{code.co_filename}:{code.co_firstlineno}")
+    return None

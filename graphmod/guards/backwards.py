@@ -1,0 +1,213 @@
+"""Watches the Python that a backward of the user's runs for single calls, each for itself.
+
+A call marks its nodes in autograd's graph. The first hook of one of them that a backward meets begins a watch of the
+thread, which ends with that backward; of each function that the engine calls it looks at the node which runs. So hooks
+of the user's between two nodes are seen, and code that belongs to no marked node, or to another call, is not.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import threading
+import types
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+from torch.autograd.graph import Node
+
+from graphmod.guards import events
+from graphmod.guards.frames import NOT_TOLD, Frames
+from graphmod.guards.library import CORE
+from graphmod.guards.notes import Notes
+from graphmod.guards.watching import Noting
+from graphmod.torch_private import beside_dynamo, current_backward, runs_backward
+from graphmod.trace.garbage import Ages
+from graphmod.trace.untraced import identity
+
+_MARK = "graphmod: part of a call whose backward is watched"
+
+
+class Watched(Protocol):
+    """A call whose backward is watched.
+
+    Attributes:
+        beside: whether what runs now, at one of its nodes, is no part of it all the same.
+        over: whether its backward has come.
+        around: the code that gives its nodes what they saved, where somebody around the call keeps that: a checkpoint,
+            which runs more again than the call.
+    """
+
+    beside: bool
+    over: bool
+    around: types.CodeType | None
+
+    def enter(self) -> None:
+        """Takes in that its backward runs Python that is of interest."""
+
+    def take(self, notes: Notes) -> None:
+        """Takes in what a part of its backward read, when that part has just run."""
+
+    def nested(self, frame: types.FrameType) -> None:
+        """Takes in that its backward runs another one."""
+
+    def finish(self) -> None:
+        """Its backward is over."""
+
+
+def mark(node: Node, call: Watched) -> None:
+    """Lets a node be one of a call. The call must not hold it: the node holds the call."""
+    node.metadata[_MARK] = call
+
+
+def begin(call: Watched) -> None:
+    """Takes in that a backward has come to a call. To be called in a hook that the engine calls itself."""
+    task = current_backward()
+    if call.over or task < 0:
+        return
+    watch = _watches.get(task)
+    if watch is None:
+        watch = _Watch(task, sys._getframe(1).f_back)
+        watch.begin()
+        torch.autograd.Variable._execution_engine.queue_callback(watch.end)
+    watch.calls[id(call)] = call
+
+
+class _Watch(Frames):
+    """Watches one backward.
+
+    Args:
+        task: its number.
+        engine: the frame from which autograd's engine calls Python; None in a thread of its own.
+    """
+
+    def __init__(self, task: int, engine: types.FrameType | None) -> None:
+        self._nobody = Notes(Ages())
+        super().__init__(Noting(self._nobody))
+        self._task, self._engine = task, engine
+        self.calls: dict[int, Watched] = {}
+        self._call: Watched | None = None  # whose part runs
+        self._notes = self._nobody
+        self._other: types.FrameType | None = None  # which is no part of any
+        self._thread = threading.get_ident()
+
+    def begin(self) -> None:
+        _watches[self._task] = self
+        self.__enter__()
+        self._told = events.watch_of_now()
+        _is_anybody_told()
+        self.missed = self.missed or ("" if self.heard else NOT_TOLD)
+
+    def end(self) -> None:
+        """The backward is over."""
+        self._stop()
+        for call in self.calls.values():
+            if self.missed:
+                self._nobody.unseen = self.missed
+                call.take(self._nobody)
+            call.finish()
+
+    def _stop(self) -> None:
+        if _watches.pop(self._task, None) is None:
+            return
+        self._leave()
+        if threading.get_ident() == self._thread:
+            self.__exit__()
+        else:
+            events.abandon(self._told)
+        self._engine = self._other = None
+
+    # -- see `Frames` --------------------------------------------------------------------------------------------
+
+    @beside_dynamo
+    def _entered(self, frame: types.FrameType) -> int | events.Plan:
+        if self._other is not None:
+            return events.NOTHING
+        task = current_backward()
+        if task < 0 or (frame.f_back is None and task != self._task):
+            self._stop()  # an error has ended the backward, of which nobody tells
+            return events.NOTHING
+        if from_engine := frame.f_back is self._engine:
+            ours = frame.f_code.co_filename.startswith(CORE)  # hooks of this package, which change nothing that matters
+            call = None if ours else self._runs_now()
+            if call is None or frame.f_code is call.around:
+                self._other = frame
+                if not ours:
+                    self._leave()
+                return events.END
+            if call is not self._call:
+                self._leave()
+                self._come_to(call)
+        if from_engine and self._call is not None:
+            self._notes.ages.made |= _given_to(frame)
+        if self._call is None:
+            return events.NOTHING
+        if identity(frame.f_code) in _run_backward:
+            self._call.nested(frame)
+        told = super()._entered(frame)
+        if isinstance(told, dict):
+            self._call.enter()
+        return told
+
+    @beside_dynamo
+    def left(self, frame: types.FrameType, value: object) -> None:
+        if frame is self._other:
+            self._other = None
+        super().left(frame, value)
+
+    # -- parts ---------------------------------------------------------------------------------------------------
+
+    def _runs_now(self) -> Watched | None:
+        node = torch._C._current_autograd_node()
+        call = None if node is None else node.metadata.get(_MARK)
+        return None if call is None or call.over or call.beside else call
+
+    def _come_to(self, call: Watched) -> None:
+        self.calls[id(call)] = self._call = call
+        self._notes = Notes(Ages().__enter__())
+        self._watch(self._notes)
+
+    def _leave(self) -> None:
+        """A part has run: compared at once, what it has changed is told from what others change."""
+        call, self._call = self._call, None
+        if call is None:
+            return
+        notes, self._notes = self._notes, self._nobody
+        self._watch(self._nobody)
+        notes.ages.__exit__()
+        call.take(notes)
+
+    def _watch(self, notes: Notes) -> None:
+        self._watcher = Noting(notes)
+        self.step = self._watcher.step
+
+
+_watches: dict[int, _Watch] = {}
+_run_backward = frozenset(map(identity, runs_backward()))
+
+
+def _given_to(frame: types.FrameType) -> set[int]:
+    """The identities of tensors that the engine calls a function with, and of lists and tuples of them, all of which it
+    has made for that."""
+    code = frame.f_code
+    count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
+    values = [events.variable(frame, name) for name in code.co_varnames[:count]]
+    return {identity(one) for value in values if _is_of_tensors(value) for one in _all_in(value)}
+
+
+def _is_of_tensors(value: object) -> bool:
+    return isinstance(value, torch.Tensor) or (
+        type(value) in (list, tuple) and all(one is None or _is_of_tensors(one) for one in value)
+    )
+
+
+def _all_in(value: object) -> Iterator[object]:
+    if value is not None:
+        yield value
+    for one in value if type(value) in (list, tuple) else ():
+        yield from _all_in(one)
+
+
+def _is_anybody_told() -> None:
+    """Is called to see that calls are told of: not where a trace function of this thread runs."""
