@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from graphmod.capture.recorded_backward import RecordedBackward
+from graphmod.graph.casts import keeping_none
 from graphmod.graph.results import not_to_be_made_again, outline, resolved
 from graphmod.guards.changes import what_changed
 from graphmod.guards.guards import Guards
@@ -19,7 +20,7 @@ from graphmod.guards.notes import Notes
 from graphmod.guards.watching import noting
 from graphmod.signature.arguments import Given
 from graphmod.signature.flattening import flatten
-from graphmod.torch_private import frames_compiled
+from graphmod.torch_private import any_autocast, frames_compiled
 from graphmod.trace import dispatch
 from graphmod.trace.garbage import no_garbage_collection
 from graphmod.trace.recorder import EagerRecorder
@@ -134,9 +135,10 @@ def follow(
     flatten((args, kwargs), leaves, {})
     recorder = EagerRecorder(leaves, gpu=gpu, before_collective=before_collective)
     dispatch.has_key()  # which imports much when it is first asked: not while frames are watched
-    if not torch.is_grad_enabled():  # with gradients, `casts` sees to it that this changes nothing
-        torch.clear_autocast_cache()  # what a graph casts, it casts itself; the recorded call must do so too
+    # What a graph casts, it casts itself; the recorded call must do so too. With gradients, `casts` sees to that.
+    casts = any_autocast() and not torch.is_grad_enabled()
     with contextlib.ExitStack() as following:
+        following.enter_context(keeping_none() if casts else contextlib.nullcontext())
         following.enter_context(no_garbage_collection())
         # What a backward runs in Python has to be seen as well.
         following.enter_context(torch.autograd.set_multithreading_enabled(False))

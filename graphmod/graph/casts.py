@@ -21,6 +21,7 @@ from torch.autograd.graph import GradientEdge
 from graphmod.graph.context import Context
 from graphmod.graph.uses import Sum, times, uses_of
 from graphmod.state.entry import Entry
+from graphmod.torch_private import any_autocast
 
 _REMEDY = "Keep that as it is, or pass cache_enabled=False to torch.autocast, where each use is cast for itself"
 
@@ -128,18 +129,26 @@ def learn_casts(context: Context, entry: Entry, given: Sequence[Tensor], outputs
 
 
 @contextlib.contextmanager
+def keeping_none() -> Iterator[None]:
+    """Inside, each use of a weight is cast for itself, and what autocast keeps stays as it is."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+@contextlib.contextmanager
 def casts_of_its_own(context: Context, entry: Entry) -> Iterator[None]:
     """For a capture, which casts what it uses itself.
 
-    Where each weight has one use, autocast keeps nothing meanwhile, and what it kept of others stays. Else it forgets
-    all casts, before and after: nobody can tell it to forget some.
+    Where each weight has one use, or none has a gradient, autocast keeps nothing meanwhile, and what it kept of others
+    stays. Else it forgets all casts, before and after: nobody can tell it to forget some.
     """
-    if entry.casts_once:
-        torch.set_autocast_cache_enabled(False)
-        try:
+    if entry.casts_once or (any_autocast() and not torch.is_grad_enabled()):
+        with keeping_none():
             yield
-        finally:
-            torch.set_autocast_cache_enabled(True)
         return
     block = open_block(device_of(context)) if entry.keeps_casts else None
     torch.clear_autocast_cache()

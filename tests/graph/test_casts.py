@@ -180,3 +180,24 @@ def test_wrappers_that_share_a_weight_in_a_block_stay_eager(device):
     (expected, _), (found, wrappers) = run(False), run(True)
     assert all(map(torch.equal, expected, found))
     assert all(one.stats.state == "disabled" and "autocast block" in one.last_failure for one in wrappers)
+
+
+def test_a_call_without_gradients_leaves_the_casts_of_others_as_they_were(device):
+    def run(graphed):
+        torch.manual_seed(0)
+        around, inside = nn.Linear(8, 8).to(device), Block().to(device)
+        call, seen = CUDAGraphModule(inside, config()) if graphed else inside, []
+        for step in range(8):
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step)).to(device)
+            with torch.autocast(device.type, torch.bfloat16):
+                y = around(x)
+                with torch.no_grad():
+                    y = y + call(x)
+                loss = around(y).float().square().mean()
+            loss.backward()
+            seen += [around.weight.grad.clone(), around.bias.grad.clone()]
+            around.zero_grad()
+        return seen, call
+
+    (expected, _), (found, call) = run(False), run(True)
+    assert all(map(torch.equal, expected, found)) and call.stats.replays > 4
