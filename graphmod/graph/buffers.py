@@ -99,6 +99,10 @@ class OwnedBuffer:
         this pass, and several graphs read it."""
         return self.users < 2 or self._pass != passes or self.holds(source)
 
+    def forget(self) -> None:
+        """The pass is over: nothing leads to what was copied any more."""
+        self._source = None
+
     def load(self, source: Tensor, passes: int, reader: Any) -> int:
         """Copies unless there is nothing to copy; returns the bytes copied.
 
@@ -117,8 +121,10 @@ class OwnedBuffer:
             source_part = source_part.as_strided(memory.size(), source.stride(), source.storage_offset())
         memory.copy_(source_part)
         # Tensors made in inference mode do not count versions, and those with weak references to them cannot be
-        # swapped (`torch.utils.swap_tensors`): parameters, and what one graph alone reads, are copied in each call.
-        nameless = self.users == 1 or source.is_inference() or isinstance(source, nn.Parameter)
+        # swapped (`torch.utils.swap_tensors`): parameters, and what one graph alone reads, are copied in each call. So
+        # is whatever is read without gradients, where each call is a pass.
+        alone = self.users == 1 or (self.users and not torch.is_grad_enabled())
+        nameless = alone or source.is_inference() or isinstance(source, nn.Parameter)
         self._source = None if nameless else weakref.ref(source)
         self._version = -1 if nameless else source._version
         self._pointer = source.data_ptr()

@@ -290,6 +290,11 @@ class ForwardGraph:
         for index, buffer in self._copied:
             self.context.counters.copied_bytes += buffer.load(leaves[index], passes, self.context)
 
+    def forget_arguments(self) -> None:
+        """Lets go of what its arguments were copied from, after a pass."""
+        for _, buffer in self._copied:
+            buffer.forget()
+
     def launch(self) -> None:
         """Replays all of it."""
         self.graph.replay()

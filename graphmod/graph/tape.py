@@ -132,11 +132,13 @@ class Arena:
         return None
 
     def rest(self) -> None:
-        """Lets go of results that nobody holds, after a pass: the next one begins sooner for it, and the GPU may wait
-        for that."""
+        """Lets go of arguments, and of results that nobody holds, after a pass: the next one begins sooner for it, and
+        the GPU may wait for that."""
         for tape in self._recent:
             for output in tape.outputs:
                 output.let_go()
+            for graph in tape.owners:
+                graph.forget_arguments()
         self.let_go_of_dropped()
 
     def let_go_of_dropped(self) -> None:

@@ -195,15 +195,20 @@ def test_no_capture_writes_a_gradient_of_another_shape_into_a_buffer(device):
     twins(lambda d: Like().to(d), train, device, graph=layered(), replays=6)
 
 
+class Normed(nn.Sequential):
+    def forward(self, x, scale):
+        return super().forward(x) * scale
+
+
 class Scaled(nn.Module):
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(2))
+        self.layers = nn.ModuleList(Normed(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(2))
         self.register_buffer("scale", torch.full((8,), 2.0))
 
     def forward(self, x):
         for layer in self.layers:
-            x = layer(x)
+            x = layer(x, self.scale)
         return x * self.scale
 
 
