@@ -71,6 +71,8 @@ def name_of(note: Note) -> str:
         return f"item {note.key}"
     if isinstance(note.key, Tensor):
         return f"the item of a {type(note.key).__name__} of shape {tuple(note.key.shape)}"
+    if note.container is note.owner and isinstance(note.owner, dict) and type(note.key) is int:
+        return f"an item of a {type(note.owner).__name__}"
     return repr(note.key)
 
 

@@ -139,6 +139,9 @@ HARMLESS = {
     "a closure of its own": ("", "f = made(2.0); h = f(h)", "0"),
     "a context manager": ("", "c = contextlib.nullcontext(2.0)\n    with c as n:\n        h = h * n", "0"),
     "a patterns cache": ("import re", "n = len(re.split(' -> ', 'a b -> c')); h = h * n", "0"),
+    "requires_grad switched there and back": (
+        "M = linear()", "M.requires_grad_(False); h = M(h); M.requires_grad_(True)", "M.weight.requires_grad"
+    ),
     "a tensor in place": ("T = full(1.0)", "T.mul_(2); h = h * T", "T.tolist()"),
 }  # fmt: skip
 
