@@ -11,7 +11,7 @@ import graphmod
 
 HOUSE = Path(graphmod.__file__).parent
 ROOMS = (
-    *("errors", "words", "config", "torch_private", "trace", "ranks", "guards", "signature", "state"),
+    *("errors", "words", "config", "torch_private", "trace", "ranks", "guards", "reads", "signature", "state"),
     *("backend", "graph", "capture", "call", "wrap", "check", "models", "decode", "train", "serve", "cli", "__main__"),
 )
 WITHIN = {

@@ -21,8 +21,8 @@ from graphmod.graph.watch import refuse_unseen
 from graphmod.guards.changes import what_changed
 from graphmod.guards.guards import Guards
 from graphmod.guards.notes import Notes
-from graphmod.guards.watching import noting
 from graphmod.ranks.board import LateRanks
+from graphmod.reads.watching import noting
 from graphmod.trace.operations import address
 from graphmod.trace.recorder import Recorder
 

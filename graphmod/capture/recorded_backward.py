@@ -17,12 +17,12 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from graphmod.errors import CaptureRefused
 from graphmod.graph.context import Context
-from graphmod.guards.backwards import begin, mark
 from graphmod.guards.changes import Change, all_changes, line_of
 from graphmod.guards.guards import Guards
 from graphmod.guards.hooks import has_hooks_of_others
 from graphmod.guards.lookup import Cell
 from graphmod.guards.notes import Notes
+from graphmod.reads.backwards import begin, mark
 from graphmod.state.entry import Entry
 from graphmod.torch_private import top_saved_tensors_hooks
 from graphmod.trace.untraced import identity

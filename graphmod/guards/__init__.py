@@ -1,5 +1,3 @@
-"""Guards: what the Python code of a call read, noted while it ran, and compared before each replay.
-
-`reads` tells from bytecode what an instruction reads, `lookup` where that lives, `frames` watches the frames that run,
-`notes` collects what they read and what they changed, `guards` compares it later, `chance` watches random states.
+"""Guards: what the Python code of a call read, as notes while it runs (`reads` writes them) and compared before each
+replay. `lookup` tells where attributes live, `changes` what the call changed itself, `chance` watches random states.
 """

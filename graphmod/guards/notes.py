@@ -318,6 +318,15 @@ class Notes:
             if held is not None:
                 self.look_inside(self.belongs(held, attributes))
 
+    def special(self, owner: Any, function: types.FunctionType) -> None:
+        """Takes in that a function runs as a special method of an object, such as `__len__`."""
+        name = function.__name__
+        for base in type(owner).__mro__:
+            if vars(base).get(name) is function:
+                self._hidden_by(type(owner).__mro__, name, base)
+                self._note(base, Place(self._class_dict(base), name, function, shared=base))
+                break
+
     def exchanged(self, *tensors: Tensor) -> None:
         """Takes in that tensors are about to be exchanged, which torch does not do while they are held weakly."""
         for one in self.notes.values():

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from graphmod import CUDAGraphModule, graph_layers
-from graphmod.guards.backwards import _watches
+from graphmod.reads.backwards import _watches
 
 STEPS = 14
 

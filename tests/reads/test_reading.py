@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from graphmod import CUDAGraphModule
-from graphmod.guards import events, frames
-from graphmod.guards.operand_stack import _BODY, _TOP, Nothing, _int, _pointer, depths, top
-from graphmod.guards.reading import _STEPS, plan_of
+from graphmod.reads import events, frames
+from graphmod.reads.operand_stack import _BODY, _TOP, Nothing, _int, _pointer, depths, top
+from graphmod.reads.reading import _STEPS, plan_of
 
 
 def generator(items):

@@ -9,11 +9,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from graphmod.guards.frames import NOT_TOLD, Frames
 from graphmod.guards.library import is_library
 from graphmod.guards.notes import Notes
-from graphmod.guards.operand_stack import function_of
-from graphmod.guards.reading import Reading
+from graphmod.reads.events import variable
+from graphmod.reads.frames import NOT_TOLD, Frames
+from graphmod.reads.operand_stack import function_of
+from graphmod.reads.reading import Reading
 from graphmod.trace.garbage import Ages
 
 
@@ -60,6 +61,8 @@ class Noting:
             function = function_of(frame)
             if function is not None:
                 self.take(self._notes.function, function)
+                if code.co_name.startswith("__") and code.co_argcount:  # which Python may have found by itself
+                    self.take(self._notes.special, variable(frame, code.co_varnames[0]), function)
         finally:
             self._notes.frame = None
 

@@ -9,7 +9,7 @@ from harness import config
 from torch import nn
 
 from graphmod import CUDAGraphModule
-from graphmod.guards.operand_stack import function_of
+from graphmod.reads.operand_stack import function_of
 
 
 def forward_of_a_module(layer, held):

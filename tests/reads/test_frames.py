@@ -12,9 +12,9 @@ from torch import nn
 from graphmod import CUDAGraphModule
 from graphmod.capture.recording import record
 from graphmod.decode.step.compile import compiled_code
-from graphmod.guards import frames
 from graphmod.guards.library import CORE, TORCH
-from graphmod.guards.reading import Reading
+from graphmod.reads import frames
+from graphmod.reads.reading import Reading
 
 
 def test_code_that_dynamo_wrote_is_followed_as_any_other(device):

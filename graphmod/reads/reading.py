@@ -25,7 +25,7 @@ from graphmod.guards.contents import CONTAINERS, INERT, OTHER, content, is_plain
 from graphmod.guards.library import is_library
 from graphmod.guards.lookup import CODE, MISSING, UNKNOWN, Fields, is_made_by_code
 from graphmod.guards.notes import DEEP, Notes
-from graphmod.guards.operand_stack import Nothing, depths, top
+from graphmod.reads.operand_stack import Nothing, depths, top
 from graphmod.trace.tensors import is_leaf
 from graphmod.trace.untraced import identity
 

@@ -18,10 +18,10 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from graphmod.guards import events
 from graphmod.guards.library import CORE, STDLIB, TORCH
-from graphmod.guards.operand_stack import can_peek
-from graphmod.guards.reading import Plan, Step, plan_of
+from graphmod.reads import events
+from graphmod.reads.operand_stack import can_peek
+from graphmod.reads.reading import Plan, Step, plan_of
 from graphmod.torch_private import beside_dynamo, written_by_dynamo
 from graphmod.trace import dispatch
 from graphmod.trace.tracer import Tracer
@@ -50,6 +50,7 @@ _NOT_OF_TORCH = tuple(
     )
 )
 _OF_TORCH = tuple(TORCH + part.replace("/", os.sep) for part in ("autograd/function.py", "autograd/grad_mode.py"))
+_OF_OTHERS = tuple(TORCH + part.replace("/", os.sep) for part in ("random.py", "autograd/grad_mode.py"))
 _PRIVATE, _SPECIAL = TORCH + "_", TORCH + "__"
 # Of the standard library, what leads to no setting of a program's.
 _NOT_OF_STDLIB = tuple(
@@ -145,15 +146,20 @@ def _watched(filename: str) -> bool:
 
 
 @cache
+def _serves_others(filename: str) -> bool:
+    return _of_stdlib(filename) or os.path.normpath(filename).startswith(_OF_OTHERS)
+
+
+@cache
 def _of_stdlib(filename: str) -> bool:
     return filename.startswith("<frozen") or (filename.startswith(STDLIB) and "-packages" not in filename)
 
 
 def _for_nobody(frame: FrameType) -> bool:
-    """Whether a frame is of the standard library, and looks up for PyTorch's machinery, or for this package's, what
-    that keeps there: the environment, weak dictionaries."""
+    """Whether a frame is of the standard library, or of what in torch others use likewise, and looks up for PyTorch's
+    machinery, or for this package's, what that keeps there: the environment, weak dictionaries, random states."""
     caller: FrameType | None = frame
-    while caller is not None and _of_stdlib(caller.f_code.co_filename):
+    while caller is not None and _serves_others(caller.f_code.co_filename):
         caller = caller.f_back
     if caller is None or caller is frame:
         return False

@@ -17,11 +17,11 @@ from typing import Protocol
 import torch
 from torch.autograd.graph import Node
 
-from graphmod.guards import events
-from graphmod.guards.frames import NOT_TOLD, Frames
 from graphmod.guards.library import CORE
 from graphmod.guards.notes import Notes
-from graphmod.guards.watching import Noting
+from graphmod.reads import events
+from graphmod.reads.frames import NOT_TOLD, Frames
+from graphmod.reads.watching import Noting
 from graphmod.torch_private import beside_dynamo, current_backward, runs_backward
 from graphmod.trace.garbage import Ages
 from graphmod.trace.untraced import identity
