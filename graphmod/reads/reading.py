@@ -38,6 +38,7 @@ _FRESH = (list, tuple, dict, set, frozenset)
 _BUILT_IN = frozenset(map(identity, (*_FRESH, str, int, float)))
 _OF_C = (types.BuiltinFunctionType, types.MethodDescriptorType, types.MethodWrapperType, types.WrapperDescriptorType)
 _READ_STATE = {"__reduce_ex__", "__reduce__", "__getstate__"}  # all that is in an object
+_ADDS = {"append", "extend", "insert", "add", "update"}  # methods that tell nothing of what is there
 _BY_KEY = {"get", "__getitem__", "__contains__"}
 _RUNS_PYTHON = (types.FunctionType, types.MethodType, nn.Module)
 # By identity: a class, or its class, may have a hash and a way to compare of its own.
@@ -230,6 +231,13 @@ class Reading:
             used: whether these have been looked into.
         """
         kind, notes = type(function), self._notes
+        if issubclass(kind, _OF_C) and function.__name__ in _ADDS:
+            owner = getattr(function, "__self__", None) or next(iter(given), None)
+            if type(owner) in _FRESH and not notes.ages.is_old(owner):
+                for value in given:
+                    if value is not owner:
+                        self.use(value)
+                return
         reads = _in_c.get(identity(function)) or _made_in_c.get(identity(kind))
         if kind is types.FunctionType:
             notes.function(function)
