@@ -424,7 +424,11 @@ class Notes:
         value = place.value
         if isinstance(owner, types.ModuleType):
             of_torch = owner is torch.nn.functional and not is_of_core(value)  # what others exchange now and then
-            if of_torch or not (isinstance(value, _FIXED) and is_library_module(owner)):
+            fixed = value is MISSING or isinstance(value, _FIXED)
+            of_library = is_library_module(owner) or (
+                kind is not types.ModuleType and is_library_module(sys.modules.get(package_of(kind)))
+            )
+            if of_torch or not (fixed and of_library):
                 self._note(self.belongs(place.container, owner), place)
             return CODE if value is MISSING and "__getattr__" in place.container else value
         own = dict_of(owner)
@@ -492,7 +496,8 @@ class Notes:
         own = None if isinstance(owner, (type, super)) else dict_of(owner)
         if own is not None:
             self._note(owner, Place(own, name, MISSING))
-        if not (isinstance(value, _DESCRIPTORS) and is_library_module(sys.modules.get(package_of(place.shared)))):
+        fixed = isinstance(value, _DESCRIPTORS) and is_library_module(sys.modules.get(package_of(place.shared)))
+        if not (fixed or is_of_core(value)):
             self._note(place.shared, place)
         return bound_to(value)
 
@@ -551,10 +556,11 @@ class Notes:
 
     def _in_tuple(self, owner: tuple, value: Any) -> None:
         """Takes in an item of a tuple, which stays there for as long as the tuple does."""
-        if self.ages.is_old(owner):
+        old = self.ages.is_old(owner)
+        if old:
             self._lead_to(value)
         self._meet(value)
-        if isinstance(value, Tensor) and identity(value) in self.tensors:
+        if old and isinstance(value, Tensor) and identity(value) in self.tensors:
             self.tensors[identity(value)].in_tuple = True
 
     # -- values --------------------------------------------------------------------------------------------------
