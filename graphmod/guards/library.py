@@ -42,8 +42,9 @@ def is_library_module(module: types.ModuleType | None) -> bool:
     """Whether a module belongs to an installed library, or to Python."""
     if module is None:
         return False
-    file = getattr(module, "__file__", None)
-    return is_library(file) if isinstance(file, str) else module.__name__ in sys.builtin_module_names
+    held = vars(module)  # without a `__getattr__` of its own
+    file = held.get("__file__")
+    return is_library(file) if isinstance(file, str) else held.get("__name__") in sys.builtin_module_names
 
 
 def is_of_core(value: Any) -> bool:
