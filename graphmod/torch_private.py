@@ -96,12 +96,6 @@ def _saved_by(kind: type) -> list[str]:
     return [name for name in dir(kind) if name.startswith("_raw_saved")]
 
 
-def runs_backward() -> list[types.CodeType]:
-    """The code by way of which Python runs a backward or asks for gradients."""
-    within = getattr(torch.autograd.graph, "_engine_run_backward", None)
-    return [one.__code__ for one in (within, torch.autograd.backward, torch.autograd.grad) if one is not None]
-
-
 # -- settings of the process ----------------------------------------------------------------------------------------
 def _older_precision(backend: str, operation: str) -> Any:
     return _C._get_float32_matmul_precision() if operation == "matmul" else _C._get_cudnn_allow_tf32()

@@ -22,7 +22,7 @@ from graphmod.guards.notes import Notes
 from graphmod.reads import events
 from graphmod.reads.frames import NOT_TOLD, Frames
 from graphmod.reads.watching import Noting
-from graphmod.torch_private import beside_dynamo, current_backward, runs_backward
+from graphmod.torch_private import beside_dynamo, current_backward
 from graphmod.trace.garbage import Ages
 from graphmod.trace.untraced import identity
 
@@ -143,7 +143,7 @@ class _Watch(Frames):
             self._notes.ages.made |= _given_to(frame)
         if self._call is None:
             return events.NOTHING
-        if identity(frame.f_code) in _run_backward:
+        if frame.f_code is _ACCUMULATES:
             self._call.nested(frame)
         told = super()._entered(frame)
         if isinstance(told, dict):
@@ -184,7 +184,7 @@ class _Watch(Frames):
 
 
 _watches: dict[int, _Watch] = {}
-_run_backward = frozenset(map(identity, runs_backward()))
+_ACCUMULATES = torch.autograd.backward.__code__  # `torch.autograd.grad` leaves `.grad` alone
 
 
 def _given_to(frame: types.FrameType) -> set[int]:

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from types import FunctionType
@@ -15,6 +16,7 @@ _inside = 0
 _enabled = False
 _frozen = 0
 _BY_PYTHON = 10_000  # objects that Python may have frozen itself, as 3.12 does with its first few hundred
+_PAUSE, _again_at = 5.0, 0.0  # seconds
 _by_program = False  # whether the program itself has frozen something
 
 
@@ -127,15 +129,18 @@ def _freeze(ages: Ages | None = None) -> None:
 
 def _unfreeze(ages: Ages | None = None) -> None:
     """Undoes one `_freeze`, with the last of all. What the program itself had frozen stays so, and so does, as nobody
-    can tell the two apart, what else is no garbage by then."""
-    global _frozen
+    can tell the two apart, what else is no garbage by then; between two recordings of a model's layers nobody looks for
+    garbage, which takes as long as all that is frozen is much."""
+    global _frozen, _again_at
     with _lock:
         if ages is not None:
             _list_new()
             _ages.remove(ages)
         _frozen -= 1
-        if not _frozen:
-            gc.unfreeze()
-            if _by_program:
-                gc.collect()
-                gc.freeze()
+        if _frozen or (_by_program and time.monotonic() < _again_at):
+            return
+        gc.unfreeze()
+        if _by_program:
+            gc.collect()
+            gc.freeze()
+            _again_at = time.monotonic() + _PAUSE
