@@ -54,7 +54,14 @@ class Whole:
         settings = [
             value for part in parts for name, value in vars(part).items() if is_plain(value) and name[:2] != "__"
         ]
+        settings += [part._c.getattr(name) for part in parts for name in _kept_by_script(part)]
         return (*tensors, *settings, *(bool(getattr(part, "training", False)) for part in parts))
+
+
+def _kept_by_script(module: torch.nn.Module) -> list[str]:
+    """The names of what a module of TorchScript keeps in C++ besides tensors and modules."""
+    kind = vars(module).get("_concrete_type")
+    return [] if kind is None else [name for name in kind.get_attributes() if module._c.hasattr(name)]
 
 
 class Cached:

@@ -52,3 +52,29 @@ def test_a_frozen_script_is_eager_and_says_so(device):
         x = torch.full((4, 8), float(scale), device=device)
         assert torch.equal(wrapper(x), module(x))
     assert wrapper.stats.replays or wrapper.last_failure
+
+
+class _Settings(nn.Module):
+    factor: float
+    powers: list[float]
+
+    def __init__(self):
+        super().__init__()
+        self.factor, self.powers = 1.0, [2.0]
+
+    def forward(self, x):
+        return x * self.factor * self.powers[0]
+
+
+@pytest.mark.parametrize("change", [lambda m: setattr(m, "factor", 3.0), lambda m: setattr(m, "powers", [5.0])])
+@pytest.mark.filterwarnings("ignore")
+def test_what_a_scripted_module_keeps_in_cpp_is_compared(change, device):
+    module = torch.jit.script(_Settings())
+    wrapper = CUDAGraphModule(module, config())
+    for step in range(10):
+        if step == 6:
+            change(module)
+        x = torch.full((3,), float(step), device=device)
+        with torch.no_grad():
+            assert torch.equal(wrapper(x), module(x)), step
+    assert wrapper.stats.captures or device.type == "cuda"
