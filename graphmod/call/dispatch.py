@@ -18,6 +18,7 @@ from graphmod.graph.context import Context
 from graphmod.guards.hooks import several_hooks
 from graphmod.ranks.agreement import Choice
 from graphmod.ranks.board import LateRanks
+from graphmod.reads.backwards import end_left, watches
 from graphmod.signature.flattening import flatten
 from graphmod.signature.modes import FOREIGN
 from graphmod.signature.signature import Signature, argument_paths, parameter_names, tensor_key
@@ -32,6 +33,8 @@ TRACED = ", and no graph is in what is made of it; trace first, and wrap that: C
 
 def run(context: Context, args: tuple, kwargs: dict) -> Any:
     """One call, on all ranks alike where it communicates; see `_run`."""
+    if watches:
+        end_left()
     if is_nested(context):
         return context.call(*args, **kwargs)
     if context.agreement is not None:

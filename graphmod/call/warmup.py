@@ -46,7 +46,7 @@ def warm_up(context: Context, entry: Entry, args: tuple, kwargs: dict) -> Any:
             result, recording = record(
                 context.call, args, kwargs, parameter_names(context.call), context.group.gpu, context.root
             )
-        if recording.compiles and entry.compiled_again < _MOST_COMPILED:
+        if recording.settles and entry.compiled_again < _MOST_COMPILED:
             # Under the recorder functions of PyTorch are others, which compiled code may stand on. It may be compiled
             # once more, in a call like any other, and the one after that is recorded.
             entry.compiled_again += 1
@@ -58,7 +58,7 @@ def warm_up(context: Context, entry: Entry, args: tuple, kwargs: dict) -> Any:
             recording.refused = context.around.take_over() or recording.refused
         if recording.communicates and differentiable(result) and reads_parts(recording.guards.tensors):
             recording.refused = recording.refused or COMMUNICATES
-        if recording.compiles:
+        if recording.settles:
             recording.refused = recording.refused or f"it {COMPILES.effect}, in each call"
         if not (recording.refused or recording.communicates) and context.group.whole.take(recording.guards.tensors):
             entry.calls = context.config.warmup_steps - 1  # the next call is recorded, at the addresses that stay

@@ -23,8 +23,14 @@ from graphmod.guards.guards import Guards
 from graphmod.guards.notes import Notes
 from graphmod.ranks.board import LateRanks
 from graphmod.reads.watching import noting
+from graphmod.trace import dispatch
 from graphmod.trace.operations import address
 from graphmod.trace.recorder import Recorder
+
+USES_UP = (
+    "does something else in its backward when that runs again: it uses up what its forward kept, and a capture may run "
+    "it twice"
+)
 
 
 def capture_backward(graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> BackwardGraph | None:
@@ -41,6 +47,7 @@ def capture_backward(graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> B
     known = BackwardGraph()
     known.graph = None
     noted: list[Notes] = []
+    known_steps: list[tuple] = []  # of the capture before
     try:
         known.inputs = [None if grad is None else _static_gradient(graph, grad) for grad in grads]
         static = [None if item is None else item.tensor for item in known.inputs]
@@ -76,6 +83,10 @@ def capture_backward(graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> B
                     through, gradients = differentiate(
                         graph, graph.results.retained, inputs, static, direct, graph.edges
                     )
+                    steps = [(step.op, repr(step.scalars)) for step in dispatch.current().trace]
+                if steps != (known_steps or steps):
+                    raise CaptureRefused(USES_UP)
+                known_steps[:] = steps
                 taken = {address(tensor) for tensor in (*given, *(buffer.memory for buffer in buffers))}
                 known.wholes = [Whole(item) if item is not None and is_split(item) else None for item in through]
                 known.results = [None if item is None else _own(_there(part(item)), taken) for item in through]

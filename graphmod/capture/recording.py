@@ -14,7 +14,7 @@ from torch import Tensor
 from graphmod.capture.recorded_backward import RecordedBackward
 from graphmod.graph.casts import keeping_none
 from graphmod.graph.results import not_to_be_made_again, outline, resolved
-from graphmod.guards.changes import what_changed
+from graphmod.guards.changes import imports, what_changed
 from graphmod.guards.guards import Guards
 from graphmod.guards.notes import Notes
 from graphmod.reads.watching import noting
@@ -43,7 +43,8 @@ class Recording:
         returned: the outline of its result.
         refused: why it is not to be captured; None where it may be.
         seconds: that it took.
-        compiles: whether torch.compile compiled something in it, so that what it showed is not what the next call does.
+        settles: whether torch.compile compiled something in it, or its code was the first to import a module, so that
+            what it showed is not what the next call does.
         its_backward: what is known of backwards of its result.
     """
 
@@ -54,7 +55,7 @@ class Recording:
         returned: tuple,
         refused: str | None,
         seconds: float,
-        compiles: bool,
+        settles: bool,
     ) -> None:
         self.script = seen.script
         self.generators = seen.generators
@@ -65,7 +66,7 @@ class Recording:
         self.returned = returned
         self.refused = refused
         self.seconds = seconds
-        self.compiles = compiles
+        self.settles = settles
         self.its_backward = RecordedBackward()
 
 
@@ -90,8 +91,8 @@ def record(
     refused = refused or given.changed() or given.returned(result) or not_to_be_made_again(returned[0])
     refused = refused or what_changed(notes)
     guards = Guards(notes, recorder.backward)
-    compiles = recorder.compiles or frames_compiled() != compiled
-    recording = Recording(recorder, guards, returned, refused, time.perf_counter() - began, compiles)
+    settles = recorder.compiles or frames_compiled() != compiled or imports(notes)
+    recording = Recording(recorder, guards, returned, refused, time.perf_counter() - began, settles)
     recording.its_backward.functions = notes.ages.functions
     return result, recording
 

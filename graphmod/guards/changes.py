@@ -1,12 +1,13 @@
 """What a recorded call itself changed of what it read, so that a replay, in which no Python runs, would go wrong."""
 
+import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from graphmod.guards.contents import Cached, content, describe, same_content
-from graphmod.guards.lookup import Cell
+from graphmod.guards.lookup import MISSING, Cell
 from graphmod.guards.notes import Note, Notes, geometry
 from graphmod.guards.remedies import (
     DRAW,
@@ -94,6 +95,13 @@ def what_changed(notes: Notes) -> str | None:
     """The first of what a call changed, in words; None if that is nothing."""
     first = next(all_changes(notes), None)
     return None if first is None else str(first)
+
+
+def imports(notes: Notes) -> bool:
+    """Whether a call was the first to import a module, which later calls find."""
+    return any(
+        note.container is sys.modules and note.before() is MISSING and note.changed() for note in notes.notes.values()
+    )
 
 
 def all_changes(notes: Notes) -> Iterator[Change]:

@@ -113,4 +113,4 @@ class Contents:
     def tensors(self) -> list[tuple[Any, Tensor]]:
         """The tensors inside, each with its container."""
         pairs = zip(self.found, self._items, strict=True)
-        return [(value, item) for (value, _), items in pairs for item in items if isinstance(item, Tensor)]
+        return [(value, item) for (value, _), items in pairs for item in items if issubclass(type(item), Tensor)]

@@ -203,6 +203,8 @@ class Note:
 
     def changed(self) -> bool:
         """Whether the place holds another value than at first. A container in the place of an equal one is none."""
+        if self._weak_owner and self.owner is None:  # nobody has it any more
+            return False
         before, now = self.before(), self.now()
         if before is now:
             return False

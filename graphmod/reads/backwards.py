@@ -61,12 +61,20 @@ def mark(node: Node, call: Watched) -> None:
     node.metadata[_MARK] = call
 
 
+def end_left() -> None:
+    """Ends what this thread still watches though its backward is over: an error has ended that where nobody could see,
+    as by way of a debugger."""
+    if watches and current_backward() < 0:
+        for watch in [one for one in reversed(watches.values()) if one.is_of_this_thread()]:
+            watch.stop()
+
+
 def begin(call: Watched) -> None:
     """Takes in that a backward has come to a call. To be called in a hook that the engine calls itself."""
     task = current_backward()
     if call.over or task < 0:
         return
-    watch = _watches.get(task)
+    watch = watches.get(task)
     if watch is None:
         watch = _Watch(task, sys._getframe(1).f_back)
         watch.begin()
@@ -93,7 +101,7 @@ class _Watch(Frames):
         self._thread = threading.get_ident()
 
     def begin(self) -> None:
-        _watches[self._task] = self
+        watches[self._task] = self
         self.__enter__()
         self._told = events.watch_of_now()
         _is_anybody_told()
@@ -101,22 +109,28 @@ class _Watch(Frames):
 
     def end(self) -> None:
         """The backward is over."""
-        self._stop()
+        self.stop()
         for call in self.calls.values():
             if self.missed:
                 self._nobody.unseen = self.missed
                 call.take(self._nobody)
             call.finish()
 
-    def _stop(self) -> None:
-        if _watches.pop(self._task, None) is None:
+    def is_of_this_thread(self) -> bool:
+        return self._thread == threading.get_ident()
+
+    def stop(self) -> None:
+        """Ends the watch, whatever became of the backward."""
+        if watches.pop(self._task, None) is None:
             return
-        self._leave()
-        if threading.get_ident() == self._thread:
-            self.__exit__()
-        else:
-            events.abandon(self._told)
-        self._engine = self._other = None
+        try:
+            self._leave()
+        finally:
+            if self.is_of_this_thread():
+                self.__exit__()
+            else:
+                events.abandon(self._told)
+            self._engine = self._other = None
 
     # -- see `Frames` --------------------------------------------------------------------------------------------
 
@@ -126,7 +140,7 @@ class _Watch(Frames):
             return events.NOTHING
         task = current_backward()
         if task < 0 or (frame.f_back is None and task != self._task):
-            self._stop()  # an error has ended the backward, of which nobody tells
+            self.stop()  # an error has ended the backward, of which nobody tells
             return events.NOTHING
         if from_engine := frame.f_back is self._engine:
             ours = frame.f_code.co_filename.startswith(CORE)  # hooks of this package, which change nothing that matters
@@ -176,14 +190,17 @@ class _Watch(Frames):
         notes, self._notes = self._notes, self._nobody
         self._watch(self._nobody)
         notes.ages.__exit__()
-        call.take(notes)
+        try:
+            call.take(notes)
+        except Exception as error:  # the user's backward goes on
+            self.missed = self.missed or f"what its backward reads cannot be compared: {error}"
 
     def _watch(self, notes: Notes) -> None:
         self._watcher = Noting(notes)
         self.step = self._watcher.step
 
 
-_watches: dict[int, _Watch] = {}
+watches: dict[int, _Watch] = {}
 _ACCUMULATES = torch.autograd.backward.__code__  # `torch.autograd.grad` leaves `.grad` alone
 
 

@@ -176,7 +176,8 @@ def _plan_of(code: CodeType) -> Plan | None:
             looked_at = False
         found = plan_of(code) if looked_at else None
         gone = weakref.ref(code, lambda _: _known.pop(where, None))
-        known = _known[where] = found if found or (looked_at and code.co_freevars) else None, gone
+        told = looked_at and (code.co_freevars or code.co_name.startswith("__"))  # see `Noting.entered`
+        known = _known[where] = found if found or told else None, gone
     return known[0]
 
 

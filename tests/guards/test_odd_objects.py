@@ -330,3 +330,21 @@ def test_a_view_whose_history_autograd_does_not_tell_is_merely_held(place, devic
         assert torch.equal(graphed(x, *given), read(x, *given))
     assert "no_grad" in graphed.last_failure if given else graphed.stats.replays
     check(read, x, *given)
+
+
+def test_a_module_that_is_imported_inside_stays_imported(device, monkeypatch, tmp_path):
+    (tmp_path / "own_late_module.py").write_text("scale = 2.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def step(x):
+        import own_late_module
+
+        return x * own_late_module.scale
+
+    wrapper = CUDAGraphModule(step, config(warmup_steps=1))
+    for index in range(6):
+        if index == 4:
+            sys.modules["own_late_module"].scale = 3.0
+        assert wrapper(torch.ones(2, device=device)).tolist() == [2.0 if index < 4 else 3.0] * 2
+    monkeypatch.delitem(sys.modules, "own_late_module")
+    assert wrapper.stats.captures and not wrapper.stats.failures
