@@ -5,4 +5,4 @@ import sys
 from graphmod.check.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:], "python -m graphmod.check"))

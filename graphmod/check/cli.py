@@ -1,4 +1,4 @@
-"""The command line of `python -m graphmod.check`.
+"""The command line of `graphmod check`.
 
 Exit status: 0 would be captured, 1 hazards or ranks that diverge, 2 it could not be asked that way.
 """
@@ -75,7 +75,7 @@ def parser(program: str) -> argparse.ArgumentParser:
     return parser
 
 
-def main(arguments: list[str], program: str = "python -m graphmod.check") -> int:
+def main(arguments: list[str], program: str = "graphmod check") -> int:
     """Checks what the arguments name and prints the report; returns the exit status."""
     parsing = parser(program)
     if {"-h", "--help"} & {*arguments}:

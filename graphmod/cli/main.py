@@ -3,9 +3,11 @@
 Each command is imported when it is asked for; PyTorch later still, when there is something to compute.
 """
 
+import importlib
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 
 from graphmod.cli.start import loading, prepare, shown, version
 from graphmod.words import nearest
@@ -48,12 +50,18 @@ A GPU is needed to see a difference: on a CPU, graphs are emulated and nothing g
 _COMPARED = {"graph": "none,per_layer,full_iteration", "train": "measure", "train.deterministic": "true"}
 
 
-def train(arguments: list[str]) -> int:
-    """`graphmod train` and `python train.py`; returns the exit status."""
+def _run(home: str, arguments: list[str]) -> int:
+    """Runs the command that a module has; returns the exit status."""
     prepare()
     with loading():
-        from graphmod.cli.training.main import main
+        main = importlib.import_module(home).main
     return main(arguments)
+
+
+train = partial(_run, "graphmod.cli.training.main")
+generate = partial(_run, "graphmod.cli.generation.main")
+serve = partial(_run, "graphmod.cli.serving.main")
+check = partial(_run, "graphmod.check.cli")
 
 
 def compare(arguments: list[str]) -> int:
@@ -67,30 +75,6 @@ def compare(arguments: list[str]) -> int:
     given = {argument.partition("=")[0] for argument in arguments}
     defaults = [f"{key}={value}" for key, value in _COMPARED.items() if key not in given]
     return train(["--multirun", *defaults, *arguments])
-
-
-def generate(arguments: list[str]) -> int:
-    """`graphmod generate` and `python generate.py`; returns the exit status."""
-    prepare()
-    with loading():
-        from graphmod.cli.generation.main import main
-    return main(arguments)
-
-
-def serve(arguments: list[str]) -> int:
-    """`graphmod serve` and `python serve.py`; returns the exit status."""
-    prepare()
-    with loading():
-        from graphmod.cli.serving.main import main
-    return main(arguments)
-
-
-def check(arguments: list[str]) -> int:
-    """`graphmod check`, which is `python -m graphmod.check`; returns the exit status."""
-    prepare()
-    with loading():
-        from graphmod.check.cli import main
-    return main(arguments, "graphmod check")
 
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
