@@ -42,9 +42,9 @@ def stopped(on_text, tmp_path, monkeypatch, stop_after):
 
 def test_the_folder_is_all_that_has_to_be_given(stopped, tmp_path):
     run, losses = stopped(*DROPOUT, "graph=none", "train.log_every=2")
-    chosen = given(f"train.resume={run}")
-    config = parse(chosen.settings)
-    assert chosen.changed == [] and config.train.log_every == 2 and config.graph.scope.value == "none"
+    settings, changed = given(f"train.resume={run}")
+    config = parse(settings)
+    assert changed == [] and config.train.log_every == 2 and config.graph.scope.value == "none"
     resumed = train(config, tmp_path / "unused")
     assert resumed.losses == losses and resumed.resumed_at_step == 3
     assert not (tmp_path / "unused").exists()
@@ -78,14 +78,14 @@ def test_ranks_join_on_the_device_of_the_run(stopped, tmp_path, monkeypatch, cap
 def test_so_does_one_of_its_checkpoints(stopped, tmp_path):
     run, losses = stopped("train.seed=3")
     (folder,) = checkpoints(run / FOLDER)
-    assert train(parse(given(f"train.resume={folder}").settings), tmp_path / "unused").losses == losses
+    assert train(parse(given(f"train.resume={folder}")[0]), tmp_path / "unused").losses == losses
 
 
 def test_a_change_is_shown_and_a_group_changes_what_its_files_set(stopped, tmp_path, capsys):
     run, losses = stopped("graph=auto", "graph.warmup_steps=2")
     overrides = [f"train.resume={run}", "graph=per_layer", "train.log_every=7", "data.batch_size=2"]
-    chosen = given(*overrides)
-    config = parse(chosen.settings)
+    settings, _ = given(*overrides)
+    config = parse(settings)
     assert config.graph.scope.value == "per_layer" and not config.graph.auto and config.graph.warmup_steps == 2
     job = Job(tmp_path / "unused", overrides, alone=True, given=overrides)
     assert run_job(composed(*overrides), job) == run
@@ -126,10 +126,10 @@ def test_a_finished_run_is_extended_to_the_bits_of_a_longer_one(on_text, tmp_pat
     first = train(on_text(*settings), tmp_path / "run")
     assert first.status == "finished" and first.losses == longer.losses[:8]
     said = []
-    again = parse(given(f"train.resume={tmp_path / 'run'}").settings)
+    again = parse(given(f"train.resume={tmp_path / 'run'}")[0])
     assert train(again, tmp_path / "unused", say=said.append) == first
     assert "is finished; to extend it: train.resume=" in said.pop() and not said
-    config = parse(given(f"train.resume={tmp_path / 'run'}", "train.steps=11").settings)
+    config = parse(given(f"train.resume={tmp_path / 'run'}", "train.steps=11")[0])
     extended = train(config, tmp_path / "unused", say=said.append)
     assert extended.losses == longer.losses and extended.resumed_at_step == 8
     assert said[1] == "train.steps was 8; the numbers are those of a run that had 11 steps from the start"
@@ -141,7 +141,7 @@ def test_an_extension_with_a_schedule_says_that_its_numbers_are_others(on_text, 
     longer = train(on_text("train.steps=11"), tmp_path / "longer")
     train(on_text(), tmp_path / "run")
     said = []
-    config = parse(given(f"train.resume={tmp_path / 'run'}", "train.steps=11").settings)
+    config = parse(given(f"train.resume={tmp_path / 'run'}", "train.steps=11")[0])
     extended = train(config, tmp_path / "unused", say=said.append)
     assert len(extended.losses) == 11 and extended.losses != longer.losses
     assert said[0].startswith("resuming from step 8 of 11")
@@ -151,7 +151,7 @@ def test_an_extension_with_a_schedule_says_that_its_numbers_are_others(on_text, 
 
 def test_fewer_steps_than_are_done_are_refused(on_text, tmp_path):
     train(on_text(), tmp_path / "run")
-    config = parse(given(f"train.resume={tmp_path / 'run'}", "train.steps=5").settings)
+    config = parse(given(f"train.resume={tmp_path / 'run'}", "train.steps=5")[0])
     with pytest.raises(ConfigError, match=r"has done 8 steps already, and train\.steps=5 asks for fewer"):
         train(config, tmp_path / "unused")
 
@@ -174,7 +174,7 @@ def test_an_extension_that_was_killed_is_unfinished(on_text, tmp_path, monkeypat
 def test_a_folder_of_its_own_leaves_the_run_as_it_is(stopped, tmp_path):
     run, losses = stopped()
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    config = parse(given(f"train.resume={run}").settings)
+    config = parse(given(f"train.resume={run}")[0])
     with claimed(config, tmp_path / "branch", named=True) as point:
         assert point.run_dir == tmp_path / "branch"
         assert train(config, point.run_dir, point).losses == losses
@@ -212,7 +212,7 @@ def test_a_checkpoint_with_a_setting_that_is_gone_is_resumed_where_it_decided_no
     run, losses = stopped()
     (folder,) = checkpoints(run / FOLDER)
     edit(folder, lambda manifest: manifest["config"]["train"].update(log_colour="red"))
-    assert train(parse(given(f"train.resume={run}").settings), tmp_path).losses == losses
+    assert train(parse(given(f"train.resume={run}")[0]), tmp_path).losses == losses
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,7 @@ def test_as_many_ranks_are_started_as_a_launcher_had(stopped, monkeypatch, writt
 
     edit(folder, as_launched)
     monkeypatch.setenv("WORLD_SIZE", launched)
-    assert given(f"train.resume={run}", *arguments).settings["parallel"]["gpus"] == gpus
+    assert given(f"train.resume={run}", *arguments)[0]["parallel"]["gpus"] == gpus
 
 
 @pytest.mark.parametrize("resume", ["auto", "FOLDER"])
@@ -253,7 +253,7 @@ def test_a_checkpoint_of_a_newer_format_is_named_and_nothing_older_taken_in_its_
 def test_a_number_of_steps_takes_the_place_of_epochs(on_text, tmp_path):
     train(on_text("train.epochs=1"), tmp_path / "run")
     done = len(RunResult.read(tmp_path / "run").losses)
-    config = parse(given(f"train.resume={tmp_path / 'run'}", f"train.steps={done + 2}").settings)
+    config = parse(given(f"train.resume={tmp_path / 'run'}", f"train.steps={done + 2}")[0])
     assert len(train(config, tmp_path / "unused").losses) == done + 2
 
 
@@ -261,13 +261,13 @@ def test_where_epochs_were_asked_for_epochs_are_named(on_text, tmp_path):
     run = tmp_path / "run"
     train(on_text("train.epochs=2"), run)
     steps, said = len(RunResult.read(run).losses), []
-    train(parse(given(f"train.resume={run}").settings), tmp_path / "unused", say=said.append)
+    train(parse(given(f"train.resume={run}")[0]), tmp_path / "unused", say=said.append)
     assert f"is finished; to extend it: train.resume={run} train.epochs=4." in said[0]
     with pytest.raises(
         ConfigError, match=rf"has done {steps} steps already, and train.epochs=1, which are {steps // 2} st"
     ):
-        train(parse(given(f"train.resume={run}", "train.epochs=1").settings), tmp_path / "unused")
-    longer = train(parse(given(f"train.resume={run}", "train.epochs=3").settings), tmp_path / "unused")
+        train(parse(given(f"train.resume={run}", "train.epochs=1")[0]), tmp_path / "unused")
+    longer = train(parse(given(f"train.resume={run}", "train.epochs=3")[0]), tmp_path / "unused")
     assert len(longer.losses) == steps // 2 * 3 and longer.config["train"]["epochs"] == 3
 
 
@@ -275,8 +275,8 @@ def test_options_of_a_schedule_are_compared_as_a_whole(stopped, tmp_path):
     settings = ["optim.schedule=cosine_with_restarts", "+optim.schedule_options.num_cycles=2"]
     run, losses = stopped(*settings)
     with pytest.raises(ConfigError, match=r"schedule_options was \{'num_cycles': 2\} and is now \{'num_cycles': 3\}"):
-        train(parse(given(f"train.resume={run}", "+optim.schedule_options.num_cycles=3").settings), tmp_path / "unused")
-    assert train(parse(given(f"train.resume={run}").settings), tmp_path / "unused").losses == losses
+        train(parse(given(f"train.resume={run}", "+optim.schedule_options.num_cycles=3")[0]), tmp_path / "unused")
+    assert train(parse(given(f"train.resume={run}")[0]), tmp_path / "unused").losses == losses
 
 
 def test_steps_and_epochs_at_once_are_refused(capsys):

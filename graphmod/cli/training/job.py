@@ -111,15 +111,15 @@ def started(cfg: DictConfig, job: Job) -> Iterator[Start]:
     """
     if job.cwd is not None and job.cwd not in sys.path:
         sys.path.insert(0, job.cwd)  # where parts of the user's own are
-    chosen = job_settings(_anchored(cfg, job.cwd), job.overrides)
-    config = parse(chosen.settings)
+    settings, changed = job_settings(_anchored(cfg, job.cwd), job.overrides)
+    config = parse(settings)
     with ExitStack() as held:
-        start = Start(config, None, isinstance(chosen.settings, dict), held, job.folder)
+        start = Start(config, None, isinstance(settings, dict), held, job.folder)
         if not config.graph.check:
             # What lies beside a folder that was named is other jobs, which may be running.
             beside = job.alone and not job.named
             point = held.enter_context(claimed(config, job.folder, beside=beside, named=job.alone and job.named))
-            point.changed = chosen.changed
+            point.changed = changed
             if point.checkpoint is not None and config.train.epochs is None:
                 require_left(point, config.train.steps)
             start.point, start.folder = point, point.run_dir
@@ -247,7 +247,7 @@ def among_ranks(
 
 def _device(cfg: DictConfig, job: Job) -> DeviceName:
     """That of the run, which is not the command line's where it is resumed. Raises ConfigError: see `job_settings`."""
-    return DeviceName(job_settings(cfg, job.overrides).settings["train"]["device"])
+    return DeviceName(job_settings(cfg, job.overrides)[0]["train"]["device"])
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -27,19 +26,6 @@ from graphmod.train.schema.train import DeviceName
 
 _RESUME = "train.resume"
 _SAID = (_RESUME, "train.steps", "train.epochs")  # what more steps mean for a run, the run says itself
-
-
-@dataclass
-class JobSettings:
-    """What a job is run with.
-
-    Attributes:
-        settings: all of them, by group, to be parsed.
-        changed: in words, what the command line changes of the run that is resumed.
-    """
-
-    settings: DictConfig | dict[str, Any]
-    changed: list[str] = field(default_factory=list)
 
 
 def _plain(settings: DictConfig, name: str) -> Any:
@@ -126,7 +112,7 @@ def _start_as_many(settings: dict[str, Any], manifest: dict[str, Any]) -> None:
         parallel["gpus"] = count
 
 
-def job_settings(cfg: DictConfig, overrides: list[str]) -> JobSettings:
+def job_settings(cfg: DictConfig, overrides: list[str]) -> tuple[DictConfig | dict[str, Any], list[str]]:
     """The settings of a job that Hydra has composed: with `train.resume=FOLDER` those of that run and, over them, what
     the command line gives.
 
@@ -134,13 +120,16 @@ def job_settings(cfg: DictConfig, overrides: list[str]) -> JobSettings:
         cfg: composed by Hydra.
         overrides: the job's.
 
+    Returns:
+        All settings, by group, to be parsed; and in words what the command line changes of the run that is resumed.
+
     Raises:
         ConfigError: the folder holds no run, or a setting is to change that decides its numbers.
     """
     resume = str(cfg.train.resume)
     point = None if resume in (NONE, AUTO) else _named(resume)
     if point is None:  # where a folder was named, whoever looks for its checkpoints says what is wrong with them
-        return JobSettings(cfg)
+        return cfg, []
     manifest = point.manifest
     saved = all_settings(manifest)
     given = _folded(_given(cfg, overrides), saved)
@@ -160,4 +149,4 @@ def job_settings(cfg: DictConfig, overrides: list[str]) -> JobSettings:
         _start_as_many(settings, manifest)
     if "train.steps" in given and "train.epochs" not in given:
         settings["train"]["epochs"] = None  # which would decide otherwise
-    return JobSettings(settings, changed)
+    return settings, changed
