@@ -16,7 +16,7 @@ from graphmod.train.attention import use_static_causal_attention
 from graphmod.train.lora import add_adapters, is_adapter
 from graphmod.train.schema.model import CUSTOM, LOCAL, ModelConfig
 from graphmod.train.schema.train import Precision
-from graphmod.train.targets import located, made, name_of, taken_by
+from graphmod.train.targets import located, made, named, taken_by
 
 log = logging.getLogger("graphmod")
 
@@ -133,7 +133,7 @@ def _own_model(model: ModelConfig, data_vocab_size: int | None) -> nn.Module:
     if "vocab_size" in taken_by(located("model", target)) and data_vocab_size is not None:
         given = {"vocab_size": rounded_vocabulary(data_vocab_size), **given}
     built = made("model", target, **given)
-    said = f"model._target_={name_of(target)}"
+    said = named("model", target)
     if not isinstance(built, nn.Module):
         raise ConfigError(f"{said} made a {type(built).__name__}; a model must be a torch.nn.Module")
     if not any(parameter.requires_grad for parameter in built.parameters()):

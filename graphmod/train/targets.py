@@ -30,9 +30,9 @@ def check_target(setting: str, target: Any) -> None:
         )
 
 
-def name_of(target: dict[str, Any]) -> str:
-    """The name under which it was asked for."""
-    return target[TARGET]
+def named(setting: str, target: dict[str, Any]) -> str:
+    """The part as the command line names it: `model._target_=my_package.Net`."""
+    return f"{setting}.{TARGET}={target[TARGET]}"
 
 
 def located(setting: str, target: dict[str, Any]) -> Callable:
@@ -43,8 +43,7 @@ def located(setting: str, target: dict[str, Any]) -> Callable:
     """
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    parts = name_of(target).split(".")
-    said = f"{setting}.{TARGET}={name_of(target)}"
+    parts, said = target[TARGET].split("."), named(setting, target)
     found, done = _module(said, parts[0]), parts[:1]
     for part in parts[1:]:
         whole = ".".join([*done, part])
@@ -135,7 +134,7 @@ def made(setting: str, target: dict[str, Any], *, bound_to: tuple[str, ...] = ()
     if bound_to and "_args_" in target:
         raise ConfigError(f"{setting}._args_ cannot be given: it is called with {' and '.join(bound_to)}; use names")
     arguments = {name: value for name, value in {**more, **target}.items() if name not in _OF_HYDRA}
-    said = f"{setting}.{TARGET}={name_of(target)}"
+    said = named(setting, target)
     _require_taken(said, called, (*target.get("_args_", ()), *bound_to), arguments)
     try:
         if bound_to:

@@ -312,8 +312,8 @@ def test_the_check_of_a_step_knows_own_parts(own, tmp_path):
 def test_what_is_tried_before_the_first_step_leaves_no_trace(own, tmp_path, monkeypatch):
     config = own("graph=none", "train.steps=2", model=named("Net"), data=named("Tokens"))
     tried = train(config, tmp_path / "tried")
-    monkeypatch.setattr("graphmod.train.run.fitting._Trial.logits", lambda *args: None)
-    monkeypatch.setattr("graphmod.train.run.fitting._Trial.loss", lambda *args, **kwargs: None)
+    monkeypatch.setattr("graphmod.train.run.fitting._try_logits", lambda *args: None)
+    monkeypatch.setattr("graphmod.train.run.fitting._try_loss", lambda *args, **kwargs: None)
     assert train(config, tmp_path / "untried").losses == tried.losses
 
 

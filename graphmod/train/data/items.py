@@ -18,7 +18,7 @@ from graphmod.errors import ConfigError
 from graphmod.train.data.windows import ALL, Place, Sampler, evenly
 from graphmod.train.schema.data import DataConfig, Source
 from graphmod.train.step.losses import IGNORED, causal_lm_loss, next_token_loss
-from graphmod.train.targets import in_words, located, made, name_of, passes_on, taken_by
+from graphmod.train.targets import in_words, located, made, named, passes_on, taken_by
 from graphmod.words import counted
 
 _COMPARED = 16  # items that the fingerprint is made of
@@ -44,7 +44,7 @@ def _handed_on(data: DataConfig) -> dict[str, Any]:
                 found[one.name] = _plain(value)
         elif value != getattr(default, one.name):
             raise ConfigError(
-                f"data.{one.name}={_plain(value)} does nothing: data._target_={name_of(data.target)} takes no argument "
+                f"data.{one.name}={_plain(value)} does nothing: {named('data', data.target)} takes no argument "
                 f"{one.name!r}; add that to it, or leave the setting out"
             )
     return found
@@ -80,7 +80,7 @@ class Items:
     """
 
     def __init__(self, data: DataConfig, seed: int) -> None:
-        self.name = f"data._target_={name_of(data.target)}"
+        self.name = named("data", data.target)
         given = _handed_on(data)
         with torch.random.fork_rng([]):
             torch.default_generator.manual_seed(seed)

@@ -27,7 +27,7 @@ from graphmod.train.special_tokens import set_special_tokens
 from graphmod.train.step.activations import recompute_activations
 from graphmod.train.step.losses import IGNORED, OfRows, count_targets_of, criterion_of, own_logits
 from graphmod.train.step.staging import microbatches, on_device
-from graphmod.train.targets import in_words, located, made, name_of, passes_on
+from graphmod.train.targets import in_words, located, made, named, passes_on
 from graphmod.wrap.layers import find_layers
 
 _LOOKS_AHEAD = 8  # times the precision of a number, relative to the greatest one
@@ -72,23 +72,22 @@ def fitted(
     of_logits = loss_fn
     if config.train.loss:
         loss_fn, of_logits = _own_loss(config, loss_fn, device)
-    own = own_parts(config)
     keeps_attention = isinstance(model, PreTrainedModel) and model.config._attn_implementation != NAME
-    if own or keeps_attention:
-        trial = _Trial(config, model, device, own or type(model).__name__)
+    if own_parts(config) or keeps_attention:
         microbatch = microbatches(on_device(batches.sampler(first), device))[0]
         if of_logits is not None:
-            trial.logits(microbatch, of_logits, corpus)
+            _try_logits(model, config, microbatch, of_logits, corpus)
         criterion = criterion_of(loss_fn)
         before = _state(criterion)
         # Numbers that an object counts in should begin where they do without a trial.
         tried = loss_fn if isinstance(loss_fn, (types.FunctionType, functools.partial)) else copy.copy(loss_fn)
         if batches.evaluation:
-            trial.evaluation(microbatch, tried)
-        trial.loss(microbatch, tried, averaged=ranks.count > 1 and config.parallel.mode is ParallelMode.ddp)
+            _try_evaluation(model, config, microbatch, tried)
+        averaged = ranks.count > 1 and config.parallel.mode is ParallelMode.ddp
+        _try_loss(model, config, microbatch, tried, averaged)
         if _state(criterion) != before:
             raise ConfigError(
-                f"train.loss._target_={name_of(config.train.loss)} keeps something from step to step, which no "
+                f"{named('train.loss', config.train.loss)} keeps something from step to step, which no "
                 "checkpoint holds; keep it in a buffer of the model"
             )
     return model, loss_fn
@@ -103,8 +102,8 @@ def _state(criterion: Callable | None) -> list[Any]:
 
 def own_parts(config: RunConfig) -> str:
     """The parts of one's own, as settings name them; empty without any."""
-    named = {"model": config.model.target, "data": config.data.target, "train.loss": config.train.loss}
-    return ", ".join(f"{setting}._target_={name_of(target)}" for setting, target in named.items() if target)
+    parts = {"model": config.model.target, "data": config.data.target, "train.loss": config.train.loss}
+    return ", ".join(named(setting, target) for setting, target in parts.items() if target)
 
 
 def has_layers(model: nn.Module) -> bool:
@@ -157,19 +156,17 @@ def _require_supported(config: RunConfig, model: nn.Module, corpus: Data) -> Non
         )
     if config.data.target is not None and corpus.tokenizer is None:
         raise ConfigError(
-            f"train.sample_every={config.train.sample_every} writes text, and data._target_="
-            f"{name_of(config.data.target)} has no tokenizer; give it an attribute `tokenizer` with one of transformers"
+            f"train.sample_every={config.train.sample_every} writes text, and {corpus.name} has no tokenizer; give it "
+            "an attribute `tokenizer` with one of transformers"
         )
 
 
 def _own_loss(config: RunConfig, otherwise: Callable | None, device: torch.device) -> tuple[Callable, Callable | None]:
     """The loss that `train.loss` names, and the same again if it is one of logits that the data's loss takes."""
     target = config.train.loss
-    said = f"train.loss._target_={name_of(target)}"
-    if not inspect.isclass(located("train.loss", target)):
-        found = made("train.loss", target, bound_to=("model", "microbatch"))
-    else:
-        found = made("train.loss", target)
+    said = named("train.loss", target)
+    bound_to = () if inspect.isclass(located("train.loss", target)) else ("model", "microbatch")
+    found = made("train.loss", target, bound_to=bound_to)
     if not isinstance(found, nn.Module):
         if not callable(found):
             raise ConfigError(
@@ -184,8 +181,8 @@ def _own_loss(config: RunConfig, otherwise: Callable | None, device: torch.devic
         return found, None
     if otherwise is None:
         raise ConfigError(
-            f"{said} is a module of logits and targets, and the items of data._target_={name_of(config.data.target)} "
-            "do not say what these are; give a function loss(model, microbatch)"
+            f"{said} is a module of logits and targets, and the items of {named('data', config.data.target)} do not "
+            "say what these are; give a function loss(model, microbatch)"
         )
     if any(parameter.requires_grad for parameter in found.parameters()):
         raise ConfigError(f"{said} has parameters, which nothing would train; put them into the model")
@@ -233,128 +230,121 @@ def _shown(found: Any) -> str:
     return described({"": found}) if isinstance(found, Tensor) else f"a {type(found).__name__}"
 
 
-class _Trial:
-    """Calls model and loss once, to say in words what would fail in the first step.
+def _called(model: nn.Module, config: RunConfig, what: str, call: Callable[[], Any], training: bool = True) -> Any:
+    """Calls model or loss once, to say in words what would fail in the first step."""
+    dtype, device = autocast_dtype(config.train.precision), next(model.parameters()).device
+    try:
+        with _without_trace(model, device, training), torch.autocast(device.type, dtype, enabled=dtype is not None):
+            return call()
+    except Exception as error:
+        if passes_on(error):
+            raise
+        raise ConfigError(f"{_parts(model, config)}: {what} fails: {in_words(error)}") from error
+
+
+def _parts(model: nn.Module, config: RunConfig) -> str:
+    """What may be wrong, by name."""
+    return own_parts(config) or type(model).__name__
+
+
+def _try_logits(model: nn.Module, config: RunConfig, microbatch: Any, loss_fn: Callable, corpus: Data) -> None:
+    """Whether the model has the logits of tokens that `loss_fn` needs, and for as many tokens as the data has.
 
     Args:
-        config: of the run.
-        model: on its device.
-        device: of the run.
-        parts: the parts that may be wrong, by name.
+        microbatch: as the loss gets it.
+        loss_fn: a built-in loss; its keyword `forward` is how it calls the model.
+        corpus: gets the model's vocabulary where it has none.
     """
+    custom = config.model.architecture == CUSTOM
+    name = named("model", config.model.target) if custom else type(model).__name__
+    forward = inspect.signature(loss_fn).parameters["forward"].default if not config.data.packing else None
+    if forward is None:  # only models of transformers, whose attention is known, have packed batches
+        return
+    given = {key: value[:1] for key, value in _named(microbatch).items()}
+    tokens = given.get("input_ids", given[""][:, :-1] if "" in given else None)
+    more = {key: value for key, value in given.items() if key not in ("", "input_ids", "labels")}
+    zeros = torch.zeros_like(tokens)
+    other = zeros.clone()
+    other[:, -1] = 1
 
-    def __init__(self, config: RunConfig, model: nn.Module, device: torch.device, parts: str) -> None:
-        self._config, self._model, self._device, self._parts = config, model, device, parts
-
-    def _called(self, what: str, call: Callable[[], Any], training: bool = True) -> Any:
-        dtype = autocast_dtype(self._config.train.precision)
-        try:
-            with (
-                _without_trace(self._model, self._device, training),
-                torch.autocast(self._device.type, dtype, enabled=dtype is not None),
-            ):
-                return call()
-        except Exception as error:
-            if passes_on(error):
-                raise
-            raise ConfigError(f"{self._parts}: {what} fails: {in_words(error)}") from error
-
-    def logits(self, microbatch: Any, loss_fn: Callable, corpus: Data) -> None:
-        """Whether the model has the logits of tokens that `loss_fn` needs, and for as many tokens as the data has.
-
-        Args:
-            microbatch: as the loss gets it.
-            loss_fn: a built-in loss; its keyword `forward` is how it calls the model.
-            corpus: gets the model's vocabulary where it has none.
-        """
-        name = type(self._model).__name__
-        if self._config.model.architecture == CUSTOM:
-            name = f"model._target_={name_of(self._config.model.target)}"
-        forward = inspect.signature(loss_fn).parameters["forward"].default if not self._config.data.packing else None
-        if forward is None:  # only models of transformers, whose attention is known, have packed batches
-            return
-        given = {key: value[:1] for key, value in _named(microbatch).items()}
-        tokens = given.get("input_ids", given[""][:, :-1] if "" in given else None)
-        more = {key: value for key, value in given.items() if key not in ("", "input_ids", "labels")}
-        zeros = torch.zeros_like(tokens)
-        other = zeros.clone()
-        other[:, -1] = 1
-
-        def call(some: Tensor) -> Any:
-            with torch.no_grad():
-                return forward(self._model, some, **more)
-
-        what = f"calling the model with tokens {described({'': tokens})}"
-        shape = tuple(tokens.shape)
-        try:
-            found = self._called(what, functools.partial(call, zeros))
-        except ConfigError as error:
-            if isinstance(error.__cause__, AttributeError) and "'logits'" in str(error.__cause__):
-                raise ConfigError(
-                    f"{name} returned something that is no tensor and has no `.logits`; return the logits, (B, S, V), "
-                    "or give a loss of your own (train.loss._target_)"
-                ) from error
-            raise
-        fits = isinstance(found, Tensor) and found.is_floating_point() and found.dim() == 3
-        if not fits or tuple(found.shape[:2]) != shape:
-            raise ConfigError(
-                f"{name} returned {_shown(found)} for tokens {shape}; expected logits ({shape[0]}, {shape[1]}, "
-                "vocabulary), floating. For another task give a loss of your own (train.loss._target_)"
-            )
-        require_vocabulary(found.shape[-1], corpus.vocab_size)
-        if corpus.vocab_size is None:
-            corpus.vocab_size = found.shape[-1]
-        # As it evaluates: dropout and the statistics of a batch would differ anyway.
-        seen = [self._called(what, functools.partial(call, some), training=False) for some in (zeros, other)]
-        if not all(isinstance(one, Tensor) and one.shape == found.shape for one in seen):
-            return  # it evaluates in another form
-        before, after = (one[:, :-1].float() for one in seen)
-        dtypes = {found.dtype, autocast_dtype(self._config.train.precision) or found.dtype}
-        dtypes |= {one.dtype for one in self._model.parameters() if one.is_floating_point()}
-        coarsest = max(torch.finfo(dtype).eps for dtype in dtypes)
-        if before.numel() and (before - after).abs().max() > _LOOKS_AHEAD * coarsest * before.abs().max():
-            raise ConfigError(
-                f"{name} looks ahead: what it predicts for a token changes with the tokens that come after it, so the "
-                "loss of the next token would be of what it has seen. Make it causal (BERT's kind: "
-                "model.options.is_decoder=true); for another task give a loss of your own (train.loss._target_)"
-            )
-
-    def evaluation(self, microbatch: Any, loss_fn: Callable) -> None:
-        """Whether the loss can do without gradients, which an evaluation has none of."""
+    def call(some: Tensor) -> Any:
         with torch.no_grad():
-            try:
-                self._called("the loss in an evaluation", lambda: loss_fn(self._model, microbatch), training=False)
-            except ConfigError as error:
-                raise ConfigError(f"{error}. It has no gradients there; train.eval_every=0 evaluates never") from error
+            return forward(model, some, **more)
 
-    def loss(self, microbatch: Any, loss_fn: Callable, averaged: bool) -> None:
-        """Whether the loss is one.
-
-        Args:
-            averaged: gradients are averaged over ranks, for which each parameter must have one.
-        """
-        trained = [(name, one) for name, one in self._model.named_parameters() if one.requires_grad]
-
-        def call() -> tuple[Any, list[Any]]:
-            found = loss_fn(self._model, microbatch)
-            asked = averaged and isinstance(found, Tensor) and found.requires_grad and not found.dim()
-            parameters = [one for _, one in trained]
-            return found, list(torch.autograd.grad(found, parameters, allow_unused=True)) if asked else parameters
-
-        found, gradients = self._called(f"the loss of a microbatch ({described(_named(microbatch))})", call)
-        if not isinstance(found, Tensor) or found.dim() or not found.is_floating_point() or not found.requires_grad:
-            without = " without a gradient" if isinstance(found, Tensor) and not found.requires_grad else ""
-            raise ConfigError(f"{self._parts}: the loss returned {_shown(found)}{without}; {_MEAN}")
-        unused = [name for (name, _), gradient in zip(trained, gradients, strict=True) if gradient is None]
-        if unused:
+    what = f"calling the model with tokens {described({'': tokens})}"
+    shape = tuple(tokens.shape)
+    try:
+        found = _called(model, config, what, functools.partial(call, zeros))
+    except ConfigError as error:
+        if isinstance(error.__cause__, AttributeError) and "'logits'" in str(error.__cause__):
             raise ConfigError(
-                f"{self._parts}: the loss does not depend on {', '.join(unused[:3])}, and parallel=ddp waits for a "
-                "gradient of each parameter; drop them, set requires_grad to False, or use parallel=fsdp"
+                f"{name} returned something that is no tensor and has no `.logits`; return the logits, (B, S, V), "
+                "or give a loss of your own (train.loss._target_)"
+            ) from error
+        raise
+    fits = isinstance(found, Tensor) and found.is_floating_point() and found.dim() == 3
+    if not fits or tuple(found.shape[:2]) != shape:
+        raise ConfigError(
+            f"{name} returned {_shown(found)} for tokens {shape}; expected logits ({shape[0]}, {shape[1]}, "
+            "vocabulary), floating. For another task give a loss of your own (train.loss._target_)"
+        )
+    require_vocabulary(found.shape[-1], corpus.vocab_size)
+    if corpus.vocab_size is None:
+        corpus.vocab_size = found.shape[-1]
+    # As it evaluates: dropout and the statistics of a batch would differ anyway.
+    seen = [_called(model, config, what, functools.partial(call, some), training=False) for some in (zeros, other)]
+    if not all(isinstance(one, Tensor) and one.shape == found.shape for one in seen):
+        return  # it evaluates in another form
+    before, after = (one[:, :-1].float() for one in seen)
+    dtypes = {found.dtype, autocast_dtype(config.train.precision) or found.dtype}
+    dtypes |= {one.dtype for one in model.parameters() if one.is_floating_point()}
+    coarsest = max(torch.finfo(dtype).eps for dtype in dtypes)
+    if before.numel() and (before - after).abs().max() > _LOOKS_AHEAD * coarsest * before.abs().max():
+        raise ConfigError(
+            f"{name} looks ahead: what it predicts for a token changes with the tokens that come after it, so the "
+            "loss of the next token would be of what it has seen. Make it causal (BERT's kind: "
+            "model.options.is_decoder=true); for another task give a loss of your own (train.loss._target_)"
+        )
+
+
+def _try_evaluation(model: nn.Module, config: RunConfig, microbatch: Any, loss_fn: Callable) -> None:
+    """Whether the loss can do without gradients, which an evaluation has none of."""
+    with torch.no_grad():
+        try:
+            _called(model, config, "the loss in an evaluation", lambda: loss_fn(model, microbatch), training=False)
+        except ConfigError as error:
+            raise ConfigError(f"{error}. It has no gradients there; train.eval_every=0 evaluates never") from error
+
+
+def _try_loss(model: nn.Module, config: RunConfig, microbatch: Any, loss_fn: Callable, averaged: bool) -> None:
+    """Whether the loss is one.
+
+    Args:
+        averaged: gradients are averaged over ranks, for which each parameter must have one.
+    """
+    parts = _parts(model, config)
+    trained = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
+
+    def call() -> tuple[Any, list[Any]]:
+        found = loss_fn(model, microbatch)
+        asked = averaged and isinstance(found, Tensor) and found.requires_grad and not found.dim()
+        parameters = [one for _, one in trained]
+        return found, list(torch.autograd.grad(found, parameters, allow_unused=True)) if asked else parameters
+
+    found, gradients = _called(model, config, f"the loss of a microbatch ({described(_named(microbatch))})", call)
+    if not isinstance(found, Tensor) or found.dim() or not found.is_floating_point() or not found.requires_grad:
+        without = " without a gradient" if isinstance(found, Tensor) and not found.requires_grad else ""
+        raise ConfigError(f"{parts}: the loss returned {_shown(found)}{without}; {_MEAN}")
+    unused = [name for (name, _), gradient in zip(trained, gradients, strict=True) if gradient is None]
+    if unused:
+        raise ConfigError(
+            f"{parts}: the loss does not depend on {', '.join(unused[:3])}, and parallel=ddp waits for a "
+            "gradient of each parameter; drop them, set requires_grad to False, or use parallel=fsdp"
+        )
+    if (count := count_targets_of(loss_fn)) is not None:
+        targets = _called(model, config, "count_targets of the loss", lambda: count(microbatch))
+        if not isinstance(targets, Tensor) or targets.dim() or targets.device != found.device:
+            raise ConfigError(
+                f"{parts}: count_targets returned {_shown(targets)}; expected a 0-d tensor on "
+                f'{found.device}, such as (batch["labels"] != -100).sum()'
             )
-        if (count := count_targets_of(loss_fn)) is not None:
-            targets = self._called("count_targets of the loss", lambda: count(microbatch))
-            if not isinstance(targets, Tensor) or targets.dim() or targets.device != found.device:
-                raise ConfigError(
-                    f"{self._parts}: count_targets returned {_shown(targets)}; expected a 0-d tensor on "
-                    f'{found.device}, such as (batch["labels"] != -100).sum()'
-                )

@@ -31,7 +31,7 @@ from graphmod.train.run.steps import Run
 from graphmod.train.schema.model import LOCAL
 from graphmod.train.schema.run import RunConfig
 from graphmod.train.step.isolation import isolated
-from graphmod.train.targets import in_words, is_own, name_of, passes_on
+from graphmod.train.targets import in_words, is_own, named, passes_on
 
 
 def _run(config: RunConfig, point: ResumePoint, *parts: Any, ranks: Ranks, say: Callable[[str], None]) -> RunResult:
@@ -73,7 +73,7 @@ def _train(config: RunConfig, point: ResumePoint, ranks: Ranks, say: Callable[[s
         ranks.wait()
     if config.data.target is not None and len({*ranks.all(corpus.fingerprint)}) > 1:
         raise ConfigError(
-            f"data._target_={name_of(config.data.target)} has other items on each rank; ranks share them by number, so "
+            f"{named('data', config.data.target)} has other items on each rank; ranks share them by number, so "
             "draw what is drawn from a generator with a fixed seed"
         )
     dims = model_config(config.model, corpus.vocab_size, corpus.length)
