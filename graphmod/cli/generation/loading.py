@@ -6,41 +6,46 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.utils import logging as transformers_logging
 
 from graphmod.cli.generation.schema import ModelSource, Precision
+from graphmod.cli.stdout import say_plainly
 from graphmod.decode.engine import DecodeEngine
+from graphmod.decode.text.codec import Codec, TokenizerCodec
 from graphmod.errors import ConfigError, reason
 from graphmod.train.checkpoints.manifest import EMA_FOLDER, DamagedCheckpoint, NewerCheckpoint, read_manifest
 from graphmod.train.lora import is_adapter
+from graphmod.train.model import no_transformers_bars
 from graphmod.train.run.device import pick_device
+from graphmod.train.special_tokens import set_special_tokens
 from graphmod.words import counted
 
 _DTYPES = {Precision.saved: "auto", Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16}
 
 
-def load_model(folder: Path, source: ModelSource) -> PreTrainedModel:
-    """The model in `folder`, in evaluation mode, on its device.
+def load_model(folder: Path, source: ModelSource, codec: Codec | None = None) -> PreTrainedModel:
+    """The model in `folder`, in evaluation mode, on its device; says which it is.
+
+    Args:
+        codec: of its tokens; adapters get its special tokens, for the base they are loaded on has its own ends.
 
     Raises:
         ConfigError: transformers cannot read it, or weights are missing.
     """
     device = pick_device(source.device, "model.device")
-    is_adapter(folder)
-    bars = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
+    adapters = is_adapter(folder)
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=_DTYPES[source.precision], local_files_only=True, output_loading_info=True
-        )
+        with no_transformers_bars():
+            model, info = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=_DTYPES[source.precision], local_files_only=True, output_loading_info=True
+            )
     except Exception as error:  # whatever the readers of the many file formats raise
         raise ConfigError(f"model.path={folder} is not a model that transformers can read: {reason(error)}") from error
-    finally:
-        if bars:
-            transformers_logging.enable_progress_bar()
     if info["missing_keys"]:
         some = ", ".join(sorted(info["missing_keys"])[:3])
         raise ConfigError(f"model.path={folder} lacks {len(info['missing_keys'])} weights of its model, such as {some}")
+    if adapters and isinstance(codec, TokenizerCodec):
+        set_special_tokens(model, codec.tokenizer)
+    say_plainly(f"model: {folder}" + (f", {known}" if (known := trained(folder)) else ""))
     return model.to(device).eval()
 
 

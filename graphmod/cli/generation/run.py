@@ -10,9 +10,8 @@ from pathlib import Path
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from graphmod.cli.generation.loading import cache_of, load_model, trained
+from graphmod.cli.generation.loading import cache_of, load_model
 from graphmod.cli.generation.output import OutputFile, open_output
-from graphmod.cli.generation.plan import Plan
 from graphmod.cli.generation.prompts import Prompt, line_of
 from graphmod.cli.generation.schema import GenerateConfig
 from graphmod.cli.stdout import OutputError, complain, show
@@ -21,10 +20,8 @@ from graphmod.decode.engine import DecodeEngine
 from graphmod.decode.errors import RequestError
 from graphmod.decode.results import Completion
 from graphmod.decode.step.sampling import FILTERED, GREEDY, PLAIN
-from graphmod.decode.text.codec import Codec, TokenizerCodec, codec_for
+from graphmod.decode.text.codec import Codec, codec_for
 from graphmod.decode.text.stream import TextStream
-from graphmod.train.lora import is_adapter
-from graphmod.train.special_tokens import set_special_tokens
 from graphmod.words import counted
 
 
@@ -149,15 +146,11 @@ def _in_words_of(prompts: list[Prompt], source: str | None, message: str) -> str
     return f"line {prompts[int(found[1])].line} of {source}{message[found.end() :]}"
 
 
-def _run(plan: Plan, out: OutputFile | None) -> int:
-    config, folder, prompts = plan.config, plan.folder, plan.prompts
+def _run(config: GenerateConfig, folder: Path, prompts: list[Prompt], out: OutputFile | None) -> int:
     codec = codec_for(folder, config.tokenizer)
     for prompt in prompts:
         prompt.apply_template(codec, config.prompts_file)
-    model = load_model(folder, config.model)
-    if is_adapter(folder) and isinstance(codec, TokenizerCodec):  # the base they were loaded on has its own ends
-        set_special_tokens(model, codec.tokenizer)
-    print(f"model: {folder}" + (f", {known}" if (known := trained(folder)) else ""), file=sys.stderr)
+    model = load_model(folder, config.model, codec)
     if config.decode.n > 1 and config.decode.temperature <= 0:
         print("note: with decode.temperature=0 all samples of a prompt are the same", file=sys.stderr, flush=True)
     engine = DecodeEngine(model, config.engine(len(prompts) * config.decode.n), codec=codec)
@@ -170,10 +163,14 @@ def _run(plan: Plan, out: OutputFile | None) -> int:
     return _many(engine, config, prompts, out)
 
 
-def generate(plan: Plan) -> int:
-    """Does what is planned; returns the exit status. Raises GraphmodError."""
-    if plan.out is None:
-        return _run(plan, None)
-    source = Path(plan.config.prompts_file)
-    with open_output(plan.out, source, plan.config.overwrite) as out:  # the model may take minutes to load
-        return _run(plan, out)
+def generate(config: GenerateConfig, folder: Path, prompts: list[Prompt], out: Path | None) -> int:
+    """Goes on from the prompts; returns the exit status. Raises GraphmodError.
+
+    Args:
+        folder: of the model.
+        out: where completions go; None prints them.
+    """
+    if out is None:
+        return _run(config, folder, prompts, None)
+    with open_output(out, Path(config.prompts_file), config.overwrite) as file:  # the model may take minutes to load
+        return _run(config, folder, prompts, file)

@@ -13,17 +13,15 @@ from pathlib import Path
 from types import FrameType
 from urllib.parse import urlsplit
 
-from graphmod.cli.generation.loading import cache_of, load_model, trained
+from graphmod.cli.generation.loading import cache_of, load_model
 from graphmod.cli.serving.schema import ServeConfig
 from graphmod.cli.stdout import end_at_once, say_plainly, show
 from graphmod.decode.engine import DecodeEngine
 from graphmod.decode.step.sampling import FILTERED, GREEDY, PLAIN
-from graphmod.decode.text.codec import TokenizerCodec, codec_for
+from graphmod.decode.text.codec import codec_for
 from graphmod.serve.host import FrontLost, Host
 from graphmod.serve.process import FrontProcess
 from graphmod.trace.garbage import frozen_heap
-from graphmod.train.lora import is_adapter
-from graphmod.train.special_tokens import set_special_tokens
 from graphmod.words import counted
 
 _TURN = 0.05  # seconds between two looks whether there is something to do
@@ -84,11 +82,7 @@ def _needs(front: FrontProcess) -> Iterator[None]:
 
 def _engine(config: ServeConfig, folder: Path) -> DecodeEngine:
     codec = codec_for(folder, config.tokenizer)
-    model = load_model(folder, config.model)
-    if is_adapter(folder) and isinstance(codec, TokenizerCodec):  # the base they were loaded on has its own ends
-        set_special_tokens(model, codec.tokenizer)
-    say_plainly(f"model: {folder}" + (f", {known}" if (known := trained(folder)) else ""))
-    engine = DecodeEngine(model, config.engine(), codec=codec)
+    engine = DecodeEngine(load_model(folder, config.model, codec), config.engine(), codec=codec)
     held = engine.stats.blocks_total * engine.memory.block_size
     if held < engine.max_seq_len:
         say_plainly(f"note: the cache holds {held} tokens; a request for as many runs alone (decode.cache_tokens)")
