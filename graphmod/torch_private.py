@@ -1,6 +1,6 @@
 """Every private name of PyTorch that the rest may use, looked up once.
 
-A name that this PyTorch has not (an older release, a build for the CPU) is replaced by what stands for "never set".
+A name that this PyTorch has not (a later release, a build for the CPU) is replaced by what stands for "never set".
 What cannot be replaced, `self_test` names when the package is imported.
 """
 
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim._muon import muon as muon
 from torch.utils._python_dispatch import _disable_current_modes
 
 _C = torch._C
@@ -44,18 +45,11 @@ def getter(name: str, *arguments: Any) -> Callable[[], Any]:
 
 def beside_dynamo(function: Callable) -> Callable:
     """Keeps torch.compile from looking at a function, and at whatever that calls. Returns it."""
-    dynamo = getattr(_C._dynamo, "eval_frame", None)
-    strategy, action = getattr(dynamo, "_FrameExecStrategy", None), getattr(dynamo, "_FrameAction", None)
-    if strategy is not None and action is not None:
-        dynamo.set_code_exec_strategy(function.__code__, strategy(action.SKIP, action.SKIP))
+    dynamo = _C._dynamo.eval_frame
+    skip = dynamo._FrameAction.SKIP
+    dynamo.set_code_exec_strategy(function.__code__, dynamo._FrameExecStrategy(skip, skip))
     return function
 
-
-# -- optimizers -----------------------------------------------------------------------------------------------------
-try:
-    from torch.optim._muon import muon
-except ImportError:
-    muon = None
 
 # -- modes of the thread --------------------------------------------------------------------------------------------
 is_grad_enabled = torch.is_grad_enabled
@@ -97,13 +91,8 @@ def _saved_by(kind: type) -> list[str]:
 
 
 # -- settings of the process ----------------------------------------------------------------------------------------
-def _older_precision(backend: str, operation: str) -> Any:
-    return _C._get_float32_matmul_precision() if operation == "matmul" else _C._get_cudnn_allow_tf32()
-
-
-fp32_precision: Callable[[str, str], Any] = getattr(_C, "_get_fp32_precision_getter", _older_precision)
-"""`(backend, operation)` -> precision, as inherited. The getters that PyTorch had before 2.9 raise once the newer ones
-were used, and are not called where there are newer ones."""
+fp32_precision: Callable[[str, str], Any] = _C._get_fp32_precision_getter
+"""`(backend, operation)` -> precision, as inherited."""
 
 
 def dispatch_mode_at(index: int) -> Any:
@@ -151,7 +140,7 @@ def is_compiled(module: torch.nn.Module) -> bool:
 def is_fx_tracing() -> bool:
     """Whether torch.fx runs code on proxies now."""
     tracer = sys.modules.get("torch.fx._symbolic_trace")
-    return tracer is not None and bool(getattr(tracer, "_is_fx_tracing_flag", False))
+    return tracer is not None and tracer._is_fx_tracing_flag
 
 
 def is_traced() -> bool:
@@ -223,7 +212,7 @@ def _is_by_thread(function: Callable) -> bool:
 
 
 # -- tensors --------------------------------------------------------------------------------------------------------
-_guards: Any = getattr(getattr(_C._dynamo, "guards", None), "TensorGuards", None)
+_guards: Any = getattr(_C._dynamo.guards, "TensorGuards", None)
 
 
 def alike(tensors: list[Tensor]) -> Callable[..., bool] | None:

@@ -7,17 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 
 from graphmod.errors import ConfigError
 from graphmod.train.schema.train import Precision
 
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:
-    varlen_attn = None
-
 _NEEDED = {"scale", "window_size"}
-_KNOWN = set(inspect.signature(varlen_attn).parameters) if varlen_attn is not None else set()
+_KNOWN = set(inspect.signature(varlen_attn).parameters)
 _LEAST_CAPABILITY = (8, 0)
 _HEAD_MULTIPLE, _LARGEST_HEAD = 8, 256
 _ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
