@@ -5,14 +5,11 @@ The trial steps are steps of the training, and every scope computes the same bit
 
 import logging
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-
-from graphmod.train.report.timing import percentile, unsteady
+from graphmod.train.report.timing import StepClock, percentile, unsteady
 from graphmod.train.run.ranks import ALONE, Ranks
 from graphmod.train.settings import Scope
 from graphmod.train.step import TrainStep
@@ -98,10 +95,10 @@ class AutoScope:
         self.reason = ""
         self.notes: list[str] = []
         self.began = self._done = 0
-        self._in_trial, self._start = 0, None
+        self._in_trial, self._timed = 0, False
         self._captures = self._late = 0
-        self._times: list[tuple[Any, Any]] = []
         self.step = make(scopes[0])
+        self._clock = StepClock(self.step.device)
         needed = sum(trial_steps(scope, warmup_steps) for scope in scopes)
         # Trials in more than half of the steps leave too few to win anything.
         self._may_go_on = steps >= 2 * (needed + len(scopes) * (_AT_MOST - 1) * MEASURED)
@@ -118,51 +115,42 @@ class AutoScope:
             self._end_trial(self._scopes[len(self.trials)])
         if self.chosen is None:
             settled = trial_steps(self._scopes[len(self.trials)], self._warmup) - MEASURED
-            self._start = self._now() if self._in_trial >= settled else None
+            self._timed = self._in_trial >= settled
             self._captures = self.step.captures
             self._in_trial += 1
+            if self._timed:
+                self._clock.begin()
         self._done += 1
         return self.step
 
     def after_step(self) -> None:
         """Says that the step has been called; what comes until the next one is not timed."""
-        if self.chosen is not None or self._start is None:
+        if self.chosen is not None or not self._timed:
             return
-        self._times.append((self._start, self._now()))
+        self._clock.end_step(0.0)
         if self.step.captures != self._captures:
             self._late += 1
             if self._late <= _LATE_CAPTURES:
-                self._times.clear()
+                self._clock = StepClock(self.step.device)
 
     def _enough(self) -> bool:
         """Whether the median of what was timed can be relied on, or nothing better is to be had."""
-        count = len(self._times)
+        count = len(self._clock.host_ms)
         # Looking at the times waits for the device, so not after each step.
         if count < MEASURED or count % MEASURED:
             return False
         if count >= _AT_MOST * MEASURED or not self._may_go_on:
             return True
-        low, middle, high = statistics.quantiles(self._durations_ms(), n=4)
+        self._clock.collect(wait=True)
+        low, middle, high = statistics.quantiles(self._clock.step_ms, n=4)
         return high - low <= _STEADY * middle
 
-    def _now(self) -> Any:
-        if self.step.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.step.device))
-        return event
-
-    def _durations_ms(self) -> list[float]:
-        if self.step.device.type != "cuda":
-            return [(end - start) * 1e3 for start, end in self._times]
-        self._times[-1][1].synchronize()
-        return [start.elapsed_time(end) for start, end in self._times]
-
     def _median_ms(self) -> float:
-        return statistics.median(self._durations_ms())
+        return statistics.median(self._clock.step_ms)
 
     def _trial(self, scope: Scope) -> Trial:
-        trial = Trial(scope.value, self._median_ms(), percentile(self._durations_ms(), 95))
+        self._clock.collect(wait=True)
+        trial = Trial(scope.value, self._median_ms(), percentile(self._clock.step_ms, 95))
         stats = self.step.stats
         trial.capture_seconds = stats.capture_seconds
         if stats.failures:
@@ -217,7 +205,8 @@ class AutoScope:
         release_memory(device)
         self.step = self._make(scope)
         self.step.load_state_dict(state)
-        self.began, self._in_trial, self._late, self._times = self._done, 0, 0, []
+        self.began, self._in_trial, self._late = self._done, 0, 0
+        self._clock = StepClock(device)
 
     def report(self) -> dict[str, Any]:
         """What was measured and chosen, as plain values."""
