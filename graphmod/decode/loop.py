@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from graphmod.decode.batching.handle import Handle
 from graphmod.decode.config import Sampling
@@ -16,24 +16,6 @@ from graphmod.decode.results import Run
 log = logging.getLogger("graphmod")
 
 
-class Engine(Protocol):
-    """What loops and streams need of a `DecodeEngine`."""
-
-    @property
-    def unfinished(self) -> bool: ...
-
-    @property
-    def loop(self) -> EngineLoop: ...
-
-    def submit(self, prompt: Any, n: int, sampling: Any, **settings: Any) -> Handle: ...
-
-    def step(self) -> list[Run]: ...
-
-    def abort(self, handle: Handle) -> None: ...
-
-    def abort_all(self) -> None: ...
-
-
 class EngineLoop:
     """Requests may come from any thread; a thread that ends when there is nothing left to do steps the engine.
 
@@ -42,18 +24,15 @@ class EngineLoop:
 
     Attributes:
         error: of the engine, the last one; the requests that it ended have it as well, and later ones are tried again.
+        closed: whether it takes no more requests.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Any) -> None:
         self.engine = engine
         self.error: BaseException | None = None
         self._lock = threading.RLock()  # garbage collection and signals may call into it anywhere
         self._thread: threading.Thread | None = None
-        self._closed = False
-
-    @property
-    def closed(self) -> bool:
-        return self._closed
+        self.closed = False
 
     def start(self) -> None:
         """Goes to work on whatever the engine was given. `submit` does that by itself.
@@ -63,7 +42,7 @@ class EngineLoop:
         """
         thread = threading.Thread(target=self._run, name="graphmod-engine")
         with Held(), self._lock:
-            if self._closed:
+            if self.closed:
                 raise DecodeError("this loop was closed and takes no more requests; make another EngineLoop(engine)")
             if self.engine.unfinished and self._thread is None:
                 self._thread = thread  # before anything else, which may call into this
@@ -88,7 +67,7 @@ class EngineLoop:
             RequestError: the prompt or a setting cannot be used.
             DecodeError: the loop was closed.
         """
-        if self._closed:
+        if self.closed:
             self.start()
         handle = self.engine.submit(prompt, n, sampling, on_run=on_run, **settings)
         try:
@@ -112,7 +91,7 @@ class EngineLoop:
         """
         inside = self._lock._is_owned()
         with self._lock:
-            self._closed, thread = True, self._thread
+            self.closed, thread = True, self._thread
         if not drain:
             self.engine.abort_all()
         if thread is not None and thread is not threading.current_thread() and not inside:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
 
 from graphmod.decode.batching.handle import Cursor, Handle
-from graphmod.decode.loop import Engine
 from graphmod.decode.results import TokenEvent, events
 
 
-def _stepped(engine: Engine, handle: Handle) -> Iterator[TokenEvent]:
+def _stepped(engine: Any, handle: Handle) -> Iterator[TokenEvent]:
     # Knows nothing of the stream, which so ends as soon as nobody holds it.
     cursor = Cursor(handle)
     while True:
@@ -31,10 +31,11 @@ class TokenStream(Iterator[TokenEvent]):
     ends its requests.
 
     Args:
+        engine: a `DecodeEngine`.
         handle: of the requests.
     """
 
-    def __init__(self, engine: Engine, handle: Handle) -> None:
+    def __init__(self, engine: Any, handle: Handle) -> None:
         self._engine, self.handle = engine, handle
         self._events = _stepped(engine, handle)
 
