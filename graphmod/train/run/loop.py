@@ -4,6 +4,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from graphmod.errors import ConfigError, GraphmodError
@@ -13,6 +14,7 @@ from graphmod.train.data.batches import load_data, make_batches
 from graphmod.train.data.windows import Place
 from graphmod.train.model import model_config
 from graphmod.train.report.logs import events_fail_once, log
+from graphmod.train.report.profile import profile_briefly, profile_steps
 from graphmod.train.report.result import RunResult
 from graphmod.train.run.assembly import arrangement, plain_config
 from graphmod.train.run.decisive import (
@@ -24,14 +26,40 @@ from graphmod.train.run.decisive import (
 from graphmod.train.run.device import pick_device
 from graphmod.train.run.fitting import own_parts
 from graphmod.train.run.interrupt import Aborted
-from graphmod.train.run.profiling import add_profile
 from graphmod.train.run.ranks import ALONE, Ranks
 from graphmod.train.run.resume import ResumePoint, claimed, finished_result
 from graphmod.train.run.steps import Run
 from graphmod.train.schema.model import LOCAL
 from graphmod.train.schema.run import RunConfig
 from graphmod.train.step.isolation import isolated
+from graphmod.train.step.staging import shapes
 from graphmod.train.targets import in_words, is_own, named, passes_on
+
+_KEPT = ("busy_ms", "comm_ms", "comm_hidden_ms")
+
+
+def add_profile(run: Run, result: RunResult) -> None:
+    """Adds to the result of a run what `train.profile` asks for, and, on several GPUs, how long each communicates."""
+    several = run.ranks.count > 1 and run.device.type == "cuda"
+    if run.config.train.profile:
+        with TemporaryDirectory() as nowhere:
+            folder = run.folder if run.ranks.first else Path(nowhere)
+            result.profile = profile_steps(run.model, run.step, run.make_step, _batches(run), folder)
+        found = result.profile["run"]
+    elif several:
+        found = profile_briefly(run.step, _batches(run))
+    if not several:
+        return
+    of_ranks = run.ranks.all({name: found[name] for name in _KEPT if name in found})
+    result.rank_profile = {name: [one[name] for one in of_ranks if name in one] for name in _KEPT}
+    run.metrics.log_numbers({f"perf/{name}": value for name, value in result.communication().items()})
+
+
+def _batches(run: Run) -> list[Any]:
+    make, after = run.batches.sampler, run.config.train.steps
+    batches = [make(after)]
+    # Of one shape, where there are several.
+    return batches + [batch for k in range(1, 64) if shapes(batch := make(after + k)) == shapes(batches[0])][:2]
 
 
 def _run(config: RunConfig, point: ResumePoint, *parts: Any, ranks: Ranks, say: Callable[[str], None]) -> RunResult:

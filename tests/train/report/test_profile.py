@@ -11,7 +11,7 @@ from graphmod.train.report.comparison import compare
 from graphmod.train.report.profile import busy_us, communication_us
 from graphmod.train.report.report import table
 from graphmod.train.report.result import RunResult
-from graphmod.train.run import profiling
+from graphmod.train.run import loop
 from graphmod.train.run.loop import train
 
 
@@ -67,7 +67,7 @@ def test_the_report_and_the_comparison_tell_how_long_ranks_communicate():
 def test_a_run_on_several_gpus_records_some_steps_at_its_end_and_logs_what_ranks_communicate(settings, monkeypatch):
     logged = {}
     found = {"busy_ms": 9.0, "comm_ms": 4.0, "comm_hidden_ms": 1.0, "kernels": 5}
-    monkeypatch.setattr(profiling, "profile_briefly", lambda step, batches: found)
+    monkeypatch.setattr(loop, "profile_briefly", lambda step, batches: found)
     run = SimpleNamespace(
         config=settings(),
         ranks=SimpleNamespace(count=2, first=True, all=lambda value: [value, value]),
@@ -77,6 +77,6 @@ def test_a_run_on_several_gpus_records_some_steps_at_its_end_and_logs_what_ranks
         metrics=SimpleNamespace(log_numbers=logged.update),
     )
     result = RunResult("none", ranks=2)
-    profiling.add_profile(run, result)
+    loop.add_profile(run, result)
     assert result.rank_profile == {"busy_ms": [9.0] * 2, "comm_ms": [4.0] * 2, "comm_hidden_ms": [1.0] * 2}
     assert logged == {"perf/comm_ms": 4.0, "perf/comm_hidden_share": 0.25}
