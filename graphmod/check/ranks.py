@@ -30,11 +30,11 @@ def check_as_ranks(count: int, arguments: list[str]) -> Report:
     """
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stopping:
         command = [sys.executable, "-m", "graphmod.check.one_rank", folder, *arguments]
-        port = _free_port()
+        port = free_port()
         processes = []
         for rank in range(count):
             # Its standard output is no part of the report.
-            process = subprocess.Popen(command, env=_environment(rank, count, port), stdout=sys.stderr)
+            process = subprocess.Popen(command, env=environment(rank, count, port), stdout=sys.stderr)
             stopping.callback(process.wait)
             stopping.callback(process.kill)
             processes.append(process)
@@ -67,8 +67,8 @@ def _gathered(folder: Path, processes: list[subprocess.Popen]) -> Report:
     return of_all_ranks(reports)
 
 
-def _environment(rank: int, count: int, port: int) -> dict[str, str]:
-    """What torchrun sets, on one machine."""
+def environment(rank: int, count: int, port: int, threads: int = 1) -> dict[str, str]:
+    """What torchrun sets, on one machine; each rank may use so many threads, where nothing else is said."""
     names = {
         "RANK": rank,
         "LOCAL_RANK": rank,
@@ -81,10 +81,11 @@ def _environment(rank: int, count: int, port: int) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
     }
-    return {"OMP_NUM_THREADS": "1", **os.environ, **{name: str(value) for name, value in names.items()}}
+    return {"OMP_NUM_THREADS": str(threads), **os.environ, **{name: str(value) for name, value in names.items()}}
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]

@@ -7,7 +7,6 @@ environment, as torchrun would have put it there.
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import graphmod
+from graphmod.check.ranks import environment, free_port
 from graphmod.cli.errors import JobFailed
 from graphmod.train.run.interrupt import stop_signals
 
@@ -25,21 +25,11 @@ _GRACE = 15.0  # seconds for the other ranks, which know by themselves that one 
 _LAST_GRACE = 5.0
 
 
-def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
-
-
 def _environment(rank: int, count: int, port: int) -> dict[str, str]:
-    found = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    found |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    found = environment(rank, count, port, threads=max(1, len(os.sched_getaffinity(0)) // count))
     # Where this process has the package from, which need not be installed.
     home = str(Path(graphmod.__file__).parent.parent)
-    found["PYTHONPATH"] = os.pathsep.join([home, *filter(None, [os.environ.get("PYTHONPATH")])])
-    # Else each would use all cores.
-    found.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // count)))
-    return found
+    return found | {"PYTHONPATH": os.pathsep.join([home, *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
 @contextmanager
@@ -84,7 +74,7 @@ def launch(told: dict[str, Any], count: int) -> None:
         SystemExit: they were stopped.
     """
     with tempfile.TemporaryDirectory(prefix="graphmod-") as folder:
-        answer, port = Path(folder) / "answer.json", _free_port()
+        answer, port = Path(folder) / "answer.json", free_port()
         line = json.dumps({**told, "answer": str(answer)}).encode() + b"\n"
         processes: list[subprocess.Popen] = []
         with _forwarding(processes):
