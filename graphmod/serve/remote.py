@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 from graphmod.decode.batching.handle import Handle, tell
@@ -105,14 +106,6 @@ class Refused(Exception):
         self.prompt = prompt
 
 
-class _Sample:
-    """Stands for a sequence of the engine."""
-
-    def __init__(self, completion: Completion) -> None:
-        self.completion = completion
-        self.handle: Any = None
-
-
 @dataclasses.dataclass
 class Request:
     """A request that the engine was asked for.
@@ -190,7 +183,8 @@ class Remote:
 
     def submit(self, prompts: list[list[int]], n: int, sampling: list[Sampling]) -> Request:
         """Asks for `n` samples of each prompt. Does not wait for an answer."""
-        handles = [Handle([_Sample(Completion(k, i, ids)) for i in range(n)]) for k, ids in enumerate(prompts)]
+        each = ([Completion(number, sample, ids) for sample in range(n)] for number, ids in enumerate(prompts))
+        handles = [Handle([SimpleNamespace(completion=one) for one in completions]) for completions in each]
         request = Request(next(self._numbers), handles, Future())
         if self._ended:
             request.fail(DecodeError(self.error))

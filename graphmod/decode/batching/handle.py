@@ -7,7 +7,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 from graphmod.decode.errors import DecodeError
 from graphmod.decode.results import Completion, Run
@@ -18,17 +18,14 @@ _SILENCE = 10.0  # seconds
 _WHO_STEPS = "Whoever waits does not step the engine: an EngineLoop does, or engine.step() in another thread"
 
 
-class Sample(Protocol):
-    """What a request consists of: a `batching.sequence.Sequence`, or what stands for one that another process has."""
-
-    completion: Completion
-    handle: Any
-
-
 class Handle:
     """What `submit` gives: a request that waits, runs, or has ended.
 
     The engine fills it in, in the thread that steps it; any other may read it.
+
+    Args:
+        sequences: what it consists of, each a `batching.sequence.Sequence`, or what stands for one that another process
+            has: with a `completion`, and a `handle`, which is set.
 
     Attributes:
         completions: one for each sample, in order. They grow while the request runs: until it is `done`, read what
@@ -36,7 +33,7 @@ class Handle:
         error: of the engine, which ended the request before it had finished; None if there was none.
     """
 
-    def __init__(self, sequences: list[Sample], on_run: Callable[[Run], None] | None = None) -> None:
+    def __init__(self, sequences: list[Any], on_run: Callable[[Run], None] | None = None) -> None:
         self.sequences = sequences
         self.completions: list[Completion] = [sequence.completion for sequence in sequences]
         self.error: BaseException | None = None
