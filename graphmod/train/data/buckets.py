@@ -6,6 +6,7 @@ hold the same number of tokens: shorter ones have more rows. Attention is causal
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from graphmod.errors import ConfigError
 from graphmod.train.data.masks import PADDING, has_masks, inputs_of, targets_of
-from graphmod.train.data.windows import ALL, Place, ShuffledEpochs
+from graphmod.train.data.windows import ALL, Place, Sampler, ShuffledEpochs
 from graphmod.train.step.losses import (
     Criterion,
     Forward,
@@ -75,7 +76,7 @@ def _with_targets(tokens: Tensor, begins: np.ndarray, lengths: np.ndarray) -> tu
     return begins[kept], lengths[kept]
 
 
-class BucketSampler:
+class BucketSampler(Sampler):
     """Pieces of documents in the bucket they fit, each once in an epoch; a pure function of (seed, step).
 
     A batch that its bucket's pieces do not fill is filled up with more of them. Pieces in which there is nothing to
@@ -102,7 +103,7 @@ class BucketSampler:
         seed: int,
         place: Place = ALL,
     ) -> None:
-        self._tokens, self.buckets, self._place = tokens, list(buckets), place
+        self._tokens, self.buckets, self._whose = tokens, list(buckets), place
         self._microbatches = shape[0]
         begins, lengths = _with_targets(tokens, *cut(starts.numpy(), len(tokens), self.buckets[-1]))
         if not len(begins):
@@ -114,27 +115,17 @@ class BucketSampler:
         batches = [-(-len(p[0]) // n) for p, n in zip(self._pieces, all_rows, strict=True)]
         self._bucket_of = np.repeat(np.arange(len(batches)), batches)
         self._number_in_bucket = np.concatenate([np.arange(count) for count in batches])
-        self._batch_order = ShuffledEpochs(len(self._bucket_of), seed)
         self._orders = [ShuffledEpochs(max(len(p[0]), 1), seed + 1 + i) for i, p in enumerate(self._pieces)]
-
-        self._before = place.of(len(self._bucket_of))
-
-    def steps(self, epochs: int) -> int:
-        """The steps of so many passes."""
-        return self._place.step + epochs * len(self._bucket_of) - self._before
-
-    def seen(self, step: int) -> tuple[int, int]:
-        """How many batches there were before `step`, counted from 0, and how many an epoch has."""
-        return self._before + step - self._place.step, len(self._bucket_of)
+        super().__init__(len(self._bucket_of), 1, seed, replace(place, rank=0, ranks=1))  # batches, which all share
 
     def __call__(self, step: int) -> Tensor:
         """The batch of `step`, counted from 0: (A, rows of its bucket, bucket length + 1) int64."""
         position, in_epoch = self.seen(step)
-        batch_number = int(self._batch_order(position, 1)[0])
+        batch_number = int(self.chosen(step)[0])
         which, number = int(self._bucket_of[batch_number]), int(self._number_in_bucket[batch_number])
         begins, lengths = self._pieces[which]
         rows = self._microbatches * self.rows[which]
-        before = number * self._place.ranks + self._place.rank  # parts of the bucket's pieces
+        before = number * self._whose.ranks + self._whose.rank  # parts of the bucket's pieces
         chosen = self._orders[which](position // in_epoch * len(begins) + before * rows, rows)
         batch = torch.full((rows, self.buckets[which] + 1), PADDING, dtype=torch.int64)
         for row, piece in enumerate(chosen.tolist()):
