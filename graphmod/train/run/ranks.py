@@ -38,6 +38,7 @@ class Ranks:
         rank: which one this is, from 0.
         count: how many there are.
         group: for tensors on the device of the run; None where this is the only one.
+        host: the group for what the host says, and for tensors on the CPU.
         mesh: how they are arranged where each holds a part only of the model: `dp` for those with different batches,
             `tp` for those that compute each batch together, without what is 1; None where each has all of it.
     """
@@ -45,7 +46,7 @@ class Ranks:
     rank: int = 0
     count: int = 1
     group: Any = None
-    _host: Any = None
+    host: Any = None
     _ballot: Any = None
     mesh: Any = None
 
@@ -79,11 +80,6 @@ class Ranks:
         return self.all(value)[:: self.count // self.data_ranks]
 
     @property
-    def host(self) -> Any:
-        """The group for what the host says, and for tensors on the CPU."""
-        return self._host
-
-    @property
     def first(self) -> bool:
         """Whether this one speaks and writes."""
         return self.rank == 0
@@ -100,14 +96,14 @@ class Ranks:
         """What the first rank has; values must be of plain kinds."""
         box = [value]
         if self.count > 1:
-            distributed.broadcast_object_list(box, src=0, group=self._host)
+            distributed.broadcast_object_list(box, src=0, group=self.host)
         return box[0]
 
     def all(self, value: T) -> list[T]:
         """What each rank has, in their order."""
         found = [value] * self.count
         if self.count > 1:
-            distributed.all_gather_object(found, value, group=self._host)
+            distributed.all_gather_object(found, value, group=self.host)
         return found
 
     def most(self, number: int) -> int:
@@ -117,7 +113,7 @@ class Ranks:
     def wait(self) -> None:
         """Returns when all ranks are here."""
         if self.count > 1:
-            distributed.barrier(self._host)
+            distributed.barrier(self.host)
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over all with different batches, in place, on the device."""

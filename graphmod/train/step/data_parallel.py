@@ -41,7 +41,23 @@ class _Loss(nn.Module):
         return loss_fn(self.model, microbatch)
 
 
-class DataParallel:
+class _OverRanks:
+    """What both kinds of models of a step have.
+
+    Attributes:
+        ranks: how many there are with different batches.
+    """
+
+    def __init__(self, group: distributed.ProcessGroup) -> None:
+        self.group, self.ranks = group, distributed.get_world_size(group)
+
+    def sum(self, value: Tensor) -> Tensor:
+        """The sum over all ranks, in place."""
+        distributed.all_reduce(value, group=self.group)
+        return value
+
+
+class DataParallel(_OverRanks):
     """The model of a step on the ranks of a process group.
 
     Args:
@@ -51,13 +67,10 @@ class DataParallel:
 
     Raises:
         ConfigError: the gradients of this model cannot be averaged in a graph.
-
-    Attributes:
-        ranks: how many there are.
     """
 
     def __init__(self, model: nn.Module, group: distributed.ProcessGroup, captured: bool) -> None:
-        self.group, self.ranks = group, distributed.get_world_size(group)
+        super().__init__(group)
         _give_to_all(model, group)
         settings = {_SPREADS_BUFFERS: False, "init_sync": False}
         self._loss = DistributedDataParallel(_Loss(model), process_group=group, **settings)
@@ -76,25 +89,18 @@ class DataParallel:
     def settle(self) -> None:
         """After forwards without a backward; here these leave nothing behind."""
 
-    def sum(self, value: Tensor) -> Tensor:
-        """The sum over all ranks, in place."""
-        distributed.all_reduce(value, group=self.group)
-        return value
 
-
-class FullySharded:
+class FullySharded(_OverRanks):
     """A sharded model in a step; of the same form as `DataParallel`.
 
     Args:
         model: `fully_shard` was applied to it.
         group: of the ranks with different batches.
-
-    Attributes:
-        ranks: how many these are.
     """
 
     def __init__(self, model: nn.Module, group: distributed.ProcessGroup) -> None:
-        self._model, self.group, self.ranks = model, group, distributed.get_world_size(group)
+        super().__init__(group)
+        self._model = model
         self._sharded = [module for module in model.modules() if shards(module)]
 
     def __call__(self, loss_fn: Callable, microbatch: Any) -> Tensor:
@@ -119,11 +125,6 @@ class FullySharded:
         now."""
         for module in self._sharded:
             module.reshard()
-
-    def sum(self, value: Tensor) -> Tensor:
-        """The sum over all ranks, in place."""
-        distributed.all_reduce(value, group=self.group)
-        return value
 
 
 def over_ranks(
