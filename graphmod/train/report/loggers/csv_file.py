@@ -57,14 +57,15 @@ class CsvLogger(Logger):
     def scalars(self, values: Mapping[str, float], done: int) -> None:
         """Adds the values to the line of that step, which is written when it is whole."""
         if self._line.get(_STEP) != done:
-            self._write()
+            self.flush()
             self._line = {_STEP: done}
         elif self._written:  # `flush` was in between
             self._rewrite(self._columns, lambda step: step < done)
         self._line |= values
         self._written = False
 
-    def _write(self) -> None:
+    def flush(self) -> None:
+        """Writes the last line, too; between lines the file is closed."""
         if self._written:
             return
         more = [tag for tag in self._line if tag not in self._columns]
@@ -74,10 +75,4 @@ class CsvLogger(Logger):
             csv.DictWriter(file, self._columns).writerow(self._line)
         self._written = True
 
-    def flush(self) -> None:
-        """Writes the last line, too."""
-        self._write()
-
-    def close(self) -> None:
-        """Writes the last line, too; between lines the file is closed."""
-        self._write()
+    close = flush

@@ -1,29 +1,26 @@
 """What a run asks of each place that its points are written to."""
 
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
 
-class Logger(ABC):
-    """One such place. Steps never go back, and one step may come in several calls: a log point and an evaluation."""
+class Logger:
+    """One such place; this one does nothing. Steps never go back, and one step may come in several calls: a log point
+    and an evaluation."""
 
-    @abstractmethod
     def scalars(self, values: Mapping[str, float], done: int) -> None:
         """Writes values by tag (`train/loss`), measured when `done` steps were done."""
 
-    def text(self, tag: str, text: str, done: int) -> None:  # noqa: B027 - a place may have none
+    def text(self, tag: str, text: str, done: int) -> None:
         """Writes a text, line breaks and signs of markup as they are. Where there is no place for texts, nothing."""
 
-    @abstractmethod
     def flush(self) -> None:
         """Returns when everything is where a killed process leaves it."""
 
-    def end(self) -> None:  # noqa: B027 - a place may not ask
+    def end(self) -> None:
         """Notes that the run went through; without it, `close` means that it failed."""
 
-    @abstractmethod
     def close(self) -> None:
         """Gives back files and threads. The last call."""
 

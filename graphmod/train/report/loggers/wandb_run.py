@@ -62,9 +62,6 @@ class WandbLogger(Logger):
         """Logs a text as preformatted HTML."""
         self._run.log({tag: self._html(f"<pre>{html.escape(text)}</pre>")}, step=done)
 
-    def flush(self) -> None:
-        """Nothing: the library's own process writes what it is given."""
-
     def end(self) -> None:
         """The run will be listed as finished."""
         self._failed = False
