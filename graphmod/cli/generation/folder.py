@@ -6,8 +6,14 @@ from itertools import chain
 from pathlib import Path
 
 from graphmod.errors import ConfigError
-from graphmod.train.checkpoints.loadable import checkpoint_of, newest_whole_model, require_whole
-from graphmod.train.checkpoints.manifest import FOLDER, MANIFEST_FILE
+from graphmod.train.checkpoints.manifest import (
+    FOLDER,
+    MANIFEST_FILE,
+    checkpoint_of,
+    first_whole,
+    require_whole,
+    whole_model,
+)
 from graphmod.train.saved import require_no_own_model, saved_folder
 from graphmod.train.schema.model import ADAPTER_FILE
 
@@ -41,7 +47,7 @@ def _whole(path: str) -> Path:
             f"model.path={path} holds neither a saved model (there is no config.json) nor a checkpoint of a run; "
             f"train one: graphmod train{_elsewhere()}"
         )
-    whole, damage = newest_whole_model(found)
+    whole, damage = first_whole(found, whole_model)
     if whole is None:
         raise ConfigError(
             f"model.path={path} holds no whole checkpoint: {'; '.join(damage)}; train again: graphmod train"

@@ -1,6 +1,7 @@
 """What a checkpoint says of itself, and whether it still is what was written. No torch.
 
-`checkpoint.json`, written last, lists every file with its size and checksum, by which damage is noticed.
+`checkpoint.json`, written last, lists every file with its size and checksum, by which damage is noticed, also where a
+model is to be loaded as it was saved.
 """
 
 import json
@@ -10,7 +11,7 @@ import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from graphmod.errors import ConfigError, GraphmodError
 from graphmod.train.saved import MANIFEST_FILE
@@ -21,6 +22,7 @@ EMA_FOLDER = "ema"
 FORMAT = 3
 _PARTS = {"format", "steps_done", "config", "settings", "data", "files", "ranks", "processes", "arrangement", "seen"}
 _CHUNK = 1 << 22
+T = TypeVar("T")
 
 
 class DamagedCheckpoint(GraphmodError):
@@ -90,6 +92,67 @@ def verify(folder: Path, which: Callable[[Path], bool] = lambda path: True) -> d
         except OSError as error:
             raise DamagedCheckpoint(f"{folder} is damaged: {name}: {error.strerror}") from error
     return manifest
+
+
+def checkpoint_of(folder: Path) -> Path | None:
+    """The checkpoint of a run that `folder` is, or whose averaged weights it holds; None where it is neither."""
+    for one in (folder, *([folder.parent] if folder.name == EMA_FOLDER else ())):
+        of_a_run = one.absolute().parent.name == FOLDER and one in checkpoints(one.parent)
+        if of_a_run or (one / MANIFEST_FILE).is_file():
+            return one
+    return None
+
+
+def _verify(checkpoint: Path, inside: Path) -> None:
+    """Looks at the files that loading a model reads: in the folder `inside` of a checkpoint, and not in others."""
+    verify(checkpoint, lambda file: file.parent == inside and file.name != STATE_FILE)
+
+
+def first_whole(folders: list[Path], look: Callable[[Path], T]) -> tuple[T | None, list[str]]:
+    """What `look` finds in the first of these folders that is not damaged, or None; and what is wrong with each before
+    it.
+
+    Raises:
+        NewerCheckpoint: see `read_manifest`.
+    """
+    damage = []
+    for folder in folders:
+        try:
+            return look(folder), damage
+        except DamagedCheckpoint as error:
+            damage.append(str(error))
+    return None, damage
+
+
+def whole_model(folder: Path) -> Path:
+    """`folder`, if it is no checkpoint, or the model in it can be loaded. Raises DamagedCheckpoint."""
+    if checkpoint_of(folder) is not None:
+        _verify(folder, Path())
+    return folder
+
+
+def require_whole(folder: Path) -> Path:
+    """`folder`, whose model is to be loaded; also where it is no checkpoint of a run, and says nothing of its files.
+
+    Raises:
+        ConfigError: it is one, and damaged; another one of that run is named, if it is whole.
+        NewerCheckpoint: see `read_manifest`.
+    """
+    checkpoint = checkpoint_of(folder)
+    if checkpoint is None:
+        return folder
+    inside = folder.relative_to(checkpoint)
+    try:
+        _verify(checkpoint, inside)
+        return folder
+    except DamagedCheckpoint as error:
+        for other in checkpoints(checkpoint.parent):
+            with suppress(DamagedCheckpoint):
+                _verify(other, inside)
+                raise ConfigError(f"{error}; another one of that run is whole: model.path={other / inside}") from error
+        raise ConfigError(
+            f"{error}, and no other one of that run is whole; put that file back, or train again: python train.py"
+        ) from error
 
 
 def checkpoint_name(steps_done: int) -> str:

@@ -8,8 +8,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from graphmod.errors import ConfigError, GraphmodError
-from graphmod.train.checkpoints.loadable import require_whole
-from graphmod.train.checkpoints.manifest import FOLDER, checkpoints
+from graphmod.train.checkpoints.manifest import FOLDER, checkpoints, require_whole
 from graphmod.train.data.batches import load_data, make_batches
 from graphmod.train.data.windows import Place
 from graphmod.train.model import model_config

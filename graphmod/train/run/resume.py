@@ -15,6 +15,7 @@ from graphmod.train.checkpoints.manifest import (
     DamagedCheckpoint,
     checkpoints,
     clear_leftovers,
+    first_whole,
     read_manifest,
     verify,
 )
@@ -44,13 +45,7 @@ class ResumePoint:
 
 def newest_whole(run_dir: Path) -> tuple[ResumePoint | None, list[str]]:
     """The newest checkpoint of a run that is not damaged, or None; and what is wrong with each one after it."""
-    damage = []
-    for folder in checkpoints(run_dir / FOLDER):
-        try:
-            return ResumePoint(run_dir, folder, verify(folder)), damage
-        except DamagedCheckpoint as error:
-            damage.append(str(error))
-    return None, damage
+    return first_whole(checkpoints(run_dir / FOLDER), lambda folder: ResumePoint(run_dir, folder, verify(folder)))
 
 
 def _skipping(point: ResumePoint, damage: list[str]) -> ResumePoint:
@@ -76,12 +71,7 @@ def holds_finished_runs(folder: Path) -> bool:
 
 def newest_readable(run_dir: Path) -> ResumePoint | None:
     """The newest checkpoint of a run whose manifest can be read, whether the rest is whole or not; None without one."""
-    for folder in checkpoints(run_dir / FOLDER):
-        try:
-            return ResumePoint(run_dir, folder, read_manifest(folder))
-        except DamagedCheckpoint:
-            continue
-    return None
+    return first_whole(checkpoints(run_dir / FOLDER), lambda one: ResumePoint(run_dir, one, read_manifest(one)))[0]
 
 
 def _in_own_folder(run_dir: Path, held: ExitStack) -> ResumePoint | None:
