@@ -79,7 +79,7 @@ def compare_made_up(
     except Exception as error:  # of a model's own code: anything
         raise DecodeError(refusal(model, f"it fails on {len(tokens)} tokens: {reason(error)}")) from error
     error = _relative(found, own)
-    allowed = 0.05 if model.dtype in _HALF else 1e-2 if _tf32() else 1e-4
+    allowed = 0.05 if model.dtype in _HALF else 1e-2 if torch.get_float32_matmul_precision() != "highest" else 1e-4
     if error <= allowed or error <= _with_noise(allowed, _relative(_cached_logits(model, tokens, 2), own)):
         return
     why = f"after {len(tokens)} tokens its logits differ by {error:.1%} from those of its own forward"
@@ -219,7 +219,3 @@ def _cached_logits(model: PreTrainedModel, tokens: list[int], last: int) -> Tens
 def _logits(model: PreTrainedModel, tokens: list[int], last: int, **more: object):
     kept = {"logits_to_keep": last} if takes(model, "logits_to_keep") else {}
     return model(input_ids=torch.tensor([tokens], device=model.device), **kept, **more)
-
-
-def _tf32() -> bool:
-    return torch.get_float32_matmul_precision() != "highest"

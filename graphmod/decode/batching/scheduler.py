@@ -62,10 +62,6 @@ class Scheduler:
     def busy(self) -> bool:
         return bool(self.waiting or self.filling or self.running)
 
-    def blocks_needed(self, sequence: Sequence) -> int:
-        # The last token is never fed, so nothing of it is stored.
-        return self.allocator.blocks_for(sequence.limit - 1)
-
     def plan(self, limits: Limits) -> list[Planned]:
         """The pieces of prompts to prefill next, in order: first of those that were begun, then of those that wait,
         for as long as rows and blocks last."""
@@ -85,7 +81,8 @@ class Scheduler:
         or no row."""
         allocator = self.allocator
         known = allocator.match(sequence.prompt)
-        missing = self.blocks_needed(sequence) - len(known)
+        # The last token is never fed, so nothing of it is stored.
+        missing = allocator.blocks_for(sequence.limit - 1) - len(known)
         unheld = sum(not allocator.holders(block) for block in known)
         rows = self.rows - len(self.running) - len(self.filling)
         if not rows or missing > allocator.free_blocks - unheld:

@@ -134,7 +134,8 @@ class PagedCache:
     @property
     def nbytes(self) -> int:
         """On the device."""
-        return sum(tensor.nbytes for tensor in (*self._here(), *self._ring_tensors())) if self.mapped else 0
+        ring = [] if self.ring is None else self.ring.tensors()
+        return sum(tensor.nbytes for tensor in (*self._here(), *ring)) if self.mapped else 0
 
     @property
     def host_nbytes(self) -> int:
@@ -144,9 +145,6 @@ class PagedCache:
     def _here(self) -> list[Tensor]:
         far = {*self._far}
         return [one for kept in (self.keys, self.values) for number, one in enumerate(kept) if number not in far]
-
-    def _ring_tensors(self) -> list[Tensor]:
-        return [] if self.ring is None else self.ring.tensors()
 
     def allocate(self) -> None:
         """Takes the memory, zeroed: what is not written yet must be finite, since masks multiply by zero."""

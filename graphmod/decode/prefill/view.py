@@ -99,7 +99,8 @@ class PackedBuffer:
         if columns is not None:
             starts[1] = self._starts_of([piece.end for piece in pieces], place)
         ends = numpy.zeros(self._limits.pieces, dtype=numpy.int64)
-        last = [end - 1 for end, piece in zip(self._ends_of(pieces), pieces, strict=True) if piece.last]
+        whole = accumulate(len(piece.tokens) for piece in pieces)
+        last = [end - 1 for end, piece in zip(whole, pieces, strict=True) if piece.last]
         ends[: len(last)] = last
         for tensor, values in ((into.tokens, rows), (into.starts, starts), (into.ends, ends)):
             self._bring(tensor, values)
@@ -112,9 +113,6 @@ class PackedBuffer:
     def _starts_of(self, lengths: list[int], whole: int) -> list[int]:
         found = [0, *accumulate(lengths)]
         return found + [found[-1]] * (self._limits.pieces + 1 - len(found)) + [whole]
-
-    def _ends_of(self, pieces: list[Piece]) -> list[int]:
-        return list(accumulate(len(piece.tokens) for piece in pieces))
 
     def _bring(self, tensor: Tensor, values: numpy.ndarray) -> None:
         host = torch.from_numpy(values)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,11 +27,7 @@ _WAIT, _LAUNCH = "tl.extra.cuda.gdc_wait()", "tl.extra.cuda.gdc_launch_dependent
 
 def for_decode(function: Callable) -> Callable:
     """`function` compiled by dynamo and inductor for CUDA graphs of fixed shapes."""
-    return torch.compile(function, dynamic=False, fullgraph=True, backend=_by_inductor)
-
-
-def _by_inductor(graph: GraphModule, inputs: list[Any]) -> Callable:
-    return by_inductor(graph, inputs, tuned=False)
+    return torch.compile(function, dynamic=False, fullgraph=True, backend=partial(by_inductor, tuned=False))
 
 
 def compile_graph(graph: GraphModule, inputs: list[Tensor], tuned: bool) -> Callable[..., tuple]:

@@ -44,7 +44,7 @@ def timed_in_graphs() -> Iterator[None]:
             try:
                 if latest[0] is not kernel:
                     latest[:] = kernel, []  # what was before is let go first
-                    latest[1] = _sets(args, _read_only(kernel))
+                    latest[1] = _sets(args, [name not in kernel.mutated_arg_names for name in kernel.fn.arg_names])
                 return _milliseconds(launcher, latest[1], named)
             except Exception as error:  # of launches: a candidate may ask for more than there is
                 log.debug("%s is timed by itself", launcher, exc_info=error)
@@ -57,10 +57,6 @@ def timed_in_graphs() -> Iterator[None]:
         yield
     finally:
         CachingAutotuner.bench = single
-
-
-def _read_only(kernel: Any) -> list[bool]:
-    return [name not in kernel.mutated_arg_names for name in kernel.fn.arg_names]
 
 
 def _sets(args: tuple, read_only: list[bool]) -> list[list[Any]]:

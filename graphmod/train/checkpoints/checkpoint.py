@@ -58,10 +58,6 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def _files(folder: Path) -> Iterator[Path]:
-    return (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != MANIFEST_FILE)
-
-
 @dataclass
 class _Parts:
     """What ranks that have parts of a model hand to the first one.
@@ -147,7 +143,7 @@ def _write(
     }
     torch.save(state, partial / STATE_FILE)
     listed = {}
-    for path in _files(partial):
+    for path in sorted(path for path in partial.rglob("*") if path.is_file()):  # the manifest is not there yet
         _sync(path)
         name = path.relative_to(partial).as_posix()
         listed[name] = parts.files.get(name) or [path.stat().st_size, checksum(path)]

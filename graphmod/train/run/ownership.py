@@ -35,13 +35,6 @@ def _holder(folder: Path) -> str:
         return "another process is writing to it"  # which has not said yet who it is
 
 
-def _in_use(folder: Path) -> FolderInUse:
-    return FolderInUse(
-        f"{folder} is in use: {_holder(folder)}. Wait until it has ended, or stop it; or write elsewhere "
-        "(hydra.run.dir=FOLDER; in a multirun hydra.sweep.dir=FOLDER)"
-    )
-
-
 @contextmanager
 def owned(folder: Path) -> Iterator[None]:
     """Inside, this process alone owns `folder`, which is made if need be, and removed if nothing is written to it.
@@ -57,7 +50,10 @@ def owned(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         lock.acquire()
     except Timeout:
-        raise _in_use(folder) from None
+        raise FolderInUse(
+            f"{folder} is in use: {_holder(folder)}. Wait until it has ended, or stop it; or write elsewhere "
+            "(hydra.run.dir=FOLDER; in a multirun hydra.sweep.dir=FOLDER)"
+        ) from None
     except OSError as error:
         if error.errno in _NO_LOCKS:
             raise GraphmodError(
