@@ -30,12 +30,9 @@ log = logging.getLogger("graphmod")
 def paged_sdpa(
     module: nn.Module,
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    *,
+    *_: Any,
     cache_view: CacheView,
+    scaling: float | None = None,
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
@@ -43,7 +40,7 @@ def paged_sdpa(
 
     Args:
         query: (B, heads, 1, head_dim).
-        key, value: of the new token; already in the cache, and not used here.
+        _: keys and values of the new token, which are in the cache already, and a mask, which there is none of.
         s_aux: (heads,), what transformers calls the logits of attention sinks.
 
     Returns:

@@ -76,7 +76,7 @@ def layers_of(
     def call(memory: PagedCache, table: Tensor, lengths: Tensor, slots: Tensor, *queries: Tensor) -> list[Tensor]:
         view = CacheView(memory, slots, table, lengths, visited)
         pairs = zip(layers, queries, strict=True)
-        return [one.function(layer, query, None, None, None, None, cache_view=view)[0] for layer, query in pairs]
+        return [one.function(layer, query, cache_view=view)[0] for layer, query in pairs]
 
     # A partial, because the core looks for tensors there, and not in functions of this package.
     return functools.partial(call, memory, table, lengths, slots, *queries), len(layers)

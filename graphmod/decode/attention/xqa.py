@@ -189,12 +189,9 @@ def scratch(memory: PagedCache, parts: int) -> tuple[Tensor, Tensor]:
 def paged_xqa(
     module: nn.Module,
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    *,
+    *_: Any,
     cache_view: CacheView,
+    scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """As `attention.paged_sdpa`: (B, heads, 1, head_dim) to (B, 1, heads, head_dim), the result in `query`'s dtype.

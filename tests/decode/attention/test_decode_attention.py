@@ -151,12 +151,12 @@ def test_rows_without_context_and_what_lies_behind_a_context_do_not_reach_others
     context[1] = 0
     with torch.inference_mode():
         view = CacheView(memory, table.new_zeros(len(table)), table, context, None)
-        expected = found.function(Layer, query, None, None, None, 0.2, cache_view=view)[0]
+        expected = found.function(Layer, query, None, None, None, scaling=0.2, cache_view=view)[0]
         assert not expected[1].any() and torch.isfinite(expected).all()
         last = table[0, 0] * 16
         for held in (*memory.keys, *memory.values):
             held.flatten(0, 1)[last + 5 : last + 16] = float("nan")  # behind the 5 tokens of row 0
-        got = found.function(Layer, query, None, None, None, 0.2, cache_view=view)[0]
+        got = found.function(Layer, query, None, None, None, scaling=0.2, cache_view=view)[0]
     assert torch.equal(got, expected)
 
 

@@ -138,7 +138,7 @@ def test_compiled_steps_store_keys_in_place_and_convert_the_block_table_once(ker
         view = CacheView(memory, torch.arange(4) + 20, table, context, None)
         for layer in layers:
             view.update(key, key * 2, layer.layer_idx)
-            query = xqa.paged_xqa(layer, query, None, None, None, None, cache_view=view)[0].transpose(1, 2) * 1.5
+            query = xqa.paged_xqa(layer, query, cache_view=view)[0].transpose(1, 2) * 1.5
         return query
 
     key = torch.randn(4, KV_HEADS, 1, WIDTH).bfloat16()
@@ -245,7 +245,7 @@ def test_a_graph_follows_contexts_that_change(compiled):
 
     def call(query, table, context):
         view = CacheView(memory, table.new_zeros(4), table, context, None)
-        return xqa.paged_xqa(Layer, query, None, None, None, None, cache_view=view)[0] * 1
+        return xqa.paged_xqa(Layer, query, cache_view=view)[0] * 1
 
     run = for_decode(call) if compiled else call
     with torch.inference_mode(), compiled_code():
