@@ -16,7 +16,9 @@ from graphmod.decode.batching.scheduler import Scheduler
 from graphmod.decode.batching.sequence import Sequence
 from graphmod.decode.cache.cache import PagedCache
 from graphmod.decode.cache.extents import Reader
-from graphmod.decode.prefill.piece import Limits, Prefill
+from graphmod.decode.prefill.packed import PackedPrefill
+from graphmod.decode.prefill.padded import PaddedPrefill
+from graphmod.decode.prefill.piece import Limits
 from graphmod.decode.results import Run
 from graphmod.decode.step.graphs import BucketGraphs
 from graphmod.decode.step.state import BAD, FULL, NOTHING, STOPPED, BatchState
@@ -65,7 +67,7 @@ class ContinuousBatch:
         state: BatchState,
         scheduler: Scheduler,
         graphs: BucketGraphs,
-        prefill: Prefill,
+        prefill: PackedPrefill | PaddedPrefill,
         limits: Limits,
         attention_name: str | None,
         steps: int,

@@ -37,10 +37,6 @@ class BlockAllocator:
         """Blocks that nobody holds, known ones included."""
         return len(self._free)
 
-    @property
-    def known_blocks(self) -> int:
-        return len(self._known)
-
     def blocks_for(self, tokens: int) -> int:
         """How many blocks hold `tokens` tokens."""
         return -(-tokens // self.block_size)

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -32,19 +32,8 @@ _APART = 512  # bytes between the beginnings of tensors, as in PyTorch's own all
 Shapes = Sequence[tuple[int, ...]]
 
 
-class Space(Protocol):
-    """A range of addresses and the memory behind it; `Addresses` is one on a GPU, and has the words."""
-
-    mapped: bool
-    nbytes: int
-
-    def map(self) -> None: ...
-    def unmap(self) -> None: ...
-    def free(self) -> None: ...
-
-
 class HostSpace:
-    """The same on the CPU: pages that were given back are zeros again when they are touched."""
+    """As `Addresses`, on the CPU: pages that were given back are zeros again when they are touched."""
 
     def __init__(self, nbytes: int) -> None:
         # Private: shared memory would keep what it holds.
@@ -62,6 +51,9 @@ class HostSpace:
 
     def free(self) -> None:
         """Nothing: the tensors hold the buffer, and it goes with the last of them."""
+
+
+Space = Addresses | HostSpace
 
 
 class Pages:

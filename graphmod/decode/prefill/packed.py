@@ -54,7 +54,7 @@ class PackedStep(nn.Module):
 
 
 class PackedPrefill:
-    """See `piece.Prefill`.
+    """Prefills pieces of prompts.
 
     Args:
         limits: of pieces.
@@ -84,6 +84,8 @@ class PackedPrefill:
         self._counts = BucketStats()
 
     def __call__(self, pieces: list[Piece]) -> Tensor:
+        """Stores the keys and values of pieces, in their order; gives the logits after those that are `last`, (pieces
+        that are last, vocabulary)."""
         size, columns = self._sizes(pieces)
         packed = self._buffer.fill(pieces, size, columns)
         with attention(self._model, NAME):
@@ -94,7 +96,7 @@ class PackedPrefill:
         return logits[: sum(piece.last for piece in pieces)]
 
     def nearest_size(self, tokens: int) -> int:
-        """See `piece.Prefill`."""
+        """About as many tokens, of which none is padding when as many are prefilled."""
         return min(self.tokens, key=lambda size: abs(size - tokens))
 
     def uncounted(self, pieces: list[Piece]) -> Tensor:

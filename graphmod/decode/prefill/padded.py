@@ -40,7 +40,7 @@ def batches(pieces: list[Piece], budget: int) -> Iterator[list[int]]:
 
 
 class PaddedPrefill:
-    """See `piece.Prefill`.
+    """As `packed.PackedPrefill`, without graphs.
 
     Args:
         model: with its own attention.
@@ -62,7 +62,7 @@ class PaddedPrefill:
         return torch.stack(rows) if rows else logits[:0]
 
     def nearest_size(self, tokens: int) -> int:
-        """See `piece.Prefill`. One piece alone has no padding, whatever its length."""
+        """As many: one piece alone has no padding, whatever its length."""
         return tokens
 
     def _call(self, pieces: list[Piece]) -> Tensor:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
-
-from torch import Tensor
+from typing import NamedTuple
 
 
 class Piece(NamedTuple):
@@ -39,16 +37,3 @@ class Limits(NamedTuple):
     tokens: int
     pieces: int
     columns: int
-
-
-class Prefill(Protocol):
-    """Prefills pieces of prompts."""
-
-    def __call__(self, pieces: list[Piece]) -> Tensor:
-        """Stores the keys and values of pieces, in their order; gives the logits after those that are `last`, (pieces
-        that are last, vocabulary)."""
-        ...
-
-    def nearest_size(self, tokens: int) -> int:
-        """About as many tokens, of which none is padding when as many are prefilled."""
-        ...

@@ -78,7 +78,7 @@ class Sequences(RuleBasedStateMachine):
         assert self.allocator.free_blocks == COUNT - len(used)
         for block in range(FIRST, FIRST + COUNT):
             assert self.allocator.holders(block) == sum(blocks.count(block) for blocks, _ in self.held)
-        assert 0 <= self.allocator.known_blocks <= COUNT
+        assert 0 <= len(self.allocator._known) <= COUNT
 
 
 TestSequences = Sequences.TestCase
