@@ -17,7 +17,7 @@ from graphmod.errors import ConfigError
 from graphmod.serve.listening import bound, url
 from graphmod.serve.process import FrontProcess
 
-_EXTRA = ("fastapi", "uvicorn", "prometheus_client")  # the first brings starlette and pydantic
+_EXTRA = ("fastapi", "uvicorn", "httptools", "prometheus_client")  # the first brings starlette and pydantic
 
 
 class ServeCallback(CommandCallback):
