@@ -20,7 +20,7 @@ from graphmod.cli.stdout import OutputError
 from graphmod.decode import DecodeEngine
 from graphmod.decode.text import ByteCodec
 from graphmod.errors import ConfigError, reason
-from graphmod.train.checkpoints.manifest import _PARTS, FORMAT
+from graphmod.train.checkpoints.manifest import FORMAT, PARTS
 
 
 @pytest.fixture(scope="module")
@@ -265,7 +265,7 @@ def test_the_last_checkpoint_of_a_run_is_that_of_most_steps(tmp_path):
         folder = tmp_path / "checkpoints" / f"step_{step:08}"
         folder.mkdir(parents=True)
         (folder / "config.json").write_text("{}")
-        written = {**dict.fromkeys(_PARTS), "format": FORMAT, "steps_done": step, "settings": {}, "files": {}}
+        written = {**dict.fromkeys(PARTS), "format": FORMAT, "steps_done": step, "settings": {}, "files": {}}
         (folder / "checkpoint.json").write_text(json.dumps(written))
         for name in ("config.json", "checkpoint.json"):
             os.utime(folder / name, (step, 1000 - step))
@@ -277,7 +277,7 @@ def test_no_run_is_looked_for_far_below_a_folder(tmp_path):
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("{}")
     (folder / "checkpoint.json").write_text(
-        json.dumps({**dict.fromkeys(_PARTS), "format": FORMAT, "steps_done": 20, "settings": {}, "files": {}})
+        json.dumps({**dict.fromkeys(PARTS), "format": FORMAT, "steps_done": 20, "settings": {}, "files": {}})
     )
     for given in (folder.parents[3], folder.parents[4]):
         assert model_folder(str(given)) == folder

@@ -24,6 +24,7 @@ from graphmod.train.checkpoints.manifest import (
     EMA_FOLDER,
     FORMAT,
     MANIFEST_FILE,
+    PARTS,
     STATE_FILE,
     being_replaced,
     being_written,
@@ -150,14 +151,7 @@ def _write(
     manifest = {
         "format": FORMAT,
         "graphmod": graphmod.__version__,
-        "steps_done": progress.steps_done,
-        "config": progress.config,
-        "settings": progress.settings,
-        "data": progress.data,
-        "ranks": progress.ranks,
-        "processes": progress.processes,
-        "arrangement": progress.arrangement,
-        "seen": progress.seen,
+        **{name: getattr(progress, name) for name in PARTS},
         "loss": progress.losses[-1] if progress.losses else None,
         "files": listed,
     }

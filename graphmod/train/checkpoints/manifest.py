@@ -20,7 +20,7 @@ STATE_FILE = "training_state.pt"
 FOLDER = "checkpoints"
 EMA_FOLDER = "ema"
 FORMAT = 3
-_PARTS = {"format", "steps_done", "config", "settings", "data", "files", "ranks", "processes", "arrangement", "seen"}
+PARTS = ("steps_done", "config", "settings", "data", "ranks", "processes", "arrangement", "seen")  # of `Progress`
 _CHUNK = 1 << 22
 T = TypeVar("T")
 
@@ -58,7 +58,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
                 f"{folder} has checkpoint format {number}, of graphmod {manifest.get('graphmod', '(unknown)')}, and "
                 f"this version reads formats up to {FORMAT}; install that one, or a later one"
             )
-        if not set(manifest) >= _PARTS:
+        if not set(manifest) >= {"format", "files", *PARTS}:
             raise ValueError("it lacks some of its parts")
         return manifest
     except (OSError, AttributeError, TypeError, ValueError) as error:
