@@ -43,6 +43,13 @@ class ModelSource:
     precision: Precision = Precision.saved
     device: DeviceName = DeviceName.auto
 
+    def check(self) -> None:
+        """Raises ConfigError where none is named."""
+        if self.path is None:
+            raise ConfigError(
+                "model.path=FOLDER is missing: a saved model, a checkpoint, or runs/train for the latest one"
+            )
+
 
 @dataclass
 class BatchSettings:
@@ -151,10 +158,7 @@ class GenerateConfig:
         """Raises ConfigError for what is missing or cannot be meant together."""
         if (self.prompt is None) == (self.prompts_file is None):
             raise ConfigError('give one of prompt="..." and prompts_file=FILE')
-        if self.model.path is None:
-            raise ConfigError(
-                "model.path=FOLDER is missing: a saved model, a checkpoint, or runs/train for the latest one"
-            )
+        self.model.check()
         if self.out is not None and self.prompts_file is None:
             raise ConfigError("out=FILE goes with prompts_file=FILE; a single prompt is printed")
         if self.overwrite and self.prompts_file is None:

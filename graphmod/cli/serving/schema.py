@@ -8,7 +8,6 @@ from pathlib import Path
 
 from graphmod.cli.generation.schema import BatchSettings, GraphScope, GraphSettings, ModelSource
 from graphmod.decode.config import EngineConfig
-from graphmod.errors import ConfigError
 from graphmod.serve.settings import ServeSettings
 
 
@@ -40,9 +39,6 @@ class ServeConfig:
 
     def check(self) -> None:
         """Raises ConfigError for what is missing or out of range."""
-        if self.model.path is None:
-            raise ConfigError(
-                "model.path=FOLDER is missing: a saved model, a checkpoint, or runs/train for the latest one"
-            )
+        self.model.check()
         self.serve.check()
         self.engine()

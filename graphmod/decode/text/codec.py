@@ -85,7 +85,8 @@ class TokenizerCodec:
             raise ConfigError(f"the tokenizer's chat template refuses the messages: {reason(error)}") from error
 
 
-def _has_tokenizer(folder: Path) -> bool:
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a tokenizer was saved in a folder."""
     return any((folder / name).is_file() for name in _TOKENIZER_FILES)
 
 
@@ -112,12 +113,12 @@ def tokenizer_folder(folder: Path, tokenizer: str | None) -> Path | None:
                 f"tokenizer={tokenizer} is empty; give the folder of a saved tokenizer, or tokenizer=bytes"
             )
         return Path(tokenizer)
-    if _has_tokenizer(folder):
+    if has_tokenizer(folder):
         return folder
     checkpoint = next((path for path in (folder, folder.parent) if (path / _TRAINING_STATE).is_file()), None)
     if checkpoint is None:
         raise ConfigError(f"{folder} holds no tokenizer; set tokenizer=FOLDER, or tokenizer=bytes")
-    return checkpoint if _has_tokenizer(checkpoint) else None
+    return checkpoint if has_tokenizer(checkpoint) else None
 
 
 def codec_for(folder: Path, tokenizer: str | None) -> Codec:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from graphmod.decode.text.codec import TokenizerCodec
+from graphmod.decode.text.codec import TokenizerCodec, has_tokenizer
 from graphmod.errors import ConfigError
 from graphmod.train.data.cache import cached, files_key, tokenizer_key
 from graphmod.train.data.encode import encode_pieces, flattened, pieces
@@ -166,11 +166,7 @@ def load_tokenizer(folder: str) -> Any:
 def _tokenizer_folder(data: DataConfig, model: ModelConfig) -> str | None:
     if data.tokenizer is not None:
         return None if data.tokenizer == "bytes" else data.tokenizer
-    if model.architecture == LOCAL:
-        names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-        if any((Path(model.path) / name).is_file() for name in names):
-            return model.path
-    return None
+    return model.path if model.architecture == LOCAL and has_tokenizer(Path(model.path)) else None
 
 
 def _documents(files: list[Path], data: DataConfig) -> Iterator[bytes]:

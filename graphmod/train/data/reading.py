@@ -15,6 +15,7 @@ from typing import Any
 
 from graphmod.errors import ConfigError, reason
 from graphmod.train.data.encodings import not_utf8
+from graphmod.train.libraries import require_library
 from graphmod.train.schema.data import DataConfig, Documents
 from graphmod.words import counted
 
@@ -90,10 +91,9 @@ def _shortened(line: str) -> str:
 
 
 def _datasets() -> Any:
-    try:
-        import datasets
-    except ImportError as error:
-        raise ConfigError("data=hf needs the datasets library: pip install -e '.[data]' in its clone") from error
+    require_library("datasets", "data", "data=hf")
+    import datasets
+
     return datasets
 
 
