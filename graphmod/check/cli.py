@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from graphmod.check.unusable import Unusable
+from graphmod.check.ranks import Unusable, check_as_ranks
 from graphmod.errors import GraphmodError
 
 if TYPE_CHECKING:
@@ -89,12 +89,7 @@ def main(arguments: list[str], program: str = "graphmod check") -> int:
     if given.timeout <= 0:
         parsing.error(f"--timeout must be above 0, got {given.timeout:g}")
     try:
-        if given.ranks:
-            from graphmod.check.ranks import check_as_ranks
-
-            report = check_as_ranks(given.ranks, arguments)
-        else:
-            report = checked_as_given(given)
+        report = check_as_ranks(given.ranks, arguments) if given.ranks else checked_as_given(given)
     except Unusable as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -12,8 +12,7 @@ from torch import distributed
 from graphmod.check.cli import checked_as_given, parser
 from graphmod.check.meeting import Meeting
 from graphmod.check.pretended import pretend
-from graphmod.check.ranks import outcome_of
-from graphmod.check.unusable import Unusable
+from graphmod.check.ranks import Unusable, outcome_of
 
 
 def main(folder: Path, arguments: list[str]) -> int:

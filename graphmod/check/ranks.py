@@ -13,10 +13,13 @@ import time
 from pathlib import Path
 
 from graphmod.check.report import Report, of_all_ranks
-from graphmod.check.unusable import Unusable
 from graphmod.words import ranks_in_words
 
 _OTHERS = 5.0  # seconds in which ranks may fail after the first, to be told of with it
+
+
+class Unusable(Exception):
+    """What was asked for cannot be checked; the text is one sentence."""
 
 
 def check_as_ranks(count: int, arguments: list[str]) -> Report:

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from graphmod.config import choice
 from graphmod.decode.batching.handle import Handle
-from graphmod.decode.batching.pause import Pause
+from graphmod.decode.batching.traffic import Pause
 from graphmod.decode.config import EngineConfig, Keep, Sampling
 from graphmod.decode.errors import DecodeError, RequestError
 from graphmod.decode.loop import EngineLoop

@@ -1,11 +1,14 @@
-"""The front in a process of its own, for one process has one Python: while HTTP has it, the engine cannot launch.
+"""The front in a process of its own, for one process has one Python: while HTTP has it, the engine cannot launch. And
+the address that it listens on.
 
-No PyTorch and no web library, so that the front starts before either is loaded, and says that the model is.
+No PyTorch and no web library, so that a wrong address is told, and the front starts, before either is loaded, and says
+that the model is.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -15,9 +18,39 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from graphmod.errors import ConfigError
 from graphmod.serve.settings import ServeSettings
 
 _TO_END = 5.0  # seconds for a front to send what is left and end
+_ANOTHER_PORT = (errno.EADDRINUSE, errno.EACCES)
+_WAYS_OUT = {
+    True: "give another port, or serve.port=0 for any free one",
+    False: "give an address or a name of this machine, such as 127.0.0.1, or 0.0.0.0 for all of its addresses",
+}
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """A socket that listens there. Raises ConfigError."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except socket.gaierror as error:
+        raise _refused(host, port, error.strerror, False) from error
+    except UnicodeError as error:  # a label of the name is too long, or empty
+        raise _refused(host, port, "it is no name of a machine", False) from error
+    except OSError as error:
+        why = os.strerror(error.errno) if error.errno else str(error)
+        raise _refused(host, port, why, error.errno in _ANOTHER_PORT) from error
+
+
+def url(listening: socket.socket) -> str:
+    """Where a server on this socket is reached."""
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _refused(host: str, port: int, why: str, port_is_wrong: bool) -> ConfigError:
+    return ConfigError(f"serve.host={host} serve.port={port} cannot be listened on: {why}; {_WAYS_OUT[port_is_wrong]}")
 
 
 class FrontProcess:

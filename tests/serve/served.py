@@ -17,8 +17,7 @@ from graphmod.decode import DecodeEngine
 from graphmod.decode.text import TokenizerCodec
 from graphmod.serve.front import Front
 from graphmod.serve.host import Host
-from graphmod.serve.listening import bound, url
-from graphmod.serve.process import FrontProcess
+from graphmod.serve.process import FrontProcess, bound, url
 from graphmod.serve.settings import ServeSettings
 
 POSITIONS = 512

@@ -14,8 +14,7 @@ from graphmod.cli.serving.schema import ServeConfig
 from graphmod.cli.start import loading, require_one_process
 from graphmod.decode.text.codec import tokenizer_folder
 from graphmod.errors import ConfigError
-from graphmod.serve.listening import bound, url
-from graphmod.serve.process import FrontProcess
+from graphmod.serve.process import FrontProcess, bound, url
 
 _EXTRA = ("fastapi", "uvicorn", "httptools", "prometheus_client")  # the first brings starlette and pydantic
 

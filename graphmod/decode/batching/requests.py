@@ -19,7 +19,7 @@ from graphmod.decode.errors import RequestError
 from graphmod.decode.results import Completion
 from graphmod.decode.step.state import MOST_STOPS
 from graphmod.decode.text.codec import Codec
-from graphmod.decode.text.stops import StopTexts
+from graphmod.decode.text.stream import StopTexts
 from graphmod.errors import UnknownSetting
 
 _CODEC = "make the engine with codec=TokenizerCodec(tokenizer), of graphmod.decode.text.codec"

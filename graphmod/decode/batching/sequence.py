@@ -10,7 +10,7 @@ from graphmod.decode.config import Sampling
 from graphmod.decode.results import Completion
 from graphmod.decode.step.sampling import FILTERED, GREEDY, PLAIN
 from graphmod.decode.step.state import RowValues
-from graphmod.decode.text.stops import StopTexts
+from graphmod.decode.text.stream import StopTexts
 
 
 @dataclass(eq=False)

@@ -1,4 +1,4 @@
-"""Losses and scalars of a run: kept on the device, fetched in the background, handed to the loggers.
+"""Losses and scalars of a run: kept on the device, fetched in the background, handed to the loggers that it opens.
 
 Between two log points nothing is read from the device, and at a log point nothing waits: values are copied into pinned
 memory and written once their copy is known to have ended.
@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +18,7 @@ from graphmod.train.checkpoints.progress import Progress
 from graphmod.train.report.flops import Utilization
 from graphmod.train.report.loggers.logger import Logger
 from graphmod.train.report.timing import StepClock, median
+from graphmod.train.schema.train import LogTo
 
 Point = Callable[[int, dict[str, float | None]], None]
 
@@ -32,6 +35,44 @@ class _Fetch:
     last: int
     names: list[str]
     scalars: dict[str, float]
+
+
+def open_loggers(names: Sequence[str], folder: Path, settings: dict[str, Any], before: int | None) -> list[Logger]:
+    """Opens the loggers of a run; where one fails, those before it are closed.
+
+    Args:
+        names: of `LogTo`.
+        folder: of the run.
+        settings: of the run, as nested plain values.
+        before: steps that a resumed run had done; None for a new one.
+
+    Raises:
+        ConfigError: a library is missing.
+        GraphmodError: a service does not begin a run.
+        OSError: the folder cannot be written to.
+    """
+    with ExitStack() as opened:
+        loggers = []
+        for name in names:
+            loggers.append(_open(LogTo(name), folder, settings, before))
+            opened.callback(loggers[-1].close)
+        opened.pop_all()
+    return loggers
+
+
+def _open(name: LogTo, folder: Path, settings: dict[str, Any], before: int | None) -> Logger:
+    # Each library is loaded only where it is used.
+    if name is LogTo.tensorboard:
+        from graphmod.train.report.loggers.tensorboard_events import TensorBoardLogger
+
+        return TensorBoardLogger(folder, settings, before)
+    if name is LogTo.csv:
+        from graphmod.train.report.loggers.csv_file import CsvLogger
+
+        return CsvLogger(folder, before)
+    from graphmod.train.report.loggers.wandb_run import WandbLogger
+
+    return WandbLogger(folder, settings)
 
 
 class Metrics:

@@ -19,9 +19,8 @@ from graphmod.train.data.windows import Prefetcher
 from graphmod.train.model import dims_of, weights_dtype
 from graphmod.train.report.display import Display, Journal
 from graphmod.train.report.flops import utilization
-from graphmod.train.report.loggers.choice import open_loggers
 from graphmod.train.report.logs import beside_bar
-from graphmod.train.report.metrics import GIB, Metrics
+from graphmod.train.report.metrics import GIB, Metrics, open_loggers
 from graphmod.train.report.result import RunResult, spread
 from graphmod.train.report.timing import StepClock, median
 from graphmod.train.report.versions import commit, versions

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from graphmod.decode import DecodeEngine, RequestError
 from graphmod.decode.text import ByteCodec, TextStream, TokenizerCodec, completion_text
-from graphmod.decode.text.stops import StopTexts
+from graphmod.decode.text.stream import StopTexts
 
 
 @pytest.fixture(scope="module", params=KINDS)
