@@ -131,13 +131,8 @@ def _print(text: str) -> None:
 def _made(name: str, name_of_args: str | None) -> tuple[Callable, tuple, dict, int]:
     """What is to be called and with what, and how often it has been called already."""
     target = _found(name)
-    if not callable(target):
-        raise Unusable(f"{name} is a {type(target).__name__}, which cannot be called")
     if name_of_args is not None:
-        maker = _found(name_of_args)
-        if not callable(maker):
-            raise Unusable(f"{name_of_args} is a {type(maker).__name__}, which cannot be called")
-        made = _tried(name_of_args, maker)
+        made = _tried(name_of_args, _found(name_of_args))
         if isinstance(made, dict):
             return target, (), made, 0
         if not isinstance(made, (tuple, list)):
@@ -156,7 +151,7 @@ def _made(name: str, name_of_args: str | None) -> tuple[Callable, tuple, dict, i
     return target, (), {}, 1
 
 
-def _found(name: str) -> Any:
+def _found(name: str) -> Callable:
     module, _, path = name.rpartition(":")
     if not (module and path):
         raise Unusable(
@@ -177,6 +172,8 @@ def _found(name: str) -> Any:
             found = getattr(found, part)
         except AttributeError:
             raise Unusable(_missing(module, found, parts[:number], part)) from None
+    if not callable(found):
+        raise Unusable(f"{name} is a {type(found).__name__}, which cannot be called")
     return found
 
 

@@ -133,7 +133,8 @@ class Meeting:
             pause = min(2 * pause, _LONGEST)
 
     def _where(self, name: str, missing: list[int]) -> str:
-        awaited = "at the end of the check" if name == "end" else f"in {self._here()}"
+        here = f"{self._steps[-1].told} at {self._steps[-1].place}" if self._steps else "an exchange of objects"
+        awaited = "at the end of the check" if name == "end" else f"in {here}"
         seen = []
         for rank in missing:
             at = f"at/{rank}"
@@ -143,9 +144,6 @@ class Meeting:
             f"rank {self.rank} waited {self._timeout:g} s {awaited} for {ranks_in_words(missing)} "
             f"({'; '.join(seen)}); all ranks have to make the same check"
         )
-
-    def _here(self) -> str:
-        return f"{self._steps[-1].told} at {self._steps[-1].place}" if self._steps else "an exchange of objects"
 
 
 def meeting_of_ranks(timeout: float) -> Meeting | None:

@@ -8,7 +8,7 @@ diverge. Messages between two ranks may wait for each other in any order; each n
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -106,7 +106,9 @@ def _of_collectives(ways: list[Way]) -> Divergence | None:
     done = dict.fromkeys(together, 0)
 
     def head(rank: int) -> Any:
-        return _at(together, done, rank)
+        """The collective that a rank has come to; None where it has none left."""
+        left = together.get(rank, ())
+        return left[done[rank]] if done.get(rank, 0) < len(left) else None
 
     moving = True
     while moving:
@@ -117,7 +119,7 @@ def _of_collectives(ways: list[Way]) -> Divergence | None:
             if not there or any(other is None or other.group != one.group for other in there):
                 continue
             if any(other.alike != one.alike for other in there):
-                return _divergence(ways, [*one.ranks], together, done)
+                return _divergence(ways, [*one.ranks], head, done)
             for member in one.ranks:
                 done[member] += 1
             moving = True
@@ -128,20 +130,14 @@ def _of_collectives(ways: list[Way]) -> Divergence | None:
     while new:  # those that it waits for, those that they wait for, ...
         involved |= new
         new = {member for rank in new if (one := head(rank)) is not None for member in one.ranks} - involved
-    return _divergence(ways, sorted(involved), together, done)
+    return _divergence(ways, sorted(involved), head, done)
 
 
-def _at(together: dict[int, list], done: dict[int, int], rank: int) -> Any:
-    """The collective that a rank has come to; None where it has none left."""
-    left = together.get(rank, ())
-    return left[done[rank]] if done.get(rank, 0) < len(left) else None
-
-
-def _divergence(ways: list[Way], ranks: list[int], together: dict[int, list], done: dict[int, int]) -> Divergence:
+def _divergence(ways: list[Way], ranks: list[int], head: Callable[[int], Any], done: dict[int, int]) -> Divergence:
     known = {way.rank: way for way in ways}
     stands: dict[tuple, Stand] = {}
     for rank in ranks:
-        way, one = known.get(rank), _at(together, done, rank)
+        way, one = known.get(rank), head(rank)
         if one is None:
             stand = Stand([], _nothing(way))
         else:
