@@ -372,11 +372,8 @@ class JobFailed(GraphmodError):
     """
 
     def __init__(self, reason: str, status: int = 1) -> None:
-        super().__init__(reason, status)
+        super().__init__(reason)
         self.status = status
-
-    def __str__(self) -> str:
-        return self.args[0]
 
 
 def conclude(

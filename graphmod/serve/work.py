@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import NamedTuple
 
 from graphmod.decode.batching.handle import Handle
-from graphmod.decode.results import Completion, Run
+from graphmod.decode.results import Run
 from graphmod.serve.asked import Asked
 from graphmod.serve.errors import ApiError, refused
 from graphmod.serve.remote import Refused, Request
@@ -116,16 +116,13 @@ class Work:
         self.tokens += len(run.tokens)
         piece = answer.add(run.tokens, run.logprobs)
         if run.ended:
-            self._require_good(done)
+            if done.finish_reason == "abort":
+                raise ApiError(503, "the server is shutting down", code="shutting_down")
+            if done.finish_reason == "error":
+                raise ApiError(500, done.error or "the completion failed", code="completion_error")
             last = answer.end(done)
             piece = Piece(piece.text + last.text, piece.scored + last.scored)
         return Part(index, piece, list(run.tokens), done.finish_reason if run.ended else None)
-
-    def _require_good(self, done: Completion) -> None:
-        if done.finish_reason == "abort":
-            raise ApiError(503, "the server is shutting down", code="shutting_down")
-        if done.finish_reason == "error":
-            raise ApiError(500, done.error or "the completion failed", code="completion_error")
 
     def _time(self, index: int, tokens: int) -> None:
         if not tokens:

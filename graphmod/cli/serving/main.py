@@ -27,12 +27,6 @@ class ServeCallback(CommandCallback):
         raise ConfigError("graphmod serve runs one server; drop --multirun, and give each setting one value")
 
 
-def _require_extra() -> None:
-    missing = next((name for name in _EXTRA if find_spec(name) is None), None)
-    if missing is not None:
-        raise ConfigError(f"serving needs {missing}, which is not installed: pip install -e '.[serve]' in its clone")
-
-
 def _task(settings: DictConfig) -> None:
     os.chdir(HydraConfig.get().runtime.cwd)  # paths are those of where the command was typed
     require_one_process("graphmod serve runs in one; give it one GPU")
@@ -41,7 +35,8 @@ def _task(settings: DictConfig) -> None:
     folder = model_folder(config.model.path)
     tokenizer_folder(folder, config.tokenizer)
     require_positions(folder, config.decode.max_seq_len)
-    _require_extra()
+    if missing := next((name for name in _EXTRA if find_spec(name) is None), None):
+        raise ConfigError(f"serving needs {missing}, which is not installed: pip install -e '.[serve]' in its clone")
     with closing(bound(config.serve.host, config.serve.port)) as listening:  # before PyTorch is loaded
         address = url(listening)
         front = FrontProcess(config.serve, config.name, folder, config.tokenizer, listening)

@@ -25,11 +25,7 @@ from graphmod.train.step.losses import (
 )
 
 
-def _count_targets(tokens: Tensor) -> Tensor:
-    return (tokens[:, 1:] >= 0).sum()
-
-
-@targets_counted_by(_count_targets)
+@targets_counted_by(lambda tokens: (tokens[:, 1:] >= 0).sum())
 def padded_next_token_loss(
     model: nn.Module,
     tokens: Tensor,

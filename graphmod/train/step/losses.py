@@ -116,11 +116,7 @@ def next_token_loss(
     return criterion(forward(model, tokens[:, :-1]), tokens[:, 1:])
 
 
-def _count_labels(batch: Mapping[str, Tensor]) -> Tensor:
-    return (batch["labels"][:, 1:] != IGNORED).sum()
-
-
-@targets_counted_by(_count_labels)
+@targets_counted_by(lambda batch: (batch["labels"][:, 1:] != IGNORED).sum())
 def causal_lm_loss(
     model: nn.Module,
     batch: Mapping[str, Tensor],
