@@ -22,6 +22,7 @@ from graphmod.backend.branches import divisible, spread
 from graphmod.backend.copy_nodes import launcher
 from graphmod.backend.driver import last_captured
 from graphmod.backend.lifetime import Graphs, capturing
+from graphmod.backend.nodes import use_kernels
 from graphmod.backend.streams import begin_capture, renew_gradient_accumulators, stream_for
 from graphmod.torch_private import settle_attention_order
 from graphmod.trace.garbage import no_garbage_collection
@@ -285,10 +286,12 @@ class CudaBackend:
             return None
 
     def _instantiate(self, graph: torch.cuda.CUDAGraph, operations: list[tuple[int, int]]) -> None:
-        try:
-            spread(graph.raw_cuda_graph(), operations)
-        except Exception as error:  # an older driver, a mode of the user's: slower, but the same
-            log.debug("the operations on many tensors stay one after the other: %s", error)
+        raw = graph.raw_cuda_graph()
+        for improve, arguments in ((spread, (operations,)), (use_kernels, (self.device, self.stream))):
+            try:
+                improve(raw, *arguments)
+            except Exception as error:  # an older driver, a mode of the user's: slower, but the same
+                log.debug("%s did not do all of its work on a graph: %s", improve.__name__, error)
         graph.instantiate()
 
     def _abandon(self, graph: torch.cuda.CUDAGraph, pool: CudaPool, spare: list) -> None:
