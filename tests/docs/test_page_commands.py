@@ -108,16 +108,19 @@ def shortened(arguments, number):
     if given.get("train.resume", "none") not in ("none", "auto"):
         added["train.steps"] = str(STEPS_OF_A_RUN + number)
     else:
-        added |= {"train.eval_batches": "1", "data.batch_size": "2", "data.cache": "null"}
+        own_model, own_data = "model._target_" in given, "data._target_" in given
+        added |= {"train.eval_batches": "1", "data.batch_size": "2"}
         if not {"train.steps", "train.epochs"} & {*given}:
             added["train.steps"] = str(STEPS_OF_A_RUN)
-        if given.get("model") != "local":
+        if given.get("model") != "local" and not own_model:
             added |= {f"model.{name}": str(size) for name, size in SIZES.items()}
         if given.get("model") == "llama_124m":
             added["model.kv_heads"] = "2"
-        if given.get("data") != "hf":
+        if not own_data:
+            added["data.cache"] = "null"
+        if given.get("data") != "hf" and not own_data:
             added["data.max_bytes"] = "20000"
-        if "data.buckets" not in given:
+        if "data.buckets" not in given and not own_data:
             added["data.seq_len"] = "16"
         if given.get("graph") == "auto":  # a shorter run has nothing to choose from
             added["train.steps"] = "100"
