@@ -345,15 +345,12 @@ class Notes:
             self._wholes[identity(module)] = whole
             self.look_inside(whole)
 
-    def cached(self, function: Any) -> tuple:
-        """What an `lru_cache` may return without calling its function, noted; nothing where that is too much."""
+    def cached(self, function: Any) -> None:
+        """Notes what an `lru_cache` may return without calling its function, unless that is too much."""
         if identity(function) not in self._wholes:
             self._wholes[identity(function)] = self.belongs(Cached(function), function)
-        items = self._wholes[identity(function)].content()
-        if len(items) > _MOST_CACHED:
-            return ()
-        self.look_inside(self._wholes[identity(function)])
-        return items
+        if len(self._wholes[identity(function)].content()) <= _MOST_CACHED:
+            self.look_inside(self._wholes[identity(function)])
 
     # -- places --------------------------------------------------------------------------------------------------
 
@@ -404,7 +401,7 @@ class Notes:
         place = find(owner, name, self._in_classes)
         if isinstance(owner, type):
             self._hidden_by(owner.__mro__, name, None if place is None else place.shared)
-        elif first_look and kind is not super and not isinstance(owner, types.ModuleType):
+        elif first_look and not isinstance(owner, types.ModuleType):
             self._hidden_by(kind.__mro__, name, None if place is None else place.shared)
         if isinstance(owner, torch._C._FunctionBase):  # what a forward keeps for its own backward
             return UNKNOWN if place is None or place.shared is not None else place.value
@@ -684,9 +681,8 @@ class Notes:
         if isinstance(value, types.BuiltinMethodType) and isinstance(value.__self__, CONTAINERS):
             value = self.belongs(value.__self__, value)
         elif hasattr(type(value), "mapping") and isinstance(value, (KeysView, ValuesView, ItemsView)):
-            value = self.belongs(
-                gc.get_referents(value)[0], value
-            )  # the dict itself, which `mapping` would wrap anew each time
+            # The dict itself, which `mapping` would wrap anew each time.
+            value = self.belongs(gc.get_referents(value)[0], value)
         old = self.ages.is_old(value)
         if is_iterator(value):
             if old:

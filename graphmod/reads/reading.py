@@ -416,8 +416,6 @@ def _step_of(step: dis.Instruction) -> tuple[Callable, int, Any] | None:
         return Reading.call_all, _IN_CALLS + 1 + (step.arg & 1), step.arg
     if name == "FORMAT_VALUE":
         return Reading.each, 2 if step.arg & 4 else 1, None
-    if name == "STORE_ATTR":
-        return Reading.attribute, 1, step.argval
     known = _STEPS.get(name)
     if name == "MATCH_CLASS":
         return (*known, step.arg)

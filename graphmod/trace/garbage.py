@@ -113,7 +113,8 @@ def _list_new() -> None:
             for function in functions:
                 cells = one.made.intersection(map(identity, function.__closure__))
                 one.functions += [(weakref.ref(function), cells)] if cells else []
-    gc.freeze()
+    if _frozen:  # else nobody would thaw it
+        gc.freeze()
 
 
 def _freeze(ages: Ages | None = None) -> None:
