@@ -79,7 +79,10 @@ def saves_tensors(node: Any) -> bool:
     if isinstance(node, _C._FunctionBase):
         return bool(node._raw_saved_tensors)
     for name in _saved_by(type(node)):
-        found = getattr(node, name)
+        try:
+            found = getattr(node, name)
+        except RuntimeError:  # a list of them, which have been freed
+            return True
         if any(one.data is not None for one in (found if isinstance(found, (tuple, list)) else (found,))):
             return True
     return False

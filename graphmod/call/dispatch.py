@@ -116,6 +116,8 @@ def _run(context: Context, args: tuple, kwargs: dict) -> Any:
         context.log_once(f"{context.name!r} stays eager: it {unwatched}")
         return eager(context, args, kwargs, entry)
     recording = entry.recording_of_now()
+    if recording is None and entry.astray and not entry.follows_chance():
+        return eager(context, args, kwargs, entry)
     if recording is None or recording.refused is not None:
         return warm_up(context, entry, args, kwargs)
     if recording.its_backward.wanted:

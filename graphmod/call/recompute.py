@@ -102,9 +102,8 @@ def _as_captured(ticket: Ticket, graph: ForwardGraph) -> tuple[Sequence[Tensor],
 def _run_again(ticket: Ticket, graph: ForwardGraph) -> tuple[Sequence[Tensor], list[Tensor], dict]:
     context, backend = graph.context, graph.context.group.backend
     changed = [(tensor, tensor.clone()) for tensor in graph.graph.seen.written.values()]
-    now = backend.random_state() if graph.random else None
-    if graph.random:
-        backend.set_random_state(ticket.random_state)
+    now = graph.random_state()
+    graph.set_random_state(ticket.random_state)
     try:
         for tensor, value in zip(graph.advanced, ticket.before or (), strict=True):
             tensor.copy_(value)
@@ -114,8 +113,7 @@ def _run_again(ticket: Ticket, graph: ForwardGraph) -> tuple[Sequence[Tensor], l
         with torch.enable_grad(), modes, run_again.deeper(), graph.recording.guards.as_recorded():
             outputs = graph.results.of_node(context.call(*args, **kwargs))
     finally:
-        if graph.random:
-            backend.set_random_state(now)
+        graph.set_random_state(now)
         for tensor, before in changed:
             tensor.copy_(before)
     return outputs, leaves, {}

@@ -71,9 +71,9 @@ def launch(context: Context, graph: ForwardGraph, leaves: list[Tensor], careful:
         The random state before, where it is needed later; and why the replay was stopped before it had changed
         anything that lasts, None if it was not.
     """
-    entry, backend = graph.entry, context.group.backend
+    entry = graph.entry
     graph.load(leaves)
-    state = backend.random_state() if graph.random else None
+    state = graph.random_state()
     if graph.advanced:
         graph.before = [tensor.clone() for tensor in graph.advanced]
     graph.tape.cursor = graph.index + 1
@@ -94,8 +94,10 @@ def launch(context: Context, graph: ForwardGraph, leaves: list[Tensor], careful:
             graph.graph.replay()
         finished = True
     finally:
-        if graph.random and not finished:
-            backend.set_random_state(state)
+        if not finished:
+            graph.set_random_state(state)
+    graph.launches += 1
+    graph.recording.host_draws.advance()
     graph.after(leaves)
     context.counters.replays += replayed
     context.counters.eager_calls += not replayed

@@ -105,6 +105,13 @@ def warm_up(context: Context, entry: Entry, args: tuple, kwargs: dict) -> Any:
 
 
 def _say_difference(context: Context, entry: Entry) -> None:
+    if entry.astray:
+        context.log_once(
+            f"{context.name!r} runs eagerly where {entry.difference}. Branches that come often get a graph each; "
+            "graph_layers(model) keeps the layers in graphs, whichever of them run",
+            key="astray",
+        )
+        return
     then = (
         "recorded and captured again, as after each such change"
         if entry.graphs

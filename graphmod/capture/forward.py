@@ -145,7 +145,7 @@ def capture(
             if arena.begin(tape) is not None:
                 raise CaptureRefused(CANNOT_MOVE)
         graph = ForwardGraph(context, entry, tape, recording)
-        state = backend.random_state()
+        states = backend.random_state(), recording.host_draws.states()
         communicates = captured() if recording.communicates else contextlib.nullcontext()
         with casts_of_its_own(context, entry), communicates:
             graph.capture(leaves)
@@ -176,4 +176,4 @@ def capture(
     context.counters.captures += 1
     context.counters.replays += 1
     context.counters.capture_seconds += time.perf_counter() - began
-    return graph, state
+    return graph, states

@@ -23,6 +23,7 @@ from graphmod.signature.flattening import flatten
 from graphmod.torch_private import any_autocast, frames_compiled
 from graphmod.trace import dispatch
 from graphmod.trace.garbage import no_garbage_collection
+from graphmod.trace.host_draws import HostDraws
 from graphmod.trace.recorder import EagerRecorder
 
 BACKWARD_OUTSIDE = (
@@ -36,6 +37,7 @@ class Recording:
 
     Attributes:
         script: its operations, and what it made of constants.
+        host_draws: what it drew on the host, to be drawn again before each replay.
         generators: those it passed to random operations.
         backward, random: whether a backward ran inside; whether random numbers were drawn.
         communicates: whether other processes took part in it.
@@ -58,6 +60,7 @@ class Recording:
         settles: bool,
     ) -> None:
         self.script = seen.script
+        self.host_draws = HostDraws(seen.on_gpu) if seen.host_draws is None else seen.host_draws
         self.generators = seen.generators
         self.backward = seen.backward
         self.random = seen.random
@@ -108,10 +111,13 @@ def watch(
 ) -> tuple[Any, EagerRecorder, Notes, Given]:
     """Makes a call; returns its result and all that watched it, before anything is made of that. See `record`, and
     `EagerRecorder` for `before_collective`."""
-    given = Given(args, kwargs, names)
-    notes = noting(call, args, kwargs, *roots)
+    given, draws = Given(args, kwargs, names), HostDraws(gpu is not None)
+    notes = noting(call, args, kwargs, *roots, host_draws=draws)
     around = given, notes  # in this order: notes must not see what `given` does
-    result, recorder, entered = follow(call, args, kwargs, gpu, *around, before_collective=before_collective)
+    result, recorder, entered = follow(
+        call, args, kwargs, gpu, *around, before_collective=before_collective, host_draws=draws
+    )
+    recorder.hazards += draws.finish(result)
     return result, recorder, entered[1], given
 
 
@@ -122,19 +128,20 @@ def follow(
     gpu: int | None,
     *around: AbstractContextManager,
     before_collective: Callable | None = None,
+    host_draws: HostDraws | None = None,
 ) -> tuple[Any, EagerRecorder, list[Any]]:
     """Makes a call and records its operations.
 
     Args:
         around: what is to be entered before the recorder.
-        before_collective: see `EagerRecorder`.
+        before_collective, host_draws: see `EagerRecorder`.
 
     Returns:
         Its result, the record, and what entering gave.
     """
     leaves: list[Tensor] = []
     flatten((args, kwargs), leaves, {})
-    recorder = EagerRecorder(leaves, gpu=gpu, before_collective=before_collective)
+    recorder = EagerRecorder(leaves, gpu=gpu, before_collective=before_collective, host_draws=host_draws)
     dispatch.has_key()  # which imports much when it is first asked: not while frames are watched
     # What a graph casts, it casts itself; the recorded call must do so too. With gradients, `casts` sees to that.
     casts = any_autocast() and not torch.is_grad_enabled()

@@ -31,6 +31,7 @@ from graphmod.signature.flattening import rebuild
 from graphmod.signature.signature import parameter_names
 from graphmod.state.entry import Entry
 from graphmod.torch_private import next_sequence_number, saves_tensors
+from graphmod.trace.host_draws import put_back
 from graphmod.trace.operations import address
 from graphmod.trace.recorder import Recorder
 
@@ -58,6 +59,7 @@ class ForwardGraph:
             were before the last replay; None where nobody knows.
         in_turn: those of `through_autograd` whose hooks are to run in eager's order, the last of them first.
         saves: whether autograd saves anything for its backward, and frees it with that.
+        launches: how often it was replayed.
         ticket: weak, that of the last forward with a backward to come.
         backward: the captured backward, once there is one.
         backward_modes: the modes of PyTorch in which it was captured.
@@ -90,6 +92,7 @@ class ForwardGraph:
         self.mismatches = 0
         self.successor: Callable[[], None] | None = None
         self.succeeded = False
+        self.launches = 0
         self.ticket: Any = None
 
     # -- capture -------------------------------------------------------------------------------------------------
@@ -133,6 +136,7 @@ class ForwardGraph:
 
         python_random, generators = python_random_state(), recording.generators
         states = [(generator, generator.get_state()) for generator in generators]
+        states += recording.host_draws.states()
         random_state, captured = group.backend.random_state(), None
         try:
             with as_memory(owned), stood_in(self, guards), own_accumulators(self, guards, self._sources.identities):
@@ -156,8 +160,7 @@ class ForwardGraph:
             if captured is not None:
                 captured.discard()
             group.backend.set_random_state(random_state)
-            for generator, state in states:
-                generator.set_state(state)
+            put_back(states)
             guards.restore()
             restore_python_random_state(python_random)
             for parameter, grad in zip(owned, grads_then, strict=True):
@@ -180,7 +183,7 @@ class ForwardGraph:
         for _, buffer in self._copied:
             buffer.users += 1
             group.buffers.add(buffer)
-        self.stands_alone = not self.results.handed_out and not self._copied
+        self.stands_alone = not (self.results.handed_out or self._copied or recording.host_draws)
         lent = [left for _, left in self._grads_after if isinstance(left, GradientBuffer)]
         self.tape.hand_out(self.results.handed_out + lent)
         if self._grads_after:
@@ -277,12 +280,26 @@ class ForwardGraph:
                     if buffer.users > 1 and not buffer.free_for(leaves[index], arena.passes):
                         return f"the copy of another {self.inputs[index].name} is still needed"
         if not self.starts_early or careful:
-            return self.changed()
-        return "a tensor it reads has moved to another address" if self.watch.gone() else None
+            unfit = self.changed()
+        else:
+            unfit = "a tensor it reads has moved to another address" if self.watch.gone() else None
+        return unfit or self.recording.host_draws.choose_otherwise()
 
     def changed(self) -> str | None:
         """What is no longer as it was at the capture, or None."""
         return self.watch.changed()
+
+    def random_state(self) -> tuple[Any, list]:
+        """Where the generators are that it and its code draw from; for `set_random_state`."""
+        device = self.context.group.backend.random_state() if self.random else None
+        return device, self.recording.host_draws.states()
+
+    def set_random_state(self, state: tuple[Any, list]) -> None:
+        """Puts these generators to where they were."""
+        device, host = state
+        put_back(host)
+        if self.random:
+            self.context.group.backend.set_random_state(device)
 
     def load(self, leaves: list[Tensor]) -> None:
         """Brings the arguments to where the graph reads them."""

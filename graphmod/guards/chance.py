@@ -3,23 +3,33 @@
 import random
 import sys
 import types
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from graphmod.guards.contents import OTHER, is_random, sort_of, state
 from graphmod.trace import dispatch
+from graphmod.trace.host_draws import HostDraws, kinds_followed
 from graphmod.trace.seeds import MOVES, READS_SEED, SETS_STATE
 from graphmod.trace.untraced import identity
+
+_BOUND = frozenset(map(identity, (types.BuiltinMethodType, types.MethodType)))
 
 
 class Chance:
     """Compares the states of the host's random generators before and after a call.
 
     Those of `random` and `numpy.random`, and each generator that the call's code was seen to use.
+
+    Args:
+        host_draws: is told what code draws from them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, host_draws: HostDraws | None = None) -> None:
+        self._draws = host_draws
+        self._kinds = frozenset(map(identity, kinds_followed()))
+        self.floats: dict[float, int] = {} if host_draws is None else host_draws.floats
         self._states: list[tuple[Any, tuple, tuple | None]] = []
         self._of_torch: list[tuple[torch.Generator, torch.Tensor, tuple | None]] = []
         self._known: set[int] = set()
@@ -48,6 +58,8 @@ class Chance:
         if identity(value) not in self._known:
             self._known.add(identity(value))
             self._states.append((value, state(value), where))
+            if self._draws is not None and identity(type(value)) in self._kinds:
+                self._draws.begin(value)
         elif where is not None:
             for index, (known, before, line) in enumerate(self._states):
                 if known is value and line is None:
@@ -56,7 +68,10 @@ class Chance:
     def drawn(self) -> tuple[str, tuple | None] | None:
         """The library whose generator was drawn from, and the code and line that used it first; None where none was."""
         for value, before, where in self._states:
-            if state(value) != before:
+            drawn_at = None if self._draws is None else self._draws.drawn_at.get(id(value))
+            if drawn_at is not None and not self._draws.followed:
+                return type(value).__module__.partition(".")[0], drawn_at
+            if drawn_at is None and state(value) != before:
                 return type(value).__module__.partition(".")[0], where
         return None
 
@@ -69,11 +84,40 @@ class Chance:
                 return where
         return None
 
-    def restore(self) -> None:
-        """Puts the generators of `random` and `numpy.random` back to where they were."""
-        for value, before, _ in self._states:
-            if isinstance(value, random.Random) and state(value) != before:
-                value.setstate(before[0])
+    # -- numbers that choose a branch, see `host_draws` ----------------------------------------------------------
+
+    def draw(self, function: Any, given: list, where: tuple, is_old: Callable[[Any], bool]) -> None:
+        """Takes in that code at `where` is about to call a function, which may be a method of a generator."""
+        bound = identity(type(function)) in _BOUND
+        owner = function.__self__ if bound else given[0] if given else None
+        if self._draws is None or identity(type(owner)) not in self._kinds:
+            return
+        if not bound:
+            name = getattr(function, "__name__", "")
+            if getattr(type(owner), name, None) is not function:
+                return
+            function, given = getattr(owner, name), given[1:]
+        self.meet(owner, where)
+        if not is_old(owner):  # another one is made in each call
+            self._draws.escaped()
+        self._draws.draw(function, given, where)
+
+    def reads(self, tensor: Any) -> None:
+        """Takes in that code is about to read a tensor as the number it is."""
+        if self._draws is not None and isinstance(tensor, torch.Tensor):
+            self._draws.expected = tensor
+
+    def is_drawn(self, values: Iterable[Any]) -> bool:
+        """Whether one of these values is, or holds, a number that was drawn."""
+        return self._draws is not None and any(map(self._draws.is_drawn, values))
+
+    def compared(self, how: str, left: Any, right: Any) -> None:
+        """Takes in that code compares two numbers, of which one was drawn."""
+        self._draws.compared(how, left, right)
+
+    def used(self) -> None:
+        """Takes in that code does something else with a number that was drawn."""
+        self._draws.escaped()
 
 
 def _is_generator(value: Any) -> bool:

@@ -53,6 +53,7 @@ from graphmod.guards.lookup import (
 from graphmod.ranks.sharded import held_between_calls
 from graphmod.torch_private import weak_reference
 from graphmod.trace.garbage import Ages
+from graphmod.trace.host_draws import HostDraws
 from graphmod.trace.tensors import is_leaf
 from graphmod.trace.untraced import identity
 
@@ -237,7 +238,7 @@ class Notes:
         gradient_at: where code first looked at, or set, the gradient of a leaf tensor.
     """
 
-    def __init__(self, ages: Ages) -> None:
+    def __init__(self, ages: Ages, host_draws: HostDraws | None = None) -> None:
         self.ages = ages
         self.notes: dict[tuple[int, Any], Note] = {}
         self.contents: dict[int, tuple[Any, tuple, tuple]] = {}
@@ -249,7 +250,7 @@ class Notes:
         self.frame: types.FrameType | None = None
         self.modules: dict[int, nn.Module] = {}
         self.of_dynamo: list[CompiledFrame] = []
-        self.chance = Chance()
+        self.chance = Chance(host_draws)
         self.unreadable: tuple[str, tuple] | None = None
         self.elsewhere: tuple | None = None
         self.unseen = ""

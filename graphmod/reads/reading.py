@@ -11,6 +11,7 @@ import dis
 import functools
 import gc
 import operator
+import random
 import sys
 import types
 import weakref
@@ -77,11 +78,20 @@ class Reading:
         notes.where, notes.frame = (frame.f_code, line), frame
         try:
             values = top(frame, count, reach) if count else []
+            if notes.chance.floats and frame.f_code.co_filename != _RANDOM and notes.chance.is_drawn(values):
+                self._drawn(do, argument, values)
             do(self, frame, argument, values)
         except Exception as error:  # what code uses may be of any kind; the user's call goes on
             notes.unreadable = notes.unreadable or (f"{type(error).__name__}: {error}", notes.here())
         finally:
             notes.frame = None
+
+    def _drawn(self, do: Callable, argument: Any, values: list) -> None:
+        """An instruction is about to use a number that was drawn on the host."""
+        if do is Reading.compare:
+            self._notes.chance.compared(argument, *values)
+        else:
+            self._notes.chance.used()
 
     # -- values that are used as a whole -------------------------------------------------------------------------
 
@@ -102,6 +112,9 @@ class Reading:
     def each(self, frame: FrameType, argument: Any, values: list) -> None:
         for value in values:
             self.use(value)
+
+    def compare(self, frame: FrameType, how: str, values: list) -> None:
+        self.each(frame, how, values)
 
     # -- variables -----------------------------------------------------------------------------------------------
 
@@ -198,7 +211,7 @@ class Reading:
 
     # -- calls ---------------------------------------------------------------------------------------------------
 
-    def call(self, frame: FrameType, count: int, values: list) -> None:
+    def call(self, frame: FrameType, named: bool, values: list) -> None:
         one, other, *given = values
         if one is Nothing:
             function = other
@@ -207,11 +220,13 @@ class Reading:
         else:
             function = one
             given.insert(0, other)
+        if not named and frame.f_code.co_filename != _RANDOM:
+            self._notes.chance.draw(function, given, self._notes.where, self._notes.ages.is_old)
         self.called(function, given)
 
-    def call_with_names(self, frame: FrameType, count: int, values: list) -> None:
+    def call_with_names(self, frame: FrameType, argument: Any, values: list) -> None:
         del values[-1]
-        self.call(frame, count, values)
+        self.call(frame, True, values)
 
     def call_all(self, frame: FrameType, more: int, values: list) -> None:
         """`function(*args, **kwargs)`."""
@@ -295,6 +310,7 @@ class Reading:
                 self._notes.all_attributes(one, DEEP)
 
 
+_RANDOM = random.__file__  # where one draw may be made of others
 _DEPTH = 6  # of iterators over iterators over containers
 
 
@@ -345,6 +361,11 @@ def _items_named(reading: Reading, function: Any, given: list) -> None:
         reading._item(given[0], key)
 
 
+def _number(reading: Reading, function: Any, given: list) -> None:
+    if given:
+        reading._notes.chance.reads(given[0])
+
+
 def _names_of(reading: Reading, function: Any, given: list) -> None:
     if given:
         reading._notes.all_attributes(given[0])
@@ -363,6 +384,8 @@ _in_c: dict[int, Callable] = {  # by identity of the function
     identity(vars): _dict_of,
     identity(map): _mapped,
     identity(dir): _names_of,
+    identity(float): _number,
+    identity(torch.Tensor.item): _number,
 }
 _made_in_c: dict[int, Callable] = {  # by identity of the function's class
     identity(operator.attrgetter): _attributes_named,
@@ -388,7 +411,8 @@ _STEPS: dict[str, tuple[Callable, int]] = {
     "BINARY_SLICE": (Reading.each, 3),
     "STORE_SLICE": (Reading.each, 4),
     "CONTAINS_OP": (Reading.contains, 2),
-    **dict.fromkeys(("BINARY_OP", "COMPARE_OP"), (Reading.each, 2)),
+    "BINARY_OP": (Reading.each, 2),
+    "COMPARE_OP": (Reading.compare, 2),
     **dict.fromkeys(
         (
             *("GET_ITER", "GET_YIELD_FROM_ITER", "UNPACK_SEQUENCE", "UNPACK_EX", "LIST_EXTEND", "SET_UPDATE"),
@@ -406,10 +430,10 @@ if sys.version_info < (3, 13):
     _STEPS |= dict.fromkeys(("POP_JUMP_IF_TRUE", "POP_JUMP_IF_FALSE"), (Reading.each, 1))
 
 
-def _step_of(step: dis.Instruction) -> tuple[Callable, int, Any] | None:
+def _step_of(step: dis.Instruction, named: bool) -> tuple[Callable, int, Any] | None:
     name = step.opname
     if name == "CALL":
-        return Reading.call, step.arg + _IN_CALLS, step.arg
+        return Reading.call, step.arg + _IN_CALLS, named
     if name == "CALL_KW":
         return Reading.call_with_names, step.arg + _IN_CALLS + 1, step.arg
     if name == "CALL_FUNCTION_EX":
@@ -419,6 +443,8 @@ def _step_of(step: dis.Instruction) -> tuple[Callable, int, Any] | None:
     known = _STEPS.get(name)
     if name == "MATCH_CLASS":
         return (*known, step.arg)
+    if name == "COMPARE_OP":
+        return (*known, step.argrepr.removeprefix("bool(").removesuffix(")"))
     return None if known is None else (*known, step.argval)
 
 
@@ -427,13 +453,15 @@ def plan_of(code: CodeType) -> Plan:
     steps = list(dis.get_instructions(code))
     reach = depths(code, steps)
     plan: Plan = {}
-    prefixes, line = [], code.co_firstlineno
+    prefixes, line, named = [], code.co_firstlineno, False
     for step in steps:
         line = step.positions.lineno or line
         if step.opname == "EXTENDED_ARG":
             prefixes.append(step.offset)
             continue
-        wanted = _step_of(step) if step.offset in reach else None
+        named = named or step.opname == "KW_NAMES"  # up to the next call
+        wanted = _step_of(step, named) if step.offset in reach else None
+        named = named and step.opname != "CALL"
         if wanted is not None:
             # Python 3.11 tells of an instruction with prefixes where the first of them lies.
             for offset in (step.offset, *prefixes):

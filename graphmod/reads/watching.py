@@ -16,17 +16,19 @@ from graphmod.reads.frames import NOT_TOLD, Frames
 from graphmod.reads.operand_stack import function_of
 from graphmod.reads.reading import Reading
 from graphmod.trace.garbage import Ages
+from graphmod.trace.host_draws import HostDraws
 
 
 @contextlib.contextmanager
-def noting(*roots: Any) -> Iterator[Notes]:
+def noting(*roots: Any, host_draws: HostDraws | None = None) -> Iterator[Notes]:
     """Notes what the body reads. Afterwards the notes hold what was there before it, and nothing that it made.
 
     Args:
         roots: objects that were there before.
+        host_draws: is told what the body draws from generators in Python.
     """
     with Ages() as ages:
-        notes = Notes(ages)
+        notes = Notes(ages, host_draws)
         watcher = Noting(notes)
         for root in roots:
             watcher.take(notes.root, root)

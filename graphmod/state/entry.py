@@ -64,6 +64,7 @@ class Entry:
 
     __slots__ = (
         "adds_apart",
+        "astray",
         "backward_changes",
         "backwards",
         "budget",
@@ -94,6 +95,7 @@ class Entry:
         "recordings",
         "replays",
         "signature",
+        "strayed",
         "unfinished",
         "used_outside",
         "verified_at",
@@ -115,6 +117,8 @@ class Entry:
         self.outvoted = 0  # calls in a row that are eager because another rank will always be
         self.needs_grad = False
         self.recordings: list[Any] = []  # of calls in different states, the newest first
+        self.astray = False  # the state is one that was recorded, and only chance chooses another branch
+        self.strayed = 0  # how often that was so
         self.fruitless = 0  # recordings since the last replay
         self.difference = ""  # between the last recording and the state after it, in words
         self.waits_for = ""  # the difference for which a call was eager last
@@ -144,14 +148,24 @@ class Entry:
 
     def recording_of_now(self) -> Any:
         """The recording of a call in the present state; None where there is none."""
-        self.difference = ""
+        self.difference, self.astray = "", False
         for recording in self.recordings:
             reason = recording.guards.moved() or recording.guards.changed()
             if reason is None:
-                return recording
+                reason = recording.host_draws.choose_otherwise()
+                if reason is None:
+                    return recording
+                self.astray = recording.refused is None
+                self.difference = reason if self.astray else self.difference
             if recording.refused is None:
                 self.difference = self.difference or reason  # the newest is most like the present
         return None
+
+    def follows_chance(self) -> bool:
+        """Whether a call is to be recorded whose random numbers chose a branch that has no recording: more and more
+        seldom, since there may be as many branches as there are layers to drop, and more."""
+        self.strayed += 1
+        return not self.strayed & (self.strayed - 1)
 
     @property
     def keeps_changing(self) -> bool:
@@ -167,9 +181,15 @@ class Entry:
             changed = known.guards.moved() or known.guards.changed()
             if changed is None or known.guards.exchanged:
                 self.forget(known)
-        for known in self.recordings[_MOST_RECORDINGS - 1 :]:
-            self.forget(known)
+        for _ in self.recordings[_MOST_RECORDINGS - 1 :]:
+            self.forget(min(reversed(self.recordings), key=self._served))
         self.recordings.insert(0, recording)
+
+    def _served(self, recording: Any) -> int:
+        """How often the graphs of a recording were launched, if it is one of those that chance chooses between."""
+        if not recording.host_draws:
+            return 0
+        return sum(graph.launches for graph in self.graphs if graph.recording is recording)
 
     def forget(self, recording: Any) -> None:
         """Forgets a recording, and drops the graphs that stand on it."""

@@ -80,9 +80,10 @@ _READ = Reason(
     "use torch.where or clamp, or return the tensor and read it after the call",
     "result",
 )
-_READ_CHANCE = Reason(
+READ_CHANCE = Reason(
     "reads a value on the host that was drawn at random inside the call, and a replay would go on with that one",
-    "draw it outside and pass it as an argument, or use torch.where",
+    "draw it on the host and do no more with it than compare it (if torch.rand(()).item() < p), draw it outside and "
+    "pass it as an argument, or use torch.where",
 )
 _TO_HOST = Reason("copies a GPU tensor to the host", "read it after the replay", "result")
 _LINALG = Reason(
@@ -136,7 +137,7 @@ class Check:
         """Why these may not be read on the host; None where nobody would notice."""
         found = max((self._origins.of(address(tensor), tensor) for tensor in tensors), default=Origin.constants)
         if found is Origin.chance:
-            return _READ_CHANCE
+            return READ_CHANCE
         if found is not Origin.constants:
             return _READ
         return _READ if any(tensor.is_cuda for tensor in tensors) else None

@@ -16,7 +16,8 @@ from graphmod.trace.checked import CheckedTrace
 from graphmod.trace.collectives import without_running
 from graphmod.trace.compiled import CompiledGraph
 from graphmod.trace.dispatch import beside_the_call, hidden
-from graphmod.trace.hazards import COMPILES, OUTSIDE, Reason
+from graphmod.trace.hazards import COMPILES, OUTSIDE, READ_CHANCE, Reason, hazard
+from graphmod.trace.host_draws import HostDraws
 from graphmod.trace.lines import lines
 from graphmod.trace.memory import Call
 from graphmod.trace.observing import observer
@@ -41,6 +42,7 @@ class EagerRecorder(CheckedTrace):
         inputs, gpu, generators: see `CheckedTrace`.
         before_collective: called with `(op, args, kwargs)` before each operation that other processes take part in;
             what it raises ends the call.
+        host_draws: is told what is drawn on the host, by operations; None where nobody follows what becomes of it.
     """
 
     watching = True
@@ -52,10 +54,14 @@ class EagerRecorder(CheckedTrace):
         gpu: int | None = None,
         generators: Iterable[torch.Generator] = (),
         before_collective: Callable[[Any, tuple, dict], None] | None = None,
+        host_draws: HostDraws | None = None,
     ) -> None:
         super().__init__(inputs, gpu, generators)
         self._before_collective = before_collective
-        self.script = Script(self.trace)
+        self.host_draws = host_draws
+        if host_draws is not None:
+            host_draws.begin(torch.default_generator)
+        self.script = Script(self.trace, () if host_draws is None else host_draws.reads)
         self.compiles = False
 
     def make(self, function: Callable, values: Any, kwargs: dict) -> Tensor:
@@ -83,12 +89,16 @@ class EagerRecorder(CheckedTrace):
                 self._before_collective(step.op, args, kwargs)
         call = Call(step, about, args, kwargs, random, len(self.trace))
         kept: Kept | None = None
+        number, drawn = False, None
         try:
             reason = self._why_not(call)
+            if self.host_draws is not None:
+                number = reason is READ_CHANCE and self._reads_number(call, self.host_draws)
+                drawn = self.host_draws.before(step.op, about, args, kwargs, random, self._origins)
             constants = None if reason is None else self._check.kept_by(reason, call.given)
             if constants is not None:
                 kept = self.script.kept[call.index] = Kept(reason.kept, constants)
-            elif reason is not None:
+            elif reason is not None and not number:
                 self.refuse(call.name, reason)
             self._before(call)
         except Exception as error:
@@ -104,10 +114,19 @@ class EagerRecorder(CheckedTrace):
                     self.refuse(call.name, drawing)
             if kept is not None:
                 kept.keep(result)
-            self._done(call, result)
+            if self.host_draws is not None and number:
+                self.host_draws.got(result)
+            fresh = self._done(call, result)
+            if self.host_draws is not None:
+                self.host_draws.done(drawn, result, fresh)
         except Exception as error:
             self._cannot_follow(call, error)
         return result
+
+    def _reads_number(self, call: Call, draws: HostDraws) -> bool:
+        """Whether a number that is read on the host can be drawn again."""
+        found = hazard(call.name, lines(), READ_CHANCE, self.on_gpu)
+        return draws.read(call.given[0], call.index, found)
 
     def _cannot_follow(self, call: Call, error: Exception) -> None:
         log.debug("%s cannot be followed", call.name, exc_info=error)
@@ -261,8 +280,11 @@ class Recorder(CheckedTrace):
             after(step.op, call.args, call.kwargs, result, fresh)
         return result
 
-    def _kept(self, call: Call, reason: Reason) -> Kept:
-        """What was kept of an operation on constants; kept arguments take the place of those in `call`."""
+    def _kept(self, call: Call, reason: Reason) -> Kept | None:
+        """What was kept of an operation on constants; kept arguments take the place of those in `call`. None where it
+        is to run: it reads a number that was compared before this capture."""
+        if reason is READ_CHANCE and self._script is not None and call.index in self._script.numbers:
+            return None
         constants = self._check.kept_by(reason, call.given)
         kept = None if constants is None or self._script is None else self._script.kept.get(call.index)
         if kept is None:

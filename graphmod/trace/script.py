@@ -5,7 +5,7 @@ An eager call may read on the host what it made from constants, or copy a list t
 same. A capture can do neither, and takes what the recorded call got.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
@@ -70,10 +70,12 @@ class Script:
 
     Args:
         trace: its operations.
+        numbers: the indices of those that read a number which is drawn on the host.
     """
 
-    def __init__(self, trace: list[Step]) -> None:
+    def __init__(self, trace: list[Step], numbers: Container[int] = ()) -> None:
         self.trace = trace
+        self.numbers = numbers
         self.kept: dict[int, Kept] = {}
         self.aims: dict[int, Callable[[], Tensor]] = {}
         self._made: list[tuple[Tensor, Tensor]] = []  # of Python values, in order, each on the host and on the GPU

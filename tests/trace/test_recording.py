@@ -263,7 +263,7 @@ def forks_the_state(self, x):
 
 
 def reads_chance(self, x):
-    return x * 2 if torch.rand([], device=x.device).item() > 0.5 else x * 3
+    return x * torch.rand([], device=x.device).item()
 
 
 def reads_with_numpy(self, x):

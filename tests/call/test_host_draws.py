@@ -1,0 +1,355 @@
+"""Random numbers drawn on the host that choose a branch: layer drop and its like are captured, one graph for each
+branch, with eager's draws; whatever else such a number does keeps the call eager."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from harness import config
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from graphmod import CUDAGraphModule, graph_layers
+
+RANDOM, NUMPY, TORCH = random.Random(), np.random.default_rng(), torch.Generator()
+
+
+def seed():
+    torch.manual_seed(5)
+    random.seed(6)
+    np.random.seed(7)
+    RANDOM.seed(8)
+    NUMPY.bit_generator.state = np.random.default_rng(9).bit_generator.state
+    TORCH.manual_seed(10)
+
+
+def states():
+    return (
+        *(one.get_state().tolist() for one in (torch.default_generator, TORCH)),
+        *(random.getstate(), RANDOM.getstate(), str(np.random.get_state()), str(NUMPY.bit_generator.state)),
+    )
+
+
+def helper(p):
+    return random.random() < p
+
+
+BRANCHES = {
+    "torch.rand([]) < p": lambda p: torch.rand([]) < p,
+    "a tensor moved and cast": lambda p: (torch.rand(1) * 2 - 1).double()[0] < 2 * p - 1,
+    "a tensor filled": lambda p: torch.empty(()).uniform_() < p,
+    "bernoulli": lambda p: bool(torch.bernoulli(torch.tensor(p))),
+    "a generator of its own": lambda p: torch.rand((), generator=TORCH) < p,
+    "item": lambda p: torch.rand(1).item() < p,
+    "float": lambda p: not (p <= float(torch.rand(()))),
+    "int": lambda p: int(torch.randint(0, 2, ())) < p,
+    "random.random": lambda p: random.random() < p,
+    "random.uniform": lambda p: random.uniform(0, 1) < p,
+    "random.randint": lambda p: random.randint(0, 1) < p,
+    "random.choice": lambda p: random.choice([False, True]) and p > 0,
+    "random.sample": lambda p: 0 in random.sample(range(2), 1) and p > 0,
+    "a Random of its own": lambda p: RANDOM.random() < p,
+    "numpy.random.uniform": lambda p: np.random.uniform(0, 1) < p,
+    "numpy.random.rand": lambda p: np.random.rand() < p,
+    "numpy.random.randint": lambda p: np.random.randint(0, 2) < p,
+    "numpy's Generator": lambda p: NUMPY.random() < p,
+    "a function that compares": helper,
+    "two that are compared with each other": lambda p: random.random() < random.random() and p > 0,
+    "twice": lambda p: 0.05 < random.random() < p + 0.05,
+}
+
+
+class Net(nn.Module):
+    def __init__(self, drop, p, dropout=0.0, layers=2):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(layers))
+        self.head, self.dropout = nn.Linear(4, 4), nn.Dropout(dropout)
+        self.drop, self.p = drop, p
+
+    def forward(self, x):
+        for layer in self.layers:
+            if self.drop(self.p):
+                continue
+            x = x + torch.tanh(self.dropout(layer(x)))
+        return self.head(x)
+
+
+def stepping(net):
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def step(x):
+        loss = net(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step, optimizer
+
+
+def train(make, graphed, calls=24):
+    """Losses, weights, and where all generators are afterwards; and the wrapper."""
+    net = make()
+    step, optimizer = stepping(net)
+    run = CUDAGraphModule(step, config()) if graphed else step
+    seed()
+    losses = []
+    for i in range(calls):
+        optimizer.zero_grad()
+        losses.append(repr(run(torch.full((3, 4), float(i % 5)) + 0.1).item()))  # nan is no other than nan
+    return (losses, repr([p.tolist() for p in net.parameters()]), states()), run
+
+
+def compare(make, calls=24):
+    (eager, _), (graphed, run) = train(make, False, calls), train(make, True, calls)
+    assert graphed == eager
+    return run.stats
+
+
+@pytest.mark.parametrize("drop", BRANCHES.values(), ids=BRANCHES)
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_draws_that_choose_a_branch_are_captured(drop, dropout):
+    """Bit for bit as eager, the generators included."""
+    stats = compare(lambda: Net(drop, 0.4, dropout))
+    assert stats.failures == 0
+    assert stats.captures >= 1
+    assert stats.replays > 4
+
+
+@pytest.mark.parametrize("p", [0.0, 1.0])
+def test_a_branch_that_is_always_the_same_is_captured_once(p):
+    stats = compare(lambda: Net(BRANCHES["torch.rand([]) < p"], p, layers=6))
+    assert (stats.captures, stats.eager_calls) == (1, 2)
+
+
+def test_many_branches_cost_few_recordings():
+    """With twelve layers there are 4,096 branches: most calls are eager, and not recorded."""
+    stats = compare(lambda: Net(BRANCHES["random.random"], 0.1, layers=12), calls=60)
+    assert stats.state == "captured"
+    assert 1 <= stats.captures <= 6
+
+
+def kept_in(net):
+    net.seen = random.random()
+    return net.seen < 0.4
+
+
+ESCAPES = {
+    "scales": lambda net, x: x * random.random(),
+    "item that scales": lambda net, x: x * torch.rand(1).item(),
+    "compared, and scales": lambda net, x: x * r if (r := torch.rand(1).item()) < 2 else x,
+    "int of a tensor": lambda net, x: x * int(torch.rand(()) * 3),
+    "truth of a tensor": lambda net, x: x if torch.rand(()) else x + 1,
+    "argument of an operation": lambda net, x: torch.mul(x, random.random()),
+    "dropout": lambda net, x: nn.functional.dropout(x, random.random() / 2),
+    "made a tensor": lambda net, x: x + torch.tensor([random.random()]),
+    "sort by chance": lambda net, x: x[sorted(range(3), key=lambda _: random.random())],
+    "shuffle": lambda net, x: random.shuffle(net.order) or x * net.order[0],
+    "through a list": lambda net, x: x * max([random.random(), 0.2]),
+    "an array": lambda net, x: x * float(np.random.rand(3)[0]),
+    "minimum": lambda net, x: x * min(0.5, random.random()),
+    "kept in an attribute": lambda net, x: x if kept_in(net) else x + 1,
+    "formatted": lambda net, x: x if float(f"{random.random()}") < 0.5 else x + 1,
+    "truth": lambda net, x: x * bool(int(random.random() * 2)),
+    "returned": lambda net, x: x * (lambda: random.random())(),
+    "yielded": lambda net, x: x * next(random.random() for _ in "a"),
+    "seeded": lambda net, x: random.seed(3) or (x if random.random() < 0.5 else x + 1),
+    "a generator made inside": lambda net, x: x if random.Random(3).random() < 0.5 else x + 1,
+    "of the data": lambda net, x: x if torch.rand(()) < x.mean() else x + 1,
+}
+
+
+class Using(Net):
+    def __init__(self, use):
+        super().__init__(None, 0)
+        self.use, self.order, self.seen = use, [1, 2, 3], 0.0
+
+    def forward(self, x):
+        return self.head(self.use(self, x))
+
+
+@pytest.mark.parametrize("use", ESCAPES.values(), ids=ESCAPES)
+def test_a_number_that_does_more_keeps_the_call_eager(use):
+    stats = compare(lambda: Using(use), calls=12)
+    assert stats.replays == 0
+    assert stats.state == "disabled"
+
+
+def test_what_a_call_returns_of_a_number_is_seen():
+    def call(x):
+        drawn = random.random()
+        return x + 1, drawn
+
+    wrapper = CUDAGraphModule(call, config())
+    random.seed(0)
+    got = [wrapper(torch.ones(2))[1] for _ in range(8)]
+    random.seed(0)
+    assert got == [random.random() for _ in range(8)]
+
+
+def test_a_module_with_a_backward_outside():
+    """Its forward is run again with the draws it had, where no graph of the backward fits."""
+
+    def run(graphed):
+        net = Net(BRANCHES["random.random"], 0.4, 0.2)
+        call = CUDAGraphModule(net, config()) if graphed else net
+        seed()
+        found = []
+        for i in range(20):
+            x = torch.full((3, 4), float(i % 3), requires_grad=True)
+            out = call(x)
+            if i % 4 == 3:
+                found.append(torch.autograd.grad(out.sum(), x)[0].tolist())
+            else:
+                out.sum().backward()
+                found.append([p.grad.tolist() for p in net.head.parameters()])
+            net.zero_grad()
+        return found, states()
+
+    assert run(True) == run(False)
+
+
+def test_replay_draws_nothing_and_so_serves_none():
+    """`replay(times)` compares nothing, so that a call whose branch is drawn is none of its."""
+    total = torch.zeros(())
+
+    def call():
+        total.add_(1 if random.random() < 0.5 else 2)
+
+    wrapper = CUDAGraphModule(call, config())
+    for _ in range(12):
+        wrapper()
+    assert wrapper.replay(3) == 0
+
+
+def test_layers_in_graphs_are_dropped_as_in_eager():
+    def run(graphed):
+        net = Net(BRANCHES["torch.rand([]) < p"], 0.4, layers=4)
+        step, optimizer = stepping(net)
+        if graphed:
+            graph_layers(net, layers="layers.*", config=config())
+        seed()
+        losses = []
+        for i in range(16):
+            optimizer.zero_grad()
+            losses.append(step(torch.full((3, 4), float(i % 5))).item())
+        return losses, states()
+
+    assert run(True) == run(False)
+
+
+steps = st.lists(
+    st.sampled_from(["random", "torch", "item", "numpy", "int", "dropout", "own", "plain", "unread", "choice"]),
+    min_size=1,
+    max_size=6,
+)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(steps, st.sampled_from([0.0, 0.2, 0.5]))
+def test_draws_of_any_kinds_in_any_order(kinds, p):
+    class Any(Net):
+        def forward(self, x):
+            for kind in kinds:
+                if kind == "random" and random.random() < p:
+                    x = x + 1
+                elif kind == "torch" and torch.rand(()) < p:
+                    x = torch.tanh(x)
+                elif kind == "item" and torch.rand(2)[1].item() >= p:
+                    x = self.layers[0](x)
+                elif kind == "numpy" and np.random.random() < p:
+                    x = x / 2
+                elif kind == "int":
+                    x = x / int(torch.randint(1, 3, ()))
+                elif kind == "dropout":
+                    x = nn.functional.dropout(x, 0.3)
+                elif kind == "own" and torch.rand((), generator=TORCH) > p:
+                    x = self.layers[1](x)
+                elif kind == "unread":
+                    torch.rand(3)
+                elif kind == "choice":
+                    x = random.choice(self.layers)(x)
+            return self.head(x)
+
+    compare(lambda: Any(None, 0), calls=14)
+
+
+def families():
+    transformers = pytest.importorskip("transformers")
+    small = {"d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+    small |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "vocab_size": 64, "pad_token_id": 1}
+    small |= {"bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2}
+    ids = torch.arange(16).view(2, 8) % 11 + 3
+
+    def opt():
+        made = transformers.OPTConfig(
+            vocab_size=64,
+            hidden_size=16,
+            num_hidden_layers=2,
+            ffn_dim=32,
+            num_attention_heads=2,
+            word_embed_proj_dim=16,
+        )
+        return transformers.OPTForCausalLM(made), {"input_ids": ids, "labels": ids}
+
+    def bart():
+        made = transformers.BartConfig(**small)
+        return transformers.BartForConditionalGeneration(made), {"input_ids": ids, "labels": ids}
+
+    def whisper():
+        made = transformers.WhisperConfig(**small, max_source_positions=32, max_target_positions=32, num_mel_bins=8)
+        made = transformers.WhisperForConditionalGeneration(made)
+        return made, {"input_features": torch.linspace(-1, 1, 1024).view(2, 8, 64), "labels": ids}
+
+    return {"opt": opt, "bart": bart, "whisper": whisper}
+
+
+@pytest.mark.parametrize("name", ["opt", "bart", "whisper"])
+def test_families_with_layer_drop_are_captured_as_whole_steps(name):
+    def run(graphed):
+        torch.manual_seed(0)
+        model, batch = families()[name]()
+        model.train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+        def step(batch):
+            loss = model(**batch).loss
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        call = CUDAGraphModule(step, config()) if graphed else step
+        seed()
+        losses = []
+        for _ in range(6):
+            optimizer.zero_grad()
+            losses.append(call(batch).item())
+        return (losses, states()), call
+
+    (eager, _), (graphed, wrapper) = run(False), run(True)
+    assert graphed == eager
+    assert (wrapper.stats.captures, wrapper.stats.replays) == (1, 4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("drop", BRANCHES.values(), ids=BRANCHES)
+def test_draws_on_the_host_of_a_gpu(drop):
+    """There the device draws from a generator of its own, and the host's is moved on by each replay."""
+
+    def run(graphed):
+        net = Net(drop, 0.4, 0.2).cuda()
+        step, optimizer = stepping(net)
+        call = CUDAGraphModule(step, config()) if graphed else step
+        seed()
+        losses = []
+        for i in range(24):
+            torch.rand(2)
+            optimizer.zero_grad()
+            losses.append(call(torch.full((3, 4), float(i % 5), device="cuda")).item())
+        return (losses, states(), torch.cuda.get_rng_state().tolist()), call
+
+    (eager, _), (graphed, wrapper) = run(False), run(True)
+    assert graphed == eager
+    assert wrapper.stats.replays > 4
