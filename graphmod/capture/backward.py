@@ -20,7 +20,6 @@ from graphmod.graph.split import Whole, is_split, part
 from graphmod.graph.watch import refuse_unseen
 from graphmod.guards.changes import what_changed
 from graphmod.guards.guards import Guards
-from graphmod.guards.notes import Notes
 from graphmod.ranks.board import LateRanks
 from graphmod.reads.watching import noting
 from graphmod.trace import dispatch
@@ -42,95 +41,11 @@ def capture_backward(graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> B
     Raises:
         RuntimeError: something saved for the backward was changed in place since, as eager says it.
     """
-    context, entry, group, arena = graph.context, graph.entry, graph.context.group, graph.tape.arena
+    context, entry, group = graph.context, graph.entry, graph.context.group
     began = time.perf_counter()
-    known = BackwardGraph()
-    known.graph = None
-    noted: list[Notes] = []
-    known_steps: list[tuple] = []  # of the capture before
+    capture = _Capture(graph)
     try:
-        known.inputs = [None if grad is None else _static_gradient(graph, grad) for grad in grads]
-        static = [None if item is None else item.tensor for item in known.inputs]
-        direct = graph.direct
-        buffers = buffers_for(group, direct)
-        known.passed = group.passing
-        known.passing = Loans(passing) if (passing := [one for one in buffers if one.passing]) else None
-        if known.passing is not None and not group.passing.claim(known.passing):
-            raise CaptureRefused("leaves gradients where views of another layer's are held")
-        into = targets_for(buffers, entry.adds_apart)
-        given = [tensor for tensor in static if tensor is not None]
-
-        def capture(places: list[Place | None] | None) -> tuple[list[Place | None], bool]:
-            """Captures with the gradients at `places` computed straight into their buffers; returns where the
-            gradients were made, and whether those were not the places for any of them."""
-            aimed = {
-                position: place
-                for position, (place, target) in enumerate(zip(places or (), into, strict=bool(places)))
-                if place is not None and target is None
-            }
-            targets = {
-                place.index: buffers[position].memory.as_strided(place.size, place.stride)
-                for position, place in aimed.items()
-            }
-            found: list[Place | None] = []
-            missed = False
-
-            def run() -> Any:
-                nonlocal missed
-                inputs = [item.tensor for item in graph.inputs]
-                with noting() as notes:
-                    noted[:] = [notes]
-                    through, gradients = differentiate(
-                        graph, graph.results.retained, inputs, static, direct, graph.edges
-                    )
-                    steps = [(step.op, repr(step.scalars)) for step in dispatch.current().trace]
-                if steps != (known_steps or steps):
-                    raise CaptureRefused(USES_UP)
-                known_steps[:] = steps
-                taken = {address(tensor) for tensor in (*given, *(buffer.memory for buffer in buffers))}
-                known.wholes = [Whole(item) if item is not None and is_split(item) else None for item in through]
-                known.results = [None if item is None else _own(_there(part(item)), taken) for item in through]
-                before = list(gradients)
-                known.written, known.accumulated, missed = store(gradients, buffers, into, aimed)
-                return before
-
-            def check(recorder: Recorder, gradients: Any) -> None:
-                refused = what_changed(noted[0])
-                if recorder.collectives and context.agreement is None:
-                    refused = refused or "communicates with other processes, which its forward does not; wrap the step"
-                if refused is not None:
-                    raise CaptureRefused(refused)
-                found.extend(find_places(gradients, recorder))
-
-            known.graph, _ = group.backend.capture(run, arena.pool, given, graph.recording.generators, check, targets)
-            return found, missed
-
-        sizes = tuple((tensor.size(), tensor.dtype) for tensor in (*direct, *given, *(s.tensor for s in graph.inputs)))
-        trained = tuple(item.tensor.requires_grad for item in graph.inputs)
-        shape = (type(context.root), len(graph.graph.seen.trace), trained, *sizes)
-        state = group.backend.random_state()
-        # A compiled backward writes over what its forward saved, so that there is only one of it. And nobody sees where
-        # it makes its gradients.
-        once = graph.graph.seen.ran_compiled
-        places = None if once else group.places.get(shape)
-        found, missed = capture(places)
-        if not once and (places is None or missed):  # the first of its kind, or other operations than the first had
-            if places is not None:
-                known.graph.discard()
-                known.graph = None
-                group.backend.set_random_state(state)
-                found, _ = capture(None)
-            group.places[shape] = found
-            if any(place is not None for place in found):
-                known.graph.discard()
-                known.graph = None
-                group.backend.set_random_state(state)
-                capture(found)
-        known.saved = [output for output in graph.results.with_grad if address(output.tensor) in known.graph.seen.read]
-        known.weights = [p for p in graph.parameters if address(part(p)) in known.graph.seen.read]
-        known.weights_at = [part(p).data_ptr() for p in known.weights]
-        known_places = {address(tensor) for tensor in (*given, *(buffer.memory for buffer in buffers))}
-        _watch_others(graph, known, Guards(noted[0]), known_places)
+        known = capture.of(grads)
         # From now on these: what was recorded keeps what that one call had saved.
         graph.recording.its_backward.guards[tuple(grad is not None for grad in grads)] = (
             [] if known.guards is None else [known.guards]
@@ -140,17 +55,9 @@ def capture_backward(graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> B
         if context.agreement is not None and not context.agreement.captured(True):
             raise CaptureRefused(ELSEWHERE)
         with group.backend.in_turn():  # the capture made gradient accumulators, and eager code may use them now
-            known.graph.replay()
-            known.apart = False
-            for buffer in known.written:
-                if buffer.parameter.grad is None:
-                    buffer.parameter.grad = buffer.tensor
-                else:
-                    known.apart = True
-                    buffer.parameter.grad.add_(buffer.memory)
+            known.launch_first()
     except BaseException as error:  # whatever user code or CUDA raised: the eager backward decides what the user sees
-        if known.graph is not None:
-            known.graph.discard()
+        capture.discard()
         context.drop(graph.tape)
         if context.agreement is not None:
             context.agreement.captured(False)
@@ -161,25 +68,7 @@ def capture_backward(graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> B
         return None
     for output in graph.results.with_grad:
         output.counted = output in known.saved
-    known.copied = [(i, item.buffer) for i, item in enumerate(known.inputs) if item is not None and item.buffer]
-    known.index = graph.tape.append(graph)
-    known.parameters = [buffer.parameter for buffer in known.written]
-    known.loans = Loans(known.written)
-    known.results = [None if item is None else StaticOutput(item.detach(), entry) for item in known.results]
-    results = [result for result in known.results if result is not None]
-    graph.tape.hand_out(results)
-    for result in results:
-        group.static[result.tensor.data_ptr()] = result.tensor
-    known.launched_in, known.unwatched = arena.passes, graph.summed
-    graph.backward = known
-    for place in graph.summed:
-        if known.results[place] is not None:
-            group.sums[known.results[place].tensor.data_ptr()] = graph
-    for item in known.inputs:
-        if item is not None and item.buffer is None:
-            _watch_sum(group, item)
-    if graph.tape.fresh_grads is None and graph.parameters:
-        graph.tape.fresh_grads = group.found_fresh
+    _append(graph, known)
     entry.finished(graph)
     graph.forget_autograd()
     context.counters.captures += 1
@@ -188,22 +77,171 @@ def capture_backward(graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> B
     return known
 
 
-def _watch_others(graph: ForwardGraph, known: BackwardGraph, guards: Guards, given: set[int]) -> None:
-    """Lets go of the saved activations, whose memory is the next layers' to use; what else the backward reads, such as
-    a table of an `autograd.Function`, is held and watched."""
-    seen, before = known.graph.seen, graph.graph.seen
-    given |= {address(static.tensor) for static in graph.inputs} | {address(part(p)) for p in graph.parameters}
-    given |= {address(part(p.grad)) for p in graph.parameters if p.grad is not None}
-    others = {
-        where: tensor
-        for where, tensor in seen.outside.items()
-        if where not in given and where not in before.outside and not before.made(where)
-    }
-    if others:
-        places = {address(tensor) for tensor in guards.tensors}
-        refuse_unseen(seen, [where for where in others if where not in places])
-    known.guards, known.held = guards or None, list(others.values())
-    seen.outside.clear()
+class _Capture:
+    """The capture of one backward. It may run several times: the first of its kind shows where the gradients are made,
+    the next computes them straight into their buffers.
+
+    Args:
+        graph: of the forward.
+    """
+
+    def __init__(self, graph: ForwardGraph) -> None:
+        self._graph = graph
+        self._group = graph.context.group
+        self._captured: Any = None
+        self._steps: list[tuple] = []  # of the run before
+
+    def of(self, grads: tuple[Tensor | None, ...]) -> BackwardGraph:
+        """The captured backward of these gradients, which has not run yet.
+
+        Raises:
+            CaptureRefused: with a reason for the user.
+            Exception: whatever the captured code raised.
+        """
+        graph, group = self._graph, self._group
+        inputs = [None if grad is None else _static_gradient(graph, grad) for grad in grads]
+        self._grads = [None if item is None else item.tensor for item in inputs]
+        self._given = [tensor for tensor in self._grads if tensor is not None]
+        self._buffers = buffers_for(group, graph.direct)
+        shared = [buffer for buffer in self._buffers if buffer.passing]
+        passing = Loans(shared) if shared else None
+        if passing is not None and not group.passing.claim(passing):
+            raise CaptureRefused("leaves gradients where views of another layer's are held")
+        self._into = targets_for(self._buffers, graph.entry.adds_apart)
+        self._in_place()
+        seen = self._captured.seen
+        guards = Guards(self._notes)
+        held = self._others(guards)
+        seen.outside.clear()
+        return BackwardGraph(
+            self._captured,
+            inputs,
+            [None if item is None else StaticOutput(item.detach(), graph.entry) for item in self._results],
+            self._wholes,
+            self._written,
+            self._accumulated,
+            saved=[output for output in graph.results.with_grad if address(output.tensor) in seen.read],
+            weights=[p for p in graph.parameters if address(part(p)) in seen.read],
+            guards=guards or None,
+            held=held,
+            passing=passing,
+            passed=group.passing,
+        )
+
+    def discard(self) -> None:
+        """Undoes what the last run changed."""
+        if self._captured is not None:
+            self._captured.discard()
+            self._captured = None
+
+    def _in_place(self) -> None:
+        """Captures, with the gradients computed straight into their buffers where that can be."""
+        graph, group = self._graph, self._group
+        tensors = (*graph.direct, *self._given, *(item.tensor for item in graph.inputs))
+        trained = tuple(item.tensor.requires_grad for item in graph.inputs)
+        sizes = [(tensor.size(), tensor.dtype) for tensor in tensors]
+        shape = (type(graph.context.root), len(graph.graph.seen.trace), trained, *sizes)
+        state = group.backend.random_state()
+        # A compiled backward writes over what its forward saved, so that there is only one of it. And nobody sees where
+        # it makes its gradients.
+        if graph.graph.seen.ran_compiled:
+            self._once(None)
+            return
+        places = group.places.get(shape)
+        found, missed = self._once(places)
+        if places is not None and not missed:
+            return
+        if places is not None:  # other operations than the first of its kind had
+            self.discard()
+            group.backend.set_random_state(state)
+            found, _ = self._once(None)
+        group.places[shape] = found
+        if any(place is not None for place in found):
+            self.discard()
+            group.backend.set_random_state(state)
+            self._once(found)
+
+    def _once(self, places: list[Place | None] | None) -> tuple[list[Place | None], bool]:
+        """Captures with the gradients at `places` computed straight into their buffers; returns where the gradients
+        were made, and whether those were not the places for any of them."""
+        graph, buffers = self._graph, self._buffers
+        self._aimed = {
+            position: place
+            for position, (place, target) in enumerate(zip(places or (), self._into, strict=bool(places)))
+            if place is not None and target is None
+        }
+        targets = {
+            place.index: buffers[position].memory.as_strided(place.size, place.stride)
+            for position, place in self._aimed.items()
+        }
+        self._captured, _ = self._group.backend.capture(
+            self._run, graph.tape.arena.pool, self._given, graph.recording.generators, self._check, targets
+        )
+        return self._found, self._missed
+
+    def _run(self) -> list[Any]:
+        graph = self._graph
+        inputs = [item.tensor for item in graph.inputs]
+        with noting() as self._notes:
+            through, gradients = differentiate(
+                graph, graph.results.retained, inputs, self._grads, graph.direct, graph.edges
+            )
+            steps = [(step.op, repr(step.scalars)) for step in dispatch.current().trace]
+        if steps != (self._steps or steps):
+            raise CaptureRefused(USES_UP)
+        self._steps = steps
+        taken = {address(tensor) for tensor in (*self._given, *(buffer.memory for buffer in self._buffers))}
+        self._wholes = [Whole(item) if item is not None and is_split(item) else None for item in through]
+        self._results = [None if item is None else _own(_there(part(item)), taken) for item in through]
+        before = list(gradients)
+        self._written, self._accumulated, self._missed = store(gradients, self._buffers, self._into, self._aimed)
+        return before
+
+    def _check(self, recorder: Recorder, gradients: list[Any]) -> None:
+        refused = what_changed(self._notes)
+        if recorder.collectives and self._graph.context.agreement is None:
+            refused = refused or "communicates with other processes, which its forward does not; wrap the step"
+        if refused is not None:
+            raise CaptureRefused(refused)
+        self._found = find_places(gradients, recorder)
+
+    def _others(self, guards: Guards) -> list[Tensor]:
+        """What the backward reads besides the saved activations, whose memory is the next layers' to use: a table of
+        an `autograd.Function`, for one. It is to be held, and `guards` must lead to it."""
+        graph, seen, before = self._graph, self._captured.seen, self._graph.graph.seen
+        given = {address(tensor) for tensor in (*self._given, *(buffer.memory for buffer in self._buffers))}
+        given |= {address(static.tensor) for static in graph.inputs} | {address(part(p)) for p in graph.parameters}
+        given |= {address(part(p.grad)) for p in graph.parameters if p.grad is not None}
+        others = {
+            where: tensor
+            for where, tensor in seen.outside.items()
+            if where not in given and where not in before.outside and not before.made(where)
+        }
+        if others:
+            places = {address(tensor) for tensor in guards.tensors}
+            refuse_unseen(seen, [where for where in others if where not in places])
+        return list(others.values())
+
+
+def _append(graph: ForwardGraph, known: BackwardGraph) -> None:
+    """Puts a captured backward onto the tape of its forward."""
+    group, arena = graph.context.group, graph.tape.arena
+    known.index = graph.tape.append(graph)
+    results = [result for result in known.results if result is not None]
+    graph.tape.hand_out(results)
+    for result in results:
+        group.static[result.tensor.data_ptr()] = result.tensor
+    known.launched_in, known.unwatched = arena.passes, graph.summed
+    graph.backward = known
+    for place in graph.summed:
+        result = known.results[place]
+        if result is not None:
+            group.sums[result.tensor.data_ptr()] = graph
+    for item in known.inputs:
+        if item is not None and item.buffer is None:
+            _watch_sum(group, item)
+    if graph.tape.fresh_grads is None and graph.parameters:
+        graph.tape.fresh_grads = group.found_fresh
 
 
 def _watch_sum(group: Group, gradient: StaticInput) -> None:

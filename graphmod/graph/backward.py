@@ -5,10 +5,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from itertools import repeat
+from typing import Any
 
 from torch import Tensor
 
-from graphmod.graph.split import part
+from graphmod.graph.buffers import StaticInput, StaticOutput
+from graphmod.graph.gradients import GradientBuffer, Loans, Passing
+from graphmod.graph.split import Whole, part
 from graphmod.guards.guards import Guards
 
 _is_not, _NOTHING = operator.is_not, repeat(None)
@@ -48,30 +51,42 @@ class BackwardGraph:
             added afterwards.
     """
 
-    guards: Guards | None
+    def __init__(
+        self,
+        graph: Any,
+        inputs: list[StaticInput | None],
+        results: list[StaticOutput | None],
+        wholes: list[Whole | None],
+        written: list[GradientBuffer],
+        accumulated: list[tuple[GradientBuffer, Tensor]],
+        *,
+        saved: list[StaticOutput],
+        weights: list[Tensor],
+        guards: Guards | None,
+        held: list[Tensor],
+        passing: Loans | None,
+        passed: Passing,
+    ) -> None:
+        self.graph, self.inputs, self.results, self.wholes = graph, inputs, results, wholes
+        self.written, self.accumulated, self.saved, self.held = written, accumulated, saved, held
+        self.weights, self.weights_at = weights, [part(weight).data_ptr() for weight in weights]
+        self.guards = guards
+        self.passing, self.passed = passing, passed
+        self.copied = [(i, item.buffer) for i, item in enumerate(inputs) if item is not None and item.buffer]
+        self.parameters, self.loans = [buffer.parameter for buffer in written], Loans(written)
+        self.index = self.launched_in = -1
+        self.unwatched: list[int] = []
+        self.apart = False
 
-    __slots__ = (
-        "accumulated",
-        "apart",
-        "copied",
-        "graph",
-        "guards",
-        "held",
-        "index",
-        "inputs",
-        "launched_in",
-        "loans",
-        "parameters",
-        "passed",
-        "passing",
-        "results",
-        "saved",
-        "unwatched",
-        "weights",
-        "weights_at",
-        "wholes",
-        "written",
-    )  # fmt: skip
+    def launch_first(self) -> None:
+        """Replays for the first time, among the gradients that were there at capture."""
+        self.graph.replay()
+        for buffer in self.written:
+            if buffer.parameter.grad is None:
+                buffer.parameter.grad = buffer.tensor
+            else:
+                self.apart = True
+                buffer.parameter.grad.add_(buffer.memory)
 
     def fits(self, grads: Sequence[Tensor | None], passes: int) -> bool:
         if [part(weight).data_ptr() for weight in self.weights] != self.weights_at:
