@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from graphmod.ranks.sharded import param_groups
-from graphmod.trace.tracer import is_recording
+from graphmod.trace.dispatch import is_recording
 
 _ALLOCATES, _FREES = "wait_for_unshard", "free_unsharded_param"
 

@@ -24,8 +24,7 @@ from graphmod.reads.operand_stack import can_peek
 from graphmod.reads.reading import Plan, Step, plan_of
 from graphmod.torch_private import beside_dynamo, written_by_dynamo
 from graphmod.trace import dispatch
-from graphmod.trace.tracer import Tracer
-from graphmod.trace.untraced import identity, traced, untraced
+from graphmod.trace.untraced import identity, untraced
 
 log = logging.getLogger("graphmod")
 
@@ -91,11 +90,10 @@ _WALKS |= {one for code in list(_WALKS) for one in code.co_consts if isinstance(
 _WALKS.add(nn.Module._named_members.__code__)
 # By identity: the hash of code takes microseconds, and there is none where dynamo has put a dict among the constants.
 _walks, _machinery = frozenset(map(identity, _WALKS)), frozenset(map(identity, _MACHINERY))
-# From an operation that is recorded to its kernels: nothing comes back but tensors and numbers.
-_operations = {
-    *(identity(one.__code__) for one in (dispatch._fallback, dispatch.current, Tracer.see, untraced, traced)),
-    identity(torch._ops.OpOverload.__call__.__code__),
-}
+# From an operation that is recorded to its kernels nothing comes back but tensors and numbers.
+_OPERATIONS = (dispatch._fallback, dispatch.current, untraced, torch._ops.OpOverload.__call__)
+_passed_over = {identity(one): events.NOTHING for one in _MACHINERY - {_CALL}}
+_passed_over |= {identity(one.__code__): events.NEVER for one in _OPERATIONS}
 _EXCHANGES = torch.utils.swap_tensors.__code__
 _starts_threads = {identity(threading.Thread.start.__code__), identity(ThreadPoolExecutor.submit.__code__)}
 
@@ -259,6 +257,9 @@ class Frames:
     def entered(self, frame: FrameType) -> int | events.Plan:
         """See `events.Told`, as for the rest."""
         self.heard = True
+        passed_over = _passed_over.get(identity(frame.f_code))
+        if passed_over is not None:
+            return passed_over
         try:
             return self._entered(frame)
         except Exception as error:  # which would be raised in the code that is watched
@@ -282,8 +283,6 @@ class Frames:
             self._watcher.leaves(frame.f_back or frame)
         elif written:
             self._watcher.compiled(frame)
-        elif identity(code) in _operations:
-            return events.NEVER
         if self._muted is None and (_mutes(code.co_filename, code.co_name) or _is_dynamos_guard(frame)):
             self._muted = frame
             return events.END

@@ -18,6 +18,7 @@ from torch.utils import _python_dispatch
 
 from graphmod.trace import dispatch
 from graphmod.trace.operations import Facts
+from graphmod.trace.untraced import untraced
 
 # What dynamo looks at to see whether a dispatch mode is active; which of them depends on the release.
 _MODE_FLAGS = (
@@ -97,7 +98,7 @@ def _shown(run: Callable) -> Callable:
         if isinstance(inputs, list):
             inputs.clear()  # as it would do itself, so that what nobody else holds can go
         with dispatch.beside_the_call():
-            return recorder.see(operation, given, {})
+            return untraced(recorder.see, operation, given, {})
 
     return call
 

@@ -20,10 +20,14 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from graphmod.torch_private import beside_dynamo, is_compiling
 from graphmod.trace.subclasses import any_stands, of_ranks, register
+from graphmod.trace.untraced import resume, suspend, thread_state, traced, untraced
 
 log = logging.getLogger("graphmod")
 
 _KEY_NAME = "Fake"
+_KEY = torch._C._dispatch_key_parse(_KEY_NAME)
+_KEYS = torch._C.DispatchKeySet(_KEY)
+_exclude_key = torch._C._dispatch_tls_set_dispatch_key_excluded
 _make_subclass, _as_subclass = Tensor._make_subclass, Tensor.as_subclass
 _library: Any = None  # the registration, which lives as long as this does
 _at_work: list[Any] = []  # the recorders of this process
@@ -47,10 +51,15 @@ def current() -> Any:
     return _at_work[0] if len(_at_work) == 1 and by_key() else None
 
 
+def is_recording() -> bool:
+    """Whether the present call is recorded: it is being captured, or is the warm-up call before that."""
+    return current() is not None
+
+
 def within_an_operation() -> bool:
     """Whether the present code is that of an operation, while somebody records."""
     if has_key():
-        return torch._C._dispatch_tls_is_dispatch_key_excluded(_key())
+        return torch._C._dispatch_tls_is_dispatch_key_excluded(_KEY)
     return torch._C._len_torch_dispatch_stack() == 0
 
 
@@ -59,15 +68,21 @@ def _set_current(recorder: Any) -> None:
 
 
 def _fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
-    with torch._C._ExcludeDispatchKeyGuard(_keys()):
+    state = thread_state()
+    try:  # as in `untraced`: each frame between here and there would be told of
+        suspend(state)
+        _exclude_key(_KEY, True)
         recorder = _of_thread.recorder or current()
-        return op(*args, **kwargs) if recorder is None else recorder.see(op, args, kwargs)
+        return traced(op, args, kwargs) if recorder is None else recorder.see(op, args, kwargs)
+    finally:
+        _exclude_key(_KEY, False)
+        resume(state)
 
 
 def _standing_for_others(op: Any, *args: Any, **kwargs: Any) -> Any:
     """An operation on a DTensor, of which is shown what its class runs."""
     recorder = current()
-    with torch._C._ExcludeDispatchKeyGuard(_keys()), contextlib.ExitStack() as stack:
+    with torch._C._ExcludeDispatchKeyGuard(_KEYS), contextlib.ExitStack() as stack:
         if recorder is not None:
             stack.enter_context(Mode(recorder))
         return op(*args, **kwargs)
@@ -97,17 +112,7 @@ class Mode(TorchDispatchMode):
             return NotImplemented  # its class runs others in its place, which are shown
         if current() is None:  # it looks away
             return op(*args, **(kwargs or {}))
-        return self._recorder.see(op, args, kwargs or {})
-
-
-@functools.cache
-def _key() -> Any:
-    return torch._C._dispatch_key_parse(_KEY_NAME)
-
-
-@functools.cache
-def _keys() -> Any:
-    return torch._C.DispatchKeySet(_key())
+        return untraced(self._recorder.see, op, args, kwargs or {})
 
 
 @functools.cache
@@ -115,7 +120,7 @@ def has_key() -> bool:
     """Whether operations can be seen without a mode. Registers the fallback when it is first asked."""
     global _library
     try:
-        if torch._C._dispatch_has_backend_fallback(_key()):
+        if torch._C._dispatch_has_backend_fallback(_KEY):
             return False  # somebody else's
         _library = torch.library.Library("_", "IMPL")
         _library.fallback(_fallback, _KEY_NAME)
@@ -133,7 +138,7 @@ def _self_test() -> None:
     class Probe:
         def see(self, op: Any, args: tuple, kwargs: dict) -> Any:
             seen.append((op, any(arg is leaf for arg in args)))
-            return op(*args, **kwargs)
+            return traced(op, args, kwargs)
 
     with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
         leaf = torch.ones(1, requires_grad=True)
@@ -147,16 +152,16 @@ def _self_test() -> None:
 
 
 def _include(recorder: Any) -> tuple:
-    before = (current(), torch._C._dispatch_tls_is_dispatch_key_included(_key()))
+    before = (current(), torch._C._dispatch_tls_is_dispatch_key_included(_KEY))
     _set_current(recorder)
-    torch._C._dispatch_tls_set_dispatch_key_included(_key(), recorder is not None)
+    torch._C._dispatch_tls_set_dispatch_key_included(_KEY, recorder is not None)
     return before
 
 
 def _exclude(token: tuple) -> None:
     recorder, included = token
     _set_current(recorder)
-    torch._C._dispatch_tls_set_dispatch_key_included(_key(), included)
+    torch._C._dispatch_tls_set_dispatch_key_included(_KEY, included)
 
 
 @contextlib.contextmanager
@@ -175,8 +180,7 @@ def _showing(recorder: Any, keyed: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def shown_to(recorder: Any, given: Iterable[Tensor] = ()) -> Iterator[None]:
-    """Shows `recorder`, a `Tracer`, each operation of this thread, which works on tensors `given`, and of its
-    backwards."""
+    """Shows `recorder` each operation of this thread, which works on tensors `given`, and of its backwards."""
     keyed = has_key() and (_below_modes() or not torch._C._len_torch_dispatch_stack())
     if keyed and not _below_modes():
         if of_ranks() and torch.distributed.is_initialized():
@@ -206,7 +210,7 @@ def hidden() -> Iterator[None]:
 @contextlib.contextmanager
 def beside_the_call() -> Iterator[None]:
     """For what a recorder itself does, where no operation led to it: none of that is seen."""
-    with torch._C._ExcludeDispatchKeyGuard(_keys()), _disable_current_modes():
+    with torch._C._ExcludeDispatchKeyGuard(_KEYS), _disable_current_modes():
         yield
 
 
@@ -217,24 +221,24 @@ def through_a_mode() -> Iterator[None]:
     if recorder is None or not has_key():
         yield
         return
-    torch._C._dispatch_tls_set_dispatch_key_included(_key(), False)
+    torch._C._dispatch_tls_set_dispatch_key_included(_KEY, False)
     try:
         with Mode(recorder):
             yield
     finally:
-        torch._C._dispatch_tls_set_dispatch_key_included(_key(), True)
+        torch._C._dispatch_tls_set_dispatch_key_included(_KEY, True)
 
 
 def by_key() -> bool:
     """Whether operations are shown through the key now, and not through a mode."""
-    return torch._C._dispatch_tls_is_dispatch_key_included(_key()) and has_key()
+    return torch._C._dispatch_tls_is_dispatch_key_included(_KEY) and has_key()
 
 
 def stop_showing() -> None:
     """The recorder of now sees nothing from here to the end of its call."""
     _set_current(None)
     if has_key():
-        torch._C._dispatch_tls_set_dispatch_key_included(_key(), False)
+        torch._C._dispatch_tls_set_dispatch_key_included(_KEY, False)
 
 
 _passed_over: set[int] = set()
@@ -244,13 +248,13 @@ def _pass_over_higher_order_operators() -> None:
     """Lets operators on functions (`torch.cond`) go past the key, for which they have no kernel, to what they run."""
     for operator in list(torch._ops._higher_order_ops.values()):
         if id(operator) not in _passed_over:
-            operator.fallthrough(_key())
+            operator.fallthrough(_KEY)
             _passed_over.add(id(operator))
 
 
 def _below_modes() -> bool:
     """Whether what a dispatch mode runs is still to be seen, and not the other way round."""
-    return int(_key()) < int(torch._C.DispatchKey.Python)
+    return int(_KEY) < int(torch._C.DispatchKey.Python)
 
 
 def replacements() -> list[tuple[Any, str, Any]]:
@@ -291,7 +295,7 @@ def replacements() -> list[tuple[Any, str, Any]]:
     def unseen(make: Any) -> Any:
         @functools.wraps(make)
         def run(*args: Any, **kwargs: Any) -> Any:
-            with torch._C._ExcludeDispatchKeyGuard(_keys()):
+            with torch._C._ExcludeDispatchKeyGuard(_KEYS):
                 return make(*args, **kwargs)
 
         return run

@@ -272,13 +272,14 @@ _patches = [
         compiled.replacements,
     )
 ]
-_patch_on_gpu = Patch(_made_like_another)
+_patch_on_gpu, _beside_the_key = Patch(_made_like_another), Patch(dispatch.replacements)
 
 
 @contextlib.contextmanager
 def asking(recorder: Any) -> Iterator[None]:
     """Has what these functions do in calls that are recorded reported to the recorder, and answered for it."""
     with contextlib.ExitStack() as stack:
-        for patch in (*_patches, *((_patch_on_gpu,) if recorder.on_gpu else ())):
+        on_gpu, beside = (_patch_on_gpu,) * recorder.on_gpu, (_beside_the_key,) * dispatch.has_key()
+        for patch in (*beside, *_patches, *on_gpu):
             stack.enter_context(patch)
         yield

@@ -8,7 +8,7 @@ from torch import Tensor
 from graphmod.trace.compiled import CompiledGraph
 from graphmod.trace.lines import Lines, remedy_for, remedy_in
 from graphmod.trace.operations import Facts, address
-from graphmod.trace.origins import Origin, Origins
+from graphmod.trace.origins import CHANCE, CONSTANTS, DATA, Origins
 
 _HOST_READS = {"aten::_local_scalar_dense", "aten::equal", "aten::item"}
 _LINALG_CHECK = "aten::_linalg_check_errors"
@@ -28,6 +28,7 @@ _UNREPEATABLE = {
 _GROUPED = "aten::_grouped_mm"
 _SPARSE_GRADIENT = {"aten::embedding": (4, "sparse"), "aten::_embedding_bag": (5, "sparse")}
 _PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_TOLD_BY_NAME = {*_HOST_READS, _LINALG_CHECK, *_INDEXING, *_UNREPEATABLE, _GROUPED, *_SPARSE_GRADIENT}
 OUTSIDE = "keep it outside the captured module"
 
 
@@ -62,6 +63,13 @@ class Hazard(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.operation} at {self.lines.place}: {self.effect}; {self.remedy}"
+
+
+def is_harmless(op: Any, about: Facts) -> bool:
+    """Whether an operator is one that graphs can repeat on tensors with memory on their device, if it is given no other
+    device: nothing that `Check` asks then."""
+    told = about.dynamic or about.unsafe or about.collective or about.name in _TOLD_BY_NAME
+    return isinstance(op, torch._ops.OpOverload) and not told
 
 
 def hazard(operation: str, lines: Lines, reason: Reason, on_gpu: bool = False) -> Hazard:
@@ -135,10 +143,10 @@ class Check:
 
     def read(self, tensors: list[Tensor]) -> Reason | None:
         """Why these may not be read on the host; None where nobody would notice."""
-        found = max((self._origins.of(address(tensor), tensor) for tensor in tensors), default=Origin.constants)
-        if found is Origin.chance:
+        found = max((self._origins.of(address(tensor), tensor) for tensor in tensors), default=CONSTANTS)
+        if found == CHANCE:
             return READ_CHANCE
-        if found is not Origin.constants:
+        if found != CONSTANTS:
             return _READ
         return _READ if any(tensor.is_cuda for tensor in tensors) else None
 
@@ -266,12 +274,7 @@ class Check:
             return _FROM_LIST
         if host and not cuda and about.writes and any(address(tensor) not in self._origins for tensor in host):
             return Reason("changes a host tensor, which a replay would not", "keep it on the GPU")
-        if (
-            host
-            and not cuda
-            and about.computes
-            and self._origins.result(about, host, list(map(address, host))) is Origin.data
-        ):
+        if host and not cuda and about.computes and self._origins.result(about, host, list(map(address, host))) == DATA:
             return Reason("computes on the host, which a replay would not", "keep it on the GPU")
         if cuda and any(tensor.dim() for tensor in host):
             return _FROM_LIST

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from graphmod.trace.hazards import Hazard
 from graphmod.trace.operations import Facts, address
-from graphmod.trace.origins import Origin, Origins
+from graphmod.trace.origins import DATA, Origins
 from graphmod.trace.tensors import each_tensor, tensors_in
 
 # How much these draw depends on shapes alone. (`poisson`, `binomial` and gamma draw until a value is accepted.)
@@ -78,6 +78,7 @@ class HostDraws:
         floats: number that code has in its hands -> which it is.
         expected: the tensor that code is about to read as the number it is.
         drawn_at: where code first called a method of a generator in Python (by identity).
+        at: address -> which of the memories lies there that its operations work on.
         followed: whether all that was drawn is known, once `finish` has looked.
     """
 
@@ -91,7 +92,7 @@ class HostDraws:
         self.reads: set[int] = set()  # the indices of operations by which code read a number
         self._steps: list[Callable[[list, list], None]] = []
         self._memories: list[Tensor | None] = []  # what lies in them to begin with
-        self._at: dict[int, int] = {}  # address -> which memory
+        self.at: dict[int, int] = {}  # address -> which memory
         self._numbers: list[Any] = []
         self._compared: list[tuple[Callable, Any, Any, bool]] = []
         self._exact: list[int] = []
@@ -112,16 +113,16 @@ class HostDraws:
     def before(self, op: Any, about: Facts, args: tuple, kwargs: dict, random: bool, origins: Origins) -> Any:
         """Takes in an operation before it runs; returns what `done` is to be given: None for what is not to be kept."""
         given = list(tensors_in((*args, *kwargs.values())))
-        if about.views or not (random or any(address(tensor) in self._at for tensor in given)):
+        if about.views or not (random or any(address(tensor) in self.at for tensor in given)):
             return None
         device = kwargs.get("device")
         if self._on_gpu and (any(t.is_cuda for t in given) or (device and torch.device(device).type != "cpu")):
             return None
         of = [origins.of(address(tensor), tensor) for tensor in given]
-        if not random and max(of) is Origin.data:
+        if not random and max(of) == DATA:
             return None
         name = about.name.removeprefix("aten::")
-        if not isinstance(op, torch._ops.OpOverload) or (Origin.data in of and name not in _BY_SHAPE):
+        if not isinstance(op, torch._ops.OpOverload) or (DATA in of and name not in _BY_SHAPE):
             self._known = False
             return None
         if random:
@@ -132,26 +133,26 @@ class HostDraws:
 
     def done(self, kept: Any, result: Any, fresh: list[Tensor]) -> None:
         """Takes in what an operation made, of which `fresh` lies in memory that may have been another tensor's."""
-        if self._at:
+        if self.at:
             for tensor in fresh:
-                self._at.pop(address(tensor), None)
+                self.at.pop(address(tensor), None)
         if kept is None:
             return
         made = []
         given = {part.memory for part in _parts(kept)}
         for index, tensor in enumerate(tensors_in((result,))):
             where = address(tensor)
-            if where and self._at.get(where, -1) not in given:
-                self._at[where] = len(self._memories)
+            if where and self.at.get(where, -1) not in given:
+                self.at[where] = len(self._memories)
                 self._memories.append(None)
-                made.append((index, self._at[where]))
+                made.append((index, self.at[where]))
         self._steps.append(partial(_operate, *kept, made))
 
     def _part(self, tensor: Tensor, origins: Origins) -> _Part:
         where = address(tensor)
-        memory = self._at.get(where)
-        if memory is None and where and origins.of(where, tensor) is not Origin.data:
-            memory = self._at[where] = len(self._memories)
+        memory = self.at.get(where)
+        if memory is None and where and origins.of(where, tensor) != DATA:
+            memory = self.at[where] = len(self._memories)
             self._memories.append(
                 torch.empty(0, dtype=torch.uint8, device="cpu").set_(tensor.untyped_storage()).clone()
             )
@@ -165,9 +166,9 @@ class HostDraws:
             hazard: what it is where the number turns out to do more than choose a branch.
         """
         self._as_it_is, self.expected = self.expected is tensor, None
-        if address(tensor) not in self._at or tensor.numel() != 1:
+        if address(tensor) not in self.at or tensor.numel() != 1:
             return False
-        part = _Part(self._at[address(tensor)], tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype)
+        part = _Part(self.at[address(tensor)], tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype)
         self._steps.append(partial(_read, part))
         self._hazards.append(hazard)
         self._places.append(hazard.lines.place)
@@ -237,7 +238,7 @@ class HostDraws:
         Args:
             result: what the call returned.
         """
-        self._at = {}
+        self.at = {}
         if not self._steps or not (self._numbers or self._on_gpu):
             self._steps, self._memories, self._before = [], [], []
             return []

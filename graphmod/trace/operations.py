@@ -5,12 +5,14 @@ two records of a call.
 import logging
 import sys
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from graphmod.trace.collectives import is_collective, opaque_scalar, written_by
+from graphmod.trace.untraced import identity
 
 # Logging formats what it is given: the line that matters is the one that logs.
 _INTERNAL = tuple(map(str, (Path(torch.__file__).parent, Path(__file__).parent.parent, Path(logging.__file__).parent)))
@@ -50,14 +52,15 @@ class Facts(NamedTuple):
     name: str
     collective: bool = False  # other processes take part in it
     unsafe: bool = False  # its author says that it is for no CUDA graph
+    op: Any = None  # held, so that its identity stays its own
 
 
-_facts_of: dict[Any, Facts] = {}
+_facts_of: dict[int, Facts] = {}  # by identity: the hash of an operator is code in Python
 _is_internal: dict[str, bool] = {}
 
 
 def facts(op: Any) -> Facts:
-    found = _facts_of.get(op) or getattr(op, "about", None)
+    found = _facts_of.get(identity(op)) or getattr(op, "about", None)
     if found is None:
         schema = getattr(op, "_schema", None)
         name = schema.name if schema else str(op)
@@ -81,8 +84,9 @@ def facts(op: Any) -> Facts:
             name,
             is_collective(name),
             torch.Tag.cudagraph_unsafe in tags,
+            op,
         )
-        _facts_of[op] = found
+        _facts_of[identity(op)] = found
     return found
 
 
@@ -150,10 +154,14 @@ def _values(tensor: Tensor) -> Any:
 
 def user_frame() -> tuple[Any, int]:
     """The code and line outside of libraries that its caller was called from; not to be asked in a backward."""
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None:
-        if not _internal(frame.f_code.co_filename):
-            return frame.f_code, frame.f_lineno
+        code = frame.f_code
+        internal = _is_internal.get(code.co_filename)
+        if internal is None:
+            internal = _internal(code.co_filename)
+        if not internal:
+            return code, frame.f_lineno
         frame = frame.f_back
     return None, 0
 

@@ -5,7 +5,6 @@ anything from outside or on chance is not.
 """
 
 from collections.abc import Iterable
-from enum import IntEnum
 
 from torch import Tensor
 
@@ -19,62 +18,57 @@ _ONLY_SHAPES = {
 _NO_VALUES = {
     "empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "empty_quantized",
 }  # fmt: skip
-
-
-class Origin(IntEnum):
-    """What a value depends on at most; the greater one wins."""
-
-    unwritten = 0
-    constants = 1
-    chance = 2
-    data = 3
+UNWRITTEN, CONSTANTS, CHANCE, DATA = range(4)
+"""What a value depends on at most; the greater one wins."""
+NOT_MADE, UNKNOWN = 4, -1
 
 
 class Origins:
-    """The origins of what one call makes, by the addresses of storages. What it did not make is data."""
+    """The origins of what one call makes, by the addresses of storages. What it did not make is data.
+
+    Attributes:
+        known: address -> origin, of memory that the call has made on its device, or NOT_MADE, of other memory there.
+            Below UNKNOWN are the origins of what may lie elsewhere, so that one comparison tells ordinary memory.
+    """
 
     def __init__(self) -> None:
-        self._of: dict[int, Origin] = {}
+        self.known: dict[int, int] = {}
         self._of_kernels: set[int] = set()
 
     def __contains__(self, where: int) -> bool:
         """Whether the call made what lies at an address."""
-        return where in self._of
+        return self.known.get(where, NOT_MADE) != NOT_MADE
 
-    def of(self, where: int, tensor: Tensor) -> Origin:
-        found = self._of.get(where)
-        if found is None or not where:  # what has no memory has no values that depend on anything
+    def of(self, where: int, tensor: Tensor) -> int:
+        found = self.known.get(where, NOT_MADE)
+        if found == NOT_MADE:  # what has no memory has no values that depend on anything
             nothing = not tensor.numel() or (not where and tensor._is_zerotensor())
-            return Origin.constants if nothing else Origin.data
-        return found
+            return CONSTANTS if nothing else DATA
+        return found if found >= 0 else UNKNOWN - 1 - found
 
     def constant(self, places: Iterable[int], tensors: Iterable[Tensor]) -> bool:
         """Whether nothing but constants went into any of these."""
-        return all(self.of(where, tensor) is Origin.constants for where, tensor in zip(places, tensors, strict=True))
+        return all(self.of(where, tensor) == CONSTANTS for where, tensor in zip(places, tensors, strict=True))
 
-    def note_made(
-        self, about: Facts, random: bool, given: list[Tensor], given_at: list[int], fresh_at: list[int]
-    ) -> None:
-        """Takes in what an operation has made at the addresses `fresh_at`."""
-        if fresh_at:
-            self._of_kernels.difference_update(fresh_at)
-            drawn = Origin.chance if random else Origin.unwritten
-            self._of.update(dict.fromkeys(fresh_at, max(drawn, self.result(about, given, given_at))))
-
-    def result(self, about: Facts, given: list[Tensor], given_at: list[int]) -> Origin:
+    def result(self, about: Facts, given: list[Tensor], given_at: list[int]) -> int:
         """The origin of what an operation makes of these, chance apart."""
-        if about.collective:
-            return Origin.data
-        name = about.name.removeprefix("aten::")
-        if name in _NO_VALUES:
-            return Origin.unwritten
-        if name in _ONLY_SHAPES:
-            return Origin.constants
-        return max(Origin.constants, self.greatest(given_at, given))
+        fixed = fixed_origin(about)
+        return max(CONSTANTS, self.greatest(given_at, given)) if fixed is None else fixed
 
-    def greatest(self, places: Iterable[int], tensors: Iterable[Tensor]) -> Origin:
+    def greatest(self, places: Iterable[int], tensors: Iterable[Tensor]) -> int:
         """The origin of what any of these goes into."""
-        return max(map(self.of, places, tensors), default=Origin.unwritten)
+        return max(map(self.of, places, tensors), default=UNWRITTEN)
+
+    def note_made(self, where: int, origin: int, ordinary: bool = False) -> None:
+        """Takes in that what lies at an address is made, or known, from here on: new memory, a tensor made of values
+        in Python, or one that is kept from an earlier call.
+
+        Args:
+            ordinary: whether it is known to lie on the device of the call.
+        """
+        if where:
+            self._of_kernels.discard(where)
+            self.known[where] = origin if ordinary else UNKNOWN - 1 - origin
 
     def note_of_kernels(self, places: Iterable[int]) -> None:
         """Takes in host tensors that an operation on a GPU returned: attention does, for the seed and offset of its
@@ -86,20 +80,16 @@ class Origins:
         """Whether `note_of_kernels` was told of an address."""
         return where in self._of_kernels
 
-    def note_write(self, where: int, of: Origin) -> None:
-        """Takes in that an operation changed what lies at an address.
+    def note_write(self, where: int, origin: int) -> None:
+        """Takes in that an operation changed what lies at an address, with values of this origin."""
+        before = self.known.get(where, NOT_MADE)
+        if before != NOT_MADE:
+            self.known[where] = max(before, origin) if before >= 0 else min(before, UNKNOWN - 1 - origin)
 
-        Args:
-            of: what it is given.
-        """
-        before = self._of.get(where)
-        if before is not None:
-            self._of[where] = max(before, of)
 
-    def note_allocated(self, where: int) -> None:
-        """Takes in memory that nobody has written yet."""
-        self._of[where] = Origin.unwritten
-
-    def note_constant(self, where: int) -> None:
-        """Takes in a tensor made of values in Python, or kept from an earlier call."""
-        self._of[where] = Origin.constants
+def fixed_origin(about: Facts) -> int | None:
+    """The origin of an operation's results, whatever it is given; None where that matters."""
+    if about.collective:
+        return DATA
+    name = about.name.removeprefix("aten::")
+    return UNWRITTEN if name in _NO_VALUES else CONSTANTS if name in _ONLY_SHAPES else None

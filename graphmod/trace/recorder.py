@@ -1,8 +1,12 @@
-"""Records a call: its operations, its memory, and what of it a graph cannot repeat.
+"""Records a call: sees its operations, follows its memory, and tells what of it a graph cannot repeat.
 
 Twice: `EagerRecorder` watches the warm-up call that decides on a capture, `Recorder` follows the capture.
+
+Memory is told apart by the addresses of storages. Most operations are harmless whatever they do with tensors that are
+known and lie on the device of the call; `see` takes these in and no more. All others go by way of `_carefully`.
 """
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -10,36 +14,144 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphmod.errors import CaptureRefused, Diverged
-from graphmod.trace.checked import CheckedTrace
+from graphmod.trace import compiled, dispatch
 from graphmod.trace.collectives import without_running
 from graphmod.trace.compiled import CompiledGraph
 from graphmod.trace.dispatch import beside_the_call, hidden
-from graphmod.trace.hazards import COMPILES, OUTSIDE, READ_CHANCE, Reason, hazard
+from graphmod.trace.eager_answers import asking
+from graphmod.trace.hazards import (
+    COMPILES,
+    OUTSIDE,
+    READ_CHANCE,
+    UNDER_A_MODE,
+    Check,
+    Hazard,
+    Reason,
+    hazard,
+    is_harmless,
+)
 from graphmod.trace.host_draws import HostDraws
-from graphmod.trace.lines import lines
-from graphmod.trace.memory import Call
+from graphmod.trace.lines import Lines, lines
 from graphmod.trace.observing import observer
-from graphmod.trace.operations import Facts, Step, address
-from graphmod.trace.origins import Origin
-from graphmod.trace.overloads import fits_into, run_into
+from graphmod.trace.operations import (
+    Facts,
+    Step,
+    address,
+    draws,
+    facts,
+    same_generator,
+    scalar_of,
+    scalars_of,
+    user_frame,
+    written,
+)
+from graphmod.trace.origins import CHANCE, CONSTANTS, DATA, NOT_MADE, UNKNOWN, UNWRITTEN, Origins, fixed_origin
+from graphmod.trace.overloads import fits_into, run_into, writes_directly
 from graphmod.trace.places import place_of
 from graphmod.trace.script import Kept, Script
+from graphmod.trace.seeds import RESTORES, SETS_STATE, Draws
 from graphmod.trace.tensors import tensors_in
+from graphmod.trace.untraced import identity, traced
 
 log = logging.getLogger("graphmod")
 
+_storage, _pointer = torch._C.TensorBase.untyped_storage, torch._C.StorageBase.data_ptr
+_new, _node_of_now = tuple.__new__, torch._C._current_autograd_node
+_PLAIN = frozenset((Tensor, torch.nn.Parameter, torch.nn.Buffer))
+_VALUES = frozenset((int, bool, type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format, complex))
+_harmless: dict[int, tuple[Facts, Any, int | None, bool]] = {}
 
-class EagerRecorder(CheckedTrace):
+
+def _look_up(op: Any) -> tuple[Facts, Any, int | None, bool] | None:
+    """Of an operator that is harmless on ordinary tensors: facts, what runs it, the origin of its results if that is
+    fixed, and whether it can compute into given memory. None of others."""
+    about = facts(op)
+    special = about.random or about.lifts or about.statistics or about.profiler
+    if special or not is_harmless(op, about):
+        return None
+    found = _harmless[identity(op)] = about, op._op, fixed_origin(about), writes_directly(op)
+    return found
+
+
+def _take(values: Iterable[Any], given: list[Any]) -> tuple:
+    """What an operation is given besides tensors. These are added to `given`; so is None for what else may hold any."""
+    scalars: list[Any] = []
+    for value in values:
+        kind = type(value)
+        if kind is Tensor or kind in _PLAIN:
+            given.append(value)
+            scalars.append(Tensor)
+        elif kind in _VALUES:
+            scalars.append(value)
+        elif kind is float:
+            scalars.append(value if value == value else "nan")
+        elif kind is list or kind is tuple:
+            scalars.append(_take(value, given))
+        else:
+            given.append(None)
+            scalars.append(scalar_of(value))
+    return tuple(scalars)
+
+
+class Call:
+    """An operation while it is looked at with care.
+
+    Attributes:
+        given, given_at: its tensor arguments, and their addresses.
+    """
+
+    __slots__ = ("about", "args", "given", "given_at", "index", "kwargs", "random", "step")
+
+    def __init__(self, step: Step, about: Facts, args: tuple, kwargs: dict, random: bool, index: int) -> None:
+        self.step, self.about, self.random, self.index = step, about, random, index
+        self.look_at(args, kwargs)
+
+    def look_at(self, args: tuple, kwargs: dict) -> None:
+        """Takes these for its arguments."""
+        self.args, self.kwargs = args, kwargs
+        self.given = list(tensors_in((*args, *kwargs.values()) if kwargs else args))
+        self.given_at = list(map(address, self.given))
+
+    @property
+    def name(self) -> str:
+        return self.about.name.removeprefix("aten::")
+
+
+class EagerRecorder:
     """Watches an eager call. It raises nothing and changes nothing: what a capture would refuse is in `hazards`.
 
     Attributes:
+        watching: whether the call is an eager one, which nothing may change, and its frames are watched.
+        trace: the operations, in order.
         script: what a capture of the same call must do, and what it may use.
+        hazards: what a graph cannot repeat, in order; again each time that the call did it.
+        generators: those passed to random operations.
+        random, backward, ran_compiled: whether it drew random numbers, ran a backward pass, ran compiled code.
         compiles: whether torch.compile compiled something where it could be seen: a backward, for the first time.
+        on_gpu: whether it works on a GPU.
+        collectives: how many operations that other processes take part in it has seen.
+        unfinished: what the call has begun that only a backward brings to its end.
+        outside: address -> tensor, what the call read or wrote without having made it or been given it.
+        static: the addresses of those of `outside` that were marked static.
+        first_seen: address of a tensor of `outside` -> index in the trace.
+        first_write: index in the trace of the first operation that changed anything of `outside` or the inputs; None
+            where none did.
+        written: the part of `outside` that it changed.
+        advanced: what of that may have a part in the results: all but integers and the running statistics of a
+            normalization.
+        inputs_written: the addresses of inputs that it changed.
+        read: every address it read, of what it had not made.
+        made_by: address -> index in the trace, size and strides of what was made there last, by an operation that can
+            compute it into other memory.
 
     Args:
-        inputs, gpu, generators: see `CheckedTrace`.
+        inputs: the tensors the call is given; reading them is no surprise.
+        gpu: index of the GPU that the call works on; None under emulation.
+        generators: whose state before the call is to be known.
         before_collective: called with `(op, args, kwargs)` before each operation that other processes take part in;
             what it raises ends the call.
         host_draws: is told what is drawn on the host, by operations; None where nobody follows what becomes of it.
@@ -53,48 +165,235 @@ class EagerRecorder(CheckedTrace):
         *,
         gpu: int | None = None,
         generators: Iterable[torch.Generator] = (),
-        before_collective: Callable[[Any, tuple, dict], None] | None = None,
+        before_collective: Callable[..., None] | None = None,
         host_draws: HostDraws | None = None,
     ) -> None:
-        super().__init__(inputs, gpu, generators)
-        self._before_collective = before_collective
+        self._given = list(inputs)
+        self._inputs = {address(tensor) for tensor in self._given} - {0}  # nothing lies there
+        self.on_gpu, self._gpu, self._index = gpu is not None, gpu, -1 if gpu is None else gpu
+        self._generators, self._before_collective = generators, before_collective
+        self.trace: list[Step] = []
         self.host_draws = host_draws
         if host_draws is not None:
             host_draws.begin(torch.default_generator)
-        self.script = Script(self.trace, () if host_draws is None else host_draws.reads)
-        self.compiles = False
+        self._drawn_at: dict[int, int] = {} if host_draws is None else host_draws.at
+        self.script: Script | None = Script(self.trace, () if host_draws is None else host_draws.reads)
+        self.hazards: list[Hazard] = []
+        self.generators: list[torch.Generator] = []
+        self.random = self.backward = self.ran_compiled = self.compiles = False
+        self.collectives = 0
+        self.unfinished: list[Any] = []
+        self.outside: dict[int, Tensor] = {}
+        self.static: set[int] = set()
+        self.first_seen: dict[int, int] = {}
+        self.first_write: int | None = None
+        self.written: dict[int, Tensor] = {}
+        self.advanced: dict[int, Tensor] = {}
+        self.inputs_written: set[int] = set()
+        self.read: set[int] = set()
+        self.made_by: dict[int, tuple[int, torch.Size, tuple]] = {}
+        self._origins = Origins()
+        self._check = Check(gpu, self._origins)
+        self._draws: Draws | None = None
+        self._touched_state: Lines | None = None
+        self._sizes: dict[int, tuple[torch.UntypedStorage, int]] = {}  # storages that were resized, and theirs before
+        self._before_write: Callable[[Tensor], None] | None = None
+        self._after: list[Callable] = []
+        self._context = contextlib.ExitStack()
+
+    def __enter__(self) -> Any:
+        self._depth = compiled.depth()
+        with contextlib.ExitStack() as context:
+            context.enter_context(asking(self))
+            if self.watching or not self.on_gpu:  # a GPU that captures does not tell
+                self._draws = Draws(self._gpu, list(self._generators))
+            context.enter_context(dispatch.shown_to(self, self._given))
+            self._context = context.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        compiled.leave(self._depth)
+        self._context.__exit__(*error)
+        if error[0] is not None:
+            for begun in self.unfinished:
+                begun.abandon()
+            for storage, size in self._sizes.values():
+                if storage.nbytes() != size:
+                    storage.resize_(size)
+        met = self._draws.moved() if self._draws is not None and self.watching else None
+        if met is not None:
+            self.hazards.append(Hazard("the call", met, *SETS_STATE[:2]))
+        self._draws = None
+        if self._touched_state is not None and self.random:
+            self.hazards.append(Hazard("the call", self._touched_state, *RESTORES[:2]))
+
+    def refuse(self, operation: str, reason: Reason) -> None:
+        """Takes in that the call does what a graph cannot repeat."""
+        self.hazards.append(hazard(operation, lines(), reason, self.on_gpu))
+
+    def made(self, where: int) -> bool:
+        """Whether an operation made what lies at an address."""
+        return where in self._origins
+
+    # -- what is no operation ------------------------------------------------------------------------------------
 
     def make(self, function: Callable, values: Any, kwargs: dict) -> Tensor:
-        """Makes a tensor on the GPU of Python values, and keeps it for the capture."""
-        result = super().make(function, values, kwargs)
+        """Makes a tensor on the GPU of Python values, and keeps it for the capture, which can make none."""
         with hidden():
-            self.script.note_made(result)
+            result = function(values, **kwargs)
+            self._origins.note_made(address(result), CONSTANTS)
+            if self.script is not None:
+                self.script.note_made(result)
         return result
-
-    def note_compilation(self) -> None:
-        """Takes in that torch.compile compiles: the call is to be recorded again."""
-        self.compiles = True
 
     def aim(self, tensor: Tensor, memory: Callable[[], Tensor]) -> None:
         """Lets a capture of this call compute a tensor straight into what `memory()` gives then: a tensor of its size,
         contiguous, as it is. Does nothing where it cannot."""
         place = place_of(tensor, self.made_by) if tensor.is_contiguous() else None
-        if place is not None and place.index not in self.script.aims:
+        if self.script is not None and place is not None and place.index not in self.script.aims:
             self.script.aims[place.index] = lambda: memory().as_strided(place.size, place.stride)
 
-    def _run(self, step: Step, about: Facts, args: tuple, kwargs: dict, random: bool) -> Any:
-        """Runs an operation, whatever the record makes of it."""
-        if about.collective and self._before_collective is not None:
+    def note_resized(self, storage: torch.UntypedStorage, before: int) -> bool:
+        """Takes in that code has made or given back the memory of a storage, of `before` bytes until then. Returns
+        whether it did: a tensor without memory, on which torch.compile traces, is nobody's."""
+        try:
+            where = storage.data_ptr()
+        except RuntimeError:
+            return False
+        if storage.nbytes() > before:
+            self._origins.note_made(where, UNWRITTEN)
+        self._sizes.setdefault(storage._cdata, (storage, before))
+        return True
+
+    def before_communicating(self) -> None:
+        """Takes in that a collective is about to come; to be told before another stream is taken for it."""
+
+    def note_host_read(self, tensor: Tensor, name: str) -> None:
+        """Takes in that a function which is no operation reads a tensor on the host."""
+        reason = self._check.read([tensor])
+        if reason is not None and not (self.on_gpu and self._check.kept_by(reason, [tensor]) is not None):
+            self.refuse(name, reason)
+
+    def note_random_state(self) -> None:
+        """Takes in that the state of the random generators is read or written."""
+        self._touched_state = self._touched_state or lines()
+
+    def note_generator(self, generator: torch.Generator) -> None:
+        """Takes in that code is about to use a generator."""
+        if self._draws is not None:
             with hidden():
-                self._before_collective(step.op, args, kwargs)
-        call = Call(step, about, args, kwargs, random, len(self.trace))
+                self._draws.know(generator, lines())
+
+    def note_mode(self, mode: TorchDispatchMode) -> None:
+        """Refuses code that computes under a dispatch mode which hides its operations."""
+        self.refuse(type(mode).__name__, UNDER_A_MODE)
+
+    def note_compilation(self) -> None:
+        """Takes in that torch.compile compiles: the call is to be recorded again."""
+        self.compiles = True
+
+    # -- operations ----------------------------------------------------------------------------------------------
+
+    def see(self, op: Any, args: tuple, kwargs: dict) -> Any:
+        """Runs an operation and takes it in. To be called out of sight of trace functions, as by `untraced`."""
+        found = _harmless.get(identity(op)) or _look_up(op)
+        if found is None:
+            return self._carefully(op, facts(op), args, kwargs)
+        about, run, origin, direct = found
+        memory, greatest = self._origins.known, CONSTANTS
+        given: list[Tensor] = []
+        at: list[int] = []
+        ordinary = not (about.views and (self.ran_compiled or self._depth))
+        try:
+            scalars = _take(args, given)
+            if kwargs:
+                scalars += tuple(zip(kwargs, _take(kwargs.values(), given), strict=True))
+                device = kwargs.get("device")
+                ordinary = ordinary and (device is None or (device.type == "cpu" and not self.on_gpu))
+            for tensor in given:
+                where = _pointer(_storage(tensor))
+                at.append(where)
+                found = memory.get(where)
+                if found is None:
+                    found = self._note_read(tensor, where)
+                if found == NOT_MADE:
+                    # Of memory from outside, tensors without values depend on nothing, and some are nested.
+                    found = DATA if tensor.numel() and not tensor.is_nested else UNKNOWN
+                if found > greatest:
+                    greatest = found
+                elif found < UNWRITTEN:
+                    ordinary = False
+        except Exception:  # tensors that lie nowhere
+            ordinary = False
+        drawn_at = self._drawn_at
+        if not ordinary or (drawn_at and not drawn_at.keys().isdisjoint(at)):
+            return self._carefully(op, about, args, kwargs)
+        if _node_of_now() is None:
+            step = _new(Step, (op, scalars, *user_frame()))
+        else:
+            step, self.backward = _new(Step, (op, scalars, None, 0)), True
+        if not self.watching and not self._is_as_before(step, about):
+            return self._carefully(op, about, args, kwargs)
+        if about.writes:
+            self._note_writes(about, args, kwargs, greatest)
+        result = traced(run, args, kwargs)
+        try:
+            plain = type(result) is Tensor and not result.is_nested and result.get_device() == self._index
+            where = _pointer(_storage(result)) if plain else 0
+        except (NotImplementedError, RuntimeError):  # a sparse tensor
+            where = 0
+        made = greatest if origin is None else origin
+        if not where:
+            fresh = self._note_results(op, about, given, at, result, made)
+        elif where in at:
+            fresh = []
+        else:
+            fresh = [result]
+            memory[where] = made
+            if direct:
+                self.made_by[where] = (len(self.trace), result.size(), result.stride())
+            else:
+                self.made_by.pop(where, None)
+        for tensor in fresh if drawn_at else ():
+            drawn_at.pop(address(tensor), None)
+        for after in self._after:
+            after(op, args, kwargs, result, fresh)
+        self.trace.append(step)
+        return result
+
+    def _is_as_before(self, step: Step, about: Facts) -> bool:
+        """Whether a capture has nothing more to do with an operation than to run it."""
+        return True
+
+    def _carefully(self, op: Any, about: Facts, args: tuple, kwargs: dict) -> Any:
+        # What surrounds compiled code takes views as it sees fit: of arguments that are views themselves, for one.
+        if about.profiler or (about.views and compiled.depth()):
+            return _do(op, args, kwargs)
+        code, line = (None, 0) if _node_of_now() is not None else user_frame()
+        self.backward = self.backward or _node_of_now() is not None
+        step = Step(op, scalars_of(about, args, kwargs), code, line)
+        random = draws(about, args, kwargs)
+        generator = kwargs.get("generator")
+        if generator is not None and not any(same_generator(generator, known) for known in self.generators):
+            self.generators.append(generator)
+        self.random = self.random or random
+        result = self._run(Call(step, about, args, kwargs, random, len(self.trace)))
+        self.trace.append(step)
+        return result
+
+    def _run(self, call: Call) -> Any:
+        """Runs an operation, whatever the record makes of it."""
+        op = call.step.op
+        if call.about.collective and self._before_collective is not None:
+            with hidden():
+                self._before_collective(op, call.args, call.kwargs)
         kept: Kept | None = None
         number, drawn = False, None
         try:
             reason = self._why_not(call)
             if self.host_draws is not None:
                 number = reason is READ_CHANCE and self._reads_number(call, self.host_draws)
-                drawn = self.host_draws.before(step.op, about, args, kwargs, random, self._origins)
+                drawn = self.host_draws.before(op, call.about, call.args, call.kwargs, call.random, self._origins)
             constants = None if reason is None else self._check.kept_by(reason, call.given)
             if constants is not None:
                 kept = self.script.kept[call.index] = Kept(reason.kept, constants)
@@ -103,12 +402,12 @@ class EagerRecorder(CheckedTrace):
             self._before(call)
         except Exception as error:
             self._cannot_follow(call, error)
-        draws = self._draws if isinstance(step.op, CompiledGraph) and not random else None
+        draws = self._draws if isinstance(op, CompiledGraph) and not call.random else None
         drawing, state = (None, None) if draws is None else (draws.before(None), draws.state())
-        result = self._do(step.op, args, kwargs)
+        result = _do(op, call.args, call.kwargs)
         try:
             if draws is not None and draws.state() != state:
-                step.op.note_random()
+                op.note_random()
                 self.random = call.random = True
                 if drawing is not None:
                     self.refuse(call.name, drawing)
@@ -132,21 +431,115 @@ class EagerRecorder(CheckedTrace):
         log.debug("%s cannot be followed", call.name, exc_info=error)
         self.refuse(call.name, Reason(f"cannot be followed ({type(error).__name__}: {error})", OUTSIDE))
 
-    def _note_write(self, where: int, origin: Origin) -> None:
-        super()._note_write(where, origin)
-        self.script.note_write(where)
+    def _why_not(self, call: Call) -> Reason | None:
+        """Takes in that an operation is about to run; why a graph cannot repeat it."""
+        if call.about.collective:
+            self.before_communicating()
+            self.collectives += 1
+        if call.about.lifts:
+            self._origins.note_made(call.given_at[0], CONSTANTS)
+            return None
+        return self._check.reason(call.step.op, call.about, call.args, call.kwargs, call.given)
+
+    def _before(self, call: Call) -> None:
+        """Takes in what an operation is going to read, write and draw."""
+        about = call.about
+        if about.lifts:
+            return
+        for tensor, where in zip(call.given, call.given_at, strict=True):
+            self._note_read(tensor, where)
+        if about.writes or about.statistics:
+            origin = max(CHANCE if call.random else CONSTANTS, self._origins.greatest(call.given_at, call.given))
+            self._note_writes(about, call.args, call.kwargs, DATA if about.collective else origin)
+        if call.random and self._draws is not None and self._touched_state is None:
+            reason = self._draws.before(call.kwargs.get("generator"))
+            if reason is not None:
+                self.refuse(call.name, reason)
+
+    def _note_read(self, tensor: Tensor, where: int) -> int:
+        """Takes in memory that an operation reads, which the call has not made on its device. Returns what is known of
+        it: UNKNOWN unless it is ordinary, as of a strided tensor on that device."""
+        self.read.add(where)
+        known = self._origins.known
+        if where and where not in known:
+            if where not in self._inputs and where not in self.outside:
+                self.outside[where] = tensor.detach()
+                if getattr(tensor, "_graphmod_static", False):
+                    self.static.add(where)
+                self.first_seen[where] = len(self.trace)
+            if tensor.layout is torch.strided and not tensor.is_nested and tensor.get_device() == self._index:
+                known[where] = NOT_MADE
+        return known.get(where, UNKNOWN)
+
+    def _note_writes(self, about: Facts, args: tuple, kwargs: dict, origin: int) -> None:
+        """Takes in what an operation is going to write, which has `origin` then."""
+        writes = written(about, args, kwargs)
+        for key, value in (*enumerate(args), *kwargs.items()):
+            if key not in writes:
+                continue
+            for tensor in tensors_in((value,)):
+                where = address(tensor)
+                outside = self.outside.get(where)
+                if outside is not None or where in self._inputs:
+                    self.first_write = len(self.trace) if self.first_write is None else self.first_write
+                    if self._before_write is not None:
+                        self._before_write(tensor)
+                if outside is not None:
+                    self.written.setdefault(where, outside)
+                    if about.writes and (tensor.is_floating_point() or tensor.is_complex()):
+                        self.advanced.setdefault(where, outside)
+                elif where in self._inputs:
+                    self.inputs_written.add(where)
+                self._origins.note_write(where, origin)
+                if self.watching:
+                    self.script.note_write(where)
+
+    def _done(self, call: Call, result: Any) -> list[Tensor]:
+        """Takes in the results of an operation that has run; those that share no storage with its arguments."""
+        if call.random and self._draws is not None:
+            self._draws.after(call.kwargs.get("generator"))
+        origin = max(CHANCE if call.random else UNWRITTEN, self._origins.result(call.about, call.given, call.given_at))
+        return self._note_results(call.step.op, call.about, call.given, call.given_at, result, origin)
+
+    def _note_results(
+        self, op: Any, about: Facts, given: list[Tensor], at: list[int], result: Any, origin: int
+    ) -> list[Tensor]:
+        results = list(tensors_in((result,)))
+        reason = self._check.result_reason(results)
+        if reason is not None:
+            self.refuse(about.name.removeprefix("aten::"), reason)
+            return []
+        if about.lifts:
+            return results
+        known = set(at) - {0}
+        fresh = [(address(tensor), tensor) for tensor in results]
+        fresh = [(where, tensor) for where, tensor in fresh if where not in known]
+        for where, tensor in fresh:
+            self._origins.note_made(where, origin, ordinary=tensor.get_device() == self._index)
+            self.made_by.pop(where, None)
+            if writes_directly(op):
+                self.made_by[where] = (len(self.trace), tensor.size(), tensor.stride())
+        if self.on_gpu and any(tensor.is_cuda for tensor in given):
+            self._origins.note_of_kernels(where for where, tensor in fresh if not tensor.is_cuda)
+        return [tensor for _, tensor in fresh]
 
 
-class Recorder(CheckedTrace):
+def _do(op: Any, args: tuple, kwargs: dict) -> Any:
+    """Runs an operation, and whatever Python that runs, in sight of trace functions."""
+    return traced(op._op if type(op) is OpOverload else op, args, kwargs)  # what calling it calls
+
+
+class Recorder(EagerRecorder):
     """Follows a capture, and raises `CaptureRefused` before an operation that a graph cannot repeat.
 
     Attributes:
         kept_at: the addresses of tensors of the recorded call that it goes on to use.
 
     Args:
-        inputs, before_write, generators: see `CheckedTrace`.
+        inputs, generators: see `EagerRecorder`.
         gpu: index of the GPU on which CUDA captures; None under emulation.
         script: of the recorded eager call: a capture that does something else is refused at once.
+        before_write: called with each tensor from outside, or among the inputs, that an operation is about to change.
         targets: index of an operation in the trace -> memory of its result's shape and strides to compute it into.
         after: called with `(op, args, kwargs, result, fresh)` after each operation; `fresh` are the result tensors
             that share no storage with its arguments.
@@ -154,6 +547,8 @@ class Recorder(CheckedTrace):
         before_collective: called before the first operation that other processes take part in.
         after_resize: called with each storage that was resized by hand, and its bytes.
     """
+
+    watching = False
 
     def __init__(
         self,
@@ -169,14 +564,13 @@ class Recorder(CheckedTrace):
         before_collective: Callable[[], None] | None = None,
         after_resize: Callable[[torch.UntypedStorage, int], None] | None = None,
     ) -> None:
-        super().__init__(inputs, gpu, generators, before_write)
+        super().__init__(inputs, gpu=gpu, generators=generators, before_collective=before_collective)
+        self.script = script
         self.kept_at: set[int] = set()
         self._refused: str | None = None
-        self._script = script
         self._made = 0  # tensors of Python values, on the GPU
+        self._before_write, self._around, self._after_resize = before_write, around, after_resize
         self._after = [one for one in (after, observer()) if one is not None]
-        self._around, self._before_collective = around, before_collective
-        self._after_resize = after_resize
         self._targets = targets or {}
 
     def finish(self) -> "Recorder":
@@ -218,7 +612,7 @@ class Recorder(CheckedTrace):
         refused = self._refused or next(map(str, self.hazards), None)
         if refused is not None:
             raise CaptureRefused(refused)
-        differs = None if self._script is None else self._script.ends_otherwise(self.trace)
+        differs = None if self.script is None else self.script.ends_otherwise(self.trace)
         if differs is not None:
             raise Diverged(differs)
 
@@ -230,11 +624,11 @@ class Recorder(CheckedTrace):
         Raises:
             Diverged: the values are others than then.
         """
-        if self._script is None:
+        if self.script is None:
             return super().make(function, values, kwargs)
         with hidden():
             now = function(values, **{**kwargs, "device": "cpu", "requires_grad": False})
-            kept = self._script.made(self._made, now)
+            kept = self.script.made(self._made, now)
             if kept is None:
                 raise Diverged(f"{lines().place} makes a tensor of other Python values than in the call before")
             self._made += 1
@@ -257,10 +651,18 @@ class Recorder(CheckedTrace):
 
     # -- operations ----------------------------------------------------------------------------------------------
 
-    def _run(self, step: Step, about: Facts, args: tuple, kwargs: dict, random: bool) -> Any:
-        call = Call(step, about, args, kwargs, random, len(self.trace))
+    def _is_as_before(self, step: Step, about: Facts) -> bool:
+        """Whether there is nothing more to do with a harmless operation than to run it."""
+        index = len(self.trace)
+        if index in self._targets or (about.lists and self._around is not None):
+            return False
+        if self.script is None:
+            return True
+        return index not in self.script.aims and self.script.has(index, step)
+
+    def _run(self, call: Call) -> Any:
         try:
-            differs = None if self._script is None else self._script.differs(call.index, step, lines)
+            differs = None if self.script is None else self.script.differs(call.index, call.step, lines)
             if differs is not None:
                 raise Diverged(differs)
             reason = self._why_not(call)
@@ -277,16 +679,16 @@ class Recorder(CheckedTrace):
             self._refused = self._refused or str(refusal)  # and not the error, whose frames hold this
             raise
         for after in self._after:
-            after(step.op, call.args, call.kwargs, result, fresh)
+            after(call.step.op, call.args, call.kwargs, result, fresh)
         return result
 
     def _kept(self, call: Call, reason: Reason) -> Kept | None:
         """What was kept of an operation on constants; kept arguments take the place of those in `call`. None where it
         is to run: it reads a number that was compared before this capture."""
-        if reason is READ_CHANCE and self._script is not None and call.index in self._script.numbers:
+        if reason is READ_CHANCE and self.script is not None and call.index in self.script.numbers:
             return None
         constants = self._check.kept_by(reason, call.given)
-        kept = None if constants is None or self._script is None else self._script.kept.get(call.index)
+        kept = None if constants is None or self.script is None else self.script.kept.get(call.index)
         if kept is None:
             self.refuse(call.name, reason)
         if kept.kind == "arguments":
@@ -296,7 +698,7 @@ class Recorder(CheckedTrace):
         return kept
 
     def _take_address(self, where: int) -> None:
-        self._origins.note_constant(where)
+        self._origins.note_made(where, CONSTANTS)
         self.kept_at.add(where)
 
     def _execute(self, call: Call) -> Any:
@@ -308,13 +710,13 @@ class Recorder(CheckedTrace):
             return run_into(op, args, kwargs, target)
         if call.about.lists and self._around is not None:
             with self._around((*args, *kwargs.values())):
-                return self._do(op, args, kwargs)
-        return self._do(op, args, kwargs)
+                return _do(op, args, kwargs)
+        return _do(op, args, kwargs)
 
     def _target(self, index: int) -> Tensor | None:
         if index in self._targets:
             return self._targets[index]
-        if self._script is None or index not in self._script.aims:
+        if self.script is None or index not in self.script.aims:
             return None
         with hidden():
-            return self._script.aims[index]()
+            return self.script.aims[index]()

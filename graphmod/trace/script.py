@@ -100,10 +100,12 @@ class Script:
         """Why an operation of a capture is not the one of the recorded call; `where` tells its lines."""
         if index >= len(self.trace):
             return f"{where().place} does more operations than the call before, which did {len(self.trace)}"
-        old = self.trace[index]
-        if old.op is step.op and old.scalars == step.scalars:
-            return None
-        return step_differs(old, step, where().place)
+        return None if self.has(index, step) else step_differs(self.trace[index], step, where().place)
+
+    def has(self, index: int, step: Step) -> bool:
+        """Whether the recorded call did the same operation there, with the same scalars."""
+        old = self.trace[index] if index < len(self.trace) else None
+        return old is not None and old.op is step.op and old.scalars == step.scalars
 
     def ends_otherwise(self, trace: list[Step]) -> str | None:
         """Why a capture that did these operations is not all of the recorded call."""

@@ -8,30 +8,30 @@ from collections.abc import Callable
 from typing import Any
 
 _make = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)
-_state = ctypes.PYFUNCTYPE(ctypes.c_void_p)(("PyThreadState_Get", ctypes.pythonapi))
+thread_state = ctypes.PYFUNCTYPE(ctypes.c_void_p)(("PyThreadState_Get", ctypes.pythonapi))
 # C API of Python 3.11 and later; they count, so that pairs of them nest.
-_suspend = _make(("PyThreadState_EnterTracing", ctypes.pythonapi))
-_resume = _make(("PyThreadState_LeaveTracing", ctypes.pythonapi))
+suspend = _make(("PyThreadState_EnterTracing", ctypes.pythonapi))
+resume = _make(("PyThreadState_LeaveTracing", ctypes.pythonapi))
 
 
 def untraced(function: Callable, *args: Any) -> Any:
     """Calls a function out of sight of this thread's trace functions."""
-    state = _state()
+    state = thread_state()
     try:  # an interrupt comes after the C call, if not before `state` is there
-        _suspend(state)
+        suspend(state)
         return function(*args)
     finally:
-        _resume(state)
+        resume(state)
 
 
 def traced(function: Callable, args: tuple, kwargs: dict) -> Any:
     """Calls a function in their sight again, inside `untraced`."""
-    state = _state()
+    state = thread_state()
     try:
-        _resume(state)
+        resume(state)
         return function(*args, **kwargs)
     finally:
-        _suspend(state)
+        suspend(state)
 
 
 identity: Callable[[Any], int] = object.__hash__ if sys.version_info >= (3, 12) else id

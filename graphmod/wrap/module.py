@@ -19,7 +19,7 @@ from graphmod.graph.group import Group
 from graphmod.guards.guards import HOOKS
 from graphmod.state.entry import GraphStats
 from graphmod.torch_private import when_compiled
-from graphmod.trace.tracer import is_recording
+from graphmod.trace.dispatch import is_recording
 from graphmod.wrap.collected import ARGUMENT as COLLECTS
 from graphmod.wrap.collected import Collector, asked_of, hand_on
 from graphmod.wrap.filled import ARGUMENT as FILLS

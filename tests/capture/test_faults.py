@@ -34,17 +34,17 @@ class Fault:
 
     def __init__(self, monkeypatch):
         self.arm(None, None)
-        run = Recorder._run
+        see = Recorder.see
 
         def counted(recorder, *about):
             self.seen.put("forward" if torch._C._current_autograd_node() is None else "backward")
             if self.seen.qsize() == self.at:
                 raise self.kind("thrown")
-            return run(recorder, *about)
+            return see(recorder, *about)
 
         # As code of the recorder's own, which no guard looks at.
-        counted.__code__ = counted.__code__.replace(co_filename=run.__code__.co_filename)
-        monkeypatch.setattr(Recorder, "_run", counted)
+        counted.__code__ = counted.__code__.replace(co_filename=see.__code__.co_filename)
+        monkeypatch.setattr(Recorder, "see", counted)
 
     def arm(self, at, kind):
         self.at, self.kind, self.seen = at, kind, SimpleQueue()

@@ -10,8 +10,8 @@ import torch
 from harness import config
 
 from graphmod import CUDAGraphModule
+from graphmod.trace.dispatch import is_recording
 from graphmod.trace.garbage import Ages, frozen_heap, no_garbage_collection
-from graphmod.trace.tracer import is_recording
 
 
 @pytest.fixture(autouse=True)

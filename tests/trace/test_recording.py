@@ -13,10 +13,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from graphmod import CUDAGraphModule
 from graphmod.trace import dispatch, eager_answers
+from graphmod.trace.dispatch import is_recording
 from graphmod.trace.hazards import Hazard
 from graphmod.trace.patches import Patch
 from graphmod.trace.recorder import EagerRecorder, Recorder
-from graphmod.trace.tracer import Tracer, is_recording
 
 
 def on(device):
@@ -65,7 +65,7 @@ def test_a_watched_call_has_eagers_bits_forward_and_backward(name, device):
 
 def test_no_tensor_looks_like_a_subclass_because_a_recorder_watches():
     x = torch.ones(2)
-    with Tracer():
+    with EagerRecorder():
         assert is_recording() and not torch._C._dispatch_isTensorSubclassLike(x)
     assert dispatch.has_key()
 
@@ -79,7 +79,7 @@ def test_objects_of_tensor_classes_are_made_as_without_a_recorder(make):
 
 
 def test_code_under_a_mode_of_the_users_is_seen():
-    with Tracer() as recorder, FlopCounterMode(display=False) as flops:
+    with EagerRecorder() as recorder, FlopCounterMode(display=False) as flops:
         torch.ones(3, 3) @ torch.ones(3, 3)
     assert flops.get_total_flops() == 54
     assert [step.op.overloadpacket.__name__ for step in recorder.trace].count("mm") == 1
@@ -165,7 +165,7 @@ def test_what_the_recorder_itself_cannot_follow_refuses_and_breaks_nothing(monke
     def fails(*_):
         raise LookupError("no such thing")
 
-    monkeypatch.setattr(EagerRecorder, "_note_reads", fails)
+    monkeypatch.setattr(EagerRecorder, "_note_read", fails)
     x = torch.ones(2)
     recorder, result = watched(lambda x: x * 2, x)
     assert torch.equal(result, x * 2) and "LookupError" in recorder.hazards[0].effect

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from transformers import PreTrainedModel
 
 from graphmod.errors import ConfigError
-from graphmod.trace.tracer import is_recording
+from graphmod.trace.dispatch import is_recording
 from graphmod.train.schema.run import DRAWS_IN_COMPILED_CODE
 from graphmod.train.step.draws import kept_draws
 from graphmod.wrap.layers import find_layers

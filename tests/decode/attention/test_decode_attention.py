@@ -19,9 +19,9 @@ from graphmod.decode.cache.views import CacheView, slot_mapping
 from graphmod.decode.config import AttentionName
 from graphmod.decode.step.compile import compiled_code
 from graphmod.decode.step.graphs import context_sizes
+from graphmod.trace.dispatch import is_recording
 from graphmod.trace.operations import address
 from graphmod.trace.recorder import Recorder
-from graphmod.trace.tracer import is_recording
 
 HEADS, KV_HEADS, WIDTH = 8, 2, 32
 

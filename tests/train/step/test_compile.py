@@ -12,10 +12,10 @@ from torch._dynamo.backends.common import aot_autograd
 
 from graphmod import CUDAGraphModule
 from graphmod.errors import ConfigError
-from graphmod.trace import tracer as tracer_module
+from graphmod.trace import recorder as recorder_module
+from graphmod.trace.dispatch import is_recording
 from graphmod.trace.operations import facts
 from graphmod.trace.recorder import EagerRecorder
-from graphmod.trace.tracer import is_recording
 from graphmod.train.run.loop import train
 from graphmod.train.step import TrainStep
 from graphmod.train.step import compile as compile_module
@@ -44,7 +44,7 @@ def ran(monkeypatch):
                 return graph(*args)
 
             # What it counts is nothing that a step reads: code of the package's own, for the guards.
-            run.__code__ = run.__code__.replace(co_filename=tracer_module.__file__)
+            run.__code__ = run.__code__.replace(co_filename=recorder_module.__file__)
             return run
 
         return make_boxed_compiler(compile_graph)

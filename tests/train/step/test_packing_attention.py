@@ -9,7 +9,7 @@ from torch import nn
 
 from graphmod.cli.training.settings import parse
 from graphmod.errors import ConfigError
-from graphmod.trace import tracer
+from graphmod.trace import recorder
 from graphmod.train import varlen
 from graphmod.train.data import batches as sampling
 from graphmod.train.data.packing import choose_attention, document_bounds, most_documents, packed_next_token_loss
@@ -50,7 +50,7 @@ def stand_in(monkeypatch):
         return reference(*args, **kwargs)
 
     # What it notes is nothing that a step reads: code of the package's own, for the guards.
-    noting.__code__ = noting.__code__.replace(co_filename=tracer.__file__)
+    noting.__code__ = noting.__code__.replace(co_filename=recorder.__file__)
     monkeypatch.setattr(varlen, "varlen_attn", noting)
     monkeypatch.setattr("graphmod.train.data.packing.unavailable", lambda *args: None)
     monkeypatch.setattr("graphmod.train.run.device.unavailable", lambda *args: None)
