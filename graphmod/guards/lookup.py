@@ -145,15 +145,15 @@ def find(owner: Any, name: Any, known: dict[tuple[int, str], Place | None] | Non
     kind = type(owner)
     if kind is super:
         mro = owner.__self_class__.__mro__
-        return _of_class(mro[mro.index(owner.__thisclass__) + 1 :], name)
+        return find_in_classes(mro[mro.index(owner.__thisclass__) + 1 :], name)
     if isinstance(owner, type):
-        return _of_class(owner.__mro__, name) or _of_class(kind.__mro__, name)
+        return find_in_classes(owner.__mro__, name) or find_in_classes(kind.__mro__, name)
     if known is None:
-        shared = _of_class(kind.__mro__, name)
+        shared = find_in_classes(kind.__mro__, name)
     elif (identity(kind), name) in known:
         shared = known[identity(kind), name]
     else:
-        shared = known[identity(kind), name] = _of_class(kind.__mro__, name)
+        shared = known[identity(kind), name] = find_in_classes(kind.__mro__, name)
     own = dict_of(owner)
     if shared is not None:
         described = type(shared.value)
@@ -172,7 +172,8 @@ def find(owner: Any, name: Any, known: dict[tuple[int, str], Place | None] | Non
     return Place(own, name, MISSING) if own is not None else None
 
 
-def _of_class(mro: tuple[type, ...], name: str) -> Place | None:
+def find_in_classes(mro: tuple[type, ...], name: str) -> Place | None:
+    """The place of an attribute in the first of some classes that has it."""
     for base in mro:
         held = vars(base)
         if name in held:

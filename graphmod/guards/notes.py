@@ -45,6 +45,7 @@ from graphmod.guards.lookup import (
     bound_to,
     dict_of,
     find,
+    find_in_classes,
     find_item,
     get,
     is_made_by_code,
@@ -409,8 +410,8 @@ class Notes:
         if means_nothing(owner):
             return UNKNOWN
         if place is None:
-            base = next((base for base in kind.__mro__ if name in vars(base)), None)
-            shared = None if base is None else vars(base)[name]
+            found = find_in_classes(kind.__mro__, name)
+            base, shared = (None, None) if found is None else (found.shared, found.value)
             if base is not None and not is_library_module(sys.modules.get(package_of(base))):
                 self._note(base, Place(self._class_dict(base), name, shared, shared=base))
             if isinstance(shared, property) and not isinstance(shared.fget, types.FunctionType):
@@ -433,9 +434,9 @@ class Notes:
             return CODE if value is MISSING and "__getattr__" in place.container else value
         own = dict_of(owner)
         if isinstance(owner, nn.Module) and place.container is not own and own is not None:
-            self._note(
-                owner, next(Place(own, held, own[held]) for held in HELD_BY_MODULE if own[held] is place.container)
-            )
+            for held in HELD_BY_MODULE:
+                if own.get(held) is place.container:
+                    self._note(owner, Place(own, held, place.container))
         self._note(owner, place)
         if value is MISSING:
             if isinstance(owner, nn.Module) and own is not None:

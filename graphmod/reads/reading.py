@@ -41,6 +41,16 @@ _OF_C = (types.BuiltinFunctionType, types.MethodDescriptorType, types.MethodWrap
 _READ_STATE = {"__reduce_ex__", "__reduce__", "__getstate__"}  # all that is in an object
 _ADDS = {"append", "extend", "insert", "add", "update"}  # methods that tell nothing of what is there
 _BY_KEY = {"get", "__getitem__", "__contains__"}
+# Kinds of values of which most are, and whose use tells nothing; methods that are given one of these.
+_COMMON = frozenset(
+    map(identity, (Tensor, nn.Parameter, bool, int, float, str, type(None), slice, torch.Size, torch.dtype))
+)
+_PLAIN = frozenset(map(identity, (bool, int, float, str, type(None))))
+_METHODS_OF_TENSORS = frozenset(
+    identity(one)
+    for name, one in vars(torch._C.TensorBase).items()
+    if type(one) is types.MethodDescriptorType and not name.startswith("__") and name != "item"
+)
 _RUNS_PYTHON = (types.FunctionType, types.MethodType, nn.Module)
 # By identity: a class, or its class, may have a hash and a way to compare of its own.
 _READERS = frozenset(map(identity, (operator.attrgetter, operator.methodcaller)))  # of attributes that only they know
@@ -99,7 +109,7 @@ class Reading:
         """Takes in that code reads what is in a value."""
         kind = type(value)
         sort = sort_of(kind)
-        if sort == INERT or value is Nothing:
+        if sort == INERT or value is Nothing or (kind is tuple and _PLAIN.issuperset(map(identity, map(type, value)))):
             return
         if kind is types.MappingProxyType:
             value = self._behind(value)
@@ -111,7 +121,8 @@ class Reading:
 
     def each(self, frame: FrameType, argument: Any, values: list) -> None:
         for value in values:
-            self.use(value)
+            if identity(type(value)) not in _COMMON:
+                self.use(value)
 
     def compare(self, frame: FrameType, how: str, values: list) -> None:
         self.each(frame, how, values)
@@ -246,6 +257,9 @@ class Reading:
             used: whether these have been looked into.
         """
         kind, notes = type(function), self._notes
+        if identity(function) in _METHODS_OF_TENSORS:
+            self._arguments(given, used)
+            return
         if issubclass(kind, _OF_C) and function.__name__ in _ADDS:
             owner = getattr(function, "__self__", None) or next(iter(given), None)
             if type(owner) in _FRESH and not notes.ages.is_old(owner):
@@ -267,14 +281,18 @@ class Reading:
             notes.chance.meet(function, notes.where)
             self._called_object(function, kind, given)
             notes.look_inside(function)
+        self._arguments(given, used)
+        if reads is not None:
+            reads(self, function, given)
+
+    def _arguments(self, given: list, used: bool) -> None:
+        """Arguments are passed to a function."""
         any_attribute = False
         for value in given:
-            if sort_of(type(value)) != INERT:
+            if identity(type(value)) not in _COMMON and sort_of(type(value)) != INERT:
                 any_attribute = any_attribute or identity(type(value)) in _READERS or identity(value) in _READ_ANY
                 if not used:
                     self.use(value)
-        if reads is not None:
-            reads(self, function, given)
         if any_attribute:
             self._any_attribute(given)
 
@@ -430,6 +448,9 @@ if sys.version_info < (3, 13):
     _STEPS |= dict.fromkeys(("POP_JUMP_IF_TRUE", "POP_JUMP_IF_FALSE"), (Reading.each, 1))
 
 
+_GIVE_BOOLEANS = ("IS_OP", "CONTAINS_OP", "UNARY_NOT")
+
+
 def _step_of(step: dis.Instruction, named: bool) -> tuple[Callable, int, Any] | None:
     name = step.opname
     if name == "CALL":
@@ -453,7 +474,7 @@ def plan_of(code: CodeType) -> Plan:
     steps = list(dis.get_instructions(code))
     reach = depths(code, steps)
     plan: Plan = {}
-    prefixes, line, named = [], code.co_firstlineno, False
+    prefixes, line, named, before = [], code.co_firstlineno, False, ""
     for step in steps:
         line = step.positions.lineno or line
         if step.opname == "EXTENDED_ARG":
@@ -462,6 +483,9 @@ def plan_of(code: CodeType) -> Plan:
         named = named or step.opname == "KW_NAMES"  # up to the next call
         wanted = _step_of(step, named) if step.offset in reach else None
         named = named and step.opname != "CALL"
+        if before in _GIVE_BOOLEANS and "JUMP" in step.opname and not step.is_jump_target:
+            wanted = None
+        before = step.opname
         if wanted is not None:
             # Python 3.11 tells of an instruction with prefixes where the first of them lies.
             for offset in (step.offset, *prefixes):

@@ -106,10 +106,9 @@ _ages: list[Ages] = []  # of those that are entered
 def _list_new() -> None:
     if _ages:
         listed = gc.get_objects()
-        made = set(map(identity, listed))
         functions = [one for one in listed if type(one) is FunctionType and one.__closure__]
         for one in _ages:
-            one.made |= made
+            one.made.update(map(identity, listed))
             for function in functions:
                 cells = one.made.intersection(map(identity, function.__closure__))
                 one.functions += [(weakref.ref(function), cells)] if cells else []
