@@ -17,7 +17,7 @@ from graphmod.errors import CaptureRefused
 from graphmod.graph.gradients import GradientBuffer, kind_of
 from graphmod.graph.group import Group
 from graphmod.ranks.whole import taken_together
-from graphmod.trace.places import Place, place_of
+from graphmod.trace.overloads import Place, place_of
 from graphmod.trace.recorder import Recorder
 
 Gradients = list[tuple[Tensor, Tensor | None]]  # (parameter, its gradient)

@@ -9,8 +9,9 @@ as a recorder watches. Where that key is not to be had, or does not behave as th
 import contextlib
 import functools
 import logging
+import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -19,7 +20,6 @@ from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
 
 from graphmod.torch_private import beside_dynamo, is_compiling
-from graphmod.trace.subclasses import any_stands, of_ranks, register
 from graphmod.trace.untraced import resume, suspend, thread_state, traced, untraced
 
 log = logging.getLogger("graphmod")
@@ -29,6 +29,9 @@ _KEY = torch._C._dispatch_key_parse(_KEY_NAME)
 _KEYS = torch._C.DispatchKeySet(_KEY)
 _exclude_key = torch._C._dispatch_tls_set_dispatch_key_excluded
 _make_subclass, _as_subclass = Tensor._make_subclass, Tensor.as_subclass
+_NAMESPACES = ("aten", "c10d", "_c10d_functional", "fsdp")
+_FUNCTIONAL = "torch.distributed._functional_collectives"
+_libraries: list[Any] = []  # the kernels of `_register_kernels`, which live as long as these do
 _library: Any = None  # the registration, which lives as long as this does
 _at_work: list[Any] = []  # the recorders of this process
 
@@ -88,6 +91,48 @@ def _standing_for_others(op: Any, *args: Any, **kwargs: Any) -> Any:
         return op(*args, **kwargs)
 
 
+@functools.cache
+def _register_kernels() -> None:
+    """Gives each operation a kernel for the key, where that lies above the key of tensors that stand for others
+    (DTensor): up to torch 2.12. There PyTorch calls no fallback for these, only a kernel of the operation itself, and
+    leaves what their class runs unseen. The kernel has the class run it under a mode that shows that.
+    """
+    libraries = {name: torch.library.Library(name, "IMPL") for name in _NAMESPACES}
+    for name in torch._C._dispatch_get_all_op_names():
+        namespace, _, rest = name.partition("::")
+        if namespace in libraries:
+            libraries[namespace].impl(rest, _kernel(namespace, rest), _KEY_NAME)
+    _libraries.extend(libraries.values())
+
+
+def _kernel(namespace: str, name: str) -> Callable:
+    packet, _, overload = name.partition(".")
+
+    @functools.cache
+    def op() -> Any:
+        return getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return (_standing_for_others if _any_stands(args, kwargs) else _fallback)(op(), *args, **kwargs)
+
+    return run
+
+
+def _any_stands(args: tuple, kwargs: dict) -> bool:
+    """Whether an argument is a tensor that stands for others, one level of lists deep."""
+    return any(
+        is_traceable_wrapper_subclass(one)
+        for value in (*args, *kwargs.values())
+        for one in (value if isinstance(value, (list, tuple)) else (value,))
+    )
+
+
+def _of_ranks() -> tuple:
+    """The classes of tensors that several ranks hold together."""
+    modules = {"DTensor": "torch.distributed.tensor", "AsyncCollectiveTensor": _FUNCTIONAL}
+    return tuple(getattr(sys.modules[place], name) for name, place in modules.items() if place in sys.modules)
+
+
 class Mode(TorchDispatchMode):
     """Shows the operations to a recorder by way of a dispatch mode."""
 
@@ -108,7 +153,7 @@ class Mode(TorchDispatchMode):
 
     @beside_dynamo
     def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if any_stands(args, kwargs or {}) and any(issubclass(kind, of_ranks()) for kind in types):
+        if _any_stands(args, kwargs or {}) and any(issubclass(kind, _of_ranks()) for kind in types):
             return NotImplemented  # its class runs others in its place, which are shown
         if current() is None:  # it looks away
             return op(*args, **(kwargs or {}))
@@ -183,10 +228,10 @@ def shown_to(recorder: Any, given: Iterable[Tensor] = ()) -> Iterator[None]:
     """Shows `recorder` each operation of this thread, which works on tensors `given`, and of its backwards."""
     keyed = has_key() and (_below_modes() or not torch._C._len_torch_dispatch_stack())
     if keyed and not _below_modes():
-        if of_ranks() and torch.distributed.is_initialized():
-            register(_KEY_NAME, _fallback, _standing_for_others)
+        if _of_ranks() and torch.distributed.is_initialized():
+            _register_kernels()
         strange = [tensor for tensor in given if is_traceable_wrapper_subclass(tensor)]
-        keyed = all(isinstance(tensor, of_ranks()) for tensor in strange)
+        keyed = all(isinstance(tensor, _of_ranks()) for tensor in strange)
     if keyed:
         _pass_over_higher_order_operators()
     with _showing(recorder, keyed):

@@ -70,7 +70,7 @@ def lines() -> Lines:
         if backward and code.co_name == _ENGINE:
             break  # beyond it is who called backward()
         kind = _kind(code.co_filename)
-        if kind == "library" and library is None and not _is_wrapper(code.co_filename):
+        if kind == "library" and library is None and code.co_filename not in _WRAPPED:
             library = _told(frame)
         if optimizer is None and kind != "plumbing" and "self" in code.co_varnames[:1]:
             owner = frame.f_locals.get("self")
@@ -80,10 +80,6 @@ def lines() -> Lines:
             break
         frame = frame.f_back
     return Lines(user, library, backward, optimizer)
-
-
-def _is_wrapper(path: str) -> bool:
-    return path in _WRAPPED
 
 
 def asked_by() -> str:

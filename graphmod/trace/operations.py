@@ -153,8 +153,8 @@ def _values(tensor: Tensor) -> Any:
 
 
 def user_frame() -> tuple[Any, int]:
-    """The code and line outside of libraries that its caller was called from; not to be asked in a backward."""
-    frame: FrameType | None = sys._getframe(2)
+    """The code and line outside of libraries that a recorder was called from; not to be asked in a backward."""
+    frame: FrameType | None = sys._getframe(3)  # what is nearer belongs to recorders
     while frame is not None:
         code = frame.f_code
         internal = _is_internal.get(code.co_filename)
@@ -218,7 +218,7 @@ def compare(before: list[Step], now: list[Step]) -> str | None:
 
 
 def length_differs(before: list[Step], now: list[Step]) -> str | None:
-    """Likewise, of two traces of which one is the beginning of the other."""
+    """Why two traces of which one is the beginning of the other differ; None where they are of one length."""
     if len(before) == len(now):
         return None
     extra = (before if len(before) > len(now) else now)[min(len(before), len(now))]

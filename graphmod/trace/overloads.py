@@ -1,9 +1,11 @@
-"""Finds, for an operator, the overload that writes into given tensors, and runs operators into given memory."""
+"""Runs operators into given memory: which can, by which overload, and which operation of a call made a tensor."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from graphmod.trace.operations import address
 
 _FACTORY_ARGUMENTS = {"dtype", "layout", "device", "pin_memory"}
 _known: dict[Any, tuple[Any, list[str], set[str]] | None] = {}
@@ -75,3 +77,26 @@ def run_into(op: Any, args: tuple, kwargs: dict, target: Tensor) -> Tensor:
     overload, names, others = out_overload(op)
     passed = {key: value for key, value in kwargs.items() if key in others}
     return overload(*args, **passed, **{names[0]: target})
+
+
+class Place(NamedTuple):
+    """The operation that makes a tensor: its index in the trace and the layout of its result, of which the tensor may
+    be a view."""
+
+    index: int
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
+def place_of(tensor: Tensor, made_by: dict[int, tuple[int, torch.Size, tuple]]) -> Place | None:
+    """Where a call made a tensor; None where no operation could have computed it straight into other memory (no such
+    overload, a tensor that is only part of its memory).
+
+    Args:
+        made_by: see `EagerRecorder`.
+    """
+    if address(tensor) not in made_by:
+        return None
+    index, size, stride = made_by[address(tensor)]
+    whole = tensor.untyped_storage().nbytes() == tensor.nbytes and size.numel() == tensor.numel()
+    return Place(index, size, stride) if whole else None

@@ -1,24 +1,51 @@
-"""Replaces functions of other libraries for as long as a call needs it.
+"""Replaces functions of other libraries that are no operations, and whose answer or effect a recorded call must not be
+wrong about: whether a stream captures, which code asks to take another way then; reads of a tensor on the host; code
+that runs past the dispatcher.
 
 Such functions belong to the process. So each replacement is put in once, by whoever comes first, and taken out by
-whoever leaves last; it passes on the calls of everyone whom it does not concern.
+whoever leaves last; it passes on the calls that no recorder watches.
 """
 
+import contextlib
+import functools
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+from torch.utils._device import _device_constructors
+
+from graphmod.trace import compiled, dispatch, seeds
+from graphmod.trace.hazards import Reason
+from graphmod.trace.lines import asked_by
+
+Replacement = tuple[Any, str, Any]
+"""An owner, the name of its attribute, and what takes the place of that."""
 _ABSENT = object()
+# Parts of torch that capture, or must not do something while somebody does. Everybody else takes the way of eager code.
+_NEED_THE_TRUTH = (
+    "torch.cuda", "torch.optim", "torch._dynamo", "torch._inductor", "torch._functorch", "torch.utils",
+    "torch.distributed", "torch.accelerator", "torch._higher_order_ops", "graphmod.backend", "graphmod.ranks",
+)  # fmt: skip
+_SCRIPTED = Reason(
+    "runs code of torch.jit, whose fused kernels are not seen here",
+    "use the function that it was made of, or keep it outside the captured module",
+)
+_SAVED = Reason("writes a tensor to a file, and a replay writes nothing", "save it after the call")
+_as_tensor = torch.as_tensor
 
 
 class Patch:
     """A context in which attributes are replaced. One object serves all threads and may be entered again.
 
     Args:
-        make: gives `(owner, name, replacement)` for each, when the first enters.
+        make: gives the replacements, when the first enters.
     """
 
-    def __init__(self, make: Callable[[], list[tuple[Any, str, Any]]]) -> None:
+    def __init__(self, make: Callable[[], list[Replacement]]) -> None:
         self._make = make
         self._lock = threading.RLock()
         self._users = 0
@@ -48,3 +75,222 @@ class Patch:
                 else:
                     setattr(owner, name, before)
                 self._before.pop()
+
+
+def _recorded(owner: Any, name: str, run: Callable) -> Replacement:
+    """Has `run(recorder, original, *args, **kwargs)` called in the place of a function where a recorder watches."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        recorder = dispatch.current()
+        return original(*args, **kwargs) if recorder is None else run(recorder, original, *args, **kwargs)
+
+    return owner, name, call
+
+
+def _is_capturing() -> list[Replacement]:
+    original = torch._C._cuda_isCurrentStreamCapturing
+
+    def answer(asking_module: str) -> bool:
+        recorder = dispatch.current()
+        if recorder is None or recorder.watching:
+            return original()
+        if asking_module.startswith(_NEED_THE_TRUTH):
+            # An optimizer on the CPU need not be capturable, and cannot be.
+            return original() if recorder.on_gpu else not asking_module.startswith("torch.optim")
+        return False if recorder.on_gpu else original()
+
+    def by_function() -> bool:  # called by torch.cuda.is_current_stream_capturing
+        frame = sys._getframe(1)
+        inside = frame.f_code.co_name == "is_current_stream_capturing"
+        frame = frame.f_back if inside and frame.f_back is not None else frame
+        return answer(frame.f_globals.get("__name__", ""))
+
+    return [
+        (torch.cuda.graphs, "_cuda_isCurrentStreamCapturing", by_function),
+        (torch._C, "_cuda_isCurrentStreamCapturing", lambda: answer(asked_by())),
+    ]
+
+
+def _read(recorder: Any, original: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    # A GPU copies for `cpu`, and is asked itself; its memory may be shared through DLPack without waiting for it.
+    if not recorder.on_gpu or original.__name__ not in ("cpu", "__dlpack__"):
+        recorder.note_host_read(tensor, original.__name__)
+    return original(tensor, *args, **kwargs)
+
+
+def _save(recorder: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
+    recorder.refuse("torch.save", _SAVED)
+    return original(*args, **kwargs)
+
+
+def _resize(recorder: Any, original: Any, storage: torch.UntypedStorage, size: int) -> Any:
+    """Memory that a storage is given, and gives back, by hand: no operation does that."""
+    before = storage.nbytes()
+    result = original(storage, size)
+    recorder.note_resized(storage, before)
+    return result
+
+
+def _unseen(recorder: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
+    with dispatch.hidden():
+        return original(*args, **kwargs)
+
+
+def _make(recorder: Any, make: Any, *args: Any, **kwargs: Any) -> Any:
+    """Makes a tensor of Python values. On the GPU that is a copy from host memory that nobody keeps, and goes by way of
+    the recorder; numbers are shown to it as `torch.tensor` shows them, which `as_tensor` does not."""
+    name = "obj" if getattr(make, "__name__", "") == "asarray" else "data"
+    args = (kwargs.pop(name),) if not args and name in kwargs else args
+    if len(args) != 1 or isinstance(args[0], Tensor):
+        return make(*args, **kwargs)
+    device = kwargs.get("device")
+    if recorder.on_gpu and device is not None and torch.device(device).type == "cuda":
+        return recorder.make(make, args[0], kwargs)
+    made = make(*args, **kwargs)
+    lifts = make is _as_tensor and isinstance(args[0], (bool, int, float, complex))
+    return torch.ops.aten.lift_fresh(made) if lifts else made
+
+
+def _make_like(recorder: Any, new_tensor: Any, like: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Makes a tensor of Python values where another is. Not so lists that index one: torch.compile and others ask for
+    that function by its name."""
+    if has_torch_function((like,)):
+        return handle_torch_function(new_tensor, (like,), like, *args, **kwargs)
+    device = kwargs.pop("device", None) or like.device
+    return _make(recorder, functools.partial(new_tensor, like), *args, device=device, **kwargs)
+
+
+def _one_hot(recorder: Any, original: Any, tensor: Tensor, num_classes: int = -1) -> Tensor:
+    """On the CPU it reads the least and the greatest value, which on a GPU it does not."""
+    if recorder.on_gpu or num_classes <= 0 or not tensor.numel() or tensor.dtype is not torch.int64:
+        return original(tensor, num_classes)  # which says what is wrong
+    zeros = tensor.new_zeros((*tensor.shape, num_classes))
+    return zeros.scatter_(-1, tensor.unsqueeze(-1), 1)
+
+
+def _bincount(recorder: Any, original: Any, input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    """Its result is as long as the greatest value says, which is read on the host. Where `minlength` is enough for all
+    values, as for experts, it is a sum of known size; a greater value in a replay is an index out of bounds."""
+    if weights is not None or minlength <= 0:
+        return original(input, weights, minlength)
+    if recorder.watching:
+        with dispatch.hidden():
+            counts = original(input, None, minlength)
+        if counts.numel() > minlength:
+            return original(input, None, minlength)
+    zeros = input.new_zeros(minlength, dtype=torch.int64)
+    return zeros.scatter_add_(0, input.long(), torch.ones_like(input, dtype=torch.int64))
+
+
+def _script(recorder: Any, original: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+    if _fuses(recorder.on_gpu) and _is_script(function):
+        recorder.refuse(f"torch.jit function {getattr(function, 'name', '')!r}", _SCRIPTED)
+    return original(function, *args, **kwargs)
+
+
+def _fuses(on_gpu: bool) -> bool:
+    """Whether torch.jit may put its own kernels in the place of operations; else each of them is seen."""
+    fuses = torch._C._jit_can_fuse_on_gpu() if on_gpu else torch._C._jit_can_fuse_on_cpu()
+    return fuses and torch._C._jit_texpr_fuser_enabled()
+
+
+def _is_script(function: Any) -> bool:
+    """Methods of classes in C++ are of the same type, but are no script: nothing of them is fused."""
+    try:
+        return function.graph is not None
+    except RuntimeError:
+        return False
+
+
+def _replacements() -> list[Replacement]:
+    _device_constructors()  # which keeps the functions that it finds when it is first asked
+    found = [
+        *(_recorded(Tensor, name, _read) for name in ("numpy", "tolist", "cpu", "__dlpack__")),
+        *(_recorded(module, "save", _save) for module in (torch, torch.serialization)),
+        _recorded(torch.UntypedStorage, "resize_", _resize),
+        *(_recorded(torch, name, _make) for name in ("tensor", "as_tensor", "asarray")),
+        *(_recorded(module, "one_hot", _one_hot) for module in (torch._C._nn, torch.nn.functional)),
+        _recorded(torch, "bincount", _bincount),
+        *(_recorded(kind, "__call__", _script) for kind in (torch._C.ScriptFunction, torch._C.ScriptMethod)),
+    ]
+    if torch.distributed.is_available():  # to wait may be to copy a result, which is part of the collective
+        found.append(_recorded(torch.distributed.Work, "wait", _unseen))
+    # DTensor finds the shape of a result with tensors without memory, which are nobody's, once for each kind of
+    # operation. It remembers that for each thread, and a backward may run in another one than before.
+    sharding = sys.modules.get("torch.distributed.tensor._sharding_prop")
+    owner, name = getattr(sharding, "ShardingPropagator", None), "_propagate_tensor_meta_non_cached"
+    if hasattr(owner, name):
+        found.append(_recorded(owner, name, _unseen))
+    beside_the_key = dispatch.replacements() if dispatch.has_key() else []
+    return [*beside_the_key, *_is_capturing(), *found, *seeds.replacements(), *compiled.replacements()]
+
+
+_patch = Patch(_replacements)
+_patch_on_gpu = Patch(lambda: [_recorded(Tensor, "new_tensor", _make_like)])
+
+
+@contextlib.contextmanager
+def asking(recorder: Any) -> Iterator[None]:
+    """Has what these functions do in calls that are recorded reported to the recorder, and answered for it."""
+    with _patch, _patch_on_gpu if recorder.on_gpu else contextlib.nullcontext():
+        yield
+
+
+# -- somebody who sees the operations of a capture, beside its recorder ------------------------------------------------
+Observer = Callable[[Any, tuple, dict, Any, list[Tensor]], None]
+"""Takes in an operation, as `after` of `Recorder`. Raises nothing, and keeps no tensor alive that a capture makes."""
+
+
+class Observed:
+    """What else happened while somebody observed.
+
+    Attributes:
+        launched: whether Python launched a kernel of Triton that is no operation of PyTorch.
+    """
+
+    def __init__(self) -> None:
+        self.launched = False
+
+
+class _OfThread(threading.local):
+    now: tuple[Observer, Observed] | None = None
+
+
+_of_thread = _OfThread()
+
+
+def observer() -> Observer | None:
+    """Who observes the captures of this thread."""
+    return None if _of_thread.now is None else _of_thread.now[0]
+
+
+def _launches() -> list[Replacement]:
+    kind = getattr(sys.modules.get("triton.runtime.jit"), "JITFunction", None)
+    if kind is None:
+        return []
+    launch = kind.run
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        now = _of_thread.now
+        if now is not None and not dispatch.within_an_operation():
+            now[1].launched = True
+        return launch(self, *args, **kwargs)
+
+    return [(kind, "run", run)]
+
+
+_patch_of_launches = Patch(_launches)
+
+
+@contextlib.contextmanager
+def observed(by: Observer) -> Iterator[Observed]:
+    """Lets `by` observe the captures that this thread makes meanwhile."""
+    before, found = _of_thread.now, Observed()
+    with _patch_of_launches:
+        _of_thread.now = by, found
+        try:
+            yield found
+        finally:
+            _of_thread.now = before

@@ -22,7 +22,6 @@ from graphmod.trace import compiled, dispatch
 from graphmod.trace.collectives import without_running
 from graphmod.trace.compiled import CompiledGraph
 from graphmod.trace.dispatch import beside_the_call, hidden
-from graphmod.trace.eager_answers import asking
 from graphmod.trace.hazards import (
     COMPILES,
     OUTSIDE,
@@ -36,7 +35,6 @@ from graphmod.trace.hazards import (
 )
 from graphmod.trace.host_draws import HostDraws
 from graphmod.trace.lines import Lines, lines
-from graphmod.trace.observing import observer
 from graphmod.trace.operations import (
     Facts,
     Step,
@@ -50,8 +48,8 @@ from graphmod.trace.operations import (
     written,
 )
 from graphmod.trace.origins import CHANCE, CONSTANTS, DATA, NOT_MADE, UNKNOWN, UNWRITTEN, Origins, fixed_origin
-from graphmod.trace.overloads import fits_into, run_into, writes_directly
-from graphmod.trace.places import place_of
+from graphmod.trace.overloads import fits_into, place_of, run_into, writes_directly
+from graphmod.trace.patches import asking, observer
 from graphmod.trace.script import Kept, Script
 from graphmod.trace.seeds import RESTORES, SETS_STATE, Draws
 from graphmod.trace.tensors import tensors_in
@@ -261,7 +259,11 @@ class EagerRecorder:
         except RuntimeError:
             return False
         if storage.nbytes() > before:
-            self._origins.note_made(where, UNWRITTEN)
+            here = storage.device.type == ("cuda" if self.on_gpu else "cpu") and storage.device.index in (
+                None,
+                self._gpu,
+            )
+            self._origins.note_made(where, UNWRITTEN, ordinary=here)
         self._sizes.setdefault(storage._cdata, (storage, before))
         return True
 
@@ -334,26 +336,32 @@ class EagerRecorder:
             step, self.backward = _new(Step, (op, scalars, None, 0)), True
         if not self.watching and not self._is_as_before(step, about):
             return self._carefully(op, about, args, kwargs)
-        if about.writes:
-            self._note_writes(about, args, kwargs, greatest)
+        try:
+            if about.writes:
+                self._note_writes(about, args, kwargs, greatest)
+        except Exception as error:
+            if not self.watching:
+                raise
+            self._cannot_follow(about, error)
         result = traced(run, args, kwargs)
+        made = greatest if origin is None else origin
+        fresh: list[Tensor] = []
         try:
             plain = type(result) is Tensor and not result.is_nested and result.get_device() == self._index
-            where = _pointer(_storage(result)) if plain else 0
-        except (NotImplementedError, RuntimeError):  # a sparse tensor
-            where = 0
-        made = greatest if origin is None else origin
-        if not where:
-            fresh = self._note_results(op, about, given, at, result, made)
-        elif where in at:
-            fresh = []
-        else:
-            fresh = [result]
-            memory[where] = made
-            if direct:
-                self.made_by[where] = (len(self.trace), result.size(), result.stride())
-            else:
-                self.made_by.pop(where, None)
+            where = address(result) if plain else 0
+            if not where:
+                fresh = self._note_results(op, about, given, at, result, made)
+            elif where not in at:
+                fresh.append(result)
+                memory[where] = made
+                if direct:
+                    self.made_by[where] = (len(self.trace), result.size(), result.stride())
+                else:
+                    self.made_by.pop(where, None)
+        except Exception as error:
+            if not self.watching:
+                raise
+            self._cannot_follow(about, error)
         for tensor in fresh if drawn_at else ():
             drawn_at.pop(address(tensor), None)
         for after in self._after:
@@ -401,7 +409,7 @@ class EagerRecorder:
                 self.refuse(call.name, reason)
             self._before(call)
         except Exception as error:
-            self._cannot_follow(call, error)
+            self._cannot_follow(call.about, error)
         draws = self._draws if isinstance(op, CompiledGraph) and not call.random else None
         drawing, state = (None, None) if draws is None else (draws.before(None), draws.state())
         result = _do(op, call.args, call.kwargs)
@@ -419,7 +427,7 @@ class EagerRecorder:
             if self.host_draws is not None:
                 self.host_draws.done(drawn, result, fresh)
         except Exception as error:
-            self._cannot_follow(call, error)
+            self._cannot_follow(call.about, error)
         return result
 
     def _reads_number(self, call: Call, draws: HostDraws) -> bool:
@@ -427,9 +435,10 @@ class EagerRecorder:
         found = hazard(call.name, lines(), READ_CHANCE, self.on_gpu)
         return draws.read(call.given[0], call.index, found)
 
-    def _cannot_follow(self, call: Call, error: Exception) -> None:
-        log.debug("%s cannot be followed", call.name, exc_info=error)
-        self.refuse(call.name, Reason(f"cannot be followed ({type(error).__name__}: {error})", OUTSIDE))
+    def _cannot_follow(self, about: Facts, error: Exception) -> None:
+        name = about.name.removeprefix("aten::")
+        log.debug("%s cannot be followed", name, exc_info=error)
+        self.refuse(name, Reason(f"cannot be followed ({type(error).__name__}: {error})", OUTSIDE))
 
     def _why_not(self, call: Call) -> Reason | None:
         """Takes in that an operation is about to run; why a graph cannot repeat it."""

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from graphmod import CUDAGraphModule
-from graphmod.trace import dispatch, eager_answers
+from graphmod.trace import dispatch, patches
 from graphmod.trace.dispatch import is_recording
 from graphmod.trace.hazards import Hazard
 from graphmod.trace.patches import Patch
@@ -388,7 +388,7 @@ def test_code_of_torch_jit_is_captured_where_each_operation_is_seen(fuses, devic
     scripted = torch.jit.trace(lambda v: v * 2 + 1, torch.ones(4, 8, device=device), check_trace=False)
     before = torch._C._jit_texpr_fuser_enabled()
     torch._C._jit_set_texpr_fuser_enabled(False)
-    monkeypatch.setattr(eager_answers, "_fuses", lambda on_gpu: fuses)
+    monkeypatch.setattr(patches, "_fuses", lambda on_gpu: fuses)
     try:
         side, history = play(lambda d: Program(lambda _, x: scripted(x), d).to(d), step, device)
     finally:
@@ -399,7 +399,7 @@ def test_code_of_torch_jit_is_captured_where_each_operation_is_seen(fuses, devic
 
 def test_methods_of_classes_in_cpp_are_no_scripts(device, monkeypatch):
     """Such as that of an opaque `ReduceOp` that tells which reduction a collective does."""
-    monkeypatch.setattr(eager_answers, "_fuses", lambda on_gpu: True)
+    monkeypatch.setattr(patches, "_fuses", lambda on_gpu: True)
     weight = torch.quantize_per_tensor(torch.ones(2, 3), 0.1, 0, torch.qint8)
     packed = torch.ops.quantized.linear_prepack(weight, None)
     side, history = play(lambda d: Program(lambda _, x: x + (packed.bias() is None), d).to(d), step, device)

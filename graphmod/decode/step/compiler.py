@@ -22,8 +22,8 @@ from graphmod.decode.step.pieces import Compiled, Piece, as_observed, cut, descr
 from graphmod.decode.step.program import Observer, Program, Unsupported, Value
 from graphmod.decode.step.tuning import timed_in_graphs
 from graphmod.errors import reason
-from graphmod.trace.observing import observed
 from graphmod.trace.operations import address
+from graphmod.trace.patches import observed
 from graphmod.wrap.exchange import exchange, serving
 from graphmod.wrap.module import CUDAGraphModule
 

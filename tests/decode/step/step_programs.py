@@ -6,7 +6,7 @@ from graphmod import CUDAGraphModule
 from graphmod.config import CUDAGraphConfig
 from graphmod.decode.step.compiler import captured_program
 from graphmod.decode.step.program import Observer
-from graphmod.trace.observing import observed
+from graphmod.trace.patches import observed
 from graphmod.wrap.exchange import serving
 
 
