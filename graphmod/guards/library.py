@@ -33,6 +33,7 @@ def is_library(filename: str) -> bool:
 
 
 @cache
+@cache
 def is_users(filename: str) -> bool:
     """Whether a file is neither a library's nor part of this package."""
     return not is_library(filename) and not os.path.normpath(filename).startswith(CORE)

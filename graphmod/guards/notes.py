@@ -377,10 +377,10 @@ class Notes:
             value = self._again(known, kind)
             if value is not UNKNOWN:
                 return value
-        if is_plain(owner) and not is_made_by_code(kind):
-            return UNKNOWN
         if issubclass(kind, Tensor):
             return self._of_tensor(owner, name)
+        if is_plain(owner) and not is_made_by_code(kind):
+            return UNKNOWN
         if kind is super:
             return self._of_super(owner, name)
         if kind is types.MethodType and name not in _OF_METHODS:
