@@ -11,6 +11,7 @@ the draws made again must lead to the same answers, and to where they are after 
 
 from __future__ import annotations
 
+import itertools
 import operator
 import random
 import sys
@@ -38,6 +39,7 @@ _DRAW = {
     *("normalvariate", "betavariate", "expovariate", "gammavariate", "lognormvariate", "paretovariate", "binomial"),
     *("rand", "randn", "random_sample", "integers", "normal", "standard_normal", "exponential", "beta", "poisson"),
 }
+_CHOOSE = {"choice", "choices", "sample"}  # of what they are given
 _PLAIN = (int, str, bytes, bool, type(None))
 _COMPARE = {
     "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "==": operator.eq, "!=": operator.ne
@@ -194,14 +196,20 @@ class HostDraws:
         self._steps.append(partial(_draw, function, given))
         self._as_it_is = True
         self._places.append(f"{where[0].co_filename}:{where[1]} in {where[0].co_name}")
-        self.got(value)
+        self.got(value, function.__name__ in _CHOOSE)
 
-    def got(self, value: Any) -> None:
-        """Takes in the number that the last of what was taken in gives."""
+    def got(self, value: Any, chosen: bool = False) -> None:
+        """Takes in the number that the last of what was taken in gives.
+
+        Args:
+            chosen: whether it is one of a few, so that it may as well be the same again.
+        """
         self._last = len(self._steps)
-        if isinstance(value, float) and not value.is_integer():
+        if isinstance(value, float) and not (chosen or value.is_integer()):
             self._known = self._known and self._as_it_is  # `int(tensor)` reads the same, and makes something else of it
-            self.floats.setdefault(value, len(self._numbers))
+            known = self.floats.setdefault(value, len(self._numbers))
+            if known != len(self._numbers):  # nobody can tell which of the two code has in its hands
+                self._exact += [known, len(self._numbers)]
         elif isinstance(value, float) or _is_exact(value):
             self._exact.append(len(self._numbers))
         else:
@@ -217,15 +225,19 @@ class HostDraws:
         return isinstance(value, dict) and any(map(self.is_drawn, value.values()))
 
     def compared(self, how: str, left: Any, right: Any) -> None:
-        """Takes in that code compares two values, of which one was drawn."""
-        compare, sides = _COMPARE[how], []
-        for value in (left, right):
-            drawn = self.floats.get(value) if isinstance(value, float) else None
-            if drawn is None and not isinstance(value, (int, float)):
-                self.escaped()
-                return
-            sides.append(value if drawn is None else Drawn(drawn))
-        self._compared.append((compare, *sides, compare(left, right)))
+        """Takes in that code compares two values, of which one was drawn. Where both look like it, each may be a
+        constant that happens to be the same: `random.choice((0.25, 0.5)) == 0.5`."""
+        if not (isinstance(left, (int, float)) and isinstance(right, (int, float))):
+            self.escaped()
+            return
+        compare = _COMPARE[how]
+        for one, other in itertools.product(self._may_be(left), self._may_be(right)):
+            if type(one) is Drawn or type(other) is Drawn:
+                self._compared.append((compare, one, other, compare(left, right)))
+
+    def _may_be(self, value: float) -> tuple:
+        drawn = self.floats.get(value) if isinstance(value, float) else None
+        return (value,) if drawn is None else (value, Drawn(drawn))
 
     def escaped(self) -> None:
         """Takes in that a number does something else than to be compared."""

@@ -57,6 +57,7 @@ BRANCHES = {
     "numpy's Generator": lambda p: NUMPY.random() < p,
     "a function that compares": helper,
     "two that are compared with each other": lambda p: random.random() < random.random() and p > 0,
+    "a constant of the same value": lambda p: random.choice((0.25, 0.5)) == 0.25 and p > 0,
     "twice": lambda p: 0.05 < random.random() < p + 0.05,
 }
 
@@ -129,6 +130,25 @@ def test_many_branches_cost_few_recordings():
     stats = compare(lambda: Net(BRANCHES["random.random"], 0.1, layers=12), calls=60)
     assert stats.state == "captured"
     assert 1 <= stats.captures <= 6
+
+
+SAME_VALUE = {
+    "as a constant": lambda x: x + 1 if torch.randint(1, 3, ()).div(4).item() == 0.25 else x,
+    "as a constant, not more": lambda x: x + 1 if torch.randint(1, 3, ()).div(4).item() <= 0.25 else x,
+    "as another": lambda x: (
+        x + (1 if torch.randint(1, 3, ()).div(4).item() < 0.3 else 2) * (torch.randint(1, 3, ()).div(4).item() < 0.3)
+    ),
+    "as another that is compared with it": lambda x: (
+        x + (torch.randint(1, 3, ()).div(4).item() < torch.randint(1, 3, ()).div(4).item())
+    ),
+}
+
+
+@pytest.mark.parametrize("use", SAME_VALUE.values(), ids=SAME_VALUE)
+def test_a_number_may_be_the_same_by_chance(use):
+    """A float is known by its value alone, so that a constant or another number may look like it."""
+    stats = compare(lambda: Using(lambda net, x: use(x)), calls=30)
+    assert stats.replays > 4
 
 
 def kept_in(net):
