@@ -41,6 +41,8 @@ _DRAW = {
 }
 _CHOOSE = {"choice", "choices", "sample"}  # of what they are given
 _PLAIN = (int, str, bytes, bool, type(None))
+# What a method may be given: going through it twice runs no code of the user's, and uses nothing up.
+_GIVEN = {*_PLAIN, float, range, list, tuple, torch.nn.ModuleList, torch.nn.Sequential}
 _COMPARE = {
     "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "==": operator.eq, "!=": operator.ne
 }  # fmt: skip
@@ -181,7 +183,7 @@ class HostDraws:
         """Takes in that code at `where` is about to call a method of a generator, of which it was told."""
         generator = function.__self__
         self.drawn_at.setdefault(id(generator), where)
-        if function.__name__ not in _DRAW:
+        if function.__name__ not in _DRAW or not all(type(one) in _GIVEN or _is_array(one) for one in given):
             self._known = False
             return
         given = [list(one) if type(one) is list else one for one in given]

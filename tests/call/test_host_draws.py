@@ -209,6 +209,29 @@ def test_what_a_call_returns_of_a_number_is_seen():
     assert got == [random.random() for _ in range(8)]
 
 
+class Counting(list):
+    asked = 0
+
+    def __getitem__(self, key):
+        self.asked += 1
+        return super().__getitem__(key)
+
+
+def test_what_a_number_is_chosen_from_is_gone_through_once():
+    """It may have code of its own, or be used up."""
+    held = Counting([1, 2, 3])
+
+    def call(x):
+        return x * random.choice(held) * random.choices((1, 2), (one for one in (1, 3)))[0]
+
+    def run(call):
+        seed()
+        held.asked = 0
+        return [(call(torch.ones(2)).tolist(), held.asked, states()) for _ in range(8)]
+
+    assert run(CUDAGraphModule(call, config())) == run(call)
+
+
 def test_a_module_with_a_backward_outside():
     """Its forward is run again with the draws it had, where no graph of the backward fits."""
 
