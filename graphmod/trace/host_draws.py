@@ -12,6 +12,7 @@ the draws made again must lead to the same answers, and to where they are after 
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 import random
 import sys
@@ -393,7 +394,10 @@ def _is_array(value: Any) -> bool:
 def _same(one: Any, other: Any) -> bool:
     if isinstance(one, (list, tuple)) and type(one) is type(other):
         return len(one) == len(other) and all(map(_same, one, other))
-    return one is other or (isinstance(one, (*_PLAIN, float)) and type(one) is type(other) and one == other)
+    if one is other:
+        return True
+    same = isinstance(one, (*_PLAIN, float)) and type(one) is type(other) and one == other
+    return same and (not isinstance(one, float) or math.copysign(1, one) == math.copysign(1, other))
 
 
 def _parts(kept: tuple) -> list[_Part]:

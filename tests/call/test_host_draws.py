@@ -232,6 +232,17 @@ def test_what_a_number_is_chosen_from_is_gone_through_once():
     assert run(CUDAGraphModule(call, config())) == run(call)
 
 
+def test_a_zero_is_drawn_with_its_sign():
+    def call(x):
+        return x * torch.round(torch.randn(()) / 2).item()
+
+    def run(call):
+        seed()
+        return [repr(call(torch.ones(2)).tolist()) for _ in range(40)]
+
+    assert run(CUDAGraphModule(call, config())) == run(call)
+
+
 def test_a_module_with_a_backward_outside():
     """Its forward is run again with the draws it had, where no graph of the backward fits."""
 
