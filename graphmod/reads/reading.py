@@ -124,6 +124,9 @@ class Reading:
             if identity(type(value)) not in _COMMON:
                 self.use(value)
 
+    def kept(self, frame: FrameType, argument: Any, values: list) -> None:
+        """What is kept may be used where nobody looks: in a backward, or by code in C. `_drawn` has looked at it."""
+
     def compare(self, frame: FrameType, how: str, values: list) -> None:
         self.each(frame, how, values)
 
@@ -418,7 +421,9 @@ _STEPS: dict[str, tuple[Callable, int]] = {
     **dict.fromkeys(("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL"), (Reading.global_variable, 0)),
     **dict.fromkeys(("LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"), (Reading.name, 0)),
     **dict.fromkeys(("STORE_NAME", "DELETE_NAME"), (Reading.changed_name, 0)),
-    **dict.fromkeys(("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR", "IMPORT_FROM"), (Reading.attribute, 1)),
+    **dict.fromkeys(("LOAD_ATTR", "LOAD_METHOD", "DELETE_ATTR", "IMPORT_FROM"), (Reading.attribute, 1)),
+    "STORE_ATTR": (Reading.attribute, 2),
+    "SET_FUNCTION_ATTRIBUTE": (Reading.kept, 2),
     "IMPORT_NAME": (Reading.imported, 2),
     "LOAD_SUPER_ATTR": (Reading.attribute_of_super, 3),
     "MATCH_CLASS": (Reading.match_class, 3),
@@ -459,6 +464,8 @@ def _step_of(step: dis.Instruction, named: bool) -> tuple[Callable, int, Any] | 
         return Reading.call_with_names, step.arg + _IN_CALLS + 1, step.arg
     if name == "CALL_FUNCTION_EX":
         return Reading.call_all, _IN_CALLS + 1 + (step.arg & 1), step.arg
+    if name == "MAKE_FUNCTION" and step.arg:  # with defaults, up to Python 3.12
+        return Reading.kept, step.arg.bit_count() + 1, None
     if name == "FORMAT_VALUE":
         return Reading.each, 2 if step.arg & 4 else 1, None
     known = _STEPS.get(name)
@@ -469,10 +476,21 @@ def _step_of(step: dis.Instruction, named: bool) -> tuple[Callable, int, Any] | 
     return None if known is None else (*known, step.argval)
 
 
+_AT_ONCE = {"<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>"}
+
+
+def _of_functions(code: CodeType) -> Iterator[str]:
+    """The variables that functions in a piece of code close over, but for those that go through something at once."""
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _of_functions(inner) if inner.co_name in _AT_ONCE else inner.co_freevars
+
+
 def plan_of(code: CodeType) -> Plan:
     """What to do before which instruction of a piece of code, by offset."""
     steps = list(dis.get_instructions(code))
     reach = depths(code, steps)
+    shared = {*code.co_freevars, *_of_functions(code)}
     plan: Plan = {}
     prefixes, line, named, before = [], code.co_firstlineno, False, ""
     for step in steps:
@@ -482,6 +500,8 @@ def plan_of(code: CodeType) -> Plan:
             continue
         named = named or step.opname == "KW_NAMES"  # up to the next call
         wanted = _step_of(step, named) if step.offset in reach else None
+        if step.opname == "STORE_DEREF" and step.argval in shared and step.offset in reach:
+            wanted = Reading.kept, 1, None
         named = named and step.opname != "CALL"
         if before in _GIVE_BOOLEANS and "JUMP" in step.opname and not step.is_jump_target:
             wanted = None

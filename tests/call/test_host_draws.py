@@ -1,6 +1,7 @@
 """Random numbers drawn on the host that choose a branch: layer drop and its like are captured, one graph for each
 branch, with eager's draws; whatever else such a number does keeps the call eager."""
 
+import operator
 import random
 
 import numpy as np
@@ -263,6 +264,70 @@ def test_a_module_with_a_backward_outside():
         return found, states()
 
     assert run(True) == run(False)
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.scale = random.random()
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.scale
+
+
+def hooked(x):
+    scale = random.random()
+    x.register_hook(lambda grad: grad * scale)
+    return x
+
+
+def hooked_by_default(x):
+    scale = random.random()
+    x.register_hook(lambda grad, scale=scale: grad * scale)
+    return x
+
+
+@pytest.mark.parametrize("use", [Scaled.apply, hooked, hooked_by_default])
+def test_a_number_that_is_kept_for_a_backward_outside(use):
+    def run(graphed):
+        net = Using(lambda net, x: use(net.layers[0](x)))
+        call = CUDAGraphModule(net, config()) if graphed else net
+        seed()
+        found = []
+        for i in range(10):
+            call(torch.full((3, 4), float(i % 3))).sum().backward()
+            found.append(net.layers[0].weight.grad.tolist())
+            net.zero_grad()
+        return found, states()
+
+    assert run(True) == run(False)
+
+
+def test_a_comprehension_may_compare_a_number_from_outside():
+    def drop(p):
+        drawn = random.random()
+        return any(drawn < one for one in (0.1, p))
+
+    assert compare(lambda: Net(drop, 0.4)).replays > 4
+
+
+class Candidate:
+    pass
+
+
+def scored(step):
+    candidate = Candidate()
+    candidate.step, candidate.score = step, random.random()
+    return candidate
+
+
+def test_a_number_that_code_in_c_reads_of_an_object():
+    def use(net, x):
+        return x * max([scored(1), scored(2), scored(3)], key=operator.attrgetter("score")).step
+
+    assert compare(lambda: Using(use), calls=12).replays == 0
 
 
 def test_replay_draws_nothing_and_so_serves_none():
