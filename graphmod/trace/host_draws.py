@@ -196,6 +196,7 @@ class HostDraws:
             return
         finally:
             _put_back(generator, state)
+        value = _drawn(function, value)
         self._steps.append(partial(_draw, function, given))
         self._as_it_is = True
         self._places.append(f"{where[0].co_filename}:{where[1]} in {where[0].co_name}")
@@ -213,7 +214,7 @@ class HostDraws:
             known = self.floats.setdefault(value, len(self._numbers))
             if known != len(self._numbers):  # nobody can tell which of the two code has in its hands
                 self._exact += [known, len(self._numbers)]
-        elif isinstance(value, float) or _is_exact(value):
+        elif chosen or isinstance(value, float) or _is_exact(value):
             self._exact.append(len(self._numbers))
         else:
             self._known = False
@@ -381,9 +382,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _is_exact(value: Any) -> bool:
-    """Whether a value that is drawn again must be the same: a number of a few, or something that was chosen."""
-    if isinstance(value, (list, tuple)):
-        return all(map(_is_exact, value))
+    """Whether a value that is drawn again must be the same: a number of a few."""
     return isinstance(value, _PLAIN) or not (isinstance(value, (float, complex, dict, set)) or _is_array(value))
 
 
@@ -392,8 +391,12 @@ def _is_array(value: Any) -> bool:
 
 
 def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, (list, tuple)) and type(one) is type(other):
-        return len(one) == len(other) and all(map(_same, one, other))
+    if type(one) is list and type(other) is list:  # what was chosen: these very objects, and not others like them
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    return _is_same(one, other)
+
+
+def _is_same(one: Any, other: Any) -> bool:
     if one is other:
         return True
     same = isinstance(one, (*_PLAIN, float)) and type(one) is type(other) and one == other
@@ -426,4 +429,8 @@ def _read(part: _Part, memories: list, numbers: list) -> None:
 
 
 def _draw(function: Callable, given: list, memories: list, numbers: list) -> None:
-    numbers.append(function(*[list(one) if type(one) is list else one for one in given]))
+    numbers.append(_drawn(function, function(*[list(one) if type(one) is list else one for one in given])))
+
+
+def _drawn(function: Callable, value: Any) -> Any:
+    return [value] if function.__name__ == "choice" else value

@@ -233,6 +233,21 @@ def test_what_a_number_is_chosen_from_is_gone_through_once():
     assert run(CUDAGraphModule(call, config())) == run(call)
 
 
+def test_of_two_equal_lists_the_one_that_was_chosen_counts():
+    both = [[0.5], [0.5]]
+
+    def call(x):
+        return x + (random.choice(both) is both[0]) + 2 * (random.sample(both, 1)[0] is both[0])
+
+    def run(call):
+        seed()
+        return [(call(torch.ones(2)).tolist(), states()) for _ in range(30)]
+
+    wrapper = CUDAGraphModule(call, config())
+    assert run(wrapper) == run(call)
+    assert wrapper.stats.replays > 4
+
+
 def test_a_zero_is_drawn_with_its_sign():
     def call(x):
         return x * torch.round(torch.randn(()) / 2).item()
