@@ -107,9 +107,9 @@ class Chance:
         if self._draws is not None and isinstance(tensor, torch.Tensor):
             self._draws.expected = tensor
 
-    def is_drawn(self, values: Iterable[Any]) -> bool:
+    def is_drawn(self, values: Iterable[Any], is_old: Callable[[Any], bool]) -> bool:
         """Whether one of these values is, or holds, a number that was drawn."""
-        return self._draws is not None and any(map(self._draws.is_drawn, values))
+        return self._draws is not None and any(self._draws.is_drawn(value, is_old) for value in values)
 
     def compared(self, how: str, left: Any, right: Any) -> None:
         """Takes in that code compares two numbers, of which one was drawn."""

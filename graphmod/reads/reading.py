@@ -88,7 +88,8 @@ class Reading:
         notes.where, notes.frame = (frame.f_code, line), frame
         try:
             values = top(frame, count, reach) if count else []
-            if notes.chance.floats and frame.f_code.co_filename != _RANDOM and notes.chance.is_drawn(values):
+            numbers = notes.chance.floats and frame.f_code.co_filename != _RANDOM
+            if numbers and notes.chance.is_drawn(values, notes.ages.is_old):
                 self._drawn(do, argument, values)
             do(self, frame, argument, values)
         except Exception as error:  # what code uses may be of any kind; the user's call goes on

@@ -41,6 +41,7 @@ _DRAW = {
     *("rand", "randn", "random_sample", "integers", "normal", "standard_normal", "exponential", "beta", "poisson"),
 }
 _CHOOSE = {"choice", "choices", "sample"}  # of what they are given
+_FEW = 16  # which are looked at sooner than their container's age
 _PLAIN = (int, str, bytes, bool, type(None))
 # What a method may be given: going through it twice runs no code of the user's, and uses nothing up.
 _GIVEN = {*_PLAIN, float, range, list, tuple, torch.nn.ModuleList, torch.nn.Sequential}
@@ -220,13 +221,19 @@ class HostDraws:
             self._known = False
         self._numbers.append(value)
 
-    def is_drawn(self, value: Any) -> bool:
-        """Whether a value is, or holds, one of the numbers."""
+    def is_drawn(self, value: Any, is_old: Callable[[Any], bool] | None = None) -> bool:
+        """Whether a value is, or holds, one of the numbers.
+
+        Args:
+            is_old: tells a container that was there before. What puts a number there is an instruction that is seen.
+        """
         if isinstance(value, float):
             return value in self.floats
-        if isinstance(value, (list, tuple, set, frozenset)):
-            return any(map(self.is_drawn, value))
-        return isinstance(value, dict) and any(map(self.is_drawn, value.values()))
+        if not isinstance(value, (list, tuple, set, frozenset, dict)):
+            return False
+        if is_old is not None and len(value) > _FEW and is_old(value):
+            return False
+        return any(self.is_drawn(one, is_old) for one in (value.values() if isinstance(value, dict) else value))
 
     def compared(self, how: str, left: Any, right: Any) -> None:
         """Takes in that code compares two values, of which one was drawn. Where both look like it, each may be a

@@ -3,6 +3,7 @@ branch, with eager's draws; whatever else such a number does keeps the call eage
 
 import operator
 import random
+import time
 
 import numpy as np
 import pytest
@@ -246,6 +247,35 @@ def test_of_two_equal_lists_the_one_that_was_chosen_counts():
     wrapper = CUDAGraphModule(call, config())
     assert run(wrapper) == run(call)
     assert wrapper.stats.replays > 4
+
+
+def test_large_data_that_was_there_is_not_searched_for_numbers():
+    data = [0.5] * 1_000_000
+
+    def call(x):
+        skipped = random.random() < 0.5
+        for i in range(100):
+            x = x if skipped else x + data[i]
+        return x
+
+    wrapper = CUDAGraphModule(call, config())
+    began = time.process_time()
+    for _ in range(8):
+        wrapper(torch.ones(2))
+    assert wrapper.stats.captures
+    assert time.process_time() - began < 10
+
+
+def test_a_number_that_is_put_into_a_large_list_is_seen():
+    def call(x, held=[0] * 100):
+        held.append(random.random())
+        return x * held.pop()
+
+    def run(call):
+        seed()
+        return [call(torch.ones(2)).tolist() for _ in range(8)]
+
+    assert run(CUDAGraphModule(call, config())) == run(call)
 
 
 def test_a_zero_is_drawn_with_its_sign():
