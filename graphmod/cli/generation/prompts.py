@@ -65,10 +65,10 @@ class Prompt:
 
 
 def _are_messages(found: Any) -> bool:
-    """Whether they are as a chat template wants them."""
+    """Whether they are messages; what they hold is told by who applies the template."""
     if not isinstance(found, list) or not found:
         return False
-    return all(isinstance(one, dict) and isinstance(one.get("role"), str) and "content" in one for one in found)
+    return all(isinstance(one, dict) and isinstance(one.get("role"), str) for one in found)
 
 
 def _prompt(read: Any, line: int, path: Path) -> Prompt:

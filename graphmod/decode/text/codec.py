@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Protocol
 
+from graphmod.decode.text.chat import ChatError, chat_prompt
 from graphmod.decode.text.special import SpecialTokens, special_ids
 from graphmod.errors import ConfigError, reason
 
@@ -69,20 +70,19 @@ class TokenizerCodec:
         """The text of a prompt for an answer to `messages`, with all special tokens that the template puts there.
 
         Args:
-            messages: as transformers takes them: {"role": "user", "content": "..."}.
+            messages: as transformers and OpenAI's API take them: {"role": "user", "content": "..."}; a content may be
+                a list of parts, whether or not the template reads such, and that of an assistant null.
 
         Raises:
-            ConfigError: the tokenizer has no chat template, or its template refuses the messages.
+            ChatError: the tokenizer has no chat template, or its template refuses the messages or leaves out what they
+                say; `field` says where.
         """
         if not self.tokenizer.chat_template:
-            raise ConfigError(
+            raise ChatError(
                 "the tokenizer has no chat template; put one in its folder (chat_template.jinja), use the tokenizer of "
                 'a chat model (tokenizer=FOLDER), or give plain prompts (chat=false, {"prompt": ...})'
             )
-        try:
-            return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        except Exception as error:  # whatever a template raises: it is a program of its own
-            raise ConfigError(f"the tokenizer's chat template refuses the messages: {reason(error)}") from error
+        return chat_prompt(self.tokenizer, messages)
 
 
 def has_tokenizer(folder: Path) -> bool:

@@ -88,6 +88,14 @@ def test_the_messages_of_a_file_go_through_the_template_without_being_told(
         assert whole == tokenizer.decode(prompt, skip_special_tokens=True) + line["text"]
 
 
+def test_a_template_that_reads_parts_gets_the_text_of_a_prompt(generate, saved, tmp_path, prompts_given):
+    parts = "{% for m in messages %}[{{ m.role }}]{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
+    made = llama_like(chat_template=parts)
+    made.save_pretrained(tmp_path / "parts")
+    assert generate("prompt=hello you", "chat=true", "tokenizer=parts")[0] == 0
+    assert prompts_given == [made("[user]hello you", add_special_tokens=False)["input_ids"]]
+
+
 def test_the_prompts_of_a_file_are_messages_when_asked(generate, tokenizer, tmp_path, prompts_given):
     (tmp_path / "p.txt").write_text("one\ntwo\n")
     assert generate("prompts_file=p.txt", "chat=true")[0] == 0
@@ -123,7 +131,9 @@ def test_a_tokenizer_without_a_template_is_told_before_the_model_is_loaded(
         ({"messages": []}, 'got "messages": []'),
         ({"messages": "x"}, "got \"messages\": 'x'"),
         ({"messages": [{"content": "x"}]}, 'must be like {"prompt": "a text"} or {"messages": '),
-        ({"messages": [{"role": "user"}]}, 'must be like {"prompt": "a text"} or {"messages": '),
+        ({"messages": [{"role": "user"}]}, "messages.0.content is required"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages.0.content: only parts like"),
+        ({"messages": [{"role": "assistant", "tool_calls": [1]}]}, "messages.0.tool_calls is nothing that"),
         ({"messages": [{"role": "user", "content": "x"}], "prompt": "y"}, 'has both "prompt" and "messages"'),
     ],
     ids=str,
