@@ -155,17 +155,20 @@ class Exchange:
     async def _events(self) -> AsyncIterator[dict[str, Any]]:
         form, work, asked = self._form, self._work, self._work.asked
         head = form.head(self._service.name, streamed=True)
-        if asked.usage:
-            head["usage"] = None
+
+        def event(choices: list[dict[str, Any]], counts: bool = asked.usage_each) -> dict[str, Any]:
+            told = usage(work.prompt_tokens, work.tokens) if counts else None
+            return {**head, "choices": choices} | ({"usage": told} if asked.usage or counts else {})
+
         if (first := form.first()) is not None:
             for index in range(asked.samples):
-                yield {**head, "choices": [{"index": index, **first, "finish_reason": None}]}
+                yield event([{"index": index, **first, "finish_reason": None}])
         async with contextlib.aclosing(work.parts()) as parts:
             async for part in parts:
                 if part.piece.text or part.piece.scored or part.finish_reason or asked.token_ids:
-                    yield {**head, "choices": [self._choice(part)]}
+                    yield event([self._choice(part)])
         if asked.usage:
-            yield {**head, "choices": [], "usage": usage(work.prompt_tokens, work.tokens)}
+            yield event([], counts=True)
 
     def _choice(self, part: Part) -> dict[str, Any]:
         asked = self._work.asked

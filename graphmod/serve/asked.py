@@ -6,10 +6,10 @@ import dataclasses
 
 from graphmod.decode.batching.seeds import prompt_seed
 from graphmod.decode.config import Sampling
+from graphmod.decode.text.chat import ChatError
 from graphmod.decode.text.codec import Codec, TokenizerCodec
-from graphmod.errors import ConfigError
 from graphmod.serve.errors import ApiError
-from graphmod.serve.schema import ChatRequest, CompletionRequest
+from graphmod.serve.schema import ChatRequest, CompletionRequest, StreamOptions
 
 _DEFAULT_COMPLETION_TOKENS = 16  # as in OpenAI's API
 _COLDEST = 1e-5  # below, float32 divides logits to infinity; the most likely token is all that is left anyway
@@ -27,7 +27,8 @@ class Asked:
         stops: texts that end a completion.
         score: tell log-probabilities.
         token_ids: tell the ids of the generated tokens.
-        stream, usage: whether it is streamed, and whether a stream ends with the number of tokens.
+        stream: whether it is streamed.
+        usage, usage_each: whether a stream ends with the number of tokens, and whether each event has that so far.
     """
 
     prompts: list[list[int]]
@@ -39,6 +40,7 @@ class Asked:
     token_ids: bool
     stream: bool
     usage: bool
+    usage_each: bool
 
     @property
     def samples(self) -> int:
@@ -48,7 +50,7 @@ class Asked:
 
 def _asked(request: ChatRequest | CompletionRequest, prompts: list, field: str, score: bool, most: int) -> Asked:
     temperature = 1.0 if request.temperature is None else request.temperature
-    stops = request.stop or []
+    stops, options = request.stop or [], request.stream_options or StreamOptions()
     common = Sampling(
         temperature=0.0 if temperature < _COLDEST else temperature,
         top_k=max(0, request.top_k or 0),
@@ -67,7 +69,8 @@ def _asked(request: ChatRequest | CompletionRequest, prompts: list, field: str, 
         score=score,
         token_ids=bool(request.return_token_ids),
         stream=bool(request.stream),
-        usage=bool(request.stream_options and request.stream_options.include_usage),
+        usage=bool(options.include_usage),
+        usage_each=bool(options.continuous_usage_stats),
     )
 
 
@@ -81,11 +84,10 @@ def of_chat(request: ChatRequest, codec: Codec, default_tokens: int) -> Asked:
             "messages",
             "no_chat_template",
         )
-    messages = [message.model_dump(exclude_none=True) for message in request.messages]
     try:
-        prompt = codec.encode_as_is(codec.chat(messages))
-    except ConfigError as error:
-        raise ApiError(400, str(error), "messages") from None
+        prompt = codec.encode_as_is(codec.chat(request.messages))
+    except ChatError as error:
+        raise ApiError(400, str(error), error.field) from None
     most = request.max_completion_tokens or request.max_tokens or default_tokens
     return _asked(request, [prompt], "messages", bool(request.logprobs), most)
 

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from starlette.requests import ClientDisconnect, Request
 
 from graphmod.serve.errors import ApiError, wrong_field
-from graphmod.serve.schema import Unsupported, _Request
+from graphmod.serve.schema import _Request
 
 _SECONDS = 60  # for a body to arrive
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -57,10 +57,6 @@ async def read_body(request: Request, kind: type[R], most: int) -> R:
         raise ApiError(400, "a number has too many digits" if digits else f"the body is not JSON: {error}") from None
     try:
         return kind.model_validate(given)
-    except Unsupported as field:
-        raise ApiError(
-            400, f"{field} is not supported by this server; leave it out", str(field), "unsupported_field"
-        ) from None
     except ValidationError as error:
         raise wrong_field(error) from None
     except RecursionError:

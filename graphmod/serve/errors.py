@@ -63,10 +63,14 @@ class ApiError(Exception):
 
 def wrong_field(error: ValidationError) -> ApiError:
     """The first field that a schema does not take."""
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    param = ".".join(str(part) for part in first["loc"]) or None
+    first = error.errors(include_url=False, include_input=False)[0]
+    listed = first["type"] in ("unsupported_field", "unknown_field")  # whose message goes on after the path
+    path = [*first["loc"], first["ctx"]["field"]] if listed else first["loc"]
+    param = ".".join(str(part) for part in path if part != "") or None
     said = first["msg"].removeprefix("Value error, ")
-    return ApiError(400, f"{param}: {said}" if param else said, param)
+    if param:
+        said = f"{param} {said}" if listed else f"{param}: {said}"
+    return ApiError(400, said, param, first["type"] if listed else None)
 
 
 def refused(said: str, prompt_field: str) -> ApiError:

@@ -1,143 +1,343 @@
-"""What requests may say: the fields of OpenAI's API that are understood, and those that are refused.
+"""What requests may say: each field of OpenAI's and vLLM's API, whether it is supported, ignored or refused.
 
-A field that would change the answer and is not supported is an error that names it; others are ignored.
+Nothing that was said is dropped without a word. A refused field is taken with values that ask for nothing; null is the
+same as leaving a field out; one that is in no list here is refused with the name of the one most like it.
+`docs/make_fields.py` writes these lists into docs/serve.md.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import json
+import typing
+from collections.abc import Iterator
+from difflib import get_close_matches
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WrapValidator, model_validator
+from pydantic_core import PydanticCustomError
 
-# Fields that would change the answer -> the values of them that would not.
-_UNSUPPORTED = {
-    "tools": (None, []),
-    "tool_choice": (None, "none", "auto"),
-    "functions": (None, []),
-    "function_call": (None, "none", "auto"),
-    "modalities": (None, ["text"]),
-    "audio": (None,),
-    "web_search_options": (None,),
-    "chat_template": (None,),
-    "chat_template_kwargs": (None, {}),
-    "continue_final_message": (None, False),
-    "add_generation_prompt": (None, True),
-    "top_logprobs": (None, 0),
-    "echo": (None, False),
-    "suffix": (None, ""),
-    "prompt_embeds": (None,),
-    "logit_bias": (None, {}),
-    "presence_penalty": (None, 0),
-    "frequency_penalty": (None, 0),
-    "repetition_penalty": (None, 1),
-    "length_penalty": (None, 1),
-    "min_p": (None, 0),
-    "typical_p": (None, 1),
-    "min_tokens": (None, 0),
-    "use_beam_search": (None, False),
-    "bad_words": (None, []),
-    "allowed_token_ids": (None,),
-    "guided_json": (None,),
-    "guided_regex": (None,),
-    "guided_choice": (None,),
-    "guided_grammar": (None,),
-    "structured_outputs": (None,),
-    "include_stop_str_in_output": (None, False),
-    "skip_special_tokens": (None, True),
-    "prompt_logprobs": (None,),
-    "logits_processors": (None, []),
-}
 _MOST_STOPS, _LONGEST_STOP = 16, 1000
+MOST_LOGPROBS = 20
+
+# Fields of both kinds of requests that change nothing in an answer.
+_IGNORED = (
+    *("user", "metadata", "store", "service_tier", "safety_identifier"),
+    *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+)
+# Fields of both kinds that are not supported -> the values of them that ask for nothing.
+_REFUSED = {
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "cache_salt": (),
+    "ec_transfer_params": (),
+    "frequency_penalty": (0,),
+    "include_stop_str_in_output": (False,),
+    "kv_transfer_params": (),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "logprob_token_ids": (),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "presence_penalty": (0,),
+    "priority": (0,),
+    "prompt_logprobs": (),
+    "repetition_detection": (),
+    "repetition_penalty": (1,),
+    "request_id": (),
+    "return_mm_kwargs": (True,),
+    "return_token_offsets": (False,),
+    "routed_experts_prompt_start": (0,),
+    "session_id": (),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "stream_interval": (1,),
+    "structured_outputs": (),
+    "thinking_token_budget": (-1,),
+    "truncate_prompt_tokens": (),
+    "truncation_side": (),
+    "use_beam_search": (False,),
+    "vllm_xargs": ({},),
+    "watermarking": (False,),
+}
+_REFUSED_IN_CHATS = {
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (),
+    "audio": (),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "echo": (False,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "include_reasoning": (True,),
+    "media_io_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
+    "modalities": (["text"],),
+    "moderation": (),
+    "parallel_tool_calls": (True,),
+    "prediction": (),
+    "reasoning_effort": (),
+    "return_prompt_text": (False,),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+# What is in fields that are refused or ignored with all that they hold.
+_WITHIN = {
+    "audio": "format voice voice.id",
+    "custom": "name input",
+    "file": "file_data file_id filename",
+    "function_call": "name",
+    "functions": "name description parameters",
+    "image_url": "url detail",
+    "input_audio": "data format",
+    "json_schema": "name description schema strict",
+    "messages.audio": "id",
+    "moderation": "model policy policy.input policy.input.mode policy.output policy.output.mode",
+    "prompt_cache_breakpoint": "mode ttl",
+    "prompt_cache_options": "mode ttl",
+    "prediction": "type content content.type content.text content.prompt_cache_breakpoint "
+    "content.prompt_cache_breakpoint.mode content.prompt_cache_breakpoint.ttl",
+    "repetition_detection": "max_pattern_size min_pattern_size min_count",
+    "structured_outputs": "json regex choice grammar json_object disable_any_whitespace disable_additional_properties "
+    "whitespace_pattern structural_tag",
+    "tool_choice": "type function function.name custom custom.name allowed_tools allowed_tools.mode "
+    "allowed_tools.tools",
+    "tools": "type defer_loading function function.name function.description function.parameters function.strict "
+    "function.defer_loading custom custom.name custom.description custom.format custom.format.type "
+    "custom.format.grammar custom.format.grammar.definition custom.format.grammar.syntax",
+    "web_search_options": "search_context_size user_location user_location.type user_location.approximate "
+    "user_location.approximate.city user_location.approximate.country user_location.approximate.region "
+    "user_location.approximate.timezone",
+}
 
 
-def _stops(given: Any) -> Any:
+def _refusal(kind: Literal["unsupported_field", "unknown_field"], said: str, field: str = "") -> PydanticCustomError:
+    """An error whose message goes on after the path to a field."""
+    return PydanticCustomError(kind, "{said}", {"said": said, "field": field})
+
+
+def _same(value: Any, other: Any) -> bool:
+    """By type too: to Python, 1 is True."""
+    return value == other and isinstance(value, bool) == isinstance(other, bool)
+
+
+class _Object(BaseModel):
+    """An object of JSON.
+
+    Attributes:
+        ignored: fields that change nothing.
+        refused: fields that are not supported -> the values of them that ask for nothing.
+        open: take fields in no list: another one judges them.
+    """
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+    ignored: ClassVar[tuple[str, ...]] = ()
+    refused: ClassVar[dict[str, tuple]] = {}
+    open: ClassVar[bool] = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_known(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            raise ValueError("must be a JSON object")
+        for name, value in given.items():
+            if value is None or name in cls.model_fields or name in cls.ignored:
+                continue
+            if name not in cls.refused:
+                if cls.open:
+                    continue
+                raise _refusal("unknown_field", cls._like(name), name)
+            if not any(_same(value, nothing) for nothing in cls.refused[name]):
+                raise _refusal("unsupported_field", "is not supported by this server; leave it out", name)
+        return given
+
+    @classmethod
+    def _like(cls, name: str) -> str:
+        known = [*cls.model_fields, *cls.refused, *cls.ignored]
+        like = get_close_matches(name.lower(), known, 1)
+        hint = f"is {like[0]} meant?" if like else "leave it out"
+        if like and like[0] in cls.refused:
+            hint = f"{like[0]}, which is most like it, is not supported either; leave it out"
+        return f"is no field that this server knows; {hint}"
+
+
+def _as_sent(given: Any, check: Any) -> Any:
+    check(given)
+    return given
+
+
+def _in_list(given: Any) -> Any:
     return [given] if isinstance(given, str) else given
+
+
+def _text_alone(given: Any) -> Any:
+    if isinstance(given, dict) and given.get("type", "text") != "text":
+        raise _refusal("unsupported_field", "of another type than text is not supported by this server; leave it out")
+    return given
+
+
+def _count(given: Any) -> Any:
+    if isinstance(given, bool):
+        raise ValueError(f"must be a number of tokens, 0 to {MOST_LOGPROBS}; true is for chats")
+    return given
+
+
+def _parts(given: Any) -> Any:
+    if given is not None and not isinstance(given, (str, list)):
+        raise ValueError("must be a text or a list of parts")
+    return [{"type": "text", "text": given}] if isinstance(given, str) else given
 
 
 StopText = Annotated[str, Field(min_length=1, max_length=_LONGEST_STOP)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Count = Annotated[int, Field(ge=1, lt=2**31)]
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
-
-
-class StreamOptions(_Strict):
+class StreamOptions(_Object):
     """What else a stream tells."""
 
-    include_usage: bool | None = None
+    refused = {"include_obfuscation": (False,)}
+
+    include_usage: bool | None = Field(None, description="end the stream with the number of tokens")
+    continuous_usage_stats: bool | None = Field(None, description="tell with each event how many there are so far")
 
 
-class _Request(_Strict):
-    """What both kinds of requests may say.
+class ResponseFormat(_Object):
+    """The form of an answer."""
 
-    Attributes:
-        top_k, ignore_eos, stop_token_ids: as other servers have them: keep the k most likely tokens (0 or -1 keeps
-            all), go on after the end of a text, tokens that end it.
-        return_token_ids: tell the ids of the generated tokens too.
-    """
+    refused = {"json_schema": (), "format": (), "structures": (), "triggers": ()}
 
-    model: str | None = None
-    n: int | None = Field(None, ge=1, le=128)
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: int | None = Field(None, ge=1, lt=2**31)
-    temperature: float | None = Field(None, ge=0, le=1000)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1, lt=2**31)
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: Annotated[list[StopText] | None, BeforeValidator(_stops)] = Field(None, max_length=_MOST_STOPS)
-    stop_token_ids: list[TokenId] | None = Field(None, max_length=_MOST_STOPS)
-    ignore_eos: bool | None = None
-    return_token_ids: bool | None = None
-    response_format: dict[str, Any] | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _only_supported(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            raise ValueError("the body must be a JSON object")
-        for name, value in given.items():
-            if name in _UNSUPPORTED and not any(
-                # By type too: to Python, 1 is True.
-                value == one and isinstance(value, bool) == isinstance(one, bool)
-                for one in _UNSUPPORTED[name]
-            ):
-                raise Unsupported(name)
-        form = given.get("response_format")
-        if isinstance(form, dict) and form.get("type", "text") != "text":
-            raise Unsupported("response_format")
-        return given
+    type: Literal["text"] = Field("text", description="`text` alone")
 
 
-class Unsupported(Exception):
-    """A field that would change the answer; its name."""
+class _Request(_Object):
+    """What both kinds of requests may say."""
+
+    ignored = _IGNORED
+    refused = _REFUSED
+
+    model: str | None = Field(None, description="the name of the model that is served")
+    n: int | None = Field(None, ge=1, le=128, description="completions of each prompt, at most 128; default 1")
+    stream: bool | None = Field(
+        None,
+        description="server-sent events, each with up to `decode.steps_per_sync` (8) tokens (one with "
+        "`decode.offload=layers`)",
+    )
+    stream_options: StreamOptions | None = Field(None, description="only with `stream`")
+    max_tokens: Count | None = Field(None, description="as in completions; default `serve.default_max_tokens`")
+    temperature: float | None = Field(None, ge=0, le=1000, description="default 1; 0 takes the most likely token")
+    top_p: float | None = Field(None, gt=0, le=1, description="default 1")
+    top_k: int | None = Field(None, ge=-1, lt=2**31, description="default 0, which means all, as -1 does")
+    seed: int | None = Field(
+        None,
+        ge=-(2**63),
+        lt=2**63,
+        description="the same request draws the same tokens in any batch: those of `DecodeEngine.generate` with this "
+        "seed",
+    )
+    stop: Annotated[list[StopText] | None, BeforeValidator(_in_list)] = Field(
+        None,
+        max_length=_MOST_STOPS,
+        description="up to 16 texts. The stop is not part of the text, and nothing of it is streamed while it could "
+        "still complete",
+    )
+    stop_token_ids: list[TokenId] | None = Field(None, max_length=_MOST_STOPS, description="ids that end a text")
+    ignore_eos: bool | None = Field(None, description="go on after the end-of-text token")
+    return_token_ids: bool | None = Field(None, description="answers have `prompt_token_ids`, and choices `token_ids`")
+    return_tokens_as_token_ids: bool | None = Field(
+        None, description="with `logprobs`: write tokens there as `token_id:5`"
+    )
+    response_format: Annotated[ResponseFormat | None, BeforeValidator(_text_alone)] = Field(
+        None, description="free text is all there is"
+    )
+
+    @model_validator(mode="after")
+    def _together(self) -> _Request:
+        if self.stream_options is not None and not self.stream:
+            raise _refusal("unsupported_field", "goes with stream=true", "stream_options")
+        if self.return_tokens_as_token_ids and self.logprobs in (None, False):
+            raise _refusal("unsupported_field", "goes with logprobs", "return_tokens_as_token_ids")
+        return self
 
 
-class Message(_Strict):
-    """A message of a chat; text that comes in parts is joined."""
+class ToolFunction(_Object):
+    """What an assistant called."""
 
-    role: Annotated[str, Field(min_length=1, max_length=64)]
-    content: str
     name: str | None = None
+    arguments: Any = Field(
+        None, description="a text of JSON, as clients have it, or an object; a template that fails at a text gets that"
+    )
 
-    @field_validator("content", mode="before")
-    @classmethod
-    def _joined(cls, given: Any) -> Any:
-        if not isinstance(given, list):
-            return given
-        for part in given:
-            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-                raise ValueError('only parts like {"type": "text", "text": "..."} are supported')
-        return "".join(part["text"] for part in given)
+
+class ToolCall(_Object):
+    """A call of a tool that an assistant made."""
+
+    refused = {"custom": ()}
+
+    id: str | None = None
+    type: str | None = None
+    index: int | None = None
+    function: ToolFunction | None = None
+
+
+class Part(_Object):
+    """A part of the content of a message."""
+
+    ignored = ("prompt_cache_breakpoint", "cache_control")
+    refused = dict.fromkeys(
+        (
+            *("image_url", "input_audio", "file", "refusal", "video_url", "audio_url", "thinking", "closed", "uuid"),
+            *("image_embeds", "audio_embeds", "video_embeds", "prompt_embeds", "image_pil", "tool_reference"),
+        ),
+        (),
+    )
+
+    type: Literal["text"] = Field(description="`text` alone")
+    text: str
+
+
+class Message(_Object):
+    """A message of a chat. It goes to the template as it was sent: the template judges fields in no list here."""
+
+    refused = {"audio": ()}
+    open = True
+
+    role: Annotated[str, Field(min_length=1, max_length=64)] = Field(description="what the chat template knows")
+    content: Annotated[list[Part] | None, BeforeValidator(_parts)] = Field(
+        None, description="a text, or parts, whichever the template reads; an assistant's may be null"
+    )
+    name: str | None = Field(None, description="given to the template, which may leave it out")
+    tool_calls: list[ToolCall] | None = Field(None, description="if the template reads them")
+    tool_call_id: str | None = Field(None, description="given to the template, which may leave it out")
+    reasoning_content: str | None = Field(None, description="or `reasoning`, whichever the template reads")
+    reasoning: str | None = None
+    refusal: str | None = Field(None, description="if the template reads it")
+    function_call: ToolFunction | None = Field(None, description="if the template reads it")
+    annotations: list[Any] | None = None
 
 
 class ChatRequest(_Request):
     """Of `/v1/chat/completions`."""
 
-    messages: list[Message] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
-    logprobs: bool | None = None
+    refused = _REFUSED | _REFUSED_IN_CHATS
+
+    messages: list[Annotated[Message, WrapValidator(_as_sent)]] = Field(
+        min_length=1, description="go through the tokenizer's chat template"
+    )
+    max_completion_tokens: Count | None = Field(None, description="the same as `max_tokens`, and wins")
+    logprobs: bool | None = Field(None, description="tell those of the tokens, under the model's own distribution")
+    top_logprobs: int | None = Field(
+        None, ge=0, le=MOST_LOGPROBS, description="with `logprobs`: and of so many most likely ones, at most 20"
+    )
+
+    @model_validator(mode="after")
+    def _with_logprobs(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise _refusal("unsupported_field", "goes with logprobs=true", "top_logprobs")
+        return self
 
 
 def _are_ids(given: list) -> bool:
@@ -157,25 +357,66 @@ def _prompts(given: Any) -> list[str] | list[list[int]]:
 
 
 class CompletionRequest(_Request):
-    """Of `/v1/completions`.
+    """Of `/v1/completions`."""
 
-    Attributes:
-        logprobs: 0 or 1 tells the log-probability of each token that was drawn; those of others are not known.
-    """
+    refused = _REFUSED | {"add_special_tokens": (True,), "prompt_embeds": (), "suffix": ("",)}
 
-    prompt: Annotated[list[str] | list[list[int]], BeforeValidator(_prompts)]
-    logprobs: Literal[0, 1] | None = None
-    best_of: int | None = None
-
-    @field_validator("logprobs", mode="before")
-    @classmethod
-    def _sampled_only(cls, given: Any) -> Any:
-        if given is not None and (type(given) is not int or given not in (0, 1)):
-            raise ValueError("must be 0 or 1: only the log-probability of the token that was drawn is known")
-        return given
+    max_tokens: int | None = Field(
+        None,
+        ge=0,
+        lt=2**31,
+        description="reduced to what fits into `decode.max_seq_len` and into the cache; default 16; with `echo` it may "
+        "be 0, for the prompt alone",
+    )
+    prompt: Annotated[list[str] | list[list[int]], BeforeValidator(_prompts)] = Field(
+        description="a text or token ids, or several of one kind, which share batches"
+    )
+    logprobs: Annotated[int | None, BeforeValidator(_count)] = Field(
+        None, ge=0, le=MOST_LOGPROBS, description="those of the tokens, and of so many most likely ones, at most 20"
+    )
+    echo: bool | None = Field(None, description="begin the text with the prompt")
+    best_of: int | None = Field(None, description="as many as `n` alone")
 
     @model_validator(mode="after")
     def _all_of_them(self) -> CompletionRequest:
+        if self.max_tokens == 0 and not self.echo:
+            raise _refusal("unsupported_field", "of 0 goes with echo=true, else there is nothing to tell", "max_tokens")
         if self.best_of is not None and self.best_of != (self.n or 1):
-            raise Unsupported("best_of")
+            raise _refusal("unsupported_field", "is not supported by this server; leave it out", "best_of")
         return self
+
+
+class Known(NamedTuple):
+    """A field.
+
+    Attributes:
+        path: to it; of a field in an object, also of one in a list, `messages.role`.
+        state: `supported`, `ignored` or `refused`.
+        said: what it means; of one that is refused, the values that are taken, as JSON.
+    """
+
+    path: str
+    state: Literal["supported", "ignored", "refused"]
+    said: str | tuple[str, ...]
+
+
+def known_fields(kind: type[_Object], before: str = "") -> Iterator[Known]:
+    """The fields of an object, and of those in it."""
+    for name, field in kind.model_fields.items():
+        yield Known(before + name, "supported", field.description or "")
+        for inner in _objects(field.annotation):
+            yield from known_fields(inner, f"{before}{name}.")
+    for name, state, values in (
+        *((name, "refused", values) for name, values in kind.refused.items()),
+        *((name, "ignored", ()) for name in kind.ignored),
+    ):
+        yield Known(before + name, state, tuple(map(json.dumps, values)))
+        for one in _WITHIN.get(before + name, _WITHIN.get(name, "")).split():
+            yield Known(f"{before}{name}.{one}", state, ())
+
+
+def _objects(annotation: Any) -> Iterator[type[_Object]]:
+    if isinstance(annotation, type) and issubclass(annotation, _Object):
+        yield annotation
+    for one in typing.get_args(annotation):
+        yield from _objects(one)

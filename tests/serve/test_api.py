@@ -124,6 +124,15 @@ def test_log_probabilities_are_those_of_the_engine(served):
     assert text.logprobs.text_offset[0] == 0 and text.logprobs.top_logprobs is None
 
 
+def test_each_event_of_a_stream_may_tell_the_number_of_tokens(served):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    asked = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 20, "temperature": 0, "stream": True}
+    *chunks, last = served.client().completions.create(**asked, stream_options=options)
+    counts = [chunk.usage.completion_tokens for chunk in chunks]
+    assert counts == sorted(counts) and counts[-1] == 20 and chunks[-1].usage == last.usage
+    assert all(chunk.usage.prompt_tokens == 3 for chunk in chunks)
+
+
 def test_a_seed_repeats_and_no_seed_varies(served):
     def ask(**settings):
         made = served.client().completions.create(model="tiny", prompt="one", max_tokens=20, **settings)
@@ -147,7 +156,7 @@ WRONG = [
     ({"messages": []}, 400, "messages", "at least 1"),
     ({"messages": [{"role": "user"}]}, 400, "messages.0.content", "required"),
     ({"messages": [{"role": "nobody", "content": "a"}]}, 400, "messages", "no such role"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages.0.content", "text"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages.0.content.0.type", "text"),
     ({"messages": [{"role": "user", "content": "word " * 600}]}, 400, "messages", "max_seq_len"),
     ({"n": 0}, 400, "n", "greater"),
     ({"n": 129}, 400, "n", "less"),
@@ -165,7 +174,17 @@ WRONG = [
     ({"logit_bias": {"5": 1}}, 400, "logit_bias", "not supported"),
     ({"presence_penalty": 0.5}, 400, "presence_penalty", "not supported"),
     ({"frequency_penalty": -1}, 400, "frequency_penalty", "not supported"),
-    ({"logprobs": True, "top_logprobs": 2}, 400, "top_logprobs", "not supported"),
+    ({"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", "less than or equal to 20"),
+    ({"top_logprobs": 2}, 400, "top_logprobs", "goes with logprobs"),
+    ({"return_tokens_as_token_ids": True}, 400, "return_tokens_as_token_ids", "goes with logprobs"),
+    ({"stream_options": {"include_usage": True}}, 400, "stream_options", "goes with stream"),
+    ({"max_token": 5}, 400, "max_token", "is max_tokens meant?"),
+    ({"maxTokens": 5}, 400, "maxTokens", "is max_tokens meant?"),
+    ({"Temperature": 0.5}, 400, "Temperature", "is temperature meant?"),
+    ({"repeat_penalty": 1.5}, 400, "repeat_penalty", "repetition_penalty, which is most like it, is not supported"),
+    ({"n_predict": 5}, 400, "n_predict", "no field that this server knows"),
+    ({"response_format": {"type": "text", "typ": 1}}, 400, "response_format.typ", "is type meant?"),
+    ({"messages": [{"role": "user", "content": "a", "contents": "b"}]}, 400, "messages.0.contents", "content meant?"),
 ]
 
 
@@ -188,11 +207,12 @@ def test_what_is_wrong_with_a_chat_is_said_with_its_field(served, change, status
         ({"prompt": [True]}, "prompt", "token ids"),
         ({"prompt": [[1, 2], [10**9]]}, "prompt", "prompt 1 holds"),
         ({"prompt": [[1, 2], [5] * 600]}, "prompt", "prompt 1 has 600 tokens"),
-        ({"echo": True}, "echo", "not supported"),
         ({"suffix": "x"}, "suffix", "not supported"),
-        ({"tools": [{"type": "function"}]}, "tools", "not supported"),
+        ({"tools": [{"type": "function"}]}, "tools", "no field that this server knows"),
+        ({"max_tokens": 0}, "max_tokens", "goes with echo=true"),
         ({"best_of": 3}, "best_of", "not supported"),
-        ({"logprobs": 5}, "logprobs", "0 or 1"),
+        ({"logprobs": True}, "logprobs", "true is for chats"),
+        ({"logprobs": 21}, "logprobs", "less than or equal to 20"),
         ({"prompt": ["a"] * 5, "n": 100}, "n", "takes 404 at a time"),
     ],
 )
@@ -213,7 +233,7 @@ def test_fields_that_change_nothing_are_ignored(served):
         "logit_bias": {},
         "presence_penalty": 0,
     }
-    status, _, _ = served.post("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 2, "nonsense": 1} | others)
+    status, _, _ = served.post("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 2, "other": None} | others)
     assert status == 200
 
 
