@@ -30,6 +30,7 @@ _TOKENS = 24
 _MOST_TOKENS = 512  # beyond a window that is looked at
 _NOISE = 4  # times what the model's own ways to compute the same differ by
 _MOST_NOISE = 10  # times what is allowed without noise: a model that looks ahead agrees with itself even less
+_LINEAR = 1e-3  # relative; int8 rounds by some 5e-3
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -83,7 +84,31 @@ def compare_made_up(
     if error <= allowed or error <= _with_noise(allowed, _relative(_cached_logits(model, tokens, 2), own)):
         return
     why = f"after {len(tokens)} tokens its logits differ by {error:.1%} from those of its own forward"
-    raise DecodeError(refusal(model, f"{why}: it keeps or counts something that graphmod does not know"))
+    raise DecodeError(refusal(model, f"{why}: {_cause(model)}"))
+
+
+def _cause(model: PreTrainedModel) -> str:
+    """Why a model may not agree with itself, as far as it can be seen."""
+    for name, layer in model.named_modules():
+        size = getattr(layer, "in_features", None)
+        if isinstance(size, int) and hasattr(layer, "out_features") and _bends(layer, size, model):
+            return (
+                f"its layer {name} ({type(layer).__qualname__}) is quantized dynamically: it rounds its inputs, so "
+                "that a difference in their last digits may change a token. Quantize the weights alone"
+            )
+    return "it keeps or counts something that graphmod does not know"
+
+
+def _bends(layer: torch.nn.Module, size: int, model: PreTrainedModel) -> bool:
+    """Whether a linear layer is not linear, as one is that rounds its inputs, and one with rounded weights is not."""
+    steps = torch.arange(size, device=model.device, dtype=torch.float32)
+    one, other = (wave.to(model.dtype).unsqueeze(0) for wave in (steps.sin(), 0.1 * (3 * steps).cos()))
+    try:
+        with torch.no_grad():
+            parts, whole = layer(one) + layer(other) - layer(one - one), layer(one + other)
+        return _relative(parts, whole) > _LINEAR
+    except Exception:  # it is called with something else
+        return False
 
 
 def _decoded(

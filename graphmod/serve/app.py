@@ -10,7 +10,9 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -61,10 +63,16 @@ def make_app(service: Service, alive: Callable[[FastAPI], AbstractAsyncContextMa
         return error.response()
 
     async def on_http_error(request: Request, error: HTTPException) -> Response:
+        if request.method == "OPTIONS" and error.status_code == 405:
+            if "access-control-request-method" in request.headers:
+                return _not_from(request.headers.get("origin", ""))
+            return Response(status_code=204, headers={"allow": f"{error.headers['Allow']}, OPTIONS"})
         known = "POST /v1/chat/completions, POST /v1/completions, GET /v1/models, GET /v1/models/NAME, GET /health, "
         known += "GET /metrics, and a page to try it at GET /"
         said = f"{request.method} {request.url.path} is not served; there are {known}"
-        return ApiError(error.status_code, said).response()
+        answer = ApiError(error.status_code, said).response()
+        answer.headers.update(error.headers or {})
+        return answer
 
     async def on_error(_: Request, error: Exception) -> Response:
         return ApiError(
@@ -84,7 +92,31 @@ def make_app(service: Service, alive: Callable[[FastAPI], AbstractAsyncContextMa
     handlers = {ApiError: on_api_error, HTTPException: on_http_error, Exception: on_error}
     # Without FastAPI's own pages, which load scripts from elsewhere.
     hidden = {"docs_url": None, "redoc_url": None, "openapi_url": None}
-    return FastAPI(routes=routes, exception_handlers=handlers, lifespan=alive, **hidden)
+    app = FastAPI(routes=routes, exception_handlers=handlers, lifespan=alive, **hidden)
+    if origins := service.settings.cors_origins:
+        app.add_middleware(
+            _Cors,
+            allow_origins=origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["Retry-After"],
+        )
+    return app
+
+
+class _Cors(CORSMiddleware):
+    """Lets pages of some origins read answers."""
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        """What a browser is told that asks whether a page may send a request."""
+        if not self.is_allowed_origin(request_headers["origin"]):
+            return _not_from(request_headers["origin"])
+        return super().preflight_response(request_headers)
+
+
+def _not_from(origin: str) -> Response:
+    said = f"pages of {origin} may not use this server; start it with serve.cors_origins=['{origin}']"
+    return ApiError(403, said, code="origin_not_allowed").response()
 
 
 def _model(service: Service) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The settings of a server: names, types, defaults and meaning. No PyTorch, no web library."""
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, field
 
 from graphmod.errors import ConfigError
 
@@ -14,6 +15,8 @@ class ServeSettings:
         port: 0 takes any free one, and says which.
         api_key: what clients have to send as `Authorization: Bearer KEY`; null asks for none.
         model_name: what requests call the model; null takes the name of the folder in `model.path`.
+        cors_origins: whose pages browsers let read answers, such as http://localhost:3000; "*" is all pages, and none
+            those of this server alone.
         max_waiting: completions that may wait for a row of the batch; what comes on top gets 429.
         max_body_bytes: of a request.
         default_max_tokens: tokens of a chat's answer where the request does not say how many.
@@ -25,6 +28,7 @@ class ServeSettings:
     port: int = 8000
     api_key: str | None = None
     model_name: str | None = None
+    cors_origins: list[str] = field(default_factory=list)
     max_waiting: int = 256
     max_body_bytes: int = 4_000_000
     default_max_tokens: int = 1024
@@ -40,3 +44,9 @@ class ServeSettings:
                 raise ConfigError(f"serve.{name} must be at least {least}, got {getattr(self, name)}")
         if self.api_key == "" or not (self.api_key or "").isascii():
             raise ConfigError("serve.api_key must be a word of ASCII characters; leave it out to ask for none")
+        for one in self.cors_origins:
+            if not re.fullmatch(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+", one):
+                raise ConfigError(
+                    f"serve.cors_origins must hold origins such as http://localhost:3000, without a path, or '*', got "
+                    f"{one!r}"
+                )

@@ -150,7 +150,24 @@ class Shifted(nn.Module):
 def test_a_state_that_nothing_tells_of_is_found_by_comparison():
     model = small("llama", torch.device("cpu"))
     model.model.layers[0].mlp = Shifted(model.model.layers[0].mlp)
-    with pytest.raises(DecodeError, match=r"its logits differ by \d"):
+    with pytest.raises(DecodeError, match=r"its logits differ by \d.*keeps or counts something"):
+        DecodeEngine(model, max_seq_len=100)
+
+
+class Rounded(nn.Linear):
+    """Multiplies int8, as those do that are quantized dynamically: the largest input of a call is 127."""
+
+    def forward(self, hidden):
+        scale = hidden.abs().amax().clamp(min=1e-9) / 127
+        return nn.functional.linear((hidden / scale).round() * scale, self.weight, self.bias)
+
+
+def test_a_model_that_is_quantized_dynamically_is_told_so():
+    model = small("llama", torch.device("cpu"))
+    for layer in model.modules():
+        if type(layer) is nn.Linear:
+            layer.__class__ = Rounded
+    with pytest.raises(DecodeError, match=r"layers\.0\.\w+\.\w+ \(Rounded\) is quantized dynamically"):
         DecodeEngine(model, max_seq_len=100)
 
 

@@ -126,11 +126,15 @@ class Served:
             return answer.status, json.loads(answer.read()), answer.headers
 
     def get(self, path, **headers):
+        return self.ask("GET", path, **headers)[:2]
+
+    def ask(self, method, path, **headers):
+        """The status, the body as text, and the headers of the answer to a request without a body."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         with contextlib.closing(connection):
-            connection.request("GET", path, headers=headers)
+            connection.request(method, path, headers=headers)
             answer = connection.getresponse()
-            return answer.status, answer.read().decode()
+            return answer.status, answer.read().decode(), answer.headers
 
     def metric(self, name):
         """The sum of a metric over its labels."""

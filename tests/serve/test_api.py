@@ -1,10 +1,14 @@
 """What a server answers, asked with OpenAI's own client: the tokens of the engine, in the form of the API."""
 
+import json
+
 import openai
 import pytest
 from served import Served, alone, chat_model, tokenizer
 
 from graphmod.decode.text import ByteCodec, completion_text
+from graphmod.errors import ConfigError
+from graphmod.serve.settings import ServeSettings
 
 
 @pytest.fixture(scope="module")
@@ -272,6 +276,43 @@ def test_other_paths_and_methods_are_told_what_there_is(served):
     assert served.post("/v1/embeddings", {})[0] == 404
     status, body = served.get("/v1/chat/completions")
     assert status == 405 and "POST /v1/chat/completions" in body
+
+
+ASKS = {"origin": "http://page.example", "access-control-request-method": "POST"}
+
+
+def test_options_say_what_there_is_and_pages_of_others_are_refused(served):
+    status, _, headers = served.ask("OPTIONS", "/v1/chat/completions")
+    assert status == 204 and headers["allow"] == "POST, OPTIONS"
+    assert "GET" in served.ask("OPTIONS", "/v1/models")[2]["allow"] and served.ask("OPTIONS", "/v1/no")[0] == 404
+    status, body, _ = served.ask("OPTIONS", "/v1/completions", **ASKS)
+    assert status == 403 and "serve.cors_origins=['http://page.example']" in json.loads(body)["error"]["message"]
+    assert served.ask("GET", "/v1/completions")[2]["allow"] == "POST"
+
+
+def test_pages_of_other_servers_may_be_let_in():
+    key = {"authorization": "Bearer secret", "origin": ASKS["origin"]}
+    with Served(chat_model(), tokenizer(), {"cors_origins": [ASKS["origin"]], "api_key": "secret"}) as one:
+        status, _, headers = one.ask("OPTIONS", "/v1/completions", **ASKS, **{"access-control-request-headers": "x-a"})
+        assert status == 200 and headers["access-control-allow-origin"] == ASKS["origin"]
+        assert headers["access-control-allow-headers"] == "x-a"
+        for status, _, headers in (
+            one.ask("GET", "/v1/models", **key),
+            one.ask("GET", "/v1/models", origin=key["origin"]),
+        ):
+            assert status in (200, 401) and headers["access-control-allow-origin"] == ASKS["origin"]
+        status, body, headers = one.ask("OPTIONS", "/v1/completions", **ASKS | {"origin": "http://other.example"})
+        assert status == 403 and "cors_origins=['http://other.example']" in body
+        assert "access-control-allow-origin" not in headers
+        headers = one.ask("GET", "/v1/models", **key | {"origin": "http://other.example"})[2]
+        assert "access-control-allow-origin" not in headers
+
+
+@pytest.mark.parametrize("origin", ["localhost:3000", "http://a.example/", "http://a.example/page", "", "*.example"])
+def test_what_is_no_origin_is_refused(origin):
+    with pytest.raises(ConfigError, match=r"serve\.cors_origins must hold origins"):
+        ServeSettings(cors_origins=[origin]).check()
+    ServeSettings(cors_origins=["*", "https://a.example:8", "chrome-extension://abc"]).check()
 
 
 def test_metrics_count_what_was_done(served):

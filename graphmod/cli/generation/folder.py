@@ -20,6 +20,8 @@ from graphmod.train.schema.model import ADAPTER_FILE
 log = logging.getLogger("graphmod")
 
 _CONFIGS = ("config.json", ADAPTER_FILE)
+_WEIGHTS = ("*.safetensors", "*.bin")
+_GGUF = ".gguf"
 _DEPTH = 3  # folders between one that is given and a run's: runs/compare/DATE_TIME/JOB
 _RUNS = Path("runs/train"), Path("runs/compare")  # of train.py, and of its multiruns
 
@@ -38,7 +40,13 @@ def model_folder(path: str) -> Path:
 
 
 def _whole(path: str) -> Path:
+    if path.endswith(_GGUF) and Path(path).is_file():
+        raise _of_llama_cpp(path, Path(path))
     folder = saved_folder(path, f". Or train one: graphmod train{_elsewhere()}")
+    if (file := next(folder.glob(f"*{_GGUF}"), None)) is not None and not any(
+        [*folder.glob(weights)] for weights in _WEIGHTS
+    ):
+        raise _of_llama_cpp(path, file)
     if any((folder / name).is_file() for name in _CONFIGS) or checkpoint_of(folder) is not None:
         return require_whole(folder)
     found = _latest_first(folder)
@@ -55,6 +63,14 @@ def _whole(path: str) -> Path:
     for what in damage:
         log.warning(f"{what}; it is skipped")
     return whole
+
+
+def _of_llama_cpp(path: str, file: Path) -> ConfigError:
+    return ConfigError(
+        f"model.path={path}: {file.name} is a model of llama.cpp (GGUF), whose quantized weights are not decoded here. "
+        "Give the folder of the model it was made from, or convert it (pip install gguf): AutoModelForCausalLM"
+        f".from_pretrained({str(file.parent)!r}, gguf_file={file.name!r}).save_pretrained(FOLDER), and its tokenizer so"
+    )
 
 
 def require_positions(folder: Path, max_seq_len: int | None) -> None:
