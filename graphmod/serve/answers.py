@@ -7,18 +7,19 @@ import contextlib
 import hmac
 import json
 import logging
+import re
 import time
 from collections.abc import AsyncIterator, Awaitable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
-from starlette.requests import Request
+from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from graphmod.decode.errors import DecodeError
-from graphmod.serve.body import read_body
-from graphmod.serve.errors import ApiError
+from graphmod.serve.errors import ApiError, wrong_field
 from graphmod.serve.forms import Form, usage
 from graphmod.serve.service import Service
 from graphmod.serve.text import Scored
@@ -27,6 +28,9 @@ from graphmod.serve.work import Gone, Part, Work
 log = logging.getLogger("graphmod")
 
 PATIENCE = 120  # seconds that a client may read nothing of a stream
+_SECONDS = 60  # for a body to arrive
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+R = TypeVar("R", bound=BaseModel)
 
 
 async def _until_gone(receive: Receive) -> None:
@@ -46,6 +50,51 @@ async def _unless_gone(receive: Receive, work: Awaitable[Any]) -> Any:
         for task in (working, gone):
             task.cancel()
         await asyncio.gather(working, gone, return_exceptions=True)
+
+
+async def _bytes(request: Request, most: int) -> bytes:
+    found = bytearray()
+    too_large = ApiError(413, f"the body is larger than {most:,} bytes", code="body_too_large")
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > most:
+        raise too_large
+    try:
+        async with asyncio.timeout(_SECONDS):
+            async for part in request.stream():
+                found += part
+                if len(found) > most:
+                    raise too_large
+    except TimeoutError:
+        raise ApiError(408, f"the body did not arrive within {_SECONDS} seconds") from None
+    except ClientDisconnect:
+        raise ApiError(400, "the body ended early") from None
+    return bytes(found)
+
+
+def _constant(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+async def _read(request: Request, kind: type[R], most: int) -> R:
+    """The request in a body of at most `most` bytes. Raises ApiError."""
+    try:
+        raw = await _bytes(request, most)
+        given = json.loads(raw.decode("utf-8-sig"), parse_constant=_constant)
+        if _SURROGATE.search(raw):
+            json.dumps(given, ensure_ascii=False).encode()  # raises for half of a pair, which no tokenizer takes
+    except RecursionError:
+        raise ApiError(400, "the body is nested too deeply") from None
+    except UnicodeEncodeError:
+        raise ApiError(400, "a text in the body has half of a surrogate pair (\\ud800 to \\udfff)") from None
+    except ValueError as error:
+        digits = "digits" in str(error)  # Python reads no more than some thousand
+        raise ApiError(400, "a number has too many digits" if digits else f"the body is not JSON: {error}") from None
+    try:
+        return kind.model_validate(given)
+    except ValidationError as error:
+        raise wrong_field(error) from None
+    except RecursionError:
+        raise ApiError(400, "the body is nested too deeply") from None
 
 
 def require_key(service: Service, request: Request) -> None:
@@ -104,7 +153,7 @@ class Exchange:
         service, form = self._service, self._form
         require_key(service, self._request)
         service.require_ready()
-        body = await read_body(self._request, form.request, service.settings.max_body_bytes)
+        body = await _read(self._request, form.request, service.settings.max_body_bytes)
         require_model(service, body.model)
         service.require_ready()
         self._let_in.enter_context(service.admission.let_in(form.samples(body)))

@@ -248,7 +248,9 @@ def test_headers_that_do_not_end_are_refused(served):
                 trailing.sendall(b"a" * 100_000)
     with contextlib.closing(http.client.HTTPConnection("127.0.0.1", served.port, timeout=20)) as connection:
         for size in (10, 300_000, 1_000_000, 10):  # bodies may be large, one after the other
-            connection.request("POST", "/v1/completions", json.dumps({"prompt": [5], "max_tokens": 1, "user": "a" * size}))
+            connection.request(
+                "POST", "/v1/completions", json.dumps({"prompt": [5], "max_tokens": 1, "user": "a" * size})
+            )
             answer = connection.getresponse()
             assert answer.status == 200 and answer.read()
 

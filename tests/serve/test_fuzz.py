@@ -10,17 +10,55 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from served import POSITIONS, Served, alone, chat_model, tokenizer
 
+from graphmod.serve.schema import ChatRequest, CompletionRequest, known_fields
+
 AT_ONCE = 12
 WORDS = ["one", "two ", " three", "[user]", "\n", "€", "\U0001f600", "</s>", "\x00", "a" * 40]
-ODD = [None, True, -1, 0, 1, 5, 10**30, 0.5, -0.0, 1e308, "", "a", [], {}, [None], [[]], {"type": "text"}]
-FIELDS = [
-    *("model", "prompt", "messages", "n", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "stream"),
-    *("stream_options", "logprobs", "echo", "tools", "response_format", "logit_bias", "stop_token_ids", "nonsense"),
+ODD = [
+    None,
+    True,
+    -1,
+    0,
+    1,
+    5,
+    10**30,
+    0.5,
+    -0.0,
+    1e308,
+    "",
+    "a",
+    [],
+    {},
+    [None],
+    [[]],
+    {"type": "text"},
 ]
+FIELDS = [*sorted({one.path for kind in (ChatRequest, CompletionRequest) for one in known_fields(kind)}), "nonsense"]
 
 
 def text(chance, most=6):
     return "".join(chance.choices(WORDS, k=chance.randint(1, most)))
+
+
+def messages(chance):
+    """A conversation, as texts or as parts, with what else clients send in messages."""
+    said = []
+    for number in range(chance.choice([1, 1, 3])):
+        parts = [{"type": "text", "text": text(chance)} for _ in range(chance.randint(1, 3))]
+        beside = chance.choice([{}, {"name": "a"}, {"refusal": None, "tool_calls": None}, {"reasoning_content": "b"}])
+        content = text(chance) if chance.random() < 0.7 else parts
+        said.append({"role": ("user", "assistant")[number % 2], "content": content, **beside})
+    return said
+
+
+def put(body, field, value):
+    """Puts a value where a field is, as far as there is such a place."""
+    *above, name = field.split(".")
+    for one in above:
+        body = body[one] if isinstance(body, dict) and isinstance(body.get(one), (dict, list)) else {}
+        body = body[0] if isinstance(body, list) and body else body
+    if isinstance(body, dict):
+        body[name] = value
 
 
 def good(chance):
@@ -31,7 +69,7 @@ def good(chance):
     asked["stop"] = chance.choice([None, "e", ["one", "k"], "</s>"])
     asked["stream"] = chance.random() < 0.4
     if chance.random() < 0.5:
-        return "/v1/chat/completions", {**asked, "messages": [{"role": "user", "content": text(chance)}]}
+        return "/v1/chat/completions", {**asked, "messages": messages(chance)}
     ids = [[chance.randrange(3, 300) for _ in range(chance.randint(1, 20))] for _ in range(chance.randint(1, 3))]
     return "/v1/completions", {**asked, "prompt": chance.choice([text(chance), ids, ids[0], [text(chance), "a"]])}
 
@@ -43,7 +81,7 @@ def asked(number):
     kind = chance.choices(["good", "changed", "bytes", "long", "gone"], [6, 4, 1, 1, 1])[0]
     if kind == "changed":
         for _ in range(chance.randint(1, 3)):
-            body[chance.choice(FIELDS)] = chance.choice(ODD)
+            put(body, chance.choice(FIELDS), chance.choice(ODD))
     if kind == "long":
         body |= {"prompt": [5] * chance.randint(POSITIONS - 2, POSITIONS + 2), "max_tokens": 5}
         path = "/v1/completions"
