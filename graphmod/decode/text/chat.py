@@ -65,9 +65,27 @@ def chat_prompt(tokenizer: Any, messages: list[Message]) -> str:
     try:
         prompt = write(changed)
     except Exception as error:  # whatever a template raises
-        raise ChatError(f"the tokenizer's chat template refuses the messages: {reason(error)}") from error
+        raise _refused(write, changed, error) from error
     _require_read(write, changed, shown, prompt)
     return prompt
+
+
+def _refused(write: Callable[[list[Message]], str], messages: list[Message], error: Exception) -> ChatError:
+    """What is wrong with messages that a template fails at."""
+    nulls = [number for number, message in enumerate(messages) if message.get("content") is None]
+    if nulls:
+        try:
+            write([message | {"content": message.get("content") or ""} for message in messages])
+        except Exception as other:  # whatever a template raises
+            error = other
+        else:
+            return _null(messages, nulls[0], "fails at that")
+    return ChatError(f"the tokenizer's chat template refuses the messages: {reason(error)}")
+
+
+def _null(messages: list[Message], number: int, what: str) -> ChatError:
+    field, beside = f"messages.{number}.content", " beside tool_calls" if messages[number].get("tool_calls") else ""
+    return ChatError(f'{field} is null{beside}, and the chat template of this model {what}; send ""', field)
 
 
 def _require_text(number: int, message: Message) -> None:
@@ -131,7 +149,7 @@ def _as_it_reads(write: Callable[[list[Message]], str], messages: list[Message])
     numbers of those whose text it writes."""
     words = [[f"first{number}word ", f"second{number}word"] for number in range(len(messages))]
     with_text = {number for number, message in enumerate(messages) if message.get("content")}
-    best, shown = messages, None
+    best, shown = [_in_form(message, str) for message in messages], None  # which most templates take
     for change, form in itertools.product((_as_sent, _without_nulls, _with_objects), _FORMS):
         changed = [(change(message), form(message["role"])) for message in messages]
         try:
@@ -183,8 +201,7 @@ def _require_read(write: Callable[[list[Message]], str], messages: list[Message]
 
     nulls = [number for number, one in enumerate(messages) if one.get("content", "") is None]
     if nulls and with_content("None") and not with_content(""):
-        field = f"messages.{nulls[0]}.content"
-        raise ChatError(f'{field} is null, and the chat template of this model writes None for it; send ""', field)
+        raise _null(messages, nulls[0], "writes None for it")
     said = {name: number for number, one in reversed([*enumerate(messages)]) for name in one if one[name]}
     for name in sorted(said.keys() - _BESIDE):
         field, other = f"messages.{said[name]}.{name}", _THOUGHT.get(name)

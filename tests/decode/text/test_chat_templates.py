@@ -219,6 +219,12 @@ PLAIN = TEMPLATES["text only"][1]
     [
         (PLAIN, [USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}], "messages.1.tool_calls", "reads"),
         (PLAIN, [USER, {"role": "assistant", "content": None}, USER], "messages.1.content", 'send ""'),
+        (
+            PLAIN.replace("{{ m.content", "{{ m.tool_calls }}{{ '' + m.content"),
+            [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}],
+            "messages.1.content",
+            'null beside tool_calls, and the chat template of this model fails at that; send ""',
+        ),
         (PLAIN, [USER | {"contents": "more"}], "messages.0.contents", "reads"),
         (
             PLAIN,
