@@ -137,14 +137,21 @@ class _Object(BaseModel):
     ignored: ClassVar[tuple[str, ...]] = ()
     refused: ClassVar[dict[str, tuple]] = {}
     open: ClassVar[bool] = False
+    _taken: ClassVar[frozenset[str]]
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        cls._taken = frozenset((*cls.model_fields, *cls.ignored))
 
     @model_validator(mode="before")
     @classmethod
     def _only_known(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             raise ValueError("must be a JSON object")
+        if given.keys() <= cls._taken:  # so it mostly is
+            return given
         for name, value in given.items():
-            if value is None or name in cls.model_fields or name in cls.ignored:
+            if value is None or name in cls._taken:
                 continue
             if name not in cls.refused:
                 if cls.open:
