@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Callable
 from difflib import get_close_matches
 from typing import Any
@@ -149,26 +150,35 @@ def _as_it_reads(write: Callable[[list[Message]], str], messages: list[Message])
     numbers of those whose text it writes."""
     words = [[f"first{number}word ", f"second{number}word"] for number in range(len(messages))]
     with_text = {number for number, message in enumerate(messages) if message.get("content")}
-    best, shown = [_in_form(message, str) for message in messages], None  # which most templates take
+    best, shown, tried = [_in_form(message, str) for message in messages], None, []  # most templates take texts
     for change, form in itertools.product((_as_sent, _without_nulls, _with_objects), _FORMS):
-        changed = [(change(message), form(message["role"])) for message in messages]
+        changed = [_in_form(change(message), form(message["role"])) for message in messages]
+        if changed in tried:
+            continue
+        tried.append(changed)
         try:
-            written = write([_in_form(*one, text) for one, text in zip(changed, words, strict=True)])
+            written = write([_in_form(message, None, text) for message, text in zip(changed, words, strict=True)])
         except Exception:  # whatever a template raises
             continue
-        found = {number for number in with_text if _holds(written.lower(), *words[number])}
+        found = with_text & _whole(written)
         if shown is None or len(found) > len(shown):
-            best, shown = [_in_form(*one) for one in changed], found
+            best, shown = changed, found
         if found == with_text:
             break
     return best, shown or set()
 
 
-def _holds(written: str, first: str, second: str) -> bool:
-    """Whether both are there as texts, and not as what Python or JSON shows of parts."""
-    _, found, after = written.partition(first.strip())
-    between, also, _ = after.partition(second)
-    return bool(found and also) and "type" not in between
+def _whole(written: str) -> set[int]:
+    """The messages of whose words a template has written both, as texts and not as what Python or JSON shows of
+    parts."""
+    begun, found = {}, set()
+    for word in re.finditer(r"(first|second)(\d+)word", written.lower()):
+        number = int(word[2])
+        if word[1] == "first":
+            begun.setdefault(number, word.end())
+        elif number in begun and "type" not in written[begun[number] : word.start()]:
+            found.add(number)
+    return found
 
 
 def _require_read(write: Callable[[list[Message]], str], messages: list[Message], shown: set[int], prompt: str) -> None:
