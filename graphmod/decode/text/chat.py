@@ -140,9 +140,10 @@ def _with_arguments(call: Any) -> Any:
     if isinstance(call.get("function"), dict):
         return {**call, "function": _with_arguments(call["function"])}
     try:
-        return {**call, "arguments": json.loads(call["arguments"])}
-    except (KeyError, TypeError, ValueError):
+        read = json.loads(call["arguments"])
+    except (KeyError, TypeError, ValueError, RecursionError):
         return call
+    return {**call, "arguments": read} if isinstance(read, dict) else call
 
 
 def _as_it_reads(write: Callable[[list[Message]], str], messages: list[Message]) -> tuple[list[Message], set[int]]:
@@ -153,12 +154,12 @@ def _as_it_reads(write: Callable[[list[Message]], str], messages: list[Message])
     best, shown, tried = [_in_form(message, str) for message in messages], None, []  # most templates take texts
     for change, form in itertools.product((_as_sent, _without_nulls, _with_objects), _FORMS):
         changed = [_in_form(change(message), form(message["role"])) for message in messages]
-        if changed in tried:
-            continue
-        tried.append(changed)
         try:
+            if changed in tried:
+                continue
+            tried.append(changed)
             written = write([_in_form(message, None, text) for message, text in zip(changed, words, strict=True)])
-        except Exception:  # whatever a template raises
+        except Exception:  # whatever a template raises, and what is nested too deeply to compare
             continue
         found = with_text & _whole(written)
         if shown is None or len(found) > len(shown):

@@ -259,6 +259,18 @@ def test_arguments_become_objects_where_a_template_needs_them():
     assert chat(template, USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}, USER) == "Hiat=Paris;Hi"
 
 
+@pytest.mark.parametrize("depth", [200, 900, 100_000])
+def test_arguments_that_are_nested_deeply_are_a_text_like_others(depth):
+    deep = {"function": {"name": "look", "arguments": "[" * depth + "]" * depth}}
+    calls = "{% for c in m.tool_calls or [] %}{{ c.function.arguments }}{% endfor %}"
+    template = "{% for m in messages %}{{ m.content }}" + calls + "{% endfor %}"
+    written = chat(template, USER, {"role": "assistant", "content": "", "tool_calls": [deep], "refusal": None}, USER)
+    assert written == "Hi" + "[" * depth + "]" * depth + "Hi"
+    with pytest.raises(ChatError, match="refuses the messages"):
+        items = template.replace("arguments", "arguments | items | list")
+        chat(items, USER, {"role": "assistant", "tool_calls": [deep]})
+
+
 def test_null_fields_are_left_out_where_a_template_fails_at_them():
     count = "{% if 'tool_calls' in m %}{{ m.tool_calls | length }}{% endif %}"
     template = "{% for m in messages %}{{ m.content }}" + count + "{% endfor %}"
