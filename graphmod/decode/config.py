@@ -12,6 +12,9 @@ from graphmod.config import BackendName, CompileMode, choice, integer, names_set
 from graphmod.decode.errors import RequestError
 from graphmod.errors import ConfigError
 
+MOST_TOP = 20
+"""Most likely tokens that are told of a place, at most."""
+
 
 class AttentionName(str, Enum):
     """Which attention decode steps use; `auto` goes by a fixed rule, `fastest` measures those that work here."""
@@ -159,6 +162,9 @@ class Sampling:
         stop: what ends a sequence besides the model's own end-of-sequence token: token ids, sequences of token ids,
             or strings (if the engine was given a codec).
         ignore_eos: continue after the end-of-sequence token.
+        top_logprobs: tell so many of the most likely tokens at each place, with their log-probabilities; up to 20.
+        prompt_logprobs: tell the log-probabilities of the prompt's tokens too, and `top_logprobs` of each place in it.
+            Nothing of such a prompt is taken from the cache.
     """
 
     temperature: float = 0.0
@@ -168,12 +174,14 @@ class Sampling:
     max_new_tokens: int = 128
     stop: list[Any] = field(default_factory=list)
     ignore_eos: bool = False
+    top_logprobs: int = 0
+    prompt_logprobs: bool = False
 
     def check(self) -> None:
         """Raises RequestError for a setting of the wrong kind or out of range."""
         for name in ("temperature", "top_p"):
             _kind(name, getattr(self, name), Real, "a number")
-        for name in ("top_k", "max_new_tokens", *(("seed",) if self.seed is not None else ())):
+        for name in ("top_k", "max_new_tokens", "top_logprobs", *(("seed",) if self.seed is not None else ())):
             _kind(name, getattr(self, name), Integral, "an integer")
         if not 0 <= self.temperature < float("inf"):
             raise RequestError(f"temperature must be 0 (greedy) or above and finite, got {self.temperature}")
@@ -181,6 +189,8 @@ class Sampling:
             raise RequestError(f"top_k must be 0 (all) or above, got {self.top_k}")
         if not 0 < self.top_p <= 1:
             raise RequestError(f"top_p must be above 0 and at most 1, got {self.top_p}")
+        if not 0 <= self.top_logprobs <= MOST_TOP:
+            raise RequestError(f"top_logprobs must be 0 (none) to {MOST_TOP}, got {self.top_logprobs}")
         if self.max_new_tokens < 1:
             raise RequestError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
         if self.seed is not None and not -(2**63) <= self.seed < 2**63:

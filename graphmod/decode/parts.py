@@ -31,6 +31,8 @@ from graphmod.decode.verification import FirstTokens, compare_made_up
 from graphmod.errors import ConfigError
 
 _MOST_PIECES = 32  # of prompts that are prefilled at once: logits are made for the end of each
+_MOST_LOGITS = 2**26  # numbers, where they are made for each token: 256 MiB in float32
+_LEAST_SCORED = 128  # tokens, however large the vocabulary
 
 
 @dataclass
@@ -121,13 +123,14 @@ def build(model: PreTrainedModel, config: EngineConfig, codec: Codec | None) -> 
     # A launch that waits its turn reads memory of the host over and over, and takes 5 % of the bus from copies.
     steps = config.steps_per_sync if memory.ring is None else 1
     # Results of two chunks of steps wait to be read at most, and first tokens.
-    state = BatchState(rows, table, 2 * steps + 1, model.device)
+    state = BatchState(rows, table, 2 * steps + 1, model.device, text.vocab_size)
     scheduler = Scheduler(BlockAllocator(blocks, size, memory.first_block), rows)
     step = DecodeStep(model, memory, own=attention.name is None)
     contexts = context_sizes(size, table * size, attention.stops_at_context)
     graphs = BucketGraphs(step, state, config, contexts, attention.compiled)
     tokens = config.prefill_tokens
-    limits = Limits(tokens, _MOST_PIECES, max(min(table, blocks) * size, 4 * tokens))
+    scored = min(tokens, max(_LEAST_SCORED, _MOST_LOGITS // text.vocab_size))
+    limits = Limits(tokens, _MOST_PIECES, max(min(table, blocks) * size, 4 * tokens), scored)
     packed = None
     if attention.name is not None and unavailable(memory) is None:
         packed = PackedPrefill(model, memory, limits, graphs.settings if config.graphs else None, graphs.group)

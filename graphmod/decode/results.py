@@ -15,6 +15,7 @@ class TokenEvent:
         logprob: log-probability (nats) under the model's own distribution, before temperature, top-k and top-p.
         finish_reason: None while the sequence continues; otherwise as in `Completion`.
         error: what went wrong where `finish_reason` is "error".
+        top_logprobs: the most likely tokens at its place, with their log-probabilities; None unless asked for.
     """
 
     request: int
@@ -23,6 +24,11 @@ class TokenEvent:
     logprob: float
     finish_reason: str | None = None
     error: str | None = None
+    top_logprobs: list[tuple[int, float]] | None = None
+
+
+TopLogprobs = list[list[tuple[int, float]]]
+"""For each place, some of the most likely tokens with their log-probabilities (nats), the likeliest first."""
 
 
 @dataclass
@@ -38,6 +44,9 @@ class Completion:
         error: what went wrong where it is "error"; the tokens before that are good.
         text: of the tokens after the prompt, where the engine has a codec: that of both together, without that of the
             prompt, and without special tokens.
+        top_logprobs: the most likely tokens at the place of each of `tokens`; None unless asked for.
+        prompt_logprobs: of each token of the prompt but the first; None unless asked for, and before the first token.
+        prompt_top_logprobs: the most likely tokens at their places; None unless asked for.
     """
 
     request: int
@@ -48,6 +57,9 @@ class Completion:
     finish_reason: str | None = None
     error: str | None = None
     text: str | None = None
+    top_logprobs: TopLogprobs | None = None
+    prompt_logprobs: list[float] | None = None
+    prompt_top_logprobs: TopLogprobs | None = None
 
 
 class Run(NamedTuple):
@@ -58,6 +70,7 @@ class Run(NamedTuple):
         tokens, logprobs: what is new; of an error, what was good.
         ended: whether it ended with that.
         handle: of the request; None where that gave the run.
+        top_logprobs: of `tokens`, where they are asked for.
     """
 
     completion: Completion
@@ -65,16 +78,22 @@ class Run(NamedTuple):
     logprobs: list[float]
     ended: bool
     handle: Any = None
+    top_logprobs: TopLogprobs | None = None
 
 
 def events(runs: list[Run]) -> Iterator[TokenEvent]:
     """The tokens of runs one by one: the first of each, then the second of each, and so on."""
     for step in range(max((len(run.tokens) for run in runs), default=-1) + 1):
-        for done, tokens, logprobs, ended, _ in runs:
+        for done, tokens, logprobs, ended, _, top in runs:
             if step < len(tokens):
                 last = ended and step == len(tokens) - 1 and done.error is None
                 yield TokenEvent(
-                    done.request, done.sample, tokens[step], logprobs[step], done.finish_reason if last else None
+                    done.request,
+                    done.sample,
+                    tokens[step],
+                    logprobs[step],
+                    done.finish_reason if last else None,
+                    top_logprobs=top and top[step],
                 )
             elif step == len(tokens) and ended and done.error is not None:
                 yield TokenEvent(done.request, done.sample, None, float("nan"), "error", done.error)

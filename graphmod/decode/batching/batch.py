@@ -10,10 +10,11 @@ from collections import deque
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from graphmod.decode.batching.scheduler import Scheduler
-from graphmod.decode.batching.sequence import Sequence
+from graphmod.decode.batching.scheduler import Planned, Scheduler
+from graphmod.decode.batching.sequence import Sequence, kind_of
 from graphmod.decode.cache.cache import PagedCache
 from graphmod.decode.cache.extents import Reader
 from graphmod.decode.prefill.packed import PackedPrefill
@@ -21,6 +22,7 @@ from graphmod.decode.prefill.padded import PaddedPrefill
 from graphmod.decode.prefill.piece import Limits
 from graphmod.decode.results import Run
 from graphmod.decode.step.graphs import BucketGraphs
+from graphmod.decode.step.sampling import TOP
 from graphmod.decode.step.state import BAD, FULL, NOTHING, STOPPED, BatchState
 from graphmod.decode.step.step import take_token
 from graphmod.models.exchange import attention
@@ -156,16 +158,33 @@ class ContinuousBatch:
         planned = scheduler.plan(self._limits._replace(tokens=self._budget()))
         if not planned:
             return
-        logits = self._prefill([part.piece() for part in planned])
+        logits, planned = self._prefilled(planned)
         self.prompt_tokens += sum(part.end - part.start for part in planned)
         joining = [part.sequence for part in planned if part.last]
         if not joining:
             return
         first = scheduler.join(joining)
         self._state.set_rows(first, [sequence.row_values() for sequence in joining])
-        rows = self._state.part(first, len(joining))
-        take_token(logits, rows, max(sequence.kind for sequence in joining))
-        self._sent(joining, slice(first, first + len(joining)), None, 1)
+        kind = kind_of(joining)
+        take_token(logits, self._state.part(first, len(joining), kind >= TOP), kind)
+        self._sent(joining, slice(first, first + len(joining)), None, 1, kind >= TOP)
+
+    def _prefilled(self, planned: list[Planned]) -> tuple[Tensor, list[Planned]]:
+        """The logits after those parts that are the last of their prompts, and the parts in the order of these."""
+        scored = [part for part in planned if part.sequence.sampling.prompt_logprobs]
+        if not scored:
+            return self._prefill([part.piece() for part in planned]), planned
+        # First, since they read nothing that others write: all of their prompts is computed.
+        found, scores = self._prefill.scored([part.piece() for part in scored])
+        scores, begin = scores.on_host(), 0
+        for part in scored:
+            count = part.end - part.start
+            part.sequence.scores.append(scores.part(begin, count))
+            begin += count
+        others = [part for part in planned if not part.sequence.sampling.prompt_logprobs]
+        if others:
+            found = torch.cat((found, self._prefill([part.piece() for part in others])))
+        return found, [*scored, *others]
 
     def _launch(self) -> bool:
         running = self.scheduler.running
@@ -174,14 +193,14 @@ class ContinuousBatch:
         for sequence in running:
             sequence.launched += min(steps, sequence.steps_left)
         if steps:
-            kind = max(s.kind for s in running)
+            kind = kind_of(running)
             context = max(s.tokens_launched for s in running)
             self._memory.expect(
                 [Reader(s.blocks, b + 1, s.tokens_launched) for s, b in zip(running, before, strict=True)]
             )
             with attention(self._model, self._attention):
                 bucket = self._graphs.launch(len(running), context, kind, steps)
-            self._sent(list(running), slice(0, len(running)), bucket, steps)
+            self._sent(list(running), slice(0, len(running)), bucket, steps, kind >= TOP)
         # Whose last step this was is known now; the row need not wait until its tokens are read.
         for sequence in [s for s in running if not s.steps_left]:
             self._vacate(sequence)
@@ -191,8 +210,8 @@ class ContinuousBatch:
         """Half as many as usual while somebody waits: a row that ended within a chunk is empty until the next one."""
         return max(1, self._steps // 2) if self.scheduler.waiting else self._steps
 
-    def _sent(self, sequences: list[Sequence], rows: slice, bucket: int | None, steps: int) -> None:
-        kept, event = self._state.read_back(self._next_step, steps)
+    def _sent(self, sequences: list[Sequence], rows: slice, bucket: int | None, steps: int, top: bool) -> None:
+        kept, event = self._state.read_back(self._next_step, steps, top)
         self._next_step = (self._next_step + steps) % self._state.steps
         self._in_flight.append(_Chunk(sequences, rows, bucket, kept, event))
 
@@ -209,7 +228,11 @@ class ContinuousBatch:
             chunk.event.synchronize()
             self.waited_seconds += time.perf_counter() - began
         rows = zip(chunk.sequences, *self._state.results_at(chunk.kept, chunk.rows), strict=True)
-        runs = [self._take(sequence, *found) for sequence, *found in rows if not sequence.done]
+        runs = [
+            self._take(sequence, chunk, chunk.rows.start + number, *found)
+            for number, (sequence, *found) in enumerate(rows)
+            if not sequence.done
+        ]
         if chunk.bucket is not None:
             self._graphs.count(chunk.bucket, chunk.bucket * len(chunk.kept), sum(len(run.logprobs) for run in runs))
         for sequence in chunk.sequences:
@@ -219,9 +242,19 @@ class ContinuousBatch:
                 self._release(sequence)
         return runs
 
-    def _take(self, sequence: Sequence, tokens: list[int], logprobs: list[float], statuses: list[int]) -> Run:
+    def _take(
+        self,
+        sequence: Sequence,
+        chunk: _Chunk,
+        row: int,
+        tokens: list[int],
+        logprobs: list[float],
+        statuses: list[int],
+    ) -> Run:
         """Books what successive steps found for a sequence, up to its end."""
         done, before = sequence.completion, len(sequence.completion.tokens)
+        if sequence.scores:
+            sequence.book_scores()
         if sequence.ends_on_host or any(statuses) or NOTHING in tokens:
             for token, logprob, status in zip(tokens, logprobs, statuses, strict=True):
                 if token != NOTHING:
@@ -231,7 +264,12 @@ class ContinuousBatch:
         else:  # as nearly always; rows times steps are many to look at one by one
             done.tokens += tokens
             done.logprobs += logprobs
-        run = Run(done, done.tokens[before:], done.logprobs[before:], sequence.done, sequence.handle)
+        new, top = done.tokens[before:], None
+        if count := sequence.sampling.top_logprobs:
+            top = self._state.top_at(chunk.kept, row, count)[: len(new)]
+            done.top_logprobs = [] if done.top_logprobs is None else done.top_logprobs
+            done.top_logprobs += top
+        run = Run(done, new, done.logprobs[before:], sequence.done, sequence.handle, top)
         self.tokens += len(run.tokens)
         return run
 

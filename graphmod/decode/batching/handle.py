@@ -123,7 +123,8 @@ class Handle:
             self.error.__cause__ = error
         for number, done in enumerate(self.completions):
             if not self._ended[number]:
-                del done.tokens[self._seen[number] :], done.logprobs[self._seen[number] :]
+                for kept in filter(None, (done.tokens, done.logprobs, done.top_logprobs)):
+                    del kept[self._seen[number] :]
                 done.finish_reason, done.error = "error", str(self.error)
         self._ended = [True] * len(self._ended)
         tell([self])
@@ -165,5 +166,6 @@ class Cursor:
             if handle.error is not None or self._told[number] or (until == before and not ended):
                 continue
             self._read[number], self._told[number] = until, ended
-            found.append(Run(done, done.tokens[before:until], done.logprobs[before:until], ended))
+            top = done.top_logprobs and done.top_logprobs[before:until]
+            found.append(Run(done, done.tokens[before:until], done.logprobs[before:until], ended, top_logprobs=top))
         return found

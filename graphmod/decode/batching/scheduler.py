@@ -33,8 +33,11 @@ class Planned(NamedTuple):
 
     def piece(self) -> Piece:
         """The same for who knows no sequences."""
-        sequence = self.sequence
-        return Piece(sequence.prompt[self.start : self.end], self.start, sequence.blocks, self.last)
+        sequence, prompt = self.sequence, self.sequence.prompt
+        targets = None
+        if sequence.sampling.prompt_logprobs:
+            targets = [*prompt[self.start + 1 : self.end + 1], *[0] * self.last]
+        return Piece(prompt[self.start : self.end], self.start, sequence.blocks, self.last, targets)
 
 
 class Scheduler:
@@ -80,7 +83,8 @@ class Scheduler:
         """Gives a sequence its blocks, those that hold the beginning of its prompt among them; False if none is free,
         or no row."""
         allocator = self.allocator
-        known = allocator.match(sequence.prompt)
+        # Of what is not computed again there are no log-probabilities.
+        known = [] if sequence.sampling.prompt_logprobs else allocator.match(sequence.prompt)
         # The last token is never fed, so nothing of it is stored.
         missing = allocator.blocks_for(sequence.limit - 1) - len(known)
         unheld = sum(not allocator.holders(block) for block in known)
@@ -96,14 +100,21 @@ class Scheduler:
     def _piece(self, planned: list[Planned], sequence: Sequence, limits: Limits) -> Limits:
         """Plans as much of a prompt as fits; what is left of the limits."""
         begin = sequence.stored
+        scored = sequence.sampling.prompt_logprobs
         end = min(len(sequence.prompt), begin + limits.tokens, limits.columns)
+        end = min(end, begin + limits.scored) if scored else end
         if end <= begin:
             return limits
         planned.append(Planned(sequence, begin, end))
         sequence.stored = end
         if sequence.epoch == self.allocator.epoch:
             self.allocator.know(sequence.prompt[:end], sequence.blocks)
-        return Limits(limits.tokens - (end - begin), limits.pieces - 1, limits.columns - end)
+        return Limits(
+            limits.tokens - (end - begin),
+            limits.pieces - 1,
+            limits.columns - end,
+            limits.scored - (end - begin) * scored,
+        )
 
     def join(self, sequences: list[Sequence]) -> int:
         """Gives the next rows to `sequences`, whose prompts are complete; returns the first of these rows."""

@@ -7,10 +7,16 @@ from typing import Any
 
 from graphmod.decode.batching.seeds import sample_seed
 from graphmod.decode.config import Sampling
+from graphmod.decode.prefill.piece import Scores
 from graphmod.decode.results import Completion
-from graphmod.decode.step.sampling import FILTERED, GREEDY, PLAIN
+from graphmod.decode.step.sampling import FILTERED, GREEDY, PLAIN, TOP
 from graphmod.decode.step.state import RowValues
 from graphmod.decode.text.stream import StopTexts
+
+
+def kind_of(sequences: list[Sequence]) -> int:
+    """What a batch of these needs: see `step.sampling`."""
+    return max(one.kind for one in sequences) + TOP * any(one.sampling.top_logprobs for one in sequences)
 
 
 @dataclass(eq=False)
@@ -28,6 +34,7 @@ class Sequence:
         epoch: of what is known of blocks, at that time.
         stored: tokens of its prompt whose keys and values are in its blocks, or will be by what was launched.
         launched: decode steps launched for it; it has at most one token more.
+        scores: of its prompt, on their way to the host: each piece's `prefill.piece.Scores`.
         done: whether it has ended.
     """
 
@@ -42,6 +49,7 @@ class Sequence:
     epoch: int = 0
     stored: int = 0
     launched: int = 0
+    scores: list[Scores] = field(default_factory=list)
     done: bool = False
 
     @property
@@ -67,6 +75,16 @@ class Sequence:
         if self.sampling.temperature <= 0:
             return GREEDY
         return FILTERED if self.sampling.top_k > 0 or self.sampling.top_p < 1 else PLAIN
+
+    def book_scores(self) -> None:
+        """Gives the completion those of its prompt, once the host has them."""
+        done, top = self.completion, self.sampling.top_logprobs
+        last = len(self.prompt) - 1  # what comes after the prompt is among the tokens
+        done.prompt_logprobs = [one for piece in self.scores for one in piece.logprobs.tolist()][:last]
+        if top:
+            found = [one for piece in self.scores for one in piece.most_likely(top)]
+            done.prompt_top_logprobs = found[:last]
+        self.scores = []
 
     @property
     def ends_on_host(self) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedModel
@@ -9,7 +11,7 @@ from transformers import PreTrainedModel
 from graphmod.config import CUDAGraphConfig
 from graphmod.decode.cache.cache import PagedCache
 from graphmod.decode.prefill.attention import NAME, reads_by_length
-from graphmod.decode.prefill.piece import Limits, Piece
+from graphmod.decode.prefill.piece import Limits, Piece, Scores
 from graphmod.decode.prefill.view import POSITION, TOKEN, Packed, PackedBuffer, PackedView
 from graphmod.decode.results import BucketStats
 from graphmod.decode.step.anatomy import step_arguments
@@ -22,7 +24,7 @@ _LEAST_TOKENS = 128  # a GPU that computes with fewer waits for the weights as l
 _BUSY_TOKENS = 512
 _LEAST_COLUMNS = 256
 
-Key = tuple[int, int | None]  # tokens, columns
+Key = tuple[int, int | None, bool]  # tokens, columns, whether they are scored
 
 
 def sizes(least: int, most: int, factor: int) -> list[int]:
@@ -42,12 +44,15 @@ class PackedStep(nn.Module):
         self.model, self.memory = model, memory
         self._keeps = takes(model, "logits_to_keep")
 
-    def forward(self, packed: Packed) -> Tensor:
-        """(pieces, vocabulary): the logits after the tokens `packed.ends`."""
+    def forward(self, packed: Packed) -> Tensor | tuple[Tensor, Scores]:
+        """(pieces, vocabulary): the logits after the tokens `packed.ends`; with targets, also all scores."""
         tokens = packed.tokens
         given = step_arguments(
             self.model, tokens[TOKEN].unsqueeze(0), tokens[POSITION].unsqueeze(0), PackedView(self.memory, packed)
         )
+        if packed.targets is not None:
+            logits = self.model(**given).logits[0]
+            return logits.index_select(0, packed.ends), Scores.of(logits, packed.targets)
         if self._keeps:
             return self.model(**given, logits_to_keep=packed.ends).logits[0]
         return self.model(**given).logits[0].index_select(0, packed.ends)
@@ -86,14 +91,22 @@ class PackedPrefill:
     def __call__(self, pieces: list[Piece]) -> Tensor:
         """Stores the keys and values of pieces, in their order; gives the logits after those that are `last`, (pieces
         that are last, vocabulary)."""
+        return self._computed(pieces, scored=False)[: sum(piece.last for piece in pieces)]
+
+    def scored(self, pieces: list[Piece]) -> tuple[Tensor, Scores]:
+        """As a call, for pieces that have targets; gives the scores of all tokens too."""
+        logits, scores = self._computed(pieces, scored=True)
+        return logits[: sum(piece.last for piece in pieces)], scores
+
+    def _computed(self, pieces: list[Piece], scored: bool) -> Any:
         size, columns = self._sizes(pieces)
         packed = self._buffer.fill(pieces, size, columns)
         with attention(self._model, NAME):
-            logits = (self._wrapper(size, columns) if self._settings else self._step)(packed)
+            found = (self._wrapper(size, columns, scored) if self._settings else self._step)(packed)
         self._counts.eager_steps += self._settings is None
         self._counts.row_steps += size
         self._counts.padding_row_steps += size - sum(len(piece.tokens) for piece in pieces)
-        return logits[: sum(piece.last for piece in pieces)]
+        return found
 
     def nearest_size(self, tokens: int) -> int:
         """About as many tokens, of which none is padding when as many are prefilled."""
@@ -105,7 +118,7 @@ class PackedPrefill:
             logits = self._step(self._buffer.fill(pieces, *self._sizes(pieces)))
         return logits[: sum(piece.last for piece in pieces)]
 
-    def _sizes(self, pieces: list[Piece]) -> Key:
+    def _sizes(self, pieces: list[Piece]) -> tuple[int, int | None]:
         used = sum(len(piece.tokens) for piece in pieces)
         size = next(size for size in self.tokens if size >= used)
         columns = None
@@ -113,12 +126,12 @@ class PackedPrefill:
             columns = next(size for size in self.columns if size >= sum(piece.end for piece in pieces))
         return size, columns
 
-    def _wrapper(self, size: int, columns: int | None) -> CUDAGraphModule:
-        wrapper = self.wrappers.get((size, columns))
+    def _wrapper(self, size: int, columns: int | None, scored: bool = False) -> CUDAGraphModule:
+        wrapper = self.wrappers.get((size, columns, scored))
         if wrapper is None:
             name = f"prefill of {size} tokens"
             wrapper = CUDAGraphModule(self._step, self._settings, name=name, group=self._group)
-            self.wrappers[size, columns] = wrapper
+            self.wrappers[size, columns, scored] = wrapper
         return wrapper
 
     def capture(self, longest: int, progress: bool) -> None:

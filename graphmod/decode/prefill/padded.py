@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from graphmod.decode.cache.cache import NULL_BLOCK, PagedCache
 from graphmod.decode.cache.views import GatheredView, slot_mapping
-from graphmod.decode.prefill.piece import Piece
+from graphmod.decode.prefill.piece import Piece, Scores
 from graphmod.decode.step.anatomy import positions
 from graphmod.models.exchange import takes
 
@@ -54,18 +54,32 @@ class PaddedPrefill:
         self._keeps = takes(model, "logits_to_keep")
 
     def __call__(self, pieces: list[Piece]) -> Tensor:
+        return self._computed(pieces)[0]
+
+    def scored(self, pieces: list[Piece]) -> tuple[Tensor, Scores]:
+        """As a call, for pieces that have targets; gives the scores of all tokens too."""
+        logits, scores = self._computed(pieces)
+        return logits, Scores(*map(torch.cat, zip(*(scores[index] for index in range(len(pieces))), strict=True)))
+
+    def _computed(self, pieces: list[Piece]) -> tuple[Tensor, dict[int, Scores]]:
         found: dict[int, Tensor] = {}
+        scores: dict[int, Scores] = {}
         for batch in batches(pieces, self.budget):
             logits = self._call([pieces[index] for index in batch])
-            found.update(zip(batch, logits, strict=True))
+            for index, own in zip(batch, logits, strict=True):
+                targets = pieces[index].targets
+                found[index] = own[-1] if targets is None else own[len(targets) - 1]
+                if targets is not None:
+                    scores[index] = Scores.of(own[: len(targets)], self.to_device(targets, torch.int64))
         rows = [found[index] for index, piece in enumerate(pieces) if piece.last]
-        return torch.stack(rows) if rows else logits[:0]
+        return torch.stack(rows) if rows else logits[:0, -1], scores
 
     def nearest_size(self, tokens: int) -> int:
         """As many: one piece alone has no padding, whatever its length."""
         return tokens
 
     def _call(self, pieces: list[Piece]) -> Tensor:
+        """(pieces, tokens, vocabulary): the logits after all tokens if there are targets, else after each last one."""
         memory, size, start = self.memory, self.memory.block_size, pieces[0].start
         longest, width = max(len(piece.tokens) for piece in pieces), max(len(piece.blocks) for piece in pieces)
         tokens = [piece.tokens + [0] * (longest - len(piece.tokens)) for piece in pieces]
@@ -81,14 +95,17 @@ class PaddedPrefill:
             memory, torch.where(slots < 0, spare, slots), table, start + lengths, start + longest, longest
         )
         last = sorted({len(piece.tokens) - 1 for piece in pieces})
+        scored = pieces[0].targets is not None
         keep = self.to_device(last, torch.int64)
         out = self.model(
             input_ids=self.to_device(tokens, torch.int64),
             past_key_values=view,
             use_cache=True,
             **positions(self.model, position.view(len(pieces), longest)),
-            **({"logits_to_keep": keep} if self._keeps else {}),
+            **({"logits_to_keep": keep} if self._keeps and not scored else {}),
         )
+        if scored:
+            return out.logits
         logits = out.logits if self._keeps else out.logits[:, keep]
         at = {index: place for place, index in enumerate(last)}
-        return logits[list(range(len(pieces))), [at[len(piece.tokens) - 1] for piece in pieces]]
+        return logits[list(range(len(pieces))), [at[len(piece.tokens) - 1] for piece in pieces]].unsqueeze(1)

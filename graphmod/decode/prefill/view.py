@@ -32,12 +32,14 @@ class Packed(NamedTuple):
         starts: (2, pieces + 2) int32: where the tokens of each piece begin, and its columns. The padding is a last
             piece, to which none of the columns belong.
         ends: (pieces,) int64: which tokens are the last of their prompts; the rest is 0.
+        targets: (T,) int64: whose log-probability is asked for after each token; None where none is.
     """
 
     tokens: Tensor
     columns: Tensor | None
     starts: Tensor
     ends: Tensor
+    targets: Tensor | None = None
 
 
 class PackedBuffer:
@@ -55,23 +57,26 @@ class PackedBuffer:
         self._columns = torch.zeros(3 * limits.columns, **numbers)
         self._starts = torch.zeros((2, limits.pieces + 2), dtype=torch.int32, device=memory.device)
         self._ends = torch.zeros(limits.pieces, **numbers)
-        self._given: dict[tuple[int, int | None], Packed] = {}
+        self._targets = torch.zeros(limits.tokens, **numbers)
+        self._given: dict[tuple[int, int | None, bool], Packed] = {}
 
-    def packed(self, tokens: int, columns: int | None) -> Packed:
-        """The tensors for so many tokens and columns; the same ones each time."""
-        key = tokens, columns
+    def packed(self, tokens: int, columns: int | None, scored: bool = False) -> Packed:
+        """The tensors for so many tokens and columns, with targets if they are `scored`; the same ones each time."""
+        key = tokens, columns, scored
         if key not in self._given:
             self._given[key] = Packed(
                 mark_static(self._tokens[: 4 * tokens].view(4, tokens)),
                 None if columns is None else mark_static(self._columns[: 3 * columns].view(3, columns)),
                 mark_static(self._starts[:]),
                 mark_static(self._ends[:]),
+                mark_static(self._targets[:tokens]) if scored else None,
             )
         return self._given[key]
 
     def fill(self, pieces: list[Piece], tokens: int, columns: int | None) -> Packed:
-        """Writes pieces, which must fit."""
-        into, size = self.packed(tokens, columns), self._memory.block_size
+        """Writes pieces, which must fit; all of them have targets, or none has."""
+        scored = any(piece.targets is not None for piece in pieces)
+        into, size = self.packed(tokens, columns, scored), self._memory.block_size
         rows = numpy.zeros((4, tokens), dtype=numpy.int64)
         rows[PIECE] = NOBODY
         rows[SLOT] = size + numpy.arange(tokens) % self._memory.rows  # the spare slots
@@ -104,6 +109,9 @@ class PackedBuffer:
         ends[: len(last)] = last
         for tensor, values in ((into.tokens, rows), (into.starts, starts), (into.ends, ends)):
             self._bring(tensor, values)
+        if scored:
+            targets = numpy.array([one for piece in pieces for one in piece.targets], dtype=numpy.int64)
+            self._bring(into.targets[: len(targets)], targets)
         if held is not None and self._by_length:
             self._bring(into.columns[HELD, :room], held[HELD])
         elif held is not None:

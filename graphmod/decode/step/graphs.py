@@ -13,6 +13,7 @@ from graphmod.config import CompileMode, CUDAGraphConfig, Verify
 from graphmod.decode.config import EngineConfig
 from graphmod.decode.results import BucketStats
 from graphmod.decode.step.compiler import StepCompiler
+from graphmod.decode.step.sampling import TOP
 from graphmod.decode.step.state import BatchState
 from graphmod.decode.step.step import DecodeStep
 from graphmod.graph.group import Group
@@ -131,10 +132,11 @@ class BucketGraphs:
     def launch(self, rows: int, context: int, kind: int, steps: int = 1) -> int:
         """Launches steps; returns the bucket they run in. Call it in inference mode, with the model's attention set."""
         size, visited = self.bucket(rows), self.visited(context)
+        state = self.state.rows(size, kind >= TOP)
         if not self.config.graphs:
             self._counts[size].eager_steps += steps
             for _ in range(steps):
-                self.step(self.state.rows(size), visited, kind)
+                self.step(state, visited, kind)
             return size
         key = (size, visited, kind)
         wrapper = self.wrappers.get(key)
@@ -143,9 +145,9 @@ class BucketGraphs:
             wrapper = self.wrappers[key] = CUDAGraphModule(self.step, self._of_steps, name=name, group=self.group)
         while steps > 0:
             if self.compiler is None:
-                wrapper(self.state.rows(size), visited, kind)
+                wrapper(state, visited, kind)
             else:
-                self.compiler.call(wrapper, self.state.rows(size), visited, kind)
+                self.compiler.call(wrapper, state, visited, kind)
             steps -= 1 + wrapper.replay(steps - 1)
         return size
 

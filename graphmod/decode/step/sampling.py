@@ -3,14 +3,20 @@
 Pure functions of tensors, without host reads and without state, so that a graph may hold them.
 """
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from graphmod.decode.config import MOST_TOP
+
 GREEDY, PLAIN, FILTERED = 0, 1, 2
 """What a batch needs: greedy rows only; temperatures; also top-k or top-p. A row gets the same token in each that
 covers it, so the cheapest may be chosen for every batch anew."""
+TOP = 4
+"""Added to one of these where the most likely tokens are told too."""
 
 # SplitMix64: G. Steele, D. Lea, C. Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014; the constants
 # of its output function are D. Stafford's "mix13". Multiplication of int64 wraps, as theirs of uint64 does.
@@ -28,11 +34,36 @@ class Choice(NamedTuple):
         logprobs: (B,) float32, log-probability (nats) of the token under the model's own distribution, before
             temperature, top-k and top-p.
         bad: (B,) bool, whether the logits hold a NaN or an infinity, so that the token means nothing.
+        top: the most likely tokens, where the kind has TOP; else None.
     """
 
     tokens: Tensor
     logprobs: Tensor
     bad: Tensor
+    top: Top | None = None
+
+
+class Top(NamedTuple):
+    """The most likely tokens of each row, the likeliest first; MOST_TOP, or as many as a smaller vocabulary has.
+
+    Attributes:
+        tokens: (B, MOST_TOP) int64.
+        logprobs: (B, MOST_TOP) float32, under the model's own distribution.
+    """
+
+    tokens: Tensor
+    logprobs: Tensor
+
+
+def most_likely(logits: Tensor, total: Tensor) -> Top:
+    """The most likely tokens.
+
+    Args:
+        logits: (B, V) float32.
+        total: (B,) their logsumexp.
+    """
+    found = logits.topk(min(MOST_TOP, logits.shape[1]), dim=1)
+    return Top(found.indices, found.values - total.unsqueeze(1))
 
 
 def _shift_right(value: Tensor, bits: int) -> Tensor:
@@ -104,11 +135,12 @@ def sample(
         top_p: (B,) float32.
         seed: (B,) int64, of the request.
         position: (B,) int64, where in its sequence the token will stand.
-        kind: GREEDY, PLAIN or FILTERED, at least what the rows need.
+        kind: GREEDY, PLAIN or FILTERED, at least what the rows need; with TOP, the most likely tokens too.
     """
     logits = logits.float()
     total = logits.logsumexp(dim=1)
     tokens = logits.argmax(dim=1)
+    top, kind = (most_likely(logits, total), kind - TOP) if kind >= TOP else (None, kind)
     if kind != GREEDY:
         greedy = temperature <= 0
         scaled = logits / torch.where(greedy, 1.0, temperature).unsqueeze(1)
@@ -117,4 +149,4 @@ def sample(
         drawn = (scaled + gumbel(row_keys(seed, position), logits.shape[1])).argmax(dim=1)
         tokens = torch.where(greedy, tokens, drawn)
     logprobs = logits.gather(1, tokens.unsqueeze(1)).squeeze(1) - total
-    return Choice(tokens, logprobs, ~torch.isfinite(total))
+    return Choice(tokens, logprobs, ~torch.isfinite(total), top)

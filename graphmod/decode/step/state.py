@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from graphmod.decode.cache.cache import NULL_BLOCK
+from graphmod.decode.config import MOST_TOP
+from graphmod.decode.step.sampling import Top
 from graphmod.graph.buffers import mark_static
 
 TOKEN, POSITION, ACTIVE, LIMIT, SEED, TOP_K = range(6)
@@ -36,6 +38,7 @@ class Rows(NamedTuple):
         results: (steps kept, 2, B) int64: token, or NOTHING, and status.
         logprobs: (steps kept, B) float32.
         cursor: (1,) int64, the step of `results` that is written next.
+        top: (steps kept, B, MOST_TOP) each, for a batch of which somebody asks for the most likely tokens; else None.
     """
 
     integers: Tensor
@@ -45,6 +48,7 @@ class Rows(NamedTuple):
     results: Tensor
     logprobs: Tensor
     cursor: Tensor
+    top: Top | None = None
 
 
 class RowValues(NamedTuple):
@@ -63,10 +67,12 @@ class BatchState:
         rows: the most rows.
         blocks: the most blocks of a sequence.
         steps: decode steps whose results are kept until the host has read them.
+        vocabulary: number of tokens.
     """
 
-    def __init__(self, rows: int, blocks: int, steps: int, device: torch.device) -> None:
+    def __init__(self, rows: int, blocks: int, steps: int, device: torch.device, vocabulary: int = MOST_TOP) -> None:
         self.device, self.steps, self.blocks = device, steps, blocks
+        self._most_top = min(MOST_TOP, vocabulary)
         self.pin = device.type == "cuda"
         self.whole = Rows(
             integers=torch.zeros(rows, 6, dtype=torch.int64, device=device),
@@ -79,16 +85,29 @@ class BatchState:
         )
         self._host_results = torch.empty((steps, 2, rows), dtype=torch.int64, pin_memory=self.pin)
         self._host_logprobs = torch.empty((steps, rows), dtype=torch.float32, pin_memory=self.pin)
-        self._slices: dict[int, Rows] = {}
+        self._top: tuple[Top, Top] | None = None  # on the device and on the host, from when somebody asks for it
+        self._slices: dict[tuple[int, bool], Rows] = {}
 
-    def rows(self, count: int) -> Rows:
-        """The state of the first `count` rows; the same tensors each time."""
-        if count not in self._slices:
-            part = self.part(0, count)._replace(cursor=self.whole.cursor[:])
-            self._slices[count] = Rows(*map(mark_static, part))
-        return self._slices[count]
+    def rows(self, count: int, top: bool = False) -> Rows:
+        """The state of the first `count` rows, for the most likely tokens too if `top`; the same tensors each time."""
+        if (count, top) not in self._slices:
+            part = self.part(0, count, top)._replace(cursor=self.whole.cursor[:])
+            self._slices[count, top] = Rows(
+                *map(mark_static, part[:-1]), Top(*map(mark_static, part.top)) if top else None
+            )
+        return self._slices[count, top]
 
-    def part(self, first: int, count: int) -> Rows:
+    def _tops(self) -> tuple[Top, Top]:
+        if self._top is None:
+            size = (self.steps, len(self.whole.integers), self._most_top)
+            kinds = (torch.int64, torch.float32)
+            self._top = (
+                Top(*(torch.zeros(size, dtype=kind, device=self.device) for kind in kinds)),
+                Top(*(torch.empty(size, dtype=kind, pin_memory=self.pin) for kind in kinds)),
+            )
+        return self._top
+
+    def part(self, first: int, count: int, top: bool = False) -> Rows:
         """The state of `count` rows from `first` on, for what no graph reads."""
         whole, part = self.whole, slice(first, first + count)
         return Rows(
@@ -99,6 +118,7 @@ class BatchState:
             whole.results[:, :, part],
             whole.logprobs[:, part],
             whole.cursor,
+            Top(*(one[:, part] for one in self._tops()[0])) if top else None,
         )
 
     def to_device(self, values: list, dtype: torch.dtype) -> Tensor:
@@ -126,8 +146,9 @@ class BatchState:
         self.whole.integers[row].zero_()
         self.whole.block_table[row].fill_(NULL_BLOCK)
 
-    def read_back(self, first: int, count: int) -> tuple[list[int], torch.cuda.Event | None]:
-        """Starts copying the results of `count` steps, from step `first` (modulo `steps`), to the host.
+    def read_back(self, first: int, count: int, top: bool = False) -> tuple[list[int], torch.cuda.Event | None]:
+        """Starts copying the results of `count` steps, from step `first` (modulo `steps`), to the host; with `top`, the
+        most likely tokens too.
 
         Returns:
             The indices of those steps for `results_at`, and what to wait for before reading them.
@@ -139,6 +160,8 @@ class BatchState:
         for piece in pieces:
             self._host_results[piece].copy_(self.whole.results[piece], non_blocking=True)
             self._host_logprobs[piece].copy_(self.whole.logprobs[piece], non_blocking=True)
+            for here, there in zip(*self._tops(), strict=True) if top else ():
+                there[piece].copy_(here[piece], non_blocking=True)
         event = None
         if self.pin:
             event = torch.cuda.Event()
@@ -150,6 +173,11 @@ class BatchState:
         results, logprobs = self._host_results.numpy(), self._host_logprobs.numpy()  # whose lists are made faster
         tokens, statuses = results[kept, :, rows].transpose(1, 2, 0).tolist()
         return tokens, logprobs[kept, rows].T.tolist(), statuses
+
+    def top_at(self, kept: list[int], row: int, count: int) -> list[list[tuple[int, float]]]:
+        """The `count` most likely tokens of a row after each of those steps, with their log-probabilities."""
+        tokens, logprobs = (one.numpy()[kept, row, :count].tolist() for one in self._tops()[1])
+        return [list(zip(*both, strict=True)) for both in zip(tokens, logprobs, strict=True)]
 
     def restart(self) -> None:
         """Back to the first step of `results`, and to nothing but padding."""

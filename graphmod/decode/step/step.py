@@ -74,6 +74,9 @@ def take_token(logits: Tensor, rows: Rows, kind: int) -> None:
     result = torch.stack((torch.where(active, choice.tokens, NOTHING), status))
     rows.results.index_copy_(0, rows.cursor, result.unsqueeze(0))
     rows.logprobs.index_copy_(0, rows.cursor, choice.logprobs.unsqueeze(0))
+    if choice.top is not None:
+        rows.top.tokens.index_copy_(0, rows.cursor, choice.top.tokens.unsqueeze(0))
+        rows.top.logprobs.index_copy_(0, rows.cursor, choice.top.logprobs.unsqueeze(0))
     rows.cursor.copy_((rows.cursor + 1) % len(rows.results))
     going = active & (status == RUNNING)
     advanced = torch.stack((choice.tokens, following, going.to(torch.int64)), dim=1)

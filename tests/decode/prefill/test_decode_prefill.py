@@ -92,13 +92,13 @@ def test_prompts_in_pieces_with_shared_beginnings_get_the_tokens_of_generate(arc
         done = engine.generate(prompts, max_new_tokens=5)
         assert [one.tokens for one in done] == [reference(model, prompt, 5) for prompt in prompts]
     assert engine.stats.prefix_tokens > 0
-    assert {columns for _, columns in engine.prefill.wrappers} <= {engine.prefill.columns[-1]}
+    assert {columns for _, columns, _ in engine.prefill.wrappers} <= {engine.prefill.columns[-1]}
     assert engine.stats.prefill.failures == 0 and settings.get("graphs", True) == (engine.stats.prefill.launches > 0)
 
 
 def test_keys_of_far_layers_do_not_come_back_for_prefill(as_on_a_gpu):
     engine = DecodeEngine(tiny_model("llama", torch.device("cpu")), max_batch_size=2, offload="layers")
-    assert engine.generate(prompts_of(9), max_new_tokens=3) and {None} == {key for _, key in engine.prefill.wrappers}
+    assert engine.generate(prompts_of(9), max_new_tokens=3) and {None} == {key for _, key, _ in engine.prefill.wrappers}
 
 
 @pytest.mark.gpu
