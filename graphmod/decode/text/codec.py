@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -83,6 +85,44 @@ class TokenizerCodec:
                 'a chat model (tokenizer=FOLDER), or give plain prompts (chat=false, {"prompt": ...})'
             )
         return chat_prompt(self.tokenizer, messages)
+
+
+def token_bytes(codec: Codec) -> Callable[[int], bytes | None]:
+    """What finds the bytes that a token stands for, which may be a part of a character; None where only its text is
+    known. A special token stands for none."""
+    if not isinstance(codec, TokenizerCodec):
+        return lambda token: bytes([token] if token < 256 else [])
+    special, read, tokenizer = {*codec.special.values()}, _reader(codec.tokenizer), codec.tokenizer
+
+    def found(token: int) -> bytes | None:
+        if token in special:
+            return b""
+        name = tokenizer.convert_ids_to_tokens(token)
+        return name if isinstance(name, bytes) else None if name is None or read is None else read(name)
+
+    return found
+
+
+def _reader(tokenizer: Any) -> Callable[[str], bytes | None] | None:
+    """What makes bytes of a token as the vocabulary writes it; None where those write characters."""
+
+    def shown(*tokens: str) -> str | None:
+        try:
+            return tokenizer.convert_tokens_to_string([*tokens])
+        except Exception:  # of a tokenizer that has not these tokens: anything
+            return None
+
+    if shown("Ã", "©", "Ġ") == "é ":  # the bytes of a character, each written as a character: as GPT-2 does
+        plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+        others = [byte for byte in range(256) if byte not in plain]
+        table = {chr(byte): byte for byte in plain} | {chr(256 + at): byte for at, byte in enumerate(others)}
+        return lambda name: bytes(map(table.get, name)) if table.keys() >= {*name} else None
+    if (shown("<0xC3>", "<0xA9>") or "").strip() == "é":  # what is no word of the vocabulary
+        digits = re.compile("<0x([0-9A-F]{2})>")
+        return lambda name: bytes.fromhex(of[1]) if (of := digits.fullmatch(name)) else name.replace("▁", " ").encode()
+    if shown("Ã", "©") == "é":
+        return lambda name: bytes(map(ord, name)) if max(map(ord, name)) < 256 else None
+    return None
 
 
 def has_tokenizer(folder: Path) -> bool:

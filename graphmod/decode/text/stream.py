@@ -6,12 +6,14 @@ So a completion is always decoded together with its prompt, and its text is what
 
 from __future__ import annotations
 
+import codecs
+import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenizers.decoders import DecodeStream
 
-from graphmod.decode.text.codec import ByteCodec, Codec, TokenizerCodec
+from graphmod.decode.text.codec import ByteCodec, Codec, TokenizerCodec, token_bytes
 
 _UNFINISHED = "\ufffd"  # what decoders put for bytes that are no character yet
 
@@ -159,6 +161,16 @@ class TextStream:
         return "".join(pieces)
 
     @property
+    def complete(self) -> bool:
+        """Whether the text of all tokens was given out."""
+        return self._complete
+
+    @property
+    def ahead(self) -> int:
+        """How many more characters the tokens so far stand for, unless the next one changes that."""
+        return max(0, len(self._latest.rstrip(_UNFINISHED)) - len(self._given)) if self._stream is None else 0
+
+    @property
     def pending(self) -> str:
         """The text of the tokens whose piece is still to come, as it would be if no other came."""
         if self._complete:
@@ -208,3 +220,82 @@ class TextStream:
         if self._backend is not None and text and settled == text:
             self._stream = DecodeStream([*self._prompt, *self._tokens], skip_special_tokens=not self._special)
         return settled[len(self._given) :] if settled.startswith(self._given) else ""
+
+
+class TokenText(NamedTuple):
+    """What one token adds to a text.
+
+    Attributes:
+        token: its id.
+        text: the characters that it completes; all joined are the text.
+        bytes: what it stands for in UTF-8, which may be a part of a character; all joined are the text. Where they are
+            not known, or a decoder left some out, those of `text`.
+        offset: where its text begins, in characters.
+    """
+
+    token: int
+    text: str
+    bytes: bytes
+    offset: int
+
+
+class TokenTexts:
+    """The text of tokens that come one by one, and what each of them adds to it.
+
+    Args:
+        codec: of the tokens.
+        prompt: ids that come before them.
+    """
+
+    def __init__(self, codec: Codec, prompt: Sequence[int] = ()) -> None:
+        self._stream, self._bytes = TextStream(codec, prompt), token_bytes(codec)
+        self._open: list[tuple[int, int]] = []  # tokens whose text may still change, and where it ends by now
+        self._text, self._start = "", 0  # of these, as far as it is final
+
+    def add(self, token: int) -> tuple[str, list[TokenText]]:
+        """The text that is final with this token, and the tokens whose texts are."""
+        piece = self._stream.add(token)
+        self._text += piece
+        self._open.append((token, self._start + len(self._text) + self._stream.ahead))
+        return piece, self._settle(len(self._open) - (not self._stream.complete)) if piece else []
+
+    def rest(self) -> tuple[str, list[TokenText]]:
+        """What is left of both at the end."""
+        piece = self._stream.rest()
+        self._text += piece
+        return piece, self._settle(len(self._open))
+
+    def _settle(self, count: int) -> list[TokenText]:
+        found: list[TokenText] = []
+        done = 0
+        begin, at, end = self._start, self._start, self._start + len(self._text)
+        for number, (_, reach) in enumerate(self._open[:count], start=1):
+            last = number == len(self._open)
+            to = end if last else max(at, min(reach, end))
+            if to > at or last:  # what has no text may be the beginning of the next token's character
+                tokens = [token for token, _ in self._open[done:number]]
+                found += self._parted(tokens, self._text[at - begin : to - begin], at)
+                done, at = number, to
+        held = [(token, min(reach, end)) for token, reach in self._open[done:count]]
+        self._text, self._start, self._open = self._text[at - begin :], at, [*held, *self._open[count:]]
+        return found
+
+    def _parted(self, tokens: list[int], text: str, offset: int) -> list[TokenText]:
+        """Each token with its part of the text of all: with the characters that its bytes complete."""
+        raw = [self._bytes(token) for token in tokens]
+        known = None not in raw and _alike(b"".join(raw).decode("utf-8", "replace"), text)
+        texts = ["" for _ in tokens[1:]] + [text]
+        if known:
+            decoder = codecs.getincrementaldecoder("utf-8")("replace")
+            parts = [decoder.decode(one, number == len(raw)) for number, one in enumerate(raw, start=1)]
+            texts = parts if "".join(parts) == text else texts
+        found = []
+        for token, own, given in zip(tokens, texts, raw, strict=True):
+            found.append(TokenText(token, own, given if known else own.encode("utf-8", "replace"), offset))
+            offset += len(own)
+        return found
+
+
+def _alike(one: str, other: str) -> bool:
+    """Whether two texts are the same, whatever number of signs they have for bytes that are no character."""
+    return one == other or re.sub(f"{_UNFINISHED}+", _UNFINISHED, one) == re.sub(f"{_UNFINISHED}+", _UNFINISHED, other)

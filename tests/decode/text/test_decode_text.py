@@ -1,6 +1,7 @@
 """Text and tokens: what surrounds a text, what streaming gives, what ends a completion."""
 
 import random
+import re
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from graphmod.decode import DecodeEngine, RequestError
 from graphmod.decode.text import ByteCodec, TextStream, TokenizerCodec, completion_text
-from graphmod.decode.text.stream import StopTexts
+from graphmod.decode.text.stream import StopTexts, TokenTexts
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -31,6 +32,39 @@ def drawn(tokenizer, seed):
 def streamed(codec, prompt, tokens, **settings):
     stream = TextStream(codec, prompt, **settings)
     return "".join([*map(stream.add, tokens), stream.rest()])
+
+
+def alone(text):
+    """A text with one sign for each row of bytes that are no character, of which decoders make one or several."""
+    return re.sub("\ufffd+", "\ufffd", text)
+
+
+def test_texts_and_bytes_of_tokens_joined_are_the_text(tokenizer):
+    codec = TokenizerCodec(tokenizer)
+    for seed in range(200):
+        prompt, tokens = drawn(tokenizer, seed)
+        texts = TokenTexts(codec, prompt)
+        pieces = [*map(texts.add, tokens), texts.rest()]
+        found, whole = [one for _, some in pieces for one in some], completion_text(codec, prompt, tokens)
+        assert [one.token for one in found] == tokens
+        assert "".join(piece for piece, _ in pieces) == whole == "".join(one.text for one in found)
+        assert alone(b"".join(one.bytes for one in found).decode(errors="replace")) == alone(whole)
+        assert all(whole[one.offset :].startswith(one.text) for one in found)
+
+
+@pytest.mark.parametrize("kind", ["llama_like", "byte_level", "slow_bytes"])
+def test_a_token_that_is_a_part_of_a_character_has_its_own_bytes(kind):
+    codec = TokenizerCodec(KINDS[kind]())
+    tokens = codec.encode_as_is("né 你")
+    texts = TokenTexts(codec, codec.encode_as_is("a"))
+    found = [one for token in tokens for one in texts.add(token)[1]] + texts.rest()[1]
+    parts = [one for one in found if not one.bytes.isascii()]
+    assert [one.bytes for one in parts] == [bytes([byte]) for byte in "é你".encode()]
+    assert [one.text for one in parts] == ["", "é", "", "", "你"]
+    if kind != "slow_bytes":  # whose decoder leaves out what is no character
+        cut = TokenTexts(codec, codec.encode_as_is("a"))
+        found = [one for token in tokens[:-1] for one in cut.add(token)[1]] + cut.rest()[1]
+        assert [one.bytes for one in found[-2:]] == [bytes([byte]) for byte in "你".encode()[:2]]
 
 
 def test_streamed_text_is_what_transformers_decodes_of_the_whole(tokenizer):
