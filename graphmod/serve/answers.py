@@ -22,7 +22,7 @@ from graphmod.decode.errors import DecodeError
 from graphmod.serve.errors import ApiError, wrong_field
 from graphmod.serve.forms import Form, usage
 from graphmod.serve.service import Service
-from graphmod.serve.text import Scored
+from graphmod.serve.text import Piece, Scored
 from graphmod.serve.work import Gone, Part, Work
 
 log = logging.getLogger("graphmod")
@@ -195,10 +195,10 @@ class Exchange:
                 reasons[part.index] = part.finish_reason
         choices = []
         for index, text in enumerate(texts):
-            made = form.whole("".join(text), scored[index] if asked.score else None)
-            ids = {"token_ids": tokens[index]} if asked.token_ids else {}
+            made = form.whole(Piece("".join(text), scored[index]), asked)
+            ids = form.ids(asked, index, tokens[index], first=True)
             choices.append({"index": index, **made, "finish_reason": reasons[index], **ids})
-        head = form.head(self._service.name, streamed=False)
+        head = form.head(self._service.name, streamed=False) | form.head_ids(asked)
         return {**head, "choices": choices, "usage": usage(work.prompt_tokens, work.tokens)}
 
     async def _events(self) -> AsyncIterator[dict[str, Any]]:
@@ -211,7 +211,7 @@ class Exchange:
 
         if (first := form.first()) is not None:
             for index in range(asked.samples):
-                yield event([{"index": index, **first, "finish_reason": None}])
+                yield event([{"index": index, **first, "finish_reason": None}]) | form.head_ids(asked)
         async with contextlib.aclosing(work.parts()) as parts:
             async for part in parts:
                 if part.piece.text or part.piece.scored or part.finish_reason or asked.token_ids:
@@ -221,8 +221,8 @@ class Exchange:
 
     def _choice(self, part: Part) -> dict[str, Any]:
         asked = self._work.asked
-        made = self._form.chunk(part.piece.text, part.piece.scored if asked.score else None)
-        ids = {"token_ids": part.tokens} if asked.token_ids else {}
+        made = self._form.chunk(part.piece, asked)
+        ids = self._form.ids(asked, part.index, part.tokens, part.first)
         return {"index": part.index, **made, "finish_reason": part.finish_reason, **ids}
 
 

@@ -25,8 +25,13 @@ class Asked:
         n: completions of each.
         sampling: of each prompt.
         stops: texts that end a completion.
+        most: tokens of a completion, at most; 0 tells the prompt alone.
+        texts: of the prompts, where they were given as texts.
+        echo: tell each prompt with its completions.
         score: tell log-probabilities.
-        token_ids: tell the ids of the generated tokens.
+        top: of so many of the most likely tokens, too.
+        token_ids: tell the ids of the prompt and of the generated tokens.
+        as_ids: tell them in the place of the texts of tokens.
         stream: whether it is streamed.
         usage, usage_each: whether a stream ends with the number of tokens, and whether each event has that so far.
     """
@@ -36,8 +41,13 @@ class Asked:
     n: int
     sampling: list[Sampling]
     stops: list[str]
+    most: int
+    texts: list[str] | None
+    echo: bool
     score: bool
+    top: int
     token_ids: bool
+    as_ids: bool
     stream: bool
     usage: bool
     usage_each: bool
@@ -48,16 +58,28 @@ class Asked:
         return len(self.prompts) * self.n
 
 
-def _asked(request: ChatRequest | CompletionRequest, prompts: list, field: str, score: bool, most: int) -> Asked:
+def _asked(
+    request: ChatRequest | CompletionRequest,
+    prompts: list,
+    field: str,
+    most: int,
+    *,
+    score: bool,
+    top: int,
+    echo: bool = False,
+    texts: list[str] | None = None,
+) -> Asked:
     temperature = 1.0 if request.temperature is None else request.temperature
     stops, options = request.stop or [], request.stream_options or StreamOptions()
     common = Sampling(
         temperature=0.0 if temperature < _COLDEST else temperature,
         top_k=max(0, request.top_k or 0),
         top_p=1.0 if request.top_p is None else max(request.top_p, _COLDEST),
-        max_new_tokens=most,
+        max_new_tokens=max(1, most),
         stop=[*stops, *(request.stop_token_ids or [])],
         ignore_eos=bool(request.ignore_eos),
+        top_logprobs=top,
+        prompt_logprobs=score and echo,
     )
     seeds = [None if request.seed is None else prompt_seed(request.seed, number) for number in range(len(prompts))]
     return Asked(
@@ -66,8 +88,13 @@ def _asked(request: ChatRequest | CompletionRequest, prompts: list, field: str, 
         n=request.n or 1,
         sampling=[dataclasses.replace(common, seed=seed) for seed in seeds],
         stops=stops,
+        most=most,
+        texts=texts,
+        echo=echo,
         score=score,
+        top=top,
         token_ids=bool(request.return_token_ids),
+        as_ids=bool(request.return_tokens_as_token_ids),
         stream=bool(request.stream),
         usage=bool(options.include_usage),
         usage_each=bool(options.continuous_usage_stats),
@@ -89,11 +116,20 @@ def of_chat(request: ChatRequest, codec: Codec, default_tokens: int) -> Asked:
     except ChatError as error:
         raise ApiError(400, str(error), error.field) from None
     most = request.max_completion_tokens or request.max_tokens or default_tokens
-    return _asked(request, [prompt], "messages", bool(request.logprobs), most)
+    return _asked(request, [prompt], "messages", most, score=bool(request.logprobs), top=request.top_logprobs or 0)
 
 
 def of_completion(request: CompletionRequest, codec: Codec) -> Asked:
     """What a request for completions asks for. Tokenizes."""
-    most = request.max_tokens or _DEFAULT_COMPLETION_TOKENS
+    most = _DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
     prompts = [codec.encode(prompt) if isinstance(prompt, str) else prompt for prompt in request.prompt]
-    return _asked(request, prompts, "prompt", request.logprobs is not None, most)
+    return _asked(
+        request,
+        prompts,
+        "prompt",
+        most,
+        score=request.logprobs is not None,
+        top=request.logprobs or 0,
+        echo=bool(request.echo),
+        texts=request.prompt if isinstance(request.prompt[0], str) else None,
+    )

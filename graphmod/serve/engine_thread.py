@@ -129,7 +129,11 @@ class EngineThread:
         if request is None:  # it was refused, or aborted
             return
         reason = done.finish_reason if run.ended else None
-        self._runs.append((number, first + done.sample, run.tokens, run.logprobs, reason, done.error))
+        of_prompt = None
+        if done.prompt_logprobs is not None and len(run.tokens) == len(done.tokens):  # with the first tokens
+            of_prompt = done.prompt_logprobs, done.prompt_top_logprobs
+        got = run.tokens, run.logprobs, run.top_logprobs, of_prompt
+        self._runs.append((number, first + done.sample, got, reason, done.error))
         if run.ended:
             request.left -= 1
             if not request.left:

@@ -221,7 +221,7 @@ class Remote:
 
     def _on_runs(self, runs: list[tuple[Any, ...]]) -> None:
         touched: dict[int, Handle] = {}
-        for number, index, tokens, logprobs, reason, error in runs:
+        for number, index, (tokens, logprobs, top, of_prompt), reason, error in runs:
             if (request := self._requests.get(number)) is None:
                 continue
             prompt, sample = divmod(index, len(request.handles[0].completions))
@@ -229,9 +229,13 @@ class Remote:
             done = handle.completions[sample]
             done.tokens += tokens
             done.logprobs += logprobs
+            if top is not None:
+                done.top_logprobs = (done.top_logprobs or []) + top
+            if of_prompt is not None:
+                done.prompt_logprobs, done.prompt_top_logprobs = of_prompt
             if reason is not None:
                 done.finish_reason, done.error = reason, error
-            handle.take(Run(done, tokens, logprobs, reason is not None, handle))
+            handle.take(Run(done, tokens, logprobs, reason is not None, handle, top))
             touched[id(handle)] = handle
             if reason is not None and request.done:
                 del self._requests[number]

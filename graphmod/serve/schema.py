@@ -16,8 +16,9 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WrapValidator, model_validator
 from pydantic_core import PydanticCustomError
 
+from graphmod.decode.config import MOST_TOP
+
 _MOST_STOPS, _LONGEST_STOP = 16, 1000
-MOST_LOGPROBS = 20
 
 # Fields of both kinds of requests that change nothing in an answer.
 _IGNORED = (
@@ -188,7 +189,7 @@ def _text_alone(given: Any) -> Any:
 
 def _count(given: Any) -> Any:
     if isinstance(given, bool):
-        raise ValueError(f"must be a number of tokens, 0 to {MOST_LOGPROBS}; true is for chats")
+        raise ValueError(f"must be a number of tokens, 0 to {MOST_TOP}; true is for chats")
     return given
 
 
@@ -337,7 +338,7 @@ class ChatRequest(_Request):
     max_completion_tokens: Count | None = Field(None, description="the same as `max_tokens`, and wins")
     logprobs: bool | None = Field(None, description="tell those of the tokens, under the model's own distribution")
     top_logprobs: int | None = Field(
-        None, ge=0, le=MOST_LOGPROBS, description="with `logprobs`: and of so many most likely ones, at most 20"
+        None, ge=0, le=MOST_TOP, description="with `logprobs`: and of so many most likely ones, at most 20"
     )
 
     @model_validator(mode="after")
@@ -379,7 +380,7 @@ class CompletionRequest(_Request):
         description="a text or token ids, or several of one kind, which share batches"
     )
     logprobs: Annotated[int | None, BeforeValidator(_count)] = Field(
-        None, ge=0, le=MOST_LOGPROBS, description="those of the tokens, and of so many most likely ones, at most 20"
+        None, ge=0, le=MOST_TOP, description="those of the tokens, and of so many most likely ones, at most 20"
     )
     echo: bool | None = Field(None, description="begin the text with the prompt")
     best_of: int | None = Field(None, description="as many as `n` alone")

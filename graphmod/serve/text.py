@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from graphmod.decode.results import Completion
-from graphmod.decode.text.codec import ByteCodec, Codec
-from graphmod.decode.text.stream import TextStream
+from graphmod.decode.text.codec import ByteCodec, Codec, token_bytes
+from graphmod.decode.text.stream import TextStream, TokenText, TokenTexts
 
 
 class Scored(NamedTuple):
@@ -17,19 +17,93 @@ class Scored(NamedTuple):
     Attributes:
         token: its id.
         text: what it adds to the text; all joined are the text. Of a special token, its name.
-        logprob: nats, under the model's own distribution.
-        offset: where its text begins, in characters of the completion.
+        bytes: what it stands for in UTF-8, which may be a part of a character; all joined are the text.
+        logprob: nats, under the model's own distribution; None of the first token of a prompt.
+        offset: where its text begins, in characters of the text.
+        top: the most likely tokens at its place, the likeliest first.
     """
 
     token: int
     text: str
-    logprob: float
+    bytes: bytes
+    logprob: float | None
     offset: int
+    top: list[Likely]
 
-    @property
-    def bytes(self) -> list[int]:
-        """The text in UTF-8."""
-        return list(self.text.encode("utf-8", errors="replace"))
+
+class Likely(NamedTuple):
+    """One of the most likely tokens at a place: its id, its text alone, its bytes, and its log-probability."""
+
+    token: int
+    text: str
+    bytes: bytes
+    logprob: float
+
+
+class Scorer:
+    """Makes `Scored` of the tokens of one codec.
+
+    Args:
+        codec: of the tokens.
+    """
+
+    def __init__(self, codec: Codec) -> None:
+        self._codec, self._bytes = codec, token_bytes(codec)
+        self._names = {number: name for name, number in getattr(codec, "special", {}).items()}
+        self._known: dict[int, tuple[str, bytes]] = {}
+
+    def scored(self, own: TokenText, logprob: float | None, top: list[tuple[int, float]]) -> Scored:
+        """A token with what is known of its place."""
+        text = own.text or self._names.get(own.token, "")
+        likely = [
+            Likely(token, *((text, own.bytes) if token == own.token else self._alone(token)), value)
+            for token, value in top
+        ]
+        return Scored(own.token, text, own.bytes, logprob, own.offset, likely)
+
+    def _alone(self, token: int) -> tuple[str, bytes]:
+        if token not in self._known:
+            raw, name = self._bytes(token), self._names.get(token)
+            if name is not None or raw is None:
+                text = name or self._codec.decode([token])
+                self._known[token] = text, b"" if name else text.encode("utf-8", "replace")
+            else:  # of a part of a character, its bytes, as OpenAI writes them
+                written = "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+                self._known[token] = (raw.decode() if _is_text(raw) else written), raw
+        return self._known[token]
+
+    def prompt(
+        self, tokens: Sequence[int], given: str | None, logprobs: Sequence[float], top: list[list[tuple[int, float]]]
+    ) -> Piece:
+        """A prompt that is told with its completion.
+
+        Args:
+            given: its text, which is told as it is where the tokens' texts make it; None for ids.
+            logprobs, top: of all its tokens but the first; empty where they are not asked for.
+        """
+        texts = TokenTexts(self._codec)
+        parts = [texts.add(token) for token in tokens] + [texts.rest()]
+        owns = [own for _, found in parts for own in found]
+        values = [None, *logprobs] if logprobs or len(tokens) == 1 else [None] * len(owns)
+        scored = [
+            self.scored(own, value, likely)
+            for own, value, likely in zip(owns, values, [[], *top] if top else [[]] * len(owns), strict=True)
+        ]
+        at, placed = 0, []
+        for one in scored if given is not None else ():
+            placed.append(one._replace(offset=at))
+            # A special token may be one that the tokenizer has put around the text.
+            at += len(one.text) if given.startswith(one.text, at) else 0 if one.token in self._names else len(given) + 1
+        if given is not None and at == len(given):
+            return Piece(given, placed)
+        return Piece("".join(piece for piece, _ in parts), scored)
+
+
+def _is_text(raw: bytes) -> bool:
+    try:
+        return bool(raw.decode() or not raw)
+    except UnicodeDecodeError:
+        return False
 
 
 class Piece(NamedTuple):
@@ -89,33 +163,36 @@ class Answer:
         codec: of the tokens.
         prompt: ids before the completion.
         stops: texts that end it and are not part of it.
-        score: tell tokens and log-probabilities too.
+        scorer: of log-probabilities, if they are told too.
     """
 
-    def __init__(self, codec: Codec, prompt: Sequence[int], stops: Sequence[str] = (), score: bool = False) -> None:
-        self._codec, self._score = codec, score
+    def __init__(
+        self, codec: Codec, prompt: Sequence[int], stops: Sequence[str] = (), scorer: Scorer | None = None
+    ) -> None:
+        self._codec, self._scorer = codec, scorer
         self._names = {number: name for name, number in getattr(codec, "special", {}).items()}
         # The text has no special tokens: of a stop with some, only what is around them can be seen in it.
         self._special = {stop: plain for stop in stops if (plain := self._plain(stop)) != stop}
-        self._stream = TextStream(codec, prompt)
+        self._stream = TextStream(codec, prompt) if scorer is None else TokenTexts(codec, prompt)
+        self._values: deque[tuple[float, list[tuple[int, float]]]] = deque()  # of tokens whose text is to come
         self._cut = StopCut([stop for stop in stops if stop not in self._special], [*self._special.values()])
         self._length = self._sent = 0
-        self._scored: deque[Scored] = deque()
+        self._scored: deque[tuple[Scored, int]] = deque()  # with how many characters of the text each is
 
     def _plain(self, stop: str) -> str:
         for name in self._names.values():
             stop = stop.replace(name, "")
         return stop
 
-    def add(self, tokens: Sequence[int], logprobs: Sequence[float]) -> Piece:
+    def add(
+        self, tokens: Sequence[int], logprobs: Sequence[float], top: list[list[tuple[int, float]]] | None = None
+    ) -> Piece:
         """What may be sent once these tokens have come."""
-        if self._score:
+        if self._scorer is not None:
             sent = ""
-            for token, logprob in zip(tokens, logprobs, strict=True):
-                piece = self._stream.add(token)
-                self._scored.append(Scored(token, piece, logprob, self._length))
-                self._length += len(piece)
-                sent += self._cut.add(piece)
+            for token, logprob, likely in zip(tokens, logprobs, top or [[]] * len(tokens), strict=True):
+                self._values.append((logprob, likely))
+                sent += self._cut.add(self._scored_piece(*self._stream.add(token)))
         else:
             piece = self._stream.add_all(tokens)
             self._length += len(piece)
@@ -123,12 +200,18 @@ class Answer:
         self._sent += len(sent)
         return Piece(sent, self._ready())
 
+    def _scored_piece(self, piece: str, owns: list[TokenText]) -> str:
+        self._scored += [(self._scorer.scored(own, *self._values.popleft()), len(own.text)) for own in owns]
+        self._length += len(piece)
+        return piece
+
     def end(self, completion: Completion) -> Piece:
         """What is left to send of a completion that has ended."""
-        left = self._stream.rest()
-        if left and self._scored:
-            self._scored[-1] = self._scored[-1]._replace(text=self._scored[-1].text + left)
-        self._length += len(left)
+        if self._scorer is not None:
+            left = self._scored_piece(*self._stream.rest())
+        else:
+            left = self._stream.rest()
+            self._length += len(left)
         sent = self._cut.add(left)
         if not self._cut.met:
             sent += self._cut.rest(self._special_end(completion))
@@ -143,11 +226,15 @@ class Answer:
 
     def _ready(self, last: bool = False) -> list[Scored]:
         everything = self._sent == self._length or (last and not self._cut.met)
-        ready = []
-        while self._scored and (everything or self._scored[0].offset < self._sent):
-            first = self._scored[0]
-            if not (last or first.text or len(self._scored) > 1):
-                break  # what is left at the end will be its text
+        over, ready = last or self._cut.met, []
+        while self._scored:
+            first, length = self._scored[0]
+            left = length if everything else self._sent - first.offset
+            if not everything and (left <= 0 or (left < length and not over)):
+                break
             self._scored.popleft()
-            ready.append(first if first.text else first._replace(text=self._names.get(first.token, "")))
+            if left < length:  # a stop begins in the middle of it
+                text = first.text[:left]
+                first = first._replace(text=text, bytes=text.encode("utf-8", "replace"))
+            ready.append(first)
         return ready

@@ -9,12 +9,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import NamedTuple
 
 from graphmod.decode.batching.handle import Handle
-from graphmod.decode.results import Run
+from graphmod.decode.results import Completion, Run
 from graphmod.serve.asked import Asked
 from graphmod.serve.errors import ApiError, refused
 from graphmod.serve.remote import Refused, Request
 from graphmod.serve.service import Service
-from graphmod.serve.text import Answer, Piece
+from graphmod.serve.text import Answer, Piece, Scorer
 
 _AHEAD = 4  # runs of other prompts that are read before they can be sent; the rest waits with its completion
 
@@ -28,15 +28,17 @@ class Part(NamedTuple):
 
     Attributes:
         index: of the completion in the request.
-        piece: of its text.
+        piece: of its text; the first one of a request with `echo` begins with the prompt.
         tokens: ids behind it, with those whose text is still kept back.
         finish_reason: None while it continues.
+        first: whether it is the first of that completion.
     """
 
     index: int
     piece: Piece
     tokens: list[int]
     finish_reason: str | None
+    first: bool
 
 
 class Work:
@@ -58,6 +60,7 @@ class Work:
         self._began = time.perf_counter()
         self._request: Request | None = None
         self._answers: list[Answer] = []
+        self._echoed: dict[int, int] = {}  # completions that have begun -> characters of their prompts
         self._latest: dict[int, float] = {}
         self.asked: Asked | None = None
         self.prompt_tokens = self.tokens = 0
@@ -77,8 +80,10 @@ class Work:
             self.asked = asked
             self._request = service.engine.submit(asked.prompts, asked.n, asked.sampling)
             self.prompt_tokens = sum(map(len, asked.prompts))
+            self._scorer = Scorer(service.codec) if asked.score or asked.echo else None
+            scorer = self._scorer if asked.score else None
             for ids in asked.prompts:
-                self._answers += [Answer(service.codec, ids, asked.stops, asked.score) for _ in range(asked.n)]
+                self._answers += [Answer(service.codec, ids, asked.stops, scorer) for _ in range(asked.n)]
 
     async def taken(self) -> None:
         """Returns once the engine has taken it, which it does between two steps. Raises ApiError."""
@@ -111,10 +116,11 @@ class Work:
                     yield self._part(number * self.asked.n + run.completion.sample, run)
 
     def _part(self, index: int, run: Run) -> Part:
-        answer, done = self._answers[index], run.completion
+        answer, done, asked = self._answers[index], run.completion, self.asked
         self._time(index, len(run.tokens))
-        self.tokens += len(run.tokens)
-        piece = answer.add(run.tokens, run.logprobs)
+        tokens = list(run.tokens) if asked.most else []
+        self.tokens += len(tokens)
+        piece = answer.add(run.tokens, run.logprobs, run.top_logprobs)
         if run.ended:
             if done.finish_reason == "abort":
                 raise ApiError(503, "the server is shutting down", code="shutting_down")
@@ -122,7 +128,29 @@ class Work:
                 raise ApiError(500, done.error or "the completion failed", code="completion_error")
             last = answer.end(done)
             piece = Piece(piece.text + last.text, piece.scored + last.scored)
-        return Part(index, piece, list(run.tokens), done.finish_reason if run.ended else None)
+        reason = done.finish_reason if run.ended else None
+        if not asked.most:  # the engine makes one token at least
+            piece, reason = Piece("", []), reason and "length"
+        first = index not in self._echoed
+        if first:
+            self._echoed[index] = 0
+        if asked.echo:
+            piece = self._with_prompt(index, piece, done, first)
+        return Part(index, piece, tokens, reason, first)
+
+    def _with_prompt(self, index: int, piece: Piece, done: Completion, first: bool) -> Piece:
+        """A piece as part of a text that begins with the prompt."""
+        asked, before = self.asked, Piece("", [])
+        if first:
+            number = index // asked.n
+            given = asked.texts[number] if asked.texts else None
+            before = self._scorer.prompt(
+                asked.prompts[number], given, done.prompt_logprobs or [], done.prompt_top_logprobs or []
+            )
+            self._echoed[index] = len(before.text)
+        shift = self._echoed[index]
+        moved = [one._replace(offset=one.offset + shift) for one in piece.scored]
+        return Piece(before.text + piece.text, (before.scored if asked.score else []) + moved)
 
     def _time(self, index: int, tokens: int) -> None:
         if not tokens:

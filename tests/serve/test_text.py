@@ -7,7 +7,7 @@ from made_tokenizers import KINDS, metaspace
 
 from graphmod.decode.results import Completion
 from graphmod.decode.text import ByteCodec, TokenizerCodec, completion_text
-from graphmod.serve.text import Answer, StopCut
+from graphmod.serve.text import Answer, Scorer, StopCut
 
 
 def pieces(text, chance):
@@ -43,12 +43,14 @@ def test_all_pieces_joined_are_the_text_and_all_tokens_are_scored_once(kind, see
     codec, count = TokenizerCodec(made), len(made)
     prompt, tokens = ([chance.randrange(count) for _ in range(length)] for length in (3, 20))
     logprobs = [-float(number) for number in range(20)]
-    answer = Answer(codec, prompt, score=True)
+    answer = Answer(codec, prompt, scorer=Scorer(codec))
     got = [answer.add([token], [logprob]) for token, logprob in zip(tokens, logprobs, strict=True)]
     got.append(answer.end(Completion(0, 0, prompt, tokens, logprobs, "length")))
     assert "".join(piece.text for piece in got) == completion_text(codec, prompt, tokens)
     scored = [one for piece in got for one in piece.scored]
     assert [(one.token, one.logprob) for one in scored] == list(zip(tokens, logprobs, strict=True))
+    special = {*codec.special.values()}  # which are told by name
+    assert "".join(one.text for one in scored if one.token not in special) == completion_text(codec, prompt, tokens)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -72,12 +74,23 @@ def test_runs_of_tokens_give_the_text_of_single_ones(kind, seed):
 
 
 def test_tokens_of_the_stop_are_not_scored():
-    answer = Answer(ByteCodec(), list(b"x"), ["cd"], score=True)
+    answer = Answer(ByteCodec(), list(b"x"), ["cd"], Scorer(ByteCodec()))
     sent = [answer.add([byte], [-1.0]) for byte in b"abcd"]
     sent.append(answer.end(Completion(0, 0, list(b"x"), list(b"abcd"), [-1.0] * 4, "stop")))
     assert "".join(piece.text for piece in sent) == "ab"
     assert [one.text for piece in sent for one in piece.scored] == ["a", "b"]
     assert [one.offset for piece in sent for one in piece.scored] == [0, 1]
+
+
+def test_of_a_token_in_whose_middle_a_stop_begins_the_text_before_it_is_told():
+    codec = TokenizerCodec(metaspace())
+    ids = codec.tokenizer.get_vocab()
+    tokens = [ids["▁x"], ids["return"], ids["▁END"]]
+    answer = Answer(codec, [ids["▁def"]], ["turn E"], Scorer(codec))
+    sent = [answer.add([token], [0.0]) for token in tokens]
+    sent.append(answer.end(Completion(0, 0, [ids["▁def"]], tokens, [0.0] * 3, "stop")))
+    assert "".join(piece.text for piece in sent) == " xre"
+    assert [(one.text, one.bytes) for piece in sent for one in piece.scored] == [(" x", b" x"), ("re", b"re")]
 
 
 def test_of_a_stop_with_a_special_token_nothing_is_sent_either():
