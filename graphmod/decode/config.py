@@ -61,9 +61,9 @@ class EngineConfig:
         buckets: batch sizes that have a graph; null means 1, 2, 4, 8, 16, 24, 32, ... The maximum is always added.
         steps_per_sync: decode steps launched before results are read; one with `offload=layers`, whatever this says.
         prefill_tokens: tokens of prompts that are prefilled at once, at most; longer prompts go in pieces.
-        keep_prefixes: find the beginnings of prompts in the cache even after the engine had nothing to do. For weights
-            that stay as they are: a change that leaves no trace, such as that of an optimizer in a graph, would not be
-            noticed.
+        keep_prefixes: find the beginnings of prompts in the cache even after the engine had nothing to do.
+        frozen: nobody changes the model for as long as the engine lives, so that nothing looks whether the beginnings
+            in the cache are still its own. Otherwise each arrival of requests reads the weights once.
         graphs: capture decode steps. Without, every step is eager and counted.
         compile: `none`, `default` or `max`: compile captured steps. On a GPU only.
         compile_in_background: compile in a thread of its own; steps run uncompiled until it is done, instead of
@@ -85,6 +85,7 @@ class EngineConfig:
     steps_per_sync: int = 8
     prefill_tokens: int = 4096
     keep_prefixes: bool = False
+    frozen: bool = False
     graphs: bool = True
     compile: CompileMode = CompileMode.none
     compile_in_background: bool = False

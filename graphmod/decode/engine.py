@@ -100,8 +100,11 @@ class DecodeEngine:
             DecodeError: the first tokens of this engine are not those of the model's own forward.
             Exception: whatever goes wrong in a step. All requests end with it, and the engine may be used again.
         """
+        return self._step(among_others=True)
+
+    def _step(self, among_others: bool) -> list[Run]:
         with self._traffic.turn():
-            return self._traffic.step()
+            return self._traffic.step(among_others)
 
     def abort(self, handle: Handle) -> None:
         """Ends what has not ended of a request, with the reason "abort", and frees its memory: at once, or before the
@@ -173,7 +176,7 @@ class DecodeEngine:
         handle = self._submit(prompts, n, sampling, settings, take)
         try:
             while not handle.done:
-                self.step()
+                self._step(among_others=False)
         finally:
             self.abort(handle)
         handle.check()

@@ -1,7 +1,8 @@
-"""Puts a training model into the state for decoding, and back; tells whether its weights have changed."""
+"""Puts a training model into the state for decoding, and back; tells whether it has changed."""
 
 from __future__ import annotations
 
+import logging
 import operator
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -12,9 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from graphmod.capture.recording import watch
 from graphmod.decode.interrupts import Held
+from graphmod.guards.changes import what_changed
+from graphmod.guards.guards import HOOKS, Guards
+from graphmod.guards.tensors import TensorWatch
 from graphmod.models.exchange import STATIC, attention
 from graphmod.wrap.layers import without_graphs
+
+log = logging.getLogger("graphmod")
 
 _SWITCHES = ("_active_adapter", "_disable_adapters", "scaling")  # of a layer with adapters
 T = TypeVar("T")
@@ -49,8 +56,9 @@ def decoding(modules: list[nn.Module], act: Callable[..., T], *given: Any) -> T:
 
 
 class WeightsWatch:
-    """Tells whether weights are others than when it looked last. An operation of PyTorch that changes them, an
-    exchange, and a switch of adapters of peft are seen; what writes to memory past PyTorch, or into `data`, is not."""
+    """Tells at a glance whether weights, or who is called, are others than when it looked last. An operation of PyTorch
+    that changes them, an exchange, hooks and a switch of adapters of peft are seen; what writes to memory past PyTorch,
+    or into `data`, is not: `ModelWatch` sees that."""
 
     def __init__(self) -> None:
         self._seen: int | None = None
@@ -84,8 +92,101 @@ def _state(modules: list[nn.Module]) -> int:
     for module in modules:
         own = vars(module)
         seen += map(id, own["_modules"].values())
+        seen += [id(hook) for kind in HOOKS if own[kind] for hook in own[kind].values()]
         if "_active_adapter" in own:
             seen += [str(own.get(name)) for name in _SWITCHES]
     for tensor in _tensors(modules):
         seen += tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
     return hash(tuple(seen))
+
+
+class ModelWatch:
+    """Tells whether a model computes something else than it did: by the guards of graphs, which compare what its code
+    reads, and by the contents of its tensors, which no count of changes tells where something writes to their memory.
+
+    Its methods are called in the state for decoding.
+
+    Args:
+        model: to watch. Its forward is called on two tokens, to see what it reads.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._guards: Guards | None = None
+        self._tensors: list[Tensor] = []
+        self._contents: list[Tensor] = []
+        self._unknown = False
+
+    def take(self, modules: list[nn.Module]) -> None:
+        """What it computes now is what `changed` compares with. Does not wait for the device."""
+        if self._guards is None or self._reads_other():
+            self._read()
+        found = {id(one): one for one in (*_tensors(modules), *(self._guards.tensors if self._guards else ()))}
+        self._tensors = TensorWatch(list(found.values()), {}).tensors
+        self._contents = self._now()
+
+    def changed(self) -> bool:
+        """Whether it computes something else, or that cannot be known."""
+        if self._guards is None or self._reads_other():
+            return True
+        now = self._now()
+        return not now or not all(map(torch.equal, now, self._contents))
+
+    def _reads_other(self) -> bool:
+        return (self._guards.moved() or self._guards.changed(gradients=False)) is not None
+
+    def _read(self) -> None:
+        """Looks at what the forward reads."""
+        self._guards = None
+        if self._unknown:
+            return
+        model = self._model
+        tokens = torch.zeros((1, 2), dtype=torch.int64, device=model.device)
+        gpu = model.device.index if model.device.type == "cuda" else None
+
+        def forward(tokens: Tensor) -> Tensor:
+            return model(input_ids=tokens, use_cache=False).logits
+
+        try:
+            _, _, notes, _ = watch(forward, (tokens,), {}, ["tokens"], gpu, model)
+            if (changes := what_changed(notes)) is None:
+                self._guards = Guards(notes)
+                return
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # of a model's own code: anything
+            changes = str(error)
+        self._unknown = True
+        log.info("beginnings of prompts are forgotten when a request comes, for the model's forward %s", changes)
+
+    def _now(self) -> list[Tensor]:
+        """A number for the contents of each tensor, those of one device together; none where there is a kind of tensor
+        whose bytes cannot be read."""
+        found: dict[torch.device, list[Tensor]] = {}
+        try:
+            for tensor in self._tensors:
+                found.setdefault(tensor.device, []).append(number_of(tensor))
+        except RuntimeError:
+            return []
+        return [torch.stack(numbers) for numbers in found.values()]
+
+
+_ODD = 0x9E3779B97F4A7C15 - 2**64
+_FEW = 2**16  # words that may be copied
+
+
+def number_of(tensor: Tensor) -> Tensor:
+    """() int64: of the bytes of a tensor, which goes by their rows too, so that rows that are exchanged are seen. Reads
+    the memory once."""
+    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    if raw.storage_offset() % 8:
+        raw = raw.clone()
+    whole = len(raw) // 8 * 8
+    words = raw[:whole].view(torch.int64)
+    count = len(words)
+    rows = tensor.shape[0] if tensor.dim() > 1 else count
+    if not rows or count % rows:
+        rows = count if count <= _FEW else 1
+    sums = words.view(rows, -1).sum(1) if 0 < rows < count else words
+    places = (2 * torch.arange(len(sums), device=raw.device) + 1) * _ODD
+    return (sums * places).sum() + raw[whole:].sum()

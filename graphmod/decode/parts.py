@@ -142,7 +142,7 @@ def build(model: PreTrainedModel, config: EngineConfig, codec: Codec | None) -> 
     first = FirstTokens(model, tokens, f"decode steps with {attention.name or 'own attention'}")
     if graphs.compiler is not None:
         graphs.compiler.taken_over = first.await_again
-    traffic = Traffic(model, batch, memory, first, requests, config.keep_prefixes)
+    traffic = Traffic(model, batch, memory, first, requests, config.keep_prefixes, config.frozen)
     return Parts(
         max_seq_len, memory, attention, attention_us, state, scheduler, graphs, packed, requests, batch, traffic
     )

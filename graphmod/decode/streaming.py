@@ -20,7 +20,7 @@ def _stepped(engine: Any, handle: Handle) -> Iterator[TokenEvent]:
         handle.check()
         if ended:
             return
-        engine.step()
+        engine._step(among_others=False)
 
 
 class TokenStream(Iterator[TokenEvent]):

@@ -239,7 +239,7 @@ def test_a_port_that_is_taken_is_one_clear_error(saved, capsys):
 def test_settings_reach_the_engine(saved):
     arguments = ["model.path=x/Tiny", "decode.max_batch_size=3", "decode.cache_tokens=640", "serve.enforce_eager=true"]
     config = typed(SERVE, *arguments)
-    of_server = {"keep_prefixes": True, "compile_in_background": True}
+    of_server = {"keep_prefixes": True, "frozen": True, "compile_in_background": True}
     assert config.engine() == EngineConfig(max_batch_size=3, cache_tokens=640, graphs=False, **of_server)
     assert config.name == "Tiny" and typed(SERVE, *arguments, "serve.model_name=other").name == "other"
     with pytest.raises(ConfigError, match=r"model\.path=FOLDER is missing"):

@@ -20,7 +20,7 @@ from graphmod.decode.batching.turns import Turns
 from graphmod.decode.cache.cache import PagedCache
 from graphmod.decode.errors import DecodeError
 from graphmod.decode.interrupts import Held
-from graphmod.decode.model_state import WeightsWatch, decoding
+from graphmod.decode.model_state import ModelWatch, WeightsWatch, decoding
 from graphmod.decode.results import Run
 from graphmod.decode.text.stream import completion_text
 from graphmod.decode.verification import FirstTokens
@@ -35,7 +35,7 @@ class Traffic:
         memory: the KV cache.
         first: compares the first tokens.
         requests: has the codec that makes the texts of completions.
-        keep_prefixes: see `EngineConfig`.
+        keep_prefixes, frozen: see `EngineConfig`.
     """
 
     def __init__(
@@ -46,11 +46,14 @@ class Traffic:
         first: FirstTokens,
         requests: RequestReader,
         keep_prefixes: bool,
+        frozen: bool,
     ) -> None:
         self._model, self._batch, self._memory, self._first = model, batch, memory, first
-        self._requests, self._keep_prefixes = requests, keep_prefixes
+        self._requests, self._keep_prefixes, self._frozen = requests, keep_prefixes, frozen
         self._modules = list(model.modules())
-        self._weights = WeightsWatch()
+        self._weights, self._watch = WeightsWatch(), ModelWatch(model)
+        self._watched = False  # since before what is in the cache was computed
+        self._asked = False  # requests have come since the model was looked at
         self._turns = Turns()
         self._arrived: deque[Handle] = deque()
         self._leaving: deque[Handle] = deque()
@@ -134,16 +137,18 @@ class Traffic:
         finally:
             self._turns.paused = before
 
-    def step(self) -> list[Run]:
-        """Takes in who arrived, launches the next steps, and gives out what became known from those before."""
+    def step(self, among_others: bool = True) -> list[Run]:
+        """Takes in who arrived, launches the next steps, and gives out what became known from those before.
+
+        Args:
+            among_others: code that may change the model is likely to run before other requests come.
+        """
         with self._failing():
             self._take_in()
             if not self._batch.unfinished:
                 return []
             self.require_memory()
-            if self._batch.scheduler.waiting:
-                self._forget_if_changed()
-            runs = self._move(self._decoded, self._batch.advance)
+            runs = self._move(self._decoded, self._batch.advance, among_others)
             self._give_out(runs)
             self._rest()
             return runs
@@ -155,13 +160,29 @@ class Traffic:
 
     def forget(self) -> None:
         """What is in the cache is no beginning of a prompt any more, and what runs was made by weights of two times."""
+        self._watched = False
         self._batch.scheduler.allocator.forget()
         sequences = (sequence for handle in self._handles for sequence in handle.sequences)
         self._first.pass_over(sequence.completion for sequence in sequences if sequence.stored)
 
-    def _forget_if_changed(self) -> None:
-        if self._weights.changed(self._modules):
-            self.forget()  # even if nothing is known: what runs will be, once it has ended
+    def _look(self) -> bool:
+        """Forgets what may be of another model than there is now, where requests have come that could begin with it;
+        says whether all that is left is of this one."""
+        asked, self._asked = self._asked, False
+        changed = asked and self._weights.changed(self._modules)
+        if not self._begun:
+            self._watched = False
+        elif asked and not self._frozen and (changed or not self._watched or self._watch.changed()):
+            self.forget()
+        else:
+            return self._watched or self._frozen
+        return True
+
+    @property
+    def _begun(self) -> bool:
+        """Whether something has been computed that later prompts may begin with."""
+        scheduler = self._batch.scheduler
+        return bool(scheduler.running or scheduler.filling or scheduler.allocator.knows)
 
     def _let_out(self) -> None:
         """Lets out who leaves, unless a thread is in the middle of something: that one does it. It may be this one:
@@ -190,7 +211,7 @@ class Traffic:
 
     def _arrive_and_leave(self) -> list[Run]:
         if self._arrived:
-            self._modules = list(self._model.modules())
+            self._modules, self._asked = list(self._model.modules()), True
         while self._arrived:
             handle = self._arrived[0]
             if not handle.done:
@@ -204,14 +225,22 @@ class Traffic:
                 dropped += [self._batch.drop(sequence) for sequence in sequences if not sequence.done]
         return dropped
 
-    def _decoded(self, act: Callable[[], list[Run]]) -> list[Run]:
-        return self.decoding(self._compared, act)
+    def _decoded(self, act: Callable[[], list[Run]], among_others: bool = False) -> list[Run]:
+        return self.decoding(self._compared, act, among_others)
 
-    def _compared(self, act: Callable[[], list[Run]]) -> list[Run]:
+    def _compared(self, act: Callable[[], list[Run]], among_others: bool) -> list[Run]:
+        known = self._look()
         runs = act()
         if self._first.awaited:
-            self._forget_if_changed()
+            if self._weights.changed(self._modules):
+                self.forget()
+                known = True
             self._first.compare(runs)
+        if (among_others or self._keep_prefixes) and self._begun and not (self._frozen or self._watched):
+            if not known:
+                self.forget()
+            self._watch.take(self._modules)
+            self._watched = True
         return runs
 
     def _give_out(self, runs: list[Run]) -> None:

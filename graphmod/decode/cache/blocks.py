@@ -33,6 +33,11 @@ class BlockAllocator:
         self.reset()
 
     @property
+    def knows(self) -> bool:
+        """Whether something is known to be in any block."""
+        return bool(self._known)
+
+    @property
     def free_blocks(self) -> int:
         """Blocks that nobody holds, known ones included."""
         return len(self._free)
