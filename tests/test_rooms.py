@@ -17,7 +17,18 @@ ROOMS = (
 WITHIN = {
     "decode": (
         *("errors", "interrupts", "results", "model_state", "config", "cache", "early_launch", "products", "step"),
-        *("attention", "text", "prefill", "verification", "batching", "parts", "loop", "streaming", "engine"),
+        *(
+            "attention",
+            "text",
+            "prefill",
+            "verification",
+            "generation_config",
+            "batching",
+            "parts",
+            "loop",
+            "streaming",
+            "engine",
+        ),
     ),
     "train": (
         *(

@@ -1,6 +1,7 @@
 """The settings of decode: names, types, defaults and meaning.
 
-`EngineConfig` is about memory and speed and never changes a token; `Sampling` is about what one request draws.
+`EngineConfig` is about memory and speed, and changes no token but by `generation_config`; `Sampling` is about what one
+request draws.
 """
 
 from dataclasses import dataclass, field
@@ -42,6 +43,13 @@ class Keep(str, Enum):
     graphs = "graphs"
 
 
+class GenerationConfigName(str, Enum):
+    """Where the defaults of sampling come from: the model's generation config (`auto`), or this package (`none`)."""
+
+    auto = "auto"
+    none = "none"
+
+
 @names_settings
 @dataclass
 class EngineConfig:
@@ -64,6 +72,8 @@ class EngineConfig:
         keep_prefixes: find the beginnings of prompts in the cache even after the engine had nothing to do.
         frozen: nobody changes the model for as long as the engine lives, so that nothing looks whether the beginnings
             in the cache are still its own. Otherwise each arrival of requests reads the weights once.
+        generation_config: `auto` takes temperature, top_k and top_p of requests that do not say them from the model's
+            generation config, where that says to draw (`do_sample`); `none` does not.
         graphs: capture decode steps. Without, every step is eager and counted.
         compile: `none`, `default` or `max`: compile captured steps. On a GPU only.
         compile_in_background: compile in a thread of its own; steps run uncompiled until it is done, instead of
@@ -86,6 +96,7 @@ class EngineConfig:
     prefill_tokens: int = 4096
     keep_prefixes: bool = False
     frozen: bool = False
+    generation_config: GenerationConfigName = GenerationConfigName.auto
     graphs: bool = True
     compile: CompileMode = CompileMode.none
     compile_in_background: bool = False
@@ -96,6 +107,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         self.attention = choice(AttentionName, self.attention, "attention")
         self.offload = choice(OffloadName, self.offload, "offload")
+        self.generation_config = choice(GenerationConfigName, self.generation_config, "generation_config")
         self.compile = choice(CompileMode, self.compile, "compile")
         self.backend = choice(BackendName, self.backend, "backend")
         for name in (
@@ -152,9 +164,11 @@ class Sampling:
     """How the tokens of one request are chosen.
 
     Attributes:
-        temperature: 0 takes the most likely token; otherwise logits are divided by it.
-        top_k: keep the k most likely tokens; 0 keeps all.
-        top_p: keep the fewest most likely tokens whose probabilities reach p; 1 keeps all. Applied after top_k.
+        temperature: 0 takes the most likely token; otherwise logits are divided by it. None is that of the model's
+            generation config where that says to draw, else 0; see `EngineConfig.generation_config`.
+        top_k: keep the k most likely tokens; 0 keeps all. None is that of the generation config, else 0.
+        top_p: keep the fewest most likely tokens whose probabilities reach p; 1 keeps all. Applied after top_k. None is
+            that of the generation config, else 1.
         seed: of this request's random numbers. They depend on the seed, the number of the sample and the position
             alone, so the same request draws the same tokens in any batch. Where one seed is given for all prompts of
             a call, each prompt but the first gets one made from it and from the number of the prompt. None draws one
@@ -168,9 +182,9 @@ class Sampling:
             Nothing of such a prompt is taken from the cache.
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
     seed: int | None = None
     max_new_tokens: int = 128
     stop: list[Any] = field(default_factory=list)
@@ -181,14 +195,18 @@ class Sampling:
     def check(self) -> None:
         """Raises RequestError for a setting of the wrong kind or out of range."""
         for name in ("temperature", "top_p"):
-            _kind(name, getattr(self, name), Real, "a number")
-        for name in ("top_k", "max_new_tokens", "top_logprobs", *(("seed",) if self.seed is not None else ())):
+            if getattr(self, name) is not None:
+                _kind(name, getattr(self, name), Real, "a number")
+        for name in ("top_k", "seed"):
+            if getattr(self, name) is not None:
+                _kind(name, getattr(self, name), Integral, "an integer")
+        for name in ("max_new_tokens", "top_logprobs"):
             _kind(name, getattr(self, name), Integral, "an integer")
-        if not 0 <= self.temperature < float("inf"):
+        if self.temperature is not None and not 0 <= self.temperature < float("inf"):
             raise RequestError(f"temperature must be 0 (greedy) or above and finite, got {self.temperature}")
-        if self.top_k < 0:
+        if self.top_k is not None and self.top_k < 0:
             raise RequestError(f"top_k must be 0 (all) or above, got {self.top_k}")
-        if not 0 < self.top_p <= 1:
+        if self.top_p is not None and not 0 < self.top_p <= 1:
             raise RequestError(f"top_p must be above 0 and at most 1, got {self.top_p}")
         if not 0 <= self.top_logprobs <= MOST_TOP:
             raise RequestError(f"top_logprobs must be 0 (none) to {MOST_TOP}, got {self.top_logprobs}")

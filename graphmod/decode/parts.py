@@ -16,6 +16,7 @@ from graphmod.decode.cache.blocks import BlockAllocator
 from graphmod.decode.cache.cache import Offload, PagedCache
 from graphmod.decode.cache.fetch import unavailable as unavailable_fetch
 from graphmod.decode.config import EngineConfig, OffloadName
+from graphmod.decode.generation_config import defaults_of
 from graphmod.decode.model_state import decoding
 from graphmod.decode.prefill.attention import unavailable
 from graphmod.decode.prefill.packed import PackedPrefill
@@ -138,7 +139,8 @@ def build(model: PreTrainedModel, config: EngineConfig, codec: Codec | None) -> 
     batch = ContinuousBatch(model, memory, state, scheduler, graphs, packed or padded, limits, attention.name, steps)
     computed = packed.uncounted if packed else padded
     decoding(modules, compare_made_up, model, memory, state, computed, tokens, attention)
-    requests = RequestReader(text.vocab_size, max_seq_len, eos_ids(model, codec), codec, positions)
+    defaults = defaults_of(model, config.generation_config)
+    requests = RequestReader(text.vocab_size, max_seq_len, eos_ids(model, codec), codec, positions, defaults)
     first = FirstTokens(model, tokens, f"decode steps with {attention.name or 'own attention'}")
     if graphs.compiler is not None:
         graphs.compiler.taken_over = first.await_again

@@ -69,12 +69,12 @@ def _asked(
     echo: bool = False,
     texts: list[str] | None = None,
 ) -> Asked:
-    temperature = 1.0 if request.temperature is None else request.temperature
+    temperature, top_k, top_p = request.temperature, request.top_k, request.top_p  # None is the engine's default
     stops, options = request.stop or [], request.stream_options or StreamOptions()
     common = Sampling(
-        temperature=0.0 if temperature < _COLDEST else temperature,
-        top_k=max(0, request.top_k or 0),
-        top_p=1.0 if request.top_p is None else max(request.top_p, _COLDEST),
+        temperature=0.0 if temperature is not None and temperature < _COLDEST else temperature,
+        top_k=None if top_k is None else max(0, top_k),
+        top_p=None if top_p is None else max(top_p, _COLDEST),
         max_new_tokens=max(1, most),
         stop=[*stops, *(request.stop_token_ids or [])],
         ignore_eos=bool(request.ignore_eos),

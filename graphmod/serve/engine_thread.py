@@ -104,6 +104,8 @@ class EngineThread:
         handles: list[Handle] = []
         try:
             for prompt, own in zip(prompts, sampling, strict=True):
+                if own["temperature"] is None:  # as in OpenAI's API, tokens are drawn
+                    own["temperature"] = self._engine.requests.defaults.temperature
                 take = partial(self._take, number, len(handles) * n)
                 handles.append(self._engine.submit(prompt, n, Sampling(**own), on_run=take))
         except RequestError as error:

@@ -236,9 +236,13 @@ class _Request(_Object):
     )
     stream_options: StreamOptions | None = Field(None, description="only with `stream`")
     max_tokens: Count | None = Field(None, description="as in completions; default `serve.default_max_tokens`")
-    temperature: float | None = Field(None, ge=0, le=1000, description="default 1; 0 takes the most likely token")
-    top_p: float | None = Field(None, gt=0, le=1, description="default 1")
-    top_k: int | None = Field(None, ge=-1, lt=2**31, description="default 0, which means all, as -1 does")
+    temperature: float | None = Field(
+        None, ge=0, le=1000, description="default of the model, else 1; 0 takes the most likely token"
+    )
+    top_p: float | None = Field(None, gt=0, le=1, description="default of the model, else 1")
+    top_k: int | None = Field(
+        None, ge=-1, lt=2**31, description="default of the model, else 0, which means all, as -1 does"
+    )
     seed: int | None = Field(
         None,
         ge=-(2**63),

@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass, field
 
+from graphmod.decode.config import GenerationConfigName
 from graphmod.errors import ConfigError
 
 
@@ -22,6 +23,8 @@ class ServeSettings:
         default_max_tokens: tokens of a chat's answer where the request does not say how many.
         drain_seconds: how long running requests may take to finish after SIGTERM or Ctrl-C.
         enforce_eager: decode without graphs, as with graph=none.
+        generation_config: `auto` takes temperature, top_k and top_p of requests that do not say them from the model's
+            generation_config.json; `none` takes 1, 0 (all) and 1.
     """
 
     host: str = "127.0.0.1"
@@ -34,6 +37,7 @@ class ServeSettings:
     default_max_tokens: int = 1024
     drain_seconds: float = 30.0
     enforce_eager: bool = False
+    generation_config: GenerationConfigName = GenerationConfigName.auto
 
     def check(self) -> None:
         """Raises ConfigError for what is out of range."""

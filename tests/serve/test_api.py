@@ -6,6 +6,7 @@ import re
 import openai
 import pytest
 from served import Served, alone, chat_model, tokenizer
+from transformers import GenerationConfig
 
 from graphmod.decode.text import ByteCodec, completion_text
 from graphmod.errors import ConfigError
@@ -349,3 +350,21 @@ def test_a_key_is_asked_for():
         assert one.get("/v1/models")[0] == 401 and one.get("/v1/models", authorization="Bearer other")[0] == 401
         assert one.get("/health")[0] == one.get("/")[0] == one.get("/metrics")[0] == 200
         assert [model.id for model in one.client("secret").models.list()] == ["tiny"]
+
+
+def test_the_generation_config_is_the_default_of_requests_and_what_it_cannot_do_is_refused():
+    model = chat_model()
+    model.generation_config = GenerationConfig(eos_token_id=2, temperature=0.3, top_k=1, repetition_penalty=1.5)
+    asked = {"model": "tiny", "prompt": "one", "max_tokens": 12}
+    with Served(model, tokenizer(), max_batch_size=4) as server:
+        texts = {server.post("/v1/completions", asked)[1]["choices"][0]["text"] for _ in range(4)}
+        assert len(texts) == 1, "top_k=1 draws the same each time"
+        status, body, _ = server.post("/v1/completions", asked | {"top_k": -1, "temperature": 1, "seed": 1})
+        assert status == 200 and body["choices"][0]["text"] not in texts
+        status, body, _ = server.post("/v1/completions", asked | {"temperature": 0})
+        assert status == 400 and body["error"]["param"] == "temperature"
+        assert "repetition_penalty=1.5" in body["error"]["message"]
+    with Served(model, tokenizer(), max_batch_size=4, generation_config="none") as server:
+        (expected,) = alone().generate(["one"], max_new_tokens=12)
+        assert server.post("/v1/completions", asked | {"temperature": 0})[1]["choices"][0]["text"] == expected.text
+        assert len({server.post("/v1/completions", asked)[1]["choices"][0]["text"] for _ in range(4)}) > 1

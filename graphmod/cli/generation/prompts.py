@@ -12,6 +12,7 @@ from graphmod.errors import ConfigError
 from graphmod.train.data.encodings import not_utf8
 
 if TYPE_CHECKING:
+    from graphmod.cli.generation.schema import DecodeSettings
     from graphmod.decode.results import Completion
 
 _LIKE = '{"prompt": "a text"} or {"messages": [{"role": "user", "content": "a text"}]}'
@@ -107,7 +108,7 @@ def read_prompts(path: Path) -> list[Prompt]:
     return prompts
 
 
-def line_of(completion: Completion, prompt: Prompt, logprobs: bool) -> str:
+def line_of(completion: Completion, prompt: Prompt, asked: DecodeSettings) -> str:
     """The completion as JSON, with the other fields of its prompt's line."""
     line: dict[str, Any] = prompt.fields | {  # the fields of a completion win
         "index": completion.request,
@@ -117,8 +118,11 @@ def line_of(completion: Completion, prompt: Prompt, logprobs: bool) -> str:
         "finish_reason": completion.finish_reason,
         "tokens": completion.tokens,
     }
-    if logprobs:
+    if asked.logprobs:
         line["logprobs"] = completion.logprobs
+    for name in ("top_logprobs", "prompt_logprobs", "prompt_top_logprobs"):
+        if (found := getattr(completion, name)) is not None:
+            line[name] = found
     if completion.error is not None:
         line["error"] = completion.error
     return json.dumps(line, ensure_ascii=False)

@@ -16,6 +16,7 @@ from graphmod.cli.generation.prompts import Prompt, line_of
 from graphmod.cli.generation.schema import GenerateConfig
 from graphmod.cli.stdout import OutputError, complain, show
 from graphmod.config import CompileMode
+from graphmod.decode.config import Sampling
 from graphmod.decode.engine import DecodeEngine
 from graphmod.decode.errors import RequestError
 from graphmod.decode.results import Completion
@@ -51,9 +52,8 @@ def _say_shortened(count: int, asked: int, engine: DecodeEngine) -> None:
         print(f"note: {said}, so {who} ended before decode.max_new_tokens={asked}", file=sys.stderr, flush=True)
 
 
-def _kind(config: GenerateConfig) -> int:
-    decode = config.decode
-    return GREEDY if decode.temperature <= 0 else FILTERED if decode.top_k or decode.top_p < 1 else PLAIN
+def _kind(sampling: Sampling) -> int:
+    return GREEDY if sampling.temperature <= 0 else FILTERED if sampling.top_k or sampling.top_p < 1 else PLAIN
 
 
 def _stream(engine: DecodeEngine, config: GenerateConfig, prompt: Prompt, codec: Codec) -> int:
@@ -65,7 +65,7 @@ def _stream(engine: DecodeEngine, config: GenerateConfig, prompt: Prompt, codec:
             print("compiling decode steps; this takes a while", file=sys.stderr, flush=True)
         # First, so that the text does not stop for it, nor log lines come in between.
         engine.warm_up(
-            max_context=len(ids) + config.decode.max_new_tokens, kinds=(_kind(config),), prefill=False, progress=False
+            max_context=len(ids) + config.decode.max_new_tokens, kinds=(asked.kind,), prefill=False, progress=False
         )
     text = TextStream(codec, ids)
     tokens, began, error, before, reason = 0, time.perf_counter(), None, prompt.shown, None
@@ -112,7 +112,7 @@ def _many(engine: DecodeEngine, config: GenerateConfig, prompts: list[Prompt], o
             else:
                 if not finished:
                     out.begin()
-                out.line(line_of(completion, prompt, config.decode.logprobs))
+                out.line(line_of(completion, prompt, config.decode))
             finished += 1  # after the line is written: what an interruption reports is there
             failed += completion.error is not None
             tokens += len(completion.tokens)
@@ -151,13 +151,14 @@ def _run(config: GenerateConfig, folder: Path, prompts: list[Prompt], out: Outpu
     for prompt in prompts:
         prompt.apply_template(codec, config.prompts_file)
     model = load_model(folder, config.model, codec)
-    if config.decode.n > 1 and config.decode.temperature <= 0:
-        print("note: with decode.temperature=0 all samples of a prompt are the same", file=sys.stderr, flush=True)
     engine = DecodeEngine(model, config.engine(len(prompts) * config.decode.n), codec=codec)
+    sampling = engine.requests.defaults.fill(config.sampling())
+    if config.decode.n > 1 and sampling.temperature <= 0:
+        print("note: with decode.temperature=0 all samples of a prompt are the same", file=sys.stderr, flush=True)
     if engine.stats.host_cache_bytes:
         print(cache_of(engine), file=sys.stderr, flush=True)
     if config.graph.ahead and engine.config.graphs:
-        engine.warm_up(kinds=(_kind(config),), prefill=False)
+        engine.warm_up(kinds=(_kind(sampling),), prefill=False)
     if config.prompts_file is None and config.decode.n == 1:
         return _stream(engine, config, prompts[0], codec)
     return _many(engine, config, prompts, out)

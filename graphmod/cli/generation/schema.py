@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 
 from graphmod.config import BackendName, CompileMode
-from graphmod.decode.config import AttentionName, EngineConfig, OffloadName, Sampling
+from graphmod.decode.config import AttentionName, EngineConfig, GenerationConfigName, OffloadName, Sampling
 from graphmod.errors import ConfigError
 from graphmod.train.schema.train import DeviceName
 
@@ -80,12 +80,14 @@ class DecodeSettings(BatchSettings, Sampling):
     Attributes:
         stop: as in `Sampling`; in texts \\n, \\r, \\t and \\\\ are read as in Python.
         n: samples of each prompt.
+        generation_config: of `EngineConfig`.
         logprobs: write the log-probability of each token.
     """
 
     seed: int = 0
     n: int = 1
     logprobs: bool = False
+    generation_config: GenerationConfigName = GenerationConfigName.auto
 
 
 @dataclass

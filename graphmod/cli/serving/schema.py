@@ -35,7 +35,8 @@ class ServeConfig:
         given = {**vars(self.decode), **vars(self.graph)}
         asked = {field.name: given[field.name] for field in fields(EngineConfig) if field.name in given}
         graphs = self.graph.scope is GraphScope.decode and not self.serve.enforce_eager
-        return EngineConfig(**asked, graphs=graphs, keep_prefixes=True, frozen=True)
+        source = self.serve.generation_config
+        return EngineConfig(**asked, graphs=graphs, keep_prefixes=True, frozen=True, generation_config=source)
 
     def check(self) -> None:
         """Raises ConfigError for what is missing or out of range."""

@@ -16,6 +16,7 @@ from graphmod.decode.batching.seeds import prompt_seed
 from graphmod.decode.batching.sequence import Sequence
 from graphmod.decode.config import Sampling
 from graphmod.decode.errors import RequestError
+from graphmod.decode.generation_config import Defaults
 from graphmod.decode.results import Completion
 from graphmod.decode.step.state import MOST_STOPS
 from graphmod.decode.text.codec import Codec
@@ -60,14 +61,22 @@ class RequestReader:
         eos: tokens that end a sequence unless it ignores them.
         codec: for prompts and stops that are text; None takes token ids only.
         positions: of the model; None where it tells no number.
+        defaults: of requests that do not say how to choose tokens.
     """
 
     def __init__(
-        self, vocabulary: int, max_seq_len: int, eos: list[int], codec: Codec | None, positions: int | None = None
+        self,
+        vocabulary: int,
+        max_seq_len: int,
+        eos: list[int],
+        codec: Codec | None,
+        positions: int | None,
+        defaults: Defaults,
     ) -> None:
         full = positions is not None and max_seq_len >= positions
         self._way_out = ", since the model has no more positions" if full else ", or raise max_seq_len"
         self.vocabulary, self.max_seq_len, self.eos, self.codec = vocabulary, max_seq_len, eos, codec
+        self.defaults = defaults
 
     def tokens(self, prompt: Any, number: int) -> list[int]:
         """The token ids of a prompt.
@@ -167,6 +176,7 @@ class RequestReader:
             raise RequestError(str(error)) from None
         for one in each:
             one.check()
+        each = [self.defaults.fill(one) for one in each]
         each = _seeded(each, shared=not isinstance(sampling, list) or "seed" in settings)
         asked = enumerate(zip(prompts, each, strict=True))
         return [one for number, (prompt, own) in asked for one in self.sequences(number, prompt, n, own)]
@@ -176,6 +186,7 @@ class RequestReader:
         if not isinstance(n, Integral) or isinstance(n, bool) or n < 1:
             raise RequestError(f"n must be an integer of at least 1, got {n!r}")
         sampling.check()
+        sampling = self.defaults.fill(sampling)
         tokens = self.tokens(prompt, number)
         ids, sequences, texts = self.stops(sampling)
         limit = min(len(tokens) + sampling.max_new_tokens, self.max_seq_len)

@@ -41,6 +41,7 @@ class Samples:
             max_seq_len=min(positions, len(self._prompt) + self._train.sample_tokens),
             codec=self._codec,
             graphs=config.graph.scope is not Scope.none,
+            generation_config="none",  # `train.sample_temperature` says how to choose
         )
 
     def due(self, done: int) -> bool:
