@@ -20,6 +20,7 @@ from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
 
 from graphmod.torch_private import beside_dynamo, is_compiling
+from graphmod.trace.tensors import tensors_in
 from graphmod.trace.untraced import resume, suspend, thread_state, traced, untraced
 
 log = logging.getLogger("graphmod")
@@ -71,6 +72,8 @@ def _set_current(recorder: Any) -> None:
 
 
 def _fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
+    if _made_of_others(op) and not any(t.is_nested or t.is_sparse for t in tensors_in((*args, *kwargs.values()))):
+        return op._op_dk(getattr(torch._C.DispatchKey, _COMPOSITE), *args, **kwargs)
     state = thread_state()
     try:  # as in `untraced`: each frame between here and there would be told of
         suspend(state)
@@ -80,6 +83,19 @@ def _fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
     finally:
         _exclude_key(_KEY, False)
         resume(state)
+
+
+_COMPOSITE = "CompositeImplicitAutograd"
+
+
+@functools.cache
+def _made_of_others(op: Any) -> bool:
+    """Whether an operation is a formula of others. Autograd takes it apart; where there is none, as in inference mode,
+    it would be seen as a whole, and not that it reads on the host or draws."""
+    if not isinstance(op, torch._ops.OpOverload):
+        return False
+    has_kernel = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, op.name())
+    return has_kernel(_COMPOSITE) and not (has_kernel("CPU") or has_kernel("CUDA"))
 
 
 def _standing_for_others(op: Any, *args: Any, **kwargs: Any) -> Any:

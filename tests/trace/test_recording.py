@@ -617,3 +617,28 @@ def test_how_autograd_takes_over_a_gradient_is_no_part_of_a_record(backward, kin
     (expected, _), (found, step) = train(False), train(True)
     assert all(map(torch.equal, expected, found))
     assert step.stats.replays > 4 and not step.stats.failures
+
+
+READS_IN_INFERENCE = {
+    "truth": lambda x: x + 1 if x.sum() > 30 else x,
+    "one_hot": lambda x: F.one_hot(x.long()).sum(),
+    "where": lambda x: x[torch.where(x > 3)],
+}
+
+
+@pytest.mark.parametrize("use", READS_IN_INFERENCE.values(), ids=READS_IN_INFERENCE)
+@pytest.mark.parametrize("outside", [False, True])
+def test_what_is_read_in_inference_mode_is_seen(use, outside):
+    """There is no autograd that would take formulas apart, such as that of `bool(tensor)`."""
+
+    def call(x):
+        with torch.inference_mode():
+            return use(x)
+
+    def run(call):
+        with torch.inference_mode(outside):
+            return [call(torch.arange(4.0) + 2 * (i // 3)).tolist() for i in range(12)]
+
+    wrapper = CUDAGraphModule(call, config())
+    assert run(wrapper) == run(call)
+    assert wrapper.stats.state == "disabled"
