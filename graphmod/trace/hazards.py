@@ -10,7 +10,7 @@ from graphmod.trace.lines import Lines, remedy_for, remedy_in
 from graphmod.trace.operations import Facts, address
 from graphmod.trace.origins import CHANCE, CONSTANTS, DATA, Origins
 
-_HOST_READS = {"aten::_local_scalar_dense", "aten::equal", "aten::item"}
+_HOST_READS = {"aten::_local_scalar_dense", "aten::equal", "aten::allclose", "aten::item"}
 _LINALG_CHECK = "aten::_linalg_check_errors"
 _INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 _UNREPEATABLE = {

@@ -179,6 +179,8 @@ ESCAPES = {
     "yielded": lambda net, x: x * next(random.random() for _ in "a"),
     "seeded": lambda net, x: random.seed(3) or (x if random.random() < 0.5 else x + 1),
     "a generator made inside": lambda net, x: x if random.Random(3).random() < 0.5 else x + 1,
+    "compared as tensors": lambda net, x: x + torch.equal(torch.rand(1) < 0.5, torch.rand(1) < 0.5),
+    "compared as tensors, nearly": lambda net, x: x + torch.allclose(torch.rand(1).round(), torch.rand(1).round()),
     "of the data": lambda net, x: x if torch.rand(()) < x.mean() else x + 1,
 }
 

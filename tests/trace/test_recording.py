@@ -642,3 +642,14 @@ def test_what_is_read_in_inference_mode_is_seen(use, outside):
     wrapper = CUDAGraphModule(call, config())
     assert run(wrapper) == run(call)
     assert wrapper.stats.state == "disabled"
+
+
+def test_allclose_reads():
+    def call(x):
+        return x + 1 if torch.allclose(x, torch.zeros_like(x)) else x
+
+    wrapper = CUDAGraphModule(call, config())
+    for i in (1, 1, 1, 1, 0, 1, 0):
+        x = torch.full((3,), float(i))
+        assert wrapper(x).tolist() == call(x).tolist()
+    assert "allclose" in wrapper.last_failure
