@@ -144,10 +144,13 @@ def is_random(value: Any) -> bool:
     return _draws(type(value))
 
 
+_OF_NUMPY = {"RandomState", "Generator", "BitGenerator"}
+
+
 @_for_each_class
 def _draws(kind: type) -> bool:
     of_numpy = [base.__name__ for base in kind.__mro__ if str(base.__module__).startswith("numpy.random")]
-    return issubclass(kind, random.Random) or not {"RandomState", "Generator"}.isdisjoint(of_numpy)
+    return issubclass(kind, random.Random) or not _OF_NUMPY.isdisjoint(of_numpy)
 
 
 _HELD_IN = (
@@ -235,8 +238,9 @@ def state(value: Any) -> tuple | None:
         if isinstance(value, random.Random):
             return (value.getstate(),)
         if is_random(value):
-            legacy = hasattr(value, "get_state")
-            return (_comparable(value.get_state(legacy=False) if legacy else value.bit_generator.state),)
+            if hasattr(value, "get_state"):
+                return (_comparable(value.get_state(legacy=False)),)
+            return (_comparable(getattr(value, "bit_generator", value).state),)
     except Exception:  # one whose class keeps no state, or none yet
         return None
     return None

@@ -16,6 +16,7 @@ from torch import nn
 from graphmod import CUDAGraphModule, graph_layers
 
 RANDOM, NUMPY, TORCH = random.Random(), np.random.default_rng(), torch.Generator()
+BITS = np.random.PCG64()
 
 
 def seed():
@@ -25,12 +26,19 @@ def seed():
     RANDOM.seed(8)
     NUMPY.bit_generator.state = np.random.default_rng(9).bit_generator.state
     TORCH.manual_seed(10)
+    BITS.state = np.random.PCG64(11).state
 
 
 def states():
     return (
         *(one.get_state().tolist() for one in (torch.default_generator, TORCH)),
-        *(random.getstate(), RANDOM.getstate(), str(np.random.get_state()), str(NUMPY.bit_generator.state)),
+        *(
+            random.getstate(),
+            RANDOM.getstate(),
+            str(np.random.get_state()),
+            str(NUMPY.bit_generator.state),
+            str(BITS.state),
+        ),
     )
 
 
@@ -181,6 +189,7 @@ ESCAPES = {
     "a generator made inside": lambda net, x: x if random.Random(3).random() < 0.5 else x + 1,
     "compared as tensors": lambda net, x: x + torch.equal(torch.rand(1) < 0.5, torch.rand(1) < 0.5),
     "compared as tensors, nearly": lambda net, x: x + torch.allclose(torch.rand(1).round(), torch.rand(1).round()),
+    "raw bits": lambda net, x: x + int(BITS.random_raw() % 2),
     "of the data": lambda net, x: x if torch.rand(()) < x.mean() else x + 1,
 }
 
