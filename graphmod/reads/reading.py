@@ -421,7 +421,8 @@ _IN_CALLS = 2  # beside the arguments: the function, and its object or nothing
 _STEPS: dict[str, tuple[Callable, int]] = {
     **dict.fromkeys(("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL"), (Reading.global_variable, 0)),
     **dict.fromkeys(("LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"), (Reading.name, 0)),
-    **dict.fromkeys(("STORE_NAME", "DELETE_NAME"), (Reading.changed_name, 0)),
+    "STORE_NAME": (Reading.changed_name, 1),
+    "DELETE_NAME": (Reading.changed_name, 0),
     **dict.fromkeys(("LOAD_ATTR", "LOAD_METHOD", "DELETE_ATTR", "IMPORT_FROM"), (Reading.attribute, 1)),
     "STORE_ATTR": (Reading.attribute, 2),
     "SET_FUNCTION_ATTRIBUTE": (Reading.kept, 2),

@@ -345,7 +345,15 @@ def hooked_by_default(x):
     return x
 
 
-@pytest.mark.parametrize("use", [Scaled.apply, hooked, hooked_by_default])
+def hooked_by_class(x):
+    class Kept:
+        scale = random.random()
+
+    x.register_hook(lambda grad: grad * Kept.scale)
+    return x
+
+
+@pytest.mark.parametrize("use", [Scaled.apply, hooked, hooked_by_default, hooked_by_class])
 def test_a_number_that_is_kept_for_a_backward_outside(use):
     def run(graphed):
         net = Using(lambda net, x: use(net.layers[0](x)))
