@@ -71,7 +71,8 @@ class Chance:
             drawn_at = None if self._draws is None else self._draws.drawn_at.get(id(value))
             if drawn_at is not None and not self._draws.followed:
                 return type(value).__module__.partition(".")[0], drawn_at
-            if drawn_at is None and state(value) != before:
+            of_system = isinstance(value, random.SystemRandom)  # which has no state to compare
+            if drawn_at is None and (of_system or state(value) != before):
                 return type(value).__module__.partition(".")[0], where
         return None
 

@@ -3,6 +3,7 @@ branch, with eager's draws; whatever else such a number does keeps the call eage
 
 import operator
 import random
+import secrets
 import time
 
 import numpy as np
@@ -220,6 +221,15 @@ def test_what_a_call_returns_of_a_number_is_seen():
     got = [wrapper(torch.ones(2))[1] for _ in range(8)]
     random.seed(0)
     assert got == [random.random() for _ in range(8)]
+
+
+@pytest.mark.parametrize("draw", [random.SystemRandom().random, lambda: secrets.randbelow(2)])
+def test_numbers_of_the_system_keep_the_call_eager(draw):
+    wrapper = CUDAGraphModule(lambda x: x + 1 if draw() < 2 else x, config())
+    for _ in range(8):
+        wrapper(torch.ones(2))
+    assert wrapper.stats.replays == 0
+    assert "draws random numbers on the host" in wrapper.last_failure
 
 
 class Counting(list):
