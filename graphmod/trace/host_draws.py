@@ -238,7 +238,7 @@ class HostDraws:
     def compared(self, how: str, left: Any, right: Any) -> None:
         """Takes in that code compares two values, of which one was drawn. Where both look like it, each may be a
         constant that happens to be the same: `random.choice((0.25, 0.5)) == 0.5`."""
-        if not (isinstance(left, (int, float)) and isinstance(right, (int, float))):
+        if not (_is_number(left) and _is_number(right)):
             self.escaped()
             return
         compare = _COMPARE[how]
@@ -391,6 +391,11 @@ def _equal(one: Any, other: Any) -> bool:
 def _is_exact(value: Any) -> bool:
     """Whether a value that is drawn again must be the same: a number of a few."""
     return isinstance(value, _PLAIN) or not (isinstance(value, (float, complex, dict, set)) or _is_array(value))
+
+
+def _is_number(value: Any) -> bool:
+    """Whether to compare a value runs no code of the user's."""
+    return isinstance(value, (int, float)) and (type(value) in _GIVEN or _is_array(value))
 
 
 def _is_array(value: Any) -> bool:

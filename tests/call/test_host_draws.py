@@ -255,6 +255,28 @@ def test_what_a_number_is_chosen_from_is_gone_through_once():
     assert run(CUDAGraphModule(call, config())) == run(call)
 
 
+class Limit(float):
+    asked = 0
+
+    def __gt__(self, other):
+        Limit.asked += 1
+        return float(self) > other
+
+
+def test_what_a_number_is_compared_with_is_asked_once():
+    limit = Limit(0.5)
+
+    def call(x):
+        return x + 1 if random.random() < limit else x
+
+    def run(call):
+        seed()
+        Limit.asked = 0
+        return [(call(torch.ones(2)).tolist(), Limit.asked) for _ in range(8)]
+
+    assert run(CUDAGraphModule(call, config())) == run(call)
+
+
 def test_of_two_equal_lists_the_one_that_was_chosen_counts():
     both = [[0.5], [0.5]]
 
