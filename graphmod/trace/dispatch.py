@@ -20,6 +20,7 @@ from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
 
 from graphmod.torch_private import beside_dynamo, is_compiling
+from graphmod.trace.operations import draws, facts
 from graphmod.trace.tensors import tensors_in
 from graphmod.trace.untraced import resume, suspend, thread_state, traced, untraced
 
@@ -72,7 +73,7 @@ def _set_current(recorder: Any) -> None:
 
 
 def _fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
-    if _made_of_others(op) and not any(t.is_nested or t.is_sparse for t in tensors_in((*args, *kwargs.values()))):
+    if _hides(op, args, kwargs) and not any(t.is_nested or t.is_sparse for t in tensors_in((*args, *kwargs.values()))):
         return op._op_dk(getattr(torch._C.DispatchKey, _COMPOSITE), *args, **kwargs)
     state = thread_state()
     try:  # as in `untraced`: each frame between here and there would be told of
@@ -86,16 +87,25 @@ def _fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 _COMPOSITE = "CompositeImplicitAutograd"
+_FIND = {"aten::where", "aten::nonzero_numpy"}  # whose results are as long as the data says, which no tag tells
+
+
+def _hides(op: Any, args: tuple, kwargs: dict) -> bool:
+    """Whether an operation is a formula of others that reads on the host or draws. Autograd takes it apart; where there
+    is none, as in inference mode, it would be seen as a whole, and nothing of that."""
+    return _may_hide(op) and (facts(op).switch < 0 or draws(facts(op)._replace(random=True), args, kwargs))
 
 
 @functools.cache
-def _made_of_others(op: Any) -> bool:
-    """Whether an operation is a formula of others. Autograd takes it apart; where there is none, as in inference mode,
-    it would be seen as a whole, and not that it reads on the host or draws."""
+def _may_hide(op: Any) -> bool:
     if not isinstance(op, torch._ops.OpOverload):
         return False
     has_kernel = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, op.name())
-    return has_kernel(_COMPOSITE) and not (has_kernel("CPU") or has_kernel("CUDA"))
+    if not has_kernel(_COMPOSITE) or has_kernel("CPU") or has_kernel("CUDA"):
+        return False
+    about, schema = facts(op), op._schema
+    tells = any("Tensor" not in str(one.type) for one in schema.returns)
+    return tells or op.name() in _FIND or about.random or about.dynamic or (about.switch >= 0 and not about.statistics)
 
 
 def _standing_for_others(op: Any, *args: Any, **kwargs: Any) -> Any:

@@ -335,6 +335,7 @@ def test_a_view_whose_history_autograd_does_not_tell_is_merely_held(place, devic
 def test_a_module_that_is_imported_inside_stays_imported(device, monkeypatch, tmp_path):
     (tmp_path / "own_late_module.py").write_text("scale = 2.0\n")
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_late_module", raising=False)
 
     def step(x):
         import own_late_module

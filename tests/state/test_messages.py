@@ -283,7 +283,7 @@ def requires_grad_switched_inside():
 @says(["draws random numbers on the host (random)", "# rolls dice", "draw them outside"], ["'step'" + EAGER])
 def chance_on_the_host():
     def dice(_):
-        random.random()  # rolls dice
+        return random.random() * 2  # rolls dice
 
     run(whole(lambda p: torch.optim.SGD(p, lr=0.1), dice)[0])
 

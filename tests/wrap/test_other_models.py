@@ -13,7 +13,7 @@ from torch import nn
 from graphmod import ConfigError, CUDAGraphModule, graph_layers
 
 # Padding is looked for on the host, what a random number leaves out is decided there, and TorchScript is not seen.
-EAGER_STEPS = {"BERT", "RoBERTa", "ALBERT", "DistilBERT", "ELECTRA", "ModernBERT", "DeBERTa", "T5", "BART", "Whisper"}
+EAGER_STEPS = {"BERT", "RoBERTa", "ALBERT", "DistilBERT", "ELECTRA", "ModernBERT", "DeBERTa", "T5", "BART"}
 EAGER_STEPS |= {"wav2vec"}
 # TorchScript; under autocast, weights with several uses, each of which would be cast for itself in a graph.
 EAGER_LAYERS = {False: {"DeBERTa"}, True: {"DeBERTa", "ALBERT", "DiTTransformer2DModel"}}
