@@ -111,6 +111,7 @@ async def measure(shape: dict[str, Any], compile_mode: str, device: str) -> dict
         max_seq_len=shape["max_seq_len"],
         buckets=[1, *(size for size in (32, 64, 96) if size < batch)],
         compile=compile_mode,
+        frozen=True,  # as `graphmod serve` has it
     )
     engine.warm_up(max_context=shape["prompt"] + shape["new"], progress=False)
     progress("captured")

@@ -14,12 +14,14 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphmod.capture.recording import watch
+from graphmod.config import CUDAGraphConfig, Verify
 from graphmod.decode.interrupts import Held
 from graphmod.guards.changes import what_changed
 from graphmod.guards.guards import HOOKS, Guards
 from graphmod.guards.tensors import TensorWatch
 from graphmod.models.exchange import STATIC, attention
 from graphmod.wrap.layers import without_graphs
+from graphmod.wrap.module import CUDAGraphModule
 
 log = logging.getLogger("graphmod")
 
@@ -114,8 +116,13 @@ class ModelWatch:
         self._model = model
         self._guards: Guards | None = None
         self._tensors: list[Tensor] = []
+        self._together: list[Tensor] = []  # those of one device, of which numbers are to be computed
         self._contents: list[Tensor] = []
         self._unknown = False
+        self._numbers: Callable[[Tensor], Tensor] = self._compute
+        if model.device.type == "cuda":  # some ten launches a tensor, and a request waits for them
+            settings = CUDAGraphConfig(warmup_steps=1, verify=Verify.off)
+            self._numbers = CUDAGraphModule(self._compute, settings, name="contents of weights")
 
     def take(self, modules: list[nn.Module]) -> None:
         """What it computes now is what `changed` compares with. Does not wait for the device."""
@@ -163,12 +170,20 @@ class ModelWatch:
         """A number for the contents of each tensor, those of one device together; none where there is a kind of tensor
         whose bytes cannot be read."""
         found: dict[torch.device, list[Tensor]] = {}
+        for tensor in self._tensors:
+            found.setdefault(tensor.device, []).append(tensor)
+        numbers = []
         try:
-            for tensor in self._tensors:
-                found.setdefault(tensor.device, []).append(number_of(tensor))
+            for self._together in found.values():
+                start = torch.zeros((), dtype=torch.int64, device=self._together[0].device)
+                compute = self._numbers if len(found) == 1 else self._compute
+                numbers.append(compute(start).clone())
         except RuntimeError:
             return []
-        return [torch.stack(numbers) for numbers in found.values()]
+        return numbers
+
+    def _compute(self, start: Tensor) -> Tensor:
+        return torch.stack([number_of(tensor) for tensor in self._together]) + start
 
 
 _ODD = 0x9E3779B97F4A7C15 - 2**64

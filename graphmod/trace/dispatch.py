@@ -73,7 +73,11 @@ def _set_current(recorder: Any) -> None:
 
 
 def _fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
-    if _hides(op, args, kwargs) and not any(t.is_nested or t.is_sparse for t in tensors_in((*args, *kwargs.values()))):
+    if (
+        _infers()
+        and _hides(op, args, kwargs)
+        and not any(t.is_nested or t.is_sparse for t in tensors_in((*args, *kwargs.values())))
+    ):
         return op._op_dk(getattr(torch._C.DispatchKey, _COMPOSITE), *args, **kwargs)
     state = thread_state()
     try:  # as in `untraced`: each frame between here and there would be told of
@@ -86,6 +90,7 @@ def _fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
         resume(state)
 
 
+_infers = torch.is_inference_mode_enabled
 _COMPOSITE = "CompositeImplicitAutograd"
 _FIND = {"aten::where", "aten::nonzero_numpy"}  # whose results are as long as the data says, which no tag tells
 

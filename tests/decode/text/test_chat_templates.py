@@ -8,6 +8,9 @@ from made_tokenizers import llama_like
 
 from graphmod.decode.text import TokenizerCodec
 from graphmod.decode.text.chat import ChatError
+
+pytest.importorskip("fastapi")
+
 from graphmod.serve.asked import of_chat
 from graphmod.serve.errors import ApiError
 from graphmod.serve.schema import ChatRequest
