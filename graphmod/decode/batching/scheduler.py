@@ -65,6 +65,11 @@ class Scheduler:
     def busy(self) -> bool:
         return bool(self.waiting or self.filling or self.running)
 
+    @property
+    def may_begin(self) -> bool:
+        """Whether a sequence waits, and a row is free for it."""
+        return bool(self.waiting) and len(self.running) + len(self.filling) < self.rows
+
     def plan(self, limits: Limits) -> list[Planned]:
         """The pieces of prompts to prefill next, in order: first of those that were begun, then of those that wait,
         for as long as rows and blocks last."""

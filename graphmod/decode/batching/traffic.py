@@ -166,9 +166,9 @@ class Traffic:
         self._first.pass_over(sequence.completion for sequence in sequences if sequence.stored)
 
     def _look(self) -> bool:
-        """Forgets what may be of another model than there is now, where requests have come that could begin with it;
-        says whether all that is left is of this one."""
-        asked, self._asked = self._asked, False
+        """Forgets what may be of another model than there is now, where requests have come, or get their row, that
+        could begin with it; says whether all that is left is of this one."""
+        asked, self._asked = self._asked or self._batch.scheduler.may_begin, False
         changed = asked and self._weights.changed(self._modules)
         if not self._begun:
             self._watched = False
