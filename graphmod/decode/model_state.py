@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import operator
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -128,7 +129,9 @@ class ModelWatch:
         """What it computes now is what `changed` compares with. Does not wait for the device."""
         if self._guards is None or self._reads_other():
             self._read()
-        found = {id(one): one for one in (*_tensors(modules), *(self._guards.tensors if self._guards else ()))}
+        if self._guards is None:  # `changed` will say so whatever the tensors hold
+            return
+        found = {id(one): one for one in (*_tensors(modules), *self._guards.tensors)}
         self._tensors = TensorWatch(list(found.values()), {}).tensors
         self._contents = self._now()
 
@@ -187,21 +190,20 @@ class ModelWatch:
 
 
 _ODD = 0x9E3779B97F4A7C15 - 2**64
-_FEW = 2**16  # words that may be copied
 
 
 def number_of(tensor: Tensor) -> Tensor:
-    """() int64: of the bytes of a tensor, which goes by their rows too, so that rows that are exchanged are seen. Reads
-    the memory once."""
+    """() int64: of the bytes of a tensor, by the sums of its rows and of its columns, so that an exchange of either is
+    seen. Reads the memory twice."""
     raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    if raw.storage_offset() % 8:
+    if raw.storage_offset() % 4:
         raw = raw.clone()
-    whole = len(raw) // 8 * 8
-    words = raw[:whole].view(torch.int64)
-    count = len(words)
-    rows = tensor.shape[0] if tensor.dim() > 1 else count
-    if not rows or count % rows:
-        rows = count if count <= _FEW else 1
-    sums = words.view(rows, -1).sum(1) if 0 < rows < count else words
+    whole = len(raw) // 4 * 4
+    words = raw[:whole].view(torch.int32)
+    size = (tensor.shape[-1] if tensor.dim() > 1 else 0) * tensor.element_size()
+    columns = size // 4 if size and size % 4 == 0 else max(1, math.isqrt(len(words)))
+    rows = len(words) // columns
+    table, rest = words[: rows * columns].view(rows, columns), words[rows * columns :]
+    sums = torch.cat((table.sum(1, dtype=torch.int64), table.sum(0, dtype=torch.int64), rest))
     places = (2 * torch.arange(len(sums), device=raw.device) + 1) * _ODD
     return (sums * places).sum() + raw[whole:].sum()
