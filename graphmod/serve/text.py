@@ -10,6 +10,8 @@ from graphmod.decode.results import Completion
 from graphmod.decode.text.codec import ByteCodec, Codec, token_bytes
 from graphmod.decode.text.stream import TextStream, TokenText, TokenTexts
 
+_LEAST = -9999.0  # of log-probabilities, since JSON has no infinity
+
 
 class Scored(NamedTuple):
     """A token and its log-probability.
@@ -56,10 +58,11 @@ class Scorer:
         """A token with what is known of its place."""
         text = own.text or self._names.get(own.token, "")
         likely = [
-            Likely(token, *((text, own.bytes) if token == own.token else self._alone(token)), value)
+            Likely(token, *((text, own.bytes) if token == own.token else self._alone(token)), max(value, _LEAST))
             for token, value in top
         ]
-        return Scored(own.token, text, own.bytes, logprob, own.offset, likely)
+        value = None if logprob is None else max(logprob, _LEAST)
+        return Scored(own.token, text, own.bytes, value, own.offset, likely)
 
     def _alone(self, token: int) -> tuple[str, bytes]:
         if token not in self._known:

@@ -163,7 +163,7 @@ def _as_it_reads(write: Callable[[list[Message]], str], messages: list[Message])
             continue
         found = with_text & _whole(written)
         if shown is None or len(found) > len(shown):
-            best, shown = changed, found
+            best, shown = changed if found else best, found
         if found == with_text:
             break
     return best, shown or set()
@@ -173,7 +173,8 @@ def _whole(written: str) -> set[int]:
     """The messages of whose words a template has written both, as texts and not as what Python or JSON shows of
     parts."""
     begun, found = {}, set()
-    for word in re.finditer(r"(first|second)(\d+)word", written.lower()):
+    written = written.lower()
+    for word in re.finditer(r"(first|second)(\d+)word", written):
         number = int(word[2])
         if word[1] == "first":
             begun.setdefault(number, word.end())
