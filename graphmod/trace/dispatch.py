@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from graphmod.torch_private import beside_dynamo, is_compiling
 from graphmod.trace.operations import draws, facts
 from graphmod.trace.tensors import tensors_in
-from graphmod.trace.untraced import resume, suspend, thread_state, traced, untraced
+from graphmod.trace.untraced import identity, resume, suspend, thread_state, traced, untraced
 
 log = logging.getLogger("graphmod")
 
@@ -73,11 +73,7 @@ def _set_current(recorder: Any) -> None:
 
 
 def _fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
-    if (
-        _infers()
-        and _hides(op, args, kwargs)
-        and not any(t.is_nested or t.is_sparse for t in tensors_in((*args, *kwargs.values())))
-    ):
+    if _hides(op, args, kwargs) and not any(t.is_nested or t.is_sparse for t in tensors_in((*args, *kwargs.values()))):
         return op._op_dk(getattr(torch._C.DispatchKey, _COMPOSITE), *args, **kwargs)
     state = thread_state()
     try:  # as in `untraced`: each frame between here and there would be told of
@@ -90,18 +86,23 @@ def _fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
         resume(state)
 
 
-_infers = torch.is_inference_mode_enabled
 _COMPOSITE = "CompositeImplicitAutograd"
 _FIND = {"aten::where", "aten::nonzero_numpy"}  # whose results are as long as the data says, which no tag tells
 
 
 def _hides(op: Any, args: tuple, kwargs: dict) -> bool:
     """Whether an operation is a formula of others that reads on the host or draws. Autograd takes it apart; where there
-    is none, as in inference mode, it would be seen as a whole, and nothing of that."""
-    return _may_hide(op) and (facts(op).switch < 0 or draws(facts(op)._replace(random=True), args, kwargs))
+    is none, as in inference mode and for tensors that were made there, it would be seen as a whole, and a graph would
+    freeze what it read or drew."""
+    may = _hiding.get(identity(op))
+    if may is None:
+        may = _hiding[identity(op)] = _may_hide(op)
+    return may and (facts(op).switch < 0 or draws(facts(op)._replace(random=True), args, kwargs))
 
 
-@functools.cache
+_hiding: dict[int, bool] = {}  # by identity of the operator, whose hash takes longer than all else here
+
+
 def _may_hide(op: Any) -> bool:
     if not isinstance(op, torch._ops.OpOverload):
         return False
