@@ -155,7 +155,7 @@ class Entry:
                 reason = recording.host_draws.choose_otherwise()
                 if reason is None:
                     return recording
-                self.astray = recording.refused is None
+                self.astray = self.astray or recording.refused is None
                 self.difference = reason if self.astray else self.difference
             if recording.refused is None:
                 self.difference = self.difference or reason  # the newest is most like the present

@@ -108,6 +108,8 @@ class HostDraws:
         self._after: list[Any] = []  # where a replay leaves them
         self._hazards: list[Hazard] = []
         self._known = True
+        self._stand_ins: dict[int, Any] = {}  # by identity of the generator, which `_before` holds
+        self._draws: list[Callable[[], Any]] = []  # those from generators in Python
 
     # -- the recorded call -------------------------------------------------------------------------------------------
 
@@ -156,6 +158,8 @@ class HostDraws:
 
     def _part(self, tensor: Tensor, origins: Origins) -> _Part:
         where = address(tensor)
+        if tensor.is_conj() or tensor.is_neg():
+            self._known = False
         memory = self.at.get(where)
         if memory is None and where and origins.of(where, tensor) != DATA:
             memory = self.at[where] = len(self._memories)
@@ -189,16 +193,15 @@ class HostDraws:
             self._known = False
             return
         given = [list(one) if type(one) is list else one for one in given]
-        state = _state(generator)
         try:
-            value = function(*given)
+            draw = partial(getattr(self._stand_in(generator), function.__name__), *given)
+            _put_back(draw.func.__self__, _state(generator))
+            value = _drawn(function, draw())
         except Exception:  # as the call's own will raise it
             self._known = False
             return
-        finally:
-            _put_back(generator, state)
-        value = _drawn(function, value)
-        self._steps.append(partial(_draw, function, given))
+        self._steps.append(partial(_draw, draw))
+        self._draws.append(partial(function, *given))
         self._as_it_is = True
         self._places.append(f"{where[0].co_filename}:{where[1]} in {where[0].co_name}")
         self.got(value, function.__name__ in _CHOOSE)
@@ -268,15 +271,13 @@ class HostDraws:
         if self.floats and self.is_drawn(result):
             self.escaped()
         after = self.states()
-        for generator, state in self._before:
-            _put_back(generator, state)
         try:
-            holds = self._known and self._differs(self._run(self._steps)) is None
-            same = all(_equal(_state(generator), state) for generator, state in after)
+            numbers, ended = self._run(self._steps, self._before)
+            holds = all(map(_same, self._numbers, numbers)) and self._differs(numbers) is None
+            same = all(_equal(state, found) for (_, state), (_, found) in zip(after, ended, strict=True))
+            self.followed = self._known and holds and same
         except Exception:
-            holds = same = False
-        put_back(after)
-        self.followed = holds and same
+            self.followed = False
         if not self.followed:
             self._steps, self._before, self.reads = [], [], set()
             return self._hazards
@@ -301,30 +302,45 @@ class HostDraws:
         leaves the generators as they are; `advance` takes them on."""
         if not self._steps:
             return None
-        now = self.states()
         try:
-            differs = self._differs(self._run(self._steps))
-            self._after = self.states()
+            numbers, self._after = self._run(self._steps, self.states())
+            differs = self._differs(numbers)
         except Exception as error:  # of what code chose from, or compared with
             return f"what it draws on the host cannot be drawn again: {error}"
-        finally:
-            put_back(now)
         return None if differs is None else f"{OTHERWISE} ({self._places[differs]})"
 
     def advance(self) -> None:
         """Draws what was compared last: a replay stands for it."""
         for generator, state in self._after:
-            if self._on_gpu or not isinstance(generator, torch.Generator):
-                _put_back(generator, state)
+            if self._on_gpu and isinstance(generator, torch.Generator):
+                generator.set_state(state)
+        for draw in self._draws:  # and no state is set: another thread may draw, too
+            draw()
 
     @torch.no_grad()
-    def _run(self, steps: list[Callable]) -> list[Any]:
+    def _run(self, steps: list[Callable], states: list[tuple[Any, Any]]) -> tuple[list[Any], list[tuple[Any, Any]]]:
+        """What the draws give from these states of the generators, and where they end; no generator is moved."""
         memories = [None if one is None else one.clone() for one in self._memories]
         numbers: list[Any] = []
-        with torch._C._DisableAutocast(), torch._C._AutoDispatchBelowADInplaceOrView():
-            for step in steps:
-                step(memories, numbers)
-        return numbers
+        now = [(generator, generator.get_state()) for generator, _ in states if isinstance(generator, torch.Generator)]
+        try:
+            for generator, state in states:
+                _put_back(self._stand_in(generator), state)
+            with torch._C._DisableAutocast(), torch._C._AutoDispatchBelowADInplaceOrView():
+                for step in steps:
+                    step(memories, numbers)
+            return numbers, [(generator, _state(self._stand_in(generator))) for generator, _ in states]
+        finally:
+            put_back(now)
+
+    def _stand_in(self, generator: Any) -> Any:
+        """What draws in the place of a generator: of one in Python, from which other threads may draw, a copy."""
+        if isinstance(generator, torch.Generator):
+            return generator
+        found = self._stand_ins.get(id(generator))
+        if found is None:
+            found = self._stand_ins[id(generator)] = _copy(generator)
+        return found
 
     def _differs(self, numbers: list[Any]) -> int | None:
         """One of the numbers that are now others, as far as code would notice; None where there is none."""
@@ -357,6 +373,15 @@ def _same_of(known: list[tuple[Any, Any]], generator: torch.Generator) -> torch.
     """The object that is known of a generator: operations are given another than the user holds."""
     of_torch = (one for one, _ in known if isinstance(one, torch.Generator))
     return next((one for one in of_torch if one._cdata == generator._cdata), generator)
+
+
+def _copy(generator: Any) -> Any:
+    """Another generator of the same kind."""
+    kind = type(generator)
+    if kind is random.Random:
+        return random.Random()
+    bits = getattr(generator, "bit_generator", None) or generator._bit_generator
+    return kind(type(bits)())
 
 
 def _state(generator: Any) -> Any:
@@ -440,8 +465,8 @@ def _read(part: _Part, memories: list, numbers: list) -> None:
     numbers.append(part.of(memories).item())
 
 
-def _draw(function: Callable, given: list, memories: list, numbers: list) -> None:
-    numbers.append(_drawn(function, function(*[list(one) if type(one) is list else one for one in given])))
+def _draw(draw: partial, memories: list, numbers: list) -> None:
+    numbers.append(_drawn(draw.func, draw()))
 
 
 def _drawn(function: Callable, value: Any) -> Any:

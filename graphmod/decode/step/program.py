@@ -79,7 +79,7 @@ class Program(NamedTuple):
 
 
 class Observer:
-    """Takes down the operations of a capture; for `trace.observing.observed`. It keeps no tensor alive but those that
+    """Takes down the operations of a capture; for `trace.patches.observed`. It keeps no tensor alive but those that
     were there before, as the memory of a graph is that of tensors which are gone."""
 
     def __init__(self) -> None:
