@@ -28,6 +28,8 @@ class LaunchClock:
 
     def watch(self, graph: Any) -> None:
         for name in ("replay", "start", "finish"):
+            if isinstance(getattr(type(graph), name, None), property):  # an emulated graph's, which gives one of these
+                name = f"_{name}"
             launch = getattr(graph, name)
             if launch is not None:
                 setattr(graph, name, self._timed(launch))
