@@ -7,6 +7,7 @@ import shlex
 import socket
 import subprocess
 import sys
+import textwrap
 import time
 from contextlib import suppress
 from datetime import datetime, timedelta
@@ -90,6 +91,10 @@ def furnish(folder):
         "prompts.txt": "a\nb\n",
     }
     own = (ROOT / "docs" / "own_parts.md").read_text().partition("```python\n")[2].partition("```")[0]
+    page = (ROOT / "docs" / "configure.md").read_text()
+    experiment = textwrap.dedent(page[page.index("    # @package") :].partition("\n\n")[0])
+    (folder / "mine" / "experiment").mkdir(parents=True)
+    texts["mine/experiment/small.yaml"] = experiment
     for name, content in {**texts, "train.py": STEP, "my_loop.py": STEP, "my_package.py": own}.items():
         (folder / name).write_text(content)
     pandas = pytest.importorskip("pandas")
@@ -124,7 +129,8 @@ def shortened(arguments, number):
             added["data.seq_len"] = "16"
         if given.get("graph") == "auto":  # a shorter run has nothing to choose from
             added["train.steps"] = "100"
-    kept = [f"{key}={SHORT[key]}" if (key := one.partition("=")[0]) in SHORT else one for one in arguments]
+    short = {**SHORT, "hydra/launcher": given.get("hydra/launcher", "").replace("slurm", "local")}  # which is not here
+    kept = [f"{key}={short[key]}" if (key := one.partition("=")[0]) in short else one for one in arguments]
     return [*kept, *(f"{key}={value}" for key, value in added.items())]
 
 

@@ -76,7 +76,7 @@ def test_an_operation_is_followed_on_its_way_to_the_recorder_at_most(monkeypatch
         original = getattr(owner, name)
 
         def count(self, frame, *more):
-            told[frame.f_code.co_filename.startswith(CORE)] += 1
+            told[frame.f_code] += 1
             return original(self, frame, *more)
 
         monkeypatch.setattr(owner, name, count)
@@ -95,11 +95,14 @@ def test_an_operation_is_followed_on_its_way_to_the_recorder_at_most(monkeypatch
         told.clear()
         with torch.inference_mode():
             record(run, (torch.ones(8), operations), {}, ["x", "operations"], None)
-        seen.append((told[True], told[False]))
-    (few, fewer), (many, more) = seen
+        seen.append(told.copy())
+    few, many = seen
+    # Not what is told now and then, as of a weak reference whose object goes.
+    often = {code: many[code] - few[code] for code in many if many[code] - few[code] >= 100}
+    ours = [code for code in often if code.co_filename.startswith(CORE)]
     # Three functions lead there. Later Pythons tell of each once.
-    assert many - few <= (300 if _BY_TRACE else 0)
-    assert more > fewer + 100
+    assert len(ours) <= (3 if _BY_TRACE else 0) and all(often[code] < 150 for code in ours), ours
+    assert run.__code__ in often
 
 
 _BY_TRACE = sys.version_info < (3, 12)
