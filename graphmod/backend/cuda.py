@@ -28,6 +28,7 @@ from graphmod.torch_private import settle_attention_order
 from graphmod.trace.garbage import no_garbage_collection
 from graphmod.trace.recorder import Recorder
 from graphmod.trace.script import Script
+from graphmod.trace.undo import within
 
 log = logging.getLogger("graphmod")
 # Graphs whose capture CUDA ended: up to torch 2.11 the allocator of pinned memory goes on to ask them (pytorch#180395).
@@ -235,7 +236,8 @@ class CudaBackend:
         )
         spare = [(g, g.clone_state()) for g in (self._generator, *generators) if g.device.type == "cuda"]
         caller = torch.cuda.current_stream(self.device)
-        with capturing(), no_garbage_collection(), on_this_thread(False), torch.cuda.stream(self.stream):
+
+        def capture() -> Any:
             torch.cuda.current_blas_handle()  # makes the workspace of this stream, which outlives every pool
             try:
                 self._begin(graphs, pool, generators, caller)
@@ -243,8 +245,7 @@ class CudaBackend:
                 self._clean_up(graphs, pool, spare)
                 raise
             try:
-                with recorder:
-                    result = run()
+                result = within(recorder, call=run)
                 recorder.check()
                 if check is not None:
                     check(recorder, result)
@@ -259,6 +260,10 @@ class CudaBackend:
                 raise
             for graph, operations in zip(graphs, spans, strict=False):
                 self._instantiate(graph, operations)
+            return result
+
+        with capturing(), on_this_thread(False), torch.cuda.stream(self.stream):
+            result = within(no_garbage_collection(), call=capture)
         pool.grew(torch.cuda.memory_reserved(self.device) - reserved)
         return CudaCapture(held, recorder.finish()), result
 

@@ -20,6 +20,7 @@ from graphmod.trace.operations import address, facts
 from graphmod.trace.recorder import Recorder
 from graphmod.trace.script import Script
 from graphmod.trace.tensors import each_tensor, tensors_in
+from graphmod.trace.undo import within
 
 _NO_FILL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
 # These change how a tensor looks at its memory, which the recording keeps as they have left it.
@@ -259,8 +260,7 @@ class EmulatedBackend:
         )
         before = [(generator, generator.get_state()) for generator in (torch.default_generator, *generators)]
         try:
-            with no_garbage_collection(), recorder:
-                result = run()
+            result = within(no_garbage_collection(), recorder, call=run)
             recorder.check()
             if check is not None:
                 check(recorder, result)

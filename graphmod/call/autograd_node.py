@@ -26,6 +26,7 @@ from graphmod.ranks.board import LateRanks
 from graphmod.signature.modes import FOREIGN
 from graphmod.state.entry import MOST_FRUITLESS
 from graphmod.state.said import cause_of
+from graphmod.trace.undo import let_through
 
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 _NOTHING_BESIDE = contextlib.nullcontext()
@@ -192,6 +193,7 @@ def _backward(ticket: Ticket, graph: ForwardGraph, grads: tuple[Tensor | None, .
         except LateRanks:
             raise
         except Exception as error:
+            let_through(error)
             context.failed(graph.entry, error, "a replay of its backward")
             context.drop(tape)
             return _again(ticket, graph, grads, accumulates)

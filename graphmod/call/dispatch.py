@@ -27,6 +27,7 @@ from graphmod.state.entry import Entry
 from graphmod.state.verification import LOOKS
 from graphmod.torch_private import is_fx_tracing, is_traced, next_sequence_number
 from graphmod.trace.tensors import is_stale
+from graphmod.trace.undo import undo_left
 
 TRACED = ", and no graph is in what is made of it; trace first, and wrap that: CUDAGraphModule(traced)"
 
@@ -35,6 +36,7 @@ def run(context: Context, args: tuple, kwargs: dict) -> Any:
     """One call, on all ranks alike where it communicates; see `_run`."""
     if watches:
         end_left()
+    undo_left()
     if is_nested(context):
         return context.call(*args, **kwargs)
     if context.agreement is not None:

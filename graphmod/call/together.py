@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from graphmod.graph.context import Context
 from graphmod.ranks.agreement import Agreement, Choice, communicated, several_ranks
@@ -13,6 +12,7 @@ from graphmod.ranks.depth import Depth
 from graphmod.ranks.teardown import free_before_destruction
 from graphmod.state.entry import Entry
 
+T = TypeVar("T")
 _agreed_on = Depth()  # calls that all ranks make eagerly
 run_again = Depth()  # forwards that run again for a backward without a graph
 
@@ -40,29 +40,30 @@ def agrees(context: Context, entry: Entry, choice: Choice) -> bool:
 
 def eagerly(context: Context, entry: Entry | None, args: tuple, kwargs: dict) -> Any:
     """Calls without a graph, after the other ranks were told so; finds out whether any take part."""
-    with alone(context, entry):
-        return context.call(*args, **kwargs)
+    return alone(context, entry, lambda: context.call(*args, **kwargs))
 
 
-@contextlib.contextmanager
-def alone(context: Context, entry: Entry | None) -> Iterator[None]:
-    """Around a call without a graph."""
-    with inside_calls.deeper(), _told(context, entry):
-        yield
+def alone(context: Context, entry: Entry | None, call: Callable[[], T]) -> T:
+    """Makes a call without a graph; returns what it gives."""
+    agreement, inside, agreed_on = context.agreement, inside_calls.count, _agreed_on.count
+    try:
+        inside_calls.count = inside + 1
+        if agreement is not None and agreement.is_open:
+            disabled = entry is not None and entry.disabled
+            reason = entry.reason if disabled else context.last_failure or "this call is new to it"
+            agreement.choose(Choice.eager, reason, lasts=disabled)
+        before = communicated() if several_ranks() else {}
+        if agreement is not None:
+            _agreed_on.count = agreed_on + 1
+        result = call()
+    finally:  # which nothing can interrupt
+        inside_calls.count, _agreed_on.count = inside, agreed_on
+    if before or several_ranks():
+        _learn_ranks(context, before)
+    return result
 
 
-@contextlib.contextmanager
-def _told(context: Context, entry: Entry | None) -> Iterator[None]:
-    agreement = context.agreement
-    if agreement is not None and agreement.is_open:
-        disabled = entry is not None and entry.disabled
-        reason = entry.reason if disabled else context.last_failure or "this call is new to it"
-        agreement.choose(Choice.eager, reason, lasts=disabled)
-    before = communicated() if several_ranks() else {}
-    with _agreed_on.deeper() if agreement is not None else contextlib.nullcontext():
-        yield
-    if not (before or several_ranks()):
-        return
+def _learn_ranks(context: Context, before: dict) -> None:
     groups = [group for group, count in communicated().items() if count != before.get(group, 0)]
     if not groups or context.around.joins():
         return

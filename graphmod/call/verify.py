@@ -56,8 +56,8 @@ def verify(context: Context, entry: Entry, recording: Any, args: tuple, kwargs: 
     counters.eager_calls += 1
     counters.verified += 1
     context.served, context.eager_in = None, context.group.begun
-    with alone(context, entry):
-        result, recorder, _ = follow(context.call, args, kwargs, context.group.gpu)
+    gpu = context.group.gpu
+    result, recorder, _ = alone(context, entry, lambda: follow(context.call, args, kwargs, gpu))
     difference = compare(recording.script.trace, recorder.trace)
     context.group.verification.took(time.perf_counter() - began)
     if difference is not None:

@@ -42,10 +42,8 @@ def warm_up(context: Context, entry: Entry, args: tuple, kwargs: dict) -> Any:
         result = eagerly(context, entry, args, kwargs)
     else:
         oldest = next_sequence_number()
-        with alone(context, entry):
-            result, recording = record(
-                context.call, args, kwargs, parameter_names(context.call), context.group.gpu, context.root
-            )
+        names, gpu = parameter_names(context.call), context.group.gpu
+        result, recording = alone(context, entry, lambda: record(context.call, args, kwargs, names, gpu, context.root))
         if recording.settles and entry.compiled_again < _MOST_COMPILED:
             # Under the recorder functions of PyTorch are others, which compiled code may stand on. It may be compiled
             # once more, in a call like any other, and the one after that is recorded.

@@ -25,6 +25,7 @@ from graphmod.reads.watching import noting
 from graphmod.trace import dispatch
 from graphmod.trace.operations import address
 from graphmod.trace.recorder import Recorder
+from graphmod.trace.undo import Undo, is_interrupt, undoing
 
 USES_UP = (
     "does something else in its backward when that runs again: it uses up what its forward kept, and a capture may run "
@@ -62,7 +63,7 @@ def capture_backward(graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> B
         if context.agreement is not None:
             context.agreement.captured(False)
         changed = "modified by an inplace operation" in str(error)
-        if changed or isinstance(error, LateRanks) or not isinstance(error, Exception):
+        if changed or isinstance(error, LateRanks) or is_interrupt(error):
             raise  # as eager does: something saved for the backward was changed since
         context.failed(entry, error, "its backward")
         return None
@@ -180,13 +181,8 @@ class _Capture:
         return self._found, self._missed
 
     def _run(self) -> list[Any]:
-        graph = self._graph
-        inputs = [item.tensor for item in graph.inputs]
-        with noting() as self._notes:
-            through, gradients = differentiate(
-                graph, graph.results.retained, inputs, self._grads, graph.direct, graph.edges
-            )
-            steps = [(step.op, repr(step.scalars)) for step in dispatch.current().trace]
+        through, gradients = undoing(self._differentiate)
+        steps = [(step.op, repr(step.scalars)) for step in dispatch.current().trace]
         if steps != (self._steps or steps):
             raise CaptureRefused(USES_UP)
         self._steps = steps
@@ -196,6 +192,12 @@ class _Capture:
         before = list(gradients)
         self._written, self._accumulated, self._missed = store(gradients, self._buffers, self._into, self._aimed)
         return before
+
+    def _differentiate(self, undo: Undo) -> Any:
+        graph = self._graph
+        self._notes = undo.enter(noting())
+        inputs = [item.tensor for item in graph.inputs]
+        return differentiate(graph, graph.results.retained, inputs, self._grads, graph.direct, graph.edges)
 
     def _check(self, recorder: Recorder, gradients: list[Any]) -> None:
         refused = what_changed(self._notes)

@@ -18,6 +18,7 @@ from graphmod.graph.tape import Tape
 from graphmod.ranks.board import LateRanks
 from graphmod.ranks.sharded import captured
 from graphmod.state.entry import Entry
+from graphmod.trace.undo import let_through
 
 CAPTURE_ANOTHER = "its graphs expect other gradients (None, or to be added to) than the coming backward will find"
 UNFINISHED = "no backward followed when it was captured"
@@ -155,6 +156,7 @@ def capture(
     except LateRanks:
         raise
     except Exception as error:  # whatever user code or CUDA raised: the eager call decides what the user sees
+        let_through(error)
         if context.agreement is not None:
             context.agreement.captured(False)
         if isinstance(error, Diverged):

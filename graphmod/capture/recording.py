@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -25,6 +24,7 @@ from graphmod.trace import dispatch
 from graphmod.trace.garbage import no_garbage_collection
 from graphmod.trace.host_draws import HostDraws
 from graphmod.trace.recorder import EagerRecorder
+from graphmod.trace.undo import Undo, is_interrupt, undoing
 
 BACKWARD_OUTSIDE = (
     "holds the forward of a DistributedDataParallel, whose backward averages gradients outside of the call; wrap the "
@@ -145,11 +145,17 @@ def follow(
     dispatch.has_key()  # which imports much when it is first asked: not while frames are watched
     # What a graph casts, it casts itself; the recorded call must do so too. With gradients, `casts` sees to that.
     casts = any_autocast() and not torch.is_grad_enabled()
-    with contextlib.ExitStack() as following:
-        following.enter_context(keeping_none() if casts else contextlib.nullcontext())
-        following.enter_context(no_garbage_collection())
-        # What a backward runs in Python has to be seen as well.
-        following.enter_context(torch.autograd.set_multithreading_enabled(False))
-        entered = [following.enter_context(one) for one in around]
-        following.enter_context(recorder)
+    threads, grad = torch._C._is_multithreading_enabled(), torch.is_grad_enabled()
+
+    def run(undo: Undo) -> tuple[Any, EagerRecorder, list[Any]]:
+        if casts:
+            undo.enter(keeping_none())
+        undo.enter(no_garbage_collection())
+        undo.then(lambda error: is_interrupt(error) and torch.set_grad_enabled(grad))
+        undo.then(lambda _: torch._C._set_multithreading_enabled(threads))
+        torch._C._set_multithreading_enabled(False)  # what a backward runs in Python has to be seen as well
+        entered = [undo.enter(one) for one in around]
+        undo.enter(recorder)
         return resolved(call(*args, **kwargs)), recorder, entered
+
+    return undoing(run)

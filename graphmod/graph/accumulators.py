@@ -7,8 +7,6 @@ stream would run there, where nothing is to run. So captures get nodes, or views
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -26,8 +24,7 @@ def _runs_backward(graph: Any) -> bool:
     return graph.recording.backward
 
 
-@contextlib.contextmanager
-def stood_in(graph: Any, found: Guards) -> Iterator[None]:
+class stood_in:
     """Gives the modules a view of each parameter whose node must stay as it is, and notes it in `graph.stand_ins`.
 
     Those are parameters that are used outside of this graph too, those with gradient hooks, which the node runs, and
@@ -38,11 +35,34 @@ def stood_in(graph: Any, found: Guards) -> Iterator[None]:
         graph: about to be captured.
         found: what the recorded call read.
     """
+
+    def __init__(self, graph: Any, found: Guards) -> None:
+        self._graph, self._places, self._renewed = graph, _replaced(graph, found), []
+
+    def __enter__(self) -> None:
+        graph, backend = self._graph, self._graph.context.group.backend
+        parameters = list({id(parameter): parameter for _, _, parameter in self._places}.values())
+        within = _runs_backward(graph) and not graph.context.group.busy
+        if within:  # the backward goes on behind the views, to nodes of the capture too
+            self._renewed = parameters
+            backend.renew_accumulators(parameters)
+        views = backend.views(parameters, within)
+        graph.stand_ins = {id(parameter): view for parameter, view in zip(parameters, views, strict=True)}
+        for names, key, parameter in self._places:
+            names[key] = graph.stand_ins[id(parameter)]
+
+    def __exit__(self, *_: object) -> None:
+        for names, key, parameter in self._places:
+            names[key] = parameter
+        self._graph.context.group.backend.renew_accumulators(self._renewed)
+
+
+def _replaced(graph: Any, found: Guards) -> list[tuple[dict, str, nn.Parameter]]:
+    """The places of parameters in modules that are to be given views."""
     context, entry = graph.context, graph.entry
     owned = found.parameters()
-    inside = _runs_backward(graph)
     kept = owned if context.waiting() else [parameter for parameter in owned if has_gradient_hooks(parameter)]
-    kept = [] if inside else kept
+    kept = [] if _runs_backward(graph) else kept
     held = {id(names) for names, _, _ in found.attributes}
     elsewhere = {id(tensor) for container, _, tensor in found.slots if id(container) not in held}
     wanted = {*context.group.shared, *map(id, kept)} - elsewhere if torch.is_grad_enabled() else set()
@@ -50,27 +70,10 @@ def stood_in(graph: Any, found: Guards) -> Iterator[None]:
     casts = entry.signature.modes[AUTOCAST]
     if (casts is not None and casts[-1]) or entry.failures_in_a_row:
         wanted = set()
-    places = [place for place in found.attributes if id(place[2]) in wanted and place[2].requires_grad]
-    parameters = list({id(parameter): parameter for _, _, parameter in places}.values())
-    backend = context.group.backend
-    within = inside and not context.group.busy  # the backward goes on behind the views, to nodes of the capture too
-    if within:
-        backend.renew_accumulators(parameters)
-    views = backend.views(parameters, within)
-    graph.stand_ins = {id(parameter): view for parameter, view in zip(parameters, views, strict=True)}
-    try:
-        for names, key, parameter in places:
-            names[key] = graph.stand_ins[id(parameter)]
-        yield
-    finally:
-        for names, key, parameter in places:
-            names[key] = parameter
-        if within:
-            backend.renew_accumulators(parameters)
+    return [place for place in found.attributes if id(place[2]) in wanted and place[2].requires_grad]
 
 
-@contextlib.contextmanager
-def own_accumulators(graph: Any, found: Guards, given: set[int]) -> Iterator[None]:
+class own_accumulators:
     """Lets a capture make nodes of its own, for all parameters but those that must keep theirs; and whoever comes after
     it make others again.
 
@@ -79,7 +82,19 @@ def own_accumulators(graph: Any, found: Guards, given: set[int]) -> Iterator[Non
         found: what the recorded call read.
         given: the identities of its arguments. It has aliases of those, and calls before this one led to their nodes.
     """
-    context, backend = graph.context, graph.context.group.backend
+
+    def __init__(self, graph: Any, found: Guards, given: set[int]) -> None:
+        self._backend, self._renewed = graph.context.group.backend, _to_renew(graph, found, given)
+
+    def __enter__(self) -> None:
+        self._backend.renew_accumulators(self._renewed)
+
+    def __exit__(self, *_: object) -> None:
+        self._backend.renew_accumulators(self._renewed)
+
+
+def _to_renew(graph: Any, found: Guards, given: set[int]) -> list[nn.Parameter]:
+    context = graph.context
     known = {id(parameter): parameter for parameter in (*found.parameters(), *context.around.parameters)}
     keep = (
         context.group.shared.keys()
@@ -88,9 +103,4 @@ def own_accumulators(graph: Any, found: Guards, given: set[int]) -> Iterator[Non
     )
     if context.group.busy or not _runs_backward(graph):  # whoever leads to the node of now runs the hooks, too
         keep |= {key for key, parameter in known.items() if has_gradient_hooks(parameter)}
-    renewed = [parameter for key, parameter in known.items() if key not in keep] if torch.is_grad_enabled() else []
-    backend.renew_accumulators(renewed)
-    try:
-        yield
-    finally:
-        backend.renew_accumulators(renewed)
+    return [parameter for key, parameter in known.items() if key not in keep] if torch.is_grad_enabled() else []

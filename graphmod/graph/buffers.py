@@ -200,8 +200,9 @@ class StaticOutput:
     def hand_out(self) -> Tensor:
         source = self._source
         if source is None or source.data_ptr() != self._pointer:  # others may move a storage too (share_memory_)
-            source = self._source = storage_over(self.tensor)
-            self._storage = source.untyped_storage()
+            source = storage_over(self.tensor)
+            self._storage = source.untyped_storage()  # first: an interrupt may come between the two
+            self._source = source
         self._out = True
         alias = source.data  # with a version counter of its own
         self._twin = alias.detach() if self.counted else None

@@ -128,15 +128,17 @@ def learn_casts(context: Context, entry: Entry, given: Sequence[Tensor], outputs
         Sum(uses, edge, lambda: _stay_eager(context, entry))
 
 
-@contextlib.contextmanager
-def keeping_none() -> Iterator[None]:
+class keeping_none:
     """Inside, each use of a weight is cast for itself, and what autocast keeps stays as it is."""
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)
+
+    def __init__(self) -> None:
+        self._before = torch.is_autocast_cache_enabled()
+
+    def __enter__(self) -> None:
+        torch.set_autocast_cache_enabled(False)
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_autocast_cache_enabled(self._before)
 
 
 @contextlib.contextmanager

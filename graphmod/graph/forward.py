@@ -34,6 +34,7 @@ from graphmod.torch_private import next_sequence_number, saves_tensors
 from graphmod.trace.host_draws import put_back
 from graphmod.trace.operations import address
 from graphmod.trace.recorder import Recorder
+from graphmod.trace.undo import Undo, undoing
 
 ELSEWHERE = "another rank could not capture it"
 ALIGNED_OTHERWISE = "an argument begins at another place within 16 bytes than when it was captured"
@@ -134,15 +135,20 @@ class ForwardGraph:
             self.results = Results(result, given, recorder, entry, returned, originals, held, clone)
             self._find_parameters(given, recorder, oldest)
 
+        def capture(undo: Undo) -> Any:
+            undo.enter(as_memory(owned))
+            undo.enter(stood_in(self, guards))
+            undo.enter(own_accumulators(self, guards, self._sources.identities))
+            pool, script = self.tape.arena.pool, recording.script
+            split = not generators and not entry.failures_in_a_row
+            return group.backend.capture(run, pool, given, generators, check, split=split, script=script)
+
         python_random, generators = python_random_state(), recording.generators
         states = [(generator, generator.get_state()) for generator in generators]
         states += recording.host_draws.states()
         random_state, captured = group.backend.random_state(), None
         try:
-            with as_memory(owned), stood_in(self, guards), own_accumulators(self, guards, self._sources.identities):
-                pool, script = self.tape.arena.pool, recording.script
-                split = not generators and not entry.failures_in_a_row
-                captured, _ = group.backend.capture(run, pool, given, generators, check, split=split, script=script)
+            captured, _ = undoing(capture)
             changed = guards.moved() or guards.changed(gradients=False)
             if changed is not None:
                 raise CaptureRefused(f"changes its own state as it runs, {NOT_REPLAYED}: {changed}")

@@ -6,10 +6,9 @@ user keeps beyond `zero_grad()` can be moved to a copy before its memory is writ
 
 from __future__ import annotations
 
-import contextlib
 import operator
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from sys import getrefcount
 from typing import Any, NamedTuple
 
@@ -250,22 +249,21 @@ def memory_of(grad: Tensor | None) -> Tensor | None:
     return buffer.memory if buffer is not None and buffer.tensor is grad else grad
 
 
-@contextlib.contextmanager
-def as_memory(parameters: Iterable[Tensor]) -> Iterator[None]:
+class as_memory:
     """Lets what runs inside see the memory of gradients in their place."""
-    pairs: list[tuple[Tensor, Any, Any]] = []
-    for parameter in parameters:
-        grad = parameter.grad
-        memory = memory_of(grad)
-        if memory is not grad:
-            pairs.append((parameter, grad, memory))
-    try:
-        for parameter, _, memory in pairs:
-            parameter.grad = memory
-        yield
-    finally:
-        for parameter, grad, memory in pairs:
-            if parameter.grad is memory:
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        grads = [(parameter, parameter.grad) for parameter in parameters]
+        self._all = [(parameter, grad, memory_of(grad)) for parameter, grad in grads]
+
+    def __enter__(self) -> None:
+        for parameter, grad, memory in self._all:
+            if memory is not grad:
+                parameter.grad = memory
+
+    def __exit__(self, *_: object) -> None:
+        for parameter, grad, memory in self._all:
+            if memory is not grad and parameter.grad is memory:
                 parameter.grad = grad
 
 

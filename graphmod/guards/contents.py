@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from graphmod.guards.lookup import MISSING
+from graphmod.trace.undo import let_through
 from graphmod.trace.untraced import identity
 
 PLAIN = (
@@ -241,7 +242,8 @@ def state(value: Any) -> tuple | None:
             if hasattr(value, "get_state"):
                 return (_comparable(value.get_state(legacy=False)),)
             return (_comparable(getattr(value, "bit_generator", value).state),)
-    except Exception:  # one whose class keeps no state, or none yet
+    except Exception as error:  # one whose class keeps no state, or none yet
+        let_through(error)
         return None
     return None
 
@@ -277,7 +279,8 @@ def _same_plain(one: Any, other: Any) -> bool:
     try:
         if one != other:
             return bool(one != one and other != other)  # NaN is NaN
-    except Exception:  # comparing is code of the value's
+    except Exception as error:  # comparing is code of the value's
+        let_through(error)
         return False
     return not isinstance(one, (float, complex)) or repr(one) == repr(other)  # 0.0 is not -0.0
 
@@ -286,7 +289,8 @@ def same_content(one: tuple, other: tuple, depth: int = _DEPTH) -> bool:
     """Whether two results of `content` are the same, item by item."""
     try:
         return len(one) == len(other) and all(same(a, b, depth) for a, b in zip(one, other, strict=True))
-    except Exception:  # a container of the user's that raises
+    except Exception as error:  # a container of the user's that raises
+        let_through(error)
         return False
 
 

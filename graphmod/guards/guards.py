@@ -26,6 +26,7 @@ from graphmod.guards.notes import Note, Notes
 from graphmod.guards.tensors import TensorWatch
 from graphmod.ranks.sharded import as_in_forwards
 from graphmod.trace.tensors import is_leaf
+from graphmod.trace.undo import let_through
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _is, _getitem = operator.is_, operator.getitem
@@ -191,7 +192,8 @@ class Guards:
                 and all(map(_is, map(_cell_contents, self._cells), self._in_cells))
                 and all(map(_is, _flat(map(_fields, self._functions)), self._in_functions))
             )
-        except Exception:  # KeyError and IndexError, or whatever a container of the user's raises
+        except Exception as error:  # KeyError and IndexError, or whatever a container of the user's raises
+            let_through(error)
             return self._gone()
         if not same_objects:
             reason = self._other()

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from graphmod.trace.undo import let_through
 from graphmod.trace.untraced import identity
 
 
@@ -110,7 +111,8 @@ def get(container: Any, key: Any) -> Any:
     """`container[key]`, or MISSING. Runs no `__missing__`, which would put something there."""
     try:
         return dict.get(container, key, MISSING) if isinstance(container, dict) else container[key]
-    except Exception:  # KeyError and IndexError, or whatever a container of the user's raises
+    except Exception as error:  # KeyError and IndexError, or whatever a container of the user's raises
+        let_through(error)
         return MISSING
 
 

@@ -1,8 +1,6 @@
 """How deep a thread is in calls of some kind."""
 
-import contextlib
 import threading
-from collections.abc import Iterator
 
 
 class Depth(threading.local):
@@ -14,11 +12,17 @@ class Depth(threading.local):
 
     count = 0
 
-    @contextlib.contextmanager
-    def deeper(self) -> Iterator[None]:
-        """Around such a call."""
-        self.count += 1
-        try:
-            yield
-        finally:
-            self.count -= 1
+    def deeper(self) -> "_Deeper":
+        """A context around such a call."""
+        return _Deeper(self)
+
+
+class _Deeper:
+    def __init__(self, depth: Depth) -> None:
+        self._depth, self._before = depth, depth.count
+
+    def __enter__(self) -> None:
+        self._depth.count = self._before + 1
+
+    def __exit__(self, *_: object) -> None:
+        self._depth.count = self._before

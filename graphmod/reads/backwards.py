@@ -24,6 +24,7 @@ from graphmod.reads.frames import NOT_TOLD, Frames
 from graphmod.reads.watching import Noting
 from graphmod.torch_private import beside_dynamo, current_backward
 from graphmod.trace.garbage import Ages
+from graphmod.trace.undo import let_through
 from graphmod.trace.untraced import identity
 
 _MARK = "graphmod: part of a call whose backward is watched"
@@ -193,6 +194,7 @@ class _Watch(Frames):
         try:
             call.take(notes)
         except Exception as error:  # the user's backward goes on
+            let_through(error)
             self.missed = self.missed or f"what its backward reads cannot be compared: {error}"
 
     def _watch(self, notes: Notes) -> None:

@@ -50,7 +50,7 @@ class _Traced:
 
     Attributes:
         before: the tracer that it has set aside.
-        over: whether it has ended, in another thread than the one it is of.
+        over: whether it has ended, maybe in another thread than the one it is of.
     """
 
     def __init__(self, told: Told) -> None:
@@ -62,6 +62,10 @@ class _Traced:
     def begin(self) -> bool:
         sys.settrace(self._enter)
         return True
+
+    def tells(self) -> bool:
+        """Whether it is still told: not after an exception was raised in a trace function, or if code set another."""
+        return sys.gettrace() == self._enter
 
     def end(self) -> None:
         self._followers.clear()  # which refer to it: only the garbage collector would free it
@@ -109,8 +113,9 @@ _get_variable: Any = None
 if _monitoring is not None:
     _object = ctypes.py_object
     _get_variable = ctypes.PYFUNCTYPE(_object, _object, _object)(("PyFrame_GetVar", ctypes.pythonapi))
+_NAME = "graphmod"
 _lock = threading.Lock()
-_users = 0
+_users: set[Any] = set()
 _tool: int | None = None
 _asked: dict[int, tuple[CodeType, int]] = {}  # by identity: the hash of code takes microseconds
 
@@ -130,34 +135,40 @@ class _Monitored:
 
     def begin(self) -> bool:
         """Returns whether anything will be told: not if others hold all places of `sys.monitoring`."""
-        global _users
         sys.settrace(None)
         with _lock:
-            if not _users:
+            first = not _users
+            _users.add(self)
+            if first:
                 _take_place()
-            _users += 1
-        return _tool is not None
+        return self.tells()
+
+    def tells(self) -> bool:
+        return _holds_place()
 
     def end(self) -> None:
-        global _users
         with _lock:
-            _users -= 1
-            if not _users:
+            if _users == {self}:
                 _give_place_back()
+            _users.discard(self)
 
 
 def _take_place() -> None:
     global _tool
     _tool = next((tool for tool in (4, 3, 5, 2, 1) if _monitoring.get_tool(tool) is None), None)
     if _tool is not None:
-        _monitoring.use_tool_id(_tool, "graphmod")
+        _monitoring.use_tool_id(_tool, _NAME)
         for event, callback in _callbacks.items():
             _monitoring.register_callback(_tool, event, callback)
         _monitoring.set_events(_tool, _EVERYWHERE)
 
 
+def _holds_place() -> bool:
+    return _tool is not None and _monitoring.get_tool(_tool) == _NAME
+
+
 def _give_place_back() -> None:
-    if _tool is not None:
+    if _holds_place():
         _monitoring.set_events(_tool, 0)
         for code, _ in _asked.values():
             _monitoring.set_local_events(_tool, code, 0)
@@ -232,24 +243,36 @@ if _monitoring is not None:
     _ENDS = _on.PY_RETURN | _on.PY_YIELD
 
 
-def begin(told: Told) -> tuple[Any, bool]:
+def before() -> Any:
+    """What `end` is to be given."""
+    return sys.gettrace(), _of_thread.watch
+
+
+def begin(told: Told) -> bool:
     """Begins to tell of what this thread runs; a tracer that was there is set aside.
 
     Returns:
-        What `end` is to be given, and whether anything will be told: not if other tools (debuggers, profilers) hold all
-        places of `sys.monitoring`.
+        Whether anything will be told: not if other tools (debuggers, profilers) hold all places of `sys.monitoring`.
     """
-    before = sys.gettrace(), _of_thread.watch
     watch = _of_thread.watch = (_Traced if _monitoring is None else _Monitored)(told)
-    return before, watch.begin()
+    return watch.begin()
 
 
-def end(before: Any) -> None:
-    """Ends what `begin` began in this thread."""
+def end(before: Any) -> bool:
+    """Ends what began in this thread after `before()`.
+
+    Returns:
+        Whether it was told until now.
+    """
     tracer, earlier = before
-    watch, _of_thread.watch = _of_thread.watch, earlier
+    watch = _of_thread.watch
+    told = watch is not None and watch.tells()
     sys.settrace(tracer)
-    watch.end()
+    if watch is not None and watch is not earlier:
+        watch.over = True  # first: what ends it is told of, too
+        watch.end()
+    _of_thread.watch = earlier
+    return told
 
 
 def abandon(watch: Any) -> None:

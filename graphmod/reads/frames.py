@@ -24,6 +24,7 @@ from graphmod.reads.operand_stack import can_peek
 from graphmod.reads.reading import Plan, Step, plan_of
 from graphmod.torch_private import beside_dynamo, written_by_dynamo
 from graphmod.trace import dispatch
+from graphmod.trace.undo import let_through
 from graphmod.trace.untraced import identity, untraced
 
 log = logging.getLogger("graphmod")
@@ -195,8 +196,9 @@ def _can_peek() -> bool:
             pass
 
     def telling(function: Any, tell: Any) -> None:
-        before, _ = events.begin(Probe(tell))
+        before = events.before()
         try:
+            events.begin(Probe(tell))
             function()
         finally:
             events.end(before)
@@ -242,16 +244,16 @@ class Frames:
 
     def __enter__(self) -> "Frames":
         if _can_peek():
-            self._before, told = events.begin(self)
-            self.missed = "" if told else NOT_TOLD
+            self._before = events.before()
+            self.missed = "" if events.begin(self) else NOT_TOLD
         else:
             self.missed = _UNKNOWN_PYTHON
         return self
 
     def __exit__(self, *_: Any) -> None:
-        if self._before is not None:
-            events.end(self._before)
-        self._muted = None
+        if self._before is not None and not events.end(self._before):
+            self.missed = self.missed or NOT_TOLD
+        self._before = self._muted = None
 
     @beside_dynamo
     def entered(self, frame: FrameType) -> int | events.Plan:
@@ -263,6 +265,7 @@ class Frames:
         try:
             return self._entered(frame)
         except Exception as error:  # which would be raised in the code that is watched
+            let_through(error)
             log.debug("%s cannot be followed", frame.f_code, exc_info=error)
             self.missed = self.missed or f"{frame.f_code.co_name} cannot be followed: {error}"
             return events.NOTHING

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -17,24 +16,32 @@ from graphmod.reads.operand_stack import function_of
 from graphmod.reads.reading import Reading
 from graphmod.trace.garbage import Ages
 from graphmod.trace.host_draws import HostDraws
+from graphmod.trace.undo import Undo, let_through
 
 
-@contextlib.contextmanager
-def noting(*roots: Any, host_draws: HostDraws | None = None) -> Iterator[Notes]:
+class noting:
     """Notes what the body reads. Afterwards the notes hold what was there before it, and nothing that it made.
 
     Args:
         roots: objects that were there before.
         host_draws: is told what the body draws from generators in Python.
     """
-    with Ages() as ages:
-        notes = Notes(ages, host_draws)
+
+    def __init__(self, *roots: Any, host_draws: HostDraws | None = None) -> None:
+        self._roots, self._host_draws, self._undo = roots, host_draws, Undo()
+
+    def __enter__(self) -> Notes:
+        notes = Notes(self._undo.enter(Ages()), self._host_draws)
         watcher = Noting(notes)
-        for root in roots:
+        for root in self._roots:
             watcher.take(notes.root, root)
-        with Frames(watcher) as frames:
-            yield notes
-        notes.unseen = frames.missed or ("" if frames.heard else NOT_TOLD)
+        frames = Frames(watcher)
+        self._undo.then(lambda _: setattr(notes, "unseen", frames.missed or ("" if frames.heard else NOT_TOLD)))
+        self._undo.enter(frames)
+        return notes
+
+    def __exit__(self, *_: object) -> None:
+        self._undo.run()
 
 
 class Noting:
@@ -49,6 +56,7 @@ class Noting:
         try:
             return note(*seen)
         except Exception as error:
+            let_through(error)
             notes = self._notes
             notes.unreadable = notes.unreadable or (f"{type(error).__name__}: {error}", notes.here())
             return None

@@ -6,11 +6,10 @@ past the dispatcher. So for as long as dynamo decides what runs, operations are 
 knows nothing; and each graph that inductor has compiled is one operation, which is shown with all that it is given.
 """
 
-import contextlib
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch.utils import _python_dispatch
 
 from graphmod.trace import dispatch
 from graphmod.trace.operations import Facts
+from graphmod.trace.undo import Undo
 from graphmod.trace.untraced import untraced
 
 # What dynamo looks at to see whether a dispatch mode is active; which of them depends on the release.
@@ -120,15 +120,15 @@ def _beginning(begins: Callable) -> Callable:
         if top is not None and (top[0] == id(frame) or frame.f_code.co_name == "__exit__"):
             top[1] = True
         elif top is not None or dispatch.current() is not None:
-            with contextlib.ExitStack() as entering:
-                if top is None:
-                    recorder = dispatch.current()
-                    recorder.ran_compiled = True
-                    entering.enter_context(dispatch.through_a_mode())
-                    entering.enter_context(_dynamo_unaware_of_modes())
-                    if not getattr(recorder, "watching", True):
-                        entering.enter_context(torch.compiler.set_stance("fail_on_recompile"))
-                _regions.open.append([id(frame), False, entering.pop_all()])
+            undo = Undo()
+            _regions.open.append([id(frame), False, undo])
+            if top is None:
+                recorder = dispatch.current()
+                recorder.ran_compiled = True
+                undo.enter(dispatch.through_a_mode())
+                undo.enter(_DynamoUnawareOfModes())
+                if not getattr(recorder, "watching", True):
+                    undo.enter(torch.compiler.set_stance("fail_on_recompile"))
         return begins(*args)
 
     return begin
@@ -140,7 +140,7 @@ def _ending(ends: Callable) -> Callable:
         top = _regions.open[-1] if _regions.open else None
         # Where an error comes before the last of the other calls, it is put back what was there before: nothing.
         if top is not None and (top[1] or (top[0] == id(sys._getframe(1)) and not callable(args[0]))):
-            _regions.open.pop()[2].close()
+            leave(depth() - 1)
         return result
 
     return end
@@ -154,27 +154,34 @@ def depth() -> int:
 def leave(depth: int) -> None:
     """Leaves those calls that were not left as they should be, down to a number of them."""
     while len(_regions.open) > depth:
-        _regions.open.pop()[2].close()
+        _regions.open[-1][2].run()
+        _regions.open.pop()
 
 
 _one_at_a_time = threading.RLock()  # these flags belong to the process
 
 
-@contextlib.contextmanager
-def _dynamo_unaware_of_modes() -> Iterator[None]:
+class _DynamoUnawareOfModes:
     """Lets compiled code run although a dispatch mode is active."""
-    flags = {name: getattr(_python_dispatch, name) for name in _MODE_FLAGS if hasattr(_python_dispatch, name)}
+
+    def __init__(self) -> None:
+        self._flags: dict[str, bool] | None = None
+
+    def __enter__(self) -> None:
+        _one_at_a_time.acquire()
+        self._flags = {name: getattr(_python_dispatch, name) for name in _MODE_FLAGS if hasattr(_python_dispatch, name)}
+        _set_flags(dict.fromkeys(self._flags, False))
+
+    def __exit__(self, *_: object) -> None:
+        if self._flags is not None:
+            _set_flags(self._flags)
+            self._flags = None
+            _one_at_a_time.release()
+
+
+def _set_flags(values: dict[str, bool]) -> None:
+    for name, value in values.items():
+        setattr(_python_dispatch, name, value)
     tell_dynamo = getattr(torch._C._dynamo.guards, "set_is_in_mode_without_ignore_compile_internals", None)
-
-    def set_flags(values: dict[str, bool]) -> None:
-        for name, value in values.items():
-            setattr(_python_dispatch, name, value)
-        if tell_dynamo is not None:
-            tell_dynamo(values.get(_MODE_FLAGS[-1], False))
-
-    with _one_at_a_time:
-        set_flags(dict.fromkeys(flags, False))
-        try:
-            yield
-        finally:
-            set_flags(flags)
+    if tell_dynamo is not None:
+        tell_dynamo(values.get(_MODE_FLAGS[-1], False))

@@ -11,7 +11,8 @@ import functools
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -26,10 +27,11 @@ from graphmod.trace.untraced import identity, resume, suspend, thread_state, tra
 
 log = logging.getLogger("graphmod")
 
+_C = torch._C
 _KEY_NAME = "Fake"
-_KEY = torch._C._dispatch_key_parse(_KEY_NAME)
-_KEYS = torch._C.DispatchKeySet(_KEY)
-_exclude_key = torch._C._dispatch_tls_set_dispatch_key_excluded
+_KEY = _C._dispatch_key_parse(_KEY_NAME)
+_KEYS = _C.DispatchKeySet(_KEY)
+_exclude_key = _C._dispatch_tls_set_dispatch_key_excluded
 _make_subclass, _as_subclass = Tensor._make_subclass, Tensor.as_subclass
 _NAMESPACES = ("aten", "c10d", "_c10d_functional", "fsdp")
 _FUNCTIONAL = "torch.distributed._functional_collectives"
@@ -64,17 +66,13 @@ def is_recording() -> bool:
 def within_an_operation() -> bool:
     """Whether the present code is that of an operation, while somebody records."""
     if has_key():
-        return torch._C._dispatch_tls_is_dispatch_key_excluded(_KEY)
-    return torch._C._len_torch_dispatch_stack() == 0
-
-
-def _set_current(recorder: Any) -> None:
-    _of_thread.recorder = recorder
+        return _C._dispatch_tls_is_dispatch_key_excluded(_KEY)
+    return _C._len_torch_dispatch_stack() == 0
 
 
 def _fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
     if _hides(op, args, kwargs) and not any(t.is_nested or t.is_sparse for t in tensors_in((*args, *kwargs.values()))):
-        return op._op_dk(getattr(torch._C.DispatchKey, _COMPOSITE), *args, **kwargs)
+        return op._op_dk(getattr(_C.DispatchKey, _COMPOSITE), *args, **kwargs)
     state = thread_state()
     try:  # as in `untraced`: each frame between here and there would be told of
         suspend(state)
@@ -82,8 +80,10 @@ def _fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
         recorder = _of_thread.recorder or current()
         return traced(op, args, kwargs) if recorder is None else recorder.see(op, args, kwargs)
     finally:
-        _exclude_key(_KEY, False)
-        resume(state)
+        try:
+            _exclude_key(_KEY, False)
+        finally:  # wherever an interrupt comes
+            resume(state)
 
 
 _COMPOSITE = "CompositeImplicitAutograd"
@@ -106,7 +106,7 @@ _hiding: dict[int, bool] = {}  # by identity of the operator, whose hash takes l
 def _may_hide(op: Any) -> bool:
     if not isinstance(op, torch._ops.OpOverload):
         return False
-    has_kernel = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, op.name())
+    has_kernel = functools.partial(_C._dispatch_has_kernel_for_dispatch_key, op.name())
     if not has_kernel(_COMPOSITE) or has_kernel("CPU") or has_kernel("CUDA"):
         return False
     about, schema = facts(op), op._schema
@@ -117,7 +117,7 @@ def _may_hide(op: Any) -> bool:
 def _standing_for_others(op: Any, *args: Any, **kwargs: Any) -> Any:
     """An operation on a DTensor, of which is shown what its class runs."""
     recorder = current()
-    with torch._C._ExcludeDispatchKeyGuard(_KEYS), contextlib.ExitStack() as stack:
+    with _C._ExcludeDispatchKeyGuard(_KEYS), contextlib.ExitStack() as stack:
         if recorder is not None:
             stack.enter_context(Mode(recorder))
         return op(*args, **kwargs)
@@ -130,7 +130,7 @@ def _register_kernels() -> None:
     leaves what their class runs unseen. The kernel has the class run it under a mode that shows that.
     """
     libraries = {name: torch.library.Library(name, "IMPL") for name in _NAMESPACES}
-    for name in torch._C._dispatch_get_all_op_names():
+    for name in _C._dispatch_get_all_op_names():
         namespace, _, rest = name.partition("::")
         if namespace in libraries:
             libraries[namespace].impl(rest, _kernel(namespace, rest), _KEY_NAME)
@@ -197,7 +197,7 @@ def has_key() -> bool:
     """Whether operations can be seen without a mode. Registers the fallback when it is first asked."""
     global _library
     try:
-        if torch._C._dispatch_has_backend_fallback(_KEY):
+        if _C._dispatch_has_backend_fallback(_KEY):
             return False  # somebody else's
         _library = torch.library.Library("_", "IMPL")
         _library.fallback(_fallback, _KEY_NAME)
@@ -219,8 +219,8 @@ def _self_test() -> None:
 
     with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
         leaf = torch.ones(1, requires_grad=True)
-        with _showing(Probe(), keyed=True):
-            if torch._C._dispatch_isTensorSubclassLike(leaf):
+        with _Showing(Probe(), keyed=True):
+            if _C._dispatch_isTensorSubclassLike(leaf):
                 raise RuntimeError("torch takes it for a dispatch mode")
             (leaf * 2).sum().backward()
     names = [op.overloadpacket.__name__ for op, _ in seen]
@@ -228,37 +228,51 @@ def _self_test() -> None:
         raise RuntimeError(f"it shows {names}, the leaf itself: {seen[:1]}")
 
 
-def _include(recorder: Any) -> tuple:
-    before = (current(), torch._C._dispatch_tls_is_dispatch_key_included(_KEY))
-    _set_current(recorder)
-    torch._C._dispatch_tls_set_dispatch_key_included(_KEY, recorder is not None)
-    return before
+class _View:
+    """What this thread shows to whom. A context that puts it back as it was, however much of it was entered."""
+
+    _before: tuple[Any, bool, bool, int] | None = None
+
+    def __enter__(self) -> None:
+        included = _C._dispatch_tls_is_dispatch_key_included(_KEY)
+        excluded = _C._dispatch_tls_is_dispatch_key_excluded(_KEY)
+        self._before = _of_thread.recorder, included, excluded, _C._len_torch_dispatch_stack()
+        self._change()
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            recorder, included, excluded, modes = self._before
+            while _C._len_torch_dispatch_stack() > modes:
+                _C._get_dispatch_stack_at(_C._len_torch_dispatch_stack() - 1).__exit__(None, None, None)
+            _of_thread.recorder = recorder
+            _C._dispatch_tls_set_dispatch_key_excluded(_KEY, excluded)
+            _C._dispatch_tls_set_dispatch_key_included(_KEY, included)
+
+    def _change(self) -> None:
+        """Changes it."""
 
 
-def _exclude(token: tuple) -> None:
-    recorder, included = token
-    _set_current(recorder)
-    torch._C._dispatch_tls_set_dispatch_key_included(_KEY, included)
+class _Showing(_View):
+    def __init__(self, recorder: Any, keyed: bool) -> None:
+        self._recorder, self._keyed = recorder, keyed
 
-
-@contextlib.contextmanager
-def _showing(recorder: Any, keyed: bool) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        if keyed:
-            stack.callback(_exclude, _include(recorder))
+    def _change(self) -> None:
+        _at_work.append(self._recorder)
+        _of_thread.recorder = self._recorder
+        if self._keyed:
+            _C._dispatch_tls_set_dispatch_key_included(_KEY, True)
         else:
-            stack.callback(_set_current, current())
-            _set_current(recorder)
-            stack.enter_context(Mode(recorder))
-        _at_work.append(recorder)
-        stack.callback(_at_work.remove, recorder)
-        yield
+            Mode(self._recorder).__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        super().__exit__()
+        if self._recorder in _at_work:
+            _at_work.remove(self._recorder)
 
 
-@contextlib.contextmanager
-def shown_to(recorder: Any, given: Iterable[Tensor] = ()) -> Iterator[None]:
+def shown_to(recorder: Any, given: Iterable[Tensor] = ()) -> AbstractContextManager[None]:
     """Shows `recorder` each operation of this thread, which works on tensors `given`, and of its backwards."""
-    keyed = has_key() and (_below_modes() or not torch._C._len_torch_dispatch_stack())
+    keyed = has_key() and (_below_modes() or not _C._len_torch_dispatch_stack())
     if keyed and not _below_modes():
         if _of_ranks() and torch.distributed.is_initialized():
             _register_kernels()
@@ -266,56 +280,65 @@ def shown_to(recorder: Any, given: Iterable[Tensor] = ()) -> Iterator[None]:
         keyed = all(isinstance(tensor, _of_ranks()) for tensor in strange)
     if keyed:
         _pass_over_higher_order_operators()
-    with _showing(recorder, keyed):
-        yield
+    return _Showing(recorder, keyed)
 
 
-@contextlib.contextmanager
-def hidden() -> Iterator[None]:
+class _Aside(_View):
+    """Sets the dispatch modes aside."""
+
+    _modes: Any = None
+
+    def _change(self) -> None:
+        if _C._len_torch_dispatch_stack():
+            self._modes = _disable_current_modes()
+            self._modes.__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        if self._modes is not None:
+            self._modes.__exit__(None, None, None)
+            self._modes = None
+        super().__exit__()
+
+
+class hidden(_Aside):
     """Lets the recorder look away."""
-    before = current()
-    with contextlib.ExitStack() as stack:
+
+    def _change(self) -> None:
         if has_key():
-            stack.callback(_exclude, _include(None))
-        elif before is not None:
-            _set_current(None)
-            stack.callback(_set_current, before)
-            stack.enter_context(_disable_current_modes())
-        yield
+            _C._dispatch_tls_set_dispatch_key_included(_KEY, False)
+        elif _of_thread.recorder is not None:
+            super()._change()
+        _of_thread.recorder = None
 
 
-@contextlib.contextmanager
-def beside_the_call() -> Iterator[None]:
+class beside_the_call(_Aside):
     """For what a recorder itself does, where no operation led to it: none of that is seen."""
-    with torch._C._ExcludeDispatchKeyGuard(_KEYS), _disable_current_modes():
-        yield
+
+    def _change(self) -> None:
+        _C._dispatch_tls_set_dispatch_key_excluded(_KEY, True)
+        super()._change()
 
 
-@contextlib.contextmanager
-def through_a_mode() -> Iterator[None]:
+class through_a_mode(_View):
     """Shows operations to the recorder of now by way of a mode: for code that depends on which keys are active."""
-    recorder = current()
-    if recorder is None or not has_key():
-        yield
-        return
-    torch._C._dispatch_tls_set_dispatch_key_included(_KEY, False)
-    try:
-        with Mode(recorder):
-            yield
-    finally:
-        torch._C._dispatch_tls_set_dispatch_key_included(_KEY, True)
+
+    def _change(self) -> None:
+        recorder = current()
+        if recorder is not None and has_key():
+            _C._dispatch_tls_set_dispatch_key_included(_KEY, False)
+            Mode(recorder).__enter__()
 
 
 def by_key() -> bool:
     """Whether operations are shown through the key now, and not through a mode."""
-    return torch._C._dispatch_tls_is_dispatch_key_included(_KEY) and has_key()
+    return _C._dispatch_tls_is_dispatch_key_included(_KEY) and has_key()
 
 
 def stop_showing() -> None:
     """The recorder of now sees nothing from here to the end of its call."""
-    _set_current(None)
+    _of_thread.recorder = None
     if has_key():
-        torch._C._dispatch_tls_set_dispatch_key_included(_KEY, False)
+        _C._dispatch_tls_set_dispatch_key_included(_KEY, False)
 
 
 _passed_over: set[int] = set()
@@ -331,7 +354,7 @@ def _pass_over_higher_order_operators() -> None:
 
 def _below_modes() -> bool:
     """Whether what a dispatch mode runs is still to be seen, and not the other way round."""
-    return int(_KEY) < int(torch._C.DispatchKey.Python)
+    return int(_KEY) < int(_C.DispatchKey.Python)
 
 
 def replacements() -> list[tuple[Any, str, Any]]:
@@ -372,7 +395,7 @@ def replacements() -> list[tuple[Any, str, Any]]:
     def unseen(make: Any) -> Any:
         @functools.wraps(make)
         def run(*args: Any, **kwargs: Any) -> Any:
-            with torch._C._ExcludeDispatchKeyGuard(_KEYS):
+            with _C._ExcludeDispatchKeyGuard(_KEYS):
                 return make(*args, **kwargs)
 
         return run

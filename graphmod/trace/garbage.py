@@ -1,61 +1,59 @@
 """Keeps Python's garbage collector away for a while, and asks it what is new."""
 
-import contextlib
 import gc
 import threading
 import time
 import weakref
-from collections.abc import Iterator
 from types import FunctionType
 from typing import Any
 
 from graphmod.trace.untraced import identity
 
 _lock = threading.Lock()  # the collector belongs to the process
-_inside = 0
+_inside: set[Any] = set()  # who keeps it away
 _enabled = False
-_frozen = 0
+_holders: set[Any] = set()  # who keeps the heap frozen
 _BY_PYTHON = 10_000  # objects that Python may have frozen itself, as 3.12 does with its first few hundred
 _PAUSE, _again_at = 5.0, 0.0  # seconds
 _by_program = False  # whether the program itself has frozen something
 
 
-@contextlib.contextmanager
-def no_garbage_collection() -> Iterator[None]:
+class no_garbage_collection:
     """Inside, in whichever threads, no object dies that only the collector would find.
 
     It may free a graph or an event in the middle of a capture, which would invalidate it. And a recording makes so many
     objects at once that it looks through the whole heap, for as long as the recording itself takes.
     """
-    global _inside, _enabled
-    with _lock:
-        if not _inside:
-            _enabled = gc.isenabled()
-            gc.disable()
-        _inside += 1
-    try:
-        yield
-    finally:
+
+    def __enter__(self) -> None:
+        global _enabled
         with _lock:
-            _inside -= 1
-            if not _inside and _enabled:
+            if not _inside:
+                _enabled = gc.isenabled()
+            _inside.add(self)
+            gc.disable()
+
+    def __exit__(self, *_: object) -> None:
+        with _lock:
+            if _enabled and _inside == {self}:
                 gc.enable()
+            _inside.discard(self)
 
 
-@contextlib.contextmanager
-def frozen_heap() -> Iterator[None]:
+class frozen_heap:
     """Inside, the collector does not look at what is there when it is entered, and frees nothing of that, nor of what
     is there when a call is recorded meanwhile.
 
     PyTorch, a model, and what compiled code leaves are a million objects. A look at all of them takes up to a second,
     in which no thread of Python runs.
     """
-    gc.collect()
-    _freeze()
-    try:
-        yield
-    finally:
-        _unfreeze()
+
+    def __enter__(self) -> None:
+        gc.collect()
+        _freeze(self)
+
+    def __exit__(self, *_: object) -> None:
+        _unfreeze(self)
 
 
 class Ages:
@@ -79,7 +77,7 @@ class Ages:
         _freeze(self)
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         _unfreeze(self)
         self._there.clear()
 
@@ -112,35 +110,34 @@ def _list_new() -> None:
             for function in functions:
                 cells = one.made.intersection(map(identity, function.__closure__))
                 one.functions += [(weakref.ref(function), cells)] if cells else []
-    if _frozen:  # else nobody would thaw it
+    if _holders:  # else nobody would thaw it
         gc.freeze()
 
 
-def _freeze(ages: Ages | None = None) -> None:
-    global _frozen, _by_program
+def _freeze(holder: Ages | frozen_heap) -> None:
+    global _by_program
     with _lock:
-        if not _frozen:
+        if not _holders:
             _by_program = gc.get_freeze_count() > _BY_PYTHON
-        _frozen += 1
+        _holders.add(holder)
         _list_new()
-        if ages is not None:
-            _ages.append(ages)
+        if isinstance(holder, Ages):
+            _ages.append(holder)
 
 
-def _unfreeze(ages: Ages | None = None) -> None:
+def _unfreeze(holder: Ages | frozen_heap) -> None:
     """Undoes one `_freeze`, with the last of all. What the program itself had frozen stays so, and so does, as nobody
     can tell the two apart, what else is no garbage by then; between two recordings of a model's layers nobody looks for
     garbage, which takes as long as all that is frozen is much."""
-    global _frozen, _again_at
+    global _again_at
     with _lock:
-        if ages is not None:
+        if holder in _ages:
             _list_new()
-            _ages.remove(ages)
-        _frozen -= 1
-        if _frozen or (_by_program and time.monotonic() < _again_at):
-            return
-        gc.unfreeze()
-        if _by_program:
-            gc.collect()
-            gc.freeze()
-            _again_at = time.monotonic() + _PAUSE
+            _ages.remove(holder)
+        if _holders == {holder} and not (_by_program and time.monotonic() < _again_at):
+            gc.unfreeze()
+            if _by_program:
+                gc.collect()
+                gc.freeze()
+                _again_at = time.monotonic() + _PAUSE
+        _holders.discard(holder)

@@ -27,6 +27,7 @@ from graphmod.trace.hazards import Hazard
 from graphmod.trace.operations import Facts, address
 from graphmod.trace.origins import DATA, Origins
 from graphmod.trace.tensors import each_tensor, tensors_in
+from graphmod.trace.undo import Undo, let_through, undoing
 
 # How much these draw depends on shapes alone. (`poisson`, `binomial` and gamma draw until a value is accepted.)
 _BY_SHAPE = {
@@ -197,7 +198,8 @@ class HostDraws:
             draw = partial(getattr(self._stand_in(generator), function.__name__), *given)
             _put_back(draw.func.__self__, _state(generator))
             value = _drawn(function, draw())
-        except Exception:  # as the call's own will raise it
+        except Exception as error:  # as the call's own will raise it
+            let_through(error)
             self._known = False
             return
         self._steps.append(partial(_draw, draw))
@@ -276,7 +278,8 @@ class HostDraws:
             holds = all(map(_same, self._numbers, numbers)) and self._differs(numbers) is None
             same = all(_equal(state, found) for (_, state), (_, found) in zip(after, ended, strict=True))
             self.followed = self._known and holds and same
-        except Exception:
+        except Exception as error:
+            let_through(error)
             self.followed = False
         if not self.followed:
             self._steps, self._before, self.reads = [], [], set()
@@ -306,6 +309,7 @@ class HostDraws:
             numbers, self._after = self._run(self._steps, self.states())
             differs = self._differs(numbers)
         except Exception as error:  # of what code chose from, or compared with
+            let_through(error)
             return f"what it draws on the host cannot be drawn again: {error}"
         return None if differs is None else f"{OTHERWISE} ({self._places[differs]})"
 
@@ -317,21 +321,25 @@ class HostDraws:
         for draw in self._draws:  # and no state is set: another thread may draw, too
             draw()
 
-    @torch.no_grad()
     def _run(self, steps: list[Callable], states: list[tuple[Any, Any]]) -> tuple[list[Any], list[tuple[Any, Any]]]:
         """What the draws give from these states of the generators, and where they end; no generator is moved."""
         memories = [None if one is None else one.clone() for one in self._memories]
         numbers: list[Any] = []
         now = [(generator, generator.get_state()) for generator, _ in states if isinstance(generator, torch.Generator)]
-        try:
+        grad = torch.is_grad_enabled()
+
+        def run(undo: Undo) -> list[tuple[Any, Any]]:
+            undo.then(lambda _: put_back(now))
+            undo.then(lambda _: torch._C._set_grad_enabled(grad))
+            torch._C._set_grad_enabled(False)
             for generator, state in states:
                 _put_back(self._stand_in(generator), state)
             with torch._C._DisableAutocast(), torch._C._AutoDispatchBelowADInplaceOrView():
                 for step in steps:
                     step(memories, numbers)
-            return numbers, [(generator, _state(self._stand_in(generator))) for generator, _ in states]
-        finally:
-            put_back(now)
+            return [(generator, _state(self._stand_in(generator))) for generator, _ in states]
+
+        return numbers, undoing(run)
 
     def _stand_in(self, generator: Any) -> Any:
         """What draws in the place of a generator: of one in Python, from which other threads may draw, a copy."""

@@ -21,6 +21,7 @@ from torch.utils._device import _device_constructors
 from graphmod.trace import compiled, dispatch, seeds
 from graphmod.trace.hazards import Reason
 from graphmod.trace.lines import asked_by
+from graphmod.trace.undo import Undo
 
 Replacement = tuple[Any, str, Any]
 """An owner, the name of its attribute, and what takes the place of that."""
@@ -39,7 +40,7 @@ _as_tensor = torch.as_tensor
 
 
 class Patch:
-    """A context in which attributes are replaced. One object serves all threads and may be entered again.
+    """Attributes that are replaced while anybody is in a context that it gives, in whichever thread.
 
     Args:
         make: gives the replacements, when the first enters.
@@ -48,33 +49,54 @@ class Patch:
     def __init__(self, make: Callable[[], list[Replacement]]) -> None:
         self._make = make
         self._lock = threading.RLock()
-        self._users = 0
+        self._users: set[Any] = set()
         self._before: list[tuple[Any, str, Any, Any]] = []
 
-    def __enter__(self) -> None:
-        with self._lock:
-            self._users += 1
-            try:
-                if self._users == 1:
-                    for owner, name, replacement in self._make():
-                        self._before.append((owner, name, vars(owner).get(name, _ABSENT), replacement))
-                        setattr(owner, name, replacement)
-            except BaseException:
-                self.__exit__()
-                raise
+    def in_place(self) -> "_InPlace":
+        """A context in which they are replaced."""
+        return _InPlace(self)
 
-    def __exit__(self, *_: Any) -> None:
+    def take(self, user: Any) -> None:
+        """Replaces them, for a user until it leaves."""
         with self._lock:
-            self._users -= 1
-            while not self._users and self._before:
-                owner, name, before, replacement = self._before[-1]
-                if vars(owner).get(name) is not replacement:
-                    pass  # somebody put theirs over ours, and goes on to call ours
-                elif before is _ABSENT:
-                    delattr(owner, name)
-                else:
-                    setattr(owner, name, before)
-                self._before.pop()
+            self._put_back()  # what an interrupt left
+            first = not self._users
+            self._users.add(user)
+            for owner, name, replacement in self._make() if first else ():
+                self._before.append((owner, name, vars(owner).get(name, _ABSENT), replacement))
+                setattr(owner, name, replacement)
+
+    def leave(self, user: Any) -> None:
+        """Puts them back, if nobody else uses them."""
+        with self._lock:
+            self._users.discard(user)
+            self._put_back()
+
+    def _put_back(self) -> None:
+        while not self._users and self._before:
+            owner, name, before, replacement = self._before[-1]
+            if vars(owner).get(name) is not replacement:
+                pass  # somebody put theirs over ours, and goes on to call ours
+            elif before is _ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
+            self._before.pop()
+
+
+class _InPlace:
+    def __init__(self, patch: Patch) -> None:
+        self._patch = patch
+
+    def __enter__(self) -> None:
+        try:
+            self._patch.take(self)
+        except BaseException:
+            self._patch.leave(self)
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        self._patch.leave(self)
 
 
 def _recorded(owner: Any, name: str, run: Callable) -> Replacement:
@@ -231,11 +253,10 @@ _patch = Patch(_replacements)
 _patch_on_gpu = Patch(lambda: [_recorded(Tensor, "new_tensor", _make_like)])
 
 
-@contextlib.contextmanager
-def asking(recorder: Any) -> Iterator[None]:
+def asking(recorder: Any, undo: Undo) -> None:
     """Has what these functions do in calls that are recorded reported to the recorder, and answered for it."""
-    with _patch, _patch_on_gpu if recorder.on_gpu else contextlib.nullcontext():
-        yield
+    for patch in (_patch, _patch_on_gpu) if recorder.on_gpu else (_patch,):
+        undo.enter(patch.in_place())
 
 
 # -- somebody who sees the operations of a capture, beside its recorder ------------------------------------------------
@@ -288,7 +309,7 @@ _patch_of_launches = Patch(_launches)
 def observed(by: Observer) -> Iterator[Observed]:
     """Lets `by` observe the captures that this thread makes meanwhile."""
     before, found = _of_thread.now, Observed()
-    with _patch_of_launches:
+    with _patch_of_launches.in_place():
         _of_thread.now = by, found
         try:
             yield found

@@ -6,7 +6,6 @@ Memory is told apart by the addresses of storages. Most operations are harmless 
 known and lie on the device of the call; `see` takes these in and no more. All others go by way of `_carefully`.
 """
 
-import contextlib
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -53,6 +52,7 @@ from graphmod.trace.patches import asking, observer
 from graphmod.trace.script import Kept, Script
 from graphmod.trace.seeds import RESTORES, SETS_STATE, Draws
 from graphmod.trace.tensors import tensors_in
+from graphmod.trace.undo import Undo, let_through
 from graphmod.trace.untraced import identity, traced
 
 log = logging.getLogger("graphmod")
@@ -197,21 +197,23 @@ class EagerRecorder:
         self._sizes: dict[int, tuple[torch.UntypedStorage, int]] = {}  # storages that were resized, and theirs before
         self._before_write: Callable[[Tensor], None] | None = None
         self._after: list[Callable] = []
-        self._context = contextlib.ExitStack()
+        self._depth, self._undo = 0, Undo()
 
     def __enter__(self) -> Any:
-        self._depth = compiled.depth()
-        with contextlib.ExitStack() as context:
-            context.enter_context(asking(self))
+        depth = self._depth = compiled.depth()
+        try:
+            asking(self, self._undo)
             if self.watching or not self.on_gpu:  # a GPU that captures does not tell
                 self._draws = Draws(self._gpu, list(self._generators))
-            context.enter_context(dispatch.shown_to(self, self._given))
-            self._context = context.pop_all()
+            self._undo.enter(dispatch.shown_to(self, self._given))
+            self._undo.then(lambda _: compiled.leave(depth))
+        except BaseException:
+            self._undo.run()
+            raise
         return self
 
     def __exit__(self, *error: Any) -> None:
-        compiled.leave(self._depth)
-        self._context.__exit__(*error)
+        self._undo.run()
         if error[0] is not None:
             for begun in self.unfinished:
                 begun.abandon()
@@ -325,7 +327,8 @@ class EagerRecorder:
                     greatest = found
                 elif found < UNWRITTEN:
                     ordinary = False
-        except Exception:  # tensors that lie nowhere
+        except Exception as error:  # tensors that lie nowhere
+            let_through(error)
             ordinary = False
         drawn_at = self._drawn_at
         if not ordinary or (drawn_at and not drawn_at.keys().isdisjoint(at)):
@@ -438,6 +441,7 @@ class EagerRecorder:
         return draws.read(call.given[0], call.index, found)
 
     def _cannot_follow(self, about: Facts, error: Exception) -> None:
+        let_through(error)
         name = about.name.removeprefix("aten::")
         log.debug("%s cannot be followed", name, exc_info=error)
         self.refuse(name, Reason(f"cannot be followed ({type(error).__name__}: {error})", OUTSIDE))
