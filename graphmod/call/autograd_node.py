@@ -270,16 +270,13 @@ def _is_as_recorded(graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> bo
     known, context = graph.recording.its_backward, graph.context
     given = tuple(grad is not None for grad in grads)
     if not known.knows(given):
-        known.wanted = _WANTED
+        known.want()
         context.drop(graph.tape, why="no backward of it was recorded")
         return False
     changed = known.changed(given)
     if changed is not None:
         _reads_otherwise(graph, changed, patience=0)
     return changed is None
-
-
-_WANTED = 16  # calls
 
 
 def _reads_otherwise(graph: ForwardGraph, changed: str, patience: int | None = None) -> None:

@@ -49,6 +49,7 @@ NO_GRAD_OF_PARTS = (
 )
 
 
+_WANTED = 16  # calls
 Given = tuple[bool, ...]
 """Which of a call's results a backward has gradients for."""
 Functions = Sequence[tuple[ref, set[int]]]
@@ -86,6 +87,10 @@ class RecordedBackward:
         if seen.silent:
             self._silent = tuple(map(max, given, self._silent or given))
 
+    def want(self) -> None:
+        """Keeps the next calls eager, so that a backward of one may be recorded."""
+        self.wanted = _WANTED
+
     def knows(self, given: Given) -> bool:
         """Whether a backward like this was recorded, or is made of parts of some that run no Python."""
         return given in self.guards or (bool(self._silent) and tuple(map(max, given, self._silent)) == self._silent)
@@ -119,6 +124,7 @@ class BackwardOfCall:
         guards: what it read.
         order, hooked: see `RecordedBackward`.
         silent: whether it ran no Python.
+        failed: whether an error ended it.
     """
 
     def __init__(
@@ -137,7 +143,7 @@ class BackwardOfCall:
         self.changes: list[Change] = []
         self.guards: list[Guards] = []
         self.order: dict[int, int] = {}
-        self.silent = True
+        self.silent, self.failed = True, False
         self.hooked: set[int] = set()
         self._finish = finish
         self._handles: list[Any] = []
@@ -207,6 +213,10 @@ class BackwardOfCall:
         where = f"{caller.f_code.co_filename}:{caller.f_lineno} in {caller.f_code.co_name}"
         self.refused.append(_NESTED.format(where))
 
+    def fail(self) -> None:
+        self.failed = True
+        self.finish()
+
     def finish(self) -> None:
         self.over = True
         for handle in self._handles:
@@ -228,6 +238,9 @@ def watch_backward(
     def judge(seen: BackwardOfCall) -> None:
         known, kind = recording.its_backward, tuple(seen.given)
         if kind in known.guards:
+            return
+        if seen.failed:
+            known.want()
             return
         refused = next(iter((*seen.refused, *map(str, seen.changes))), None)
         known.add(kind, seen)

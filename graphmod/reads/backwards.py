@@ -56,6 +56,9 @@ class Watched(Protocol):
     def finish(self) -> None:
         """Its backward is over."""
 
+    def fail(self) -> None:
+        """Its backward was ended by an error."""
+
 
 def mark(node: Node, call: Watched) -> None:
     """Lets a node be one of a call. The call must not hold it: the node holds the call."""
@@ -110,8 +113,9 @@ class _Watch(Frames):
 
     def end(self) -> None:
         """The backward is over."""
+        calls, self.calls = self.calls, {}
         self.stop()
-        for call in self.calls.values():
+        for call in calls.values():
             if self.missed:
                 self._nobody.unseen = self.missed
                 call.take(self._nobody)
@@ -132,6 +136,8 @@ class _Watch(Frames):
             else:
                 events.abandon(self._told)
             self._engine = self._other = None
+            for call in self.calls.values():
+                call.fail()
 
     # -- see `Frames` --------------------------------------------------------------------------------------------
 
@@ -166,10 +172,10 @@ class _Watch(Frames):
         return told
 
     @beside_dynamo
-    def left(self, frame: types.FrameType, value: object) -> None:
+    def left(self, frame: types.FrameType) -> None:
         if frame is self._other:
             self._other = None
-        super().left(frame, value)
+        super().left(frame)
 
     # -- parts ---------------------------------------------------------------------------------------------------
 

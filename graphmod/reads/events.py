@@ -34,8 +34,8 @@ class Told(Protocol):
     def step(self, frame: FrameType, planned: Any) -> None:
         """A frame is about to run an instruction of which the plan has `planned`."""
 
-    def left(self, frame: FrameType, value: Any) -> None:
-        """A frame ends, or waits, and gives a value: None where an exception ends it."""
+    def left(self, frame: FrameType) -> None:
+        """A frame ends, or waits."""
 
 
 class _OfThread(threading.local):
@@ -90,7 +90,7 @@ class _Traced:
     @beside_dynamo
     def _end(self, frame: FrameType, event: str, value: Any) -> Any:
         if event == "return":
-            self.told.left(frame, value)
+            self.told.left(frame)
         return self._end
 
     def _follower(self, plan: Plan) -> Callable:
@@ -103,7 +103,7 @@ class _Traced:
                 if found is not None:
                     told.step(frame, found)
             elif event == "return":
-                told.left(frame, value)
+                told.left(frame)
 
         return follow
 
@@ -206,16 +206,7 @@ def _ended(_: CodeType, offset: int, value: Any) -> None:
     if watch is not None and not watch.over:
         frame = sys._getframe(1)
         if watch.frames.pop(identity(frame), None) is not None:
-            watch.told.left(frame, value)
-
-
-@beside_dynamo
-def _failed(_: CodeType, offset: int, error: BaseException) -> None:
-    watch = _of_thread.watch
-    if watch is not None and not watch.over:
-        frame = sys._getframe(1)
-        if watch.frames.pop(identity(frame), None) is not None:
-            watch.told.left(frame, None)
+            watch.told.left(frame)
 
 
 @beside_dynamo
@@ -236,7 +227,7 @@ if _monitoring is not None:
     _on = _monitoring.events
     _callbacks = {
         **{_on.PY_START: _began, _on.PY_RESUME: _began, _on.PY_THROW: _began},
-        **{_on.PY_RETURN: _ended, _on.PY_YIELD: _ended, _on.PY_UNWIND: _failed},
+        **{_on.PY_RETURN: _ended, _on.PY_YIELD: _ended, _on.PY_UNWIND: _ended},
         **{_on.INSTRUCTION: _at_instruction},
     }
     _EVERYWHERE = _on.PY_START | _on.PY_RESUME | _on.PY_THROW | _on.PY_UNWIND

@@ -192,7 +192,7 @@ def _can_peek() -> bool:
         def step(self, frame: FrameType, planned: int) -> None:
             self._tell(frame, planned)
 
-        def left(self, frame: FrameType, value: Any) -> None:
+        def left(self, frame: FrameType) -> None:
             pass
 
     def telling(function: Any, tell: Any) -> None:
@@ -296,6 +296,6 @@ class Frames:
         return found
 
     @beside_dynamo
-    def left(self, frame: FrameType, value: Any) -> None:
+    def left(self, frame: FrameType) -> None:
         if frame is self._muted:
             self._muted = None

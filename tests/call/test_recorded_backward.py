@@ -17,6 +17,7 @@ from graphmod import CUDAGraphModule, graph_layers
 from graphmod.reads.backwards import watches
 
 STEPS = 14
+WARMUP = 2
 
 
 class Block(nn.Module):
@@ -586,3 +587,31 @@ def test_gradients_may_be_asked_for_inside_a_backward():
         torch.equal(a, b) for one, other in zip(expected, found, strict=True) for a, b in zip(one, other, strict=True)
     )
     assert call.stats.replays
+
+
+class Fails(torch.autograd.Function):
+    now = False
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        if Fails.now:
+            raise RuntimeError("failed")
+        return grad * 2
+
+
+def test_after_an_error_in_the_backward_of_a_recorded_call_that_of_the_next_is_recorded(monkeypatch):
+    class Failing(Block):
+        def forward(self, x):
+            return super().forward(Fails.apply(x))
+
+    called = whole(Model(Failing))
+    for step in range(8):
+        monkeypatch.setattr(Fails, "now", step == WARMUP - 1)
+        loss = called(torch.randn(2, 3, requires_grad=True)).square().sum()
+        with pytest.raises(RuntimeError, match="failed") if Fails.now else contextlib.nullcontext():
+            loss.backward()
+        assert called.stats.captures == (0 if step <= WARMUP else 2), step

@@ -52,7 +52,7 @@ class Check:
             return events.NOTHING
         return {offset: offset for offset in self.plans[frame.f_code][1][1]}
 
-    def left(self, frame, value):
+    def left(self, frame):
         pass
 
     def step(self, frame, offset):
