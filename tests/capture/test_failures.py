@@ -236,15 +236,18 @@ def test_memory_is_back_after_failed_captures_and_reset(reason):
 
 def test_a_capture_in_one_thread_does_not_disturb_another(device):
     """While a layer is captured, another thread reads the random state, calls a module with hooks and trains."""
-    found, asked, done = SimpleQueue(), SimpleQueue(), SimpleQueue()  # graphs do not watch what lies in one
+    # Graphs do not watch locks. They do look at how long a queue is, which depends on how fast the other thread is.
+    found, asked, done, over = SimpleQueue(), threading.Lock(), threading.Lock(), threading.Event()
+    asked.acquire()
+    done.acquire()
     other = nn.Linear(4, 4).to(device)
     other.register_forward_hook(lambda m, args, out: found.put("hooked"))
 
     def elsewhere():
-        while asked.get():
+        while asked.acquire() and not over.is_set():
             found.put(len(torch.get_rng_state()))
             other(torch.ones(2, 4, device=device)).sum().backward()
-            done.put(True)
+            done.release()
 
     class Meets(nn.Module):
         def __init__(self):
@@ -252,8 +255,8 @@ def test_a_capture_in_one_thread_does_not_disturb_another(device):
             self.body = mlp("cpu")
 
         def forward(self, x):
-            asked.put(True)
-            done.get(timeout=60)
+            asked.release()
+            done.acquire(timeout=60)
             return self.body(x)
 
     module = CUDAGraphModule(Meets().to(device), config())
@@ -264,7 +267,8 @@ def test_a_capture_in_one_thread_does_not_disturb_another(device):
         module(torch.randn(4, 8, device=device)).sum().backward()
         if not found.empty():
             assert [found.get(), found.get()] == [expected, "hooked"] and found.empty()
-    asked.put(False)
+    over.set()
+    asked.release()
     thread.join()
     assert module.stats.failures == 0 and module.stats.captures, module.last_failure
 
