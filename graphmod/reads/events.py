@@ -10,12 +10,13 @@ import ctypes
 import sys
 import threading
 from collections.abc import Callable
-from inspect import CO_OPTIMIZED
+from inspect import CO_GENERATOR, CO_OPTIMIZED
 from types import CodeType, FrameType
 from typing import Any, Protocol
 
 from graphmod.guards.lookup import MISSING
 from graphmod.torch_private import beside_dynamo
+from graphmod.trace.undo import is_interrupt
 from graphmod.trace.untraced import identity
 
 NEVER, NOTHING, END = range(3)
@@ -43,6 +44,19 @@ class _OfThread(threading.local):
 
 
 _of_thread = _OfThread()
+
+
+@beside_dynamo
+def _wanted(told: Told, frame: FrameType) -> int | Plan:
+    """What is to be told of a frame. An interrupt comes a little later where the frame is of a generator: one that is
+    closed because nobody holds it keeps errors to itself."""
+    try:
+        return told.entered(frame)
+    except BaseException as error:
+        if not (frame.f_code.co_flags & CO_GENERATOR and is_interrupt(error)):
+            raise
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(threading.get_ident()), ctypes.py_object(type(error)))
+        return NOTHING
 
 
 class _Traced:
@@ -75,7 +89,7 @@ class _Traced:
         if self.over:
             sys.settrace(self.before)
             return None
-        wanted = self.told.entered(frame)
+        wanted = _wanted(self.told, frame)
         if wanted is NOTHING or wanted is NEVER:
             return None
         frame.f_trace_lines = False
@@ -193,7 +207,7 @@ def _began(code: CodeType, _: int, *thrown: Any) -> Any:
     if watch is None or watch.over:
         return None
     frame = sys._getframe(1)
-    wanted = watch.told.entered(frame)
+    wanted = _wanted(watch.told, frame)
     if wanted is not NOTHING and wanted is not NEVER:
         watch.frames[identity(frame)] = wanted
         _ask(code, _ENDS if wanted is END else _ENDS | _on.INSTRUCTION)

@@ -133,7 +133,8 @@ def several_of(override):
 
 def experiment(path):
     """The lines of the experiment that a page shows."""
-    _, _, shown = path.read_text().partition("# mine/experiment/small.yaml\n")
+    _, header, shown = path.read_text().partition("    # @package _global_\n")
+    shown = header + shown
     return [line[4:] + "\n" for line in itertools.takewhile(lambda line: line.startswith("    "), shown.splitlines())]
 
 
