@@ -33,6 +33,7 @@ class Chance:
         self._states: list[tuple[Any, tuple, tuple | None]] = []
         self._of_torch: list[tuple[torch.Generator, torch.Tensor, tuple | None]] = []
         self._known: set[int] = set()
+        self._of_system: tuple | None = None
         self.meet(random._inst, None)
         mtrand = sys.modules.get("numpy.random.mtrand")
         if hasattr(mtrand, "_rand"):  # another thread may be importing it
@@ -65,16 +66,19 @@ class Chance:
                 if known is value and line is None:
                     self._states[index] = (known, before, where)
 
+    def ask_system(self, where: tuple) -> None:
+        """Takes in that code at `where` is about to ask the system for random bytes, which has no state to compare."""
+        self._of_system = self._of_system or where
+
     def drawn(self) -> tuple[str, tuple | None] | None:
         """The library whose generator was drawn from, and the code and line that used it first; None where none was."""
         for value, before, where in self._states:
             drawn_at = None if self._draws is None else self._draws.drawn_at.get(id(value))
             if drawn_at is not None and not self._draws.followed:
                 return type(value).__module__.partition(".")[0], drawn_at
-            of_system = isinstance(value, random.SystemRandom)  # which has no state to compare
-            if drawn_at is None and (of_system or state(value) != before):
+            if drawn_at is None and state(value) != before:
                 return type(value).__module__.partition(".")[0], where
-        return None
+        return None if self._of_system is None else ("os", self._of_system)
 
     def moved(self) -> tuple | None:
         """The code and line that used one of torch's generators first which has moved, where no recorder follows it;

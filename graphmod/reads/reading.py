@@ -11,6 +11,7 @@ import dis
 import functools
 import gc
 import operator
+import os
 import random
 import sys
 import types
@@ -390,6 +391,10 @@ def _number(reading: Reading, function: Any, given: list) -> None:
         reading._notes.chance.reads(given[0])
 
 
+def _of_system(reading: Reading, function: Any, given: list) -> None:
+    reading._notes.chance.ask_system(reading._notes.here())
+
+
 def _names_of(reading: Reading, function: Any, given: list) -> None:
     if given:
         reading._notes.all_attributes(given[0])
@@ -410,6 +415,7 @@ _in_c: dict[int, Callable] = {  # by identity of the function
     identity(dir): _names_of,
     identity(float): _number,
     identity(torch.Tensor.item): _number,
+    **{identity(getattr(os, name)): _of_system for name in ("urandom", "getrandom") if hasattr(os, name)},
 }
 _made_in_c: dict[int, Callable] = {  # by identity of the function's class
     identity(operator.attrgetter): _attributes_named,

@@ -2,9 +2,11 @@
 branch, with eager's draws; whatever else such a number does keeps the call eager."""
 
 import operator
+import os
 import random
 import secrets
 import time
+import uuid
 
 import numpy as np
 import pytest
@@ -223,7 +225,14 @@ def test_what_a_call_returns_of_a_number_is_seen():
     assert got == [random.random() for _ in range(8)]
 
 
-@pytest.mark.parametrize("draw", [random.SystemRandom().random, lambda: secrets.randbelow(2)])
+@pytest.mark.parametrize(
+    "draw",
+    [
+        *(random.SystemRandom().random, lambda: random.SystemRandom().choice([0, 1]), lambda: secrets.randbelow(2)),
+        *(lambda: len(secrets.token_hex(1)) / 2, lambda: os.urandom(1)[0] / 256, lambda: uuid.uuid4().int / 2**128),
+        lambda: len(list(map(os.urandom, [1]))),
+    ],
+)
 def test_numbers_of_the_system_keep_the_call_eager(draw):
     wrapper = CUDAGraphModule(lambda x: x + 1 if draw() < 2 else x, config())
     for _ in range(8):
