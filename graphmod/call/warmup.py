@@ -104,9 +104,12 @@ def warm_up(context: Context, entry: Entry, args: tuple, kwargs: dict) -> Any:
 
 def _say_difference(context: Context, entry: Entry) -> None:
     if entry.astray:
+        is_layer = type(context.root) in context.group.said.like
+        parts = "after ungraph(model), graph_layers(model, layers=[...]) keeps the parts that it names"
+        keep = parts if is_layer else "graph_layers(model) keeps the layers"
         context.log_once(
             f"{context.name!r} runs eagerly where {entry.difference}. Branches that come often get a graph each; "
-            "graph_layers(model) keeps the layers in graphs, whichever of them run",
+            f"{keep} in graphs, whichever of them run",
             key="astray",
         )
         return

@@ -464,6 +464,25 @@ def test_layers_in_graphs_are_dropped_as_in_eager():
     assert run(True) == run(False)
 
 
+@pytest.mark.parametrize(
+    ("wrap", "advised", "not_advised"),
+    [
+        (CUDAGraphModule, "graph_layers(model) keeps the layers", "ungraph"),
+        (graph_layers, "ungraph(model)", "graph_layers(model) keeps"),
+    ],
+)
+def test_a_branch_of_a_layer_leads_to_its_parts_and_not_to_what_was_done(wrap, advised, not_advised, caplog):
+    net = nn.Sequential(Net(BRANCHES["random.random"], 0.5), Net(BRANCHES["random.random"], 0.5))
+    call = wrap(net, config()) if wrap is CUDAGraphModule else net
+    if wrap is graph_layers:
+        graph_layers(net, config())
+    seed()
+    for _ in range(16):
+        call(torch.ones(3, 4, requires_grad=True)).sum().backward()
+    said = next(one.getMessage() for one in caplog.records if "get a graph each" in one.getMessage())
+    assert advised in said and not_advised not in said
+
+
 steps = st.lists(
     st.sampled_from(["random", "torch", "item", "numpy", "int", "dropout", "own", "plain", "unread", "choice"]),
     min_size=1,
