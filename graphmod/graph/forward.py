@@ -34,7 +34,7 @@ from graphmod.torch_private import next_sequence_number, saves_tensors
 from graphmod.trace.host_draws import put_back
 from graphmod.trace.operations import address
 from graphmod.trace.recorder import Recorder
-from graphmod.trace.undo import Undo, undoing
+from graphmod.trace.undo import Undo, is_interrupt, undoing
 
 ELSEWHERE = "another rank could not capture it"
 ALIGNED_OTHERWISE = "an argument begins at another place within 16 bytes than when it was captured"
@@ -135,7 +135,10 @@ class ForwardGraph:
             self.results = Results(result, given, recorder, entry, returned, originals, held, clone)
             self._find_parameters(given, recorder, oldest)
 
+        grad = torch.is_grad_enabled()
+
         def capture(undo: Undo) -> Any:
+            undo.then(lambda error: is_interrupt(error) and torch.set_grad_enabled(grad))
             undo.enter(as_memory(owned))
             undo.enter(stood_in(self, guards))
             undo.enter(own_accumulators(self, guards, self._sources.identities))
