@@ -46,17 +46,13 @@ class _OfThread(threading.local):
 _of_thread = _OfThread()
 
 
-@beside_dynamo
-def _wanted(told: Told, frame: FrameType) -> int | Plan:
-    """What is to be told of a frame. An interrupt comes a little later where the frame is of a generator: one that is
-    closed because nobody holds it keeps errors to itself."""
-    try:
-        return told.entered(frame)
-    except BaseException as error:
-        if not (frame.f_code.co_flags & CO_GENERATOR and is_interrupt(error)):
-            raise
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(threading.get_ident()), ctypes.py_object(type(error)))
-        return NOTHING
+def _later(error: BaseException, frame: FrameType) -> int:
+    """Lets an interrupt, which came while somebody was told of a frame, come a little later where that is of a
+    generator: one that is closed because nobody holds it keeps errors to itself. Raises any other error."""
+    if not (frame.f_code.co_flags & CO_GENERATOR and is_interrupt(error)):
+        raise error
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(threading.get_ident()), ctypes.py_object(type(error)))
+    return NOTHING
 
 
 class _Traced:
@@ -89,7 +85,10 @@ class _Traced:
         if self.over:
             sys.settrace(self.before)
             return None
-        wanted = _wanted(self.told, frame)
+        try:  # in this frame: there are many
+            wanted = self.told.entered(frame)
+        except BaseException as error:
+            wanted = _later(error, frame)
         if wanted is NOTHING or wanted is NEVER:
             return None
         frame.f_trace_lines = False
@@ -207,7 +206,10 @@ def _began(code: CodeType, _: int, *thrown: Any) -> Any:
     if watch is None or watch.over:
         return None
     frame = sys._getframe(1)
-    wanted = _wanted(watch.told, frame)
+    try:  # in this frame: there are many
+        wanted = watch.told.entered(frame)
+    except BaseException as error:
+        wanted = _later(error, frame)
     if wanted is not NOTHING and wanted is not NEVER:
         watch.frames[identity(frame)] = wanted
         _ask(code, _ENDS if wanted is END else _ENDS | _on.INSTRUCTION)
