@@ -227,31 +227,22 @@ def test_a_call_begins_by_undoing_what_is_left():
     assert not left.inside
 
 
-class Interrupted(random.Random):
-    """Draws, and is interrupted in that some time."""
+def test_generators_are_put_back_where_drawing_again_is_interrupted():
+    """Torch's own; of those in Python copies draw."""
+    draws = HostDraws(on_gpu=True)
+    draws.begin(torch.default_generator)
+    torch.rand(1)
 
-    left = 1
+    def interrupted(memories, numbers):
+        torch.rand(2)
+        raise KeyboardInterrupt
 
-    def random(self):
-        drawn = super().random()
-        self.left -= 1
-        if not self.left:
-            raise KeyboardInterrupt
-        return drawn
-
-
-@pytest.mark.parametrize("draws", [1, 3])
-def test_generators_are_put_back_where_drawing_again_is_interrupted(draws):
-    """While a call is recorded, whether it is told of its draws or makes them again when it is over."""
-    generator, host_draws = Interrupted(0), HostDraws(on_gpu=False)
-    generator.left = draws
-    host_draws.begin(generator)
+    draws._steps.append(interrupted)
+    before = torch.get_rng_state()
     with pytest.raises(KeyboardInterrupt):
-        host_draws.draw(generator.random, [], (batch.__code__, 1))
-        before = random.Random(0)
-        assert generator.random() == before.random()
-        host_draws.finish(None)
-    assert generator.getstate() == (random.Random(0) if draws == 1 else before).getstate()
+        draws.finish(None)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.is_grad_enabled()
 
 
 class Raises:
