@@ -196,14 +196,14 @@ def number_of(tensor: Tensor) -> Tensor:
     """() int64: of the bytes of a tensor, by the sums of its rows and of its columns, so that an exchange of either is
     seen. Reads the memory twice."""
     raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    if raw.storage_offset() % 4:
+    if raw.storage_offset() % 8:
         raw = raw.clone()
-    whole = len(raw) // 4 * 4
-    words = raw[:whole].view(torch.int32)
+    whole = len(raw) // 8 * 8
+    words = raw[:whole].view(torch.int64)  # another type would be copied to be summed up
     size = (tensor.shape[-1] if tensor.dim() > 1 else 0) * tensor.element_size()
-    columns = size // 4 if size and size % 4 == 0 else max(1, math.isqrt(len(words)))
+    columns = size // 8 if size and size % 8 == 0 else max(1, math.isqrt(len(words)))
     rows = len(words) // columns
     table, rest = words[: rows * columns].view(rows, columns), words[rows * columns :]
-    sums = torch.cat((table.sum(1, dtype=torch.int64), table.sum(0, dtype=torch.int64), rest))
+    sums = torch.cat((table.sum(1), table.sum(0), rest))
     places = (2 * torch.arange(len(sums), device=raw.device) + 1) * _ODD
     return (sums * places).sum() + raw[whole:].sum()

@@ -29,7 +29,6 @@ class Asked:
         texts: of the prompts, where they were given as texts.
         echo: tell each prompt with its completions.
         score: tell log-probabilities.
-        top: of so many of the most likely tokens, too.
         token_ids: tell the ids of the prompt and of the generated tokens.
         as_ids: tell them in the place of the texts of tokens.
         stream: whether it is streamed.
@@ -45,7 +44,6 @@ class Asked:
     texts: list[str] | None
     echo: bool
     score: bool
-    top: int
     token_ids: bool
     as_ids: bool
     stream: bool
@@ -92,7 +90,6 @@ def _asked(
         texts=texts,
         echo=echo,
         score=score,
-        top=top,
         token_ids=bool(request.return_token_ids),
         as_ids=bool(request.return_tokens_as_token_ids),
         stream=bool(request.stream),

@@ -249,3 +249,11 @@ def test_each_bit_of_a_tensor_counts(dtype, shape):
         assert number_of(tensor) != before
         raw[place] ^= 1
     assert number_of(torch.empty(0, 4)) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_exchanged_rows_and_columns_count(dtype):
+    torch.manual_seed(0)
+    tensor = torch.randn(4, 16, 64).to(dtype)
+    kept = {number_of(tensor.roll(8, dim)).item() for dim in range(3)} | {number_of(tensor).item()}
+    assert len(kept) == 3 + 1 - (tensor.shape[0] == 4)  # a roll by 8 of 4 experts moves none of them
