@@ -125,6 +125,15 @@ class ByThread:
         self.thread.join()
 
 
+@pytest.fixture(autouse=True)
+def without_callbacks_of_the_collector():
+    """Python only reports what is raised in one of these, such as hypothesis puts there, and goes on."""
+    kept = gc.callbacks[:]
+    gc.callbacks.clear()
+    yield
+    gc.callbacks[:] = kept
+
+
 @pytest.mark.parametrize("at", [RECORDED, CAPTURED])
 @pytest.mark.parametrize(
     ("whole", "source", "error"),
