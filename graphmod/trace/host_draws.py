@@ -282,7 +282,7 @@ class HostDraws:
             let_through(error)
             self.followed = False
         if not self.followed:
-            self._steps, self._before, self.reads = [], [], set()
+            self._steps, self._draws, self._before, self.reads = [], [], [], set()
             return self._hazards
         if not self._on_gpu:
             self._steps = self._steps[: self._last]
