@@ -22,7 +22,6 @@ from graphmod.backend.branches import divisible, spread
 from graphmod.backend.copy_nodes import launcher
 from graphmod.backend.driver import last_captured
 from graphmod.backend.lifetime import Graphs, capturing
-from graphmod.backend.nodes import use_kernels
 from graphmod.backend.streams import begin_capture, renew_gradient_accumulators, stream_for
 from graphmod.torch_private import settle_attention_order
 from graphmod.trace.garbage import no_garbage_collection
@@ -291,12 +290,10 @@ class CudaBackend:
             return None
 
     def _instantiate(self, graph: torch.cuda.CUDAGraph, operations: list[tuple[int, int]]) -> None:
-        raw = graph.raw_cuda_graph()
-        for improve, arguments in ((spread, (operations,)), (use_kernels, (self.device, self.stream))):
-            try:
-                improve(raw, *arguments)
-            except Exception as error:  # an older driver, a mode of the user's: slower, but the same
-                log.debug("%s did not do all of its work on a graph: %s", improve.__name__, error)
+        try:
+            spread(graph.raw_cuda_graph(), operations)
+        except Exception as error:  # an older driver: slower, but the same
+            log.debug("multi-tensor operations of a graph stay as they are: %s", error)
         graph.instantiate()
 
     def _abandon(self, graph: torch.cuda.CUDAGraph, pool: CudaPool, spare: list) -> None:

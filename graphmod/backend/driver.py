@@ -7,7 +7,7 @@ import functools
 from ctypes import Structure, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from typing import Any
 
-KERNEL, MEMCPY, MEMSET = 0, 1, 2  # CUgraphNodeType
+KERNEL, MEMCPY = 0, 1  # CUgraphNodeType
 HOST, DEVICE = 1, 2  # CUmemorytype
 
 
@@ -111,9 +111,3 @@ def last_captured(stream: int) -> int:
         byref(count),
     )
     return c_void_p.from_address(following.value).value if count.value else 0
-
-
-def node_types(graph: int) -> dict[int, int]:
-    """How many nodes of each `CUgraphNodeType` the `cudaGraph_t` at address `graph` has."""
-    kinds = [node_type(node) for node in nodes("cuGraphGetNodes", c_void_p(graph))]
-    return {kind: kinds.count(kind) for kind in sorted(set(kinds))}
