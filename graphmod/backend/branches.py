@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphmod.backend.driver import call, kernel_name, neighbours
+from graphmod.cuda_driver import call, kernel_name, neighbours
 
 _LEAST = 3  # launches: for fewer, to part and to join costs what it brings
 _LEAST_BYTES = 2**20  # of tensors; the step counters of an optimizer are many, and nothing

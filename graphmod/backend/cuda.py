@@ -19,10 +19,9 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from graphmod.backend.branches import divisible, spread
-from graphmod.backend.copy_nodes import launcher
-from graphmod.backend.driver import last_captured
-from graphmod.backend.lifetime import Graphs, capturing
+from graphmod.backend.lifetime import Graphs, capturing, launcher
 from graphmod.backend.streams import begin_capture, renew_gradient_accumulators, stream_for
+from graphmod.cuda_driver import last_captured
 from graphmod.torch_private import settle_attention_order
 from graphmod.trace.garbage import no_garbage_collection
 from graphmod.trace.recorder import Recorder
@@ -89,10 +88,9 @@ class CudaCapture:
         replay: launches all of it.
     """
 
-    def __init__(self, held: Graphs, seen: Recorder) -> None:
+    def __init__(self, held: Graphs, launches: list[Callable[[], None]], seen: Recorder) -> None:
         self.seen = seen
         self._held = held
-        launches = [launcher(graph) for graph in held.graphs]
         # No method of its own: the memory of a graph that was let go would wait for the garbage collector.
         self.replay = launches[0] if len(launches) == 1 else functools.partial(_do_all, launches)
         if len(launches) == 2:
@@ -203,6 +201,7 @@ class CudaBackend:
         reserved = torch.cuda.memory_reserved(self.device)
         held = Graphs()
         graphs = held.graphs
+        launches: list[Callable[[], None]] = []
         thread = threading.get_ident()
 
         def part(in_backward: bool) -> None:
@@ -259,12 +258,13 @@ class CudaBackend:
                 raise
             for graph, operations in zip(graphs, spans, strict=False):
                 self._instantiate(graph, operations)
+                launches.append(launcher(graph))
             return result
 
         with capturing(), on_this_thread(False), torch.cuda.stream(self.stream):
             result = within(no_garbage_collection(), call=capture)
         pool.grew(torch.cuda.memory_reserved(self.device) - reserved)
-        return CudaCapture(held, recorder.finish()), result
+        return CudaCapture(held, launches, recorder.finish()), result
 
     def _begin(
         self,

@@ -16,6 +16,7 @@ _lock = threading.RLock()  # of what follows
 _under_way = 0  # captures
 _waiting: list[torch.cuda.CUDAGraph] = []
 _later: list[Callable[[], None]] = []
+_prepare: list[Callable[[torch.cuda.CUDAGraph], Callable[[], None] | None]] = []  # for the capture under way
 _PATIENCE = 60.0  # seconds: a capture may wait for this very thread, and would never end
 
 
@@ -55,9 +56,35 @@ def capturing() -> Iterator[None]:
                 _under_way -= 1
                 if not _under_way:
                     _waiting.clear()
+                    _prepare.clear()
     finally:
         _turn.release()
         do_what_waits()
+
+
+def prepare_launches(prepare: Callable[[torch.cuda.CUDAGraph], Callable[[], None] | None]) -> None:
+    """To be called by code that is captured, for what the host does before each launch of what that becomes.
+
+    Args:
+        prepare: is given each graph of the capture, instantiated; what it returns is called before each launch of that
+            graph. None does nothing there.
+    """
+    if prepare not in _prepare:
+        _prepare.append(prepare)
+
+
+def launcher(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
+    """What launches a graph of the capture under way, which is instantiated, and does before what that asked for."""
+    before = [act for prepare in _prepare if (act := prepare(graph)) is not None]
+    if not before:
+        return graph.replay
+
+    def launch() -> None:
+        for act in before:
+            act()
+        graph.replay()
+
+    return launch
 
 
 def between_captures(act: Callable[[], None]) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from graphmod import CUDAGraphModule
 from graphmod.backend import branches
 from graphmod.backend.branches import divisible, spread
-from graphmod.backend.driver import kernel_name, neighbours, nodes
+from graphmod.cuda_driver import kernel_name, neighbours, nodes
 
 MANY = 400  # tensors, enough for several launches of any kind
 LARGE = 70_000  # elements

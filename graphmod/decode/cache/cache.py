@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from graphmod.backend.branch import Branch
 from graphmod.backend.lifetime import between_captures
+from graphmod.decode.cache.branch import Branch
 from graphmod.decode.cache.extents import Reader
 from graphmod.decode.cache.foreign import bytes_at, shaped
 from graphmod.decode.cache.layers import Layer

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphmod.backend.branch import Branch
-from graphmod.backend.copy_nodes import CopyNodes
+from graphmod.decode.cache.branch import Branch
+from graphmod.decode.cache.copy_nodes import CopyNodes
 from graphmod.decode.cache.extents import Portions, Reader, portions, read_blocks
 from graphmod.decode.cache.fetch import HEADER, Pair, fetch
 from graphmod.decode.errors import DecodeError

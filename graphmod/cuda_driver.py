@@ -7,11 +7,10 @@ import functools
 from ctypes import Structure, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from typing import Any
 
-KERNEL, MEMCPY = 0, 1  # CUgraphNodeType
-HOST, DEVICE = 1, 2  # CUmemorytype
+_KERNEL = 0  # CUgraphNodeType
 
 
-class Kernel(Structure):  # CUDA_KERNEL_NODE_PARAMS_v2
+class _Kernel(Structure):  # CUDA_KERNEL_NODE_PARAMS_v2
     _fields_ = [
         ("function", c_void_p),
         ("dimensions", c_uint * 7),
@@ -20,26 +19,6 @@ class Kernel(Structure):  # CUDA_KERNEL_NODE_PARAMS_v2
         ("kernel", c_void_p),
         ("context", c_void_p),
     ]
-
-
-def _side(name: str) -> list[tuple[str, Any]]:
-    return [
-        (f"{name}_x", c_size_t),
-        (f"{name}_y", c_size_t),
-        (f"{name}_z", c_size_t),
-        (f"{name}_lod", c_size_t),
-        (f"{name}_type", c_int),
-        (f"{name}_host", c_void_p),
-        (f"{name}_device", c_void_p),
-        (f"{name}_array", c_void_p),
-        (f"{name}_reserved", c_void_p),
-        (f"{name}_pitch", c_size_t),
-        (f"{name}_rows", c_size_t),
-    ]
-
-
-class Memcpy(Structure):  # CUDA_MEMCPY3D
-    _fields_ = [*_side("src"), *_side("dst"), ("width", c_size_t), ("height", c_size_t), ("depth", c_size_t)]
 
 
 @functools.cache
@@ -84,9 +63,9 @@ def node_type(node: c_void_p) -> int:
 
 def kernel_name(node: c_void_p) -> str:
     """The name of a kernel node's function, mangled; empty for nodes of other types."""
-    if node_type(node) != KERNEL:
+    if node_type(node) != _KERNEL:
         return ""
-    found, name = Kernel(), c_char_p()
+    found, name = _Kernel(), c_char_p()
     call("cuGraphKernelNodeGetParams_v2", node, byref(found))
     if found.function:
         call("cuFuncGetName", byref(name), c_void_p(found.function))

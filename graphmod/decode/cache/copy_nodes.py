@@ -8,18 +8,38 @@ goes on as it was (CUDA Driver API, "Graph Management").
 from __future__ import annotations
 
 import contextlib
-import weakref
-from collections.abc import Callable
-from ctypes import byref, c_size_t, c_uint, c_uint64, c_void_p
-from typing import NamedTuple
+from ctypes import Structure, byref, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from graphmod.backend.driver import DEVICE, HOST, MEMCPY, Memcpy, call, node_type, nodes
+from graphmod.backend.lifetime import prepare_launches
 from graphmod.backend.streams import is_capturing
+from graphmod.cuda_driver import call, node_type, nodes
 
-_owners: weakref.WeakValueDictionary[int, CopyNodes] = weakref.WeakValueDictionary()  # of marks
+_MEMCPY = 1  # CUgraphNodeType
+_HOST, _DEVICE = 1, 2  # CUmemorytype
+
+
+def _side(name: str) -> list[tuple[str, Any]]:
+    return [
+        (f"{name}_x", c_size_t),
+        (f"{name}_y", c_size_t),
+        (f"{name}_z", c_size_t),
+        (f"{name}_lod", c_size_t),
+        (f"{name}_type", c_int),
+        (f"{name}_host", c_void_p),
+        (f"{name}_device", c_void_p),
+        (f"{name}_array", c_void_p),
+        (f"{name}_reserved", c_void_p),
+        (f"{name}_pitch", c_size_t),
+        (f"{name}_rows", c_size_t),
+    ]
+
+
+class _Memcpy(Structure):  # CUDA_MEMCPY3D
+    _fields_ = [*_side("src"), *_side("dst"), ("width", c_size_t), ("height", c_size_t), ("depth", c_size_t)]
 
 
 class _Copy(NamedTuple):
@@ -55,12 +75,12 @@ class CopyNodes:
         """
         if not is_capturing():
             return
+        prepare_launches(self._prepare)
         stream = c_void_p(torch.cuda.current_stream(self.device).cuda_stream)
         for source, target in pairs:
             for number in range(self.count):
                 mark = source.data_ptr() + number
                 self.wanted.setdefault(mark, None)
-                _owners[mark] = self
                 call("cuMemcpyHtoDAsync_v2", c_uint64(target.data_ptr() + number), c_void_p(mark), c_size_t(1), stream)
 
     def set(self, source: Tensor, target: Tensor, spans: list[tuple[int, int]]) -> None:
@@ -82,9 +102,22 @@ class CopyNodes:
         for mark, copy in self.wanted.items():
             self.wanted[mark] = copy and copy._replace(memory=self._memory)
 
+    def _prepare(self, graph: torch.cuda.CUDAGraph) -> _Adjustment | None:
+        """What tells a graph, before each launch, what to copy; None for one without such nodes."""
+        marks: dict[int, int] = {}
+        for node in nodes("cuGraphGetNodes", c_void_p(graph.raw_cuda_graph())):
+            if node_type(node) == _MEMCPY:
+                found = _Memcpy()
+                with contextlib.suppress(RuntimeError):  # of a node of others
+                    call("cuGraphMemcpyNodeGetParams", node, byref(found))
+                    one_byte = found.src_type == _HOST and found.width == found.height == found.depth == 1
+                    if one_byte and found.src_host in self.wanted:
+                        marks[node.value] = found.src_host
+        return _Adjustment(graph, self, marks) if marks else None
 
-class _Adjusted:
-    """Launches a graph after its nodes were told what to copy."""
+
+class _Adjustment:
+    """Tells the nodes of a graph what to copy, before it is launched."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, copies: CopyNodes, marks: dict[int, int]) -> None:
         self._graph, self._copies, self._marks = graph, copies, marks
@@ -95,7 +128,6 @@ class _Adjusted:
         if self._version != self._copies.version:
             with torch.cuda.device(self._copies.device):
                 self._adjust()
-        self._graph.replay()
 
     def _adjust(self) -> None:
         graph, context, version = c_void_p(self._graph.raw_cuda_graph_exec()), c_void_p(), self._copies.version
@@ -106,30 +138,9 @@ class _Adjusted:
                 continue
             self._done.pop(node, None)
             if copy is not None:
-                given = Memcpy(src_type=HOST, src_host=copy.source, dst_type=DEVICE, dst_device=copy.target)
+                given = _Memcpy(src_type=_HOST, src_host=copy.source, dst_type=_DEVICE, dst_device=copy.target)
                 given.width, given.height, given.depth = copy.nbytes, 1, 1
                 call("cuGraphExecMemcpyNodeSetParams", graph, c_void_p(node), byref(given), context)
             call("cuGraphNodeSetEnabled", graph, c_void_p(node), c_uint(copy is not None))
             self._done[node] = copy
         self._version = version
-
-
-def launcher(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
-    """What launches a graph that was just captured and instantiated, with whatever its nodes are to copy by then.
-
-    Raises:
-        RuntimeError: it has nodes of more than one.
-    """
-    marks: dict[CopyNodes, dict[int, int]] = {}
-    for node in nodes("cuGraphGetNodes", c_void_p(graph.raw_cuda_graph())) if _owners else ():
-        if node_type(node) == MEMCPY:
-            owner, found = None, Memcpy()
-            with contextlib.suppress(RuntimeError):  # of a node of others
-                call("cuGraphMemcpyNodeGetParams", node, byref(found))
-                if found.src_type == HOST and found.width == found.height == found.depth == 1:
-                    owner = _owners.get(found.src_host)
-            if owner is not None:
-                marks.setdefault(owner, {})[node.value] = found.src_host
-    if len(marks) > 1:
-        raise RuntimeError("a graph copies from the host for more than one cache")
-    return next((_Adjusted(graph, copies, those) for copies, those in marks.items()), graph.replay)

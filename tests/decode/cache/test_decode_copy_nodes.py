@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from graphmod.backend.copy_nodes import CopyNodes, launcher
+from graphmod.backend.lifetime import capturing, launcher
+from graphmod.decode.cache.copy_nodes import CopyNodes
 
 pytestmark = pytest.mark.gpu
 
@@ -21,14 +22,14 @@ def pair(count=4096):
 def captured(nodes, *pairs):
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph(keep_graph=True)
     seen = [torch.zeros_like(target) for _, target in pairs]
-    with torch.cuda.stream(stream):
+    with capturing(), torch.cuda.stream(stream):
         graph.capture_begin(capture_error_mode="thread_local")
         nodes.capture(pairs)
         for (_, target), copy in zip(pairs, seen, strict=True):
             copy.copy_(target)
         graph.capture_end()
-    graph.instantiate()
-    return launcher(graph), seen
+        graph.instantiate()
+        return launcher(graph), seen
 
 
 def there(source, spans):
@@ -104,9 +105,9 @@ def test_another_gpu_may_be_the_current_one():
 
 def launcher_of_nothing():
     stream, graph, memory = torch.cuda.Stream(), torch.cuda.CUDAGraph(keep_graph=True), torch.zeros(4, device="cuda")
-    with torch.cuda.stream(stream):
+    with capturing(), torch.cuda.stream(stream):
         graph.capture_begin(capture_error_mode="thread_local")
         memory.add_(1)
         graph.capture_end()
-    graph.instantiate()
-    return launcher(graph)
+        graph.instantiate()
+        return launcher(graph)
