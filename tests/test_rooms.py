@@ -12,7 +12,7 @@ import graphmod
 HOUSE = Path(graphmod.__file__).parent
 ROOMS = (
     *("errors", "words", "config", "torch_private", "cuda_driver", "trace", "ranks", "guards", "reads", "signature"),
-    *("state", "backend", "graph", "capture", "call", "wrap", "check", "models", "decode", "train", "serve", "cli"),
+    *("state", "backend", "graph", "capture", "call", "wrap", "check", "attention", "decode", "train", "serve", "cli"),
     "__main__",
 )
 WITHIN = {

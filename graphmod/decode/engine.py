@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from graphmod.attention import attention
 from graphmod.config import choice
 from graphmod.decode.batching.handle import Handle
 from graphmod.decode.batching.traffic import Pause
@@ -29,7 +30,6 @@ from graphmod.decode.step.sampling import GREEDY
 from graphmod.decode.streaming import TokenStream
 from graphmod.decode.text.codec import Codec
 from graphmod.errors import ConfigError
-from graphmod.models.exchange import attention
 
 
 class DecodeEngine:

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from graphmod.attention import STATIC, attention
 from graphmod.capture.recording import watch
 from graphmod.config import CUDAGraphConfig, Verify
 from graphmod.decode.interrupts import Held
 from graphmod.guards.changes import what_changed
 from graphmod.guards.guards import HOOKS, Guards
 from graphmod.guards.tensors import TensorWatch
-from graphmod.models.exchange import STATIC, attention
 from graphmod.wrap.layers import without_graphs
 from graphmod.wrap.module import CUDAGraphModule
 

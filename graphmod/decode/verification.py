@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from graphmod.attention import attention, takes
 from graphmod.decode.attention.choice import reference
 from graphmod.decode.attention.implementation import Implementation
 from graphmod.decode.cache.cache import PagedCache
@@ -24,7 +25,6 @@ from graphmod.decode.step.graphs import context_sizes
 from graphmod.decode.step.state import BatchState, RowValues
 from graphmod.decode.step.step import next_logits
 from graphmod.errors import reason
-from graphmod.models.exchange import attention, takes
 
 _TOKENS = 24
 _MOST_TOKENS = 512  # beyond a window that is looked at

@@ -10,10 +10,9 @@ from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from graphmod.attention import BESIDE, PROBE, STATIC, Rule, Unclear, asker, attention, takes
 from graphmod.decode.model_state import decoding
 from graphmod.errors import ConfigError, reason
-from graphmod.models.exchange import BESIDE, PROBE, STATIC, attention, takes
-from graphmod.models.masks import Rule, Unclear, asker
 from graphmod.train.varlen import within_documents
 
 NAME = STATIC

@@ -8,11 +8,11 @@ from torch import nn
 from transformers import masking_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from graphmod.attention import Unclear, rule_of
 from graphmod.decode import DecodeEngine
 from graphmod.decode.errors import DecodeError
 from graphmod.decode.step.anatomy import look_at
 from graphmod.errors import ConfigError
-from graphmod.models.masks import Unclear, rule_of
 
 # Windows in all layers and in some, chunks, sinks, capped scores, ALiBi, positions that are counted, several queries to
 # a head and one for all, keys and values of different size, experts, partial rotary embeddings.

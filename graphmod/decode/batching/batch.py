@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from graphmod.attention import attention
 from graphmod.decode.batching.scheduler import Planned, Scheduler
 from graphmod.decode.batching.sequence import Sequence, kind_of
 from graphmod.decode.cache.cache import PagedCache
@@ -25,7 +26,6 @@ from graphmod.decode.step.graphs import BucketGraphs
 from graphmod.decode.step.sampling import TOP
 from graphmod.decode.step.state import BAD, FULL, NOTHING, STOPPED, BatchState
 from graphmod.decode.step.step import take_token
-from graphmod.models.exchange import attention
 
 _NO_NUMBERS = (
     "the model's logits hold NaN or infinity, so no token can be chosen; look at its weights (a diverged training run, "

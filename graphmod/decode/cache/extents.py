@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from graphmod.models.masks import Rule
+from graphmod.attention import Rule
 
 
 class Reader(NamedTuple):

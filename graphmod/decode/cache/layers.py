@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from graphmod.models.masks import Rule
+from graphmod.attention import Rule
 
 
 class Layer(NamedTuple):

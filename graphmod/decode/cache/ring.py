@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphmod.attention import Rule
 from graphmod.decode.cache.branch import Branch
 from graphmod.decode.cache.copy_nodes import CopyNodes
 from graphmod.decode.cache.extents import Portions, Reader, portions, read_blocks
 from graphmod.decode.cache.fetch import HEADER, Pair, fetch
 from graphmod.decode.errors import DecodeError
-from graphmod.models.masks import Rule
 
 _EXTENTS = 8  # of a layer, for its keys and for its values: nodes that do nothing cost next to nothing
 _LEAST_BYTES = 2**21  # of the keys of an extent: a node needs 3 us beside its copy, and a kernel copies 8 % slower

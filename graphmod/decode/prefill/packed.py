@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from graphmod.attention import attention, takes
 from graphmod.config import CUDAGraphConfig
 from graphmod.decode.cache.cache import PagedCache
 from graphmod.decode.prefill.attention import NAME, reads_by_length
@@ -17,7 +18,6 @@ from graphmod.decode.results import BucketStats
 from graphmod.decode.step.anatomy import step_arguments
 from graphmod.decode.step.graphs import counters, free_memory
 from graphmod.graph.group import Group
-from graphmod.models.exchange import attention, takes
 from graphmod.wrap.module import CUDAGraphModule
 
 _LEAST_TOKENS = 128  # a GPU that computes with fewer waits for the weights as long

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from graphmod.attention import takes
 from graphmod.decode.cache.cache import NULL_BLOCK, PagedCache
 from graphmod.decode.cache.views import GatheredView, slot_mapping
 from graphmod.decode.prefill.piece import Piece, Scores
 from graphmod.decode.step.anatomy import positions
-from graphmod.models.exchange import takes
 
 ToDevice = Callable[[list, torch.dtype], Tensor]
 

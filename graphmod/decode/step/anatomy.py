@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from graphmod.attention import BESIDE, PROBE, Rule, Unclear, asker, attention, takes
 from graphmod.decode.cache.layers import Layer
 from graphmod.decode.errors import DecodeError
 from graphmod.errors import ConfigError, reason
-from graphmod.models.exchange import BESIDE, PROBE, attention, takes
-from graphmod.models.masks import Rule, Unclear, asker
 
 _TOKENS = 4
 # What attention functions of this package compute with.

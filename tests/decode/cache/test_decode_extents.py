@@ -4,8 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from graphmod.attention import Rule
 from graphmod.decode.cache.extents import Reader, portions, read_blocks
-from graphmod.models.masks import Rule
 
 BLOCKS = st.sets(st.integers(0, 80), max_size=60)
 

@@ -1,1 +1,0 @@
-"""What transformers models do, as their own code says it when it runs."""
