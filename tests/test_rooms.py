@@ -96,6 +96,19 @@ def test_so_do_the_rooms_within(house, room):
             assert rooms <= before, f"{name} imports from {rooms - before}"
 
 
+ON_TOP = ("decode",)
+DOORS = {"errors", "config", "torch_private", "cuda_driver", "attention", "wrap.extension", "wrap.exchange"}
+DOORS |= {"wrap.module", "wrap.layers"}
+
+
+@pytest.mark.parametrize("room", ON_TOP)
+def test_what_stands_on_the_core_imports_its_doors_alone(room):
+    for name, imported in modules().items():
+        if name.partition(".")[0] == room:
+            within = {one for one in imported if one.partition(".")[0] in ON_TOP}
+            assert imported - within <= DOORS, f"{name} imports {imported - within - DOORS}"
+
+
 def test_each_room_within_is_known():
     for house, rooms in WITHIN.items():
         assert {name.split(".")[1] for name in modules() if name.startswith(f"{house}.")} == {*rooms}

@@ -11,10 +11,9 @@ from torch import Tensor
 from graphmod.call.autograd_node import InTurn, apply_replayed
 from graphmod.call.together import agrees
 from graphmod.capture.forward import CANNOT_MOVE, CAPTURE_ANOTHER, IN_USE, UNFINISHED
-from graphmod.errors import SuccessorFailed
+from graphmod.errors import CaptureRefused, SuccessorFailed
 from graphmod.errors import reason as failure
 from graphmod.graph.context import Context
-from graphmod.graph.exchange import take_over
 from graphmod.graph.forward import ForwardGraph
 from graphmod.graph.tape import Ticket
 from graphmod.ranks.agreement import Choice
@@ -114,10 +113,10 @@ def launch(context: Context, graph: ForwardGraph, leaves: list[Tensor], careful:
 
 
 def _taken_over(context: Context, graph: ForwardGraph) -> bool:
-    """Whether the successor of a graph has done this call; see `take_over`."""
+    """Whether the successor of a graph has done this call; see `_take_over`."""
     began, first = time.perf_counter(), not graph.succeeded
     try:
-        done = take_over(graph)
+        done = _take_over(graph)
     except Exception as error:
         graph.successor = None
         if first:
@@ -130,6 +129,33 @@ def _taken_over(context: Context, graph: ForwardGraph) -> bool:
     if not done:  # no capture of the call, of which there is one already
         context.counters.capture_seconds += time.perf_counter() - began
     return done
+
+
+def _take_over(graph: ForwardGraph) -> bool:
+    """Lets the successor of a graph do this call: itself, when it is asked for the first time, since it may load and
+    compile what no capture may; the second time by a graph that is captured now, whose replay must come at once.
+
+    Returns:
+        Whether the call is done.
+
+    Raises:
+        CaptureRefused: a graph cannot repeat that code.
+        Exception: whatever a capture raised. The graph is as it was, and does the call.
+    """
+    run = graph.successor
+    if not graph.succeeded:
+        graph.succeeded = True
+        run()
+        return True
+    graph.successor = None
+    backend = graph.context.group.backend
+    backend.prepare_capture()
+    captured, result = backend.capture(run, graph.tape.arena.pool, [], [], split=False)
+    if result is not None or not captured.seen.outside:
+        captured.discard()
+        raise CaptureRefused("code that takes the place of a graph returns nothing, and works on tensors from outside")
+    graph.graph, graph.starts_early = captured, False
+    return False
 
 
 def results(context: Context, graph: ForwardGraph, leaves: list[Tensor], random_state: Any) -> Any:

@@ -15,12 +15,9 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphmod.attention import STATIC, attention
-from graphmod.capture.recording import watch
 from graphmod.config import CUDAGraphConfig, Verify
 from graphmod.decode.interrupts import Held
-from graphmod.guards.changes import what_changed
-from graphmod.guards.guards import HOOKS, Guards
-from graphmod.guards.tensors import TensorWatch
+from graphmod.wrap.extension import HOOKS, Reads, with_memory
 from graphmod.wrap.layers import without_graphs
 from graphmod.wrap.module import CUDAGraphModule
 
@@ -115,7 +112,7 @@ class ModelWatch:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._guards: Guards | None = None
+        self._reads: Reads | None = None
         self._tensors: list[Tensor] = []
         self._together: list[Tensor] = []  # those of one device, of which numbers are to be computed
         self._contents: list[Tensor] = []
@@ -127,47 +124,42 @@ class ModelWatch:
 
     def take(self, modules: list[nn.Module]) -> None:
         """What it computes now is what `changed` compares with. Does not wait for the device."""
-        if self._guards is None or self._reads_other():
+        if self._reads is None or self._reads_other():
             self._read()
-        if self._guards is None:  # `changed` will say so whatever the tensors hold
+        if self._reads is None:  # `changed` will say so whatever the tensors hold
             return
-        found = {id(one): one for one in (*_tensors(modules), *self._guards.tensors)}
-        self._tensors = TensorWatch(list(found.values()), {}).tensors
+        found = {id(one): one for one in (*_tensors(modules), *self._reads.tensors)}
+        self._tensors = with_memory(found.values())
         self._contents = self._now()
 
     def changed(self) -> bool:
         """Whether it computes something else, or that cannot be known."""
-        if self._guards is None or self._reads_other():
+        if self._reads is None or self._reads_other():
             return True
         now = self._now()
         return not now or not all(map(torch.equal, now, self._contents))
 
     def _reads_other(self) -> bool:
-        return (self._guards.moved() or self._guards.changed(gradients=False)) is not None
+        return self._reads.changed() is not None
 
     def _read(self) -> None:
         """Looks at what the forward reads."""
-        self._guards = None
+        self._reads = None
         if self._unknown:
             return
         model = self._model
         tokens = torch.zeros((1, 2), dtype=torch.int64, device=model.device)
-        gpu = model.device.index if model.device.type == "cuda" else None
 
         def forward(tokens: Tensor) -> Tensor:
             return model(input_ids=tokens, use_cache=False).logits
 
         try:
-            _, _, notes, _ = watch(forward, (tokens,), {}, ["tokens"], gpu, model)
-            if (changes := what_changed(notes)) is None:
-                self._guards = Guards(notes)
-                return
+            self._reads = Reads(forward, (tokens,), ["tokens"], model.device, model)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # of a model's own code: anything
-            changes = str(error)
-        self._unknown = True
-        log.info("beginnings of prompts are forgotten when a request comes, for the model's forward %s", changes)
+            self._unknown = True
+            log.info("beginnings of prompts are forgotten when a request comes, for the model's forward %s", error)
 
     def _now(self) -> list[Tensor]:
         """A number for the contents of each tensor, those of one device together; none where there is a kind of tensor

@@ -68,7 +68,7 @@ class ForwardGraph:
         recording: the `Recording` of the eager call it stands on.
         mismatches: backwards in a row that the captured backward did not fit.
         successor, succeeded: code whose graph is to take the place of this one's, and whether it has run once; see
-            `exchange`.
+            `wrap.exchange`.
     """
 
     def __init__(self, context: Context, entry: Entry, tape: Tape, recording: Any) -> None:

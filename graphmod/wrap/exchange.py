@@ -1,12 +1,32 @@
-"""Other kernels for a wrapped callable, beside its own: for what compiles a call after it was captured."""
+"""The operations of a captured call, and other kernels in their place: for what compiles a call after it was captured.
+
+What that has to know of operations and tensors is offered here, too, so that it imports nothing of the rooms below.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from graphmod.graph.exchange import exchangeable
+from graphmod.trace.compiled import CompiledGraph
+from graphmod.trace.operations import Facts, address, draws, facts, written
+from graphmod.trace.patches import observed
+from graphmod.trace.tensors import each_tensor
 from graphmod.wrap.module import CUDAGraphModule
+
+__all__ = [
+    "CompiledGraph",
+    "Facts",
+    "address",
+    "draws",
+    "each_tensor",
+    "exchange",
+    "facts",
+    "memory_of",
+    "observed",
+    "serving",
+    "written",
+]
 
 
 def serving(wrapper: CUDAGraphModule) -> Any:
@@ -15,9 +35,17 @@ def serving(wrapper: CUDAGraphModule) -> Any:
     return wrapper._context.served
 
 
+def memory_of(graph: Any) -> tuple[set[int], set[int]]:
+    """Addresses of the memory that was there before the capture of a graph, which `serving` gave; and of tensors that
+    it took over from the recorded call."""
+    seen = graph.graph.seen
+    return {*seen.outside, *(address(static.tensor) for static in graph.inputs)}, seen.kept_at
+
+
 def exchange(wrapper: CUDAGraphModule, run: Callable[[], None]) -> bool:
     """Lets other code take the place of the graph behind the last call: from the next call on, a graph of `run()` is
-    replayed. Once that call is captured anew, for whatever reason, its own code is back.
+    replayed. Arguments, guards and order stay those of the call that was recorded. Once that call is captured anew, for
+    whatever reason, its own code is back.
 
     Args:
         run: does all that the call did, from and to the same tensors, and returns nothing. It must have run once, so
@@ -28,7 +56,8 @@ def exchange(wrapper: CUDAGraphModule, run: Callable[[], None]) -> bool:
         random numbers or has a backward.
     """
     graph = serving(wrapper)
-    if graph is None or not exchangeable(graph):
+    # All that the call leaves behind lies in tensors from outside, where other code can leave it as well.
+    if graph is None or not graph.stands_alone or graph.results.with_grad or graph.random or graph.advanced:
         return False
     graph.successor = run
     return True

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from graphmod.backend.streams import is_capturing, stream_for
+from graphmod.wrap.extension import is_capturing, stream_for
 
 
 class Branch:

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from graphmod.backend.lifetime import between_captures
 from graphmod.decode.cache.branch import Branch
 from graphmod.decode.cache.extents import Reader
 from graphmod.decode.cache.foreign import bytes_at, shaped
@@ -17,6 +16,7 @@ from graphmod.decode.cache.layers import Layer
 from graphmod.decode.cache.pages import Ordinary, Pages, zeros
 from graphmod.decode.cache.ring import Passage, Ring, buffer_sizes, far_layers
 from graphmod.errors import ConfigError
+from graphmod.wrap.extension import between_captures
 
 NULL_BLOCK = 0
 """Pads block tables. It is never written, so that reading it adds finite numbers that the mask takes out again."""

@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from graphmod.backend.lifetime import prepare_launches
-from graphmod.backend.streams import is_capturing
 from graphmod.cuda_driver import call, node_type, nodes
+from graphmod.wrap.extension import is_capturing, prepare_launches
 
 _MEMCPY = 1  # CUgraphNodeType
 _HOST, _DEVICE = 1, 2  # CUmemorytype

@@ -7,7 +7,7 @@ import importlib.util
 import torch
 from torch import Tensor, library
 
-from graphmod.backend.streams import is_capturing
+from graphmod.wrap.extension import is_capturing
 
 Pair = tuple[Tensor, Tensor]
 """Keys and values, (blocks, block_size, kv_heads, head_dim or value_dim), contiguous."""

@@ -20,10 +20,10 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from graphmod.backend.lifetime import between_captures, do_what_waits
 from graphmod.decode.cache.driver import Addresses, load
 from graphmod.decode.cache.foreign import bytes_at, shaped
 from graphmod.decode.errors import DecodeError
+from graphmod.wrap.extension import between_captures, do_what_waits
 
 log = logging.getLogger("graphmod")
 

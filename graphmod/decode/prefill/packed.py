@@ -17,7 +17,7 @@ from graphmod.decode.prefill.view import POSITION, TOKEN, Packed, PackedBuffer, 
 from graphmod.decode.results import BucketStats
 from graphmod.decode.step.anatomy import step_arguments
 from graphmod.decode.step.graphs import counters, free_memory
-from graphmod.graph.group import Group
+from graphmod.wrap.extension import Group
 from graphmod.wrap.module import CUDAGraphModule
 
 _LEAST_TOKENS = 128  # a GPU that computes with fewer waits for the weights as long

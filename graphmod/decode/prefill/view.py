@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache
 from graphmod.decode.cache.cache import NULL_BLOCK, PagedCache
 from graphmod.decode.errors import DecodeError
 from graphmod.decode.prefill.piece import Limits, Piece
-from graphmod.graph.buffers import mark_static
+from graphmod.wrap.extension import mark_static
 
 NOBODY = -1
 """Stands for the number of a piece where there is none: padding."""

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 import graphmod.decode.products.operations  # noqa: F401  defines the operations
 from graphmod.decode.early_launch import can_start_early
 from graphmod.decode.products.limits import DEPTH, FEWEST_IN_BULK, MOST_ROWS, MOST_WEIGHTS, OUT
-from graphmod.trace.operations import facts, written
+from graphmod.wrap.exchange import facts, written
 
 _LARGEST_WEIGHT = 16 * 2**20  # bytes, of several rows; for more, reading takes longer than a launch
 _FEWEST_COLUMNS = 48 * 64  # of all weights of an operation; with fewer, most of a large GPU would read nothing

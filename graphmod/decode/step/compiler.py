@@ -22,9 +22,7 @@ from graphmod.decode.step.pieces import Compiled, Piece, as_observed, cut, descr
 from graphmod.decode.step.program import Observer, Program, Unsupported, Value
 from graphmod.decode.step.tuning import timed_in_graphs
 from graphmod.errors import reason
-from graphmod.trace.operations import address
-from graphmod.trace.patches import observed
-from graphmod.wrap.exchange import exchange, serving
+from graphmod.wrap.exchange import exchange, memory_of, observed, serving
 from graphmod.wrap.module import CUDAGraphModule
 
 log = logging.getLogger("graphmod")
@@ -151,9 +149,7 @@ def captured_program(observer: Observer, graph: Any) -> tuple[Program, dict[int,
     Raises:
         Unsupported: see `Observer.program`.
     """
-    seen = graph.graph.seen
-    there = {*seen.outside, *(address(static.tensor) for static in graph.inputs)}
-    return observer.program(there, seen.kept_at)
+    return observer.program(*memory_of(graph))
 
 
 def _function(piece: Piece, job: _Job) -> Callable:

@@ -16,7 +16,7 @@ from graphmod.decode.step.compiler import StepCompiler
 from graphmod.decode.step.sampling import TOP
 from graphmod.decode.step.state import BatchState
 from graphmod.decode.step.step import DecodeStep
-from graphmod.graph.group import Group
+from graphmod.wrap.extension import Group
 from graphmod.wrap.module import CUDAGraphModule
 
 log = logging.getLogger("graphmod")

@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from graphmod.decode.step.program import Operation, Program, Ref, Unsupported, refs, used_by, with_refs
-from graphmod.trace.compiled import CompiledGraph
-from graphmod.trace.operations import facts
+from graphmod.wrap.exchange import CompiledGraph, facts
 
 _PLAIN = (int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None))
 

@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from graphmod.trace.operations import Facts, address, draws, facts, written
-from graphmod.trace.tensors import each_tensor
+from graphmod.wrap.exchange import Facts, address, draws, each_tensor, facts, written
 
 _ONLY_CHECK = ("aten::_assert", "aten::sym_constrain", "profiler::")
 _OF_SHAPES = ("aten::new_", "aten::ones_like", "aten::zeros_like", "aten::full_like", "aten::empty_like")
@@ -79,7 +78,7 @@ class Program(NamedTuple):
 
 
 class Observer:
-    """Takes down the operations of a capture; for `trace.patches.observed`. It keeps no tensor alive but those that
+    """Takes down the operations of a capture; for `wrap.exchange.observed`. It keeps no tensor alive but those that
     were there before, as the memory of a graph is that of tensors which are gone."""
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from graphmod.decode.cache.cache import NULL_BLOCK
 from graphmod.decode.config import MOST_TOP
 from graphmod.decode.step.sampling import Top
-from graphmod.graph.buffers import mark_static
+from graphmod.wrap.extension import mark_static
 
 TOKEN, POSITION, ACTIVE, LIMIT, SEED, TOP_K = range(6)
 """Columns of `integers`: the token to be fed, its position, whether the row decodes (1) or is padding or done (0), the

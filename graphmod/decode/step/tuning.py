@@ -18,9 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphmod.backend.lifetime import Graphs, capturing
-from graphmod.backend.streams import begin_capture
-from graphmod.trace.garbage import no_garbage_collection
+from graphmod.wrap.extension import capture_launches, capturing
 
 log = logging.getLogger("graphmod")
 
@@ -78,7 +76,12 @@ def _milliseconds(launcher: Callable, sets: list[list[Any]], named: dict[str, An
     """Of one launch."""
     launcher(*sets[0], **named, stream=torch.cuda.current_stream().cuda_stream)  # loads it
     torch.cuda.current_stream().synchronize()
-    held, times = _captured(launcher, sets, named), []
+
+    def launch(stream: int) -> None:
+        for given in itertools.islice(itertools.cycle(sets), _LAUNCHES):
+            launcher(*given, **named, stream=stream)
+
+    held, times = capture_launches(launch), []
     for _ in range(_WARM + _ROUNDS):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
@@ -87,27 +90,3 @@ def _milliseconds(launcher: Callable, sets: list[list[Any]], named: dict[str, An
         end.synchronize()
         times.append(begin.elapsed_time(end))
     return statistics.median(times[_WARM:]) / _LAUNCHES
-
-
-def _captured(launcher: Callable, sets: list[list[Any]], named: dict[str, Any]) -> Graphs:
-    """A graph of launches.
-
-    Nothing runs on the stream of the capture: once kernels have run on a second stream, those of every graph of the
-    process follow each other later. (32 rows on an H200 took 1.45 ms a step where kernels had been tuned on one, and
-    1.42 in the next process, which found them tuned.)
-    """
-    current, stream, held = torch.cuda.current_stream(), torch.cuda.Stream(), Graphs()
-    with capturing(), no_garbage_collection(), torch.cuda.stream(stream):
-        held.graphs.append(graph := torch.cuda.CUDAGraph())
-        try:
-            begin_capture(graph, [torch.cuda.default_generators[current.device_index]], current)
-            for given in itertools.islice(itertools.cycle(sets), _LAUNCHES):
-                launcher(*given, **named, stream=stream.cuda_stream)
-            graph.capture_end()
-        except BaseException:
-            with contextlib.suppress(RuntimeError):  # nothing is captured (any more)
-                graph.capture_end()
-            held.graphs.clear()
-            del graph  # in this turn, and not when the error is forgotten
-            raise
-    return held
