@@ -71,12 +71,13 @@ def within_an_operation() -> bool:
 
 
 def _fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
-    if _hides(op, args, kwargs) and not any(t.is_nested or t.is_sparse for t in tensors_in((*args, *kwargs.values()))):
-        return op._op_dk(getattr(_C.DispatchKey, _COMPOSITE), *args, **kwargs)
     state = thread_state()
     try:  # as in `untraced`: each frame between here and there would be told of
         suspend(state)
         _exclude_key(_KEY, True)
+        if _hiding.get(identity(op)) is not False and _hides(op, args, kwargs):
+            _exclude_key(_KEY, False)
+            return traced(op._op_dk, (getattr(_C.DispatchKey, _COMPOSITE), *args), kwargs)
         recorder = _of_thread.recorder or current()
         return traced(op, args, kwargs) if recorder is None else recorder.see(op, args, kwargs)
     finally:
@@ -97,7 +98,9 @@ def _hides(op: Any, args: tuple, kwargs: dict) -> bool:
     may = _hiding.get(identity(op))
     if may is None:
         may = _hiding[identity(op)] = _may_hide(op)
-    return may and (facts(op).switch < 0 or draws(facts(op)._replace(random=True), args, kwargs))
+    if not may or any(t.is_nested or t.is_sparse for t in tensors_in((*args, *kwargs.values()))):
+        return False
+    return facts(op).switch < 0 or draws(facts(op)._replace(random=True), args, kwargs)
 
 
 _hiding: dict[int, bool] = {}  # by identity of the operator, whose hash takes longer than all else here
