@@ -46,27 +46,50 @@ class _OfThread(threading.local):
 _of_thread = _OfThread()
 
 
-def _later(error: BaseException, frame: FrameType) -> int:
-    """Lets an interrupt, which came while somebody was told of a frame, come a little later where that is of a
-    generator: one that is closed because nobody holds it keeps errors to itself. Raises any other error."""
-    if not (frame.f_code.co_flags & CO_GENERATOR and is_interrupt(error)):
-        raise error
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(threading.get_ident()), ctypes.py_object(type(error)))
-    return NOTHING
-
-
-class _Traced:
-    """A watch by `sys.settrace`.
+class _Watch:
+    """Tells of the frames of one thread.
 
     Attributes:
-        before: the tracer that it has set aside.
         over: whether it has ended, maybe in another thread than the one it is of.
+        late: an interrupt that came while somebody was told of a frame of a generator. One that is closed because
+            nobody holds it keeps errors to itself, so it is raised where a frame begins that is of none, or at the end.
     """
 
     def __init__(self, told: Told) -> None:
         self.told = told
-        self.before = sys.gettrace()
         self.over = False
+        self.late: BaseException | None = None
+
+    @beside_dynamo
+    def left(self, frame: FrameType) -> None:
+        try:
+            self.told.left(frame)
+        except BaseException as error:
+            self.put_off(error, frame)
+
+    def put_off(self, error: BaseException, frame: FrameType) -> int:
+        """Keeps an interrupt for later, if it has to come later. Raises any other error."""
+        if not (frame.f_code.co_flags & CO_GENERATOR and is_interrupt(error)):
+            raise error
+        self.late = error
+        return NOTHING
+
+    def raise_late(self) -> None:
+        error, self.late = self.late, None
+        if error is not None:
+            raise error
+
+
+class _Traced(_Watch):
+    """A watch by `sys.settrace`.
+
+    Attributes:
+        before: the tracer that it has set aside.
+    """
+
+    def __init__(self, told: Told) -> None:
+        super().__init__(told)
+        self.before = sys.gettrace()
         self._followers: dict[int, Callable | None] = {}  # by identity of the plan
 
     def begin(self) -> bool:
@@ -85,10 +108,12 @@ class _Traced:
         if self.over:
             sys.settrace(self.before)
             return None
+        if self.late is not None and not frame.f_code.co_flags & CO_GENERATOR:
+            self.raise_late()
         try:  # in this frame: there are many
             wanted = self.told.entered(frame)
         except BaseException as error:
-            wanted = _later(error, frame)
+            wanted = self.put_off(error, frame)
         if wanted is NOTHING or wanted is NEVER:
             return None
         frame.f_trace_lines = False
@@ -103,11 +128,11 @@ class _Traced:
     @beside_dynamo
     def _end(self, frame: FrameType, event: str, value: Any) -> Any:
         if event == "return":
-            self.told.left(frame)
+            self.left(frame)
         return self._end
 
     def _follower(self, plan: Plan) -> Callable:
-        told, planned = self.told, plan.get
+        told, left, planned = self.told, self.left, plan.get
 
         @beside_dynamo
         def follow(frame: FrameType, event: str, value: Any) -> None:  # which stays: else it would refer to itself
@@ -116,7 +141,7 @@ class _Traced:
                 if found is not None:
                     told.step(frame, found)
             elif event == "return":
-                told.left(frame)
+                left(frame)
 
         return follow
 
@@ -133,17 +158,15 @@ _tool: int | None = None
 _asked: dict[int, tuple[CodeType, int]] = {}  # by identity: the hash of code takes microseconds
 
 
-class _Monitored:
+class _Monitored(_Watch):
     """A watch by `sys.monitoring`. Its events are told of all frames of a code, and to all threads.
 
     Attributes:
         frames: by identity of those that have not ended, what is to be told of them.
-        over: whether it has ended, in another thread than the one it is of.
     """
 
     def __init__(self, told: Told) -> None:
-        self.told = told
-        self.over = False
+        super().__init__(told)
         self.frames: dict[int, int | Plan] = {}
 
     def begin(self) -> bool:
@@ -206,10 +229,12 @@ def _began(code: CodeType, _: int, *thrown: Any) -> Any:
     if watch is None or watch.over:
         return None
     frame = sys._getframe(1)
+    if watch.late is not None and not code.co_flags & CO_GENERATOR:
+        watch.raise_late()
     try:  # in this frame: there are many
         wanted = watch.told.entered(frame)
     except BaseException as error:
-        wanted = _later(error, frame)
+        wanted = watch.put_off(error, frame)
     if wanted is not NOTHING and wanted is not NEVER:
         watch.frames[identity(frame)] = wanted
         _ask(code, _ENDS if wanted is END else _ENDS | _on.INSTRUCTION)
@@ -222,7 +247,7 @@ def _ended(_: CodeType, offset: int, value: Any) -> None:
     if watch is not None and not watch.over:
         frame = sys._getframe(1)
         if watch.frames.pop(identity(frame), None) is not None:
-            watch.told.left(frame)
+            watch.left(frame)
 
 
 @beside_dynamo
@@ -279,6 +304,8 @@ def end(before: Any) -> bool:
         watch.over = True  # first: what ends it is told of, too
         watch.end()
     _of_thread.watch = earlier
+    if watch is not None:
+        watch.raise_late()
     return told
 
 

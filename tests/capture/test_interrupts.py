@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from graphmod import CUDAGraphModule, graph_layers
+from graphmod.reads.frames import Frames
 from graphmod.trace import dispatch
 from graphmod.trace.host_draws import HostDraws
 from graphmod.trace.undo import Undo, is_interrupt, undo_left, undoing
@@ -176,6 +177,41 @@ def seconds(whole, at):
     began = time.perf_counter()
     program.call(batch(at))
     return time.perf_counter() - began
+
+
+def dies(x):
+    def numbers():
+        try:
+            yield 1
+        finally:
+            closed.append(1)
+
+    closed = []
+    next(numbers())
+    return x * len(closed)
+
+
+@pytest.mark.parametrize("moment", ["entered", "left"])
+def test_an_interrupt_while_a_generator_dies_reaches_the_program(moment, monkeypatch):
+    """Python keeps to itself what is raised there."""
+    original, times = getattr(Frames, moment), []
+
+    def interrupted(self, frame):
+        if frame.f_code.co_name == "numbers":
+            times.append(frame)
+            if len(times) == 2:
+                raise KeyboardInterrupt
+        return original(self, frame)
+
+    monkeypatch.setattr(Frames, moment, interrupted)
+    wrapper = CUDAGraphModule(dies, warmup_steps=1)
+    before = settings()
+    with pytest.raises(KeyboardInterrupt):
+        wrapper(torch.ones(2))
+    assert settings() == before
+    for _ in range(4):
+        assert wrapper(torch.ones(2)).tolist() == [1.0, 1.0]
+    assert wrapper.stats.replays
 
 
 class Counted:
