@@ -58,7 +58,7 @@ def _run(context: Context, args: tuple, kwargs: dict) -> Any:
     leaves = None
     # Most calls are like the one before.
     if usual is not None and usual.signature.modes == modes and not usual.disabled:
-        leaves = usual.match(args, kwargs)
+        leaves = usual.matcher.match(args, kwargs)
     if leaves is not None and usual.signature.training is context.training:
         entry = usual
         entries.touch(entry)

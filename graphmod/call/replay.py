@@ -17,6 +17,7 @@ from graphmod.graph.context import Context
 from graphmod.graph.forward import ForwardGraph
 from graphmod.graph.tape import Ticket
 from graphmod.ranks.agreement import Choice
+from graphmod.signature.signature import Matcher
 from graphmod.state.entry import Entry
 
 
@@ -102,8 +103,8 @@ def launch(context: Context, graph: ForwardGraph, leaves: list[Tensor], careful:
     context.counters.eager_calls += not replayed
     context.served = graph  # past nn.Module's __setattr__, which takes a microsecond
     if context.entries.usual is not entry:
-        if entry.match is None:
-            entry.match = context.group.matcher(entry.signature)
+        if entry.matcher is None:
+            entry.matcher = Matcher(entry.signature)
         context.entries.usual = entry
     entry.misses = entry.fruitless = 0
     entry.replays += 1

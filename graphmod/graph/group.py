@@ -17,10 +17,7 @@ from graphmod.config import BackendName
 from graphmod.graph.gradients import GradientBuffer, Passing
 from graphmod.graph.tape import MOST_ARENAS, Arena, Tape
 from graphmod.ranks.whole import FixedPlaces
-from graphmod.signature.matcher import Matcher, matcher
 from graphmod.signature.modes import key_reader
-from graphmod.signature.signature import Signature
-from graphmod.signature.structure import opaque_parts
 from graphmod.state.said import Said
 from graphmod.state.verification import Verification
 from graphmod.torch_private import current_backward
@@ -93,7 +90,6 @@ class Group:
         self.tied: dict[int, Tensor] = {}
         self.stash: dict[int, Tensor] = {}
         self.places: dict[tuple, list] = {}
-        self.matchers: dict[tuple, Matcher] = {}
         self.static: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.sums: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # see `uses.watch_sums`
         self.context: tuple | None = None
@@ -245,15 +241,6 @@ class Group:
     def _probe(self) -> Tensor | None:
         return next((p for p in self.parameters if p.requires_grad), None)
 
-    def matcher(self, signature: Signature) -> Matcher:
-        """What compares calls with this signature; layers of one kind share it."""
-        if any(True for _ in opaque_parts(signature.structure)):
-            return matcher(signature)  # not kept here, because it keeps an object alive
-        key = signature[:2]
-        if key not in self.matchers:
-            self.matchers[key] = matcher(signature)
-        return self.matchers[key]
-
     def share(self, parameters: list[Tensor], lasting: bool = False) -> None:
         """Notes parameters as shared, with `lasting` also beyond a `release`."""
         self.shared.update((id(parameter), parameter) for parameter in parameters)
@@ -270,7 +257,6 @@ class Group:
         self.shared.clear()
         self.shared.update(self.tied)
         self.places.clear()
-        self.matchers.clear()
         self.stash.clear()
         self.static.clear()
         self.sums.clear()

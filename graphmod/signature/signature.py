@@ -4,6 +4,8 @@ Owns the key of one tensor, and telling two signatures apart in words.
 """
 
 import inspect
+import operator
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -12,7 +14,17 @@ from torch import Tensor, nn
 
 from graphmod.signature import modes as modes_of
 from graphmod.signature.flattening import flatten
-from graphmod.signature.structure import Leaf, Opaque, children, opaque_parts, unrepeatable
+from graphmod.signature.structure import (
+    PLAIN_KINDS,
+    Constant,
+    Keys,
+    Leaf,
+    Opaque,
+    children,
+    opaque_parts,
+    unrepeatable,
+)
+from graphmod.torch_private import alike
 from graphmod.trace.tensors import is_leaf
 
 PLAIN_TENSORS = (Tensor, nn.Parameter)
@@ -100,6 +112,107 @@ class Signature(NamedTuple):
     tensors: tuple
     modes: tuple
     training: bool | None
+
+
+_form = operator.attrgetter("__class__", "layout", "is_nested", "__dict__")
+
+
+class Matcher:
+    """Tells whether calls have the arguments of a signature, without building theirs.
+
+    To take arguments apart costs more than all else about a replay of one layer, and most calls have the signature of
+    the call before. So the places of a signature's structure are listed once, and the values there are compared.
+    """
+
+    def __init__(self, signature: Signature) -> None:
+        self._known = signature.tensors
+        self._with_grad = [index for index, key in enumerate(self._known) if key[4]]
+        self._forms: list[tuple] = []  # of tensors that were found to be as in the signature
+        self._alike: Callable[..., bool] | None = None
+        self._containers: list[tuple] = []
+        self._constants: list[tuple] = []
+        self._objects: list[tuple] = []
+        first: dict[int, int] = {}
+        self._again: list[tuple] = []
+        self._mutable: list[int] = []
+        self._tells = all(len(key) == PLAIN_KEY for key in self._known)
+        parts = list(signature.structure[1:])
+        for place, part in enumerate(parts):
+            kind = part.__class__
+            if part is None:
+                self._constants.append((place, None, None))
+            elif kind is Leaf:
+                if first.setdefault(part.index, place) != place:
+                    self._again.append((place, part.index))
+            elif kind is Opaque or kind is Constant:
+                self._objects.append((place, part))
+            elif kind is tuple and part[0] in PLAIN_KINDS:
+                self._constants.append((place, part[1], part))
+            elif kind is tuple and _is_walked(part):
+                keys = part[1] if part[0] in (dict, OrderedDict) else None
+                inside = part[1:] if keys is None else part[2:]
+                self._containers.append((place, part[0], keys, len(inside)))
+                self._mutable += [place] if part[0] is not tuple else []
+                parts += inside
+            else:
+                self._tells = False
+        self._leaves = [first[index] for index in sorted(first)]
+
+    def match(self, args: tuple, kwargs: dict) -> list[Tensor] | None:
+        """The tensors of a call, in the order of `flatten`, if its arguments have this signature's structure and
+        tensors; None if they have not, or where only `flatten` can tell."""
+        if not self._tells:
+            return None
+        values: list[Any] = [args, kwargs]
+        for place, kind, keys, count in self._containers:
+            value = values[place]
+            if value.__class__ is not kind or len(value) != count:
+                return None
+            if keys is None:
+                values += value
+            elif tuple(value) == keys:
+                values += value.values()
+            else:
+                return None
+        for place, known, part in self._constants:
+            if values[place] is not known and flatten(values[place], [], {}) != part:
+                return None
+        for place, part in self._objects:
+            if values[place] is not part.value:
+                return None
+        tensors = [values[place] for place in self._leaves]
+        for place, index in self._again:
+            if values[place] is not tensors[index]:
+                return None
+        # Two leaves are never one tensor, nor are two containers one; the first is `kwargs`, a new one in each call.
+        if len({*map(id, tensors)}) < len(tensors):
+            return None
+        if len(self._mutable) > 2 and len({id(values[place]) for place in self._mutable}) < len(self._mutable):
+            return None
+        return tensors if self._have_keys(tensors) else None
+
+    def _have_keys(self, tensors: list[Any]) -> bool:
+        """Whether values are tensors with the keys of the signature."""
+        try:
+            forms = list(map(_form, tensors))
+        except AttributeError:
+            return False  # one is no tensor
+        # What has no strides ends the process in the guards of PyTorch: it has another form.
+        if self._alike is None or forms != self._forms or not self._alike(*tensors):
+            if tuple(map(tensor_key, tensors)) != self._known:
+                return False
+            self._forms = [(*form[:3], dict(form[3])) for form in forms]
+            self._alike = alike(tensors)
+        return not any(has_own_gradient(tensors[index]) for index in self._with_grad)
+
+
+def _is_walked(structure: tuple) -> bool:
+    """Whether a container is one whose parts are reached in its plain way."""
+    kind = structure[0]
+    if len(structure) > 1 and structure[1].__class__ is Keys:
+        return False
+    plain = issubclass(kind, tuple) and kind.__iter__ is tuple.__iter__ and not kind.__dictoffset__
+    return plain or kind in (list, dict, OrderedDict)
 
 
 def _paths(structure: Any, path: str) -> Iterator[tuple[str, Any]]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from graphmod.signature.matcher import Matcher
 from graphmod.signature.modes import AUTOCAST, GRAD
-from graphmod.signature.signature import Signature
+from graphmod.signature.signature import Matcher, Signature
 from graphmod.signature.structure import opaque_parts
 from graphmod.state.budget import Budget
 from graphmod.state.said import cause_of
@@ -84,7 +83,7 @@ class Entry:
         "keeps_casts",
         "last_used",
         "lost",
-        "match",
+        "matcher",
         "misses",
         "needs_grad",
         "outvoted",
@@ -127,7 +126,7 @@ class Entry:
         self.differentiated_again = 0  # backwards of replays with create_graph=True
         self.reason = ""
         self.last_used = 0
-        self.match: Matcher | None = None  # made for the first replay
+        self.matcher: Matcher | None = None  # made for the first replay
         self.recaptures = 0  # because its backward did not fit, without a fitting one in between
         self.adds_apart = False  # gradients that the user puts in place are others each time: add to them outside
         self.called_forward = False  # outside of any backward
