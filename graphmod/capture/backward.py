@@ -21,7 +21,7 @@ from graphmod.graph.watch import refuse_unseen
 from graphmod.guards.changes import what_changed
 from graphmod.guards.guards import Guards
 from graphmod.ranks.board import LateRanks
-from graphmod.reads.watching import noting
+from graphmod.reads.frames import noting
 from graphmod.trace import dispatch
 from graphmod.trace.operations import address
 from graphmod.trace.recorder import Recorder

@@ -16,7 +16,7 @@ from graphmod.graph.results import not_to_be_made_again, outline, resolved
 from graphmod.guards.changes import imports, what_changed
 from graphmod.guards.guards import Guards
 from graphmod.guards.notes import Notes
-from graphmod.reads.watching import noting
+from graphmod.reads.frames import noting
 from graphmod.signature.arguments import Given
 from graphmod.signature.flattening import flatten
 from graphmod.torch_private import any_autocast, frames_compiled

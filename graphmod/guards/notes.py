@@ -7,7 +7,7 @@ import gc
 import sys
 import types
 import weakref
-from collections.abc import ItemsView, KeysView, ValuesView
+from collections.abc import Callable, ItemsView, KeysView, ValuesView
 from functools import partial
 from typing import Any
 
@@ -56,6 +56,7 @@ from graphmod.torch_private import weak_reference
 from graphmod.trace.garbage import Ages
 from graphmod.trace.host_draws import HostDraws
 from graphmod.trace.tensors import is_leaf
+from graphmod.trace.undo import let_through
 from graphmod.trace.untraced import identity
 
 _FIXED = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType)
@@ -266,6 +267,18 @@ class Notes:
         self._functions: dict[int, types.FunctionType] = {}
         self._first: dict[tuple[int, Any], Note] = {}  # notes by identity of the container, and key
         self._deep: dict[int, Any] = {}
+
+    def try_to(self, note: Callable, *seen: Any) -> None:
+        """Notes something that was seen. It may be of any kind, so that this may fail; the user's call goes on."""
+        try:
+            note(*seen)
+        except Exception as error:
+            self.cannot_read(error)
+
+    def cannot_read(self, error: Exception) -> None:
+        """Takes in an error from looking at what code reads."""
+        let_through(error)
+        self.unreadable = self.unreadable or (f"{type(error).__name__}: {error}", self.here())
 
     # -- what there is to begin with -----------------------------------------------------------------------------
 

@@ -21,7 +21,6 @@ from graphmod.guards.library import CORE
 from graphmod.guards.notes import Notes
 from graphmod.reads import events
 from graphmod.reads.frames import NOT_TOLD, Frames
-from graphmod.reads.watching import Noting
 from graphmod.torch_private import beside_dynamo, current_backward
 from graphmod.trace.garbage import Ages
 from graphmod.trace.undo import let_through
@@ -96,11 +95,10 @@ class _Watch(Frames):
 
     def __init__(self, task: int, engine: types.FrameType | None) -> None:
         self._nobody = Notes(Ages())
-        super().__init__(Noting(self._nobody))
+        super().__init__(self._nobody)
         self._task, self._engine = task, engine
         self.calls: dict[int, Watched] = {}
         self._call: Watched | None = None  # whose part runs
-        self._notes = self._nobody
         self._other: types.FrameType | None = None  # which is no part of any
         self._thread = threading.get_ident()
 
@@ -161,7 +159,7 @@ class _Watch(Frames):
                 self._leave()
                 self._come_to(call)
         if from_engine and self._call is not None:
-            self._notes.ages.made |= _given_to(frame)
+            self.notes.ages.made |= _given_to(frame)
         if self._call is None:
             return events.NOTHING
         if frame.f_code is _ACCUMULATES:
@@ -186,26 +184,21 @@ class _Watch(Frames):
 
     def _come_to(self, call: Watched) -> None:
         self.calls[id(call)] = self._call = call
-        self._notes = Notes(Ages().__enter__())
-        self._watch(self._notes)
+        self.write_to(Notes(Ages().__enter__()))
 
     def _leave(self) -> None:
         """A part has run: compared at once, what it has changed is told from what others change."""
         call, self._call = self._call, None
         if call is None:
             return
-        notes, self._notes = self._notes, self._nobody
-        self._watch(self._nobody)
+        notes = self.notes
+        self.write_to(self._nobody)
         notes.ages.__exit__()
         try:
             call.take(notes)
         except Exception as error:  # the user's backward goes on
             let_through(error)
             self.missed = self.missed or f"what its backward reads cannot be compared: {error}"
-
-    def _watch(self, notes: Notes) -> None:
-        self._watcher = Noting(notes)
-        self.step = self._watcher.step
 
 
 watches: dict[int, _Watch] = {}

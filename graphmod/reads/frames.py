@@ -1,4 +1,4 @@
-"""Watches the frames of a call as they run, and says before each instruction what it is about to do.
+"""Watches the frames of a call as they run, and notes what each instruction reads of what was there before the call.
 
 `events` tells of them, which stands on `sys.settrace` or `sys.monitoring`.
 """
@@ -13,18 +13,21 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from types import CodeType, FrameType, FunctionType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
-from graphmod.guards.library import CORE, STDLIB, TORCH
+from graphmod.guards.library import CORE, STDLIB, TORCH, is_library
+from graphmod.guards.notes import Notes
 from graphmod.reads import events
-from graphmod.reads.operand_stack import can_peek
-from graphmod.reads.reading import Plan, Step, plan_of
+from graphmod.reads.operand_stack import can_peek, function_of
+from graphmod.reads.reading import Plan, Reading, plan_of
 from graphmod.torch_private import beside_dynamo, written_by_dynamo
 from graphmod.trace import dispatch
-from graphmod.trace.undo import let_through
+from graphmod.trace.garbage import Ages
+from graphmod.trace.host_draws import HostDraws
+from graphmod.trace.undo import Undo, let_through
 from graphmod.trace.untraced import identity, untraced
 
 log = logging.getLogger("graphmod")
@@ -175,7 +178,7 @@ def _plan_of(code: CodeType) -> Plan | None:
             looked_at = False
         found = plan_of(code) if looked_at else None
         gone = weakref.ref(code, lambda _: _known.pop(where, None))
-        told = looked_at and (code.co_freevars or code.co_name.startswith("__"))  # see `Noting.entered`
+        told = looked_at and (code.co_freevars or code.co_name.startswith("__"))  # see `Frames._note_function`
         known = _known[where] = found if found or told else None, gone
     return known[0]
 
@@ -206,41 +209,25 @@ def _can_peek() -> bool:
     return can_peek(telling)
 
 
-class Watcher(Protocol):
-    """Who is told what code does."""
-
-    def step(self, frame: FrameType, step: Step) -> None:
-        """An instruction that reads something is about to run."""
-
-    def entered(self, frame: FrameType) -> None:
-        """Code that closes over variables, or reads anything else, is about to run."""
-
-    def called(self, module: nn.Module) -> None:
-        """A module is called."""
-
-    def walked(self, module: nn.Module) -> None:
-        """Code goes through a module and all that is in it."""
-
-    def exchanges(self, *tensors: torch.Tensor) -> None:
-        """Tensors are about to be exchanged with each other."""
-
-    def leaves(self, frame: FrameType) -> None:
-        """Code is sent to another thread."""
-
-    def compiled(self, frame: FrameType) -> None:
-        """Code that dynamo has written is about to run."""
-
-
 class Frames:
-    """While it is active, tells a watcher before each instruction that reads something."""
+    """While it is active, notes what the code of this thread reads, before it does.
 
-    def __init__(self, watcher: Watcher) -> None:
-        self._watcher, self.step = watcher, watcher.step
+    Attributes:
+        notes: where that goes. Errors from looking, at what may be of any kind, end there as well.
+        heard: whether anything was told.
+        missed: why something was not told.
+    """
+
+    def __init__(self, notes: Notes) -> None:
+        self.write_to(notes)
         self._muted: FrameType | None = None  # in which, and in what that calls, nothing is looked at
-        self.heard = False  # whether anything was told
-        self.missed = ""  # why something was not told
+        self.heard = False
+        self.missed = ""
         self._before: Any = None
         self._written = written_by_dynamo()
+
+    def write_to(self, notes: Notes) -> None:
+        self.notes, self.step = notes, Reading(notes).step
 
     def __enter__(self) -> "Frames":
         if _can_peek():
@@ -272,30 +259,70 @@ class Frames:
 
     @beside_dynamo
     def _entered(self, frame: FrameType) -> int | events.Plan:
-        code = frame.f_code
+        code, notes = frame.f_code, self.notes
         written = code in self._written if self._written else False
         if code is _CALL:
-            self._watcher.called(events.variable(frame, "self"))
+            notes.try_to(notes.called, events.variable(frame, "self"))
         elif self._muted is not None:
             return events.NOTHING
         elif identity(code) in _walks:
-            self._watcher.walked(events.variable(frame, "self"))
+            notes.try_to(notes.walked, events.variable(frame, "self"))
         elif code is _EXCHANGES:
-            self._watcher.exchanges(*(events.variable(frame, name) for name in code.co_varnames[:2]))
+            notes.try_to(notes.exchanged, *(events.variable(frame, name) for name in code.co_varnames[:2]))
         elif identity(code) in _starts_threads:
-            self._watcher.leaves(frame.f_back or frame)
+            caller = frame.f_back or frame
+            notes.elsewhere = notes.elsewhere or (caller.f_code, caller.f_lineno)
         elif written:
-            self._watcher.compiled(frame)
+            notes.where = (code, frame.f_lineno)
+            notes.try_to(notes.compiled, frame)
         if self._muted is None and (_mutes(code.co_filename, code.co_name) or _is_dynamos_guard(frame)):
             self._muted = frame
             return events.END
         found = None if self._muted is not None else _plan_of(code)
         if found is None or (not written and _for_nobody(frame)):
             return events.NOTHING
-        self._watcher.entered(frame)
+        if code.co_freevars or not is_library(code.co_filename):  # else nothing of the function is noted
+            self._note_function(frame)
         return found
+
+    def _note_function(self, frame: FrameType) -> None:
+        """Notes what belongs to a function that is about to run, whoever called it."""
+        code, notes = frame.f_code, self.notes
+        notes.where, notes.frame = (code, frame.f_lineno), frame
+        try:
+            function = function_of(frame)
+            if function is not None:
+                notes.try_to(notes.function, function)
+                if code.co_name.startswith("__") and code.co_argcount:  # which Python may have found by itself
+                    notes.try_to(notes.special, events.variable(frame, code.co_varnames[0]), function)
+        finally:
+            notes.frame = None
 
     @beside_dynamo
     def left(self, frame: FrameType) -> None:
         if frame is self._muted:
             self._muted = None
+
+
+class noting:
+    """Notes what the body reads. Afterwards the notes hold what was there before it, and nothing that it made.
+
+    Args:
+        roots: objects that were there before.
+        host_draws: is told what the body draws from generators in Python.
+    """
+
+    def __init__(self, *roots: Any, host_draws: HostDraws | None = None) -> None:
+        self._roots, self._host_draws, self._undo = roots, host_draws, Undo()
+
+    def __enter__(self) -> Notes:
+        notes = Notes(self._undo.enter(Ages()), self._host_draws)
+        for root in self._roots:
+            notes.try_to(notes.root, root)
+        frames = Frames(notes)
+        self._undo.then(lambda _: setattr(notes, "unseen", frames.missed or ("" if frames.heard else NOT_TOLD)))
+        self._undo.enter(frames)
+        return notes
+
+    def __exit__(self, *_: object) -> None:
+        self._undo.run()

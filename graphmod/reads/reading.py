@@ -29,7 +29,6 @@ from graphmod.guards.lookup import CODE, MISSING, UNKNOWN, Fields, is_made_by_co
 from graphmod.guards.notes import DEEP, Notes
 from graphmod.reads.operand_stack import Nothing, depths, top
 from graphmod.trace.tensors import is_leaf
-from graphmod.trace.undo import let_through
 from graphmod.trace.untraced import identity
 
 Step = tuple[Callable, int, Any, int, int]
@@ -95,8 +94,7 @@ class Reading:
                 self._drawn(do, argument, values)
             do(self, frame, argument, values)
         except Exception as error:  # what code uses may be of any kind; the user's call goes on
-            let_through(error)
-            notes.unreadable = notes.unreadable or (f"{type(error).__name__}: {error}", notes.here())
+            notes.cannot_read(error)
         finally:
             notes.frame = None
 

@@ -18,7 +18,7 @@ from graphmod import CUDAGraphModule, check
 from graphmod.guards.contents import INERT, OBJECT, OTHER, sort_of
 from graphmod.guards.lookup import Place
 from graphmod.guards.notes import Note
-from graphmod.reads.watching import noting
+from graphmod.reads.frames import noting
 from graphmod.torch_private import weak_reference
 
 
