@@ -4,10 +4,12 @@ import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
 
 from graphmod.errors import ConfigError, UnknownSetting
 from graphmod.words import nearest
+
+Member = TypeVar("Member", bound=Enum)
 
 
 class BackendName(str, Enum):
@@ -39,7 +41,7 @@ class CompileMode(str, Enum):
     max = "max"
 
 
-def choice(kind: type[Enum], value: object, setting: str) -> Enum:
+def choice(kind: type[Member], value: object, setting: str) -> Member:
     """The member of `kind` that a value names.
 
     Raises:

@@ -154,7 +154,7 @@ def is_traced() -> bool:
 def when_compiled(function: Callable) -> Callable:
     """Has dynamo call a function of constants where it compiles a call of it, and not in what it compiles. Returns
     it."""
-    function._dynamo_marked_constant = True
+    vars(function)["_dynamo_marked_constant"] = True
     return function
 
 
@@ -206,7 +206,7 @@ def _trace_by_thread() -> None:
     def by_thread(*args: Any, **kwargs: Any) -> Any:
         return (beside if _beside.active else trace)(*args, **kwargs)
 
-    by_thread._graphmod_by_thread = True
+    vars(by_thread)["_graphmod_by_thread"] = True
     tracer.trace = by_thread
 
 

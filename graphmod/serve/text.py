@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from graphmod.decode.results import Completion
-from graphmod.decode.text.codec import ByteCodec, Codec, token_bytes
+from graphmod.decode.text.codec import Codec, TokenizerCodec, token_bytes
 from graphmod.decode.text.stream import TextStream, TokenText, TokenTexts
 
 _LEAST = -9999.0  # of log-probabilities, since JSON has no infinity
@@ -222,7 +222,7 @@ class Answer:
         return Piece(sent, self._ready(last=True))
 
     def _special_end(self, completion: Completion) -> str:
-        if not self._special or completion.finish_reason != "stop" or isinstance(self._codec, ByteCodec):
+        if not self._special or completion.finish_reason != "stop" or not isinstance(self._codec, TokenizerCodec):
             return ""
         shown = self._codec.decode(completion.tokens, special_tokens=True)
         return max((plain for stop, plain in self._special.items() if shown.endswith(stop)), key=len, default="")

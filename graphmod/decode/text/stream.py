@@ -194,7 +194,9 @@ class TextStream:
     def _decode(self, tokens: list[int]) -> str:
         if self._backend is not None:
             return self._backend.decode(tokens, skip_special_tokens=not self._special)
-        return self._codec.decode(tokens, special_tokens=True) if self._special else self._codec.decode(tokens)
+        if self._special and isinstance(self._codec, TokenizerCodec):
+            return self._codec.decode(tokens, special_tokens=True)
+        return self._codec.decode(tokens)
 
     def _text(self) -> str:
         if self._before is None:

@@ -41,7 +41,7 @@ class Iteration:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         *,
-        loss_fn: Callable[[nn.Module, Any], Tensor],
+        loss_fn: Callable[..., Tensor],
         count_targets: CountTargets | None,
         learning_rates: Sequence[float] | None,
         max_grad_norm: float | None,
