@@ -67,9 +67,11 @@ test: $(STAMP) ## run the tests on all cores (at most 8), except the slow ones; 
 test-all: $(STAMP) ## likewise, with the slow ones
 	$(BIN)/python -m pytest -n auto --maxprocesses=8 --dist loadfile $(ARGS)
 
-lint: $(STAMP) ## check style and formatting
+lint: $(STAMP) ## check style, formatting and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/pyrefly check --summary=none
+	$(BIN)/pyrefly check --summary=none --preset=basic graphmod benchmarks
 
 format: $(STAMP) ## put the code into its format
 	$(BIN)/ruff check --fix .
