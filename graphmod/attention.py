@@ -145,13 +145,15 @@ class attention:
     def __init__(
         self, model: PreTrainedModel, name: str | None, function: Callable | None = None, mask: Callable | None = None
     ) -> None:
-        self._config, self._name, self._function, self._mask = model.config, name, function, mask
+        self._config, self._name = model.config, name
+        self._added = None if name is None or function is None or mask is None else (name, function, mask)
         self._before = [(one, one._attn_implementation) for one in _configs(model.config)]
 
     def __enter__(self) -> None:
-        if self._function is not None:
-            ALL_ATTENTION_FUNCTIONS.register(self._name, self._function)
-            ALL_MASK_ATTENTION_FUNCTIONS.register(self._name, self._mask)
+        if self._added is not None:
+            name, function, mask = self._added
+            ALL_ATTENTION_FUNCTIONS.register(name, function)
+            ALL_MASK_ATTENTION_FUNCTIONS.register(name, mask)
         try:
             if self._name is not None:
                 self._config._attn_implementation = self._name  # which is set in the configs of its parts too
@@ -162,9 +164,9 @@ class attention:
     def __exit__(self, *_: object) -> None:
         for one, old in self._before:
             one._attn_implementation = old
-        if self._function is not None:
-            ALL_ATTENTION_FUNCTIONS._global_mapping.pop(self._name, None)
-            ALL_MASK_ATTENTION_FUNCTIONS._global_mapping.pop(self._name, None)
+        if self._added is not None:
+            ALL_ATTENTION_FUNCTIONS._global_mapping.pop(self._added[0], None)
+            ALL_MASK_ATTENTION_FUNCTIONS._global_mapping.pop(self._added[0], None)
 
 
 def _configs(config: PretrainedConfig) -> Iterator[PretrainedConfig]:

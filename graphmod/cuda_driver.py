@@ -89,4 +89,4 @@ def last_captured(stream: int) -> int:
         byref(data),
         byref(count),
     )
-    return c_void_p.from_address(following.value).value if count.value else 0
+    return (c_void_p.from_address(following.value).value or 0) if count.value and following.value else 0
