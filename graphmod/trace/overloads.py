@@ -1,4 +1,4 @@
-"""Runs operators into given memory: which can, by which overload, and which operation of a call made a tensor."""
+"""Runs operators into given memory: which can, and which operation of a call made a tensor."""
 
 from typing import Any, NamedTuple
 
@@ -6,33 +6,6 @@ import torch
 from torch import Tensor
 
 from graphmod.trace.operations import address
-
-_FACTORY_ARGUMENTS = {"dtype", "layout", "device", "pin_memory"}
-_known: dict[Any, tuple[Any, list[str], set[str]] | None] = {}
-
-
-def out_overload(op: Any) -> tuple[Any, list[str], set[str]] | None:
-    """The overload that writes an operator's results into given tensors: itself, the names of those arguments, and the
-    names of the others. None where there is none that takes the same arguments."""
-    if op not in _known:
-        _known[op] = _find(op)
-    return _known[op]
-
-
-def _find(op: Any) -> tuple[Any, list[str], set[str]] | None:
-    wanted = [(a.name, str(a.type)) for a in op._schema.arguments]
-    lists = [str(r.type).startswith("List") for r in op._schema.returns]
-    for name in op.overloadpacket.overloads():
-        candidate = getattr(op.overloadpacket, name)
-        outs = [a for a in candidate._schema.arguments if a.is_out]
-        others = [(a.name, str(a.type)) for a in candidate._schema.arguments if not a.is_out]
-        same = [argument for argument in wanted if argument in others]
-        missing = {argument[0] for argument in wanted if argument not in others}
-        if not outs or same != others or not missing <= _FACTORY_ARGUMENTS:
-            continue
-        if [str(a.type).startswith("List") for a in outs] == lists:
-            return candidate, [a.name for a in outs], {argument[0] for argument in others}
-    return None
 
 
 def _sum_size(tensor: Tensor, dims: Any = None, keepdim: bool = False, **_: Any) -> torch.Size:
@@ -48,35 +21,31 @@ def _broadcast_size(one: Any, other: Any, **_: Any) -> torch.Size | None:
 
 
 _aten = torch.ops.aten
-# The operations whose results usually are gradients, and the size of their results: an `out` of another size would be
-# resized under everybody who holds it.
-_SIZES = {
-    _aten.mm.default: lambda a, b: torch.Size((a.size(0), b.size(1))),
-    _aten.bmm.default: lambda a, b: torch.Size((a.size(0), a.size(1), b.size(2))),
-    _aten.sum.dim_IntList: _sum_size,
-    _aten._to_copy.default: lambda a, **_: a.size(),
-    _aten.add.Tensor: _broadcast_size,
-    _aten.mul.Tensor: _broadcast_size,
+# The operations whose results usually are gradients: what writes the result into given memory, and the result's size,
+# because an `out` of another size would be resized under everybody who holds it.
+_INTO = {
+    _aten.mm.default: (_aten.mm.out, lambda a, b: torch.Size((a.size(0), b.size(1)))),
+    _aten.bmm.default: (_aten.bmm.out, lambda a, b: torch.Size((a.size(0), a.size(1), b.size(2)))),
+    _aten.sum.dim_IntList: (_aten.sum.IntList_out, _sum_size),
+    _aten._to_copy.default: (lambda a, *, out, **_: out.copy_(a), lambda a, **_: a.size()),
+    _aten.add.Tensor: (_aten.add.out, _broadcast_size),
+    _aten.mul.Tensor: (_aten.mul.out, _broadcast_size),
 }
 
 
 def writes_directly(op: Any) -> bool:
     """Whether `run_into` can compute the operator's result into given memory without a copy."""
-    return op in _SIZES
+    return op in _INTO
 
 
 def fits_into(op: Any, args: tuple, kwargs: dict, target: Tensor) -> bool:
     """Whether the operator's result has the shape of `target`."""
-    return op in _SIZES and _SIZES[op](*args, **kwargs) == target.size()
+    return op in _INTO and _INTO[op][1](*args, **kwargs) == target.size()
 
 
 def run_into(op: Any, args: tuple, kwargs: dict, target: Tensor) -> Tensor:
     """The operator's result, computed into `target`, which has the result's shape, strides and dtype."""
-    if op is _aten._to_copy.default:
-        return target.copy_(args[0])
-    overload, names, others = out_overload(op)
-    passed = {key: value for key, value in kwargs.items() if key in others}
-    return overload(*args, **passed, **{names[0]: target})
+    return _INTO[op][0](*args, **kwargs, out=target)
 
 
 class Place(NamedTuple):
