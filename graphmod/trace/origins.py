@@ -18,33 +18,32 @@ _ONLY_SHAPES = {
 _NO_VALUES = {
     "empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "empty_quantized",
 }  # fmt: skip
-UNWRITTEN, CONSTANTS, CHANCE, DATA = range(4)
-"""What a value depends on at most; the greater one wins."""
-NOT_MADE, UNKNOWN = 4, -1
+UNWRITTEN, CONSTANTS, CHANCE, DATA, NOT_MADE = range(5)
+"""What a value depends on at most; the greater one wins. NOT_MADE is memory that was there before the call."""
 
 
 class Origins:
     """The origins of what one call makes, by the addresses of storages. What it did not make is data.
 
     Attributes:
-        known: address -> origin, of memory that the call has made on its device, or NOT_MADE, of other memory there.
-            Below UNKNOWN are the origins of what may lie elsewhere, so that one comparison tells ordinary memory.
+        here: address -> origin, of memory on the device of the call, which operations need no care with.
+        elsewhere: address -> origin, of memory that the call has made and that may lie elsewhere.
     """
 
     def __init__(self) -> None:
-        self.known: dict[int, int] = {}
+        self.here: dict[int, int] = {}
+        self.elsewhere: dict[int, int] = {}
         self._of_kernels: set[int] = set()
 
     def __contains__(self, where: int) -> bool:
         """Whether the call made what lies at an address."""
-        return self.known.get(where, NOT_MADE) != NOT_MADE
+        return self.here.get(where, NOT_MADE) != NOT_MADE or where in self.elsewhere
 
     def of(self, where: int, tensor: Tensor) -> int:
-        found = self.known.get(where, NOT_MADE)
-        if found == NOT_MADE:  # what has no memory has no values that depend on anything
+        if where not in self:  # what has no memory has no values that depend on anything
             nothing = not tensor.numel() or (not where and tensor._is_zerotensor())
             return CONSTANTS if nothing else DATA
-        return found if found >= 0 else UNKNOWN - 1 - found
+        return self.here[where] if where in self.here else self.elsewhere[where]
 
     def constant(self, places: Iterable[int], tensors: Iterable[Tensor]) -> bool:
         """Whether nothing but constants went into any of these."""
@@ -68,7 +67,8 @@ class Origins:
         """
         if where:
             self._of_kernels.discard(where)
-            self.known[where] = origin if ordinary else UNKNOWN - 1 - origin
+            self.here.pop(where, None)
+            (self.here if ordinary else self.elsewhere)[where] = origin
 
     def note_of_kernels(self, places: Iterable[int]) -> None:
         """Takes in host tensors that an operation on a GPU returned: attention does, for the seed and offset of its
@@ -82,9 +82,9 @@ class Origins:
 
     def note_write(self, where: int, origin: int) -> None:
         """Takes in that an operation changed what lies at an address, with values of this origin."""
-        before = self.known.get(where, NOT_MADE)
-        if before != NOT_MADE:
-            self.known[where] = max(before, origin) if before >= 0 else min(before, UNKNOWN - 1 - origin)
+        if where in self:
+            held = self.here if where in self.here else self.elsewhere
+            held[where] = max(held[where], origin)
 
 
 def fixed_origin(about: Facts) -> int | None:

@@ -46,7 +46,7 @@ from graphmod.trace.operations import (
     user_frame,
     written,
 )
-from graphmod.trace.origins import CHANCE, CONSTANTS, DATA, NOT_MADE, UNKNOWN, UNWRITTEN, Origins, fixed_origin
+from graphmod.trace.origins import CHANCE, CONSTANTS, DATA, NOT_MADE, UNWRITTEN, Origins, fixed_origin
 from graphmod.trace.overloads import fits_into, place_of, run_into, writes_directly
 from graphmod.trace.patches import asking, observer
 from graphmod.trace.script import Kept, Script
@@ -304,7 +304,7 @@ class EagerRecorder:
         if found is None:
             return self._carefully(op, facts(op), args, kwargs)
         about, run, origin, direct = found
-        memory, greatest = self._origins.known, CONSTANTS
+        memory, greatest = self._origins.here, CONSTANTS
         given: list[Tensor] = []
         at: list[int] = []
         ordinary = not (about.views and (self.ran_compiled or self._depth))
@@ -322,11 +322,11 @@ class EagerRecorder:
                     found = self._note_read(tensor, where)
                 if found == NOT_MADE:
                     # Of memory from outside, tensors without values depend on nothing, and some are nested.
-                    found = DATA if tensor.numel() and not tensor.is_nested else UNKNOWN
-                if found > greatest:
-                    greatest = found
-                elif found < UNWRITTEN:
+                    found = DATA if tensor.numel() and not tensor.is_nested else None
+                if found is None:
                     ordinary = False
+                elif found > greatest:
+                    greatest = found
         except Exception as error:  # tensors that lie nowhere
             let_through(error)
             ordinary = False
@@ -471,20 +471,20 @@ class EagerRecorder:
             if reason is not None:
                 self.refuse(call.name, reason)
 
-    def _note_read(self, tensor: Tensor, where: int) -> int:
-        """Takes in memory that an operation reads, which the call has not made on its device. Returns what is known of
-        it: UNKNOWN unless it is ordinary, as of a strided tensor on that device."""
+    def _note_read(self, tensor: Tensor, where: int) -> int | None:
+        """Takes in memory that an operation reads, which the call has not made on its device. Returns its origin if it
+        is ordinary, as of a strided tensor on that device."""
         self.read.add(where)
-        known = self._origins.known
-        if where and where not in known:
+        here = self._origins.here
+        if where and where not in here and where not in self._origins.elsewhere:
             if where not in self._inputs and where not in self.outside:
                 self.outside[where] = tensor.detach()
                 if getattr(tensor, "_graphmod_static", False):
                     self.static.add(where)
                 self.first_seen[where] = len(self.trace)
             if tensor.layout is torch.strided and not tensor.is_nested and tensor.get_device() == self._index:
-                known[where] = NOT_MADE
-        return known.get(where, UNKNOWN)
+                here[where] = NOT_MADE
+        return here.get(where)
 
     def _note_writes(self, about: Facts, args: tuple, kwargs: dict, origin: int) -> None:
         """Takes in what an operation is going to write, which has `origin` then."""
