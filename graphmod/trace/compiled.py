@@ -71,36 +71,30 @@ class CompiledGraph:
 _operations: weakref.WeakValueDictionary[int, CompiledGraph] = weakref.WeakValueDictionary()
 
 
-def replacements() -> list[tuple[Any, str, Any]]:
-    """Replacements for what runs compiled code, while somebody records."""
-    found = []
+def kinds() -> list[type]:
+    """The classes whose objects run what inductor has compiled."""
     inductor = sys.modules.get("torch._inductor.output_code")
-    for name in ("CompiledFxGraph", "CompiledAOTI"):
-        kind = getattr(inductor, name, None)
-        if kind is not None:
-            found.append((kind, "__call__", _shown(kind.__call__)))
+    return [getattr(inductor, name) for name in ("CompiledFxGraph", "CompiledAOTI") if hasattr(inductor, name)]
+
+
+def shown(recorder: Any, run: Callable, code: Any, inputs: Any) -> Any:
+    """Runs compiled code as one operation, in the place of `run`."""
+    operation = _operations.get(id(code))
+    if operation is None:
+        operation = _operations[id(code)] = CompiledGraph(code, run)
+    given = tuple(inputs)
+    if isinstance(inputs, list):
+        inputs.clear()  # as it would do itself, so that what nobody else holds can go
+    with dispatch.beside_the_call():
+        return untraced(recorder.see, operation, given, {})
+
+
+def replacements() -> list[tuple[Any, str, Any]]:
+    """Replacements for what begins and ends a call of compiled code, while somebody records."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    if dynamo is not None and hasattr(dynamo, _BEGINS) and hasattr(dynamo, _ENDS):
-        found.append((dynamo, _BEGINS, _beginning(getattr(dynamo, _BEGINS))))
-        found.append((dynamo, _ENDS, _ending(getattr(dynamo, _ENDS))))
-    return found
-
-
-def _shown(run: Callable) -> Callable:
-    def call(code: Any, inputs: Any) -> Any:
-        recorder = dispatch.current()
-        if recorder is None:
-            return run(code, inputs)
-        operation = _operations.get(id(code))
-        if operation is None:
-            operation = _operations[id(code)] = CompiledGraph(code, run)
-        given = tuple(inputs)
-        if isinstance(inputs, list):
-            inputs.clear()  # as it would do itself, so that what nobody else holds can go
-        with dispatch.beside_the_call():
-            return untraced(recorder.see, operation, given, {})
-
-    return call
+    if dynamo is None or not hasattr(dynamo, _BEGINS) or not hasattr(dynamo, _ENDS):
+        return []
+    return [(dynamo, _BEGINS, _beginning(getattr(dynamo, _BEGINS))), (dynamo, _ENDS, _ending(getattr(dynamo, _ENDS)))]
 
 
 class _Regions(threading.local):

@@ -82,11 +82,6 @@ def lines() -> Lines:
     return Lines(user, library, backward, optimizer)
 
 
-def asked_by() -> str:
-    """The name of the module whose code calls the function that calls this one."""
-    return sys._getframe(2).f_globals.get("__name__", "")
-
-
 def remedy_for(optimizer: torch.optim.Optimizer, on_gpu: bool) -> str:
     """What its user can do about an optimizer whose step reads values on the host."""
     known = inspect.signature(type(optimizer).__init__).parameters

@@ -1,6 +1,6 @@
 """Replaces functions of other libraries that are no operations, and whose answer or effect a recorded call must not be
-wrong about: whether a stream captures, which code asks to take another way then; reads of a tensor on the host; code
-that runs past the dispatcher.
+wrong about: whether a stream captures, which code asks to take another way then; reads of a tensor on the host; seeds
+and states of generators; code that runs past the dispatcher.
 
 Such functions belong to the process. So each replacement is put in once, by whoever comes first, and taken out by
 whoever leaves last; it passes on the calls that no recorder watches.
@@ -10,17 +10,18 @@ import contextlib
 import functools
 import sys
 import threading
+import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils._device import _device_constructors
 
-from graphmod.trace import compiled, dispatch, seeds
+from graphmod.trace import compiled, dispatch
 from graphmod.trace.hazards import Reason
-from graphmod.trace.lines import asked_by
+from graphmod.trace.seeds import SEEDS
 from graphmod.trace.undo import Undo
 
 Replacement = tuple[Any, str, Any]
@@ -37,10 +38,12 @@ _SCRIPTED = Reason(
 )
 _SAVED = Reason("writes a tensor to a file, and a replay writes nothing", "save it after the call")
 _as_tensor = torch.as_tensor
+_NO_STATE = torch.empty(0, dtype=torch.uint8)
+_SEEDING = ("manual_seed", "seed", "manual_seed_all", "seed_all")
 
 
 class Patch:
-    """Attributes that are replaced while anybody is in a context that it gives, in whichever thread.
+    """Attributes that are replaced while anybody uses that, in whichever thread.
 
     Args:
         make: gives the replacements, when the first enters.
@@ -51,10 +54,6 @@ class Patch:
         self._lock = threading.RLock()
         self._users: set[Any] = set()
         self._before: list[tuple[Any, str, Any, Any]] = []
-
-    def in_place(self) -> "_InPlace":
-        """A context in which they are replaced."""
-        return _InPlace(self)
 
     def take(self, user: Any) -> None:
         """Replaces them, for a user until it leaves."""
@@ -84,21 +83,6 @@ class Patch:
             self._before.pop()
 
 
-class _InPlace:
-    def __init__(self, patch: Patch) -> None:
-        self._patch = patch
-
-    def __enter__(self) -> None:
-        try:
-            self._patch.take(self)
-        except BaseException:
-            self._patch.leave(self)
-            raise
-
-    def __exit__(self, *_: object) -> None:
-        self._patch.leave(self)
-
-
 def _recorded(owner: Any, name: str, run: Callable) -> Replacement:
     """Has `run(recorder, original, *args, **kwargs)` called in the place of a function where a recorder watches."""
     original = getattr(owner, name)
@@ -112,27 +96,37 @@ def _recorded(owner: Any, name: str, run: Callable) -> Replacement:
 
 
 def _is_capturing() -> list[Replacement]:
+    name = "_cuda_isCurrentStreamCapturing"
     original = torch._C._cuda_isCurrentStreamCapturing
 
-    def answer(asking_module: str) -> bool:
+    def answer() -> bool:
         recorder = dispatch.current()
         if recorder is None or recorder.watching:
             return original()
-        if asking_module.startswith(_NEED_THE_TRUTH):
+        frame = sys._getframe(1)
+        if frame.f_code.co_name == "is_current_stream_capturing" and frame.f_back is not None:
+            frame = frame.f_back
+        asking = frame.f_globals.get("__name__", "")
+        if asking.startswith(_NEED_THE_TRUTH):
             # An optimizer on the CPU need not be capturable, and cannot be.
-            return original() if recorder.on_gpu else not asking_module.startswith("torch.optim")
+            return original() if recorder.on_gpu else not asking.startswith("torch.optim")
         return False if recorder.on_gpu else original()
 
-    def by_function() -> bool:  # called by torch.cuda.is_current_stream_capturing
-        frame = sys._getframe(1)
-        inside = frame.f_code.co_name == "is_current_stream_capturing"
-        frame = frame.f_back if inside and frame.f_back is not None else frame
-        return answer(frame.f_globals.get("__name__", ""))
+    return [(torch.cuda.graphs, name, answer), (torch._C, name, answer)]
 
-    return [
-        (torch.cuda.graphs, "_cuda_isCurrentStreamCapturing", by_function),
-        (torch._C, "_cuda_isCurrentStreamCapturing", lambda: answer(asked_by())),
-    ]
+
+def _state(on_gpu: bool, nothing: Any, recorder: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Reads or writes the state of a generator. `checkpoint` does by default, also where nothing is random."""
+    if recorder.on_gpu is not on_gpu:
+        return original(*args, **kwargs)
+    recorder.note_random_state()
+    return original(*args, **kwargs) if recorder.watching else nothing
+
+
+def _seed(recorder: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
+    recorder.refuse(original.__name__, SEEDS)
+    with dispatch.hidden():  # one of them calls others
+        return original(*args, **kwargs)
 
 
 def _read(recorder: Any, original: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -245,8 +239,14 @@ def _replacements() -> list[Replacement]:
     owner, name = getattr(sharding, "ShardingPropagator", None), "_propagate_tensor_meta_non_cached"
     if hasattr(owner, name):
         found.append(_recorded(owner, name, _unseen))
+    for on_gpu, module in ((False, torch), (False, torch.random), (True, torch.cuda), (True, torch.cuda.random)):
+        found.append(_recorded(module, "get_rng_state", functools.partial(_state, on_gpu, _NO_STATE)))
+        found.append(_recorded(module, "set_rng_state", functools.partial(_state, on_gpu, None)))
+        names = [name for name in _SEEDING if isinstance(getattr(module, name, None), types.FunctionType)]
+        found += [_recorded(module, name, _seed) for name in names]
+    found += [_recorded(kind, "__call__", compiled.shown) for kind in compiled.kinds()]
     beside_the_key = dispatch.replacements() if dispatch.has_key() else []
-    return [*beside_the_key, *_is_capturing(), *found, *seeds.replacements(), *compiled.replacements()]
+    return [*beside_the_key, *_is_capturing(), *found, *compiled.replacements()]
 
 
 _patch = Patch(_replacements)
@@ -256,27 +256,23 @@ _patch_on_gpu = Patch(lambda: [_recorded(Tensor, "new_tensor", _make_like)])
 def asking(recorder: Any, undo: Undo) -> None:
     """Has what these functions do in calls that are recorded reported to the recorder, and answered for it."""
     for patch in (_patch, _patch_on_gpu) if recorder.on_gpu else (_patch,):
-        undo.enter(patch.in_place())
+        undo.then(lambda _, patch=patch: patch.leave(recorder))
+        patch.take(recorder)
 
 
 # -- somebody who sees the operations of a capture, beside its recorder ------------------------------------------------
-Observer = Callable[[Any, tuple, dict, Any, list[Tensor]], None]
-"""Takes in an operation, as `after` of `Recorder`. Raises nothing, and keeps no tensor alive that a capture makes."""
+class Observer(Protocol):
+    """Takes in what a capture does. Raises nothing, and keeps no tensor alive that the capture makes."""
 
+    def __call__(self, op: Any, args: tuple, kwargs: dict, result: Any, fresh: list[Tensor]) -> None:
+        """Takes in an operation, as `after` of `Recorder`."""
 
-class Observed:
-    """What else happened while somebody observed.
-
-    Attributes:
-        launched: whether Python launched a kernel of Triton that is no operation of PyTorch.
-    """
-
-    def __init__(self) -> None:
-        self.launched = False
+    def note_launch(self) -> None:
+        """Takes in that Python launches a kernel of Triton that is no operation of PyTorch."""
 
 
 class _OfThread(threading.local):
-    now: tuple[Observer, Observed] | None = None
+    observer: Observer | None = None
 
 
 _of_thread = _OfThread()
@@ -284,7 +280,7 @@ _of_thread = _OfThread()
 
 def observer() -> Observer | None:
     """Who observes the captures of this thread."""
-    return None if _of_thread.now is None else _of_thread.now[0]
+    return _of_thread.observer
 
 
 def _launches() -> list[Replacement]:
@@ -294,9 +290,8 @@ def _launches() -> list[Replacement]:
     launch = kind.run
 
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        now = _of_thread.now
-        if now is not None and not dispatch.within_an_operation():
-            now[1].launched = True
+        if _of_thread.observer is not None and not dispatch.within_an_operation():
+            _of_thread.observer.note_launch()
         return launch(self, *args, **kwargs)
 
     return [(kind, "run", run)]
@@ -306,12 +301,13 @@ _patch_of_launches = Patch(_launches)
 
 
 @contextlib.contextmanager
-def observed(by: Observer) -> Iterator[Observed]:
+def observed(by: Observer) -> Iterator[None]:
     """Lets `by` observe the captures that this thread makes meanwhile."""
-    before, found = _of_thread.now, Observed()
-    with _patch_of_launches.in_place():
-        _of_thread.now = by, found
-        try:
-            yield found
-        finally:
-            _of_thread.now = before
+    before = _of_thread.observer
+    try:
+        _patch_of_launches.take(by)
+        _of_thread.observer = by
+        yield
+    finally:
+        _of_thread.observer = before
+        _patch_of_launches.leave(by)

@@ -1,21 +1,17 @@
-"""Calls that read, write or seed the state of random generators.
+"""Random generators whose state a call reads, writes or seeds.
 
 A replay goes on drawing where the last one ended. Code that saves and restores the state, or seeds a generator, means
 something else.
 """
 
-import functools
-import types
 from typing import Any
 
 import torch
 
-from graphmod.trace import dispatch
 from graphmod.trace.hazards import Reason
 from graphmod.trace.lines import Lines
 from graphmod.trace.operations import same_generator
 
-_NO_STATE = torch.empty(0, dtype=torch.uint8)
 SEEDS = Reason(
     "seeds a random generator, which a replay would not: it goes on drawing",
     "seed outside the call, or draw the numbers once, outside, and pass them",
@@ -38,50 +34,6 @@ _SEEDED_INSIDE = Reason(
     "draws from a generator whose state was set inside the call, or right before it, which a replay would not do",
     "seed outside the call, and not for each call anew",
 )
-
-
-def replacements() -> list[tuple[Any, str, Any]]:
-    found = []
-    for on_gpu, modules in ((False, (torch, torch.random)), (True, (torch.cuda, torch.cuda.random))):
-        for module in modules:
-            found += [
-                (module, "get_rng_state", _state(module.get_rng_state, on_gpu, _NO_STATE)),
-                (module, "set_rng_state", _state(module.set_rng_state, on_gpu, None)),
-            ]
-            names = ("manual_seed", "seed", "manual_seed_all", "seed_all")
-            found += [(module, name, _seeding(getattr(module, name))) for name in names if _is_function(module, name)]
-    return found
-
-
-def _is_function(module: Any, name: str) -> bool:
-    return isinstance(getattr(module, name, None), types.FunctionType)
-
-
-def _state(original: Any, on_gpu: bool, nothing: Any) -> Any:
-    """A function that reads or writes the state; `checkpoint` calls them by default, also where nothing is random."""
-
-    @functools.wraps(original)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        recorder = dispatch.current()
-        if recorder is None or recorder.on_gpu is not on_gpu:
-            return original(*args, **kwargs)
-        recorder.note_random_state()
-        return original(*args, **kwargs) if recorder.watching else nothing
-
-    return run
-
-
-def _seeding(original: Any) -> Any:
-    @functools.wraps(original)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        recorder = dispatch.current()
-        if recorder is None:
-            return original(*args, **kwargs)
-        recorder.refuse(original.__name__, SEEDS)
-        with dispatch.hidden():  # one of them calls others
-            return original(*args, **kwargs)
-
-    return run
 
 
 class Draws:

@@ -521,9 +521,12 @@ def test_a_replacement_that_others_put_theirs_over_stays_theirs():
         value = 1
 
     patch = Patch(lambda: [(Owner, "value", 2), (Owner, "other", 3)])
-    with patch.in_place(), patch.in_place():
-        assert (Owner.value, Owner.other) == (2, 3)
-        Owner.value = 4
+    for user in (1, 2):
+        patch.take(user)
+    patch.leave(1)
+    assert (Owner.value, Owner.other) == (2, 3)
+    Owner.value = 4
+    patch.leave(2)
     assert Owner.value == 4 and not hasattr(Owner, "other")
 
 

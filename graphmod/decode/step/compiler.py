@@ -99,10 +99,8 @@ class StepCompiler:
         if task is not None and task.run is None:
             self._take_over(wrapper, task)
         observer = Observer()
-        with observed(observer) as beside:
+        with observed(observer):
             wrapper(*args)
-        if beside.launched:
-            observer.note_launch()
         graph = serving(wrapper)
         if observer.saw_any and graph is not None and graph not in self._tasks:
             self._take(wrapper.graph_name, graph, observer)
