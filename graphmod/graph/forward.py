@@ -31,7 +31,7 @@ from graphmod.signature.flattening import rebuild
 from graphmod.signature.signature import parameter_names
 from graphmod.state.entry import Entry
 from graphmod.torch_private import next_sequence_number, saves_tensors
-from graphmod.trace.host_draws import put_back
+from graphmod.trace.generators import put_back
 from graphmod.trace.operations import address
 from graphmod.trace.recorder import Recorder
 from graphmod.trace.undo import Undo, is_interrupt, undoing

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from graphmod.guards.contents import OTHER, is_random, sort_of, state
+from graphmod.guards.contents import OTHER, is_random, sort_of
 from graphmod.trace import dispatch
-from graphmod.trace.host_draws import HostDraws, kinds_followed
-from graphmod.trace.seeds import MOVES, READS_SEED, SETS_STATE
+from graphmod.trace.generators import MOVES, READS_SEED, SETS_STATE, comparable, kinds_followed, state_of
+from graphmod.trace.host_draws import HostDraws
+from graphmod.trace.undo import let_through
 from graphmod.trace.untraced import identity
 
 _BOUND = frozenset(map(identity, (types.BuiltinMethodType, types.MethodType)))
@@ -30,7 +31,7 @@ class Chance:
         self._draws = host_draws
         self._kinds = frozenset(map(identity, kinds_followed()))
         self.floats: dict[float, int] = {} if host_draws is None else host_draws.floats
-        self._states: list[tuple[Any, tuple, tuple | None]] = []
+        self._states: list[tuple[Any, Any, tuple | None]] = []
         self._of_torch: list[tuple[torch.Generator, torch.Tensor, tuple | None]] = []
         self._known: set[int] = set()
         self._of_system: tuple | None = None
@@ -58,7 +59,7 @@ class Chance:
             return
         if identity(value) not in self._known:
             self._known.add(identity(value))
-            self._states.append((value, state(value), where))
+            self._states.append((value, _state(value), where))
             if self._draws is not None and identity(type(value)) in self._kinds:
                 self._draws.begin(value)
         elif where is not None:
@@ -76,7 +77,7 @@ class Chance:
             drawn_at = None if self._draws is None else self._draws.drawn_at.get(id(value))
             if drawn_at is not None and not self._draws.followed:
                 return type(value).__module__.partition(".")[0], drawn_at
-            if drawn_at is None and state(value) != before:
+            if drawn_at is None and _state(value) != before:
                 return type(value).__module__.partition(".")[0], where
         return None if self._of_system is None else ("os", self._of_system)
 
@@ -123,6 +124,15 @@ class Chance:
     def used(self) -> None:
         """Takes in that code does something else with a number that was drawn."""
         self._draws.escaped()
+
+
+def _state(generator: Any) -> Any:
+    """Where a generator is; None of one whose class keeps no state, or none yet."""
+    try:
+        return comparable(state_of(generator))
+    except Exception as error:
+        let_through(error)
+        return None
 
 
 def _is_generator(value: Any) -> bool:

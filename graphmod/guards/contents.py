@@ -164,7 +164,7 @@ _HELD_IN = (
 def content(value: Any) -> tuple | None:
     """What is inside a value that may change: a tuple of values, or of bytes. None where it holds nothing of that kind.
 
-    What only counts while the call runs, the state of a random generator, is in `state`.
+    What only counts while the call runs, the state of a random generator, `chance` compares.
     """
     if isinstance(value, (Whole, Cached)):
         return value.content()
@@ -231,28 +231,6 @@ def sort_of(kind: type) -> int:
         "__class__" in vars(one) for one in kind.__mro__[:-1]
     )
     return OTHER if several or stands or hasattr(kind, "mapping") or hasattr(kind, "__next__") else OBJECT
-
-
-def state(value: Any) -> tuple | None:
-    """The state of a generator of random numbers on the host; None for other values."""
-    try:
-        if isinstance(value, random.Random):
-            return (value.getstate(),)
-        if is_random(value):
-            if hasattr(value, "get_state"):
-                return (_comparable(value.get_state(legacy=False)),)
-            return (_comparable(getattr(value, "bit_generator", value).state),)
-    except Exception as error:  # one whose class keeps no state, or none yet
-        let_through(error)
-        return None
-    return None
-
-
-def _comparable(held: Any) -> Any:
-    """What dicts and arrays of numpy hold, for comparing."""
-    if isinstance(held, dict):
-        return tuple((key, _comparable(value)) for key, value in held.items())
-    return held.tobytes() if _is_numpy(held, "ndarray") else held
 
 
 def same(one: Any, other: Any, depth: int = _DEPTH) -> bool:

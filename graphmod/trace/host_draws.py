@@ -14,8 +14,6 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-import random
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from graphmod.trace.generators import comparable, copy_of, put_back, same_generator, state_of
 from graphmod.trace.hazards import Hazard
 from graphmod.trace.operations import Facts, address
 from graphmod.trace.origins import DATA, Origins
@@ -51,24 +50,6 @@ _COMPARE = {
 }  # fmt: skip
 
 
-class _Part(NamedTuple):
-    """A tensor: which of the memories, and how it looks at it. Where there is none, only the shape counts."""
-
-    memory: int | None
-    size: torch.Size
-    stride: tuple
-    offset: int
-    dtype: torch.dtype
-
-    def of(self, memories: list[Tensor | None]) -> Tensor:
-        held = None if self.memory is None else memories[self.memory]
-        if held is None:
-            return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="cpu").fill_(1)
-        return torch.empty(0, dtype=self.dtype, device="cpu").set_(
-            held.untyped_storage(), self.offset, self.size, self.stride
-        )
-
-
 class Drawn(NamedTuple):
     """One of the numbers that were drawn."""
 
@@ -85,7 +66,7 @@ class HostDraws:
         floats: number that code has in its hands -> which it is.
         expected: the tensor that code is about to read as the number it is.
         drawn_at: where code first called a method of a generator in Python (by identity).
-        at: address -> which of the memories lies there that its operations work on.
+        at: address -> the memory that stands for what lies there, for operations that are done again.
         followed: whether all that was drawn is known, once `finish` has looked.
     """
 
@@ -97,12 +78,12 @@ class HostDraws:
         self.drawn_at: dict[int, tuple] = {}
         self.followed = False
         self.reads: set[int] = set()  # the indices of operations by which code read a number
-        self._steps: list[Callable[[list, list], None]] = []
-        self._memories: list[Tensor | None] = []  # what lies in them to begin with
-        self.at: dict[int, int] = {}  # address -> which memory
+        self._steps: list[tuple[bool, Callable[[], Any]]] = []  # whether it gives a number, and what does it
+        self.at: dict[int, Tensor] = {}
+        self._contents: list[tuple[Tensor, Tensor]] = []  # memory, and what lies in it to begin with
+        self._origins = Origins()
         self._numbers: list[Any] = []
         self._compared: list[tuple[Callable, Any, Any, bool]] = []
-        self._exact: list[int] = []
         self._places: list[str] = []  # where code draws or reads the numbers
         self._last = 0  # how many steps there are up to the last number
         self._before: list[tuple[Any, Any]] = []  # generators, and where they were
@@ -114,12 +95,17 @@ class HostDraws:
 
     # -- the recorded call -------------------------------------------------------------------------------------------
 
+    def follow(self, origins: Origins) -> None:
+        """Takes in where the values of the call's tensors come from, before it begins."""
+        self._origins = origins
+        self.begin(torch.default_generator)
+
     def begin(self, generator: Any) -> None:
         """Takes in a generator before the call draws from it."""
         if all(generator is not known for known, _ in self._before):
-            self._before.append((generator, _state(generator)))
+            self._before.append((generator, state_of(generator)))
 
-    def before(self, op: Any, about: Facts, args: tuple, kwargs: dict, random: bool, origins: Origins) -> Any:
+    def before(self, op: Any, about: Facts, args: tuple, kwargs: dict, random: bool) -> tuple | None:
         """Takes in an operation before it runs; returns what `done` is to be given: None for what is not to be kept."""
         given = list(tensors_in((*args, *kwargs.values())))
         if about.views or not (random or any(address(tensor) in self.at for tensor in given)):
@@ -127,7 +113,7 @@ class HostDraws:
         device = kwargs.get("device")
         if self._on_gpu and (any(t.is_cuda for t in given) or (device and torch.device(device).type != "cpu")):
             return None
-        of = [origins.of(address(tensor), tensor) for tensor in given]
+        of = [self._origins.of(address(tensor), tensor) for tensor in given]
         if not random and max(of) == DATA:
             return None
         name = about.name.removeprefix("aten::")
@@ -135,39 +121,44 @@ class HostDraws:
             self._known = False
             return None
         if random:
-            generator = kwargs.get("generator")
-            self.begin(torch.default_generator if generator is None else _same_of(self._before, generator))
-        keep = partial(each_tensor, change=partial(self._part, origins=origins))
-        return op._op, tuple(map(keep, args)), {key: keep(value) for key, value in kwargs.items()}
+            self.begin(self._known_as(kwargs.get("generator") or torch.default_generator))
+        return op._op, each_tensor(args, self._view), {key: each_tensor(one, self._view) for key, one in kwargs.items()}
 
-    def done(self, kept: Any, result: Any, fresh: list[Tensor]) -> None:
+    def _known_as(self, generator: torch.Generator) -> torch.Generator:
+        """The object that is known of a generator."""
+        of_torch = (one for one, _ in self._before if isinstance(one, torch.Generator))
+        return next((one for one in of_torch if same_generator(one, generator)), generator)
+
+    def done(self, kept: tuple | None, result: Any, fresh: list[Tensor]) -> None:
         """Takes in what an operation made, of which `fresh` lies in memory that may have been another tensor's."""
-        if self.at:
-            for tensor in fresh:
-                self.at.pop(address(tensor), None)
+        for tensor in fresh if self.at else ():
+            self.at.pop(address(tensor), None)
         if kept is None:
             return
         made = []
-        given = {part.memory for part in _parts(kept)}
         for index, tensor in enumerate(tensors_in((result,))):
             where = address(tensor)
-            if where and self.at.get(where, -1) not in given:
-                self.at[where] = len(self._memories)
-                self._memories.append(None)
-                made.append((index, self.at[where]))
-        self._steps.append(partial(_operate, *kept, made))
+            if where and where not in self.at and self._origins.of(where, tensor) != DATA:
+                self.at[where] = torch.empty(tensor.untyped_storage().nbytes(), dtype=torch.uint8, device="cpu")
+                made.append((index, self._view(tensor)))
+        self._steps.append((False, partial(_operate, *kept, made)))
 
-    def _part(self, tensor: Tensor, origins: Origins) -> _Part:
+    def _view(self, tensor: Tensor) -> Tensor:
+        """What stands for a tensor where its operation is done again. Of data only the shape counts: no values are
+        kept of it."""
         where = address(tensor)
         if tensor.is_conj() or tensor.is_neg():
             self._known = False
-        memory = self.at.get(where)
-        if memory is None and where and origins.of(where, tensor) != DATA:
-            memory = self.at[where] = len(self._memories)
-            self._memories.append(
-                torch.empty(0, dtype=torch.uint8, device="cpu").set_(tensor.untyped_storage()).clone()
-            )
-        return _Part(memory, tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype)
+        with torch.inference_mode(False), torch.no_grad():
+            if where not in self.at and where and self._origins.of(where, tensor) != DATA:
+                content = torch.empty(0, dtype=torch.uint8, device="cpu").set_(tensor.untyped_storage()).clone()
+                self.at[where] = content.clone()
+                self._contents.append((self.at[where], content))
+            if where not in self.at:
+                return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+            memory = self.at[where].untyped_storage()
+            empty = torch.empty(0, dtype=tensor.dtype, device="cpu")
+            return empty.set_(memory, tensor.storage_offset(), tensor.size(), tensor.stride())
 
     def read(self, tensor: Tensor, index: int, hazard: Hazard) -> bool:
         """Takes in that code is about to read a number; whether that can be done again.
@@ -179,8 +170,7 @@ class HostDraws:
         self._as_it_is, self.expected = self.expected is tensor, None
         if address(tensor) not in self.at or tensor.numel() != 1:
             return False
-        part = _Part(self.at[address(tensor)], tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype)
-        self._steps.append(partial(_read, part))
+        self._steps.append((True, self._view(tensor).item))
         self._hazards.append(hazard)
         self._places.append(hazard.lines.place)
         self.reads.add(index)
@@ -196,13 +186,13 @@ class HostDraws:
         given = [list(one) if type(one) is list else one for one in given]
         try:
             draw = partial(getattr(self._stand_in(generator), function.__name__), *given)
-            _put_back(draw.func.__self__, _state(generator))
-            value = _drawn(function, draw())
+            put_back([(draw.func.__self__, state_of(generator))])
+            value = _drawn(draw)
         except Exception as error:  # as the call's own will raise it
             let_through(error)
             self._known = False
             return
-        self._steps.append(partial(_draw, draw))
+        self._steps.append((True, partial(_drawn, draw)))
         self._draws.append(partial(function, *given))
         self._as_it_is = True
         self._places.append(f"{where[0].co_filename}:{where[1]} in {where[0].co_name}")
@@ -214,17 +204,21 @@ class HostDraws:
         Args:
             chosen: whether it is one of a few, so that it may as well be the same again.
         """
-        self._last = len(self._steps)
+        index, self._last = len(self._numbers), len(self._steps)
+        self._numbers.append(value)
         if isinstance(value, float) and not (chosen or value.is_integer()):
             self._known = self._known and self._as_it_is  # `int(tensor)` reads the same, and makes something else of it
-            known = self.floats.setdefault(value, len(self._numbers))
-            if known != len(self._numbers):  # nobody can tell which of the two code has in its hands
-                self._exact += [known, len(self._numbers)]
+            known = self.floats.setdefault(value, index)
+            if known != index:  # nobody can tell which of the two code has in its hands
+                self._must_be_again(known)
+                self._must_be_again(index)
         elif chosen or isinstance(value, float) or _is_exact(value):
-            self._exact.append(len(self._numbers))
+            self._must_be_again(index)
         else:
             self._known = False
-        self._numbers.append(value)
+
+    def _must_be_again(self, index: int) -> None:
+        self._compared.append((_same, Drawn(index), self._numbers[index], True))
 
     def is_drawn(self, value: Any, is_old: Callable[[Any], bool] | None = None) -> bool:
         """Whether a value is, or holds, one of the numbers.
@@ -268,26 +262,25 @@ class HostDraws:
         """
         self.at = {}
         if not self._steps or not (self._numbers or self._on_gpu):
-            self._steps, self._memories, self._before = [], [], []
+            self._steps, self._contents, self._before = [], [], []
             return []
         if self.floats and self.is_drawn(result):
             self.escaped()
         after = self.states()
         try:
             numbers, ended = self._run(self._steps, self._before)
-            holds = all(map(_same, self._numbers, numbers)) and self._differs(numbers) is None
-            same = all(_equal(state, found) for (_, state), (_, found) in zip(after, ended, strict=True))
-            self.followed = self._known and holds and same
+            same = all(comparable(one) == comparable(other) for (_, one), (_, other) in zip(after, ended, strict=True))
+            self.followed = self._known and same and all(map(_same, self._numbers, numbers))
         except Exception as error:
             let_through(error)
             self.followed = False
         if not self.followed:
-            self._steps, self._draws, self._before, self.reads = [], [], [], set()
+            self._steps, self._contents, self._draws, self._before, self.reads = [], [], [], [], set()
             return self._hazards
         if not self._on_gpu:
             self._steps = self._steps[: self._last]
         moved = zip(self._before, after, strict=True)
-        self._before = [(generator, None) for (generator, was), (_, now) in moved if not _equal(was, now)]
+        self._before = [(one, None) for (one, was), (_, now) in moved if comparable(was) != comparable(now)]
         self._hazards = []
         return []
 
@@ -298,7 +291,7 @@ class HostDraws:
 
     def states(self) -> list[tuple[Any, Any]]:
         """The generators that it draws from, and where they are; for `put_back`."""
-        return [(generator, _state(generator)) for generator, _ in self._before]
+        return [(generator, state_of(generator)) for generator, _ in self._before]
 
     def choose_otherwise(self) -> str | None:
         """What the numbers that would be drawn now change, in words; None where they choose the recorded branches. It
@@ -321,25 +314,24 @@ class HostDraws:
         for draw in self._draws:  # and no state is set: another thread may draw, too
             draw()
 
-    def _run(self, steps: list[Callable], states: list[tuple[Any, Any]]) -> tuple[list[Any], list[tuple[Any, Any]]]:
+    def _run(self, steps: list, states: list[tuple[Any, Any]]) -> tuple[list[Any], list[tuple[Any, Any]]]:
         """What the draws give from these states of the generators, and where they end; no generator is moved."""
-        memories = [None if one is None else one.clone() for one in self._memories]
-        numbers: list[Any] = []
         now = [(generator, generator.get_state()) for generator, _ in states if isinstance(generator, torch.Generator)]
         grad = torch.is_grad_enabled()
 
-        def run(undo: Undo) -> list[tuple[Any, Any]]:
+        def run(undo: Undo) -> tuple[list[Any], list[tuple[Any, Any]]]:
             undo.then(lambda _: put_back(now))
             undo.then(lambda _: torch._C._set_grad_enabled(grad))
             torch._C._set_grad_enabled(False)
-            for generator, state in states:
-                _put_back(self._stand_in(generator), state)
+            put_back([(self._stand_in(generator), state) for generator, state in states])
             with torch._C._DisableAutocast(), torch._C._AutoDispatchBelowADInplaceOrView():
-                for step in steps:
-                    step(memories, numbers)
-            return [(generator, _state(self._stand_in(generator))) for generator, _ in states]
+                for memory, content in self._contents:
+                    memory.copy_(content)
+                found = [(gives, do()) for gives, do in steps]
+            ended = [(generator, state_of(self._stand_in(generator))) for generator, _ in states]
+            return [number for gives, number in found if gives], ended
 
-        return numbers, undoing(run)
+        return undoing(run)
 
     def _stand_in(self, generator: Any) -> Any:
         """What draws in the place of a generator: of one in Python, from which other threads may draw, a copy."""
@@ -347,14 +339,11 @@ class HostDraws:
             return generator
         found = self._stand_ins.get(id(generator))
         if found is None:
-            found = self._stand_ins[id(generator)] = _copy(generator)
+            found = self._stand_ins[id(generator)] = copy_of(generator)
         return found
 
     def _differs(self, numbers: list[Any]) -> int | None:
         """One of the numbers that are now others, as far as code would notice; None where there is none."""
-        for index in self._exact:
-            if not _same(self._numbers[index], numbers[index]):
-                return index
         for compare, left, right, result in self._compared:
             one, other = (numbers[side.index] if type(side) is Drawn else side for side in (left, right))
             if compare(one, other) is not result:
@@ -363,62 +352,6 @@ class HostDraws:
 
 
 OTHERWISE = "a random number that it draws on the host chooses another branch than any that was recorded"
-
-
-def put_back(states: list[tuple[Any, Any]]) -> None:
-    """Puts generators to where `states` found them."""
-    for generator, state in states:
-        _put_back(generator, state)
-
-
-def kinds_followed() -> tuple[type, ...]:
-    """The classes of generators in Python whose state can be read and set."""
-    numpy = sys.modules.get("numpy.random")
-    return random.Random, *(getattr(numpy, name) for name in ("RandomState", "Generator") if hasattr(numpy, name))
-
-
-def _same_of(known: list[tuple[Any, Any]], generator: torch.Generator) -> torch.Generator:
-    """The object that is known of a generator: operations are given another than the user holds."""
-    of_torch = (one for one, _ in known if isinstance(one, torch.Generator))
-    return next((one for one in of_torch if one._cdata == generator._cdata), generator)
-
-
-def _copy(generator: Any) -> Any:
-    """Another generator of the same kind."""
-    kind = type(generator)
-    if kind is random.Random:
-        return random.Random()
-    bits = getattr(generator, "bit_generator", None) or generator._bit_generator
-    return kind(type(bits)())
-
-
-def _state(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    legacy = hasattr(generator, "get_state")
-    return generator.get_state(legacy=False) if legacy else generator.bit_generator.state
-
-
-def _put_back(generator: Any, state: Any) -> None:
-    if isinstance(generator, torch.Generator):
-        generator.set_state(state)
-    elif isinstance(generator, random.Random):
-        generator.setstate(state)
-    elif hasattr(generator, "set_state"):
-        generator.set_state(state)
-    else:
-        generator.bit_generator.state = state
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return all(_equal(value, other[key]) for key, value in one.items())
-    same = one == other
-    return bool(same if isinstance(same, bool) else same.all())
 
 
 def _is_exact(value: Any) -> bool:
@@ -448,34 +381,20 @@ def _is_same(one: Any, other: Any) -> bool:
     return same and (not isinstance(one, float) or math.copysign(1, one) == math.copysign(1, other))
 
 
-def _parts(kept: tuple) -> list[_Part]:
-    _, args, kwargs = kept
-    found: list[_Part] = []
-    for value in (*args, *kwargs.values()):
-        for one in value if type(value) in (list, tuple) else (value,):
-            if type(one) is _Part:
-                found.append(one)
-    return found
-
-
-def _operate(op: Any, args: tuple, kwargs: dict, made: list, memories: list, numbers: list) -> None:
-    def there(value: Any) -> Any:
-        if type(value) is _Part:
-            return value.of(memories)
-        return [there(one) for one in value] if type(value) in (list, tuple) else value
-
-    results = list(tensors_in((op(*map(there, args), **{key: there(one) for key, one in kwargs.items()}),)))
+def _operate(op: Any, args: tuple, kwargs: dict, made: list) -> None:
+    results = list(
+        tensors_in((op(*each_tensor(args, _there), **{k: each_tensor(v, _there) for k, v in kwargs.items()}),))
+    )
     for index, memory in made:
-        memories[memory] = results[index]
+        memory.copy_(results[index])
 
 
-def _read(part: _Part, memories: list, numbers: list) -> None:
-    numbers.append(part.of(memories).item())
+def _there(tensor: Tensor) -> Tensor:
+    if not tensor.is_meta:
+        return tensor
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu").fill_(1)
 
 
-def _draw(draw: partial, memories: list, numbers: list) -> None:
-    numbers.append(_drawn(draw.func, draw()))
-
-
-def _drawn(function: Callable, value: Any) -> Any:
-    return [value] if function.__name__ == "choice" else value
+def _drawn(draw: partial) -> Any:
+    value = draw()
+    return [value] if draw.func.__name__ == "choice" else value

@@ -108,11 +108,6 @@ def draws(about: Facts, args: tuple, kwargs: dict) -> bool:
     return value is None or value != 0.0
 
 
-def same_generator(one: torch.Generator, other: torch.Generator) -> bool:
-    """Whether two objects stand for one generator: operations are given another than the user holds."""
-    return one._cdata == other._cdata
-
-
 def address(tensor: Tensor) -> int:
     """The address of a tensor's storage; 0 for tensors without one."""
     try:

@@ -20,8 +20,8 @@ from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils._device import _device_constructors
 
 from graphmod.trace import compiled, dispatch
+from graphmod.trace.generators import SEEDS
 from graphmod.trace.hazards import Reason
-from graphmod.trace.seeds import SEEDS
 from graphmod.trace.undo import Undo
 
 Replacement = tuple[Any, str, Any]

@@ -21,6 +21,7 @@ from graphmod.trace import compiled, dispatch
 from graphmod.trace.collectives import without_running
 from graphmod.trace.compiled import CompiledGraph
 from graphmod.trace.dispatch import beside_the_call, hidden
+from graphmod.trace.generators import RESTORES, SETS_STATE, Draws, same_generator
 from graphmod.trace.hazards import (
     COMPILES,
     OUTSIDE,
@@ -40,7 +41,6 @@ from graphmod.trace.operations import (
     address,
     draws,
     facts,
-    same_generator,
     scalar_of,
     scalars_of,
     user_frame,
@@ -50,7 +50,6 @@ from graphmod.trace.origins import CHANCE, CONSTANTS, DATA, NOT_MADE, UNWRITTEN,
 from graphmod.trace.overloads import fits_into, place_of, run_into, writes_directly
 from graphmod.trace.patches import asking, observer
 from graphmod.trace.script import Kept, Script
-from graphmod.trace.seeds import RESTORES, SETS_STATE, Draws
 from graphmod.trace.tensors import tensors_in
 from graphmod.trace.undo import Undo, let_through
 from graphmod.trace.untraced import identity, traced
@@ -172,9 +171,7 @@ class EagerRecorder:
         self._generators, self._before_collective = generators, before_collective
         self.trace: list[Step] = []
         self.host_draws = host_draws
-        if host_draws is not None:
-            host_draws.begin(torch.default_generator)
-        self._drawn_at: dict[int, int] = {} if host_draws is None else host_draws.at
+        self._drawn_at: dict[int, Tensor] = {} if host_draws is None else host_draws.at
         self.script: Script | None = Script(self.trace, () if host_draws is None else host_draws.reads)
         self.hazards: list[Hazard] = []
         self.generators: list[torch.Generator] = []
@@ -191,6 +188,8 @@ class EagerRecorder:
         self.read: set[int] = set()
         self.made_by: dict[int, tuple[int, torch.Size, tuple]] = {}
         self._origins = Origins()
+        if host_draws is not None:
+            host_draws.follow(self._origins)
         self._check = Check(gpu, self._origins)
         self._draws: Draws | None = None
         self._touched_state: Lines | None = None
@@ -404,7 +403,7 @@ class EagerRecorder:
             reason = self._why_not(call)
             if self.host_draws is not None:
                 number = reason is READ_CHANCE and self._reads_number(call, self.host_draws)
-                drawn = self.host_draws.before(op, call.about, call.args, call.kwargs, call.random, self._origins)
+                drawn = self.host_draws.before(op, call.about, call.args, call.kwargs, call.random)
             constants = None if reason is None else self._check.kept_by(reason, call.given)
             if constants is not None:
                 kept = self.script.kept[call.index] = Kept(reason.kept, constants)

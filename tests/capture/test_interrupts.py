@@ -278,11 +278,11 @@ def test_generators_are_put_back_where_drawing_again_is_interrupted():
     draws.begin(torch.default_generator)
     torch.rand(1)
 
-    def interrupted(memories, numbers):
+    def interrupted():
         torch.rand(2)
         raise KeyboardInterrupt
 
-    draws._steps.append(interrupted)
+    draws._steps.append((False, interrupted))
     before = torch.get_rng_state()
     with pytest.raises(KeyboardInterrupt):
         draws.finish(None)

@@ -1,16 +1,18 @@
-"""Random generators whose state a call reads, writes or seeds.
+"""Random generators of torch, `random` and numpy: where they are, and whether a call reads or sets that, or seeds them.
 
 A replay goes on drawing where the last one ended. Code that saves and restores the state, or seeds a generator, means
 something else.
 """
 
+import random
+import sys
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from graphmod.trace.hazards import Reason
 from graphmod.trace.lines import Lines
-from graphmod.trace.operations import same_generator
 
 SEEDS = Reason(
     "seeds a random generator, which a replay would not: it goes on drawing",
@@ -34,6 +36,56 @@ _SEEDED_INSIDE = Reason(
     "draws from a generator whose state was set inside the call, or right before it, which a replay would not do",
     "seed outside the call, and not for each call anew",
 )
+
+
+def kinds_followed() -> tuple[type, ...]:
+    """The classes of generators in Python whose state can be read and set."""
+    numpy = sys.modules.get("numpy.random")
+    return random.Random, *(getattr(numpy, name) for name in ("RandomState", "Generator") if hasattr(numpy, name))
+
+
+def same_generator(one: torch.Generator, other: torch.Generator) -> bool:
+    """Whether two objects stand for one generator: operations are given another than the user holds."""
+    return one._cdata == other._cdata
+
+
+def state_of(generator: Any) -> Any:
+    """Where a generator is."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    legacy = hasattr(generator, "get_state")
+    return generator.get_state(legacy=False) if legacy else getattr(generator, "bit_generator", generator).state
+
+
+def comparable(state: Any) -> Any:
+    """A state that can be compared with another by `==`."""
+    if isinstance(state, dict):
+        return tuple((key, comparable(value)) for key, value in state.items())
+    if isinstance(state, Tensor):
+        state = torch._C.TensorBase.numpy(state)
+    return state.tobytes() if type(state).__module__ == "numpy" and hasattr(state, "tobytes") else state
+
+
+def put_back(states: list[tuple[Any, Any]]) -> None:
+    """Puts generators to where they were, as `state_of` told."""
+    for generator, state in states:
+        if isinstance(generator, random.Random):
+            generator.setstate(state)
+        elif hasattr(generator, "set_state"):
+            generator.set_state(state)
+        else:
+            generator.bit_generator.state = state
+
+
+def copy_of(generator: Any) -> Any:
+    """Another generator of the same kind as one in Python, which is anywhere."""
+    kind = type(generator)
+    if kind is random.Random:
+        return random.Random()
+    bits = getattr(generator, "bit_generator", None) or generator._bit_generator
+    return kind(type(bits)())
 
 
 class Draws:
@@ -93,7 +145,7 @@ class Draws:
 
 def _fingerprint(generator: torch.Generator) -> Any:
     if generator.device.type == "cpu":
-        return torch._C.TensorBase.numpy(generator.get_state()).tobytes()
+        return comparable(generator.get_state())
     return generator.initial_seed(), generator.get_offset()
 
 
