@@ -24,7 +24,7 @@ from graphmod.backend.streams import begin_capture, renew_gradient_accumulators,
 from graphmod.cuda_driver import last_captured
 from graphmod.torch_private import settle_attention_order
 from graphmod.trace.garbage import no_garbage_collection
-from graphmod.trace.recorder import Recorder
+from graphmod.trace.recorder import Graph, Recorder
 from graphmod.trace.script import Script
 from graphmod.trace.undo import within
 
@@ -214,24 +214,24 @@ class CudaBackend:
 
         # Per graph, the nodes between which operations on lists of tensors lie.
         spans: list[list[tuple[int, int]]] = [[], []]
+        backend = self
 
-        @contextlib.contextmanager
-        def around(args: Iterable[Any]) -> Iterator[None]:
-            before = self._last_captured() if divisible(args) else None
-            yield
-            last = self._last_captured()
-            if before is not None and last:
-                spans[len(graphs) - 1].append((before, last))
+        class Parts(Graph):
+            def before_write(self, tensor: Tensor) -> None:
+                part(in_backward=False)
 
-        recorder = Recorder(
-            inputs,
-            gpu=self.device.index,
-            script=script,
-            targets=targets,
-            before_write=lambda _: part(in_backward=False),
-            around=around,
-            before_collective=lambda: part(in_backward=True),
-        )
+            def before_collective(self) -> None:
+                part(in_backward=True)
+
+            @contextlib.contextmanager
+            def around(self, args: Iterable[Any]) -> Iterator[None]:
+                before = backend._last_captured() if divisible(args) else None
+                yield
+                last = backend._last_captured()
+                if before is not None and last:
+                    spans[len(graphs) - 1].append((before, last))
+
+        recorder = Recorder(inputs, gpu=self.device.index, script=script, targets=targets, graph=Parts())
         spare = [(g, g.clone_state()) for g in (self._generator, *generators) if g.device.type == "cuda"]
         caller = torch.cuda.current_stream(self.device)
 

@@ -7,17 +7,16 @@ import `recorder`, `script`, `garbage`, `streams` and `trace`.
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from graphmod.backend.streams import renew_gradient_accumulators
-from graphmod.trace.collectives import Messages, waiting
 from graphmod.trace.garbage import no_garbage_collection
 from graphmod.trace.operations import address, facts
-from graphmod.trace.recorder import Recorder
+from graphmod.trace.recorder import Graph, Recorder
 from graphmod.trace.script import Script
 from graphmod.trace.tensors import each_tensor, tensors_in
 from graphmod.trace.undo import within
@@ -40,7 +39,7 @@ class EmulatedPool:
         self.storages.clear()
 
 
-class EmulatedGraph:
+class EmulatedGraph(Graph):
     """A recorded call. `replay()` repeats it in place; the first replay after the capture has nothing left to do,
     because recording already ran the operations (on CUDA, capturing runs nothing and the first replay does)."""
 
@@ -50,7 +49,7 @@ class EmulatedGraph:
         self._ran = False
         self._journal: _Journal | None = None
         self._until_write: int | None = None
-        self._messages = Messages()
+        self._messages = _Messages()
         self._is_whole = False
 
     @property
@@ -90,16 +89,18 @@ class EmulatedGraph:
 
     def before_write(self, tensor: Tensor) -> None:
         self._journal.save(tensor)
-        self.part()
+        self.before_collective()
 
-    def resize(self, storage: torch.UntypedStorage, size: int) -> None:
-        """Takes in that the memory of a storage comes or goes."""
-        self._calls.append((storage.resize_, (size,), {}))
-
-    def part(self) -> None:
+    def before_collective(self) -> None:
         """What comes from here on, others see: memory from outside, or other processes."""
         if self._until_write is None:
             self._until_write = len(self._calls)
+
+    def collective(self, op: Any, args: tuple, kwargs: dict) -> Any:
+        return _without_running(op, args, kwargs)
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        self._calls.append((storage.resize_, (storage.nbytes(),), {}))
 
     def undo(self) -> None:
         """Undoes what recording did. Its first replay is the first time that it runs as a whole."""
@@ -115,8 +116,7 @@ class EmulatedGraph:
         if self._journal is not None:
             self._journal.undo()
 
-    def add(self, op: Any, args: tuple, kwargs: dict, result: Any, fresh: list[Tensor]) -> None:
-        """Takes one executed operation into the recording."""
+    def after(self, op: Any, args: tuple, kwargs: dict, result: Any, fresh: list[Tensor]) -> None:
         about = facts(op)
         fresh = [tensor for tensor in fresh if not tensor._is_zerotensor()]  # such have no memory, and never change
         if about.lifts:  # what it makes is there before any replay; the code may go on to change it
@@ -131,7 +131,7 @@ class EmulatedGraph:
         if (not fresh and not about.writes) or about.name.removeprefix("aten::") in _NO_FILL:
             return
         args, kwargs = _frozen(args), {key: _frozen(value) for key, value in kwargs.items()}
-        run = waiting(op._op) if about.collective else op._op
+        run = _waiting(op._op) if about.collective else op._op
         if torch.is_autocast_enabled("cpu"):  # which reaches the operations that this one is made of, too
             run = _casting(run, torch.get_autocast_dtype("cpu"))
         if not fresh:
@@ -197,6 +197,89 @@ class _Journal:
             whole.copy_(before)
 
 
+# -- what several processes do together -----------------------------------------------------------------------------
+def _waiting(run: Callable) -> Callable:
+    """A collective whose results are there when it returns."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = run(*args, **kwargs)
+        for one in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(one, torch.ScriptObject):
+                _work(one).wait()
+            elif isinstance(one, Tensor):
+                torch.ops._c10d_functional.wait_tensor(one)  # does nothing with what nobody waits for
+        return result
+
+    return call
+
+
+class _Messages:
+    """What two processes send each other in a replay. It begins where the code began it, and is waited for when its
+    memory is used, because two that send first would wait for each other."""
+
+    def __init__(self) -> None:
+        self._coming: list[tuple[Any, set]] = []
+        self._going: list[tuple[Any, list[Tensor]]] = []
+
+    def send(self, run: Callable, tensors: list[Tensor], *others: Any) -> None:
+        """Sends what tensors are now."""
+        tensors = [one.clone() for one in tensors]
+        self._going.append((_work(run(tensors, *others)), tensors))
+
+    def receive(self, run: Callable, tensors: list[Tensor], *others: Any) -> None:
+        """Begins to receive into these tensors."""
+        self._coming.append((_work(run(tensors, *others)), _memory_of(tensors)))
+
+    def of(self, name: str) -> Callable | None:
+        """What repeats an operator, by the name in its schema, if it is one of these."""
+        return {"c10d::send": self.send, "c10d::recv_": self.receive}.get(name)
+
+    def before(self, values: Any) -> None:
+        """Waits for what comes into the memory of these values."""
+        if not self._coming:
+            return
+        used = _memory_of(values)
+        for work, memory in self._coming:
+            if memory & used:
+                work.wait()
+        self._coming = [one for one in self._coming if not one[1] & used]
+
+    def end(self) -> None:
+        """Waits for all."""
+        for work, _ in (*self._coming, *self._going):
+            work.wait()
+        self._coming, self._going = [], []
+
+
+def _work(handle: torch.ScriptObject) -> Any:
+    return torch._C._distributed_c10d.Work.unbox(handle)
+
+
+def _memory_of(values: Iterable[Any]) -> set[int]:
+    return {one.untyped_storage().data_ptr() for one in tensors_in(values)}
+
+
+def _without_running(op: Any, args: tuple, kwargs: dict) -> Any:
+    """What a collective returns, holding whatever was in that memory: in a capture none runs, since other processes
+    may fail to come that far."""
+    if op._schema.name.startswith("c10d::"):
+        done = torch.futures.Future()
+        done.set_result(list(args[0]) if isinstance(args[0], (list, tuple)) else [args[0]])
+        work = torch._C._distributed_c10d._create_work_from_future(done).boxed()
+        returned = [args[0] if "Tensor" in str(one.type) else work for one in op._schema.returns]
+        return returned[0] if len(returned) == 1 else tuple(returned)
+    for position, argument in enumerate(op._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            return kwargs[argument.name] if argument.name in kwargs else args[position]
+    shapes = op(*map(_without_memory, args), **{key: _without_memory(value) for key, value in kwargs.items()})
+    device = next(tensors_in((*args, *kwargs.values()))).device
+    return each_tensor(shapes, lambda one: torch.empty_like(one, device=device))
+
+
+def _without_memory(value: Any) -> Any:
+    return each_tensor(value, lambda one: one.detach().to("meta"))
+
+
 class EmulatedBackend:
     """Records and repeats on the CPU."""
 
@@ -248,16 +331,7 @@ class EmulatedBackend:
         `targets`, `script`: see `Recorder`; `split`: see `CudaBackend`."""
         graph = EmulatedGraph()
         journal = graph._journal = _Journal()
-        recorder = Recorder(
-            inputs,
-            script=script,
-            generators=generators,
-            before_write=graph.before_write,
-            before_collective=graph.part,
-            after_resize=graph.resize,
-            after=graph.add,
-            targets=targets,
-        )
+        recorder = Recorder(inputs, script=script, generators=generators, graph=graph, targets=targets)
         before = [(generator, generator.get_state()) for generator in (torch.default_generator, *generators)]
         try:
             result = within(no_garbage_collection(), recorder, call=run)

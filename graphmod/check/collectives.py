@@ -14,8 +14,8 @@ from torch import Tensor, distributed
 from torch.distributed import distributed_c10d
 
 from graphmod.check.report import shortened
-from graphmod.trace.collectives import reduction_of
 from graphmod.trace.lines import Lines
+from graphmod.trace.operations import reduction_of
 from graphmod.trace.tensors import tensors_in
 from graphmod.words import ranks_in_words
 

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from graphmod.trace.collectives import is_collective, opaque_scalar, written_by
 from graphmod.trace.untraced import identity
 
 # Logging formats what it is given: the line that matters is the one that logs.
@@ -23,6 +22,43 @@ _NORMS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "batch_n
 _RUNNING, _TRAINS = frozenset({3, 4}), 5  # positions of their mean and variance, and of whether they write them
 
 
+# -- operators of `torch.distributed` --------------------------------------------------------------------------------
+# Those of `c10d` write into their first argument without a word of it in their schemas, take the process group as an
+# opaque object, and return a handle to wait for. Functional collectives return a tensor that `wait_tensor` makes ready.
+_IN_PLACE, _FUNCTIONAL = "c10d::", "_c10d_functional::"
+_READ_ONLY = ("c10d::send", "c10d::barrier", "c10d::monitored_barrier_", "c10d::check_for_nan")
+_OF_DTENSOR = "_dtensor::shard_dim_alltoall"
+_LOCAL = ("_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd", "c10d::check_for_nan")
+
+
+def is_collective(name: str) -> bool:
+    """Whether an operator, by the name in its schema, is one that other processes take part in."""
+    return name.startswith((_IN_PLACE, _FUNCTIONAL, _OF_DTENSOR)) and name not in _LOCAL
+
+
+def written_by(name: str) -> frozenset:
+    """The positions of the arguments that an operator of `torch.distributed` writes without saying so."""
+    if name == "fsdp::all_gather_copy_in":
+        return frozenset({1})
+    return frozenset({0}) if name.startswith(_IN_PLACE) and name not in _READ_ONLY else frozenset()
+
+
+def opaque_scalar(value: torch.ScriptObject) -> Any:
+    """What an opaque argument is told apart by: a process group by its name, a reduction by its number."""
+    kind = value._type().name()
+    if kind == "ReduceOp":
+        return kind, reduction_of(value)
+    if kind == "ProcessGroup":
+        return kind, torch._C._distributed_c10d.ProcessGroup.unbox(value).group_name
+    return kind
+
+
+def reduction_of(value: torch.ScriptObject) -> int | None:
+    """The number of a reduction, as in `ReduceOp.RedOpType`; None where this PyTorch does not tell."""
+    return value.op() if value._has_method("op") else None
+
+
+# -- operations ------------------------------------------------------------------------------------------------------
 class Step(NamedTuple):
     """One operation of a trace: its overload, its non-tensor arguments and where the user called it."""
 

@@ -8,7 +8,7 @@ known and lie on the device of the call; `see` takes these in and no more. All o
 
 import logging
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphmod.errors import CaptureRefused, Diverged
 from graphmod.trace import compiled, dispatch
-from graphmod.trace.collectives import without_running
 from graphmod.trace.compiled import CompiledGraph
 from graphmod.trace.dispatch import beside_the_call, hidden
 from graphmod.trace.generators import RESTORES, SETS_STATE, Draws, same_generator
@@ -194,7 +193,6 @@ class EagerRecorder:
         self._draws: Draws | None = None
         self._touched_state: Lines | None = None
         self._sizes: dict[int, tuple[torch.UntypedStorage, int]] = {}  # storages that were resized, and theirs before
-        self._before_write: Callable[[Tensor], None] | None = None
         self._after: list[Callable] = []
         self._depth, self._undo = 0, Undo()
 
@@ -270,6 +268,9 @@ class EagerRecorder:
 
     def before_communicating(self) -> None:
         """Takes in that a collective is about to come; to be told before another stream is taken for it."""
+
+    def before_write(self, tensor: Tensor) -> None:
+        """Takes in that an operation is about to change a tensor from outside, or among the inputs."""
 
     def note_host_read(self, tensor: Tensor, name: str) -> None:
         """Takes in that a function which is no operation reads a tensor on the host."""
@@ -496,8 +497,7 @@ class EagerRecorder:
                 outside = self.outside.get(where)
                 if outside is not None or where in self._inputs:
                     self.first_write = len(self.trace) if self.first_write is None else self.first_write
-                    if self._before_write is not None:
-                        self._before_write(tensor)
+                    self.before_write(tensor)
                 if outside is not None:
                     self.written.setdefault(where, outside)
                     if about.writes and (tensor.is_floating_point() or tensor.is_complex()):
@@ -543,6 +543,30 @@ def _do(op: Any, args: tuple, kwargs: dict) -> Any:
     return traced(op._op if type(op) is OpOverload else op, args, kwargs)  # what calling it calls
 
 
+class Graph:
+    """What a capture makes, as far as it has to know what the recorder sees."""
+
+    def before_write(self, tensor: Tensor) -> None:
+        """An operation is about to change a tensor from outside, or among the inputs."""
+
+    def before_collective(self) -> None:
+        """The first operation that other processes take part in is about to run."""
+
+    def collective(self, op: Any, args: tuple, kwargs: dict) -> Any:
+        """Runs an operation that other processes take part in."""
+        return _do(op, args, kwargs)
+
+    def around(self, args: Iterable[Any]) -> AbstractContextManager:
+        """A context to run an operation on lists of tensors in."""
+        return nullcontext()
+
+    def after(self, op: Any, args: tuple, kwargs: dict, result: Any, fresh: list[Tensor]) -> None:
+        """An operation has run; `fresh` are the result tensors that share no storage with its arguments."""
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """A storage was given memory, or gave it back, by hand."""
+
+
 class Recorder(EagerRecorder):
     """Follows a capture, and raises `CaptureRefused` before an operation that a graph cannot repeat.
 
@@ -553,13 +577,8 @@ class Recorder(EagerRecorder):
         inputs, generators: see `EagerRecorder`.
         gpu: index of the GPU on which CUDA captures; None under emulation.
         script: of the recorded eager call: a capture that does something else is refused at once.
-        before_write: called with each tensor from outside, or among the inputs, that an operation is about to change.
         targets: index of an operation in the trace -> memory of its result's shape and strides to compute it into.
-        after: called with `(op, args, kwargs, result, fresh)` after each operation; `fresh` are the result tensors
-            that share no storage with its arguments.
-        around: called with the arguments of each operation on lists of tensors, for a context to run it in.
-        before_collective: called before the first operation that other processes take part in.
-        after_resize: called with each storage that was resized by hand, and its bytes.
+        graph: what the capture makes.
     """
 
     watching = False
@@ -571,26 +590,23 @@ class Recorder(EagerRecorder):
         gpu: int | None = None,
         script: Script | None = None,
         generators: Iterable[torch.Generator] = (),
-        before_write: Callable[[Tensor], None] | None = None,
         targets: dict[int, Tensor] | None = None,
-        after: Callable | None = None,
-        around: Callable[[Iterable[Any]], AbstractContextManager] | None = None,
-        before_collective: Callable[[], None] | None = None,
-        after_resize: Callable[[torch.UntypedStorage, int], None] | None = None,
+        graph: Graph | None = None,
     ) -> None:
-        super().__init__(inputs, gpu=gpu, generators=generators, before_collective=before_collective)
+        super().__init__(inputs, gpu=gpu, generators=generators)
         self.script = script
         self.kept_at: set[int] = set()
         self._refused: str | None = None
         self._made = 0  # tensors of Python values, on the GPU
-        self._before_write, self._around, self._after_resize = before_write, around, after_resize
-        self._after = [one for one in (after, observer()) if one is not None]
+        self._communicated = False
+        self._graph = Graph() if graph is None else graph
+        observing = observer()
+        self._after = [self._graph.after] if observing is None else [self._graph.after, observing]
         self._targets = targets or {}
 
     def finish(self) -> "Recorder":
-        """Lets go of the callbacks, so that the record keeps nothing alive but the tensors from outside."""
-        self._before_write = self._around = self._before_collective = self._after_resize = None
-        self._after = []
+        """Lets go of the graph, so that the record keeps nothing alive but the tensors from outside."""
+        self._graph, self._after = Graph(), []
         self._sizes.clear()
         self._targets = {}
         self.made_by = {}
@@ -652,23 +668,26 @@ class Recorder(EagerRecorder):
     def note_resized(self, storage: torch.UntypedStorage, before: int) -> bool:
         """As in an eager call; the graph has to do the same."""
         followed = super().note_resized(storage, before)
-        if followed and self._after_resize is not None:
-            self._after_resize(storage, storage.nbytes())
+        if followed:
+            self._graph.resized(storage)
         return followed
 
     def before_communicating(self) -> None:
         """Takes in that a collective is about to come; to be told before another stream is taken for it."""
-        if self._before_collective is not None:
+        if not self._communicated:
+            self._communicated = True
             with beside_the_call():
-                self._before_collective()
-        self._before_collective = None
+                self._graph.before_collective()
+
+    def before_write(self, tensor: Tensor) -> None:
+        self._graph.before_write(tensor)
 
     # -- operations ----------------------------------------------------------------------------------------------
 
     def _is_as_before(self, step: Step, about: Facts) -> bool:
         """Whether there is nothing more to do with a harmless operation than to run it."""
         index = len(self.trace)
-        if index in self._targets or (about.lists and self._around is not None):
+        if index in self._targets or about.lists:
             return False
         if self.script is None:
             return True
@@ -717,15 +736,13 @@ class Recorder(EagerRecorder):
 
     def _execute(self, call: Call) -> Any:
         op, args, kwargs = call.step.op, call.args, call.kwargs
-        if call.about.collective and not self.on_gpu:
-            return without_running(op, args, kwargs)
+        if call.about.collective:
+            return self._graph.collective(op, args, kwargs)
         target = self._target(call.index)
         if target is not None and fits_into(op, args, kwargs, target):
             return run_into(op, args, kwargs, target)
-        if call.about.lists and self._around is not None:
-            with self._around((*args, *kwargs.values())):
-                return _do(op, args, kwargs)
-        return _do(op, args, kwargs)
+        with self._graph.around((*args, *kwargs.values())) if call.about.lists else nullcontext():
+            return _do(op, args, kwargs)
 
     def _target(self, index: int) -> Tensor | None:
         if index in self._targets:
