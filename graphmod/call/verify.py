@@ -15,7 +15,6 @@ from graphmod.graph.context import Context
 from graphmod.ranks.agreement import several_ranks
 from graphmod.state.entry import Entry
 from graphmod.torch_private import top_saved_tensors_hooks
-from graphmod.trace.operations import compare
 
 
 def due(context: Context, entry: Entry) -> Any:
@@ -58,7 +57,7 @@ def verify(context: Context, entry: Entry, recording: Any, args: tuple, kwargs: 
     context.served, context.eager_in = None, context.group.begun
     gpu = context.group.gpu
     result, recorder, _ = alone(context, entry, lambda: follow(context.call, args, kwargs, gpu))
-    difference = compare(recording.script.trace, recorder.trace)
+    difference = recording.script.compare(recorder.trace)
     context.group.verification.took(time.perf_counter() - began)
     if difference is not None:
         context.out_of_date(entry, difference)

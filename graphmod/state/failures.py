@@ -6,7 +6,7 @@ import re
 import torch
 
 from graphmod.errors import CaptureRefused
-from graphmod.trace.operations import place_of
+from graphmod.trace.lines import place_of
 
 
 def reason_of(error: BaseException) -> str:

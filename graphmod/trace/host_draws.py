@@ -23,6 +23,7 @@ from torch import Tensor
 
 from graphmod.trace.generators import comparable, copy_of, put_back, same_generator, state_of
 from graphmod.trace.hazards import Hazard
+from graphmod.trace.lines import place
 from graphmod.trace.operations import Facts, address
 from graphmod.trace.origins import DATA, Origins
 from graphmod.trace.tensors import each_tensor, tensors_in
@@ -195,7 +196,7 @@ class HostDraws:
         self._steps.append((True, partial(_drawn, draw)))
         self._draws.append(partial(function, *given))
         self._as_it_is = True
-        self._places.append(f"{where[0].co_filename}:{where[1]} in {where[0].co_name}")
+        self._places.append(place(*where))
         self.got(value, function.__name__ in _CHOOSE)
 
     def got(self, value: Any, chosen: bool = False) -> None:

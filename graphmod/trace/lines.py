@@ -2,10 +2,11 @@
 
 import functools
 import inspect
+import logging
 import sys
 import sysconfig
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ _OWN = str(Path(__file__).parent.parent)
 _TORCH = str(Path(torch.__file__).parent)
 _PACKAGES = str(Path(torch.__file__).parent.parent)
 _STDLIB = sysconfig.get_paths()["stdlib"]
+_LOGGING = str(Path(logging.__file__).parent)
 # How torch gets from a call to an operation: of these no line tells anything.
 _PLUMBING = (f"{_TORCH}/_", f"{_TORCH}/nn/modules/module.py", f"{_TORCH}/utils/_", f"{_TORCH}/autograd/", _OWN)
 _ENGINE = "_engine_run_backward"
@@ -46,18 +48,53 @@ class Lines(NamedTuple):
         return f"{where}, by way of {self.library}" if self.library else where
 
 
+def place(code: CodeType, line: int) -> str:
+    """A line, in words."""
+    return f"{code.co_filename}:{line} in {code.co_name}"
+
+
 @functools.cache
 def _kind(path: str) -> str:
     if path.startswith(_PLUMBING) or path.startswith(("<frozen", "<eval_with_key>")):
         return "plumbing"
-    if "site-packages" in path or "dist-packages" in path or path.startswith((_TORCH, _STDLIB)):
+    if path.startswith(_TORCH):
+        return "torch"
+    if "site-packages" in path or "dist-packages" in path or path.startswith(_STDLIB):
         return "library"
     return "user"
 
 
-def _told(frame: FrameType) -> str:
-    code = frame.f_code
-    return f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
+_internal: dict[str, bool] = {}  # whether a file is of torch, or of this package
+
+
+def _is_internal(path: str) -> bool:
+    found = _internal.get(path)
+    if found is None:  # logging formats what it is given: the line that matters is the one that logs
+        inside = path.startswith(_LOGGING) or "/torch/" in path
+        found = _internal[path] = inside or _kind(path) in ("plumbing", "torch")
+    return found
+
+
+def user_frame() -> tuple[CodeType | None, int]:
+    """The code and line outside of torch that a recorder was called from; not to be asked in a backward."""
+    frame: FrameType | None = sys._getframe(3)  # what is nearer belongs to recorders
+    while frame is not None:
+        code = frame.f_code
+        internal = _internal.get(code.co_filename)
+        if not (_is_internal(code.co_filename) if internal is None else internal):
+            return code, frame.f_lineno
+        frame = frame.f_back
+    return None, 0
+
+
+def place_of(error: BaseException) -> str | None:
+    """The line of the user's code in which an error arose; None where none was involved."""
+    found, trace = None, error.__traceback__
+    while trace is not None:
+        if not _is_internal(trace.tb_frame.f_code.co_filename):
+            found = place(trace.tb_frame.f_code, trace.tb_lineno)
+        trace = trace.tb_next
+    return found
 
 
 def lines() -> Lines:
@@ -70,13 +107,13 @@ def lines() -> Lines:
         if backward and code.co_name == _ENGINE:
             break  # beyond it is who called backward()
         kind = _kind(code.co_filename)
-        if kind == "library" and library is None and code.co_filename not in _WRAPPED:
-            library = _told(frame)
+        if kind in ("torch", "library") and library is None and code.co_filename not in _WRAPPED:
+            library = place(code, frame.f_lineno)
         if optimizer is None and kind != "plumbing" and "self" in code.co_varnames[:1]:
             owner = frame.f_locals.get("self")
             optimizer = owner if isinstance(owner, torch.optim.Optimizer) else None
         if kind == "user":
-            user = _told(frame)
+            user = place(code, frame.f_lineno)
             break
         frame = frame.f_back
     return Lines(user, library, backward, optimizer)

@@ -1,20 +1,13 @@
-"""What a recorded operation is: facts about operators, addresses of tensors, lines of the user's code, and comparing
-two records of a call.
-"""
+"""What a recorded operation is: facts about operators, and what they are given besides tensors."""
 
-import logging
-import sys
-from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from graphmod.trace.lines import place
 from graphmod.trace.untraced import identity
 
-# Logging formats what it is given: the line that matters is the one that logs.
-_INTERNAL = tuple(map(str, (Path(torch.__file__).parent, Path(__file__).parent.parent, Path(logging.__file__).parent)))
 _ON_LISTS = ("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_")
 _SWITCHES = ("dropout_p", "train", "training")
 # What keeps statistics. In inference mode those that are made of others are seen, too.
@@ -69,7 +62,7 @@ class Step(NamedTuple):
 
     @property
     def place(self) -> str:
-        return f"{self.code.co_filename}:{self.line} in {self.code.co_name}" if self.code else "the backward pass"
+        return place(self.code, self.line) if self.code else "the backward pass"
 
 
 class Facts(NamedTuple):
@@ -92,7 +85,6 @@ class Facts(NamedTuple):
 
 
 _facts_of: dict[int, Facts] = {}  # by identity: the hash of an operator is code in Python
-_is_internal: dict[str, bool] = {}
 
 
 def facts(op: Any) -> Facts:
@@ -181,79 +173,3 @@ def _values(tensor: Tensor) -> Any:
         return b""
     plain = plain.clone()  # memory that numpy has looked at cannot be resized any more
     return torch._C.TensorBase.numpy(plain.view(torch.uint8)).tobytes()
-
-
-def user_frame() -> tuple[Any, int]:
-    """The code and line outside of libraries that a recorder was called from; not to be asked in a backward."""
-    frame: FrameType | None = sys._getframe(3)  # what is nearer belongs to recorders
-    while frame is not None:
-        code = frame.f_code
-        internal = _is_internal.get(code.co_filename)
-        if internal is None:
-            internal = _internal(code.co_filename)
-        if not internal:
-            return code, frame.f_lineno
-        frame = frame.f_back
-    return None, 0
-
-
-def _internal(name: str) -> bool:
-    internal = _is_internal.get(name)
-    if internal is None:
-        internal = _is_internal[name] = name.startswith((*_INTERNAL, "<eval_with_key>")) or "/torch/" in name
-    return internal
-
-
-def place_of(error: BaseException) -> str | None:
-    """The line of the user's code in which an error arose; None where none was involved."""
-    place, trace = None, error.__traceback__
-    while trace is not None:
-        code = trace.tb_frame.f_code
-        if not _internal(code.co_filename):
-            place = f"{code.co_filename}:{trace.tb_lineno} in {code.co_name}"
-        trace = trace.tb_next
-    return place
-
-
-def step_differs(old: Step, new: Step, place: str) -> str | None:
-    """Why an operation is another than that of the same index in the record of an earlier call; None if it is not."""
-    name = facts(new.op).name.removeprefix("aten::")
-    if old.op is not new.op:
-        return (
-            f"{place} does {name} where the call before did {facts(old.op).name.removeprefix('aten::')}: a graph would "
-            "freeze one side of a branch in Python"
-        )
-    if old.scalars == new.scalars:
-        return None
-    if facts(new.op).lifts:
-        return f"{place} makes a tensor of other values than in the call before: a graph would freeze them"
-    values = [(a, b) for a, b in zip(old.scalars, new.scalars, strict=False) if a != b]
-    was, now_is = values[0] if values else (old.scalars, new.scalars)
-    return (
-        f"{place} passes {now_is!r} to {name} where the call before passed {was!r}: a graph would freeze a Python "
-        "number; make it a tensor and fill_ it"
-    )
-
-
-def compare(before: list[Step], now: list[Step]) -> str | None:
-    """Why two traces of the same call differ, naming the user's line; None when they do not.
-
-    A difference means that the code has state in Python (a counter, a learning rate, a branch) that a graph would
-    freeze at its present value.
-    """
-    for old, new in zip(before, now, strict=False):
-        reason = step_differs(old, new, new.place)
-        if reason is not None:
-            return reason
-    return length_differs(before, now)
-
-
-def length_differs(before: list[Step], now: list[Step]) -> str | None:
-    """Why two traces of which one is the beginning of the other differ; None where they are of one length."""
-    if len(before) == len(now):
-        return None
-    extra = (before if len(before) > len(now) else now)[min(len(before), len(now))]
-    return (
-        f"the call before did {len(before)} operations, this one {len(now)}; the first that differs is "
-        f"{facts(extra.op).name.removeprefix('aten::')} at {extra.place}"
-    )

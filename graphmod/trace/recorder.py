@@ -33,7 +33,7 @@ from graphmod.trace.hazards import (
     is_harmless,
 )
 from graphmod.trace.host_draws import HostDraws
-from graphmod.trace.lines import Lines, lines
+from graphmod.trace.lines import Lines, lines, user_frame
 from graphmod.trace.operations import (
     Facts,
     Step,
@@ -42,7 +42,6 @@ from graphmod.trace.operations import (
     facts,
     scalar_of,
     scalars_of,
-    user_frame,
     written,
 )
 from graphmod.trace.origins import CHANCE, CONSTANTS, DATA, NOT_MADE, UNWRITTEN, Origins, fixed_origin

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from graphmod.trace.lines import Lines
-from graphmod.trace.operations import Step, address, length_differs, step_differs
+from graphmod.trace.operations import Step, address, facts
 from graphmod.trace.tensors import each_tensor, tensors_in
 
 
@@ -100,13 +100,48 @@ class Script:
         """Why an operation of a capture is not the one of the recorded call; `where` tells its lines."""
         if index >= len(self.trace):
             return f"{where().place} does more operations than the call before, which did {len(self.trace)}"
-        return None if self.has(index, step) else step_differs(self.trace[index], step, where().place)
+        return None if self.has(index, step) else _differs(self.trace[index], step, where().place)
 
     def has(self, index: int, step: Step) -> bool:
         """Whether the recorded call did the same operation there, with the same scalars."""
         old = self.trace[index] if index < len(self.trace) else None
         return old is not None and old.op is step.op and old.scalars == step.scalars
 
+    def compare(self, trace: list[Step]) -> str | None:
+        """Why these operations of a later call are not those of the recorded one; None where they are.
+
+        A difference means that the code has state in Python (a counter, a learning rate, a branch) that a graph would
+        freeze at its present value.
+        """
+        for index, step in enumerate(trace[: len(self.trace)]):
+            if not self.has(index, step):
+                return _differs(self.trace[index], step, step.place)
+        return self.ends_otherwise(trace)
+
     def ends_otherwise(self, trace: list[Step]) -> str | None:
-        """Why a capture that did these operations is not all of the recorded call."""
-        return length_differs(self.trace, trace)
+        """Why a call that did these operations, and no others so far, is not all of the recorded call."""
+        if len(self.trace) == len(trace):
+            return None
+        extra = (self.trace if len(self.trace) > len(trace) else trace)[min(len(self.trace), len(trace))]
+        return (
+            f"the call before did {len(self.trace)} operations, this one {len(trace)}; the first that differs is "
+            f"{facts(extra.op).name.removeprefix('aten::')} at {extra.place}"
+        )
+
+
+def _differs(old: Step, new: Step, place: str) -> str:
+    """Why an operation is another than that of the same index in the record of an earlier call."""
+    name = facts(new.op).name.removeprefix("aten::")
+    if old.op is not new.op:
+        return (
+            f"{place} does {name} where the call before did {facts(old.op).name.removeprefix('aten::')}: a graph would "
+            "freeze one side of a branch in Python"
+        )
+    if facts(new.op).lifts:
+        return f"{place} makes a tensor of other values than in the call before: a graph would freeze them"
+    values = [(a, b) for a, b in zip(old.scalars, new.scalars, strict=False) if a != b]
+    was, now_is = values[0] if values else (old.scalars, new.scalars)
+    return (
+        f"{place} passes {now_is!r} to {name} where the call before passed {was!r}: a graph would freeze a Python "
+        "number; make it a tensor and fill_ it"
+    )
