@@ -23,6 +23,7 @@ from graphmod.trace import compiled, dispatch
 from graphmod.trace.generators import SEEDS
 from graphmod.trace.hazards import Reason
 from graphmod.trace.undo import Undo
+from graphmod.trace.untraced import untraced
 
 Replacement = tuple[Any, str, Any]
 """An owner, the name of its attribute, and what takes the place of that."""
@@ -291,7 +292,7 @@ def _launches() -> list[Replacement]:
 
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _of_thread.observer is not None and not dispatch.within_an_operation():
-            _of_thread.observer.note_launch()
+            untraced(_of_thread.observer.note_launch)  # which changes what it is of
         return launch(self, *args, **kwargs)
 
     return [(kind, "run", run)]
