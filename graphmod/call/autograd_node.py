@@ -22,7 +22,7 @@ from graphmod.graph.forward import ForwardGraph
 from graphmod.graph.tape import Ticket
 from graphmod.graph.uses import notice_others, watch_sums
 from graphmod.ranks.agreement import Choice
-from graphmod.ranks.board import LateRanks
+from graphmod.ranks.ballot import LateRanks
 from graphmod.signature.modes import FOREIGN
 from graphmod.state.entry import MOST_FRUITLESS
 from graphmod.state.said import cause_of

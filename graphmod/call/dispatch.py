@@ -17,7 +17,7 @@ from graphmod.graph.casts import share_casts
 from graphmod.graph.context import Context
 from graphmod.guards.hooks import several_hooks
 from graphmod.ranks.agreement import Choice
-from graphmod.ranks.board import LateRanks
+from graphmod.ranks.ballot import LateRanks
 from graphmod.reads.backwards import end_left, watches
 from graphmod.signature.flattening import flatten
 from graphmod.signature.modes import FOREIGN

@@ -6,10 +6,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from graphmod.graph.context import Context
-from graphmod.ranks.agreement import Agreement, Choice, communicated, several_ranks
+from graphmod.ranks.agreement import Agreement, Choice, communicated, free_before_destruction, several_ranks
 from graphmod.ranks.data_parallel import inside_calls
 from graphmod.ranks.depth import Depth
-from graphmod.ranks.teardown import free_before_destruction
 from graphmod.state.entry import Entry
 
 T = TypeVar("T")

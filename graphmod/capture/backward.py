@@ -20,7 +20,7 @@ from graphmod.graph.split import Whole, is_split, part
 from graphmod.graph.watch import refuse_unseen
 from graphmod.guards.changes import what_changed
 from graphmod.guards.guards import Guards
-from graphmod.ranks.board import LateRanks
+from graphmod.ranks.ballot import LateRanks
 from graphmod.reads.frames import noting
 from graphmod.trace import dispatch
 from graphmod.trace.operations import address

@@ -15,7 +15,7 @@ from graphmod.graph.casts import casts_of_its_own
 from graphmod.graph.context import Context
 from graphmod.graph.forward import ALIGNED_OTHERWISE, ForwardGraph
 from graphmod.graph.tape import Tape
-from graphmod.ranks.board import LateRanks
+from graphmod.ranks.ballot import LateRanks
 from graphmod.ranks.sharded import captured
 from graphmod.state.entry import Entry
 from graphmod.trace.undo import let_through

@@ -13,19 +13,22 @@ and others may come later.
 
 from __future__ import annotations
 
+import functools
+import gc
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import IntEnum
 from typing import Any
 
+import torch
 from torch import distributed
 
-from graphmod.ranks.ballot import Ballot
-from graphmod.ranks.board import LateRanks, connected
+from graphmod.ranks.ballot import Ballot, LateRanks, connected
 
 _FAILED, _WORKED = 8, 9  # votes after captures, which cannot be taken for others
 _TIMEOUT = 1800.0  # seconds, as long as Gloo waits
 _ballots: weakref.WeakKeyDictionary[Any, dict[tuple, Ballot]] = weakref.WeakKeyDictionary()
+_frees: list[weakref.WeakMethod] = []
 
 
 class Choice(IntEnum):
@@ -126,3 +129,31 @@ class Agreement:
             rank, _, reason, _ = min(others, key=lambda one: (not one[3], one[0]))
             self.why = reason if reason.startswith("rank ") else f"rank {rank} does" + (f": {reason}" if reason else "")
         self.lasts = any(one[3] for one in others)
+
+
+def free_before_destruction(free: Callable[[Any], None]) -> None:
+    """Calls a method with each process group that is about to be destroyed, as long as the object lives. Graphs with
+    collectives are freed by then: to shut a group of NCCL's down waits for them."""
+    _frees[:] = [known for known in _frees if known() is not None]
+    if not any(known() == free for known in _frees):
+        _frees.append(weakref.WeakMethod(free))
+    # All ways to destroy a group lead here, under whatever name a program has imported them.
+    original = distributed.ProcessGroup.shutdown
+    if not hasattr(original, "_frees_graphs"):
+        distributed.ProcessGroup.shutdown = _freeing(original)
+
+
+def _freeing(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def shutdown(group: Any) -> Any:
+        frees = [free for known in _frees if (free := known()) is not None]
+        for free in frees:
+            free(group)
+        if frees:
+            gc.collect()
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()  # CUDA tells NCCL of a graph's end in a thread of its own
+        return original(group)
+
+    shutdown._frees_graphs = True
+    return shutdown

@@ -9,7 +9,7 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from graphmod import CUDAGraphConfig, CUDAGraphModule, graph_layers
-from graphmod.ranks.buckets import Bucket
+from graphmod.ranks.reducer import Bucket
 from graphmod.trace.dispatch import current
 
 STEPS = 30  # of a training that is compared with eager's

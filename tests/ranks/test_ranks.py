@@ -8,7 +8,7 @@ import pytest
 import torch
 from processes import finished
 
-from graphmod.ranks.buckets import uses_alone
+from graphmod.ranks.reducer import uses_alone
 
 TWO_GPUS = torch.cuda.device_count() > 1
 
