@@ -102,17 +102,19 @@ def _as_captured(ticket: Ticket, graph: ForwardGraph) -> tuple[Sequence[Tensor],
 def _run_again(ticket: Ticket, graph: ForwardGraph) -> tuple[Sequence[Tensor], list[Tensor], dict]:
     context, backend = graph.context, graph.context.group.backend
     changed = [(tensor, tensor.clone()) for tensor in graph.graph.seen.written.values()]
-    now = graph.random_state()
+    now, depth = graph.random_state(), run_again.count
     graph.set_random_state(ticket.random_state)
     try:
+        run_again.count = depth + 1
         for tensor, value in zip(graph.advanced, ticket.before or (), strict=True):
             tensor.copy_(value)
         leaves = [apart(static.tensor) for static in graph.inputs]
         args, kwargs = rebuild(graph.entry.signature.structure, leaves)
         modes = entered_again(graph.entry.signature.modes, backend.device_type)
-        with torch.enable_grad(), modes, run_again.deeper(), graph.recording.guards.as_recorded():
+        with torch.enable_grad(), modes, graph.recording.guards.as_recorded():
             outputs = graph.results.of_node(context.call(*args, **kwargs))
     finally:
+        run_again.count = depth
         graph.set_random_state(now)
         for tensor, before in changed:
             tensor.copy_(before)

@@ -7,8 +7,7 @@ from typing import Any, TypeVar
 
 from graphmod.graph.context import Context
 from graphmod.ranks.agreement import Agreement, Choice, communicated, free_before_destruction, several_ranks
-from graphmod.ranks.data_parallel import inside_calls
-from graphmod.ranks.depth import Depth
+from graphmod.ranks.data_parallel import Depth, inside_calls
 from graphmod.state.entry import Entry
 
 T = TypeVar("T")

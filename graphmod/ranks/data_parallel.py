@@ -7,6 +7,7 @@ its own from the first step on. What it computes, and when, stays as it is.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,9 +16,15 @@ from torch import Tensor, distributed, nn
 from torch.distributed.utils import _to_kwargs
 from torch.nn.parallel import DistributedDataParallel
 
-from graphmod.ranks.depth import Depth
 from graphmod.ranks.reducer import Reducer
 from graphmod.trace.dispatch import current, hidden
+
+
+class Depth(threading.local):
+    """How many calls of one kind are under way in the present thread."""
+
+    count = 0
+
 
 inside_calls = Depth()  # of what wrappers call, where models are found whose reducers are to be replaced
 
