@@ -17,7 +17,7 @@ from graphmod.graph.context import Context
 from graphmod.graph.group import EagerCall
 from graphmod.graph.uses import learn_uses
 from graphmod.guards.hooks import on_accumulator
-from graphmod.ranks.whole import reads_parts
+from graphmod.ranks.fully_shard import reads_parts
 from graphmod.signature.flattening import flatten
 from graphmod.signature.modes import difference
 from graphmod.signature.signature import parameter_names

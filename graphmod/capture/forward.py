@@ -16,7 +16,7 @@ from graphmod.graph.context import Context
 from graphmod.graph.forward import ALIGNED_OTHERWISE, ForwardGraph
 from graphmod.graph.tape import Tape
 from graphmod.ranks.ballot import LateRanks
-from graphmod.ranks.sharded import captured
+from graphmod.ranks.fully_shard import captured
 from graphmod.state.entry import Entry
 from graphmod.trace.undo import let_through
 

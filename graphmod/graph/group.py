@@ -16,7 +16,7 @@ from graphmod.backend import Backend, default_device, make_backend
 from graphmod.config import BackendName
 from graphmod.graph.gradients import GradientBuffer, Passing
 from graphmod.graph.tape import MOST_ARENAS, Arena, Tape
-from graphmod.ranks.whole import FixedPlaces
+from graphmod.ranks.fully_shard import FixedPlaces
 from graphmod.signature.modes import key_reader
 from graphmod.state.said import Said
 from graphmod.state.verification import Verification

@@ -16,7 +16,7 @@ from torch import Tensor
 from graphmod.errors import CaptureRefused
 from graphmod.graph.gradients import GradientBuffer, kind_of
 from graphmod.graph.group import Group
-from graphmod.ranks.whole import taken_together
+from graphmod.ranks.fully_shard import taken_together
 from graphmod.trace.overloads import Place, place_of
 from graphmod.trace.recorder import Recorder
 

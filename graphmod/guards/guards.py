@@ -24,7 +24,7 @@ from graphmod.guards.hooks import HookWatch
 from graphmod.guards.lookup import MISSING, Cell, Fields, Kind, Slots, get
 from graphmod.guards.notes import Note, Notes
 from graphmod.guards.tensors import TensorWatch
-from graphmod.ranks.sharded import as_in_forwards
+from graphmod.ranks.fully_shard import as_in_forwards
 from graphmod.trace.tensors import is_leaf
 from graphmod.trace.undo import let_through
 

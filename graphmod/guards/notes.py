@@ -51,7 +51,7 @@ from graphmod.guards.lookup import (
     is_made_by_code,
     of_c,
 )
-from graphmod.ranks.sharded import held_between_calls
+from graphmod.ranks.fully_shard import held_between_calls
 from graphmod.torch_private import weak_reference
 from graphmod.trace.garbage import Ages
 from graphmod.trace.host_draws import HostDraws

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from graphmod.ranks.data_parallel import compiled_around, is_taken_over, joins, take_over_inside, take_over_later
-from graphmod.ranks.sharded import shared_otherwise
+from graphmod.ranks.fully_shard import shared_otherwise
 
 _MOST = 4096  # objects looked at
 _DEPTH = 4

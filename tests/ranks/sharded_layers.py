@@ -90,7 +90,7 @@ def sharded(habit, device, graphs):
 
 def move(model):
     """Has all whole parameters come back somewhere else."""
-    from graphmod.ranks.sharded import param_groups
+    from graphmod.ranks.fully_shard import param_groups
 
     moved, kept = 0, []
     for group in param_groups():

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from graphmod.config import CompileMode, CUDAGraphConfig, choice
-from graphmod.ranks.whole import is_collected
+from graphmod.ranks.fully_shard import is_collected
 from graphmod.state.entry import GraphStats
 from graphmod.train.settings import Scope, train_settings
 from graphmod.train.step.activations import recomputed_layers
