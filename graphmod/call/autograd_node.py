@@ -17,7 +17,6 @@ from graphmod.capture.backward import capture_backward
 from graphmod.capture.recorded_backward import DIFFERENTIATED_AGAIN
 from graphmod.errors import BackwardUnavailable
 from graphmod.graph.backward import BackwardGraph, GradientsExchanged, Outvoted
-from graphmod.graph.differentiate import changed_in_place
 from graphmod.graph.forward import ForwardGraph
 from graphmod.graph.tape import Ticket
 from graphmod.graph.uses import notice_others, watch_sums
@@ -136,7 +135,7 @@ def _backward(ticket: Ticket, graph: ForwardGraph, grads: tuple[Tensor | None, .
     if known is not None:  # else autograd compares the versions of what it saved
         changed = ticket.changed()
         if changed and any(parameter is weight for parameter in changed for weight in known.weights):
-            raise changed_in_place(context)
+            raise context.changed_in_place()
     if context.group.context is not None:
         context.group.first_backward()
     graph.entry.backward_began(context.group.begun)
@@ -167,10 +166,10 @@ def _backward(ticket: Ticket, graph: ForwardGraph, grads: tuple[Tensor | None, .
         return _again(ticket, graph, grads, accumulates, pending)
     for output in known.saved:
         if output.changed():
-            raise changed_in_place(context)
+            raise context.changed_in_place()
     for output in graph.results.sharing:
         if output.changed():  # eager would follow the change into what shares its memory
-            raise changed_in_place(context)
+            raise context.changed_in_place()
     if context.group.stash and any(id(parameter) in context.group.stash for parameter in graph.direct):
         return _again(ticket, graph, grads, accumulates)  # which adds its uses, one by one, to what waits for them
     as_then = modes is graph.backward_modes or modes == graph.backward_modes

@@ -11,7 +11,6 @@ from torch import Tensor
 from graphmod.call.together import run_again
 from graphmod.errors import BackwardUnavailable
 from graphmod.graph.buffers import apart
-from graphmod.graph.differentiate import changed_in_place, deliver, differentiate
 from graphmod.graph.forward import ForwardGraph
 from graphmod.graph.tape import Ticket
 from graphmod.graph.uses import watch_sums
@@ -53,7 +52,7 @@ def recompute(
         # Autograd visits the witness, and would run hooks that were put there since once more.
         late = graph.witness if direct and graph.witness is not None and has_gradient_hooks(graph.witness) else None
         with without_gradient_hooks([] if late is None else [late]):
-            through, gradients = differentiate(graph, outputs, leaves, grads, direct, edges, {*pending, *stash})
+            through, gradients = graph.differentiate(outputs, leaves, grads, direct, edges, {*pending, *stash})
     for parameter, grad in gradients:  # those of several uses one by one, as autograd adds them up
         earlier = sums[parameter] if parameter in sums else stash.pop(id(parameter), None)
         sums[parameter] = grad if earlier is None else earlier if grad is None else earlier + grad
@@ -61,11 +60,29 @@ def recompute(
     ticket.of_witness = None if late is None or id(late) in stash else sums.pop(late, None)
     ready = [(p, grad) for p, grad in sums.items() if id(p) not in stash]
     with backend.in_turn():
-        deliver(ready)
+        _deliver(ready)
     context.counters.eager_calls += 1
     if graph.summed and ticket.node is not None:
         watch_sums(graph, ticket.node(), graph.summed, through)
     return through
+
+
+def _deliver(direct: list[tuple[Tensor, Tensor | None]]) -> None:
+    """What AccumulateGrad does, for gradients computed eagerly."""
+    for parameter, grad in direct:
+        before = parameter.grad
+        if grad is None or not parameter.requires_grad:
+            continue
+        if grad.layout is not torch.strided:
+            parameter.grad = grad.detach() if before is None else before + grad
+        elif before is None:
+            parameter.grad = torch.empty_like(parameter, requires_grad=False).copy_(grad)
+        elif before.layout is not torch.strided:
+            parameter.grad = grad + before
+        else:
+            before.add_(grad)
+        for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
+            hook(parameter)  # which has come since the forward
 
 
 @contextlib.contextmanager
@@ -85,7 +102,7 @@ def _as_captured(ticket: Ticket, graph: ForwardGraph) -> tuple[Sequence[Tensor],
     """What the capture of the forward left behind, if that was in this pass."""
     known = graph.backward
     if known is not None and any(parameter is weight for parameter in ticket.changed() for weight in known.weights):
-        raise changed_in_place(graph.context)
+        raise graph.context.changed_in_place()
     if (
         not graph.results.retained
         or (graph.random and graph.context.group.backend.on_gpu)

@@ -11,7 +11,6 @@ from torch import Tensor
 from graphmod.errors import CaptureRefused
 from graphmod.graph.backward import BackwardGraph
 from graphmod.graph.buffers import OwnedBuffer, StaticInput, StaticOutput, adopted
-from graphmod.graph.differentiate import changed_in_place, differentiate
 from graphmod.graph.forward import ELSEWHERE, ForwardGraph
 from graphmod.graph.gradients import Loans
 from graphmod.graph.group import Group
@@ -52,7 +51,7 @@ def capture_backward(graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> B
             [] if known.guards is None else [known.guards]
         )
         if any(output.changed() for output in known.saved):
-            raise changed_in_place(context)
+            raise context.changed_in_place()
         if context.agreement is not None and not context.agreement.captured(True):
             raise CaptureRefused(ELSEWHERE)
         with group.backend.in_turn():  # the capture made gradient accumulators, and eager code may use them now
@@ -197,7 +196,7 @@ class _Capture:
         graph = self._graph
         self._notes = undo.enter(noting())
         inputs = [item.tensor for item in graph.inputs]
-        return differentiate(graph, graph.results.retained, inputs, self._grads, graph.direct, graph.edges)
+        return graph.differentiate(graph.results.retained, inputs, self._grads, graph.direct, graph.edges)
 
     def _check(self, recorder: Recorder, gradients: list[Any]) -> None:
         refused = what_changed(self._notes)

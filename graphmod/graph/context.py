@@ -148,6 +148,13 @@ class Context:
         self.keep_eager(entry, difference)
         self.log_once(f"{message}; it stays eager, and force_enable() tries again", key=difference)
 
+    def changed_in_place(self) -> RuntimeError:
+        """What autograd says where a backward reads something that was changed since."""
+        return RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: a result "
+            f"or a parameter of {self.name!r}, which its backward reads again; use the out-of-place operation"
+        )
+
     def keep_eager(self, entry: Entry, reason: str) -> None:
         """From now on calls with this signature are eager."""
         entry.disabled, entry.reason, self.last_failure = True, reason, reason

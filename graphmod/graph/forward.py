@@ -1,8 +1,12 @@
-"""A captured forward: how it is captured, and what one replay does."""
+"""A captured forward: how it is captured and differentiated, and what one replay does."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +14,6 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from graphmod.backend.random_state import python_random_state, restore_python_random_state
 from graphmod.errors import CaptureRefused, Diverged
 from graphmod.graph.accumulators import own_accumulators, stood_in
 from graphmod.graph.backward import BackwardGraph
@@ -18,14 +21,15 @@ from graphmod.graph.buffers import StaticInput
 from graphmod.graph.checkpointed import KEPT, RunAgain, in_checkpoint, own_saved_tensors
 from graphmod.graph.context import Context
 from graphmod.graph.gradients import GradientBuffer, as_memory, lend, memory_of
+from graphmod.graph.placement import Gradients
 from graphmod.graph.results import Results, resolved
 from graphmod.graph.split import is_split, part
 from graphmod.graph.static_inputs import Sources, static_inputs
 from graphmod.graph.tape import Tape
-from graphmod.graph.uses import times, uses_of
+from graphmod.graph.uses import apart, times, uses_of
 from graphmod.graph.watch import Watch, refuse_unseen
 from graphmod.guards.changes import NOT_REPLAYED
-from graphmod.guards.hooks import has_gradient_hooks, has_hooks_of_others
+from graphmod.guards.hooks import has_gradient_hooks, has_hooks_of_others, without_gradient_hooks
 from graphmod.signature.arguments import Given
 from graphmod.signature.flattening import rebuild
 from graphmod.signature.signature import parameter_names
@@ -38,6 +42,18 @@ from graphmod.trace.undo import Undo, is_interrupt, undoing
 
 ELSEWHERE = "another rank could not capture it"
 ALIGNED_OTHERWISE = "an argument begins at another place within 16 bytes than when it was captured"
+
+
+def _python_random_state() -> tuple[Any, Any]:
+    """The random states of Python and, if it is in use, numpy, which captured code may draw from."""
+    numpy = sys.modules.get("numpy")
+    return random.getstate(), None if numpy is None else numpy.random.get_state()
+
+
+def _restore_python_random_state(state: tuple[Any, Any]) -> None:
+    random.setstate(state[0])
+    if state[1] is not None:
+        sys.modules["numpy"].random.set_state(state[1])
 
 
 class ForwardGraph:
@@ -146,7 +162,7 @@ class ForwardGraph:
             split = not generators and not entry.failures_in_a_row
             return group.backend.capture(run, pool, given, generators, check, split=split, script=script)
 
-        python_random, generators = python_random_state(), recording.generators
+        python_random, generators = _python_random_state(), recording.generators
         states = [(generator, generator.get_state()) for generator in generators]
         states += recording.host_draws.states()
         random_state, captured = group.backend.random_state(), None
@@ -171,7 +187,7 @@ class ForwardGraph:
             group.backend.set_random_state(random_state)
             put_back(states)
             guards.restore()
-            restore_python_random_state(python_random)
+            _restore_python_random_state(python_random)
             for parameter, grad in zip(owned, grads_then, strict=True):
                 if parameter.grad is not grad:
                     parameter.grad = grad
@@ -267,6 +283,58 @@ class ForwardGraph:
     def forget_autograd(self) -> None:
         """Lets go of the autograd graph of the capture, which serves to capture the backward of its own pass only."""
         self.results.retained, self.edges, self.stand_ins = [], {}, {}
+
+    # -- gradients -----------------------------------------------------------------------------------------------
+
+    def differentiate(
+        self,
+        outputs: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        grads: Sequence[Tensor | None],
+        direct: Sequence[Tensor],
+        edges: Mapping[int, GradientEdge],
+        several: Collection[int] = (),
+    ) -> tuple[list[Tensor | None], Gradients]:
+        """Gradients of `outputs`: of the differentiable inputs and hooked parameters, one for each use that is to be
+        kept apart, and of the `direct` parameters.
+
+        Args:
+            several: those of the direct parameters (by identity) of which there is one for each use, too.
+            edges: parameter (by identity) -> where the autograd graph of `outputs` ends for it, if not at the
+                AccumulateGrad node that the parameter has now.
+        """
+        pairs = [(out, grad) for out, grad in zip(outputs, grads, strict=True) if grad is not None]
+        given = Counter(self.differentiable)
+        with torch.enable_grad():
+            ends = [get_gradient_edge(inputs[i]) for i in given]
+            ends += [edges.get(id(p)) or get_gradient_edge(p) for p in self.hooked]
+        counts = [*given.values(), *self.hooked_uses]
+        wanted = [*ends, *(edges.get(id(p), p) for p in direct)]
+        found: Sequence[Tensor | None] = [None] * len(wanted)
+        parts: dict[int, list[Tensor]] = {}
+        if pairs and wanted:
+            repeated = {place: ends[place] for place, count in enumerate(counts) if count > 1}
+            with torch.enable_grad():
+                for place, parameter in enumerate(direct, len(ends)):
+                    if id(parameter) in several:
+                        repeated[place] = edges.get(id(parameter)) or get_gradient_edge(parameter)
+            separately = apart(repeated, outputs) if repeated else contextlib.nullcontext(parts)
+            # Autograd runs the hooks when the gradients come out of this node.
+            with separately as parts, without_gradient_hooks(self.hooked):
+                found = torch.autograd.grad(
+                    [out for out, _ in pairs],
+                    wanted,
+                    [grad for _, grad in pairs],
+                    retain_graph=not self.graph.seen.ran_compiled,  # a capture may be made twice
+                    allow_unused=True,
+                )
+        through: list[Tensor | None] = []
+        for place, count in enumerate(counts):
+            whole = found[place]
+            of_uses = parts.get(place, [] if whole is None else [whole])
+            through += [*of_uses, *[None] * (count - len(of_uses))]
+        places = enumerate(direct, len(ends))
+        return through, [(p, one) for place, p in places for one in parts.get(place) or [found[place]]]
 
     # -- replay --------------------------------------------------------------------------------------------------
 
