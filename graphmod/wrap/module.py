@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import sys
@@ -20,10 +19,7 @@ from graphmod.guards.guards import HOOKS
 from graphmod.state.entry import GraphStats
 from graphmod.torch_private import when_compiled
 from graphmod.trace.dispatch import is_recording
-from graphmod.wrap.collected import ARGUMENT as COLLECTS
-from graphmod.wrap.collected import Collector, asked_of, hand_on
-from graphmod.wrap.filled import ARGUMENT as FILLS
-from graphmod.wrap.filled import change, mappings_in
+from graphmod.wrap.beside import Collector, asked_of, hand_on
 from graphmod.wrap.surface import Surface
 from graphmod.wrap.target import HOLDERS, Target, caller_with, in_place_of_forward
 
@@ -151,10 +147,13 @@ class CUDAGraphModule(Surface):
             self.reset()
         if self._call.__class__ is not Target:
             return run(context, args, kwargs)
-        asked, names = asked_of(self._root), mappings_in(kwargs)
-        if asked is None and not names:
+        asked = asked_of(self._root, kwargs)
+        if asked is None:
             return run(context, args, kwargs)
-        return self._run_with_more_results(asked, names, args, kwargs)
+        collects, collector = asked[0], None
+        if collects is not None:
+            collector = self._collectors.setdefault(collects, Collector(*collects))
+        return hand_on(functools.partial(run, context, args), asked, collector, kwargs)
 
     @when_compiled
     def _say_compiled(self) -> None:
@@ -168,22 +167,6 @@ class CUDAGraphModule(Surface):
             f"inside, and put the graph outside: {remedy}",
             key="compiled around",
         )
-
-    def _run_with_more_results(self, asked: tuple | None, names: tuple[str, ...], args: tuple, kwargs: dict) -> Any:
-        """Likewise, for a layer that does something beside giving its result: see `collected` and `filled`."""
-        collector: Any = contextlib.nullcontext()
-        if asked is not None:
-            if asked not in self._collectors:
-                self._collectors[asked] = Collector(asked)
-            collector = self._collectors[asked].active()
-        items = {name: dict(kwargs[name]) for name in names}
-        with collector:
-            result, found, changed = run(self._context, args, {**kwargs, **items, COLLECTS: asked, FILLS: names})
-        if asked is not None:
-            hand_on(asked, found)
-        for name, one in zip(names, changed, strict=True):
-            change(kwargs[name], one)
-        return result
 
     def _for_copy(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
         """An eager call of a shallow copy of the wrapped layer, whose `forward` leads here, too."""

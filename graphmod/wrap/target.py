@@ -8,17 +8,13 @@ import contextlib
 import copy
 import inspect
 import sys
-from collections import UserDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from graphmod.wrap.collected import ARGUMENT as COLLECTS
-from graphmod.wrap.collected import take
-from graphmod.wrap.filled import ARGUMENT as FILLS
-from graphmod.wrap.filled import changes
+from graphmod.wrap.beside import ARGUMENT, call_layer
 
 
 class Target:
@@ -38,14 +34,9 @@ class Target:
         self.own = module.__dict__.get("forward")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        function, asked, names = self.function, kwargs.pop(COLLECTS, None), kwargs.pop(FILLS, ())
-        filled = {name: UserDict(kwargs[name]) for name in names}
         given = args if self.own is not None else (self.module, *args)
-        result = function(*given, **{**kwargs, **filled})
-        if asked is None and not names:
-            return result
-        found = None if asked is None else take()
-        return result, found, [changes(filled[name], kwargs[name]) for name in names]
+        asked = kwargs.pop(ARGUMENT, None)
+        return self.function(*given, **kwargs) if asked is None else call_layer(self.function, asked, given, kwargs)
 
     @property
     def function(self) -> Any:

@@ -1,0 +1,137 @@
+"""What layers of transformers do beside giving their result: they collect, and fill mappings.
+
+Forward hooks append router logits or attention weights to lists that a model keeps around the calls of its layers, and
+layers of Gemma 3n and Gemma 4 put the keys and values that they share into a mapping that they are given. No replay
+would do either. So a wrapped layer collects for itself, and fills a mapping of its own; both are among its results, and
+are handed on after the call. Plain dicts are left alone: they are arguments whose change is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections import UserDict
+from collections.abc import Callable, Iterator, KeysView
+from typing import Any
+
+from torch import nn
+
+ARGUMENT = "graphmod_beside"  # in which a wrapped layer is told what is asked of it
+_LAYERS = "_hidden_states_layers"  # in the collector, beside what is collected: which layers are wanted
+_HOOK = "install_output_capuring_hook."
+
+
+def _variable() -> Any:
+    """Holds the collector of the model that runs; None without such a library."""
+    return getattr(sys.modules.get("transformers.utils.output_capturing"), "_active_collector", None)
+
+
+class _Found:
+    """Stands in for the list of one kind: `before` lie in it already."""
+
+    __slots__ = ("before", "items")
+
+    def __init__(self, before: int) -> None:
+        self.before = before
+        self.items: list[Any] = []
+
+    def append(self, item: Any) -> None:
+        self.items.append(item)
+
+    def __len__(self) -> int:
+        return self.before + len(self.items)
+
+
+class Collector:
+    """Stands in for a model's collector while one of its layers runs, the same in each call, so that code which reads
+    it reads the same.
+
+    Args:
+        counts: each kind with how many there are before; layers: those that are wanted, None for all.
+    """
+
+    __slots__ = ("_found", "_layers")
+
+    def __init__(self, counts: tuple, layers: tuple | None) -> None:
+        self._found = {kind: _Found(count) for kind, count in counts}
+        self._layers = None if layers is None else frozenset(layers)
+
+    def keys(self) -> KeysView[str]:
+        return self._found.keys()
+
+    def __getitem__(self, kind: str) -> _Found:
+        return self._found[kind]
+
+    def get(self, name: str) -> frozenset | None:
+        return self._layers if name == _LAYERS else None
+
+    def take(self) -> tuple[list, ...]:
+        """What was collected since it was asked last, of each kind."""
+        taken = tuple(found.items for found in self._found.values())
+        for found in self._found.values():
+            found.items = []
+        return taken
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Hooks append to this one. Afterwards what they appended is gone, if nobody has taken it."""
+        variable = _variable()
+        token = variable.set(self)
+        try:
+            yield
+        finally:
+            variable.reset(token)
+            self.take()
+
+
+def asked_of(layer: nn.Module, kwargs: dict[str, Any]) -> tuple | None:
+    """What is asked of a layer beside its result, in constants: what to collect, as `Collector` takes it, or None, and
+    the names of the arguments to fill. None if it is nothing."""
+    variable = _variable()
+    collector, collects = None if variable is None else variable.get(), None
+    if collector and any(_collects(module) for module in layer.modules() if module is not layer):
+        layers = collector.get(_LAYERS)
+        counts = tuple((kind, len(found)) for kind, found in collector.items() if kind != _LAYERS)
+        collects = counts, None if layers is None else tuple(sorted(layers))
+    fills = tuple([name for name, value in kwargs.items() if value.__class__ is UserDict])
+    return None if collects is None and not fills else (collects, fills)
+
+
+def _collects(module: nn.Module) -> bool:
+    return any(getattr(hook, "__qualname__", "").startswith(_HOOK) for hook in module._forward_hooks.values())
+
+
+def call_layer(function: Callable, asked: tuple, args: tuple, kwargs: dict[str, Any]) -> tuple:
+    """Calls a layer's own code; returns its result, what it has collected, and of each mapping the items that are new
+    or others, and the keys that are gone."""
+    collects, fills = asked
+    filled = {name: UserDict(kwargs[name]) for name in fills}
+    result = function(*args, **{**kwargs, **filled})
+    found = None if collects is None else _variable().get().take()
+    changes = []
+    for name, now in filled.items():
+        before = kwargs[name]
+        other = {key: value for key, value in now.items() if key not in before or before[key] is not value}
+        changes.append((other, tuple(key for key in before if key not in now)))
+    return result, found, changes
+
+
+def hand_on(run: Callable, asked: tuple, collector: Collector | None, kwargs: dict[str, Any]) -> Any:
+    """Runs a wrapped layer and does to the caller's lists and mappings what its code would have done; returns its
+    result.
+
+    Args:
+        run: called with the keyword arguments, makes `call_layer` happen in some way.
+        collector: for what it collects.
+    """
+    _, fills = asked
+    with contextlib.nullcontext() if collector is None else collector.active():
+        result, found, changes = run({**kwargs, **{name: dict(kwargs[name]) for name in fills}, ARGUMENT: asked})
+    if collector is not None:
+        for kind, items in zip(collector.keys(), found, strict=True):
+            _variable().get()[kind].extend(items)
+    for name, (other, gone) in zip(fills, changes, strict=True):
+        for key in gone:
+            del kwargs[name][key]
+        kwargs[name].update(other)
+    return result
