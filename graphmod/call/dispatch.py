@@ -19,10 +19,9 @@ from graphmod.guards.hooks import several_hooks
 from graphmod.ranks.agreement import Choice
 from graphmod.ranks.ballot import LateRanks
 from graphmod.reads.backwards import end_left, watches
-from graphmod.signature.flattening import flatten
+from graphmod.signature.flattening import flatten, unrepeatable
 from graphmod.signature.modes import FOREIGN
 from graphmod.signature.signature import Signature, argument_paths, parameter_names, tensor_key
-from graphmod.signature.structure import unrepeatable
 from graphmod.state.entry import Entry
 from graphmod.state.verification import LOOKS
 from graphmod.torch_private import is_fx_tracing, is_traced, next_sequence_number

@@ -22,10 +22,9 @@ from graphmod.guards.hooks import without_gradient_hooks
 from graphmod.guards.notes import Notes
 from graphmod.guards.remedies import KEEP, KEEP_COUNT, KEEP_ITEMS, KEEP_ITERATOR, keepers
 from graphmod.ranks.data_parallel import Borrowed
-from graphmod.signature.flattening import flatten
+from graphmod.signature.flattening import flatten, unrepeatable
 from graphmod.signature.modes import FOREIGN, difference, key_reader
 from graphmod.signature.signature import parameter_names
-from graphmod.signature.structure import unrepeatable
 from graphmod.state.surroundings import Surroundings
 from graphmod.torch_private import next_sequence_number
 from graphmod.trace.garbage import no_garbage_collection

@@ -11,9 +11,8 @@ from torch import Tensor
 from graphmod.errors import CaptureRefused
 from graphmod.graph.buffers import StaticOutput
 from graphmod.graph.sharing import PartOf, fresh_view, shared_parts
-from graphmod.signature.flattening import flatten, rebuild
+from graphmod.signature.flattening import Content, Leaf, Opaque, Unrepeatable, flatten, parts, rebuild
 from graphmod.signature.signature import attributes_of, unusual
-from graphmod.signature.structure import Content, Leaf, Opaque, Unrepeatable, parts
 from graphmod.state.entry import Entry
 from graphmod.trace.operations import address
 from graphmod.trace.recorder import Recorder

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from graphmod.errors import CaptureRefused
 from graphmod.graph.buffers import OwnedBuffer, StaticInput, adopted
+from graphmod.signature.flattening import Leaf
 from graphmod.signature.signature import argument_paths, attributes_of, has_own_gradient, parameter_names, unusual
-from graphmod.signature.structure import Leaf
 from graphmod.trace.operations import address
 from graphmod.trace.recorder import Recorder
 

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from graphmod.signature import modes as modes_of
-from graphmod.signature.flattening import flatten
-from graphmod.signature.structure import (
+from graphmod.signature.flattening import (
     PLAIN_KINDS,
     Constant,
     Keys,
     Leaf,
     Opaque,
     children,
+    flatten,
     opaque_parts,
     unrepeatable,
 )

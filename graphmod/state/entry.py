@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
+from graphmod.signature.flattening import opaque_parts
 from graphmod.signature.modes import AUTOCAST, GRAD
 from graphmod.signature.signature import Matcher, Signature
-from graphmod.signature.structure import opaque_parts
 from graphmod.state.budget import Budget
 from graphmod.state.said import cause_of
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from graphmod.signature.flattening import Opaque, opaque_parts
 from graphmod.signature.signature import Signature, difference, remedy
-from graphmod.signature.structure import Opaque, opaque_parts
 from graphmod.state.entry import Entry
 
 _MOST_OPAQUE = 4

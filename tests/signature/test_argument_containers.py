@@ -16,8 +16,7 @@ from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
 from graphmod import CUDAGraphModule
-from graphmod.signature.flattening import flatten, rebuild
-from graphmod.signature.structure import Opaque, opaque_parts, unrepeatable
+from graphmod.signature.flattening import Opaque, flatten, opaque_parts, rebuild, unrepeatable
 
 CALLS = 10
 
