@@ -17,14 +17,13 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from graphmod.errors import CaptureRefused, Diverged
 from graphmod.graph.accumulators import own_accumulators, stood_in
 from graphmod.graph.backward import BackwardGraph
-from graphmod.graph.buffers import StaticInput
+from graphmod.graph.buffers import Sources, StaticInput, static_inputs
 from graphmod.graph.checkpointed import KEPT, RunAgain, in_checkpoint, own_saved_tensors
 from graphmod.graph.context import Context
 from graphmod.graph.gradients import GradientBuffer, as_memory, lend, memory_of
 from graphmod.graph.placement import Gradients
 from graphmod.graph.results import Results, resolved
 from graphmod.graph.split import is_split, part
-from graphmod.graph.static_inputs import Sources, static_inputs
 from graphmod.graph.tape import Tape
 from graphmod.graph.uses import apart, times, uses_of
 from graphmod.graph.watch import Watch, refuse_unseen
