@@ -12,12 +12,12 @@ import graphmod
 HOUSE = Path(graphmod.__file__).parent
 ROOMS = (
     *("errors", "words", "config", "torch_private", "cuda_driver", "trace", "ranks", "guards", "reads", "signature"),
-    *("state", "backend", "graph", "capture", "call", "wrap", "check", "attention", "decode", "train", "serve", "cli"),
-    "__main__",
+    *("state", "backend", "graph", "capture", "call", "wrap", "check", "attention", "fuse", "decode", "train", "serve"),
+    *("cli", "__main__"),
 )
 WITHIN = {
     "decode": (
-        *("errors", "interrupts", "results", "model_state", "config", "cache", "early_launch", "products", "step"),
+        *("errors", "interrupts", "results", "model_state", "config", "cache", "step"),
         *(
             "attention",
             "text",
@@ -96,7 +96,7 @@ def test_so_do_the_rooms_within(house, room):
             assert rooms <= before, f"{name} imports from {rooms - before}"
 
 
-ON_TOP = ("decode",)
+ON_TOP = ("fuse", "decode")
 DOORS = {"errors", "config", "torch_private", "cuda_driver", "attention", "wrap.extension", "wrap.exchange"}
 DOORS |= {"wrap.module", "wrap.layers"}
 

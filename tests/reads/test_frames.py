@@ -11,7 +11,7 @@ from torch import nn
 
 from graphmod import CUDAGraphModule
 from graphmod.capture.recording import record
-from graphmod.decode.step.compile import compiled_code
+from graphmod.fuse.inductor import compiled_code
 from graphmod.guards.library import CORE, TORCH
 from graphmod.reads import frames
 from graphmod.reads.reading import Reading

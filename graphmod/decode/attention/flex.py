@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from graphmod.decode.cache.cache import PagedCache
 from graphmod.decode.cache.layers import Layer
 from graphmod.decode.cache.views import CacheView
-from graphmod.decode.step.compile import compiled_code, for_decode
+from graphmod.fuse.inductor import compiled_code, for_decode
 
 
 def unavailable(memory: PagedCache) -> str | None:

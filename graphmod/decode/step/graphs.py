@@ -12,10 +12,10 @@ from tqdm import tqdm
 from graphmod.config import CompileMode, CUDAGraphConfig, Verify
 from graphmod.decode.config import EngineConfig
 from graphmod.decode.results import BucketStats
-from graphmod.decode.step.compiler import StepCompiler
 from graphmod.decode.step.sampling import TOP
 from graphmod.decode.step.state import BatchState
 from graphmod.decode.step.step import DecodeStep
+from graphmod.fuse.compiler import StepCompiler
 from graphmod.wrap.extension import Group
 from graphmod.wrap.module import CUDAGraphModule
 

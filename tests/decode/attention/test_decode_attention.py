@@ -17,8 +17,8 @@ from graphmod.decode.cache.cache import PagedCache
 from graphmod.decode.cache.layers import uniform
 from graphmod.decode.cache.views import CacheView, slot_mapping
 from graphmod.decode.config import AttentionName
-from graphmod.decode.step.compile import compiled_code
 from graphmod.decode.step.graphs import context_sizes
+from graphmod.fuse.inductor import compiled_code
 from graphmod.trace.dispatch import is_recording
 from graphmod.trace.operations import address
 from graphmod.trace.recorder import Recorder

@@ -14,7 +14,7 @@ from graphmod.decode.attention import choice as attention
 from graphmod.decode.attention import fastest
 from graphmod.decode.attention.choice import IMPLEMENTATIONS, choose
 from graphmod.decode.config import AttentionName
-from graphmod.decode.step.compile import compiled_code
+from graphmod.fuse.inductor import compiled_code
 from graphmod.trace.dispatch import is_recording
 
 ALL = [AttentionName.flashinfer, AttentionName.flex, AttentionName.triton, AttentionName.sdpa]

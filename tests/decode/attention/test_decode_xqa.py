@@ -19,8 +19,8 @@ from graphmod.decode.cache.cache import PagedCache
 from graphmod.decode.cache.layers import uniform
 from graphmod.decode.cache.views import CacheView
 from graphmod.decode.config import AttentionName
-from graphmod.decode.step.compile import compiled_code, for_decode
 from graphmod.errors import ConfigError
+from graphmod.fuse.inductor import compiled_code, for_decode
 from graphmod.trace.dispatch import hidden
 
 

@@ -4,8 +4,8 @@ import torch
 
 from graphmod import CUDAGraphModule
 from graphmod.config import CUDAGraphConfig
-from graphmod.decode.step.compiler import captured_program
-from graphmod.decode.step.program import Observer
+from graphmod.fuse.compiler import captured_program
+from graphmod.fuse.program import Observer
 from graphmod.trace.patches import observed
 from graphmod.wrap.exchange import serving
 

@@ -17,11 +17,20 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from graphmod.decode.step.compile import compile_graph
-from graphmod.decode.step.pieces import Compiled, Piece, as_observed, cut, description, graph_of
-from graphmod.decode.step.program import Observer, Program, Unsupported, Value
-from graphmod.decode.step.tuning import timed_in_graphs
 from graphmod.errors import reason
+from graphmod.fuse.inductor import compile_graph, timed_in_graphs
+from graphmod.fuse.program import (
+    Compiled,
+    Observer,
+    Piece,
+    Program,
+    Unsupported,
+    Value,
+    as_observed,
+    cut,
+    description,
+    graph_of,
+)
 from graphmod.wrap.exchange import exchange, memory_of, observed, serving
 from graphmod.wrap.module import CUDAGraphModule
 
@@ -75,7 +84,7 @@ class StepCompiler:
     """Watches wrappers of decode steps.
 
     Args:
-        tuned: see `compile.by_inductor`.
+        tuned: see `inductor.by_inductor`.
         background: compile in a thread; steps run from the graphs that were captured until it is done. Else the call
             after that which captured a step waits.
         compile: makes code of a graph, as `compile_graph`.

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Qwen3Config
 
 from graphmod.decode import DecodeEngine, DecodeError
-from graphmod.decode.step.compiler import StepCompiler
+from graphmod.fuse.compiler import StepCompiler
 from graphmod.wrap.exchange import serving
 
 SLIDING = ["sliding_attention", "full_attention"] * 3

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from graphmod.decode.step.tuning import _LAUNCHES, _sets, timed_in_graphs
+from graphmod.fuse.inductor import _LAUNCHES, _sets, timed_in_graphs
 
 
 def test_only_what_is_large_and_read_has_copies():

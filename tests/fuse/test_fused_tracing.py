@@ -11,8 +11,8 @@ from torch._inductor import compile_fx
 from torch._subclasses import FakeTensorMode
 
 from graphmod import CUDAGraphConfig, CUDAGraphModule
-from graphmod.decode.step.compile import compile_graph
-from graphmod.decode.step.pieces import cut, graph_of
+from graphmod.fuse.inductor import compile_graph
+from graphmod.fuse.program import cut, graph_of
 
 
 class Held:

@@ -12,9 +12,8 @@ from torch.nn import functional as F
 
 from graphmod import CUDAGraphModule
 from graphmod.config import CUDAGraphConfig
-from graphmod.decode.step.compiler import StepCompiler
-from graphmod.decode.step.pieces import cut
-from graphmod.decode.step.program import Unsupported
+from graphmod.fuse.compiler import StepCompiler
+from graphmod.fuse.program import Unsupported, cut
 from graphmod.wrap.exchange import serving
 
 

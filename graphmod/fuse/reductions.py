@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, library
 from torch.fx import GraphModule, Node
 
-from graphmod.decode.products.joining import is_write
+from graphmod.fuse.products import is_write
 
 _LENGTH = 2048  # of a part; for 1, 32 and 128 rows of 151,936 the fastest on an H200, or within 0.3 us of it
 _LONGEST = 2**16 * _LENGTH  # more parts than a launch may have
@@ -28,10 +28,10 @@ def reduce_parts(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         (..., parts) each: float32, int64, float32.
     """
     if x.is_cuda:
-        from graphmod.decode.step import reduction_kernel
+        from graphmod.fuse import kernels
 
         with torch.cuda.device_of(x):
-            return reduction_kernel.reduce_parts(x, _LENGTH)
+            return kernels.reduce_parts(x, _LENGTH)
     padded = torch.nn.functional.pad(x.float(), (0, -x.shape[-1] % _LENGTH), value=float("-inf"))
     parts = padded.unflatten(-1, (-1, _LENGTH))
     largest, place = parts.max(-1)

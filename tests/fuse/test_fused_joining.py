@@ -10,9 +10,9 @@ from torch import library, nn
 from torch._subclasses import FakeTensorMode
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-from graphmod.decode.products.joining import _has_kernel, join_products, multiplies_row
-from graphmod.decode.step.compile import by_inductor
-from graphmod.decode.step.pieces import cut, description, graph_of
+from graphmod.fuse.inductor import by_inductor
+from graphmod.fuse.products import _has_kernel, join_products, multiplies_row
+from graphmod.fuse.program import cut, description, graph_of
 
 FEATURES = 128
 ROUNDED_OTHERWISE = {torch.ops.graphmod.divided_product.default, torch.ops.graphmod.gated_product.default}
@@ -160,7 +160,7 @@ def test_a_compiler_takes_all_of_them(tuned):
 
 def test_the_operations_are_there_for_who_compiles_alone():
     code = """
-from graphmod.decode.step import compile
+from graphmod.fuse import inductor
 print([hasattr(torch.ops.graphmod, name) for name in ("products", "gated_product", "divided_product")])
 """
     done = subprocess.run([sys.executable, "-c", "import torch\n" + code], capture_output=True, text=True, check=True)
@@ -341,7 +341,7 @@ def test_a_weight_that_another_piece_writes_is_left_to_the_compiler():
 )
 def test_other_devices_have_no_kernel(there, monkeypatch):
     there = {"triton": object(), "hip": None, "gpu": True, "capability": (9, 0)} | there
-    monkeypatch.setattr("graphmod.decode.products.joining.find_spec", lambda name: there[name])
+    monkeypatch.setattr("graphmod.fuse.products.find_spec", lambda name: there[name])
     monkeypatch.setattr(torch.version, "hip", there["hip"])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: there["gpu"])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: there["capability"])

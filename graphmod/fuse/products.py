@@ -1,4 +1,11 @@
-"""Which linear layers of a compiled decode step become products of few rows."""
+"""Which linear layers of a compiled step become products of few rows: with several weights (query, key and value; gate
+and up, with SiLU) by one kernel, and with a narrow one (the output of attention, down) by enough programs for a GPU.
+
+With few rows a product takes a GPU little more than its launch and the way of the first bytes from memory, and the
+products of one input do not wait for each other. Compiled steps call these operations in place of linear layers;
+the weights stay where they are. The kernels read them before the one before has ended, so no kernel of a step may write
+to them.
+"""
 
 import operator
 from collections import defaultdict
@@ -6,15 +13,17 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-import graphmod.decode.products.operations  # noqa: F401  defines the operations
-from graphmod.decode.early_launch import can_start_early
-from graphmod.decode.products.limits import DEPTH, FEWEST_IN_BULK, MOST_ROWS, MOST_WEIGHTS, OUT
+from graphmod.fuse.early_launch import can_start_early
 from graphmod.wrap.exchange import facts, written
 
+MOST_ROWS = 128
+MOST_WEIGHTS = 3  # of one launch
+FEWEST_IN_BULK = 65  # rows; with 64 both kernels take as long, with 32 `multiply_bulk` takes longer
+OUT, DEPTH = 64, 128  # out features and features of weights are multiples of these
 _LARGEST_WEIGHT = 16 * 2**20  # bytes, of several rows; for more, reading takes longer than a launch
 _FEWEST_COLUMNS = 48 * 64  # of all weights of an operation; with fewer, most of a large GPU would read nothing
 _FULL, _MOST_PARTS = 96, 8  # programs that fill a GPU; parts of a weight's features
@@ -177,3 +186,107 @@ def _fits(node: Node, device: str, fewest_rows: int) -> bool:
 
 def _plain(value: Any) -> bool:
     return isinstance(value, Tensor) and not is_traceable_wrapper_subclass(value)
+
+
+# -- the operations ----------------------------------------------------------------------------------------------------
+
+
+@library.custom_op("graphmod::products", mutates_args=())
+def products(x: Tensor, weights: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """`[x @ weight.T for weight in weights]`, summed in float32.
+
+    Args:
+        x: (..., features) of 1 to 128 rows in bfloat16 or float16; features a multiple of 128.
+        weights: up to three, (out features, features), contiguous; out features a multiple of 64.
+        dtype: of the results: that of `x`, or float32.
+    """
+    if not x.is_cuda:
+        x = x.to(dtype)
+        return [torch.nn.functional.linear(x, weight.to(dtype)) for weight in weights]
+    flat = x.reshape(-1, x.shape[-1]).contiguous()
+    outs = [flat.new_empty(len(flat), len(weight), dtype=dtype) for weight in weights]
+    with torch.cuda.device_of(x):
+        multiply(flat, weights, outs)
+    return [out.view(*x.shape[:-1], -1) for out in outs]
+
+
+@products.register_fake
+def _(x: Tensor, weights: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    return [x.new_empty(*x.shape[:-1], len(weight), dtype=dtype) for weight in weights]
+
+
+@library.custom_op("graphmod::gated_product", mutates_args=())
+def gated_product(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+    """`silu(x @ gate.T) * (x @ up.T)`, computed in float32 and rounded once.
+
+    Args:
+        x: (..., features) of 1 to 128 rows in bfloat16 or float16; features a multiple of 128.
+        gate, up: (out features, features) each, contiguous; out features a multiple of 64.
+    """
+    if not x.is_cuda:
+        opened, given = (torch.nn.functional.linear(x.float(), weight.float()) for weight in (gate, up))
+        return (torch.nn.functional.silu(opened) * given).to(x.dtype)
+    flat = x.reshape(-1, x.shape[-1]).contiguous()
+    out = flat.new_empty(len(flat), len(gate))
+    with torch.cuda.device_of(x):
+        multiply(flat, [gate, up], [out], gated=True)
+    return out.view(*x.shape[:-1], -1)
+
+
+@gated_product.register_fake
+def _(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+    return x.new_empty(*x.shape[:-1], len(gate))
+
+
+@library.custom_op("graphmod::divided_product", mutates_args=())
+def divided_product(x: Tensor, weight: Tensor, parts: int) -> Tensor:
+    """(parts, ..., out features) in float32, whose sum over the parts is `x @ weight.T`: of each part of the features.
+
+    Args:
+        x: (..., features) of 1 to 128 rows in bfloat16 or float16.
+        weight: (out features, features), contiguous; out features a multiple of 64.
+        parts: each of a multiple of 128 features.
+    """
+    if not x.is_cuda:
+        pairs = zip(x.chunk(parts, -1), weight.chunk(parts, -1), strict=True)
+        return torch.stack([torch.nn.functional.linear(some.float(), other.float()) for some, other in pairs])
+    flat = x.reshape(-1, x.shape[-1]).contiguous()
+    out = flat.new_empty(parts, len(flat), len(weight), dtype=torch.float32)
+    with torch.cuda.device_of(x):
+        multiply(flat, [weight], [out], parts=parts)
+    return out.view(parts, *x.shape[:-1], -1)
+
+
+@divided_product.register_fake
+def _(x: Tensor, weight: Tensor, parts: int) -> Tensor:
+    return x.new_empty(parts, *x.shape[:-1], len(weight), dtype=torch.float32)
+
+
+def multiply(x: Tensor, weights: list[Tensor], outs: list[Tensor], parts: int = 1, gated: bool = False) -> None:
+    """`outs[i] = x @ weights[i].T`, for up to three.
+
+    Args:
+        x: (rows, features), contiguous, of two bytes a number.
+        weights: (out features, features) each, contiguous; out features a multiple of 64.
+        outs: (rows, out features) each, contiguous; (parts, rows, out features) of several parts.
+        parts: that features are divided into, each a multiple of 128; one for a single row.
+        gated: then `outs[0] = silu(x @ weights[0].T) * (x @ weights[1].T)`, of two weights that are as large.
+    """
+    widths = [len(weight) for weight in weights] + (MOST_WEIGHTS - len(weights)) * [0]
+    # Kernels take three of each; those too many are not used.
+    weights = [*weights, *(MOST_WEIGHTS - len(weights)) * weights[:1]]
+    outs = [*outs, *(MOST_WEIGHTS - len(outs)) * outs[:1]]
+    from graphmod.fuse import kernels
+
+    early = can_start_early(x.device)
+    if early and len(x) == 1 and parts == 1:
+        kernels.multiply_row(x, weights, widths, outs, gated)
+    elif early and len(x) >= FEWEST_IN_BULK and not gated and _aligned(x, *weights):
+        kernels.multiply_bulk(x, weights, widths, outs, parts)
+    else:
+        kernels.multiply_batch(x, weights, widths, outs, parts, gated)
+
+
+def _aligned(*tensors: Tensor) -> bool:
+    """As the tensor memory accelerator needs it."""
+    return all(tensor.data_ptr() % 16 == 0 for tensor in tensors)

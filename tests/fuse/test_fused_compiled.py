@@ -18,8 +18,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from graphmod import torch_private
 from graphmod.decode import DecodeEngine
-from graphmod.decode.step import compile as compiled
-from graphmod.decode.step.pieces import cut, graph_of
+from graphmod.decode.step.state import MOST_STOPS
+from graphmod.fuse import early_launch, inductor
+from graphmod.fuse.program import cut, graph_of
 
 WAIT, LAUNCH = "tl.extra.cuda.gdc_wait()", "tl.extra.cuda.gdc_launch_dependents()"
 
@@ -29,7 +30,7 @@ def filtered(lines, early=True, late=False):
     code.writelines(lines)
     kernel = TritonKernel.__new__(TritonKernel)
     kernel._enable_pdl_codegen = lambda: early
-    with compiled.every_kernel_waits_first(late):
+    with early_launch.every_kernel_waits_first(late):
         kernel._filter_pdl(code)
     return list(map(str, code._lines))
 
@@ -59,14 +60,18 @@ def test_kernels_that_others_compile_meanwhile_are_left_alone():
 
 def test_other_compilations_are_left_alone():
     before = TritonKernel._filter_pdl
-    with pytest.raises(ZeroDivisionError), compiled.every_kernel_waits_first():
+    with pytest.raises(ZeroDivisionError), early_launch.every_kernel_waits_first():
         raise ZeroDivisionError
     assert TritonKernel._filter_pdl is before
 
 
+def test_the_stops_of_a_row_are_looked_at_one_by_one():
+    assert MOST_STOPS <= inductor.MOST_UNROLLED
+
+
 @pytest.mark.parametrize("tuned", [False, True])
 def test_a_piece_computes_and_changes_what_it_does_uncompiled(tuned, monkeypatch):
-    monkeypatch.setattr(compiled, "_can_launch_early", lambda: False)
+    monkeypatch.setattr(inductor, "generated_can", lambda: False)
     weight, x, out, count = (
         torch.randn(32, 16),
         torch.randn(1, 16),
@@ -82,7 +87,7 @@ def test_a_piece_computes_and_changes_what_it_does_uncompiled(tuned, monkeypatch
     (piece,) = cut(program)
     with FakeTensorMode() as mode:
         given = [mode.from_tensor(inputs[number]) for number in piece.inputs]
-    run = compiled.compile_graph(graph_of(piece), given, tuned)
+    run = inductor.compile_graph(graph_of(piece), given, tuned)
     before = int(count)
     out.zero_()
     with torch.inference_mode():
@@ -97,8 +102,8 @@ import torch
 from torch._dynamo.utils import counters
 from torch._subclasses import FakeTensorMode
 from step_programs import program_of
-from graphmod.decode.step.compile import compile_graph
-from graphmod.decode.step.pieces import cut, graph_of
+from graphmod.fuse.inductor import compile_graph
+from graphmod.fuse.program import cut, graph_of
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 x, weight, out = torch.ones(2, 16), torch.ones(32, 16), torch.zeros(2, 32)
@@ -134,7 +139,7 @@ def branches_of(code):
 @pytest.mark.slow  # which compiles
 @pytest.mark.parametrize("rows", [1, 3, 100])
 def test_every_generated_kernel_waits_before_it_touches_memory(rows, monkeypatch):
-    if not compiled._can_launch_early():
+    if not early_launch.generated_can():
         pytest.skip("kernels cannot be launched early here")
     config = Qwen3Config(
         hidden_size=256, intermediate_size=1536, num_hidden_layers=2, num_attention_heads=32, num_key_value_heads=8,

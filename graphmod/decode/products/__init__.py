@@ -1,1 +1,0 @@
-"""Products of few rows with the weights of linear layers, as compiled decode steps compute them."""

@@ -1,0 +1,162 @@
+"""What inductor is asked for when a step is compiled, and how its kernels are timed."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import statistics
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._guards import detect_fake_mode
+from torch.fx import GraphModule
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+from graphmod.fuse.early_launch import every_kernel_waits_first, generated_can
+from graphmod.fuse.products import join_products, multiplies_row
+from graphmod.fuse.reductions import divide_reductions
+from graphmod.torch_private import fx_beside_others, settle_assembler
+from graphmod.wrap.extension import capture_launches, capturing
+
+log = logging.getLogger("graphmod")
+
+_MOST_COMPILED = 256  # batch sizes times rules of layers; dynamo's own limit is 8, and beyond it goes on uncompiled
+MOST_UNROLLED = 8  # numbers of a reduction, such as the stops of a row: a loop over them would be a kernel of its own
+_one_at_a_time = threading.RLock()  # what is patched belongs to the process
+
+
+def for_decode(function: Callable) -> Callable:
+    """`function` compiled by dynamo and inductor for CUDA graphs of fixed shapes."""
+    return torch.compile(function, dynamic=False, fullgraph=True, backend=partial(by_inductor, tuned=False))
+
+
+def compile_graph(graph: GraphModule, inputs: list[Tensor], tuned: bool) -> Callable[..., tuple]:
+    """A graph of aten operations compiled for CUDA graphs of fixed shapes. Any thread may call it.
+
+    Args:
+        inputs: without memory (fake tensors).
+        tuned: see `by_inductor`.
+    """
+    with torch.no_grad(), torch._C._DisableAutocast(), fx_beside_others():
+        FakeTensorProp(graph, detect_fake_mode(inputs)).propagate_dont_convert_inputs(*inputs)
+        join_products(graph)
+        divide_reductions(graph)
+        return by_inductor(graph, inputs, tuned)
+
+
+def by_inductor(graph: GraphModule, inputs: list[Any], tuned: bool) -> Callable[..., tuple]:
+    """What inductor makes of a graph.
+
+    Generated kernels use programmatic dependent launch where PyTorch and GPU have it (compute capability 9.0): the next
+    one is set up while the last one ends, and a step of many small kernels has no gaps. (CUDA Programming Guide,
+    "Programmatic Dependent Launch and Synchronization".)
+
+    Args:
+        tuned: coordinate-descent tuning.
+    """
+    from torch._inductor.compile_fx import compile_fx
+
+    patches: dict[str, Any] = {"unroll_reductions_threshold": MOST_UNROLLED + 1}
+    if tuned:
+        patches["coordinate_descent_tuning"] = True
+    waiting: contextlib.AbstractContextManager = contextlib.nullcontext()
+    if torch.cuda.is_available():
+        settle_assembler()
+        # Kernels that do not need each other are one: query and key are rotated by the same launch.
+        patches["combo_kernels"] = True
+    if torch.cuda.is_available() and generated_can():
+        patches["triton.enable_pdl"] = True
+        waiting = every_kernel_waits_first(late=multiplies_row(graph))
+        # No function of this name is called: it tells apart what is kept on disk.
+        marked = torch._inductor.config.unsafe_marked_cacheable_functions
+        patches["unsafe_marked_cacheable_functions"] = {**marked, "graphmod.every_kernel_waits_first": "2"}
+    # What was traced and compiled of it is kept between processes.
+    with _one_at_a_time, torch._functorch.config.patch(enable_autograd_cache=True), waiting:
+        return compile_fx(graph, inputs, config_patches=patches)
+
+
+def compiled_code() -> contextlib.AbstractContextManager:
+    """For code that dynamo compiles to run in: for as many batch sizes as there are."""
+    return torch._dynamo.config.patch(recompile_limit=_MOST_COMPILED)
+
+
+# -- tuning ------------------------------------------------------------------------------------------------------------
+
+_LAUNCHES = 32  # in a graph
+_LARGE = 2**20  # bytes of a tensor that is a weight, and no input of a few rows
+_MOST = 2**28  # bytes of copies of weights: several times the cache
+_ROUNDS = 15
+_WARM = 5  # rounds before: a GPU that has waited for a compiler runs at low clocks
+
+
+@contextlib.contextmanager
+def timed_in_graphs() -> Iterator[None]:
+    """For kernels to be tuned in, by this thread. Candidates are timed as a step meets them: in a CUDA graph, one
+    launch after the other, and with weights that are not in the GPU's cache.
+
+    Inductor times single launches. Of a kernel that takes 4 us, what a launch costs is then as large a part as what
+    candidates differ by: the same step of 28 layers took from 0.83 to 1.00 ms, as noise had chosen (H200).
+    """
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    single, tuning = CachingAutotuner.bench, threading.get_ident()
+    latest: list[Any] = [None, []]  # a kernel, and arguments for it
+
+    def bench(kernel: Any, launcher: Callable, *args: Any, with_profiler: bool = False, **named: Any) -> float:
+        if threading.get_ident() == tuning and any(isinstance(one, Tensor) and one.is_cuda for one in args):
+            try:
+                if latest[0] is not kernel:
+                    latest[:] = kernel, []  # what was before is let go first
+                    latest[1] = _sets(args, [name not in kernel.mutated_arg_names for name in kernel.fn.arg_names])
+                return _milliseconds(launcher, latest[1], named)
+            except Exception as error:  # of launches: a candidate may ask for more than there is
+                log.debug("%s is timed by itself", launcher, exc_info=error)
+                with capturing():  # it waits for all of the GPU
+                    return single(kernel, launcher, *args, with_profiler=with_profiler, **named)
+        return single(kernel, launcher, *args, with_profiler=with_profiler, **named)
+
+    CachingAutotuner.bench = bench
+    try:
+        yield
+    finally:
+        CachingAutotuner.bench = single
+
+
+def _sets(args: tuple, read_only: list[bool]) -> list[list[Any]]:
+    """The arguments, and as many more with other memory for what is large and only read as the cache cannot hold."""
+    large = [
+        keeps and isinstance(one, Tensor) and one.nbytes >= _LARGE
+        for one, keeps in zip(args, itertools.chain(read_only, itertools.repeat(False)), strict=False)
+    ]
+    nbytes = sum(one.nbytes for one, other in zip(args, large, strict=True) if other)
+    count = min(_LAUNCHES, _MOST // nbytes) if nbytes else 1
+    if count < 2:  # one alone is larger than the cache
+        return [list(args)]
+    return [
+        [torch.zeros_like(one) if other else one for one, other in zip(args, large, strict=True)] for _ in range(count)
+    ]
+
+
+def _milliseconds(launcher: Callable, sets: list[list[Any]], named: dict[str, Any]) -> float:
+    """Of one launch."""
+    launcher(*sets[0], **named, stream=torch.cuda.current_stream().cuda_stream)  # loads it
+    torch.cuda.current_stream().synchronize()
+
+    def launch(stream: int) -> None:
+        for given in itertools.islice(itertools.cycle(sets), _LAUNCHES):
+            launcher(*given, **named, stream=stream)
+
+    held, times = capture_launches(launch), []
+    for _ in range(_WARM + _ROUNDS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        held.graphs[0].replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return statistics.median(times[_WARM:]) / _LAUNCHES

@@ -1,0 +1,399 @@
+"""The Triton kernels of compiled steps: products of few rows, and parts of long reductions. Importing this module needs
+Triton.
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import libdevice
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from graphmod.fuse.early_launch import can_start_early, early_launch
+
+# -- what the products have in common ----------------------------------------------------------------------------------
+
+_MOST_PREFETCHED = 16 * 2**20  # bytes of weights: a part of the cache, so that they are there when wanted
+_MOST_STAGES = 4
+_LINE: tl.constexpr = tl.constexpr(64)  # numbers of two bytes in a line of the cache
+
+
+@triton.jit
+def place(
+    program,
+    first_weight,
+    second_weight,
+    third_weight,
+    first_out,
+    second_out,
+    third_out,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
+    THIRD: tl.constexpr,
+    OUT: tl.constexpr,
+):
+    """The weight and the result that a program works on, the columns of these, and the first that it makes: each makes
+    OUT, and the programs of the results follow one another."""
+    second: tl.constexpr = FIRST // OUT
+    third: tl.constexpr = second + SECOND // OUT
+    weight, out = first_weight, first_out
+    if program >= third:
+        weight, out = third_weight, third_out
+    elif program >= second:
+        weight, out = second_weight, second_out
+    before = tl.where(program >= third, third, tl.where(program >= second, second, 0))
+    width = tl.where(program >= third, THIRD, tl.where(program >= second, SECOND, FIRST))
+    return weight, out, width, (program - before) * OUT
+
+
+@triton.jit
+def prefetch(begin, FEATURES: tl.constexpr, DEPTH: tl.constexpr):
+    """Brings FEATURES numbers of the rows of a weight that begin there into the L2 cache; a multiple of DEPTH."""
+    line = tl.arange(0, DEPTH // _LINE) * _LINE
+    for start in tl.range(0, FEATURES, DEPTH):
+        lines = begin + start + line[None, :]
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines.to(tl.int64)], tl.int32, False, 1
+        )
+
+
+def prefetched(features: int, columns: int, parts: int, depth: int) -> int:
+    """How many features of a part are brought into the cache."""
+    most = _MOST_PREFETCHED // (columns * parts * 2) // depth * depth
+    return min(features // parts, most)
+
+
+@functools.cache
+def stages(rows: int, depth: int, device: torch.device) -> int:
+    """How many tiles of so many rows, of input and weight together, a multiprocessor has shared memory for."""
+    properties = torch.cuda.get_device_properties(device)
+    room = getattr(properties, "shared_memory_per_block_optin", 48 * 1024)
+    return max(1, min(_MOST_STAGES, room // (2 * depth * rows)))
+
+
+# -- products of one row -----------------------------------------------------------------------------------------------
+
+# Columns of a program, and features of a column that it loads at once. What is loaded before the input is there is all
+# that matters: of some 20 settings on an H200 this is the fastest for a layer of Qwen3-0.6B (22.7 us, 30.3 if it waits
+# for its input first) and within 1 % of it for one of Qwen3-8B, when each let the next kernel start after its wait.
+_ROW_OUT, _ROW_DEPTH = 4, 4096
+
+
+@triton.jit
+def _tile(at, column, start: tl.constexpr, FEATURES: tl.constexpr, DEPTH: tl.constexpr):
+    """Numbers of a row or weight, behind which there is nothing."""
+    if start + DEPTH > FEATURES:
+        return tl.load(at + start, mask=column < FEATURES - start, other=0.0)
+    return tl.load(at + start)
+
+
+@triton.jit
+def _multiply_row(
+    x,
+    first_weight,
+    second_weight,
+    third_weight,
+    first_out,
+    second_out,
+    third_out,
+    FEATURES: tl.constexpr,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
+    THIRD: tl.constexpr,
+    OUT: tl.constexpr,
+    DEPTH: tl.constexpr,
+    GATED: tl.constexpr,
+):
+    """Each program makes OUT columns of one result; gated, of the first two weights together."""
+    # At once: most products have a small kernel or attention behind them, and the next product waits for that.
+    tl.extra.cuda.gdc_launch_dependents()
+    program = tl.program_id(0)
+    weight, out, _, column = place(
+        program, first_weight, second_weight, third_weight, first_out, second_out, third_out, FIRST, SECOND, THIRD, OUT
+    )
+    column += tl.arange(0, OUT)
+    depth = tl.arange(0, DEPTH)
+    begin = column[:, None].to(tl.int64) * FEATURES + depth[None, :]
+    some = _tile(weight + begin, depth[None, :], 0, FEATURES, DEPTH)
+    if GATED:
+        others = _tile(second_weight + begin, depth[None, :], 0, FEATURES, DEPTH)
+    # The kernel before may still run. It makes the input, but no weight: those come meanwhile.
+    tl.extra.cuda.gdc_wait()
+    taken = _tile(x + depth, depth, 0, FEATURES, DEPTH).to(tl.float32)[None, :]
+    total = tl.sum(some.to(tl.float32) * taken, 1)
+    if GATED:
+        given = tl.sum(others.to(tl.float32) * taken, 1)
+    for start in tl.static_range(DEPTH, FEATURES, DEPTH):
+        taken = _tile(x + depth, depth, start, FEATURES, DEPTH).to(tl.float32)[None, :]
+        some = _tile(weight + begin, depth[None, :], start, FEATURES, DEPTH)
+        total += tl.sum(some.to(tl.float32) * taken, 1)
+        if GATED:
+            others = _tile(second_weight + begin, depth[None, :], start, FEATURES, DEPTH)
+            given += tl.sum(others.to(tl.float32) * taken, 1)
+    if GATED:
+        total = total / (1 + tl.exp(-total)) * given
+    tl.store(out + column, total.to(out.dtype.element_ty))
+
+
+def multiply_row(x: Tensor, weights: list[Tensor], widths: list[int], outs: list[Tensor], gated: bool) -> None:
+    """See `products.multiply`; of one row, for GPUs of compute capability 9.0 and newer."""
+    features = x.shape[1]
+    widths = [*widths[:1], 0, 0] if gated else widths
+    _multiply_row[(sum(widths) // _ROW_OUT,)](
+        x,
+        *weights,
+        *outs,
+        features,
+        *widths,
+        OUT=_ROW_OUT,
+        DEPTH=min(_ROW_DEPTH, triton.next_power_of_2(features)),
+        GATED=gated,
+        num_warps=8 if features >= _ROW_DEPTH else 4,
+        **early_launch(True),
+    )
+
+
+# -- products of some rows ---------------------------------------------------------------------------------------------
+
+# What a program works on: columns and features of a weight at a time, and by how many warps. Of some 120 settings
+# on an H200 the fastest, or within 0.1 us of it, for Qwen3-0.6B's weights and 32 rows: query, key and value 4.6 us
+# (13.1 one after the other); gate and up 5.3 (10.3). The weight is the left factor because it has the 64 rows that
+# newer tensor cores take there, which an input often has not.
+_OUT, _DEPTH, _WARPS = 64, 128, 4
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _multiply_batch(
+    x,
+    first_weight,
+    second_weight,
+    third_weight,
+    first_out,
+    second_out,
+    third_out,
+    rows,
+    FEATURES: tl.constexpr,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
+    THIRD: tl.constexpr,
+    PARTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUT: tl.constexpr,
+    DEPTH: tl.constexpr,
+    STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
+    PREFETCHED: tl.constexpr,
+    GATED: tl.constexpr,
+):
+    """Each program makes OUT columns of one result, for all rows, of a part of the features. Gated, it makes half as
+    many columns of the first two weights, and of these one."""
+    program, part = tl.program_id(0), tl.program_id(1)
+    each: tl.constexpr = FEATURES // PARTS
+    weight, out, width, first_column = place(
+        program, first_weight, second_weight, third_weight, first_out, second_out, third_out, FIRST, SECOND, THIRD, OUT
+    )
+    row, depth = tl.arange(0, ROWS), tl.arange(0, DEPTH)
+    lane = tl.arange(0, OUT)
+    if GATED:
+        # Eight of the one weight and eight of the other in turn: so a thread that holds a number of the one also holds
+        # that of the other (PTX ISA, "Register Fragments for wgmma").
+        column = program * (OUT // 2) + lane // 16 * 8 + lane % 8
+        begin = tl.where(lane // 8 % 2 == 0, first_weight, second_weight)[:, None] + column[:, None] * FEATURES
+    else:
+        column = first_column + lane
+        begin = weight + column[:, None] * FEATURES
+    begin += part * each
+    there = row < rows
+    if EARLY:
+        # The kernel before may still run. It makes the input, but no weight: those come into the cache meanwhile.
+        prefetch(begin, PREFETCHED, DEPTH)
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    weights = begin + depth[None, :]
+    inputs = x + row[None, :] * FEATURES + part * each + depth[:, None]
+    total = tl.zeros((OUT, ROWS), tl.float32)
+    for start in tl.range(0, each, DEPTH, num_stages=STAGES):
+        taken = tl.load(inputs + start, mask=there[None, :], other=0.0)
+        total = tl.dot(tl.load(weights + start), taken, total)
+    if GATED:
+        pairs = tl.permute(tl.reshape(total, (OUT // 16, 2, 8, ROWS)), (0, 2, 3, 1))
+        opened, given = tl.split(pairs)
+        total = tl.reshape(opened / (1 + tl.exp(-opened)) * given, (OUT // 2, ROWS))
+        column = program * (OUT // 2) + tl.arange(0, OUT // 2)
+    result = total.to(out.dtype.element_ty)
+    tl.store(out + (part * rows + row)[None, :] * width + column[:, None], result, mask=there[None, :])
+
+
+def multiply_batch(
+    x: Tensor, weights: list[Tensor], widths: list[int], outs: list[Tensor], parts: int, gated: bool
+) -> None:
+    """See `products.multiply`; of up to 128 rows."""
+    rows, features = max(16, triton.next_power_of_2(len(x))), x.shape[1]
+    early = can_start_early(x.device)
+    _multiply_batch[(sum(widths) // _OUT, parts)](
+        x,
+        *weights,
+        *outs,
+        len(x),
+        features,
+        *widths,
+        PARTS=parts,
+        ROWS=rows,
+        OUT=_OUT,
+        DEPTH=_DEPTH,
+        STAGES=stages(rows + _OUT, _DEPTH, x.device),
+        EARLY=early,
+        PREFETCHED=prefetched(features, sum(widths), parts, _DEPTH),
+        GATED=gated,
+        num_warps=_WARPS,
+        **early_launch(early),
+    )
+
+
+# -- products of many rows, whose tiles the tensor memory accelerator brings -------------------------------------------
+
+# With 128 rows on an H200 a layer of Qwen3-0.6B, whose gate and up `multiply_batch` makes, takes 120.7 us; 125 where
+# that makes all.
+_BULK_ROWS, _BULK_OUT = 128, 32
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _multiply_bulk(
+    inputs,
+    first_tiles,
+    second_tiles,
+    third_tiles,
+    first_weight,
+    second_weight,
+    third_weight,
+    first_out,
+    second_out,
+    third_out,
+    rows,
+    FEATURES: tl.constexpr,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
+    THIRD: tl.constexpr,
+    PARTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUT: tl.constexpr,
+    DEPTH: tl.constexpr,
+    STAGES: tl.constexpr,
+    PREFETCHED: tl.constexpr,
+):
+    """As `_multiply_batch`, without gates. `inputs` and the tiles of weights are descriptors."""
+    program, part = tl.program_id(0), tl.program_id(1)
+    each: tl.constexpr = FEATURES // PARTS
+    begin = part * each
+    weight, out, width, column = place(
+        program, first_weight, second_weight, third_weight, first_out, second_out, third_out, FIRST, SECOND, THIRD, OUT
+    )
+    tiles = first_tiles
+    if program >= (FIRST + SECOND) // OUT:
+        tiles = third_tiles
+    elif program >= FIRST // OUT:
+        tiles = second_tiles
+    prefetch(weight + (column + tl.arange(0, OUT))[:, None] * FEATURES + begin, PREFETCHED, DEPTH)
+    tl.extra.cuda.gdc_wait()
+    tl.extra.cuda.gdc_launch_dependents()
+    total = tl.zeros((ROWS, OUT), tl.float32)
+    for start in tl.range(0, each, DEPTH, num_stages=STAGES):
+        taken = inputs.load([0, begin + start])
+        total = tl.dot(taken, tl.trans(tiles.load([column, begin + start])), total)
+    row = tl.arange(0, ROWS)[:, None]
+    at = (part * rows + row) * width + column + tl.arange(0, OUT)[None, :]
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=row < rows)
+
+
+def _described(tensor: Tensor, length: int) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(tensor, [length, _DEPTH])
+
+
+def multiply_bulk(x: Tensor, weights: list[Tensor], widths: list[int], outs: list[Tensor], parts: int) -> None:
+    """See `products.multiply`; of up to 128 rows, for GPUs of compute capability 9.0 and newer."""
+    features = x.shape[1]
+    _multiply_bulk[(sum(widths) // _BULK_OUT, parts)](
+        _described(x, _BULK_ROWS),
+        *(_described(weight, _BULK_OUT) for weight in weights),
+        *weights,
+        *outs,
+        len(x),
+        features,
+        *widths,
+        PARTS=parts,
+        ROWS=_BULK_ROWS,
+        OUT=_BULK_OUT,
+        DEPTH=_DEPTH,
+        STAGES=stages(_BULK_ROWS + _BULK_OUT, _DEPTH, x.device),
+        PREFETCHED=prefetched(features, sum(widths), parts, _DEPTH),
+        num_warps=_WARPS,
+        **early_launch(True),
+    )
+
+
+# -- reductions --------------------------------------------------------------------------------------------------------
+
+_GROUP = 8  # numbers: 16 bytes of two each
+
+
+@triton.jit
+def _reduce_parts(
+    x,
+    largest,
+    place,
+    total,
+    row_stride,
+    count,
+    LENGTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    row, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    group, within = tl.arange(0, LENGTH // GROUP), tl.arange(0, GROUP)
+    at = part * LENGTH + group[:, None] * GROUP + within[None, :]
+    x += row * row_stride
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    value = tl.load(x + at, mask=at < count, other=float("-inf")).to(tl.float32)
+    of_groups = tl.max(value, 1)  # of numbers; a NaN is found in the sum
+    most = tl.max(of_groups, 0)
+    shift = tl.where(tl.abs(most) == float("inf"), 0.0, most)
+    whole = tl.sum(tl.sum(libdevice.fast_expf(value - shift), 1), 0)
+    if whole != whole:
+        most = whole
+        first = tl.min(tl.min(tl.where(value != value, at, count), 1), 0)
+    else:
+        # Where a number is costs more than the number: the first group is looked at once more.
+        begin = part * LENGTH + tl.min(tl.where(of_groups == most, group, LENGTH), 0) * GROUP
+        again = tl.load(x + begin + within, mask=begin + within < count, other=float("-inf")).to(tl.float32)
+        first = begin + tl.min(tl.where(again == most, within, GROUP), 0)
+    out = row * parts + part
+    tl.store(largest + out, most)
+    tl.store(place + out, first)
+    tl.store(total + out, whole)
+
+
+def reduce_parts(x: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
+    """See `reductions.reduce_parts`; parts of any power of two from 8 on."""
+    rows = x.reshape(-1, x.shape[-1])
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    shape, early = (*x.shape[:-1], triton.cdiv(x.shape[-1], length)), can_start_early(x.device)
+    largest, total = (x.new_empty(shape, dtype=torch.float32) for _ in range(2))
+    place = x.new_empty(shape, dtype=torch.int64)
+    _reduce_parts[(len(rows), shape[-1])](
+        rows,
+        largest,
+        place,
+        total,
+        rows.stride(0),
+        rows.shape[1],
+        LENGTH=length,
+        GROUP=_GROUP,
+        EARLY=early,
+        num_warps=max(1, length // 1024),
+        **early_launch(early),
+    )
+    return largest, place, total
