@@ -6,13 +6,12 @@ Such functions belong to the process. So each replacement is put in once, by who
 whoever leaves last; it passes on the calls that no recorder watches.
 """
 
-import contextlib
 import functools
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +22,6 @@ from graphmod.trace import compiled, dispatch
 from graphmod.trace.generators import SEEDS
 from graphmod.trace.hazards import Reason
 from graphmod.trace.undo import Undo
-from graphmod.trace.untraced import untraced
 
 Replacement = tuple[Any, str, Any]
 """An owner, the name of its attribute, and what takes the place of that."""
@@ -259,56 +257,3 @@ def asking(recorder: Any, undo: Undo) -> None:
     for patch in (_patch, _patch_on_gpu) if recorder.on_gpu else (_patch,):
         undo.then(lambda _, patch=patch: patch.leave(recorder))
         patch.take(recorder)
-
-
-# -- somebody who sees the operations of a capture, beside its recorder ------------------------------------------------
-class Observer(Protocol):
-    """Takes in what a capture does. Raises nothing, and keeps no tensor alive that the capture makes."""
-
-    def __call__(self, op: Any, args: tuple, kwargs: dict, result: Any, fresh: list[Tensor]) -> None:
-        """Takes in an operation, as `after` of `Recorder`."""
-
-    def note_launch(self) -> None:
-        """Takes in that Python launches a kernel of Triton that is no operation of PyTorch."""
-
-
-class _OfThread(threading.local):
-    observer: Observer | None = None
-
-
-_of_thread = _OfThread()
-
-
-def observer() -> Observer | None:
-    """Who observes the captures of this thread."""
-    return _of_thread.observer
-
-
-def _launches() -> list[Replacement]:
-    kind = getattr(sys.modules.get("triton.runtime.jit"), "JITFunction", None)
-    if kind is None:
-        return []
-    launch = kind.run
-
-    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _of_thread.observer is not None and not dispatch.within_an_operation():
-            untraced(_of_thread.observer.note_launch)  # which changes what it is of
-        return launch(self, *args, **kwargs)
-
-    return [(kind, "run", run)]
-
-
-_patch_of_launches = Patch(_launches)
-
-
-@contextlib.contextmanager
-def observed(by: Observer) -> Iterator[None]:
-    """Lets `by` observe the captures that this thread makes meanwhile."""
-    before = _of_thread.observer
-    try:
-        _patch_of_launches.take(by)
-        _of_thread.observer = by
-        yield
-    finally:
-        _of_thread.observer = before
-        _patch_of_launches.leave(by)

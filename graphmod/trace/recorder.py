@@ -7,6 +7,7 @@ known and lie on the device of the call; `see` takes these in and no more. All o
 """
 
 import logging
+import threading
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -46,7 +47,7 @@ from graphmod.trace.operations import (
 )
 from graphmod.trace.origins import CHANCE, CONSTANTS, DATA, NOT_MADE, UNWRITTEN, Origins, fixed_origin
 from graphmod.trace.overloads import fits_into, place_of, run_into, writes_directly
-from graphmod.trace.patches import asking, observer
+from graphmod.trace.patches import asking
 from graphmod.trace.script import Kept, Script
 from graphmod.trace.tensors import tensors_in
 from graphmod.trace.undo import Undo, let_through
@@ -566,6 +567,15 @@ class Graph:
         """A storage was given memory, or gave it back, by hand."""
 
 
+class _Observing(threading.local):
+    """Who sees the operations of this thread's captures, beside their recorders: is called as `Graph.after`."""
+
+    by: Any = None
+
+
+observing = _Observing()
+
+
 class Recorder(EagerRecorder):
     """Follows a capture, and raises `CaptureRefused` before an operation that a graph cannot repeat.
 
@@ -599,8 +609,7 @@ class Recorder(EagerRecorder):
         self._made = 0  # tensors of Python values, on the GPU
         self._communicated = False
         self._graph = Graph() if graph is None else graph
-        observing = observer()
-        self._after = [self._graph.after] if observing is None else [self._graph.after, observing]
+        self._after = [one for one in (self._graph.after, observing.by) if one is not None]
         self._targets = targets or {}
 
     def finish(self) -> "Recorder":

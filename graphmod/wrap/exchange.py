@@ -5,13 +5,20 @@ What that has to know of operations and tensors is offered here, too, so that it
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
+from torch import Tensor
+
+from graphmod.trace import dispatch
 from graphmod.trace.compiled import CompiledGraph
 from graphmod.trace.operations import Facts, address, draws, facts, written
-from graphmod.trace.patches import observed
+from graphmod.trace.patches import Patch, Replacement
+from graphmod.trace.recorder import observing
 from graphmod.trace.tensors import each_tensor
+from graphmod.trace.untraced import untraced
 from graphmod.wrap.module import CUDAGraphModule
 
 __all__ = [
@@ -27,6 +34,47 @@ __all__ = [
     "serving",
     "written",
 ]
+
+
+class Observer(Protocol):
+    """Sees the operations of a capture, beside its recorder. Raises nothing, and keeps no tensor alive that the capture
+    makes."""
+
+    def __call__(self, op: Any, args: tuple, kwargs: dict, result: Any, fresh: list[Tensor]) -> None:
+        """Takes in an operation, as `after` of `trace.recorder.Graph`."""
+
+    def note_launch(self) -> None:
+        """Takes in that Python launches a kernel of Triton that is no operation of PyTorch."""
+
+
+def _launches() -> list[Replacement]:
+    kind = getattr(sys.modules.get("triton.runtime.jit"), "JITFunction", None)
+    if kind is None:
+        return []
+    launch = kind.run
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if observing.by is not None and not dispatch.within_an_operation():
+            untraced(observing.by.note_launch)  # which changes what it is of
+        return launch(self, *args, **kwargs)
+
+    return [(kind, "run", run)]
+
+
+_patch_of_launches = Patch(_launches)
+
+
+@contextlib.contextmanager
+def observed(by: Observer) -> Iterator[None]:
+    """Lets `by` observe the captures that this thread makes meanwhile."""
+    before = observing.by
+    try:
+        _patch_of_launches.take(by)
+        observing.by = by
+        yield
+    finally:
+        observing.by = before
+        _patch_of_launches.leave(by)
 
 
 def serving(wrapper: CUDAGraphModule) -> Any:

@@ -6,8 +6,7 @@ from graphmod import CUDAGraphModule
 from graphmod.config import CUDAGraphConfig
 from graphmod.fuse.compiler import captured_program
 from graphmod.fuse.program import Observer
-from graphmod.trace.patches import observed
-from graphmod.wrap.exchange import serving
+from graphmod.wrap.exchange import observed, serving
 
 
 def program_of(step):
