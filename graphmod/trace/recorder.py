@@ -10,7 +10,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -258,11 +258,8 @@ class EagerRecorder:
         except RuntimeError:
             return False
         if storage.nbytes() > before:
-            here = storage.device.type == ("cuda" if self.on_gpu else "cpu") and storage.device.index in (
-                None,
-                self._gpu,
-            )
-            self._origins.note_made(where, UNWRITTEN, ordinary=here)
+            index = -1 if storage.device.index is None else storage.device.index
+            self._origins.note_made(where, UNWRITTEN, ordinary=index == self._index)
         self._sizes.setdefault(storage._cdata, (storage, before))
         return True
 
@@ -343,8 +340,6 @@ class EagerRecorder:
             if about.writes:
                 self._note_writes(about, args, kwargs, greatest)
         except Exception as error:
-            if not self.watching:
-                raise
             self._cannot_follow(about, error)
         result = traced(run, args, kwargs)
         made = greatest if origin is None else origin
@@ -362,8 +357,6 @@ class EagerRecorder:
                 else:
                     self.made_by.pop(where, None)
         except Exception as error:
-            if not self.watching:
-                raise
             self._cannot_follow(about, error)
         for tensor in fresh if drawn_at else ():
             drawn_at.pop(address(tensor), None)
@@ -441,6 +434,7 @@ class EagerRecorder:
         return draws.read(call.given[0], call.index, found)
 
     def _cannot_follow(self, about: Facts, error: Exception) -> None:
+        """Takes in an error of the recorder's own, of which the call is to notice nothing."""
         let_through(error)
         name = about.name.removeprefix("aten::")
         log.debug("%s cannot be followed", name, exc_info=error)
@@ -610,14 +604,15 @@ class Recorder(EagerRecorder):
         self._communicated = False
         self._graph = Graph() if graph is None else graph
         self._after = [one for one in (self._graph.after, observing.by) if one is not None]
-        self._targets = targets or {}
+        # Index of an operation -> makes the memory that its result is to be computed into.
+        self._into: dict[int, Callable[[], Tensor]] = {} if script is None else dict(script.aims)
+        self._into |= {index: lambda memory=memory: memory for index, memory in (targets or {}).items()}
 
     def finish(self) -> "Recorder":
         """Lets go of the graph, so that the record keeps nothing alive but the tensors from outside."""
         self._graph, self._after = Graph(), []
         self._sizes.clear()
-        self._targets = {}
-        self.made_by = {}
+        self._into, self.made_by = {}, {}
         return self
 
     def is_host(self, tensor: Tensor) -> bool:
@@ -633,8 +628,14 @@ class Recorder(EagerRecorder):
             CaptureRefused: always.
         """
         super().refuse(operation, reason)
-        self._refused = self._refused or str(self.hazards[-1])
-        raise CaptureRefused(str(self.hazards[-1]))
+        self._raise(CaptureRefused(str(self.hazards[-1])))
+
+    def _raise(self, refusal: CaptureRefused) -> NoReturn:
+        self._refused = self._refused or str(refusal)  # and not the error, whose frames hold this
+        raise refusal
+
+    def _cannot_follow(self, about: Facts, error: Exception) -> NoReturn:
+        raise error
 
     def note_compilation(self) -> None:
         """Refuses a capture in which torch.compile compiles."""
@@ -668,7 +669,7 @@ class Recorder(EagerRecorder):
             now = function(values, **{**kwargs, "device": "cpu", "requires_grad": False})
             kept = self.script.made(self._made, now)
             if kept is None:
-                raise Diverged(f"{lines().place} makes a tensor of other Python values than in the call before")
+                self._raise(Diverged(f"{lines().place} makes a tensor of other Python values than in the call before"))
             self._made += 1
             self._take_address(address(kept))
             return kept.requires_grad_(kwargs.get("requires_grad", False))
@@ -695,30 +696,23 @@ class Recorder(EagerRecorder):
     def _is_as_before(self, step: Step, about: Facts) -> bool:
         """Whether there is nothing more to do with a harmless operation than to run it."""
         index = len(self.trace)
-        if index in self._targets or about.lists:
-            return False
-        if self.script is None:
-            return True
-        return index not in self.script.aims and self.script.has(index, step)
+        as_recorded = self.script is None or self.script.has(index, step)
+        return as_recorded and index not in self._into and not about.lists
 
     def _run(self, call: Call) -> Any:
-        try:
-            differs = None if self.script is None else self.script.differs(call.index, call.step, lines)
-            if differs is not None:
-                raise Diverged(differs)
-            reason = self._why_not(call)
-            kept = None if reason is None else self._kept(call, reason)
-            if kept is not None and kept.kind == "result":
-                result = kept.result()
-                for tensor in tensors_in((result,)):
-                    self._take_address(address(tensor))
-                return result
-            self._before(call)
-            result = self._execute(call)
-            fresh = self._done(call, result)
-        except CaptureRefused as refusal:
-            self._refused = self._refused or str(refusal)  # and not the error, whose frames hold this
-            raise
+        differs = None if self.script is None else self.script.differs(call.index, call.step, lines)
+        if differs is not None:
+            self._raise(Diverged(differs))
+        reason = self._why_not(call)
+        kept = None if reason is None else self._kept(call, reason)
+        if kept is not None and kept.kind == "result":
+            result = kept.result()
+            for tensor in tensors_in((result,)):
+                self._take_address(address(tensor))
+            return result
+        self._before(call)
+        result = self._execute(call)
+        fresh = self._done(call, result)
         for after in self._after:
             after(call.step.op, call.args, call.kwargs, result, fresh)
         return result
@@ -746,16 +740,11 @@ class Recorder(EagerRecorder):
         op, args, kwargs = call.step.op, call.args, call.kwargs
         if call.about.collective:
             return self._graph.collective(op, args, kwargs)
-        target = self._target(call.index)
-        if target is not None and fits_into(op, args, kwargs, target):
-            return run_into(op, args, kwargs, target)
+        into = self._into.get(call.index)
+        if into is not None:
+            with hidden():
+                target = into()
+            if fits_into(op, args, kwargs, target):
+                return run_into(op, args, kwargs, target)
         with self._graph.around((*args, *kwargs.values())) if call.about.lists else nullcontext():
             return _do(op, args, kwargs)
-
-    def _target(self, index: int) -> Tensor | None:
-        if index in self._targets:
-            return self._targets[index]
-        if self.script is None or index not in self.script.aims:
-            return None
-        with hidden():
-            return self.script.aims[index]()
