@@ -128,7 +128,7 @@ class EmulatedGraph(Graph):
         if message is not None:
             self._calls.append((message, (op._op, *map(_frozen, args)), {}))
             return
-        if (not fresh and not about.writes) or about.name.removeprefix("aten::") in _NO_FILL:
+        if (not fresh and not about.writes) or about.short in _NO_FILL:
             return
         args, kwargs = _frozen(args), {key: _frozen(value) for key, value in kwargs.items()}
         run = _waiting(op._op) if about.collective else op._op

@@ -17,7 +17,7 @@ from graphmod.errors import CaptureRefused
 from graphmod.graph.gradients import GradientBuffer, kind_of
 from graphmod.graph.group import Group
 from graphmod.ranks.fully_shard import taken_together
-from graphmod.trace.overloads import Place, place_of
+from graphmod.trace.overloads import Place
 from graphmod.trace.recorder import Recorder
 
 Gradients = list[tuple[Tensor, Tensor | None]]  # (parameter, its gradient)
@@ -29,7 +29,7 @@ def find_places(gradients: Gradients, recorder: Recorder) -> list[Place | None]:
     places: list[Place | None] = []
     taken: set[int] = set()
     for parameter, grad in gradients:
-        place = None if grad is None else place_of(grad, recorder.made_by)
+        place = None if grad is None else recorder.place_of(grad)
         fits = place is not None and place.index not in taken and grad.stride() == parameter.stride()
         places.append(place if fits else None)
         if place is not None:

@@ -31,6 +31,7 @@ _C = torch._C
 _KEY_NAME = "Fake"
 _KEY = _C._dispatch_key_parse(_KEY_NAME)
 _KEYS = _C.DispatchKeySet(_KEY)
+_BELOW_MODES = int(_KEY) < int(_C.DispatchKey.Python)  # what a mode runs is still to be seen, not the other way round
 _exclude_key = _C._dispatch_tls_set_dispatch_key_excluded
 _make_subclass, _as_subclass = Tensor._make_subclass, Tensor.as_subclass
 _NAMESPACES = ("aten", "c10d", "_c10d_functional", "fsdp")
@@ -275,8 +276,8 @@ class _Showing(_View):
 
 def shown_to(recorder: Any, given: Iterable[Tensor] = ()) -> AbstractContextManager[None]:
     """Shows `recorder` each operation of this thread, which works on tensors `given`, and of its backwards."""
-    keyed = has_key() and (_below_modes() or not _C._len_torch_dispatch_stack())
-    if keyed and not _below_modes():
+    keyed = has_key() and (_BELOW_MODES or not _C._len_torch_dispatch_stack())
+    if keyed and not _BELOW_MODES:
         if _of_ranks() and torch.distributed.is_initialized():
             _register_kernels()
         strange = [tensor for tensor in given if is_traceable_wrapper_subclass(tensor)]
@@ -337,13 +338,6 @@ def by_key() -> bool:
     return _C._dispatch_tls_is_dispatch_key_included(_KEY) and has_key()
 
 
-def stop_showing() -> None:
-    """The recorder of now sees nothing from here to the end of its call."""
-    _of_thread.recorder = None
-    if has_key():
-        _C._dispatch_tls_set_dispatch_key_included(_KEY, False)
-
-
 _passed_over: set[int] = set()
 
 
@@ -353,11 +347,6 @@ def _pass_over_higher_order_operators() -> None:
         if id(operator) not in _passed_over:
             operator.fallthrough(_KEY)
             _passed_over.add(id(operator))
-
-
-def _below_modes() -> bool:
-    """Whether what a dispatch mode runs is still to be seen, and not the other way round."""
-    return int(_KEY) < int(_C.DispatchKey.Python)
 
 
 def replacements() -> list[tuple[Any, str, Any]]:
@@ -374,13 +363,14 @@ def replacements() -> list[tuple[Any, str, Any]]:
         recorder = current()
         if recorder is not None and by_key() and type(mode).__name__ == "FakeTensorMode":
             recorder.note_compilation() if is_compiling() else recorder.note_mode(mode)
-            stop_showing()
+            _of_thread.recorder = None  # which sees nothing from here to the end of its call
+            _C._dispatch_tls_set_dispatch_key_included(_KEY, False)
         return push(mode, *args, **kwargs)
 
     def enter_mode(mode: Any) -> Any:
         """Where the key is above modes, what a mode runs is seen by way of another mode below it."""
         seen = getattr(mode, "hides_nothing", False) or type(mode).__name__ == "FakeTensorMode"
-        blinds = not _below_modes() and not seen
+        blinds = not _BELOW_MODES and not seen
         with contextlib.ExitStack() as below:
             if blinds and current() is not None and by_key():
                 below.enter_context(through_a_mode())

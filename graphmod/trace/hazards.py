@@ -67,9 +67,10 @@ class Hazard(NamedTuple):
 
 def is_harmless(op: Any, about: Facts) -> bool:
     """Whether an operator is one that graphs can repeat on tensors with memory on their device, if it is given no other
-    device: nothing that `Check` asks then."""
+    device: nothing that `Check` asks then, and nothing that the recorder takes special care with."""
     told = about.dynamic or about.unsafe or about.collective or about.name in _TOLD_BY_NAME
-    return isinstance(op, torch._ops.OpOverload) and not told
+    special = about.random or about.lifts or about.statistics or about.profiler
+    return isinstance(op, torch._ops.OpOverload) and not (told or special)
 
 
 def hazard(operation: str, lines: Lines, reason: Reason, on_gpu: bool = False) -> Hazard:

@@ -117,7 +117,7 @@ class HostDraws:
         of = [self._origins.of(address(tensor), tensor) for tensor in given]
         if not random and max(of) == DATA:
             return None
-        name = about.name.removeprefix("aten::")
+        name = about.short
         if not isinstance(op, torch._ops.OpOverload) or (DATA in of and name not in _BY_SHAPE):
             self._known = False
             return None

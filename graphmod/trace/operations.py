@@ -83,6 +83,11 @@ class Facts(NamedTuple):
     unsafe: bool = False  # its author says that it is for no CUDA graph
     op: Any = None  # held, so that its identity stays its own
 
+    @property
+    def short(self) -> str:
+        """The name without its namespace, where that is PyTorch's."""
+        return self.name.removeprefix("aten::")
+
 
 _facts_of: dict[int, Facts] = {}  # by identity: the hash of an operator is code in Python
 

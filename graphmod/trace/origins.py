@@ -91,5 +91,5 @@ def fixed_origin(about: Facts) -> int | None:
     """The origin of an operation's results, whatever it is given; None where that matters."""
     if about.collective:
         return DATA
-    name = about.name.removeprefix("aten::")
+    name = about.short
     return UNWRITTEN if name in _NO_VALUES else CONSTANTS if name in _ONLY_SHAPES else None

@@ -1,11 +1,9 @@
-"""Runs operators into given memory: which can, and which operation of a call made a tensor."""
+"""Runs operators into given memory."""
 
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-from graphmod.trace.operations import address
 
 
 def _sum_size(tensor: Tensor, dims: Any = None, keepdim: bool = False, **_: Any) -> torch.Size:
@@ -55,17 +53,3 @@ class Place(NamedTuple):
     index: int
     size: torch.Size
     stride: tuple[int, ...]
-
-
-def place_of(tensor: Tensor, made_by: dict[int, tuple[int, torch.Size, tuple]]) -> Place | None:
-    """Where a call made a tensor; None where no operation could have computed it straight into other memory (no such
-    overload, a tensor that is only part of its memory).
-
-    Args:
-        made_by: see `EagerRecorder`.
-    """
-    if address(tensor) not in made_by:
-        return None
-    index, size, stride = made_by[address(tensor)]
-    whole = tensor.untyped_storage().nbytes() == tensor.nbytes and size.numel() == tensor.numel()
-    return Place(index, size, stride) if whole else None

@@ -46,12 +46,12 @@ from graphmod.trace.operations import (
     written,
 )
 from graphmod.trace.origins import CHANCE, CONSTANTS, DATA, NOT_MADE, UNWRITTEN, Origins, fixed_origin
-from graphmod.trace.overloads import fits_into, place_of, run_into, writes_directly
+from graphmod.trace.overloads import Place, fits_into, run_into, writes_directly
 from graphmod.trace.patches import asking
 from graphmod.trace.script import Kept, Script
 from graphmod.trace.tensors import tensors_in
 from graphmod.trace.undo import Undo, let_through
-from graphmod.trace.untraced import identity, traced
+from graphmod.trace.untraced import identity, resume, suspend, thread_state, traced
 
 log = logging.getLogger("graphmod")
 
@@ -66,8 +66,7 @@ def _look_up(op: Any) -> tuple[Facts, Any, int | None, bool] | None:
     """Of an operator that is harmless on ordinary tensors: facts, what runs it, the origin of its results if that is
     fixed, and whether it can compute into given memory. None of others."""
     about = facts(op)
-    special = about.random or about.lifts or about.statistics or about.profiler
-    if special or not is_harmless(op, about):
+    if not is_harmless(op, about):
         return None
     found = _harmless[identity(op)] = about, op._op, fixed_origin(about), writes_directly(op)
     return found
@@ -112,10 +111,6 @@ class Call:
         self.given = list(tensors_in((*args, *kwargs.values()) if kwargs else args))
         self.given_at = list(map(address, self.given))
 
-    @property
-    def name(self) -> str:
-        return self.about.name.removeprefix("aten::")
-
 
 class EagerRecorder:
     """Watches an eager call. It raises nothing and changes nothing: what a capture would refuse is in `hazards`.
@@ -141,8 +136,6 @@ class EagerRecorder:
             normalization.
         inputs_written: the addresses of inputs that it changed.
         read: every address it read, of what it had not made.
-        made_by: address -> index in the trace, size and strides of what was made there last, by an operation that can
-            compute it into other memory.
 
     Args:
         inputs: the tensors the call is given; reading them is no surprise.
@@ -185,7 +178,7 @@ class EagerRecorder:
         self.advanced: dict[int, Tensor] = {}
         self.inputs_written: set[int] = set()
         self.read: set[int] = set()
-        self.made_by: dict[int, tuple[int, torch.Size, tuple]] = {}
+        self._made_by: dict[int, tuple] = {}  # address -> what made it last and could have computed it elsewhere
         self._origins = Origins()
         if host_draws is not None:
             host_draws.follow(self._origins)
@@ -232,6 +225,15 @@ class EagerRecorder:
         """Whether an operation made what lies at an address."""
         return where in self._origins
 
+    def place_of(self, tensor: Tensor) -> Place | None:
+        """Where the call made a tensor; None where no operation could have computed it straight into other memory (no
+        such overload, a tensor that is only part of its memory)."""
+        if address(tensor) not in self._made_by:
+            return None
+        place = Place(*self._made_by[address(tensor)])
+        whole = tensor.untyped_storage().nbytes() == tensor.nbytes and place.size.numel() == tensor.numel()
+        return place if whole else None
+
     # -- what is no operation ------------------------------------------------------------------------------------
 
     def make(self, function: Callable, values: Any, kwargs: dict) -> Tensor:
@@ -246,7 +248,7 @@ class EagerRecorder:
     def aim(self, tensor: Tensor, memory: Callable[[], Tensor]) -> None:
         """Lets a capture of this call compute a tensor straight into what `memory()` gives then: a tensor of its size,
         contiguous, as it is. Does nothing where it cannot."""
-        place = place_of(tensor, self.made_by) if tensor.is_contiguous() else None
+        place = self.place_of(tensor) if tensor.is_contiguous() else None
         if self.script is not None and place is not None and place.index not in self.script.aims:
             self.script.aims[place.index] = lambda: memory().as_strided(place.size, place.stride)
 
@@ -341,21 +343,26 @@ class EagerRecorder:
                 self._note_writes(about, args, kwargs, greatest)
         except Exception as error:
             self._cannot_follow(about, error)
-        result = traced(run, args, kwargs)
+        state = thread_state()
+        try:  # as in `traced`
+            resume(state)
+            result = run(*args, **kwargs)
+        finally:
+            suspend(state)
         made = greatest if origin is None else origin
         fresh: list[Tensor] = []
         try:
             plain = type(result) is Tensor and not result.is_nested and result.get_device() == self._index
-            where = address(result) if plain else 0
+            where = _pointer(_storage(result)) if plain else 0
             if not where:
                 fresh = self._note_results(op, about, given, at, result, made)
             elif where not in at:
                 fresh.append(result)
                 memory[where] = made
                 if direct:
-                    self.made_by[where] = (len(self.trace), result.size(), result.stride())
+                    self._made_by[where] = (len(self.trace), result.size(), result.stride())
                 else:
-                    self.made_by.pop(where, None)
+                    self._made_by.pop(where, None)
         except Exception as error:
             self._cannot_follow(about, error)
         for tensor in fresh if drawn_at else ():
@@ -402,7 +409,7 @@ class EagerRecorder:
             if constants is not None:
                 kept = self.script.kept[call.index] = Kept(reason.kept, constants)
             elif reason is not None and not number:
-                self.refuse(call.name, reason)
+                self.refuse(call.about.short, reason)
             self._before(call)
         except Exception as error:
             self._cannot_follow(call.about, error)
@@ -414,7 +421,7 @@ class EagerRecorder:
                 op.note_random()
                 self.random = call.random = True
                 if drawing is not None:
-                    self.refuse(call.name, drawing)
+                    self.refuse(call.about.short, drawing)
             if kept is not None:
                 kept.keep(result)
             if self.host_draws is not None and number:
@@ -428,15 +435,15 @@ class EagerRecorder:
 
     def _reads_number(self, call: Call, draws: HostDraws) -> bool:
         """Whether a number that is read on the host can be drawn again; not what comes of comparing tensors."""
-        if call.name != "_local_scalar_dense":
+        if call.about.short != "_local_scalar_dense":
             return False
-        found = hazard(call.name, lines(), READ_CHANCE, self.on_gpu)
+        found = hazard(call.about.short, lines(), READ_CHANCE, self.on_gpu)
         return draws.read(call.given[0], call.index, found)
 
     def _cannot_follow(self, about: Facts, error: Exception) -> None:
         """Takes in an error of the recorder's own, of which the call is to notice nothing."""
         let_through(error)
-        name = about.name.removeprefix("aten::")
+        name = about.short
         log.debug("%s cannot be followed", name, exc_info=error)
         self.refuse(name, Reason(f"cannot be followed ({type(error).__name__}: {error})", OUTSIDE))
 
@@ -463,7 +470,7 @@ class EagerRecorder:
         if call.random and self._draws is not None and self._touched_state is None:
             reason = self._draws.before(call.kwargs.get("generator"))
             if reason is not None:
-                self.refuse(call.name, reason)
+                self.refuse(call.about.short, reason)
 
     def _note_read(self, tensor: Tensor, where: int) -> int | None:
         """Takes in memory that an operation reads, which the call has not made on its device. Returns its origin if it
@@ -515,7 +522,7 @@ class EagerRecorder:
         results = list(tensors_in((result,)))
         reason = self._check.result_reason(results)
         if reason is not None:
-            self.refuse(about.name.removeprefix("aten::"), reason)
+            self.refuse(about.short, reason)
             return []
         if about.lifts:
             return results
@@ -524,9 +531,9 @@ class EagerRecorder:
         fresh = [(where, tensor) for where, tensor in fresh if where not in known]
         for where, tensor in fresh:
             self._origins.note_made(where, origin, ordinary=tensor.get_device() == self._index)
-            self.made_by.pop(where, None)
+            self._made_by.pop(where, None)
             if writes_directly(op):
-                self.made_by[where] = (len(self.trace), tensor.size(), tensor.stride())
+                self._made_by[where] = (len(self.trace), tensor.size(), tensor.stride())
         if self.on_gpu and any(tensor.is_cuda for tensor in given):
             self._origins.note_of_kernels(where for where, tensor in fresh if not tensor.is_cuda)
         return [tensor for _, tensor in fresh]
@@ -612,7 +619,7 @@ class Recorder(EagerRecorder):
         """Lets go of the graph, so that the record keeps nothing alive but the tensors from outside."""
         self._graph, self._after = Graph(), []
         self._sizes.clear()
-        self._into, self.made_by = {}, {}
+        self._into, self._made_by = {}, {}
         return self
 
     def is_host(self, tensor: Tensor) -> bool:
@@ -725,7 +732,7 @@ class Recorder(EagerRecorder):
         constants = self._check.kept_by(reason, call.given)
         kept = None if constants is None or self.script is None else self.script.kept.get(call.index)
         if kept is None:
-            self.refuse(call.name, reason)
+            self.refuse(call.about.short, reason)
         if kept.kind == "arguments":
             call.look_at(*kept.in_place_of(constants, call.args, call.kwargs))
             for where in kept.where.intersection(call.given_at):

@@ -125,16 +125,16 @@ class Script:
         extra = (self.trace if len(self.trace) > len(trace) else trace)[min(len(self.trace), len(trace))]
         return (
             f"the call before did {len(self.trace)} operations, this one {len(trace)}; the first that differs is "
-            f"{facts(extra.op).name.removeprefix('aten::')} at {extra.place}"
+            f"{facts(extra.op).short} at {extra.place}"
         )
 
 
 def _differs(old: Step, new: Step, place: str) -> str:
     """Why an operation is another than that of the same index in the record of an earlier call."""
-    name = facts(new.op).name.removeprefix("aten::")
+    name = facts(new.op).short
     if old.op is not new.op:
         return (
-            f"{place} does {name} where the call before did {facts(old.op).name.removeprefix('aten::')}: a graph would "
+            f"{place} does {name} where the call before did {facts(old.op).short}: a graph would "
             "freeze one side of a branch in Python"
         )
     if facts(new.op).lifts:
