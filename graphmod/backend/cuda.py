@@ -24,7 +24,7 @@ from graphmod.backend.streams import begin_capture, renew_gradient_accumulators,
 from graphmod.cuda_driver import last_captured
 from graphmod.torch_private import settle_attention_order
 from graphmod.trace.garbage import no_garbage_collection
-from graphmod.trace.recorder import Graph, Recorder
+from graphmod.trace.recorder import Follower, Graph
 from graphmod.trace.script import Script
 from graphmod.trace.undo import within
 
@@ -88,7 +88,7 @@ class CudaCapture:
         replay: launches all of it.
     """
 
-    def __init__(self, held: Graphs, launches: list[Callable[[], None]], seen: Recorder) -> None:
+    def __init__(self, held: Graphs, launches: list[Callable[[], None]], seen: Follower) -> None:
         self.seen = seen
         self._held = held
         # No method of its own: the memory of a graph that was let go would wait for the garbage collector.
@@ -185,13 +185,13 @@ class CudaBackend:
         pool: CudaPool,
         inputs: list[Tensor],
         generators: list[torch.Generator],
-        check: Callable[[Recorder, Any], None] | None = None,
+        check: Callable[[Follower, Any], None] | None = None,
         targets: dict[int, Tensor] | None = None,
         split: bool = False,
         script: Script | None = None,
     ) -> tuple[CudaCapture, Any]:
         """Captures `run()` into `pool`; nothing runs on the GPU until the graph's first replay. `check(recorder,
-        result)` may still refuse. `targets`, `script`: see `Recorder`. With `split`, what comes before the first write
+        result)` may still refuse. `targets`, `script`: see `Follower`. With `split`, what comes before the first write
         to memory from outside becomes a graph of its own, where that is possible.
 
         Raises:
@@ -231,7 +231,7 @@ class CudaBackend:
                 if before is not None and last:
                     spans[len(graphs) - 1].append((before, last))
 
-        recorder = Recorder(inputs, gpu=self.device.index, script=script, targets=targets, graph=Parts())
+        recorder = Follower(inputs, gpu=self.device.index, script=script, targets=targets, graph=Parts())
         spare = [(g, g.clone_state()) for g in (self._generator, *generators) if g.device.type == "cuda"]
         caller = torch.cuda.current_stream(self.device)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from graphmod.backend.streams import renew_gradient_accumulators
 from graphmod.trace.garbage import no_garbage_collection
 from graphmod.trace.operations import address, facts
-from graphmod.trace.recorder import Graph, Recorder
+from graphmod.trace.recorder import Follower, Graph
 from graphmod.trace.script import Script
 from graphmod.trace.tensors import each_tensor, tensors_in
 from graphmod.trace.undo import within
@@ -44,7 +44,7 @@ class EmulatedGraph(Graph):
     because recording already ran the operations (on CUDA, capturing runs nothing and the first replay does)."""
 
     def __init__(self) -> None:
-        self.seen: Recorder | None = None
+        self.seen: Follower | None = None
         self._calls: list[tuple[Callable, tuple, dict]] = []
         self._ran = False
         self._journal: _Journal | None = None
@@ -322,16 +322,16 @@ class EmulatedBackend:
         pool: EmulatedPool,
         inputs: list[Tensor],
         generators: list[torch.Generator],
-        check: Callable[[Recorder, Any], None] | None = None,
+        check: Callable[[Follower, Any], None] | None = None,
         targets: dict[int, Tensor] | None = None,
         split: bool = False,
         script: Script | None = None,
     ) -> tuple[EmulatedGraph, Any]:
         """Runs `run()` and records it; undoes what it changed in place if it or `check(recorder, result)` fails.
-        `targets`, `script`: see `Recorder`; `split`: see `CudaBackend`."""
+        `targets`, `script`: see `Follower`; `split`: see `CudaBackend`."""
         graph = EmulatedGraph()
         journal = graph._journal = _Journal()
-        recorder = Recorder(inputs, script=script, generators=generators, graph=graph, targets=targets)
+        recorder = Follower(inputs, script=script, generators=generators, graph=graph, targets=targets)
         before = [(generator, generator.get_state()) for generator in (torch.default_generator, *generators)]
         try:
             result = within(no_garbage_collection(), recorder, call=run)

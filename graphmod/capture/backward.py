@@ -23,7 +23,7 @@ from graphmod.ranks.ballot import LateRanks
 from graphmod.reads.frames import noting
 from graphmod.trace import dispatch
 from graphmod.trace.operations import address
-from graphmod.trace.recorder import Recorder
+from graphmod.trace.recorder import Follower
 from graphmod.trace.undo import Undo, is_interrupt, undoing
 
 USES_UP = (
@@ -198,7 +198,7 @@ class _Capture:
         inputs = [item.tensor for item in graph.inputs]
         return graph.differentiate(graph.results.retained, inputs, self._grads, graph.direct, graph.edges)
 
-    def _check(self, recorder: Recorder, gradients: list[Any]) -> None:
+    def _check(self, recorder: Follower, gradients: list[Any]) -> None:
         refused = what_changed(self._notes)
         if recorder.collectives and self._graph.context.agreement is None:
             refused = refused or "communicates with other processes, which its forward does not; wrap the step"

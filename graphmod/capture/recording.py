@@ -23,7 +23,7 @@ from graphmod.torch_private import any_autocast, frames_compiled
 from graphmod.trace import dispatch
 from graphmod.trace.garbage import no_garbage_collection
 from graphmod.trace.host_draws import HostDraws
-from graphmod.trace.recorder import EagerRecorder
+from graphmod.trace.recorder import Recorder
 from graphmod.trace.undo import Undo, is_interrupt, undoing
 
 BACKWARD_OUTSIDE = (
@@ -52,7 +52,7 @@ class Recording:
 
     def __init__(
         self,
-        seen: EagerRecorder,
+        seen: Recorder,
         guards: Guards,
         returned: tuple,
         refused: str | None,
@@ -108,9 +108,9 @@ def watch(
     gpu: int | None,
     *roots: Any,
     before_collective: Callable | None = None,
-) -> tuple[Any, EagerRecorder, Notes, Given]:
+) -> tuple[Any, Recorder, Notes, Given]:
     """Makes a call; returns its result and all that watched it, before anything is made of that. See `record`, and
-    `EagerRecorder` for `before_collective`."""
+    `Recorder` for `before_collective`."""
     given, draws = Given(args, kwargs, names), HostDraws(gpu is not None)
     notes = noting(call, args, kwargs, *roots, host_draws=draws)
     around = given, notes  # in this order: notes must not see what `given` does
@@ -129,25 +129,25 @@ def follow(
     *around: AbstractContextManager,
     before_collective: Callable | None = None,
     host_draws: HostDraws | None = None,
-) -> tuple[Any, EagerRecorder, list[Any]]:
+) -> tuple[Any, Recorder, list[Any]]:
     """Makes a call and records its operations.
 
     Args:
         around: what is to be entered before the recorder.
-        before_collective, host_draws: see `EagerRecorder`.
+        before_collective, host_draws: see `Recorder`.
 
     Returns:
         Its result, the record, and what entering gave.
     """
     leaves: list[Tensor] = []
     flatten((args, kwargs), leaves, {})
-    recorder = EagerRecorder(leaves, gpu=gpu, before_collective=before_collective, host_draws=host_draws)
+    recorder = Recorder(leaves, gpu=gpu, before_collective=before_collective, host_draws=host_draws)
     dispatch.has_key()  # which imports much when it is first asked: not while frames are watched
     # What a graph casts, it casts itself; the recorded call must do so too. With gradients, `casts` sees to that.
     casts = any_autocast() and not torch.is_grad_enabled()
     threads, grad = torch._C._is_multithreading_enabled(), torch.is_grad_enabled()
 
-    def run(undo: Undo) -> tuple[Any, EagerRecorder, list[Any]]:
+    def run(undo: Undo) -> tuple[Any, Recorder, list[Any]]:
         if casts:
             undo.enter(keeping_none())
         undo.enter(no_garbage_collection())

@@ -28,7 +28,7 @@ from graphmod.signature.signature import parameter_names
 from graphmod.state.surroundings import Surroundings
 from graphmod.torch_private import next_sequence_number
 from graphmod.trace.garbage import no_garbage_collection
-from graphmod.trace.recorder import EagerRecorder
+from graphmod.trace.recorder import Recorder
 from graphmod.trace.tensors import is_stale
 from graphmod.words import counted
 from graphmod.wrap.target import Target, in_place_of_forward
@@ -161,7 +161,7 @@ class Part:
         wanted = [*(one for one in leaves if one.requires_grad and not is_stale(one)), *parameters]
         if not wanted or not outputs:
             return
-        recorder = EagerRecorder([*outputs, *grads], gpu=gpu, before_collective=self._before_collective)
+        recorder = Recorder([*outputs, *grads], gpu=gpu, before_collective=self._before_collective)
         found = BackwardOfCall(outputs, leaves, oldest, lambda _: None)
         before = [parameter.grad for parameter in parameters]
         with contextlib.ExitStack() as watching:
@@ -185,7 +185,7 @@ class Part:
             self._add_said(said, backward=True)
         self.guards += found.guards
 
-    def _take_in(self, seen: EagerRecorder, changes: Iterable[Change], backward: bool = False) -> None:
+    def _take_in(self, seen: Recorder, changes: Iterable[Change], backward: bool = False) -> None:
         self.operations += len(seen.trace)
         for found in seen.hazards:
             where = found.lines
@@ -193,7 +193,7 @@ class Part:
             self._add(found.operation, found.effect, found.remedy, where.user, library, where.backward)
         self.findings += _one_for_each_remedy(changes, backward, self._parts)
 
-    def _look_at_optimizers(self, notes: Notes, recorder: EagerRecorder, gpu: int | None) -> None:
+    def _look_at_optimizers(self, notes: Notes, recorder: Recorder, gpu: int | None) -> None:
         """Those that can be made capturable and are not, which only a capture on a GPU minds."""
         kept_by, known = keepers(notes), set()
         if gpu is not None:  # those whose step is a hazard as it is

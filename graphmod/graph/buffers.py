@@ -16,7 +16,7 @@ from graphmod.errors import CaptureRefused
 from graphmod.signature.flattening import Leaf
 from graphmod.signature.signature import argument_paths, attributes_of, has_own_gradient, parameter_names, unusual
 from graphmod.trace.operations import address
-from graphmod.trace.recorder import Recorder
+from graphmod.trace.recorder import Follower
 
 _use_count = torch._C._storage_Use_Count
 _to_dlpack, _from_dlpack = torch._C._to_dlpack, torch._C._from_dlpack
@@ -286,7 +286,7 @@ class Sources:
         self._storages = list(map(address, leaves))
         self.changed: frozenset[int] = frozenset()
 
-    def unlike_eager(self, inputs: list[StaticInput], recorder: Recorder) -> str | None:
+    def unlike_eager(self, inputs: list[StaticInput], recorder: Follower) -> str | None:
         """Why what was recorded is not what the code does with the caller's own tensors; None if it is."""
         changed = frozenset(recorder.written) | recorder.inputs_written
         for static, source in zip(inputs, self._storages, strict=True):

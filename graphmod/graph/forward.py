@@ -36,7 +36,7 @@ from graphmod.state.entry import Entry
 from graphmod.torch_private import next_sequence_number, saves_tensors
 from graphmod.trace.generators import put_back
 from graphmod.trace.operations import address
-from graphmod.trace.recorder import Recorder
+from graphmod.trace.recorder import Follower
 from graphmod.trace.undo import Undo, is_interrupt, undoing
 
 ELSEWHERE = "another rank could not capture it"
@@ -140,7 +140,7 @@ class ForwardGraph:
             with again or own_saved_tensors():
                 return resolved(context.call(*args, **kwargs))
 
-        def check(recorder: Recorder, result: Any) -> None:
+        def check(recorder: Follower, result: Any) -> None:
             reason = passed.changed() or passed.returned(result) or self._sources.unlike_eager(self.inputs, recorder)
             if reason is not None:
                 raise CaptureRefused(reason)
@@ -217,7 +217,7 @@ class ForwardGraph:
         if not self.results.with_grad:
             self.forget_autograd()
 
-    def _find_parameters(self, given: list[Tensor], recorder: Recorder, oldest: int) -> None:
+    def _find_parameters(self, given: list[Tensor], recorder: Follower, oldest: int) -> None:
         """The leaves that the outputs depend on, found by walking the autograd graph that the capture built."""
         arguments = {id(tensor) for tensor in given}
         queue = [tensor.grad_fn for tensor in self.results.retained]

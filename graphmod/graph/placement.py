@@ -18,12 +18,12 @@ from graphmod.graph.gradients import GradientBuffer, kind_of
 from graphmod.graph.group import Group
 from graphmod.ranks.fully_shard import taken_together
 from graphmod.trace.overloads import Place
-from graphmod.trace.recorder import Recorder
+from graphmod.trace.recorder import Follower
 
 Gradients = list[tuple[Tensor, Tensor | None]]  # (parameter, its gradient)
 
 
-def find_places(gradients: Gradients, recorder: Recorder) -> list[Place | None]:
+def find_places(gradients: Gradients, recorder: Follower) -> list[Place | None]:
     """Which operation of a recorded backward made each parameter's gradient; None where nothing can compute it straight
     into a buffer, or where it makes two of them."""
     places: list[Place | None] = []

@@ -19,7 +19,7 @@ from graphmod.signature.flattening import Content, Leaf, Opaque, Unrepeatable, f
 from graphmod.signature.signature import attributes_of, unusual
 from graphmod.state.entry import Entry
 from graphmod.trace.operations import address
-from graphmod.trace.recorder import Recorder
+from graphmod.trace.recorder import Follower
 
 
 class PartOf:
@@ -152,7 +152,7 @@ class Results:
         self,
         result: Any,
         given: list[Tensor],
-        recorder: Recorder,
+        recorder: Follower,
         entry: Entry,
         returned: tuple,
         stood_in: dict[int, Tensor],
@@ -220,7 +220,7 @@ class Results:
         self._sole = self._structure.__class__ is Leaf and len(self.handed_out) == 1 and not self._clone
         self._sole = self._sole and not self.handed_out[0].copied
 
-    def _is_outside(self, tensor: Tensor, recorder: Recorder) -> bool:
+    def _is_outside(self, tensor: Tensor, recorder: Follower) -> bool:
         where = address(tensor)
         if where in recorder.kept_at:
             return False
@@ -229,7 +229,7 @@ class Results:
         untouched = bool(where) and not recorder.made(where)
         return where in recorder.outside or recorder.is_host(tensor) or untouched
 
-    def _pass_on(self, tensor: Tensor, recorder: Recorder, held: bool) -> None:
+    def _pass_on(self, tensor: Tensor, recorder: Follower, held: bool) -> None:
         where = address(tensor)
         if where not in recorder.outside and not recorder.is_host(tensor):
             if not held:

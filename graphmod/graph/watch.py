@@ -16,7 +16,7 @@ from graphmod.graph.split import is_split, part
 from graphmod.guards.guards import Guards
 from graphmod.guards.hooks import HookWatch
 from graphmod.trace.operations import address
-from graphmod.trace.recorder import Recorder
+from graphmod.trace.recorder import Follower
 
 _grad, _data_ptr, _requires_grad = operator.attrgetter("grad"), Tensor.data_ptr, operator.attrgetter("requires_grad")
 
@@ -106,7 +106,7 @@ class Watch:
         return None
 
 
-def refuse_unseen(seen: Recorder, unseen: Iterable[int]) -> None:
+def refuse_unseen(seen: Follower, unseen: Iterable[int]) -> None:
     """Refuses tensors that a graph would read by address although no guard leads to them: nobody would notice if the
     code found another in their place.
 

@@ -22,7 +22,7 @@ from graphmod.guards.remedies import (
     between_calls,
     keepers,
 )
-from graphmod.trace.recorder import EagerRecorder
+from graphmod.trace.recorder import Recorder
 
 NOT_REPLAYED = "which a replay would not do"
 
@@ -129,7 +129,7 @@ def all_changes(notes: Notes) -> Iterator[Change]:
     replaced, kept_by = replacements(notes), keepers(notes)
     told: set[int] = set()
     for note in sorted(notes.notes.values(), key=lambda note: not isinstance(note.owner, SCHEDULERS)):
-        if id(note.owner) not in replaced and note.changed() and not issubclass(type(note.now()), EagerRecorder):
+        if id(note.owner) not in replaced and note.changed() and not issubclass(type(note.now()), Recorder):
             told.add(id(note.owner))
             yield _change_of(note, kept_by.get(id(note.owner)))
     yield from _changed_tensors(notes)

@@ -1,6 +1,6 @@
 """Records a call: sees its operations, follows its memory, and tells what of it a graph cannot repeat.
 
-Twice: `EagerRecorder` watches the warm-up call that decides on a capture, `Recorder` follows the capture.
+Twice: `Recorder` watches the warm-up call that decides on a capture, `Follower` follows the capture.
 
 Memory is told apart by the addresses of storages. Most operations are harmless whatever they do with tensors that are
 known and lie on the device of the call; `see` takes these in and no more. All others go by way of `_carefully`.
@@ -112,7 +112,7 @@ class Call:
         self.given_at = list(map(address, self.given))
 
 
-class EagerRecorder:
+class Recorder:
     """Watches an eager call. It raises nothing and changes nothing: what a capture would refuse is in `hazards`.
 
     Attributes:
@@ -577,14 +577,14 @@ class _Observing(threading.local):
 observing = _Observing()
 
 
-class Recorder(EagerRecorder):
+class Follower(Recorder):
     """Follows a capture, and raises `CaptureRefused` before an operation that a graph cannot repeat.
 
     Attributes:
         kept_at: the addresses of tensors of the recorded call that it goes on to use.
 
     Args:
-        inputs, generators: see `EagerRecorder`.
+        inputs, generators: see `Recorder`.
         gpu: index of the GPU on which CUDA captures; None under emulation.
         script: of the recorded eager call: a capture that does something else is refused at once.
         targets: index of an operation in the trace -> memory of its result's shape and strides to compute it into.
@@ -615,7 +615,7 @@ class Recorder(EagerRecorder):
         self._into: dict[int, Callable[[], Tensor]] = {} if script is None else dict(script.aims)
         self._into |= {index: lambda memory=memory: memory for index, memory in (targets or {}).items()}
 
-    def finish(self) -> "Recorder":
+    def finish(self) -> "Follower":
         """Lets go of the graph, so that the record keeps nothing alive but the tensors from outside."""
         self._graph, self._after = Graph(), []
         self._sizes.clear()

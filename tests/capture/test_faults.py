@@ -10,7 +10,7 @@ from harness import config, loss_of
 from torch import nn
 
 from graphmod import CUDAGraphModule
-from graphmod.trace.recorder import Recorder
+from graphmod.trace.recorder import Follower
 
 KINDS = {"an error": RuntimeError, "out of memory": torch.OutOfMemoryError, "an interrupt": KeyboardInterrupt}
 
@@ -34,7 +34,7 @@ class Fault:
 
     def __init__(self, monkeypatch):
         self.arm(None, None)
-        see = Recorder.see
+        see = Follower.see
 
         def counted(recorder, *about):
             self.seen.put("forward" if torch._C._current_autograd_node() is None else "backward")
@@ -44,7 +44,7 @@ class Fault:
 
         # As code of the recorder's own, which no guard looks at.
         counted.__code__ = counted.__code__.replace(co_filename=see.__code__.co_filename)
-        monkeypatch.setattr(Recorder, "see", counted)
+        monkeypatch.setattr(Follower, "see", counted)
 
     def arm(self, at, kind):
         self.at, self.kind, self.seen = at, kind, SimpleQueue()

@@ -16,7 +16,7 @@ from graphmod.trace import dispatch, patches
 from graphmod.trace.dispatch import is_recording
 from graphmod.trace.hazards import Hazard
 from graphmod.trace.patches import Patch
-from graphmod.trace.recorder import EagerRecorder, Recorder
+from graphmod.trace.recorder import Follower, Recorder
 
 
 def on(device):
@@ -24,7 +24,7 @@ def on(device):
 
 
 def watched(run, *inputs, gpu=None, **settings):
-    with EagerRecorder(inputs, gpu=gpu, **settings) as recorder:
+    with Recorder(inputs, gpu=gpu, **settings) as recorder:
         result = run(*inputs)
     return recorder, result
 
@@ -65,7 +65,7 @@ def test_a_watched_call_has_eagers_bits_forward_and_backward(name, device):
 
 def test_no_tensor_looks_like_a_subclass_because_a_recorder_watches():
     x = torch.ones(2)
-    with EagerRecorder():
+    with Recorder():
         assert is_recording() and not torch._C._dispatch_isTensorSubclassLike(x)
     assert dispatch.has_key()
 
@@ -79,7 +79,7 @@ def test_objects_of_tensor_classes_are_made_as_without_a_recorder(make):
 
 
 def test_code_under_a_mode_of_the_users_is_seen():
-    with EagerRecorder() as recorder, FlopCounterMode(display=False) as flops:
+    with Recorder() as recorder, FlopCounterMode(display=False) as flops:
         torch.ones(3, 3) @ torch.ones(3, 3)
     assert flops.get_total_flops() == 54
     assert [step.op.overloadpacket.__name__ for step in recorder.trace].count("mm") == 1
@@ -165,7 +165,7 @@ def test_what_the_recorder_itself_cannot_follow_refuses_and_breaks_nothing(monke
     def fails(*_):
         raise LookupError("no such thing")
 
-    monkeypatch.setattr(EagerRecorder, "_note_read", fails)
+    monkeypatch.setattr(Recorder, "_note_read", fails)
     x = torch.ones(2)
     recorder, result = watched(lambda x: x * 2, x)
     assert torch.equal(result, x * 2) and "LookupError" in recorder.hazards[0].effect
@@ -474,7 +474,7 @@ def test_patches_are_undone_however_a_call_ends(error):
     for _ in range(5):
         with pytest.raises(error):
             graph(torch.ones(2))
-    with pytest.raises(error), Recorder():
+    with pytest.raises(error), Follower():
         raise error
     assert patched() == before and dispatch.current() is None
 
@@ -484,14 +484,14 @@ def test_two_threads_that_record_at_once_leave_nothing_behind():
     before, inside = patched(), [threading.Event() for _ in range(3)]
 
     def first():
-        with EagerRecorder():
+        with Recorder():
             inside[0].set()
             inside[1].wait(20)
         inside[2].set()
 
     def second():
         inside[0].wait(20)
-        with EagerRecorder() as recorder:
+        with Recorder() as recorder:
             inside[1].set()
             inside[2].wait(20)
             seen["second"] = patched() != before and dispatch.current() is recorder
@@ -509,7 +509,7 @@ def test_two_threads_that_record_at_once_leave_nothing_behind():
 
 def test_other_threads_are_not_concerned():
     state = []
-    with Recorder():  # refuses to seed
+    with Follower():  # refuses to seed
         thread = threading.Thread(target=lambda: state.append((torch.get_rng_state().numel(), torch.ones(2).numpy())))
         thread.start()
         thread.join()

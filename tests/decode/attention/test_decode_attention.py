@@ -21,7 +21,7 @@ from graphmod.decode.step.graphs import context_sizes
 from graphmod.fuse.inductor import compiled_code
 from graphmod.trace.dispatch import is_recording
 from graphmod.trace.operations import address
-from graphmod.trace.recorder import Recorder
+from graphmod.trace.recorder import Follower
 
 HEADS, KV_HEADS, WIDTH = 8, 2, 32
 
@@ -194,7 +194,7 @@ def test_compiled_code_is_used_in_a_capture_and_what_it_reads_is_known(device):
     x = torch.randn(2, 4, device=device)
     with compiled_code():
         expected = product(x)
-    recorder = Recorder([x], gpu=device.index or 0 if device.type == "cuda" else None)
+    recorder = Follower([x], gpu=device.index or 0 if device.type == "cuda" else None)
     with recorder:
         with compiled_code():
             got = product(x)

@@ -15,7 +15,7 @@ from graphmod.errors import ConfigError
 from graphmod.trace import recorder as recorder_module
 from graphmod.trace.dispatch import is_recording
 from graphmod.trace.operations import facts
-from graphmod.trace.recorder import EagerRecorder
+from graphmod.trace.recorder import Recorder
 from graphmod.train.run.loop import train
 from graphmod.train.step import TrainStep
 from graphmod.train.step import compile as compile_module
@@ -255,7 +255,7 @@ def test_what_inductor_compiled_is_one_operation():
     made(x).sum().backward()
     expected, x.grad = x.grad, None
     loss = made(x).sum()
-    with EagerRecorder([x]) as recorder:
+    with Recorder([x]) as recorder:
         loss.backward()
     assert torch.equal(x.grad, expected)
     names = [facts(step.op).name for step in recorder.trace]
@@ -273,9 +273,9 @@ def test_random_numbers_that_compiled_code_draws_are_known_of(rate, attention):
     made = torch.compile(call, dynamic=False, options=compile_module.options("default"))
     x = torch.randn(1, 2, 8, 16, requires_grad=True)
     made(x).sum().backward()
-    with EagerRecorder([x]) as forward:
+    with Recorder([x]) as forward:
         loss = made(x).sum()
-    with EagerRecorder([x]) as backward:
+    with Recorder([x]) as backward:
         loss.backward()
     assert forward.random is (rate > 0) and not backward.random
 
