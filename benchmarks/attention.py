@@ -35,8 +35,7 @@ def measure(shape: dict[str, int]) -> dict[str, Any]:
 
     from graphmod.decode.attention.choice import IMPLEMENTATIONS
     from graphmod.decode.attention.fastest import layers_of, time_graph
-    from graphmod.decode.cache.cache import PagedCache
-    from graphmod.decode.cache.layers import uniform
+    from graphmod.decode.cache.cache import PagedCache, uniform
 
     rows, context, longest = shape["rows"], shape["context"], shape["max_seq_len"]
     sizes = uniform(shape["heads"], shape["kv_heads"], HEAD, LAYERS)

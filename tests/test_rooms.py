@@ -17,7 +17,7 @@ ROOMS = (
 )
 WITHIN = {
     "decode": (
-        *("errors", "interrupts", "results", "model_state", "config", "cache", "step"),
+        *("errors", "interrupts", "results", "model_state", "config", "kernels", "cache", "step"),
         *(
             "attention",
             "text",

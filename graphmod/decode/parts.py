@@ -14,7 +14,7 @@ from graphmod.decode.batching.scheduler import Scheduler
 from graphmod.decode.batching.traffic import Traffic
 from graphmod.decode.cache.blocks import BlockAllocator
 from graphmod.decode.cache.cache import Offload, PagedCache
-from graphmod.decode.cache.fetch import unavailable as unavailable_fetch
+from graphmod.decode.cache.offload import unavailable as unavailable_fetch
 from graphmod.decode.config import EngineConfig, OffloadName
 from graphmod.decode.generation_config import defaults_of
 from graphmod.decode.model_state import decoding

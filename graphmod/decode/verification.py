@@ -16,7 +16,7 @@ from graphmod.attention import attention, takes
 from graphmod.decode.attention.choice import reference
 from graphmod.decode.attention.implementation import Implementation
 from graphmod.decode.cache.cache import PagedCache
-from graphmod.decode.cache.extents import Reader
+from graphmod.decode.cache.offload import Reader
 from graphmod.decode.errors import DecodeError
 from graphmod.decode.prefill.piece import Piece
 from graphmod.decode.results import Completion, Run

@@ -19,8 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from graphmod.decode.attention import flex, triton, xqa
 from graphmod.decode.attention.fastest import measure
 from graphmod.decode.attention.implementation import Implementation
-from graphmod.decode.cache.cache import PagedCache
-from graphmod.decode.cache.views import CacheView
+from graphmod.decode.cache.cache import CacheView, PagedCache
 from graphmod.decode.config import AttentionName
 from graphmod.errors import ConfigError
 

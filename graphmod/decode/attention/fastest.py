@@ -15,8 +15,7 @@ from torch import Tensor
 
 from graphmod.config import CUDAGraphConfig
 from graphmod.decode.attention.implementation import Implementation
-from graphmod.decode.cache.cache import PagedCache
-from graphmod.decode.cache.views import CacheView
+from graphmod.decode.cache.cache import CacheView, PagedCache
 from graphmod.decode.step.graphs import context_sizes
 from graphmod.wrap.module import CUDAGraphModule
 

@@ -15,9 +15,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.nn.functional import pad
 
-from graphmod.decode.cache.cache import PagedCache
-from graphmod.decode.cache.layers import Layer
-from graphmod.decode.cache.views import CacheView
+from graphmod.decode.cache.cache import CacheView, Layer, PagedCache
 from graphmod.fuse.inductor import compiled_code, for_decode
 
 

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, library, nn
 
-from graphmod.decode.cache.cache import PagedCache
-from graphmod.decode.cache.views import CacheView
+from graphmod.decode.cache.cache import CacheView, PagedCache
 
 _WIDEST = 256
 
@@ -68,7 +67,7 @@ def triton_decode(
         scale: of the products of queries and keys.
         cap: what scores are capped at by a tanh; None caps nothing.
     """
-    from graphmod.decode.attention.triton_kernel import attend
+    from graphmod.decode.kernels import attend
 
     with torch.cuda.device_of(query):  # the device whose stream it is launched on
         return attend(query, keys, values, table, context, first, sinks, counters, scale, cap)

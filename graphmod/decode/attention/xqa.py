@@ -19,9 +19,7 @@ import torch
 from packaging.version import InvalidVersion, Version
 from torch import Tensor, library, nn
 
-from graphmod.decode.cache.cache import PagedCache
-from graphmod.decode.cache.layers import not_plain
-from graphmod.decode.cache.views import CacheView
+from graphmod.decode.cache.cache import CacheView, PagedCache, not_plain
 
 __all__ = ["paged_xqa", "prepare", "scratch", "unavailable", "xqa_decode"]
 

@@ -17,7 +17,7 @@ from graphmod.attention import attention
 from graphmod.decode.batching.scheduler import Planned, Scheduler
 from graphmod.decode.batching.sequence import Sequence, kind_of
 from graphmod.decode.cache.cache import PagedCache
-from graphmod.decode.cache.extents import Reader
+from graphmod.decode.cache.offload import Reader
 from graphmod.decode.prefill.packed import PackedPrefill
 from graphmod.decode.prefill.padded import PaddedPrefill
 from graphmod.decode.prefill.piece import Limits

@@ -1,22 +1,60 @@
-"""The KV cache: where keys and values are, and how they are stored and read."""
+"""The KV cache: where keys and values are, how they are stored and read, and what a model that is called sees of it."""
 
 from __future__ import annotations
 
 import weakref
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import Cache
 
-from graphmod.decode.cache.branch import Branch
-from graphmod.decode.cache.extents import Reader
-from graphmod.decode.cache.foreign import bytes_at, shaped
-from graphmod.decode.cache.layers import Layer
-from graphmod.decode.cache.pages import Ordinary, Pages, zeros
-from graphmod.decode.cache.ring import Passage, Ring, buffer_sizes, far_layers
+from graphmod.attention import Rule
+from graphmod.decode.cache.offload import Branch, Passage, Reader, Ring, buffer_sizes, far_layers
+from graphmod.decode.cache.pages import Ordinary, Pages, bytes_at, shaped, zeros
+from graphmod.decode.errors import DecodeError
 from graphmod.errors import ConfigError
 from graphmod.wrap.extension import between_captures
+
+
+class Layer(NamedTuple):
+    """One attention layer.
+
+    Attributes:
+        heads: of queries; kv_heads: of keys and values.
+        head_dim: of queries and keys; value_dim: of values.
+        rule: which tokens a token sees.
+        softcap: whether scores are capped by a tanh; sinks: whether each head has a logit that takes probability away.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    rule: Rule = Rule()
+    softcap: bool = False
+    sinks: bool = False
+
+
+def uniform(heads: int, kv_heads: int, head_dim: int, count: int) -> tuple[Layer, ...]:
+    """`count` layers that are all alike and see everything."""
+    return (Layer(heads, kv_heads, head_dim, head_dim),) * count
+
+
+def not_plain(layers: tuple[Layer, ...]) -> str | None:
+    """What keeps an attention that takes one size of heads and looks at everything from these layers, or None."""
+    if len({one[:4] for one in layers}) > 1:
+        return "its layers have heads of different sizes"
+    if any(one.head_dim != one.value_dim for one in layers):
+        return "its keys and values are of different sizes"
+    found = {
+        "layers that see a window or chunk": any(one.rule != Rule() for one in layers),
+        "capped scores": any(one.softcap for one in layers),
+        "attention sinks": any(one.sinks for one in layers),
+    }
+    return next((f"the model has {name}" for name, there in found.items() if there), None)
+
 
 NULL_BLOCK = 0
 """Pads block tables. It is never written, so that reading it adds finite numbers that the mask takes out again."""
@@ -249,3 +287,108 @@ def _store(into: tuple[Tensor, Tensor], places: tuple[Tensor, Tensor], key: Tens
     for memory, new in zip(into, (key, value), strict=True):
         # Straight into the tensor and not into a view of it, so that a compiler can see that no copy is needed.
         memory.index_put_(places, new.transpose(1, 2).reshape(-1, *memory.shape[2:]).to(memory.dtype))
+
+
+def slot_mapping(position: Tensor, block_table: Tensor, active: Tensor, block_size: int) -> Tensor:
+    """Where each row's token goes, (B,) int64 counted over all blocks; -1 for rows that are not active.
+
+    Args:
+        position: (B,) int64, of the token in its sequence.
+        block_table: (B, blocks of a sequence) integers.
+        active: (B,) bool.
+    """
+    block = block_table.gather(1, (position // block_size).unsqueeze(1)).squeeze(1)
+    return torch.where(active, block * block_size + position % block_size, -1)
+
+
+class CacheView(Cache):
+    """What a decode step with an attention of this package sees of the cache.
+
+    Its `update` only stores; the attention functions read the cache through the block table. The model is called with
+    it twice: as `past_key_values`, and as the keyword `cache_view`, which transformers hands on to them.
+
+    Args:
+        memory: the cache.
+        slots: (B,) int64, where the tokens of this call are stored.
+        block_table: (B, blocks of a sequence).
+        context: (B,) int64, tokens of each row that its last token may see, itself included.
+        visited: how many tokens attention looks at, masked by `context`; None lets it stop at the context itself.
+    """
+
+    def __init__(
+        self, memory: PagedCache, slots: Tensor, block_table: Tensor, context: Tensor, visited: int | None
+    ) -> None:
+        super().__init__(layers=[])
+        self.memory, self.block_table = memory, block_table
+        self.places = slots // memory.block_size, slots % memory.block_size
+        self.context, self.visited = context, visited
+        self.shared: dict[Any, Any] = {}  # what an attention function computes once for all layers of one rule
+        self._passage = memory.passage()
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any):
+        """Stores the new keys and values; returns them as they are."""
+        if self._passage is not None:
+            self._passage.reach(layer_idx)
+            self.memory.write_near(layer_idx, self.places, key_states, value_states)
+        self.memory.write(layer_idx, self.places, key_states, value_states)
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        raise DecodeError("this model asks how many tokens are in the cache instead of taking position_ids")
+
+
+class GatheredView(Cache):
+    """What a model's own attention sees of the cache: every row's keys and values, ending in the last column.
+
+    That is how a batch padded on the left lies in the cache of `model.generate`, so that any model that generates from
+    such batches computes with it what it computes there: masks, positions and biases come from its own code.
+
+    Args:
+        memory, block_table: the cache, and (B, blocks of a sequence).
+        slots: (B * S,) int64, where the tokens of this call are stored.
+        context: (B,) int64, tokens of each row, those of this call included.
+        columns: how many tokens attention is given, at least the longest context; with S of them new.
+        new: S.
+    """
+
+    is_compileable = True  # a single token's mask is always made, and no tensor read on the host to save it
+
+    def __init__(
+        self, memory: PagedCache, slots: Tensor, block_table: Tensor, context: Tensor, columns: int, new: int
+    ) -> None:
+        super().__init__(layers=[])
+        self.memory, self.block_table, self.context, self.columns = memory, block_table, context, columns
+        self.places = slots // memory.block_size, slots % memory.block_size
+        self._before = columns - new
+        self._index: Tensor | None = None
+
+    @property
+    def mask(self) -> Tensor:
+        """(B, columns) int64: 1 where a column holds a token of the row, as transformers' `attention_mask`."""
+        column = torch.arange(self.columns, device=self.context.device)
+        return (column >= self.columns - self.context.unsqueeze(1)).to(torch.int64)
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any):
+        """Stores the new keys and values; returns all, (B, kv_heads, columns, head_dim)."""
+        self.memory.write(layer_idx, self.places, key_states, value_states)
+        if not self._before:
+            return key_states, value_states
+        if self._index is None:
+            size = self.memory.block_size
+            token = torch.arange(self.columns, device=self.context.device) - (self.columns - self.context.unsqueeze(1))
+            held = token.clamp(min=0)
+            block = self.block_table.gather(1, held // size)
+            self._index = torch.where(token < 0, NULL_BLOCK, block * size + held % size).reshape(-1)
+        rows, found = len(key_states), []
+        for memory in (self.memory.keys[layer_idx], self.memory.values[layer_idx]):
+            taken = memory.flatten(0, 1).index_select(0, self._index)
+            found.append(
+                taken.view(rows, self.columns, *memory.shape[2:]).transpose(1, 2).to(key_states.dtype).contiguous()
+            )
+        return found[0], found[1]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self._before
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return self.columns, 0

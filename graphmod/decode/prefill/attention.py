@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from graphmod.decode.cache.cache import PagedCache
-from graphmod.decode.cache.layers import Layer
+from graphmod.decode.cache.cache import Layer, PagedCache
 from graphmod.decode.prefill.gather import copies_by_length, gather_columns
 from graphmod.decode.prefill.view import AT, HELD, NOBODY, OF, PIECE, POSITION, PackedView
 

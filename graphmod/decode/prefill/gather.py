@@ -15,7 +15,7 @@ def copies_by_length(device: torch.device) -> bool:
     if device.type != "cuda":
         return False
     try:
-        from graphmod.decode.prefill.gather_kernel import gather
+        from graphmod.decode.kernels import gather
 
         with torch.cuda.device(device):
             kept = torch.zeros(1, 16, 1, 16, device=device, dtype=torch.bfloat16)
@@ -37,7 +37,7 @@ def gather_columns(keys: Tensor, values: Tensor, slots: Tensor, starts: Tensor) 
         starts: (pieces + 2,) int32, of `Packed`: the last but one is how many there are.
     """
     if copies_by_length(keys.device):
-        from graphmod.decode.prefill.gather_kernel import gather
+        from graphmod.decode.kernels import gather
 
         with torch.cuda.device_of(keys):
             return gather(keys, values, slots, starts[-2:])

@@ -10,8 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from graphmod.attention import takes
-from graphmod.decode.cache.cache import NULL_BLOCK, PagedCache
-from graphmod.decode.cache.views import GatheredView, slot_mapping
+from graphmod.decode.cache.cache import NULL_BLOCK, GatheredView, PagedCache, slot_mapping
 from graphmod.decode.prefill.piece import Piece, Scores
 from graphmod.decode.step.anatomy import positions
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from graphmod.attention import BESIDE, PROBE, Rule, Unclear, asker, attention, takes
-from graphmod.decode.cache.layers import Layer
+from graphmod.decode.cache.cache import Layer
 from graphmod.decode.errors import DecodeError
 from graphmod.errors import ConfigError, reason
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from graphmod.decode.cache.cache import PagedCache
-from graphmod.decode.cache.views import CacheView, GatheredView, slot_mapping
+from graphmod.decode.cache.cache import CacheView, GatheredView, PagedCache, slot_mapping
 from graphmod.decode.step.anatomy import positions, step_arguments
 from graphmod.decode.step.sampling import sample
 from graphmod.decode.step.state import (

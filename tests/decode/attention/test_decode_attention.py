@@ -13,9 +13,7 @@ from graphmod.decode import DecodeEngine
 from graphmod.decode.attention import flex
 from graphmod.decode.attention.choice import IMPLEMENTATIONS, paged_sdpa
 from graphmod.decode.cache.blocks import BlockAllocator
-from graphmod.decode.cache.cache import PagedCache
-from graphmod.decode.cache.layers import uniform
-from graphmod.decode.cache.views import CacheView, slot_mapping
+from graphmod.decode.cache.cache import CacheView, PagedCache, slot_mapping, uniform
 from graphmod.decode.config import AttentionName
 from graphmod.decode.step.graphs import context_sizes
 from graphmod.fuse.inductor import compiled_code

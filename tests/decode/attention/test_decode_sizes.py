@@ -8,9 +8,7 @@ from harness import config
 
 from graphmod import CUDAGraphModule
 from graphmod.decode.attention.choice import IMPLEMENTATIONS, paged_sdpa
-from graphmod.decode.cache.cache import PagedCache
-from graphmod.decode.cache.layers import uniform
-from graphmod.decode.cache.views import CacheView
+from graphmod.decode.cache.cache import CacheView, PagedCache, uniform
 from graphmod.decode.config import AttentionName
 
 LAYERS = 2

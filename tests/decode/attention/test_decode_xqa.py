@@ -15,9 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from graphmod.decode import DecodeEngine
 from graphmod.decode.attention import xqa
 from graphmod.decode.attention.choice import IMPLEMENTATIONS, paged_sdpa
-from graphmod.decode.cache.cache import PagedCache
-from graphmod.decode.cache.layers import uniform
-from graphmod.decode.cache.views import CacheView
+from graphmod.decode.cache.cache import CacheView, PagedCache, uniform
 from graphmod.decode.config import AttentionName
 from graphmod.errors import ConfigError
 from graphmod.fuse.inductor import compiled_code, for_decode

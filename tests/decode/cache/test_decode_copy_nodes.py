@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from graphmod.backend.lifetime import capturing, launcher
-from graphmod.decode.cache.copy_nodes import CopyNodes
+from graphmod.decode.cache.offload import CopyNodes
 
 pytestmark = pytest.mark.gpu
 

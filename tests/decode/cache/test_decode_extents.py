@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphmod.attention import Rule
-from graphmod.decode.cache.extents import Reader, portions, read_blocks
+from graphmod.decode.cache.offload import Reader, portions, read_blocks
 
 BLOCKS = st.sets(st.integers(0, 80), max_size=60)
 

@@ -7,9 +7,8 @@ from transformers import Gemma3TextConfig, LlamaConfig, MistralConfig
 
 from graphmod.decode import DecodeEngine, EngineConfig
 from graphmod.decode.cache import cache as caches
-from graphmod.decode.cache import ring
-from graphmod.decode.cache.extents import Reader
-from graphmod.decode.cache.ring import Passage, far_layers
+from graphmod.decode.cache import offload
+from graphmod.decode.cache.offload import Passage, Reader, far_layers
 from graphmod.decode.errors import DecodeError
 from graphmod.errors import ConfigError
 
@@ -64,9 +63,9 @@ def test_so_are_those_of_other_models_and_settings(architecture, settings, devic
 @pytest.mark.parametrize("buffers", [1, 2, 4])
 @pytest.mark.parametrize("least", [1, 4096, 2**30])  # of an extent: all by the copy engine, some, none
 def test_kernels_read_what_was_brought(attention, buffers, least, monkeypatch):
-    monkeypatch.setattr(ring, "_LEAST_BYTES", least)
-    monkeypatch.setattr(ring, "_BRIDGE_BYTES", 0)
-    monkeypatch.setattr(ring, "_EXTENTS", 3)
+    monkeypatch.setattr(offload, "_LEAST_BYTES", least)
+    monkeypatch.setattr(offload, "_BRIDGE_BYTES", 0)
+    monkeypatch.setattr(offload, "_EXTENTS", 3)
     device = torch.device("cuda")
     model = tiny_model("qwen3", device)
     prompts = prompts_of(3, 60, 33, 17, 50, 8)
@@ -80,7 +79,7 @@ def test_kernels_read_what_was_brought(attention, buffers, least, monkeypatch):
 
 @pytest.mark.gpu
 def test_extents_are_copied_to_memory_that_was_given_back(monkeypatch):
-    monkeypatch.setattr(ring, "_LEAST_BYTES", 1)
+    monkeypatch.setattr(offload, "_LEAST_BYTES", 1)
     model = tiny_model("llama", torch.device("cuda"))
     prompts = prompts_of(3, 60, 33)
     expected = [reference(model, prompt, 24) for prompt in prompts]
@@ -93,13 +92,13 @@ def test_extents_are_copied_to_memory_that_was_given_back(monkeypatch):
 
 @pytest.mark.gpu
 def test_extents_are_left_to_the_copy_engine(monkeypatch):
-    monkeypatch.setattr(ring, "_LEAST_BYTES", 1)
+    monkeypatch.setattr(offload, "_LEAST_BYTES", 1)
     model = tiny_model("llama", torch.device("cuda"))
-    prompts, copies = prompts_of(3, 60, 33), ring.CopyNodes.set
+    prompts, copies = prompts_of(3, 60, 33), offload.CopyNodes.set
     engine = engine_of(model, graphs=True)
     expected = [reference(model, prompt, 24) for prompt in prompts]
     assert tokens_of(engine, prompts) == expected
-    monkeypatch.setattr(ring.CopyNodes, "set", lambda self, source, target, spans: copies(self, source, target, []))
+    monkeypatch.setattr(offload.CopyNodes, "set", lambda self, source, target, spans: copies(self, source, target, []))
     engine.memory.ring.clear()
     engine.memory.ring.expect([])
     assert tokens_of(engine, prompts) != expected
@@ -107,7 +106,7 @@ def test_extents_are_left_to_the_copy_engine(monkeypatch):
 
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma3"])
 def test_a_step_needs_nothing_that_an_earlier_one_has_brought(architecture, device, monkeypatch):
-    monkeypatch.setattr(ring, "_LEAST_BYTES", 600)
+    monkeypatch.setattr(offload, "_LEAST_BYTES", 600)
     model = tiny_model(architecture, device)
     prompts = prompts_of(40, 3, 21, 60, 9)
     engine = engine_of(model, steps_per_sync=5)
@@ -244,7 +243,7 @@ def test_who_is_interrupted_while_it_is_said_leaves_nothing_that_seems_to_be_don
 
     with monkeypatch.context() as patch:
         patch.setattr(memory.ring, "_nodes", Interrupted())
-        patch.setattr(ring, "_LEAST_BYTES", 1)
+        patch.setattr(offload, "_LEAST_BYTES", 1)
         with pytest.raises(KeyboardInterrupt):
             memory.expect([other])
     memory.expect([first])

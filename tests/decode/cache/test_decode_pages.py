@@ -19,11 +19,9 @@ from fake_driver import INVALID_VALUE, PAGE, FakeDriver, all_of_them
 
 from graphmod.backend import lifetime
 from graphmod.decode import DecodeError
-from graphmod.decode.cache import foreign
 from graphmod.decode.cache import pages as module
-from graphmod.decode.cache.cache import PagedCache
+from graphmod.decode.cache.cache import PagedCache, uniform
 from graphmod.decode.cache.driver import Addresses, Driver
-from graphmod.decode.cache.layers import uniform
 from graphmod.decode.cache.pages import HostSpace, Ordinary, Pages, zeros
 
 CPU = torch.device("cpu")
@@ -199,7 +197,7 @@ def test_a_pytorch_that_copies_such_memory_has_ordinary_memory(monkeypatch):
 
 def test_pytorch_is_told_of_memory_on_a_gpu_as_of_bytes(fake):
     space = Addresses(Driver(fake), 0, PAGE)
-    given = foreign._Bytes(space.start + 512, 100, Pages(space))
+    given = module._Bytes(space.start + 512, 100, Pages(space))
     told = given.__cuda_array_interface__
     assert told["data"] == (space.start + 512, False) and told["shape"] == (100,) and told["typestr"] == "|u1"
 

@@ -5,8 +5,7 @@ import torch
 from decode_models import prompts_of, reference, tiny_model
 
 from graphmod.decode import DecodeEngine
-from graphmod.decode.cache.cache import PagedCache
-from graphmod.decode.cache.layers import uniform
+from graphmod.decode.cache.cache import PagedCache, uniform
 from graphmod.decode.prefill import attention
 from graphmod.decode.prefill.gather import gather_columns
 from graphmod.decode.prefill.piece import Limits, Piece

@@ -1,7 +1,9 @@
-"""The kernel of `triton_decode`. Importing this module needs Triton.
+"""The Triton kernels of decode: attention over the cache, copies of far blocks, and what gathers columns for prefill.
+Importing this module needs Triton.
 
-Each row's tokens are divided into parts that are worked on at the same time ("flash decoding": Dao, Haziza, Massa,
-Sizov, 2023; the softmax of parts: Milakov, Gimelshein, arXiv:1805.02867). Whoever ends last adds them up.
+In attention each row's tokens are divided into parts that are worked on at the same time ("flash decoding": Dao,
+Haziza, Massa, Sizov, 2023; the softmax of parts: Milakov, Gimelshein, arXiv:1805.02867). Whoever ends last adds them
+up.
 """
 
 import functools
@@ -236,3 +238,116 @@ def attend(
         **early_launch(early),
     )
     return out
+
+
+_FETCH_PROGRAMS = 32  # as many as fill the bus, and leave the multiprocessors to what computes
+_FETCH_BYTES = 16384  # of a copy that is on its way, in each program
+
+
+@triton.jit
+def _fetch(
+    keys,
+    values,
+    near_keys,
+    near_values,
+    listed,
+    KEY_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    ALL: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Some chunks of the listed blocks."""
+    key_chunks: tl.constexpr = (KEY_BLOCK + CHUNK - 1) // CHUNK
+    chunks: tl.constexpr = key_chunks + (VALUE_BLOCK + CHUNK - 1) // CHUNK
+    step = tl.arange(0, CHUNK)
+    begin = 0 if ALL else tl.load(listed).to(tl.int32)
+    end = tl.load(listed + 1).to(tl.int32)
+    for at in tl.range(begin * chunks + tl.program_id(0), end * chunks, tl.num_programs(0)):
+        block = tl.load(listed + 2 + at // chunks)
+        chunk = at % chunks
+        if chunk < key_chunks:
+            inside = chunk * CHUNK + step < KEY_BLOCK
+            where = block * KEY_BLOCK + chunk * CHUNK + step
+            tl.store(near_keys + where, tl.load(keys + where, mask=inside), mask=inside)
+        else:
+            chunk -= key_chunks
+            inside = chunk * CHUNK + step < VALUE_BLOCK
+            where = block * VALUE_BLOCK + chunk * CHUNK + step
+            tl.store(near_values + where, tl.load(values + where, mask=inside), mask=inside)
+
+
+def fetch(
+    keys: Tensor, values: Tensor, near_keys: Tensor, near_values: Tensor, listed: Tensor, beside_copy_nodes: bool
+) -> None:
+    """See `cache.offload.fetch`, whose arguments these are.
+
+    Args:
+        beside_copy_nodes: whether it leaves out what these bring.
+    """
+    _fetch[(_FETCH_PROGRAMS,)](
+        keys,
+        values,
+        near_keys,
+        near_values,
+        listed,
+        KEY_BLOCK=keys[0].numel(),
+        VALUE_BLOCK=values[0].numel(),
+        ALL=not beside_copy_nodes,
+        CHUNK=_FETCH_BYTES // keys.element_size(),
+        num_warps=4,
+    )
+
+
+_GATHER_PROGRAMS = 256  # of each chunk of a row
+_GATHER_ROWS = 8  # that a program has on their way
+_GATHER_CHUNK = 1024  # numbers
+
+
+@triton.jit
+def _gather_rows(source, target, slot, at, there, chunk, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
+    within = chunk * CHUNK + tl.arange(0, CHUNK)
+    inside = there[:, None] & (within < WIDTH)[None, :]
+    found = tl.load(source + slot[:, None] * WIDTH + within[None, :], mask=inside)
+    tl.store(target + at.to(tl.int64)[:, None] * WIDTH + within[None, :], found, mask=inside)
+
+
+@triton.jit
+def _gather(
+    keys,
+    values,
+    slots,
+    count,
+    to_keys,
+    to_values,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Every so many rows, a chunk of their keys or values."""
+    key_chunks: tl.constexpr = (KEY + CHUNK - 1) // CHUNK
+    chunk, there_are = tl.program_id(1), tl.load(count)
+    for begin in tl.range(tl.program_id(0) * ROWS, there_are, tl.num_programs(0) * ROWS):
+        at = begin + tl.arange(0, ROWS)
+        there = at < there_are
+        slot = tl.load(slots + at, mask=there, other=0)
+        if chunk < key_chunks:
+            _gather_rows(keys, to_keys, slot, at, there, chunk, KEY, CHUNK)
+        else:
+            _gather_rows(values, to_values, slot, at, there, chunk - key_chunks, VALUE, CHUNK)
+
+
+def gather(keys: Tensor, values: Tensor, slots: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+    """See `prefill.packed.gather_columns`.
+
+    Args:
+        count: int32, whose first number is how many there are.
+    """
+    found = tuple(kept.new_empty((len(slots), *kept.shape[2:])) for kept in (keys, values))
+    key, value = keys[0, 0].numel(), values[0, 0].numel()
+    chunk = min(_GATHER_CHUNK, triton.next_power_of_2(max(key, value)))
+    programs = min(_GATHER_PROGRAMS, triton.cdiv(len(slots), _GATHER_ROWS))
+    _gather[(programs, triton.cdiv(key, chunk) + triton.cdiv(value, chunk))](
+        *(keys, values, slots, count, *found), KEY=key, VALUE=value, ROWS=_GATHER_ROWS, CHUNK=chunk, num_warps=4
+    )
+    return found
