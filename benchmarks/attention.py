@@ -33,8 +33,7 @@ def measure(shape: dict[str, int]) -> dict[str, Any]:
     """For each attention `us` and `gb_s`, or `unavailable` or `failed`: why there is no time."""
     import torch
 
-    from graphmod.decode.attention.choice import IMPLEMENTATIONS
-    from graphmod.decode.attention.fastest import layers_of, time_graph
+    from graphmod.decode.attention.choice import IMPLEMENTATIONS, layers_of, time_graph
     from graphmod.decode.cache.cache import PagedCache, uniform
 
     rows, context, longest = shape["rows"], shape["context"], shape["max_seq_len"]

@@ -39,9 +39,7 @@ SECTIONS = {
     },
     "Decoding": {
         "graphmod.decode.engine": ["DecodeEngine"],
-        "graphmod.decode.loop": ["EngineLoop"],
-        "graphmod.decode.batching.handle": ["Handle"],
-        "graphmod.decode.streaming": ["TokenStream"],
+        "graphmod.decode.streams": ["EngineLoop", "Handle", "TokenStream"],
         "graphmod.decode.config": ["EngineConfig", "Sampling"],
         "graphmod.decode.results": ["Completion", "Run", "TokenEvent", "DecodeStats"],
         "graphmod.decode.text.codec": ["TokenizerCodec", "ByteCodec"],

@@ -17,19 +17,8 @@ ROOMS = (
 )
 WITHIN = {
     "decode": (
-        *("errors", "interrupts", "results", "model_state", "config", "kernels", "cache", "step"),
-        *(
-            "attention",
-            "text",
-            "prefill",
-            "verification",
-            "generation_config",
-            "batching",
-            "parts",
-            "loop",
-            "streaming",
-            "engine",
-        ),
+        *("errors", "interrupts", "results", "model_state", "config", "streams", "kernels", "cache", "step"),
+        *("attention", "text", "prefill", "verification", "batching", "engine"),
     ),
     "train": (
         *(

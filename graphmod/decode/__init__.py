@@ -7,13 +7,11 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from graphmod.decode.batching.handle import Handle
     from graphmod.decode.config import EngineConfig, Sampling
     from graphmod.decode.engine import DecodeEngine
     from graphmod.decode.errors import DecodeError, RequestError
-    from graphmod.decode.loop import EngineLoop
     from graphmod.decode.results import Completion, DecodeStats, Run, TokenEvent
-    from graphmod.decode.streaming import TokenStream
+    from graphmod.decode.streams import EngineLoop, Handle, TokenStream
 
 _HOMES = {
     "Completion": "graphmod.decode.results",
@@ -21,13 +19,13 @@ _HOMES = {
     "DecodeError": "graphmod.decode.errors",
     "DecodeStats": "graphmod.decode.results",
     "EngineConfig": "graphmod.decode.config",
-    "EngineLoop": "graphmod.decode.loop",
-    "Handle": "graphmod.decode.batching.handle",
+    "EngineLoop": "graphmod.decode.streams",
+    "Handle": "graphmod.decode.streams",
     "RequestError": "graphmod.decode.errors",
     "Run": "graphmod.decode.results",
     "Sampling": "graphmod.decode.config",
     "TokenEvent": "graphmod.decode.results",
-    "TokenStream": "graphmod.decode.streaming",
+    "TokenStream": "graphmod.decode.streams",
 }
 
 __all__ = [

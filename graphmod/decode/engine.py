@@ -18,18 +18,52 @@ from transformers import PreTrainedModel
 
 from graphmod.attention import attention
 from graphmod.config import choice
-from graphmod.decode.batching.handle import Handle
-from graphmod.decode.batching.traffic import Pause
-from graphmod.decode.config import EngineConfig, Keep, Sampling
+from graphmod.decode.attention.choice import choose
+from graphmod.decode.batching.batch import ContinuousBatch
+from graphmod.decode.batching.requests import RequestReader, defaults_of, eos_ids
+from graphmod.decode.batching.scheduler import Scheduler
+from graphmod.decode.batching.traffic import Pause, Traffic
+from graphmod.decode.cache.blocks import BlockAllocator
+from graphmod.decode.cache.cache import Offload, PagedCache
+from graphmod.decode.cache.offload import unavailable as unavailable_fetch
+from graphmod.decode.config import EngineConfig, Keep, OffloadName, Sampling
 from graphmod.decode.errors import DecodeError, RequestError
-from graphmod.decode.loop import EngineLoop
-from graphmod.decode.parts import build
-from graphmod.decode.results import Completion, DecodeStats, Run
-from graphmod.decode.step.anatomy import require_causal_lm
+from graphmod.decode.model_state import decoding
+from graphmod.decode.prefill.packed import PackedPrefill, unavailable
+from graphmod.decode.prefill.padded import PaddedPrefill
+from graphmod.decode.prefill.piece import Limits
+from graphmod.decode.results import BucketStats, Completion, DecodeStats, Run
+from graphmod.decode.step.anatomy import look_at, require_causal_lm
+from graphmod.decode.step.graphs import BucketGraphs, context_sizes
 from graphmod.decode.step.sampling import GREEDY
-from graphmod.decode.streaming import TokenStream
+from graphmod.decode.step.state import BatchState
+from graphmod.decode.step.step import DecodeStep
+from graphmod.decode.streams import EngineLoop, Handle, TokenStream
 from graphmod.decode.text.codec import Codec
+from graphmod.decode.verification import FirstTokens, compare_made_up
 from graphmod.errors import ConfigError
+
+_MOST_PIECES = 32  # of prompts that are prefilled at once: logits are made for the end of each
+_MOST_LOGITS = 2**26  # numbers, where they are made for each token: 256 MiB in float32
+_LEAST_SCORED = 128  # tokens, however large the vocabulary
+
+
+def _length(config: EngineConfig, positions: int | None) -> int:
+    found = config.max_seq_len or positions
+    if found is None:
+        raise ConfigError("the number of positions of this model is unknown; give max_seq_len")
+    if positions is not None and found > positions:
+        raise ConfigError(f"max_seq_len={found} is more than the {positions} positions of the model")
+    return found
+
+
+def _offload(config: EngineConfig, model: PreTrainedModel) -> Offload | None:
+    if config.offload is OffloadName.none:
+        return None
+    reason = unavailable_fetch(model.device)
+    if reason is not None:
+        raise ConfigError(f"offload=layers cannot be used: {reason}; use offload=none")
+    return Offload(config.offload_buffers, config.offload_resident)
 
 
 class DecodeEngine:
@@ -56,12 +90,49 @@ class DecodeEngine:
         require_causal_lm(model)
         config = dataclasses.replace(config or EngineConfig(), **settings)
         self.model, self.config, self.device = model, config, model.device
-        parts = self._parts = build(model, config, codec)
-        self.max_seq_len, self.requests = parts.max_seq_len, parts.requests
-        self.memory, self.state, self.scheduler = parts.memory, parts.state, parts.scheduler
-        self.attention, self.attention_us = parts.attention, parts.attention_us
-        self.graphs, self.prefill = parts.graphs, parts.prefill
-        self._batch, self._traffic = parts.batch, parts.traffic
+        text = model.config.get_text_config()
+        positions = getattr(text, "max_position_embeddings", None)
+        self.max_seq_len = max_seq_len = _length(config, positions)
+        modules = list(model.modules())
+        anatomy = decoding(modules, look_at, model, max_seq_len)
+        size, rows = config.block_size, config.max_batch_size
+        table = -(-max_seq_len // size)
+        blocks = rows * table if config.cache_tokens is None else config.cache_tokens // size
+        self.memory = memory = PagedCache(
+            anatomy.layers, blocks, size, rows, model.dtype, model.device, _offload(config, model)
+        )
+        chosen, self.attention_us = choose(config.attention, memory, max_seq_len, anatomy.own_reason)
+        # A launch that waits its turn reads memory of the host over and over, and takes 5 % of the bus from copies.
+        steps = config.steps_per_sync if memory.ring is None else 1
+        # Results of two chunks of steps wait to be read at most, and first tokens.
+        self.state = state = BatchState(rows, table, 2 * steps + 1, model.device, text.vocab_size)
+        self.scheduler = scheduler = Scheduler(BlockAllocator(blocks, size, memory.first_block), rows)
+        step = DecodeStep(model, memory, own=chosen.name is None)
+        contexts = context_sizes(size, table * size, chosen.stops_at_context)
+        self.graphs = graphs = BucketGraphs(step, state, config, contexts, chosen.compiled)
+        tokens = config.prefill_tokens
+        scored = min(tokens, max(_LEAST_SCORED, _MOST_LOGITS // text.vocab_size))
+        limits = Limits(tokens, _MOST_PIECES, max(min(table, blocks) * size, 4 * tokens), scored)
+        self.attention = chosen
+        packed = None
+        if chosen.name is not None and unavailable(memory) is None:
+            packed = PackedPrefill(model, memory, limits, graphs.settings if config.graphs else None, graphs.group)
+        self.prefill = packed  # None where the model attends by itself
+        padded = PaddedPrefill(model, memory, tokens, state.to_device)
+        self._batch = batch = ContinuousBatch(
+            model, memory, state, scheduler, graphs, packed or padded, limits, chosen.name, steps
+        )
+        computed = packed.uncounted if packed else padded
+        decoding(modules, compare_made_up, model, memory, state, computed, tokens, chosen)
+        defaults = defaults_of(model, config.generation_config)
+        self.requests = requests = RequestReader(
+            text.vocab_size, max_seq_len, eos_ids(model, codec), codec, positions, defaults
+        )
+        first = FirstTokens(model, tokens, f"decode steps with {chosen.name or 'own attention'}")
+        if graphs.compiler is not None:
+            graphs.compiler.taken_over = first.await_again
+        self._traffic = Traffic(model, batch, memory, first, requests, config.keep_prefixes, config.frozen)
+        self._resume_seconds = 0.0
         self._loop: EngineLoop | None = None
         self._making_loop = threading.RLock()  # garbage collection may ask for it in between
 
@@ -292,7 +363,7 @@ class DecodeEngine:
             if self._traffic.suspended:
                 began = time.perf_counter()
                 self.memory.map()
-                self._parts.resume_seconds = time.perf_counter() - began
+                self._resume_seconds = time.perf_counter() - began
 
     def force_enable(self) -> None:
         """Lets buckets that failures disabled be captured again."""
@@ -303,4 +374,28 @@ class DecodeEngine:
     @property
     def stats(self) -> DecodeStats:
         """Counters since the engine was made."""
-        return self._parts.stats()
+        buckets, seconds, pool = self.graphs.stats()
+        prefill, prefill_seconds = self.prefill.stats() if self.prefill else (BucketStats(), 0.0)
+        states = {bucket.state for bucket in buckets.values()}
+        ran = {b.state for b in buckets.values() if b.launches or b.eager_steps}
+        state = next((s for s in ("capturing", "valid") if s in states), None)
+        scheduler, allocator = self.scheduler, self.scheduler.allocator
+        return DecodeStats(
+            state=state or ("disabled" if ran == {"disabled"} else "invalid"),
+            buckets=buckets,
+            prefill=prefill,
+            prompt_tokens=self._batch.prompt_tokens,
+            prefix_tokens=scheduler.prefix_tokens,
+            tokens=self._batch.tokens,
+            waiting=len(scheduler.waiting) + len(scheduler.filling),
+            running=len(scheduler.running),
+            blocks_used=allocator.count - allocator.free_blocks,
+            blocks_total=allocator.count,
+            capture_seconds=seconds + prefill_seconds,
+            waited_seconds=self._batch.waited_seconds,
+            graph_bytes=pool,
+            cache_bytes=self.memory.nbytes,
+            host_cache_bytes=self.memory.host_nbytes,
+            resume_seconds=self._resume_seconds,
+            attention_us=dict(self.attention_us),
+        )

@@ -13,8 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from graphmod.attention import attention, takes
-from graphmod.decode.attention.choice import reference
-from graphmod.decode.attention.implementation import Implementation
+from graphmod.decode.attention.choice import Implementation, reference
 from graphmod.decode.cache.cache import PagedCache
 from graphmod.decode.cache.offload import Reader
 from graphmod.decode.errors import DecodeError

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from graphmod.decode.batching.seeds import prompt_seed
-from graphmod.decode.config import Sampling
+from graphmod.decode.config import Sampling, prompt_seed
 from graphmod.decode.text.chat import ChatError
 from graphmod.decode.text.codec import Codec, TokenizerCodec
 from graphmod.serve.errors import ApiError

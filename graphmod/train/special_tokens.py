@@ -4,7 +4,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from graphmod.decode.text.special import SpecialTokens, special_ids
+from graphmod.decode.text.codec import SpecialTokens, special_ids
 
 
 def _ids(found: int | list[int] | None) -> list[int]:

@@ -14,8 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from graphmod.attention import attention
-from graphmod.decode.batching.scheduler import Planned, Scheduler
-from graphmod.decode.batching.sequence import Sequence, kind_of
+from graphmod.decode.batching.scheduler import Planned, Scheduler, Sequence, kind_of
 from graphmod.decode.cache.cache import PagedCache
 from graphmod.decode.cache.offload import Reader
 from graphmod.decode.prefill.packed import PackedPrefill

@@ -1,24 +1,297 @@
-"""Prefill in graphs: pieces of prompts lie one after the other, padded to one of a few sizes."""
+"""Prefill in graphs: pieces of prompts lie one after the other, padded to one of a few sizes; each token sees its own
+prompt, up to itself.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import logging
+from itertools import accumulate
+from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+import numpy
+import torch
+from torch import Tensor, library, nn
+from torch.nn.functional import scaled_dot_product_attention
 from tqdm import tqdm
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from graphmod.attention import attention, takes
 from graphmod.config import CUDAGraphConfig
-from graphmod.decode.cache.cache import PagedCache
-from graphmod.decode.prefill.attention import NAME, reads_by_length
+from graphmod.decode.cache.cache import NULL_BLOCK, Layer, PagedCache
+from graphmod.decode.errors import DecodeError
 from graphmod.decode.prefill.piece import Limits, Piece, Scores
-from graphmod.decode.prefill.view import POSITION, TOKEN, Packed, PackedBuffer, PackedView
 from graphmod.decode.results import BucketStats
 from graphmod.decode.step.anatomy import step_arguments
 from graphmod.decode.step.graphs import counters, free_memory
-from graphmod.wrap.extension import Group
+from graphmod.wrap.extension import Group, mark_static
 from graphmod.wrap.module import CUDAGraphModule
+
+log = logging.getLogger("graphmod")
+
+NOBODY = -1
+"""Stands for the number of a piece where there is none: padding."""
+TOKEN, POSITION, SLOT, PIECE = range(4)
+"""Rows of `tokens`: the token, its position in its sequence, where its keys and values go, and of which piece it is."""
+HELD, AT, OF = range(3)
+"""Rows of `columns`: the slot that a key lies in, its position, and the piece that it is for."""
+
+
+class Packed(NamedTuple):
+    """Pieces one after the other, padded to fixed sizes. This is what a graph is given.
+
+    Attributes:
+        tokens: (4, T) int64, rows above.
+        columns: (3, C) int64, rows above: all that the pieces attend to; None if that is their own tokens.
+        starts: (2, pieces + 2) int32: where the tokens of each piece begin, and its columns. The padding is a last
+            piece, to which none of the columns belong.
+        ends: (pieces,) int64: which tokens are the last of their prompts; the rest is 0.
+        targets: (T,) int64: whose log-probability is asked for after each token; None where none is.
+    """
+
+    tokens: Tensor
+    columns: Tensor | None
+    starts: Tensor
+    ends: Tensor
+    targets: Tensor | None = None
+
+
+class PackedBuffer:
+    """Owns the tensors.
+
+    Args:
+        limits: of pieces.
+        by_length: whether nobody reads columns that are not there, nor more of a column than its slot.
+    """
+
+    def __init__(self, memory: PagedCache, limits: Limits, by_length: bool = False) -> None:
+        self._memory, self._limits, self._by_length = memory, limits, by_length
+        numbers = {"dtype": torch.int64, "device": memory.device}
+        self._tokens = torch.zeros(4 * limits.tokens, **numbers)
+        self._columns = torch.zeros(3 * limits.columns, **numbers)
+        self._starts = torch.zeros((2, limits.pieces + 2), dtype=torch.int32, device=memory.device)
+        self._ends = torch.zeros(limits.pieces, **numbers)
+        self._targets = torch.zeros(limits.tokens, **numbers)
+        self._given: dict[tuple[int, int | None, bool], Packed] = {}
+
+    def packed(self, tokens: int, columns: int | None, scored: bool = False) -> Packed:
+        """The tensors for so many tokens and columns, with targets if they are `scored`; the same ones each time."""
+        key = tokens, columns, scored
+        if key not in self._given:
+            self._given[key] = Packed(
+                mark_static(self._tokens[: 4 * tokens].view(4, tokens)),
+                None if columns is None else mark_static(self._columns[: 3 * columns].view(3, columns)),
+                mark_static(self._starts[:]),
+                mark_static(self._ends[:]),
+                mark_static(self._targets[:tokens]) if scored else None,
+            )
+        return self._given[key]
+
+    def fill(self, pieces: list[Piece], tokens: int, columns: int | None) -> Packed:
+        """Writes pieces, which must fit; all of them have targets, or none has."""
+        scored = any(piece.targets is not None for piece in pieces)
+        into, size = self.packed(tokens, columns, scored), self._memory.block_size
+        rows = numpy.zeros((4, tokens), dtype=numpy.int64)
+        rows[PIECE] = NOBODY
+        rows[SLOT] = size + numpy.arange(tokens) % self._memory.rows  # the spare slots
+        room = sum(piece.end for piece in pieces) if self._by_length else columns
+        held = None if columns is None else numpy.full((3, room), NOBODY, dtype=numpy.int64)
+        if held is not None:
+            held[HELD] = NULL_BLOCK * size
+        at = place = 0
+        for number, piece in enumerate(pieces):
+            slots = (numpy.array(piece.blocks)[:, None] * size + numpy.arange(size)).reshape(-1)
+            new = slice(at, at + len(piece.tokens))
+            rows[TOKEN, new] = piece.tokens
+            rows[POSITION, new] = numpy.arange(piece.start, piece.end)
+            rows[SLOT, new] = slots[piece.start : piece.end]
+            rows[PIECE, new] = number
+            at = new.stop
+            if held is not None:
+                seen = slice(place, place + piece.end)
+                held[HELD, seen] = slots[: piece.end]
+                held[AT, seen] = numpy.arange(piece.end)
+                held[OF, seen] = number
+                place = seen.stop
+        # Pieces that are not there are empty, and the padding is the last one.
+        starts = numpy.array([self._starts_of([len(piece.tokens) for piece in pieces], tokens)] * 2, dtype=numpy.int32)
+        if columns is not None:
+            starts[1] = self._starts_of([piece.end for piece in pieces], place)
+        ends = numpy.zeros(self._limits.pieces, dtype=numpy.int64)
+        whole = accumulate(len(piece.tokens) for piece in pieces)
+        last = [end - 1 for end, piece in zip(whole, pieces, strict=True) if piece.last]
+        ends[: len(last)] = last
+        for tensor, values in ((into.tokens, rows), (into.starts, starts), (into.ends, ends)):
+            self._bring(tensor, values)
+        if scored:
+            targets = numpy.array([one for piece in pieces for one in piece.targets], dtype=numpy.int64)
+            self._bring(into.targets[: len(targets)], targets)
+        if held is not None and self._by_length:
+            self._bring(into.columns[HELD, :room], held[HELD])
+        elif held is not None:
+            self._bring(into.columns, held)
+        return into
+
+    def _starts_of(self, lengths: list[int], whole: int) -> list[int]:
+        found = [0, *accumulate(lengths)]
+        return found + [found[-1]] * (self._limits.pieces + 1 - len(found)) + [whole]
+
+    def _bring(self, tensor: Tensor, values: numpy.ndarray) -> None:
+        host = torch.from_numpy(values)
+        tensor.copy_(host.pin_memory() if tensor.is_cuda else host, non_blocking=True)
+
+
+class PackedView(Cache):
+    """What a model sees of the cache: `update` only stores, and the attention reads through `packed`.
+
+    Args:
+        memory: the cache.
+        packed: where what is.
+    """
+
+    def __init__(self, memory: PagedCache, packed: Packed) -> None:
+        super().__init__(layers=[])
+        self.memory, self.packed = memory, packed
+        slots = packed.tokens[SLOT]
+        self.places = slots // memory.block_size, slots % memory.block_size
+        self.shared: dict[Any, Any] = {}  # what the attention computes once for all layers of one rule
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any):
+        """Stores the new keys and values; returns them as they are."""
+        self.memory.write(layer_idx, self.places, key_states, value_states)
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        raise DecodeError("this model asks how many tokens are in the cache instead of taking position_ids")
+
+
+@functools.cache
+def copies_by_length(device: torch.device) -> bool:
+    """Whether no more is copied than there is: by a kernel, which Triton may be unable to make (no C compiler)."""
+    if device.type != "cuda":
+        return False
+    try:
+        from graphmod.decode.kernels import gather
+
+        with torch.cuda.device(device):
+            kept = torch.zeros(1, 16, 1, 16, device=device, dtype=torch.bfloat16)
+            gather(kept, kept, torch.zeros(1, dtype=torch.int64, device=device), kept.new_ones(1, dtype=torch.int32))
+    except Exception as error:  # of compilers and drivers: anything
+        log.debug("prefill gathers without a kernel", exc_info=error)
+        return False
+    return True
+
+
+@library.custom_op("graphmod::gather_columns", mutates_args=())
+def gather_columns(keys: Tensor, values: Tensor, slots: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values one after the other, (C, kv_heads, head_dim or value_dim) each. What comes after those that there
+    are is undefined.
+
+    Args:
+        keys, values: (blocks, block_size, kv_heads, head_dim or value_dim), contiguous.
+        slots: (C,) int64: where each lies.
+        starts: (pieces + 2,) int32, of `Packed`: the last but one is how many there are.
+    """
+    if copies_by_length(keys.device):
+        from graphmod.decode.kernels import gather
+
+        with torch.cuda.device_of(keys):
+            return gather(keys, values, slots, starts[-2:])
+    return keys.flatten(0, 1).index_select(0, slots), values.flatten(0, 1).index_select(0, slots)
+
+
+NAME = "graphmod_packed"
+_HALF = (torch.float16, torch.bfloat16)
+_WIDEST = 256  # heads that flash attention takes
+_flash_forward = torch.ops.aten._flash_attention_forward
+
+
+def unavailable(memory: PagedCache) -> str | None:
+    """Why it cannot be used with this cache, or None: then it is registered with transformers."""
+    if any(layer.softcap or layer.sinks for layer in memory.layers):
+        return "it has neither capped scores nor attention sinks"
+    ALL_ATTENTION_FUNCTIONS.register(NAME, packed_attention)
+    return None
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    *,
+    cache_view: PackedView,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """As transformers calls it. On a GPU in half precision by PyTorch's flash attention for sequences of different
+    lengths, elsewhere by SDPA with a mask.
+
+    Args:
+        query: (1, heads, T, head_dim).
+        key, value: (1, kv_heads, T, head_dim), of the same tokens; they are in the cache already.
+
+    Returns:
+        (1, T, heads, value_dim).
+    """
+    view, memory = cache_view, cache_view.memory
+    if _is_flash(memory, memory.layers[module.layer_idx]):
+        return _flash(query, key, value, scaling, view, module.layer_idx), None
+    columns = view.packed.columns
+    if columns is not None:  # (1, kv_heads, C, head_dim)
+        kept = memory.keys[module.layer_idx], memory.values[module.layer_idx]
+        key, value = (
+            held.flatten(0, 1).index_select(0, columns[HELD]).transpose(0, 1).unsqueeze(0).to(query.dtype)
+            for held in kept
+        )
+    return _masked(query, key, value, scaling, view, memory.layers[module.layer_idx]), None
+
+
+def reads_by_length(memory: PagedCache) -> bool:
+    """Whether all that pieces see is read from the cache, and no more, so that room for any number costs no time. Not
+    where a part of the cache is far: new keys would come back over the bus."""
+    near = memory.ring is None and all(_is_flash(memory, layer) for layer in memory.layers)
+    return near and copies_by_length(memory.device)
+
+
+def _is_flash(memory: PagedCache, layer: Layer) -> bool:
+    half = memory.device.type == "cuda" and memory.dtype in _HALF
+    return half and layer.rule.chunk is None and layer.head_dim == layer.value_dim <= _WIDEST and not layer.head_dim % 8
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, view: PackedView, number: int) -> Tensor:
+    packed, memory, rule = view.packed, view.memory, view.memory.layers[number].rule
+    wanted, key, value = (one[0].transpose(0, 1).to(memory.dtype) for one in (query, key, value))
+    starts = packed.starts
+    if packed.columns is not None:
+        key, value = gather_columns(memory.keys[number], memory.values[number], packed.columns[HELD], starts[1])
+    window = {} if rule.window is None else {"window_size_left": rule.window - 1, "window_size_right": 0}
+    out = _flash_forward(
+        wanted, key, value, starts[0], starts[1], len(wanted), len(key), 0.0, True, False, scale=scaling, **window
+    )
+    return out[0].unsqueeze(0).to(query.dtype)
+
+
+def _masked(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, view: PackedView, layer: Layer) -> Tensor:
+    seen = view.shared.get(layer.rule)
+    if seen is None:
+        tokens, columns = view.packed.tokens, view.packed.columns
+        piece, position = tokens[PIECE].unsqueeze(1), tokens[POSITION].unsqueeze(1)
+        of, at = (tokens[PIECE], tokens[POSITION]) if columns is None else (columns[OF], columns[AT])
+        # Padding sees everything: who sees nothing computes NaN.
+        seen = view.shared[layer.rule] = ((piece == of) & layer.rule.sees(position, at)) | (piece == NOBODY)
+    # A mask multiplies by zero, so what is not finite would reach the other prompts. It is taken out, and put back
+    # into the tokens that see it.
+    finite = (torch.isfinite(key).all(-1) & torch.isfinite(value).all(-1)).all(1)[0]
+    spoilt = (seen & ~finite).any(1)
+    key, value = (one.masked_fill(~finite.unsqueeze(1), 0) for one in (key, value))
+    grouped = query.shape[1] != key.shape[1]
+    out = scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scaling, enable_gqa=grouped)
+    return out.masked_fill(spoilt.unsqueeze(1), float("nan")).transpose(1, 2)
+
 
 _LEAST_TOKENS = 128  # a GPU that computes with fewer waits for the weights as long
 _BUSY_TOKENS = 512

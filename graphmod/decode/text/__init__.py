@@ -1,7 +1,6 @@
 """Text to tokens and back: one policy for training, prompts, samples and stops."""
 
-from graphmod.decode.text.codec import ByteCodec, Codec, TokenizerCodec, codec_for
-from graphmod.decode.text.special import SpecialTokens
+from graphmod.decode.text.codec import ByteCodec, Codec, SpecialTokens, TokenizerCodec, codec_for
 from graphmod.decode.text.stream import TextStream, completion_text
 
 __all__ = [

@@ -10,8 +10,8 @@ from test_decode_attention import attend, filled
 
 from graphmod.cli.generation import run
 from graphmod.decode import DecodeEngine
+from graphmod.decode.attention import choice
 from graphmod.decode.attention import choice as attention
-from graphmod.decode.attention import fastest
 from graphmod.decode.attention.choice import IMPLEMENTATIONS, choose
 from graphmod.decode.config import AttentionName
 from graphmod.fuse.inductor import compiled_code
@@ -44,7 +44,7 @@ def chosen(name):
 
 
 def test_with_one_candidate_nothing_is_measured(monkeypatch):
-    monkeypatch.setattr(fastest, "time_graph", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(choice, "time_graph", lambda *_: pytest.fail("measured"))
     model = tiny_model("llama", torch.device("cpu"))
     engine = DecodeEngine(model, max_batch_size=2, attention="fastest")
     assert engine.attention.name == "graphmod_sdpa" and engine.attention_us == engine.stats.attention_us == {}
@@ -88,7 +88,7 @@ def test_the_smallest_time_wins(usable, monkeypatch, winner):
 def test_what_was_measured_is_logged_and_reported(usable, monkeypatch, caplog):
     usable("flex")
     times = iter([12.34, 56.78])
-    monkeypatch.setattr(fastest, "time_graph", lambda *_: next(times))
+    monkeypatch.setattr(choice, "time_graph", lambda *_: next(times))
     monkeypatch.setattr(torch.cuda, "device", lambda _: torch.inference_mode())
     with caplog.at_level(logging.INFO, "graphmod"):
         engine = DecodeEngine(tiny_model("llama", torch.device("cpu")), max_batch_size=4, attention="fastest")
@@ -115,7 +115,7 @@ def test_a_candidate_that_fails_is_left_out(usable, monkeypatch, caplog, error, 
             raise result
         return result
 
-    monkeypatch.setattr(fastest, "time_graph", timed)
+    monkeypatch.setattr(choice, "time_graph", timed)
     monkeypatch.setattr(torch.cuda, "device", lambda _: torch.inference_mode())
     found, times = chosen("fastest")
     assert times == {"sdpa": 3.0} and found is IMPLEMENTATIONS[AttentionName.sdpa]
@@ -143,7 +143,7 @@ def test_auto_measures_nothing_and_goes_by_its_order(usable, monkeypatch):
 def test_what_is_timed_attends_to_that_context_in_every_layer(context, monkeypatch):
     memory, _, _, query = filled(16, torch.device("cpu"))
     one = IMPLEMENTATIONS[AttentionName.sdpa]
-    calls, layers = fastest.layers_of(one, memory, 4, context, 128)
+    calls, layers = choice.layers_of(one, memory, 4, context, 128)
     results = calls()
     assert layers == len(memory.layers) == len(results)
     table = torch.arange(32).view(4, 8) + memory.first_block
@@ -179,6 +179,6 @@ def test_what_is_timed_runs_on_the_gpu_in_every_replay(compiled):
         with compiled_code() if compiled else contextlib.nullcontext():
             add_one(tensor)
 
-    assert 0 < fastest.time_graph(add, 1) < 1e5
-    replays = int(tensor[0].item()) - fastest._WARMUP  # the call that is captured runs as the first of them
-    assert replays % fastest._REPLAYS == 1 and replays > fastest._ROUNDS * fastest._REPLAYS
+    assert 0 < choice.time_graph(add, 1) < 1e5
+    replays = int(tensor[0].item()) - choice._WARMUP  # the call that is captured runs as the first of them
+    assert replays % choice._REPLAYS == 1 and replays > choice._ROUNDS * choice._REPLAYS

@@ -17,7 +17,7 @@ from conftest import ROOT
 from decode_models import prompts_of, reference, tiny_model
 
 from graphmod.decode import DecodeEngine, DecodeError, EngineLoop
-from graphmod.decode.batching import turns
+from graphmod.decode.batching import traffic
 from graphmod.decode.interrupts import Held
 
 
@@ -36,7 +36,9 @@ class Interrupting:
 
     def __call__(self, frame, event, _):
         name = frame.f_code.co_filename
-        if "graphmod/decode" not in name and not name.endswith(("contextlib.py", "exchange.py", "grad_mode.py")):
+        if "graphmod/decode" not in name and not name.endswith(
+            ("contextlib.py", "graphmod/attention.py", "grad_mode.py")
+        ):
             return None
         self.left -= 1
         if not self.left and not self.done:
@@ -167,7 +169,7 @@ def test_a_pause_that_nobody_holds_any_more_ends():
 
 
 def test_who_waits_for_a_pause_is_told_for_whom(monkeypatch, caplog):
-    monkeypatch.setattr(turns, "_LONG", 0.1)
+    monkeypatch.setattr(traffic, "_LONG", 0.1)
     engine = DecodeEngine(tiny_model("llama", torch.device("cpu")), max_batch_size=2)
     loop = EngineLoop(engine)
     with caplog.at_level(logging.WARNING, "graphmod"), engine.pause():

@@ -35,7 +35,7 @@ def test_requests_join_a_running_engine_and_each_gets_its_own_tokens(device):
 
 
 def test_who_waits_where_nobody_steps_is_told_so(device, monkeypatch, caplog):
-    monkeypatch.setattr("graphmod.decode.batching.handle._SILENCE", 0.1)
+    monkeypatch.setattr("graphmod.decode.streams._SILENCE", 0.1)
     engine = DecodeEngine(tiny_model("llama", device), max_batch_size=2)
     waits = engine.submit(prompts_of(5)[0], max_new_tokens=3)
     with pytest.raises(TimeoutError, match="does not step the engine"):

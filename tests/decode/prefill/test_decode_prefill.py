@@ -6,10 +6,9 @@ from decode_models import prompts_of, reference, tiny_model
 
 from graphmod.decode import DecodeEngine
 from graphmod.decode.cache.cache import PagedCache, uniform
-from graphmod.decode.prefill import attention
-from graphmod.decode.prefill.gather import gather_columns
+from graphmod.decode.prefill import packed
+from graphmod.decode.prefill.packed import HELD, PackedBuffer, gather_columns
 from graphmod.decode.prefill.piece import Limits, Piece
-from graphmod.decode.prefill.view import HELD, PackedBuffer
 
 SIZES = [
     (2, 64, 64, 256, 77),
@@ -66,10 +65,10 @@ def as_on_a_gpu(monkeypatch):
         there = (torch.arange(len(slots)) < starts[-2])[:, None, None]
         return [one.where(there, float("nan")) for one in gather_columns(keys, values, slots, starts)]
 
-    monkeypatch.setattr(attention, "_is_flash", lambda memory, layer: True)
-    monkeypatch.setattr(attention, "copies_by_length", lambda device: True)
-    monkeypatch.setattr(attention, "gather_columns", gather)
-    monkeypatch.setattr(attention, "_flash_forward", flash)
+    monkeypatch.setattr(packed, "_is_flash", lambda memory, layer: True)
+    monkeypatch.setattr(packed, "copies_by_length", lambda device: True)
+    monkeypatch.setattr(packed, "gather_columns", gather)
+    monkeypatch.setattr(packed, "_flash_forward", flash)
 
 
 @pytest.mark.parametrize(

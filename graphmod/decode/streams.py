@@ -1,16 +1,21 @@
-"""A request on its way: what it has got so far, and how threads and coroutines wait for more."""
+"""Requests on their way: what they have got so far, how threads and coroutines wait for more, and the loop that steps
+an engine for them.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
+import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from typing import Any
 
+from graphmod.decode.config import Sampling
 from graphmod.decode.errors import DecodeError
-from graphmod.decode.results import Completion, Run
+from graphmod.decode.interrupts import Held
+from graphmod.decode.results import Completion, Run, TokenEvent, events
 
 log = logging.getLogger("graphmod")
 
@@ -24,8 +29,8 @@ class Handle:
     The engine fills it in, in the thread that steps it; any other may read it.
 
     Args:
-        sequences: what it consists of, each a `batching.sequence.Sequence`, or what stands for one that another process
-            has: with a `completion`, and a `handle`, which is set.
+        sequences: what it consists of, each a `batching.scheduler.Sequence`, or what stands for one that another
+            process has: with a `completion`, and a `handle`, which is set.
 
     Attributes:
         completions: one for each sample, in order. They grow while the request runs: until it is `done`, read what
@@ -139,9 +144,9 @@ def tell(handles: Iterable[Handle]) -> None:
             handle._changed.notify_all()
         for loop, woken in [*handle._readers]:
             found.setdefault(loop, []).append(woken)
-    for loop, events in found.items():
+    for loop, readers in found.items():
         with contextlib.suppress(RuntimeError):  # it was closed, and its readers with it
-            loop.call_soon_threadsafe(_set_all, events)
+            loop.call_soon_threadsafe(_set_all, readers)
 
 
 def _set_all(events: list[asyncio.Event]) -> None:
@@ -169,3 +174,160 @@ class Cursor:
             top = done.top_logprobs and done.top_logprobs[before:until]
             found.append(Run(done, done.tokens[before:until], done.logprobs[before:until], ended, top_logprobs=top))
         return found
+
+
+def _stepped(engine: Any, handle: Handle) -> Iterator[TokenEvent]:
+    # Knows nothing of the stream, which so ends as soon as nobody holds it.
+    cursor = Cursor(handle)
+    while True:
+        ended = handle.done
+        yield from events(cursor.read())
+        handle.check()
+        if ended:
+            return
+        engine._step(among_others=False)
+
+
+class TokenStream(Iterator[TokenEvent]):
+    """Yields tokens as they become known, up to `steps_per_sync` of each sample at a time, one with
+    `offload=layers`.
+
+    `for` steps the engine itself; `async for` lets the engine's own thread do it. Closing the stream, or leaving it,
+    ends its requests.
+
+    Args:
+        engine: a `DecodeEngine`.
+        handle: of the requests.
+    """
+
+    def __init__(self, engine: Any, handle: Handle) -> None:
+        self._engine, self.handle = engine, handle
+        self._events = _stepped(engine, handle)
+
+    def __next__(self) -> TokenEvent:
+        try:
+            return next(self._events)
+        except BaseException:
+            self.close()
+            raise
+
+    async def __aiter__(self) -> AsyncIterator[TokenEvent]:
+        try:
+            self._engine.loop.start()
+            async for run in self.handle.runs():
+                for event in events([run]):
+                    yield event
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Ends the requests that have not ended. Any thread may call it."""
+        self._engine.abort(self.handle)
+        with contextlib.suppress(ValueError):  # another thread is in the middle of it, and finds the end by itself
+            self._events.close()
+
+    async def aclose(self) -> None:
+        """The same, for a coroutine that leaves the stream early."""
+        self.close()
+
+    def __del__(self, ends: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not self.handle.done and not ends():  # at the end of the interpreter modules have nothing in them any more
+            self.close()
+
+
+class EngineLoop:
+    """Requests may come from any thread; a thread that ends when there is nothing left to do steps the engine.
+
+    Args:
+        engine: a `DecodeEngine`, which may be used beside it.
+
+    Attributes:
+        error: of the engine, the last one; the requests that it ended have it as well, and later ones are tried again.
+        closed: whether it takes no more requests.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.error: BaseException | None = None
+        self._lock = threading.RLock()  # garbage collection and signals may call into it anywhere
+        self._thread: threading.Thread | None = None
+        self.closed = False
+
+    def start(self) -> None:
+        """Goes to work on whatever the engine was given. `submit` does that by itself.
+
+        Raises:
+            DecodeError: it was closed.
+        """
+        thread = threading.Thread(target=self._run, name="graphmod-engine")
+        with Held(), self._lock:
+            if self.closed:
+                raise DecodeError("this loop was closed and takes no more requests; make another EngineLoop(engine)")
+            if self.engine.unfinished and self._thread is None:
+                self._thread = thread  # before anything else, which may call into this
+                try:
+                    thread.start()
+                except BaseException:  # as when the interpreter ends
+                    self._thread = None
+                    raise
+
+    def submit(
+        self,
+        prompt: Any,
+        n: int = 1,
+        sampling: Sampling | None = None,
+        *,
+        on_run: Callable[[Run], None] | None = None,
+        **settings: Any,
+    ) -> Handle:
+        """As `DecodeEngine.submit`; the request is worked on at once.
+
+        Raises:
+            RequestError: the prompt or a setting cannot be used.
+            DecodeError: the loop was closed.
+        """
+        if self.closed:
+            self.start()
+        handle = self.engine.submit(prompt, n, sampling, on_run=on_run, **settings)
+        try:
+            self.start()
+        except BaseException:
+            self.engine.abort(handle)
+            raise
+        return handle
+
+    def abort(self, handle: Handle) -> None:
+        """Ends a request; see `DecodeEngine.abort`."""
+        self.engine.abort(handle)
+
+    def close(self, drain: bool = True, timeout: float | None = None) -> None:
+        """Takes no more requests, and waits for the thread to end, unless it is that thread which calls, or a signal
+        has met the caller in the middle of `start`.
+
+        Args:
+            drain: finish what waits and runs, else end it now.
+            timeout: seconds for that, after which the rest is ended; None waits for as long as it takes.
+        """
+        inside = self._lock._is_owned()
+        with self._lock:
+            self.closed, thread = True, self._thread
+        if not drain:
+            self.engine.abort_all()
+        if thread is not None and thread is not threading.current_thread() and not inside:
+            thread.join(timeout if drain else None)
+            if thread.is_alive():
+                self.engine.abort_all()
+                thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self.engine.unfinished:
+                    self._thread = None
+                    return
+            try:
+                self.engine.step()
+            except BaseException as error:
+                # All requests that it ended have it; a thread has nobody else to tell.
+                self.error = error
+                log.error("decoding failed, and the requests that ran or waited have ended: %s", error)
