@@ -11,11 +11,12 @@ from torch import Tensor
 
 from graphmod.graph.buffers import StaticInput, StaticOutput
 from graphmod.graph.gradients import GradientBuffer, Loans, Passing
-from graphmod.graph.split import Whole, part
+from graphmod.graph.split import Whole, is_split, part
 from graphmod.guards.guards import Guards
 
 _is_not, _NOTHING = operator.is_not, repeat(None)
 _grad, _tensor = operator.attrgetter("grad"), operator.attrgetter("tensor")
+_data_ptr = Tensor.data_ptr
 
 
 class GradientsExchanged(Exception):
@@ -69,7 +70,8 @@ class BackwardGraph:
     ) -> None:
         self.graph, self.inputs, self.results, self.wholes = graph, inputs, results, wholes
         self.written, self.accumulated, self.saved, self.held = written, accumulated, saved, held
-        self.weights, self.weights_at = weights, [part(weight).data_ptr() for weight in weights]
+        self.weights, self._any_split = weights, any(map(is_split, weights))
+        self.weights_at = self._addresses()
         self.guards = guards
         self.passing, self.passed = passing, passed
         self.copied = [(i, item.buffer) for i, item in enumerate(inputs) if item is not None and item.buffer]
@@ -88,8 +90,11 @@ class BackwardGraph:
                 self.apart = True
                 buffer.parameter.grad.add_(buffer.memory)
 
+    def _addresses(self) -> list[int]:
+        return list(map(_data_ptr, map(part, self.weights) if self._any_split else self.weights))
+
     def fits(self, grads: Sequence[Tensor | None], passes: int) -> bool:
-        if [part(weight).data_ptr() for weight in self.weights] != self.weights_at:
+        if self._addresses() != self.weights_at:
             return False  # `fully_shard` may have collected them elsewhere than for the forward
         for static, grad in zip(self.inputs, grads, strict=True):
             if (static is None) is not (grad is None):
