@@ -20,8 +20,8 @@ from graphmod.graph.context import Context
 from graphmod.guards.changes import Change, all_changes, line_of
 from graphmod.guards.guards import Guards
 from graphmod.guards.hooks import has_hooks_of_others
-from graphmod.guards.lookup import Cell
 from graphmod.guards.notes import Notes
+from graphmod.guards.values import Cell
 from graphmod.reads.backwards import begin, mark
 from graphmod.state.entry import Entry
 from graphmod.torch_private import top_saved_tensors_hooks

@@ -12,12 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from graphmod.check.report import Guarded
-from graphmod.guards.changes import line_of
-from graphmod.guards.contents import describe, is_plain
+from graphmod.guards.changes import line_of, tensor_rate
 from graphmod.guards.guards import Guards
 from graphmod.guards.library import is_users
-from graphmod.guards.lookup import Cell, dict_of
-from graphmod.guards.remedies import tensor_rate
+from graphmod.guards.values import Cell, describe, dict_of, is_plain
 
 
 class Kinds:

@@ -16,11 +16,20 @@ from graphmod.capture.recording import watch
 from graphmod.check.meeting import Meeting
 from graphmod.check.report import Finding
 from graphmod.graph.results import not_returned, not_to_be_made_again, outline
-from graphmod.guards.changes import NOT_REPLAYED, Change, all_changes, lines_of
+from graphmod.guards.changes import (
+    KEEP,
+    KEEP_COUNT,
+    KEEP_ITEMS,
+    KEEP_ITERATOR,
+    NOT_REPLAYED,
+    Change,
+    all_changes,
+    keepers,
+    lines_of,
+)
 from graphmod.guards.guards import Guards
 from graphmod.guards.hooks import without_gradient_hooks
 from graphmod.guards.notes import Notes
-from graphmod.guards.remedies import KEEP, KEEP_COUNT, KEEP_ITEMS, KEEP_ITERATOR, keepers
 from graphmod.ranks.data_parallel import Borrowed
 from graphmod.signature.flattening import flatten, unrepeatable
 from graphmod.signature.modes import FOREIGN, difference, key_reader

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from graphmod.guards.contents import OTHER, is_random, sort_of
+from graphmod.guards.values import OTHER, is_random, sort_of
 from graphmod.trace import dispatch
 from graphmod.trace.generators import MOVES, READS_SEED, SETS_STATE, comparable, kinds_followed, state_of
 from graphmod.trace.host_draws import HostDraws

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from graphmod.guards.contents import is_plain
 from graphmod.guards.library import CORE
+from graphmod.guards.values import is_plain
 from graphmod.torch_private import dynamo_guards, written_by_dynamo
 from graphmod.trace.dispatch import hidden
 

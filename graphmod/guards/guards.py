@@ -1,4 +1,4 @@
-"""Guards: whether what a recorded call read is still as it was.
+"""Guards: whether what a recorded call read is still as it was: places, what is inside containers, and tensors.
 
 Checked before each replay, so everything lies in flat lists that `map` goes through.
 """
@@ -9,22 +9,36 @@ import contextlib
 import operator
 import types
 import weakref
-from collections.abc import Iterator
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator
 from itertools import chain, repeat
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from graphmod.guards.changes import differs, name_of, replacements
+from graphmod.guards.changes import differs, line_of, name_of, replacements
 from graphmod.guards.compiled import modes
-from graphmod.guards.containers import Contents, put_back
-from graphmod.guards.contents import CONTAINERS, content, describe, is_plain, is_shown, same
 from graphmod.guards.hooks import HookWatch
-from graphmod.guards.lookup import MISSING, Cell, Fields, Kind, Slots, get
 from graphmod.guards.notes import Note, Notes
-from graphmod.guards.tensors import TensorWatch
+from graphmod.guards.values import (
+    CONTAINERS,
+    MISSING,
+    Cell,
+    Fields,
+    Kind,
+    Slots,
+    content,
+    describe,
+    get,
+    is_plain,
+    is_shown,
+    same,
+    same_content,
+)
 from graphmod.ranks.fully_shard import as_in_forwards
+from graphmod.torch_private import alike
 from graphmod.trace.tensors import is_leaf
 from graphmod.trace.undo import let_through
 
@@ -36,10 +50,183 @@ _fields = operator.attrgetter(*Fields.NAMES)
 _flat = chain.from_iterable
 _NAMED = (dict, types.MappingProxyType)  # where something comes only if there is more of it
 _MOST_LEVELS = 16  # of containers in containers, each in the place of an equal one
+_BUILT_IN = (list, deque, set, dict, OrderedDict, defaultdict)  # other classes may answer otherwise
+_UNCHANGING = (tuple, frozenset)  # where they lie is compared
+_data_ptr, _size, _stride = Tensor.data_ptr, Tensor.size, Tensor.stride
+_requires_grad = operator.attrgetter("requires_grad")
+_ORDINARY = (Tensor, nn.Parameter)
 
 
 def _has_none(leaf: Tensor) -> bool:
     return leaf.grad is None
+
+
+def put_back(value: Any, items: tuple) -> None:
+    """Gives a container the items that it had; see `content`."""
+    now = content(value)
+    if now is None or (len(now) == len(items) and all(map(_is, now, items))):
+        return
+    if isinstance(value, dict):
+        half = len(items) // 2
+        value.clear()
+        value.update(zip(items[:half], items[half:], strict=True))
+    elif isinstance(value, (list, deque, set)):
+        value.clear()
+        (value.update if isinstance(value, set) else value.extend)(items)
+
+
+class Contents:
+    """Compares what is inside containers.
+
+    Args:
+        found: `(container, line that read it)`.
+    """
+
+    def __init__(self, found: list[tuple[Any, tuple]]) -> None:
+        self.found = found
+        self.optimizers: dict[int, Any] = {}  # by identity of the containers that hold their settings
+        self.refresh()
+
+    def replace(self, was: Any, there: Any) -> None:
+        """Goes on with a container that has taken the place of another; it has to hold what that held then."""
+        self.found = [(there if one is was else one, where) for one, where in self.found]
+        self._replaced = True
+        if id(was) in self.optimizers:
+            self.optimizers[id(there)] = self.optimizers[id(was)]
+
+    def refresh(self) -> None:
+        """Takes what is there now for right."""
+        values = [value for value, _ in self.found]
+        self._replaced = False
+        self._items = list(map(content, values))
+        self._empty = [value for value in values if type(value) in _BUILT_IN and not value]
+        self._dicts = [value for value in values if type(value) is dict and value]
+        self._sequences = [value for value in values if type(value) in (list, deque) and value]
+        known = {id(value) for value in (*self._empty, *self._dicts, *self._sequences)}
+        self._others = [value for value in values if id(value) not in known and not isinstance(value, _UNCHANGING)]
+        self._holds_something = bool(self._dicts or self._sequences or self._others)
+        self._lengths, self._flat, self._inside = self._now()
+
+    def _now(self) -> tuple[list[int], list[Any], list[tuple]]:
+        dicts, sequences = self._dicts, self._sequences
+        flat = [*_flat(dicts), *_flat(map(dict.values, dicts)), *_flat(sequences)]
+        return [*map(len, dicts), *map(len, sequences)], flat, list(map(content, self._others))
+
+    def changed(self) -> str | None:
+        """The container in which something is no longer as it was, in words."""
+        if self._replaced or any(self._empty):
+            return self._compare()
+        if not self._holds_something:
+            return None
+        lengths, flat, inside = self._now()
+        if lengths == self._lengths and all(map(_is, flat, self._flat)):
+            for now, before in zip(inside, self._inside, strict=True):
+                if len(now) != len(before) or not all(map(_is, now, before)):
+                    return self._compare()
+            return None
+        return self._compare()
+
+    def _compare(self) -> str | None:
+        for (value, where), items in zip(self.found, self._items, strict=True):
+            if not same_content(items, content(value)):
+                return self._difference(value, items, where)
+        self.refresh()  # equal values in the place of others
+        return None
+
+    def _difference(self, value: Any, items: tuple, where: tuple) -> str:
+        """What is different in a container, in words."""
+        half = len(items) // 2
+        if isinstance(value, dict) and list(value) == list(items[:half]):
+            for key, was in zip(value, items[half:], strict=True):
+                if isinstance(key, str) and not same(was, value[key]):
+                    optimizer = self.optimizers.get(id(value))
+                    name = repr(key) if optimizer is not None else f"{key!r} of a {type(value).__name__}"
+                    if is_shown(was) or is_shown(value[key]):
+                        return differs(name, key, was, value[key], where, optimizer)
+                    return (
+                        f"{name} is another {type(was).__name__} than when it was recorded (read at {line_of(where)})"
+                    )
+        return f"the items of a {type(value).__name__} are others than when it was recorded (read at {line_of(where)})"
+
+    def restore(self) -> None:
+        """Gives the containers the items that they had."""
+        for (value, _), items in zip(self.found, self._items, strict=True):
+            put_back(value, items)
+
+    def tensors(self) -> list[tuple[Any, Tensor]]:
+        """The tensors inside, each with its container."""
+        pairs = zip(self.found, self._items, strict=True)
+        return [(value, item) for (value, _), items in pairs for item in items if issubclass(type(item), Tensor)]
+
+
+def _form(tensor: Tensor) -> tuple:
+    return type(tensor), tensor.dtype, tensor.is_conj(), tensor.is_neg()
+
+
+def _parts(tensor: Tensor) -> list[tuple[Tensor, str, Tensor]]:
+    """The tensors with memory that one without (a DTensor) stands for, each with whose and which attribute it is."""
+    if type(tensor) in _ORDINARY or not is_traceable_wrapper_subclass(tensor):
+        return []
+    found = []
+    for name in tensor.__tensor_flatten__()[0]:
+        part = getattr(tensor, name)
+        found += [(tensor, name, part), *_parts(part)] if isinstance(part, Tensor) else []
+    return found
+
+
+class TensorWatch:
+    """Compares tensors with what they were when it was made.
+
+    Args:
+        tensors: those to watch.
+        names: by identity of a tensor, under which code reads it.
+
+    Attributes:
+        exchanged: whether what `moved` found is more than another `requires_grad`.
+        tensors: those of `tensors` that have memory, and those that one without stands for.
+    """
+
+    def __init__(self, tensors: list[Tensor], names: dict[int, str]) -> None:
+        self.exchanged, self._names = True, names
+        self._parts = [part for tensor in tensors for part in _parts(tensor)]
+        found = {id(tensor): tensor for tensor in (*tensors, *(part for _, _, part in self._parts))}
+        self.tensors = [tensor for tensor in found.values() if tensor.layout is torch.strided]
+        self._addresses = list(map(_data_ptr, self.tensors))
+        self._sizes = list(map(_size, self.tensors))
+        self._strides = list(map(_stride, self.tensors))
+        self._flags = list(map(_requires_grad, self.tensors))
+        self._forms = list(map(_form, self.tensors))
+        self._alike: Callable[..., bool] | None = None
+
+    def moved(self) -> str | None:
+        """A tensor that is no longer where or what it was, in words."""
+        tensors = self.tensors
+        self.exchanged = True
+        for tensor, name, part in self._parts:
+            if getattr(tensor, name) is not part:
+                return f"{name} of a {type(tensor).__name__} it reads is another"
+        if list(map(_data_ptr, tensors)) != self._addresses:
+            return f"{self._named(self._addresses, _data_ptr)} has moved to another address"
+        return None if self._alike is not None and self._alike(*tensors) else self._of_other_kind()
+
+    def _of_other_kind(self) -> str | None:
+        """A tensor of another shape, or that requires grad where it did not, in words."""
+        tensors = self.tensors
+        if list(map(_stride, tensors)) != self._strides or list(map(_size, tensors)) != self._sizes:
+            return "a tensor it reads has another shape or other strides than when it was recorded"
+        if list(map(_requires_grad, tensors)) != self._flags:
+            self.exchanged = False
+            return f"requires_grad of {self._named(self._flags, _requires_grad)} changed"
+        if list(map(_form, tensors)) != self._forms:
+            return "a tensor it reads has another dtype or class than when it was recorded"
+        self._alike = alike(tensors)  # which depends on modes, such as autocast, as they are now
+        return None
+
+    def _named(self, before: list, read: Callable) -> str:
+        """The first tensor that is other than before, by the name under which it is read."""
+        now = next(one for one, known in zip(self.tensors, before, strict=True) if read(one) != known)
+        name = self._names.get(id(now))
+        return "a tensor it reads" if name is None else f"{name!r}, a tensor it reads,"
 
 
 class _Place:

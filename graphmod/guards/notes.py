@@ -16,40 +16,38 @@ from torch import Tensor, nn
 
 from graphmod.guards.chance import Chance
 from graphmod.guards.compiled import CompiledFrame, is_arithmetic
-from graphmod.guards.contents import (
+from graphmod.guards.library import is_library, is_library_module, is_of_core, is_users, means_nothing, package_of
+from graphmod.guards.values import (
+    CODE,
     CONTAINERS,
+    HELD_BY_MODULE,
     INERT,
+    MISSING,
     OBJECT,
     OTHER,
-    Cached,
-    Whole,
-    content,
-    is_iterator,
-    is_plain,
-    is_small_array,
-    same,
-    same_content,
-    sort_of,
-)
-from graphmod.guards.library import is_library, is_library_module, is_of_core, is_users, means_nothing, package_of
-from graphmod.guards.lookup import (
-    CODE,
-    HELD_BY_MODULE,
-    MISSING,
     UNKNOWN,
+    Cached,
     Cell,
     Fields,
     Kind,
     Place,
     Slots,
+    Whole,
     bound_to,
+    content,
     dict_of,
     find,
     find_in_classes,
     find_item,
     get,
+    is_iterator,
     is_made_by_code,
+    is_plain,
+    is_small_array,
     of_c,
+    same,
+    same_content,
+    sort_of,
 )
 from graphmod.ranks.fully_shard import held_between_calls
 from graphmod.torch_private import weak_reference

@@ -14,7 +14,7 @@ from inspect import CO_GENERATOR, CO_OPTIMIZED
 from types import CodeType, FrameType
 from typing import Any, Protocol
 
-from graphmod.guards.lookup import MISSING
+from graphmod.guards.values import MISSING
 from graphmod.torch_private import beside_dynamo
 from graphmod.trace.undo import is_interrupt
 from graphmod.trace.untraced import identity

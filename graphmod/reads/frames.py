@@ -74,7 +74,7 @@ _NOT_OF_CORE = tuple(
 _DYNAMO = tuple(os.path.join("torch", "_dynamo", name) for name in ("convert_frame.py", "guards.py"))
 _FROZEN = ("<frozen os>", "<frozen _collections_abc>")
 _CALL = nn.Module._call_impl.__code__
-# How modules find their parts: `lookup` knows, and what is found is noted where it is read.
+# How modules find their parts: `values` knows, and what is found is noted where it is read.
 _MACHINERY = {
     *(one.__code__ for one in vars(weakref.finalize).values() if isinstance(one, FunctionType)),  # counts itself
     *(nn.Module._wrapped_call_impl.__code__, nn.Module.__getattr__.__code__, nn.Module.__setattr__.__code__),

@@ -23,10 +23,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphmod.guards.contents import CONTAINERS, INERT, OTHER, content, is_plain, sort_of
 from graphmod.guards.library import is_library
-from graphmod.guards.lookup import CODE, MISSING, UNKNOWN, Fields, is_made_by_code
 from graphmod.guards.notes import DEEP, Notes
+from graphmod.guards.values import (
+    CODE,
+    CONTAINERS,
+    INERT,
+    MISSING,
+    OTHER,
+    UNKNOWN,
+    Fields,
+    content,
+    is_made_by_code,
+    is_plain,
+    sort_of,
+)
 from graphmod.reads.operand_stack import Nothing, depths, top
 from graphmod.trace.tensors import is_leaf
 from graphmod.trace.untraced import identity

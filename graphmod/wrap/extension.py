@@ -20,8 +20,7 @@ from graphmod.errors import CaptureRefused
 from graphmod.graph.buffers import mark_static
 from graphmod.graph.group import Group
 from graphmod.guards.changes import what_changed
-from graphmod.guards.guards import HOOKS, Guards
-from graphmod.guards.tensors import TensorWatch
+from graphmod.guards.guards import HOOKS, Guards, TensorWatch
 from graphmod.trace.garbage import no_garbage_collection
 
 __all__ = [

@@ -15,9 +15,8 @@ from test_helper_objects import CHANGES, play
 from torch import nn
 
 from graphmod import CUDAGraphModule, check
-from graphmod.guards.contents import INERT, OBJECT, OTHER, sort_of
-from graphmod.guards.lookup import Place
 from graphmod.guards.notes import Note
+from graphmod.guards.values import INERT, OBJECT, OTHER, Place, sort_of
 from graphmod.reads.frames import noting
 from graphmod.torch_private import weak_reference
 

@@ -8,7 +8,7 @@ from harness import config
 from torch import nn
 
 from graphmod import CUDAGraphModule, torch_private
-from graphmod.guards import tensors as watched
+from graphmod.guards import guards as watched
 
 
 def other_memory(p):
