@@ -1,30 +1,28 @@
 """What a frame holds besides its variables: the function it runs, and the operands of its next instruction.
 
-Where they lie is no part of Python's interface; `can_peek` asks whether they lie where they are looked for. Python 3.11
-keeps in the frame, while it tells of an instruction, how far the stack reaches. Later versions do not, so that for
-these it is worked out, once for each code: `depths`.
+Where they lie is no part of Python's interface; `can_peek` asks whether they lie where they are looked for. How far the
+stack reaches is worked out, once for each code: `depths`.
 """
 
 import dis
 import sys
 from collections.abc import Callable
-from ctypes import c_int, c_void_p, cast, py_object, sizeof
+from ctypes import c_void_p, cast, py_object, sizeof
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 _WORD = sizeof(c_void_p)
 _BODY = object.__basicsize__ + _WORD  # in a frame: where its body is, after the frame before
-# In the body: how far the stack reaches, counted from where the variables begin, which the stack comes after.
-_TOP, _VARIABLES = 8 * _WORD, 9 * _WORD
-_TOLD = sys.version_info < (3, 12)
-_FUNCTION = 0 if _TOLD else 2 * _WORD  # in the body
+# In the body: the variables, which the stack comes after.
+_VARIABLES = 9 * _WORD
+_FUNCTION = 0 if sys.version_info < (3, 12) else 2 * _WORD
 _VERSIONS = ((3, 11), (3, 12), (3, 13))
 _ENDS = {
     *("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT", "RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS"),
     *("RERAISE", "INTERPRETER_EXIT"),
 }
 _JUMPS = {*dis.hasjrel, *dis.hasjabs}
-_pointer, _int = c_void_p.from_address, c_int.from_address
+_pointer = c_void_p.from_address
 _some = [py_object * count for count in range(16)]
 
 
@@ -44,9 +42,8 @@ def top(frame: FrameType, count: int, reach: int) -> list[Any]:
     Args:
         reach: how far the stack reaches at this instruction, as `depths` has it.
     """
-    body = _pointer(id(frame) + _BODY).value
-    end = body + _VARIABLES + (_int(body + _TOP).value if _TOLD else reach) * _WORD
-    cells = (_some[count] if count < 16 else py_object * count).from_address(end - count * _WORD)
+    variables = _pointer(id(frame) + _BODY).value + _VARIABLES
+    cells = (_some[count] if count < 16 else py_object * count).from_address(variables + (reach - count) * _WORD)
     try:
         return cells[:]
     except ValueError:
@@ -80,6 +77,8 @@ def depths(code: CodeType, steps: list[dis.Instruction]) -> dict[int, int]:
                 break
             depth += dis.stack_effect(step.opcode, step.arg, jump=False)
             depth += step.opname == "RETURN_GENERATOR" and sys.version_info < (3, 13)
+            if "PRECALL" in dis.opmap:  # which `dis` has take off what CALL does
+                depth += {"PRECALL": 1, "CALL": -1}.get(step.opname, 0) * (step.arg or 0)
             offset = steps[index + 1].offset
     return found
 

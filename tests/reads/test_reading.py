@@ -3,13 +3,14 @@
 import contextlib
 import dis
 import sys
+from ctypes import c_int
 
 import pytest
 import torch
 
 from graphmod import CUDAGraphModule
 from graphmod.reads import events, frames
-from graphmod.reads.operand_stack import _BODY, _TOP, Nothing, _int, _pointer, depths, top
+from graphmod.reads.operand_stack import _BODY, Nothing, _pointer, depths, top
 from graphmod.reads.reading import _STEPS, plan_of
 
 
@@ -63,8 +64,8 @@ class Check:
         elif step.opname == "CALL":
             one, other, *given = top(frame, step.arg + 2, reach[offset])
             self._check(frame, step, callable(other if one is Nothing else one) and Nothing not in map(type, given))
-        if sys.version_info < (3, 12) and step.opname != "CALL":  # of which `dis` takes PRECALL for the half
-            self._check(frame, step, reach[offset] == _int(_pointer(id(frame) + _BODY).value + _TOP).value)
+        if sys.version_info < (3, 12):  # which keeps in the frame how far the stack reaches
+            self._check(frame, step, reach[offset] == c_int.from_address(_pointer(id(frame) + _BODY).value + 64).value)
 
     def _check(self, frame, step, right):
         self.told += 1
