@@ -1,5 +1,6 @@
 """Keeps Python's garbage collector away for a while, and asks it what is new."""
 
+import contextlib
 import gc
 import threading
 import time
@@ -7,6 +8,9 @@ import weakref
 from types import FunctionType
 from typing import Any
 
+from torch import Tensor
+
+from graphmod.torch_private import weak_reference
 from graphmod.trace.untraced import identity
 
 _lock = threading.Lock()  # the collector belongs to the process
@@ -89,13 +93,18 @@ class Ages:
         """Whether a value was there. Of one that the collector does not track (a dict of numbers, an array) that is
         only known if somebody said so."""
         name = identity(value)
-        if self._there.get(name) is value:
+        known = self._there.get(name)
+        if known is value or (type(known) is weakref.ref and known() is value):
             return True
         if name in self.made or not gc.is_tracked(value):
             return False
         with _lock:
             _list_new()
-        return name not in self.made
+        old = name not in self.made
+        if old and known is None and not isinstance(value, Tensor):  # `swap_tensors` minds weak references
+            with contextlib.suppress(TypeError):
+                self._there[name] = weak_reference(value)
+        return old
 
 
 _ages: list[Ages] = []  # of those that are entered
