@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import optimizer as base_optimizer
 from torch.utils.hooks import RemovableHandle
 
 from graphmod.guards.library import CORE
@@ -106,14 +105,3 @@ def without_gradient_hooks(parameters: list[Tensor]) -> Iterator[None]:
     finally:
         for parameter, found in hooks:
             parameter._backward_hooks = found
-
-
-def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[dict, ...]:
-    """The hooks that run around an optimizer's step: its own, and those of all optimizers. A class that only passes
-    everything on to an optimizer may have none."""
-    return (
-        getattr(optimizer, "_optimizer_step_pre_hooks", {}),
-        getattr(optimizer, "_optimizer_step_post_hooks", {}),
-        base_optimizer._global_optimizer_pre_hooks,
-        base_optimizer._global_optimizer_post_hooks,
-    )

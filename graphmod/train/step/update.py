@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import optimizer as base_optimizer
 from torch.optim.adam import adam
 
-from graphmod.guards.hooks import step_hooks
 from graphmod.train.step.compile import compiled, switched_off
 from graphmod.train.step.parts import local
 
@@ -51,7 +51,7 @@ class CompiledUpdate:
             not switched_off()
             and type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
             and "step" not in optimizer.__dict__
-            and not any(step_hooks(optimizer))
+            and not any(_step_hooks(optimizer))
             and all(itertools.starmap(self._plain, enumerate(optimizer.param_groups)))
             and len({(self._settings[index], *kind) for (index, *kind), _ in self._kinds()}) <= _MOST_KINDS
         )
@@ -177,3 +177,14 @@ def _adam(
 def _wide(tensor: Tensor) -> Tensor:
     """A copy in float32, or in float64 if it is that."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
+
+
+def _step_hooks(optimizer: torch.optim.Optimizer) -> tuple[dict, ...]:
+    """The hooks that run around an optimizer's step: its own, and those of all optimizers. A class that only passes
+    everything on to an optimizer may have none."""
+    return (
+        getattr(optimizer, "_optimizer_step_pre_hooks", {}),
+        getattr(optimizer, "_optimizer_step_post_hooks", {}),
+        base_optimizer._global_optimizer_pre_hooks,
+        base_optimizer._global_optimizer_post_hooks,
+    )
