@@ -245,7 +245,9 @@ class _Place:
 
 
 def _put(container: Any, note: Note, value: Any) -> None:
-    """Puts a value, or nothing, where it was found."""
+    """Puts a value, or nothing, where it was found, unless it is there."""
+    if get(container, note.key) is value:
+        return
     if isinstance(container, Cell):
         container.cell.cell_contents = value
     elif isinstance(container, (dict, list)) and value is not MISSING:
@@ -469,14 +471,16 @@ class Guards:
 
     def restore(self) -> None:
         """Puts back every value that is another than it was."""
-        for place in self._places:
-            if place.now() is not place.value:
-                _put(place.container, place.note, place.value)
-        for container, notes in zip(self._without, self._absent, strict=True):
-            for note in notes:
-                if get(container, note.key) is not MISSING:
-                    _put(container, note, MISSING)
+        for found in self._as_then():
+            _put(*found)
         self.contents.restore()
+
+    def _as_then(self) -> list[tuple[Any, Note, Any]]:
+        """Each place, and what it held: the container, the note on it, the value."""
+        found = [(place.container, place.note, place.value) for place in self._places]
+        for container, notes in zip(self._without, self._absent, strict=True):
+            found += [(container, note, MISSING) for note in notes]
+        return found
 
     @contextlib.contextmanager
     def as_recorded(self) -> Iterator[None]:
@@ -484,33 +488,22 @@ class Guards:
         if self.changed(gradients=False) is None:
             yield
             return
-        places = [(place.container, place.note) for place in self._places]
-        places += [(one, note) for one, notes in zip(self._without, self._absent, strict=True) for note in notes]
-        now = [(container, note, get(container, note.key)) for container, note in places]
+        now = [(container, note, get(container, note.key)) for container, note, _ in self._as_then()]
         contents = [(value, content(value)) for value, _ in self.contents.found]
         self.restore()
         try:
             yield
         finally:
-            for container, note, value in now:
-                if get(container, note.key) is not value:
-                    _put(container, note, value)
+            for found in now:
+                _put(*found)
             for value, items in contents:
                 put_back(value, items)
 
     def __bool__(self) -> bool:
         """Whether there is anything to look at."""
-        looked_at = (
-            self._places,
-            self._without,
-            self._unset,
-            self._hooks_of,
-            self._objects,
-            self._named_weakly,
-            self.tensors,
-            self._leaves,
-        )
-        return any(looked_at) or bool(self._of_dynamo) or bool(self.contents.found)
+        places = self._places or self._without or self._unset or self.contents.found
+        objects = self._hooks_of or self._objects or self._named_weakly or self._of_dynamo
+        return bool(places or objects or self.tensors or self._leaves)
 
     # -- what was met --------------------------------------------------------------------------------------------
 
