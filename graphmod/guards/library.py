@@ -1,12 +1,14 @@
 """Which files, modules and functions belong to installed libraries or to this package, and which mean nothing."""
 
+import functools
 import os
 import sys
 import sysconfig
 import types
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -22,7 +24,23 @@ _OF_NO_MEANING = (
 )
 _MODULE_OF_FX = "torch.fx.graph_module"  # whose modules are a program's own
 _MOST_KINDS = 10_000
-_meaningless: dict[int, tuple[type, bool]] = {}  # by identity: a class may have a hash of its own
+T = TypeVar("T")
+
+
+def for_each_class(find: Callable[[type], T]) -> Callable[[type], T]:
+    """Remembers what is found for classes, by identity: a class may have a hash of its own."""
+    found: dict[int, tuple[type, T]] = {}
+
+    @functools.wraps(find)
+    def remembered(kind: type) -> T:
+        known = found.get(identity(kind))
+        if known is None:
+            if len(found) > _MOST_KINDS:  # classes that a program makes as it runs
+                found.clear()
+            known = found[identity(kind)] = kind, find(kind)
+        return known[1]
+
+    return remembered
 
 
 @cache
@@ -32,7 +50,6 @@ def is_library(filename: str) -> bool:
     return filename.startswith((TORCH, STDLIB, "<frozen")) or f"{os.sep}site-packages{os.sep}" in filename
 
 
-@cache
 @cache
 def is_users(filename: str) -> bool:
     """Whether a file is neither a library's nor part of this package."""
@@ -59,14 +76,14 @@ def package_of(kind: type) -> str:
     return name if isinstance(name, str) else ""
 
 
-def means_nothing(owner: Any) -> bool:
-    """Whether what is kept in an object, or a class, decides nothing."""
-    kind = owner if isinstance(owner, type) else type(owner)
-    known = _meaningless.get(identity(kind))
-    if known is None:
-        if len(_meaningless) > _MOST_KINDS:  # classes that a program makes as it runs
-            _meaningless.clear()
-        name = package_of(kind)
-        inside = any(name == one or name.startswith(f"{one}.") for one in _OF_NO_MEANING)
-        known = _meaningless[identity(kind)] = kind, inside and name != _MODULE_OF_FX
-    return known[1]
+def is_of_library(kind: type | None) -> bool:
+    """Whether a class belongs to an installed library, or to Python."""
+    return kind is not None and is_library_module(sys.modules.get(package_of(kind)))
+
+
+@for_each_class
+def means_nothing(kind: type) -> bool:
+    """Whether what is kept in a class, or in what is made of it, decides nothing."""
+    name = package_of(kind)
+    inside = any(name == one or name.startswith(f"{one}.") for one in _OF_NO_MEANING)
+    return inside and name != _MODULE_OF_FX

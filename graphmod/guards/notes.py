@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import array
 import gc
-import sys
 import types
 import weakref
 from collections.abc import Callable, ItemsView, KeysView, ValuesView
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 from graphmod.guards.chance import Chance
 from graphmod.guards.compiled import CompiledFrame, is_arithmetic
-from graphmod.guards.library import is_library, is_library_module, is_of_core, is_users, means_nothing, package_of
+from graphmod.guards.library import is_library, is_library_module, is_of_core, is_of_library, is_users, means_nothing
 from graphmod.guards.values import (
     CODE,
     CONTAINERS,
@@ -59,9 +58,7 @@ from graphmod.trace.untraced import identity
 
 _FIXED = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType)
 _DESCRIPTORS = (types.FunctionType, property, classmethod, staticmethod, types.GetSetDescriptorType)
-_GLOBAL_HOOKS = (
-    *("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks"),
-)
+_GLOBAL_HOOKS = [f"_global_{kind}_hooks" for kind in ("forward", "forward_pre", "backward", "backward_pre")]
 _OF_METHODS = ("__self__", "__func__", "__class__", "__call__")  # all other attributes are the function's
 _OF_C = (types.MethodDescriptorType, types.WrapperDescriptorType)
 _ITEM = object()  # tells notes on items from those on attributes
@@ -353,31 +350,27 @@ class Notes:
 
     def whole(self, module: nn.Module) -> None:
         """Takes in that all of a module may be read."""
-        if identity(module) not in self._wholes:
-            whole = self.belongs(Whole(module), module)
-            self._wholes[identity(module)] = whole
-            self.look_inside(whole)
+        self.look_inside(self._held_by(module, Whole))
 
     def cached(self, function: Any) -> None:
         """Notes what an `lru_cache` may return without calling its function, unless that is too much."""
-        if identity(function) not in self._wholes:
-            self._wholes[identity(function)] = self.belongs(Cached(function), function)
-        if len(self._wholes[identity(function)].content()) <= _MOST_CACHED:
-            self.look_inside(self._wholes[identity(function)])
+        cached = self._held_by(function, Cached)
+        if len(cached.content()) <= _MOST_CACHED:
+            self.look_inside(cached)
+
+    def _held_by(self, value: Any, view: type) -> Any:
+        """A view of what an object holds in C, always the same one."""
+        if identity(value) not in self._wholes:
+            self._wholes[identity(value)] = self.belongs(view(value), value)
+        return self._wholes[identity(value)]
 
     # -- places --------------------------------------------------------------------------------------------------
 
-    def global_variable(self, held: dict, name: str, file: str) -> Any:
-        """The value of a global variable, noted."""
-        value = held[name]
-        if not (isinstance(value, _FIXED) and is_library(file)):
+    def global_variable(self, held: dict, name: str, file: str) -> None:
+        """Notes a global variable, or that there is none, where one would come before what Python has itself."""
+        value = dict.get(held, name, MISSING)
+        if not (is_library(file) and (value is MISSING or isinstance(value, _FIXED))):
             self._note(held, Place(held, name, value))
-        return value
-
-    def no_global_variable(self, held: dict, name: str, file: str) -> None:
-        """Takes in that there is no such global variable, where one would come before what Python has itself."""
-        if not is_library(file):
-            self._note(held, Place(held, name, MISSING))
 
     def attribute(self, owner: Any, name: Any) -> Any:
         """The value of an attribute, noted; MISSING, UNKNOWN or CODE where there is none to be had."""
@@ -398,7 +391,7 @@ class Notes:
             return self.attribute(owner.__func__, name)
         if kind in _PROXIES:
             return self.attribute(self._behind(owner), name)
-        self._kind_if_it_matters(owner)
+        self._kind(owner)
         if name == "__dict__":
             held = self._class_dict(owner) if isinstance(owner, type) else dict_of(owner)
             if held is None:
@@ -418,12 +411,12 @@ class Notes:
             self._hidden_by(kind.__mro__, name, None if place is None else place.shared)
         if isinstance(owner, torch._C._FunctionBase):  # what a forward keeps for its own backward
             return UNKNOWN if place is None or place.shared is not None else place.value
-        if means_nothing(owner):
+        if means_nothing(owner if isinstance(owner, type) else kind):
             return UNKNOWN
         if place is None:
             found = find_in_classes(kind.__mro__, name)
             base, shared = (None, None) if found is None else (found.shared, found.value)
-            if base is not None and not is_library_module(sys.modules.get(package_of(base))):
+            if base is not None and not is_of_library(base):
                 self._note(base, Place(self._class_dict(base), name, shared, shared=base))
             if isinstance(shared, property) and not isinstance(shared.fget, types.FunctionType):
                 self.all_attributes(owner, DEEP)  # whatever it is that reads
@@ -437,9 +430,7 @@ class Notes:
         if isinstance(owner, types.ModuleType):
             of_torch = owner is torch.nn.functional and not is_of_core(value)  # what others exchange now and then
             fixed = value is MISSING or isinstance(value, _FIXED)
-            of_library = is_library_module(owner) or (
-                kind is not types.ModuleType and is_library_module(sys.modules.get(package_of(kind)))
-            )
+            of_library = is_library_module(owner) or (kind is not types.ModuleType and is_of_library(kind))
             if of_torch or not (fixed and of_library):
                 self._note(self.belongs(place.container, owner), place)
             return CODE if value is MISSING and "__getattr__" in place.container else value
@@ -508,7 +499,7 @@ class Notes:
         own = None if isinstance(owner, (type, super)) else dict_of(owner)
         if own is not None:
             self._note(owner, Place(own, name, MISSING))
-        fixed = isinstance(value, _DESCRIPTORS) and is_library_module(sys.modules.get(package_of(place.shared)))
+        fixed = isinstance(value, _DESCRIPTORS) and is_of_library(place.shared)
         if not (fixed or is_of_core(value)):
             self._note(place.shared, place)
         return bound_to(value)
@@ -528,7 +519,7 @@ class Notes:
         found = [self.attribute(owner, "__dict__")]
         self.look_inside(found[0])
         for base in (owner if isinstance(owner, type) else type(owner)).__mro__:
-            if not is_made_by_code(base) or is_library_module(sys.modules.get(package_of(base))):
+            if not is_made_by_code(base) or is_of_library(base):
                 break
             self.look_inside(self._class_dict(base), depth=0)
             slots = [name for name, value in vars(base).items() if isinstance(value, types.MemberDescriptorType)]
@@ -620,21 +611,14 @@ class Notes:
         if not gc.is_tracked(value) and sort_of(type(value)) == OTHER:
             self.ages.there(value)
 
-    def _kind_if_it_matters(self, owner: Any) -> None:
+    def _kind(self, owner: Any) -> None:
         """Notes the class of an object, if it is one of a program's own."""
         kind = type(owner)
-        if kind is not super and is_made_by_code(kind) and not issubclass(kind, (type, types.ModuleType)):
-            self._kind(owner)
-
-    def _kind_of_made(self, owner: Any) -> None:
-        if is_made_by_code(type(owner)):
-            self._kind(owner)
-
-    def _kind(self, owner: Any) -> None:
-        name = (identity(owner), Kind)
-        known = self.notes.get(name)
-        if (known is None or known.owner is not owner) and self.ages.is_old(owner):
-            self.notes[name] = Note(owner, Place(Kind(owner), "__class__", type(owner)), self.here())
+        if is_made_by_code(kind) and not issubclass(kind, (type, types.ModuleType)):
+            name = (identity(owner), Kind)
+            known = self.notes.get(name)
+            if (known is None or known.owner is not owner) and self.ages.is_old(owner):
+                self.notes[name] = Note(owner, Place(Kind(owner), "__class__", kind), self.here())
 
     def _meet(self, value: Any) -> None:
         if isinstance(value, Tensor):
@@ -648,7 +632,7 @@ class Notes:
                 self._meet(function)
         elif isinstance(value, types.MethodType):
             self._meet(value.__func__)
-            self._kind_if_it_matters(value.__self__)
+            self._kind(value.__self__)
 
     def _tensor(self, tensor: Tensor) -> None:
         known = self.tensors.get(identity(tensor))
@@ -661,19 +645,13 @@ class Notes:
             return
         self._functions[identity(function)] = function
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            if name != "__class__" and (identity(cell), None) not in self.notes:  # that is for `super()`, and stays
-                place = Place(Cell(cell), None, get(Cell(cell), None))
-                self.notes[identity(cell), None] = Note(cell, place, self.here())
-                self._lead_to(place.value)
-                self._meet(place.value)
+            if name != "__class__":  # that is for `super()`, and stays
+                self._note(self.belongs(cell, function), Place(Cell(cell), None, get(Cell(cell), None)))
         if not is_library(function.__code__.co_filename):
-            places = [Place(Fields(function), name, getattr(function, name)) for name in Fields.NAMES]
-            for place in places:
-                self.notes[identity(function), place.key] = Note(function, place, self.here())
-                self._lead_to(place.value)
-            for place in places:
-                if isinstance(place.value, CONTAINERS):
-                    self.look_inside(place.value)
+            for name in Fields.NAMES:
+                self._note(function, Place(Fields(function), name, getattr(function, name)))
+            self.look_inside(function.__defaults__)
+            self.look_inside(function.__kwdefaults__)
 
     def look_inside(self, value: Any, depth: int = _DEPTH) -> None:
         """Notes the items of a container that code goes through, or passes to code that may."""
@@ -683,30 +661,27 @@ class Notes:
         if sort == INERT:
             return
         if sort == OBJECT:
-            self._kind_of_made(value)
-            return
-        known = self.contents.get(identity(value))
-        if known is not None and known[0] is value:
-            return
-        self._meet(value)
-        if isinstance(value, (nn.Module, type, types.FunctionType, types.ModuleType)):
+            self._kind(value)
             return
         if isinstance(value, types.BuiltinMethodType) and isinstance(value.__self__, CONTAINERS):
             value = self.belongs(value.__self__, value)
         elif hasattr(type(value), "mapping") and isinstance(value, (KeysView, ValuesView, ItemsView)):
             # The dict itself, which `mapping` would wrap anew each time.
             value = self.belongs(gc.get_referents(value)[0], value)
+        known = self.contents.get(identity(value))
+        if known is not None and known[0] is value:
+            return
+        self._meet(value)
+        if isinstance(value, types.FunctionType):
+            return
         old = self.ages.is_old(value)
         if is_iterator(value):
             if old:
                 self.iterators.append((value, type(value).__name__, self.here()))
             return
-        known = self.contents.get(identity(value))
-        if known is not None and known[0] is value:
-            return
         items = content(self.between_calls.get(identity(value), value))
         if items is None:
-            self._kind_of_made(value)
+            self._kind(value)
             return
         few = len(items) <= _MOST_INSIDE
         if not old:  # what the call made itself, and may hold tensors, is not kept; what is in it may have been there

@@ -18,12 +18,12 @@ import types
 import weakref
 import zlib
 from collections import OrderedDict, deque
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from graphmod.guards.library import for_each_class
 from graphmod.trace.undo import let_through
 from graphmod.trace.untraced import identity
 
@@ -142,11 +142,6 @@ def dict_of(owner: Any) -> dict | None:
     return found if isinstance(found, dict) else None
 
 
-def runs_code(lookup: Callable | None) -> bool:
-    """Whether a special method of a class is written in Python."""
-    return isinstance(lookup, types.FunctionType)
-
-
 def find(owner: Any, name: Any, known: dict[tuple[int, str], Place | None] | None = None) -> Place | None:
     """The place of an attribute.
 
@@ -210,7 +205,7 @@ def find_item(owner: Any, key: Any) -> Place | None:
             return None
     if kind is types.MappingProxyType:
         return Place(owner, key, owner.get(key, MISSING))
-    if isinstance(owner, (list, tuple)) and type(key) is int and not runs_code(kind.__getitem__):
+    if isinstance(owner, (list, tuple)) and type(key) is int and not isinstance(kind.__getitem__, types.FunctionType):
         count = (list if isinstance(owner, list) else tuple).__len__(owner)  # whatever the class makes of it
         return Place(owner, key, owner[key]) if -count <= key < count else None
     return None
@@ -302,32 +297,12 @@ class Cached:
         return [one for one in held if type(one).__name__ != "_lru_list_elem"]
 
 
-_MOST_KINDS = 10_000
-T = TypeVar("T")
-
-
-def _for_each_class(find: Callable[[type], T]) -> Callable[[type], T]:
-    """Remembers what is found for classes, by identity: a class may have a hash of its own."""
-    found: dict[int, tuple[type, T]] = {}
-
-    @functools.wraps(find)
-    def remembered(kind: type) -> T:
-        known = found.get(identity(kind))
-        if known is None:
-            if len(found) > _MOST_KINDS:  # classes that a program makes as it runs
-                found.clear()
-            known = found[identity(kind)] = kind, find(kind)
-        return known[1]
-
-    return remembered
-
-
 def is_plain(value: Any) -> bool:
     """Whether a value counts by what it is."""
     return _counts_by_value(type(value))
 
 
-@_for_each_class
+@for_each_class
 def _counts_by_value(kind: type) -> bool:
     numpy = sys.modules.get("numpy")
     return issubclass(kind, PLAIN) or (numpy is not None and issubclass(kind, numpy.generic))
@@ -358,7 +333,7 @@ def is_random(value: Any) -> bool:
 _OF_NUMPY = {"RandomState", "Generator", "BitGenerator"}
 
 
-@_for_each_class
+@for_each_class
 def _draws(kind: type) -> bool:
     of_numpy = [base.__name__ for base in kind.__mro__ if str(base.__module__).startswith("numpy.random")]
     return issubclass(kind, random.Random) or not _OF_NUMPY.isdisjoint(of_numpy)
@@ -427,7 +402,7 @@ INERT, OBJECT, OTHER = range(3)
 attributes are is told where these are read."""
 
 
-@_for_each_class
+@for_each_class
 def sort_of(kind: type) -> int:
     """The sort of the values of a class."""
     if _draws(kind):

@@ -91,6 +91,7 @@ class Reading:
 
     def __init__(self, notes: Notes) -> None:
         self._notes = notes
+        self._globals: set[tuple[int, str, str]] = set()  # which were looked at: identity of the dict, name, file
         self._of_classes: dict[int, types.MappingProxyType] = {}  # identity of a dict -> the view of it that lasts
 
     def step(self, frame: FrameType, step: Step) -> None:
@@ -147,10 +148,10 @@ class Reading:
 
     def global_variable(self, frame: FrameType, name: str, values: Any) -> None:
         held, file = frame.f_globals, frame.f_code.co_filename
-        if name in held:
+        where = identity(held), name, file
+        if where not in self._globals:
+            self._globals.add(where)
             self._notes.global_variable(held, name, file)
-        else:
-            self._notes.no_global_variable(held, name, file)
 
     def name(self, frame: FrameType, name: str, values: Any) -> None:
         held = frame.f_locals
@@ -298,7 +299,7 @@ class Reading:
             self._called_object(function, kind, given)
             notes.look_inside(function)
         self._arguments(given, used)
-        if reads is not None:
+        if reads is not None and given:
             reads(self, function, given)
 
     def _arguments(self, given: list, used: bool) -> None:
@@ -372,12 +373,11 @@ def _attribute(reading: Reading, function: Any, given: list) -> None:
 
 
 def _dict_of(reading: Reading, function: Any, given: list) -> None:
-    if given:
-        reading.attribute_of(given[0], "__dict__")
+    reading.attribute_of(given[0], "__dict__")
 
 
 def _attributes_named(reading: Reading, function: Any, given: list) -> None:
-    for name in function.__reduce__()[1] if given else ():
+    for name in function.__reduce__()[1]:
         value = given[0]
         for part in name.split("."):
             value = reading._notes.attribute(value, part)
@@ -386,18 +386,16 @@ def _attributes_named(reading: Reading, function: Any, given: list) -> None:
 
 
 def _method_named(reading: Reading, function: Any, given: list) -> None:
-    if given:
-        reading._notes.attribute(given[0], function.__reduce__()[1][0])
+    reading._notes.attribute(given[0], function.__reduce__()[1][0])
 
 
 def _items_named(reading: Reading, function: Any, given: list) -> None:
-    for key in function.__reduce__()[1] if given else ():
+    for key in function.__reduce__()[1]:
         reading._item(given[0], key)
 
 
 def _number(reading: Reading, function: Any, given: list) -> None:
-    if given:
-        reading._notes.chance.reads(given[0])
+    reading._notes.chance.reads(given[0])
 
 
 def _of_system(reading: Reading, function: Any, given: list) -> None:
@@ -405,8 +403,7 @@ def _of_system(reading: Reading, function: Any, given: list) -> None:
 
 
 def _names_of(reading: Reading, function: Any, given: list) -> None:
-    if given:
-        reading._notes.all_attributes(given[0])
+    reading._notes.all_attributes(given[0])
 
 
 def _mapped(reading: Reading, function: Any, given: list) -> None:
