@@ -127,7 +127,7 @@ class StepCompiler:
     def _take(self, name: str, graph: Any, observer: Observer) -> None:
         """Takes in a graph that was captured."""
         try:
-            program, inputs = captured_program(observer, graph)
+            program, inputs = observer.program(*memory_of(graph))
         except Unsupported as why:
             return _say(name, str(why))
         job = _Job(program, name, self._tuned, self._compile)
@@ -143,20 +143,11 @@ class StepCompiler:
         if not task.job.done and not self._background:
             task.job.work()
         if task.job.code is not None:
-            task.run = Compiled(task.job.program, *task.job.code, task.inputs)
+            task.run = Compiled(*task.job.code, task.inputs)
             if exchange(wrapper, task.run):
                 self.taken_over()
             else:
                 _say(wrapper.graph_name, "what it leaves behind is not in tensors from outside alone")
-
-
-def captured_program(observer: Observer, graph: Any) -> tuple[Program, dict[int, Tensor]]:
-    """What an observer saw of the capture of a graph, which `serving` stands for.
-
-    Raises:
-        Unsupported: see `Observer.program`.
-    """
-    return observer.program(*memory_of(graph))
 
 
 def _function(piece: Piece, job: _Job) -> Callable:

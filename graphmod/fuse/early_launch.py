@@ -39,7 +39,7 @@ def generated_can() -> bool:
 
 
 @contextlib.contextmanager
-def every_kernel_waits_first(late: bool = False) -> Iterator[None]:
+def every_kernel_waits_first(late: bool) -> Iterator[None]:
     """Lets each kernel that inductor generates for early launch begin with a wait.
 
     Inductor lets a kernel read before it waits what the kernel before it did not write, and leaves the wait out where

@@ -461,9 +461,7 @@ class Compiled:
         inputs: by number.
     """
 
-    def __init__(
-        self, program: Program, pieces: list[Piece], functions: list[Callable], inputs: dict[int, Tensor]
-    ) -> None:
+    def __init__(self, pieces: list[Piece], functions: list[Callable], inputs: dict[int, Tensor]) -> None:
         self._inputs, self._ran = inputs, False
         last = {number: place for place, piece in enumerate(pieces) for number in (*piece.inputs, *piece.outputs)}
         self._steps = [

@@ -127,7 +127,7 @@ class StopCut:
         met: whether a stop has come.
     """
 
-    def __init__(self, stops: Sequence[str], ends: Sequence[str] = ()) -> None:
+    def __init__(self, stops: Sequence[str], ends: Sequence[str]) -> None:
         self._stops, self._ends = list(stops), [end for end in ends if end]
         self._longest = max(map(len, [*self._stops, *self._ends]), default=0)
         self._held = ""
@@ -169,9 +169,7 @@ class Answer:
         scorer: of log-probabilities, if they are told too.
     """
 
-    def __init__(
-        self, codec: Codec, prompt: Sequence[int], stops: Sequence[str] = (), scorer: Scorer | None = None
-    ) -> None:
+    def __init__(self, codec: Codec, prompt: Sequence[int], stops: Sequence[str], scorer: Scorer | None) -> None:
         self._codec, self._scorer = codec, scorer
         self._names = {number: name for name, number in getattr(codec, "special", {}).items()}
         # The text has no special tokens: of a stop with some, only what is around them can be seen in it.

@@ -4,9 +4,8 @@ import torch
 
 from graphmod import CUDAGraphModule
 from graphmod.config import CUDAGraphConfig
-from graphmod.fuse.compiler import captured_program
 from graphmod.fuse.program import Observer
-from graphmod.wrap.exchange import observed, serving
+from graphmod.wrap.exchange import memory_of, observed, serving
 
 
 def program_of(step):
@@ -18,4 +17,4 @@ def program_of(step):
         with observed(observer):
             wrapper()
     assert serving(wrapper) is not None, wrapper.last_failure
-    return captured_program(observer, serving(wrapper))
+    return observer.program(*memory_of(serving(wrapper)))

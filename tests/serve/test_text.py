@@ -22,7 +22,7 @@ def test_nothing_of_a_stop_is_ever_sent_and_all_before_it_is(seed):
     chance = random.Random(seed)
     text = "".join(chance.choices("ab", k=chance.randint(0, 12)))
     stops = ["".join(chance.choices("ab", k=chance.randint(1, 4))) for _ in range(chance.randint(0, 3))]
-    cut, given, sent = StopCut(stops), "", ""
+    cut, given, sent = StopCut(stops, []), "", ""
     for piece in pieces(text, chance):
         given += piece
         sent += cut.add(piece)
@@ -43,7 +43,7 @@ def test_all_pieces_joined_are_the_text_and_all_tokens_are_scored_once(kind, see
     codec, count = TokenizerCodec(made), len(made)
     prompt, tokens = ([chance.randrange(count) for _ in range(length)] for length in (3, 20))
     logprobs = [-float(number) for number in range(20)]
-    answer = Answer(codec, prompt, scorer=Scorer(codec))
+    answer = Answer(codec, prompt, [], Scorer(codec))
     got = [answer.add([token], [logprob]) for token, logprob in zip(tokens, logprobs, strict=True)]
     got.append(answer.end(Completion(0, 0, prompt, tokens, logprobs, "length")))
     assert "".join(piece.text for piece in got) == completion_text(codec, prompt, tokens)
@@ -63,7 +63,7 @@ def test_runs_of_tokens_give_the_text_of_single_ones(kind, seed):
     for stops in ([], ["a"], ["zz", " t"]):
         sent = []
         for most in (1, 9):
-            answer, left, text = Answer(codec, prompt, stops), tokens[len(prompt) :], ""
+            answer, left, text = Answer(codec, prompt, stops, None), tokens[len(prompt) :], ""
             while left:
                 size = chance.randint(1, most)
                 run, left = left[:size], left[size:]
@@ -97,11 +97,11 @@ def test_of_a_stop_with_a_special_token_nothing_is_sent_either():
     codec = TokenizerCodec(metaspace())
     ids = codec.tokenizer.get_vocab()
     tokens = [ids["▁x"], ids["\n"], ids["<|end|>"]]
-    answer = Answer(codec, [ids["▁def"]], ["\n<|end|>"])
+    answer = Answer(codec, [ids["▁def"]], ["\n<|end|>"], None)
     sent = [answer.add([token], [0.0]).text for token in tokens]
     assert "".join(sent) == " x"
     assert answer.end(Completion(0, 0, [ids["▁def"]], tokens, [0.0] * 3, "stop")).text == ""
-    goes_on = Answer(codec, [ids["▁def"]], ["\n<|end|>"])
+    goes_on = Answer(codec, [ids["▁def"]], ["\n<|end|>"], None)
     tokens = [ids["▁x"], ids["\n"], ids["▁x"]]
     sent = [goes_on.add([token], [0.0]).text for token in tokens]
     done = Completion(0, 0, [ids["▁def"]], tokens, [0.0] * 3, "length")

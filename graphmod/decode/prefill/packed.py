@@ -66,7 +66,7 @@ class PackedBuffer:
         by_length: whether nobody reads columns that are not there, nor more of a column than its slot.
     """
 
-    def __init__(self, memory: PagedCache, limits: Limits, by_length: bool = False) -> None:
+    def __init__(self, memory: PagedCache, limits: Limits, by_length: bool) -> None:
         self._memory, self._limits, self._by_length = memory, limits, by_length
         numbers = {"dtype": torch.int64, "device": memory.device}
         self._tokens = torch.zeros(4 * limits.tokens, **numbers)

@@ -97,7 +97,7 @@ class BucketGraphs:
         state: BatchState,
         config: EngineConfig,
         contexts: list[int | None],
-        compiles: bool = False,
+        compiles: bool,
     ) -> None:
         self.step, self.state, self.config, self.contexts = step, state, config, contexts
         self.sizes = config.bucket_sizes()

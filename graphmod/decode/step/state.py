@@ -70,7 +70,7 @@ class BatchState:
         vocabulary: number of tokens.
     """
 
-    def __init__(self, rows: int, blocks: int, steps: int, device: torch.device, vocabulary: int = MOST_TOP) -> None:
+    def __init__(self, rows: int, blocks: int, steps: int, device: torch.device, vocabulary: int) -> None:
         self.device, self.steps, self.blocks = device, steps, blocks
         self._most_top = min(MOST_TOP, vocabulary)
         self.pin = device.type == "cuda"
@@ -146,7 +146,7 @@ class BatchState:
         self.whole.integers[row].zero_()
         self.whole.block_table[row].fill_(NULL_BLOCK)
 
-    def read_back(self, first: int, count: int, top: bool = False) -> tuple[list[int], torch.cuda.Event | None]:
+    def read_back(self, first: int, count: int, top: bool) -> tuple[list[int], torch.cuda.Event | None]:
         """Starts copying the results of `count` steps, from step `first` (modulo `steps`), to the host; with `top`, the
         most likely tokens too.
 
