@@ -145,6 +145,7 @@ class DecodeEngine:
         sampling: Sampling | None = None,
         *,
         on_run: Callable[[Run], None] | None = None,
+        text: bool = True,
         **settings: Any,
     ) -> Handle:
         """Gives the engine a request, which is worked on from the next `step` on. Any thread may call it.
@@ -154,13 +155,14 @@ class DecodeEngine:
             n: samples; they share the blocks of the prompt.
             sampling: settings; None means the defaults.
             on_run: called with what a sample gets, by the thread that steps the engine.
+            text: whether completions get their text; who makes it from the tokens saves that thread the work.
             settings: single fields of `Sampling`, such as `temperature=0.8`.
 
         Raises:
             RequestError: the prompt or a setting cannot be used.
             DecodeError: the engine is suspended, or the model moved to another device.
         """
-        return self._submit([prompt], n, sampling, settings, on_run)
+        return self._submit([prompt], n, sampling, settings, on_run, text)
 
     def step(self) -> list[Run]:
         """Takes in who arrived, launches the next steps, and returns what became known from those before.
@@ -264,7 +266,13 @@ class DecodeEngine:
         return TokenStream(self, self._submit(prompts, n, sampling, settings))
 
     def _submit(
-        self, prompts: Any, n: int, sampling: Any, settings: dict, on_run: Callable[[Run], None] | None = None
+        self,
+        prompts: Any,
+        n: int,
+        sampling: Any,
+        settings: dict,
+        on_run: Callable[[Run], None] | None = None,
+        text: bool = True,
     ) -> Handle:
         self._traffic.require_memory()
         if self.model.device != self.device:
@@ -278,7 +286,7 @@ class DecodeEngine:
                     f"{there} in all; shorten it, or raise cache_tokens"
                 )
             sequence.limit = min(sequence.limit, there + 1)  # the last token is never fed, and needs no place
-        handle = Handle(found, on_run)
+        handle = Handle(found, on_run, text)
         if found:
             self._traffic.enter(handle)
         return handle

@@ -42,8 +42,8 @@ class Completion:
         logprobs: of each of them; see `TokenEvent`.
         finish_reason: "stop" (end-of-sequence or a stop), "length", "error", or "abort" (it was ended by `abort`).
         error: what went wrong where it is "error"; the tokens before that are good.
-        text: of the tokens after the prompt, where the engine has a codec: that of both together, without that of the
-            prompt, and without special tokens.
+        text: of the tokens after the prompt, where the engine has a codec, unless it was not asked for: that of both
+            together, without that of the prompt, and without special tokens.
         top_logprobs: the most likely tokens at the place of each of `tokens`; None unless asked for.
         prompt_logprobs: of each token of the prompt but the first; None unless asked for, and before the first token.
         prompt_top_logprobs: the most likely tokens at their places; None unless asked for.

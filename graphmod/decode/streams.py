@@ -31,6 +31,7 @@ class Handle:
     Args:
         sequences: what it consists of, each a `batching.scheduler.Sequence`, or what stands for one that another
             process has: with a `completion`, and a `handle`, which is set.
+        on_run, with_text: see `DecodeEngine.submit`.
 
     Attributes:
         completions: one for each sample, in order. They grow while the request runs: until it is `done`, read what
@@ -38,8 +39,10 @@ class Handle:
         error: of the engine, which ended the request before it had finished; None if there was none.
     """
 
-    def __init__(self, sequences: list[Any], on_run: Callable[[Run], None] | None = None) -> None:
-        self.sequences = sequences
+    def __init__(
+        self, sequences: list[Any], on_run: Callable[[Run], None] | None = None, with_text: bool = True
+    ) -> None:
+        self.sequences, self.with_text = sequences, with_text
         self.completions: list[Completion] = [sequence.completion for sequence in sequences]
         self.error: BaseException | None = None
         self._number = {id(done): number for number, done in enumerate(self.completions)}

@@ -107,7 +107,7 @@ class EngineThread:
                 if own["temperature"] is None:  # as in OpenAI's API, tokens are drawn
                     own["temperature"] = self._engine.requests.defaults.temperature
                 take = partial(self._take, number, len(handles) * n)
-                handles.append(self._engine.submit(prompt, n, Sampling(**own), on_run=take))
+                handles.append(self._engine.submit(prompt, n, Sampling(**own), on_run=take, text=False))
         except RequestError as error:
             self._news.append(("refused", number, len(handles), str(error)))
         except Exception as error:

@@ -330,7 +330,7 @@ class Traffic:
         codec, errors = self._requests.codec, []
         for run in sorted(runs, key=lambda run: len(run.tokens)):  # as they ended
             try:
-                if run.ended and codec is not None:
+                if run.ended and codec is not None and run.handle.with_text:
                     run.completion.text = completion_text(codec, run.completion.prompt, run.completion.tokens)
                 run.handle.take(run)
             except BaseException as error:  # by which the others do not lose what they have got

@@ -167,6 +167,15 @@ def test_special_tokens_end_a_completion_as_ids_and_as_text(always_ends, stop):
     assert done.text == "" and done.prompt == [1, 4, 10]
 
 
+def test_who_makes_the_text_of_tokens_need_not_have_it_made(always_ends):
+    engine = DecodeEngine(always_ends, max_batch_size=1, codec=TokenizerCodec(metaspace()), graphs=False)
+    handles = [engine.submit("def x", max_new_tokens=10, stop=["<|end|>"], text=text) for text in (True, False)]
+    while engine.unfinished:
+        engine.step()
+    (made,), (left,) = (handle.completions for handle in handles)
+    assert (made.text, left.text) == ("", None) and made.tokens == left.tokens
+
+
 def test_a_stop_that_never_comes_or_is_in_the_prompt_ends_nothing(always_ends):
     engine = DecodeEngine(always_ends, max_batch_size=1, codec=TokenizerCodec(metaspace()), graphs=False)
     for stop in ("def", "x", ">", "end", "</s>", " END"):
