@@ -98,49 +98,46 @@ class Draws:
     """
 
     def __init__(self, gpu: int | None, known: list[torch.Generator]) -> None:
-        self._default = [torch.default_generator] if gpu is None else [torch.cuda.default_generators[gpu]]
-        self._last = [(generator, _fingerprint(generator)) for generator in (*self._default, *known)]
-        self._fresh: list[torch.Generator] = []  # those that were seeded, and not used, when they were met
+        self._default = torch.default_generator if gpu is None else torch.cuda.default_generators[gpu]
+        self._last: dict[int, tuple[torch.Generator, Any]] = {}  # by what they stand for, see `same_generator`
+        for generator in (self._default, *known):
+            self.after(generator)
+        self._fresh: set[int] = set()  # those that were seeded, and not used, when they were met
         self._met: Lines | None = None
 
     def know(self, generator: torch.Generator, where: Lines) -> None:
         """Takes in that code is about to use a generator."""
         self._met = self._met or where
-        if not any(same_generator(known, generator) for known, _ in self._last):
-            self._last.append((generator, _fingerprint(generator)))
+        if generator._cdata not in self._last:
+            self.after(generator)
             if _is_fresh(generator):
-                self._fresh.append(generator)
+                self._fresh.add(generator._cdata)
 
     def moved(self) -> Lines | None:
         """Where code first met a generator, if one is not where the last operation that drew from it left it; of the
         default one, others tell."""
-        default = self._default[0]
         if self._met is None or all(
-            state == _fingerprint(one) for one, state in self._last if not same_generator(one, default)
+            state == _fingerprint(one) for one, state in self._last.values() if not same_generator(one, self._default)
         ):
             return None
         return self._met
 
     def before(self, generator: torch.Generator | None) -> Reason | None:
         """Called before an operation draws; None stands for the default generator."""
-        for one in [generator] if generator is not None else self._default:
-            last = next((state for known, state in self._last if same_generator(known, one)), None)
-            unused = last is None or any(same_generator(fresh, one) for fresh in self._fresh)
-            if unused and _is_fresh(one):
-                return _SEEDED_INSIDE
-            if last is not None and last != _fingerprint(one):
-                return _SEEDED_INSIDE
-        return None
+        one = self._default if generator is None else generator
+        _, last = self._last.get(one._cdata, (one, None))
+        if (last is None or one._cdata in self._fresh) and _is_fresh(one):
+            return _SEEDED_INSIDE
+        return None if last is None or last == _fingerprint(one) else _SEEDED_INSIDE
 
     def after(self, generator: torch.Generator | None) -> None:
         """Called when it has drawn."""
-        for one in [generator] if generator is not None else self._default:
-            self._last = [pair for pair in self._last if not same_generator(pair[0], one)]
-            self._last.append((one, _fingerprint(one)))
+        one = self._default if generator is None else generator
+        self._last[one._cdata] = one, _fingerprint(one)
 
     def state(self) -> Any:
         """Where the default generator is."""
-        return _fingerprint(self._default[0])
+        return _fingerprint(self._default)
 
 
 def _fingerprint(generator: torch.Generator) -> Any:
