@@ -17,8 +17,7 @@ from graphmod.errors import CaptureRefused
 from graphmod.graph.gradients import GradientBuffer, kind_of
 from graphmod.graph.group import Group
 from graphmod.ranks.fully_shard import taken_together
-from graphmod.trace.overloads import Place
-from graphmod.trace.recorder import Follower
+from graphmod.trace.recorder import Follower, Place
 
 Gradients = list[tuple[Tensor, Tensor | None]]  # (parameter, its gradient)
 

@@ -22,10 +22,9 @@ import torch
 from torch import Tensor
 
 from graphmod.trace.generators import comparable, copy_of, put_back, same_generator, state_of
-from graphmod.trace.hazards import Hazard
+from graphmod.trace.hazards import DATA, Hazard, Origins
 from graphmod.trace.lines import place
 from graphmod.trace.operations import Facts, address
-from graphmod.trace.origins import DATA, Origins
 from graphmod.trace.tensors import each_tensor, tensors_in
 from graphmod.trace.undo import Undo, let_through, undoing
 

@@ -10,7 +10,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -23,13 +23,20 @@ from graphmod.trace.compiled import CompiledGraph
 from graphmod.trace.dispatch import beside_the_call, hidden
 from graphmod.trace.generators import RESTORES, SETS_STATE, Draws, same_generator
 from graphmod.trace.hazards import (
+    CHANCE,
     COMPILES,
+    CONSTANTS,
+    DATA,
+    NOT_MADE,
     OUTSIDE,
     READ_CHANCE,
     UNDER_A_MODE,
+    UNWRITTEN,
     Check,
     Hazard,
+    Origins,
     Reason,
+    fixed_origin,
     hazard,
     is_harmless,
 )
@@ -45,8 +52,6 @@ from graphmod.trace.operations import (
     scalars_of,
     written,
 )
-from graphmod.trace.origins import CHANCE, CONSTANTS, DATA, NOT_MADE, UNWRITTEN, Origins, fixed_origin
-from graphmod.trace.overloads import Place, fits_into, run_into, writes_directly
 from graphmod.trace.patches import asking
 from graphmod.trace.script import Kept, Script
 from graphmod.trace.tensors import tensors_in
@@ -68,7 +73,7 @@ def _look_up(op: Any) -> tuple[Facts, Any, int | None, bool] | None:
     about = facts(op)
     if not is_harmless(op, about):
         return None
-    found = _harmless[identity(op)] = about, op._op, fixed_origin(about), writes_directly(op)
+    found = _harmless[identity(op)] = about, op._op, fixed_origin(about), op in _INTO
     return found
 
 
@@ -92,6 +97,42 @@ def _take(values: Iterable[Any], given: list[Any]) -> tuple:
     return tuple(scalars)
 
 
+# -- operations whose result is computed into given memory -------------------------------------------------------------
+def _sum_size(tensor: Tensor, dims: Any = None, keepdim: bool = False, **_: Any) -> torch.Size:
+    wanted = {dim % tensor.dim() for dim in dims} if dims else set(range(tensor.dim()))
+    sizes = [1 if i in wanted else size for i, size in enumerate(tensor.size()) if keepdim or i not in wanted]
+    return torch.Size(sizes)
+
+
+def _broadcast_size(one: Any, other: Any, **_: Any) -> torch.Size | None:
+    if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
+        return None
+    return torch.broadcast_shapes(one.size(), other.size())
+
+
+_aten = torch.ops.aten
+# The operations whose results usually are gradients: what writes the result into given memory, and the result's size,
+# because an `out` of another size would be resized under everybody who holds it.
+_INTO = {
+    _aten.mm.default: (_aten.mm.out, lambda a, b: torch.Size((a.size(0), b.size(1)))),
+    _aten.bmm.default: (_aten.bmm.out, lambda a, b: torch.Size((a.size(0), a.size(1), b.size(2)))),
+    _aten.sum.dim_IntList: (_aten.sum.IntList_out, _sum_size),
+    _aten._to_copy.default: (lambda a, *, out, **_: out.copy_(a), lambda a, **_: a.size()),
+    _aten.add.Tensor: (_aten.add.out, _broadcast_size),
+    _aten.mul.Tensor: (_aten.mul.out, _broadcast_size),
+}
+
+
+class Place(NamedTuple):
+    """The operation that makes a tensor: its index in the trace and the layout of its result, of which the tensor may
+    be a view."""
+
+    index: int
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
+# -- the record of a call ----------------------------------------------------------------------------------------------
 class Call:
     """An operation while it is looked at with care.
 
@@ -532,7 +573,7 @@ class Recorder:
         for where, tensor in fresh:
             self._origins.note_made(where, origin, ordinary=tensor.get_device() == self._index)
             self._made_by.pop(where, None)
-            if writes_directly(op):
+            if op in _INTO:
                 self._made_by[where] = (len(self.trace), tensor.size(), tensor.stride())
         if self.on_gpu and any(tensor.is_cuda for tensor in given):
             self._origins.note_of_kernels(where for where, tensor in fresh if not tensor.is_cuda)
@@ -751,7 +792,8 @@ class Follower(Recorder):
         if into is not None:
             with hidden():
                 target = into()
-            if fits_into(op, args, kwargs, target):
-                return run_into(op, args, kwargs, target)
+            write, size = _INTO.get(op, (None, None))
+            if write is not None and size(*args, **kwargs) == target.size():
+                return write(*args, **kwargs, out=target)
         with self._graph.around((*args, *kwargs.values())) if call.about.lists else nullcontext():
             return _do(op, args, kwargs)

@@ -11,9 +11,8 @@ from harness import loss_of, mlp, play
 from torch import nn
 
 from graphmod import CUDAGraphModule
-from graphmod.trace.hazards import Check
+from graphmod.trace.hazards import Check, Origins
 from graphmod.trace.operations import facts
-from graphmod.trace.origins import Origins
 
 
 def takes_a_branch(self, x):
