@@ -92,6 +92,16 @@ _WALKS = {
 }
 _WALKS |= {one for code in list(_WALKS) for one in code.co_consts if isinstance(one, CodeType)}
 _WALKS.add(nn.Module._named_members.__code__)
+# These go through the parameters of an optimizer's group. What they read besides their gradients and state are items
+# and attributes that the code names: of each of hundreds of parameters, dozens of instructions would be looked at.
+_NAMES = {
+    *("append", "as_tensor", "clone", "complex", "defaults", "detach", "device", "dim", "dtype", "full_like", "get"),
+    *("getattr", "grad", "is_complex", "is_sparse", "is_tensor", "len", "list", "new_zeros", "ones", "preserve_format"),
+    *("requires_grad", "shape", "state", "tensor", "torch", "zeros", "zeros_like", "RuntimeError", "_to_scalar"),
+    *("_device_dtype_check_for_fused", "_get_scalar_dtype", "_need_device_dtype_check_for_fused"),
+}
+_GROUPS = [one._init_group.__code__ for one in vars(torch.optim).values() if hasattr(one, "_init_group")]
+_groups = frozenset(identity(code) for code in _GROUPS if _NAMES.issuperset(code.co_names))
 # By identity: the hash of code takes microseconds, and there is none where dynamo has put a dict among the constants.
 _walks, _machinery = frozenset(map(identity, _WALKS)), frozenset(map(identity, _MACHINERY))
 # From an operation that is recorded to its kernels nothing comes back but tensors and numbers.
@@ -209,6 +219,11 @@ def _can_peek() -> bool:
     return can_peek(telling)
 
 
+def _two_given(frame: FrameType) -> tuple[Any, Any]:
+    one, other = frame.f_code.co_varnames[:2]
+    return events.variable(frame, one), events.variable(frame, other)
+
+
 class Frames:
     """While it is active, notes what the code of this thread reads, before it does.
 
@@ -227,7 +242,8 @@ class Frames:
         self._written = written_by_dynamo()
 
     def write_to(self, notes: Notes) -> None:
-        self.notes, self.step = notes, Reading(notes).step
+        self.notes, self._reading = notes, Reading(notes)
+        self.step = self._reading.step
 
     def __enter__(self) -> "Frames":
         if _can_peek():
@@ -267,8 +283,10 @@ class Frames:
             return events.NOTHING
         elif identity(code) in _walks:
             notes.try_to(notes.walked, events.variable(frame, "self"))
+        elif identity(code) in _groups and self._goes_through_group(frame):
+            return events.NOTHING
         elif code is _EXCHANGES:
-            notes.try_to(notes.exchanged, *(events.variable(frame, name) for name in code.co_varnames[:2]))
+            notes.try_to(notes.exchanged, *_two_given(frame))
         elif identity(code) in _starts_threads:
             caller = frame.f_back or frame
             notes.elsewhere = notes.elsewhere or (caller.f_code, caller.f_lineno)
@@ -284,6 +302,17 @@ class Frames:
         if code.co_freevars or not is_library(code.co_filename):  # else nothing of the function is noted
             self._note_function(frame)
         return found
+
+    def _goes_through_group(self, frame: FrameType) -> bool:
+        """Notes what code reads that goes through an optimizer's group, if that is kept as torch keeps it."""
+        code, notes, (optimizer, group) = frame.f_code, self.notes, _two_given(frame)
+        if type(group) is not dict or not isinstance(vars(optimizer).get("state"), dict):
+            return False
+        notes.where, notes.frame = (code, frame.f_lineno), frame
+        keys = [one for one in code.co_consts if type(one) is str]
+        notes.try_to(self._reading.group, code.co_names, keys, optimizer, group)
+        notes.frame = None
+        return True
 
     def _note_function(self, frame: FrameType) -> None:
         """Notes what belongs to a function that is about to run, whoever called it."""

@@ -237,6 +237,28 @@ class Reading:
         fresh = isinstance(held, dict) and not self._notes.ages.is_old(proxy)
         return self._of_classes.get(identity(held), held if fresh else proxy)
 
+    def group(self, names: tuple, keys: list[str], optimizer: torch.optim.Optimizer, group: dict) -> None:
+        """Takes in that code goes through the parameters of an optimizer's group, their gradients and their state.
+
+        Args:
+            names: of attributes that it reads, among them those of the optimizer.
+            keys: of items that it reads, among them those of the group.
+        """
+        notes = self._notes
+        for name in names:
+            if name in vars(optimizer):
+                notes.attribute(optimizer, name)
+        for key in keys:
+            if key in group:
+                notes.item(group, key)
+        self.use(group["params"])
+        for parameter in group["params"]:
+            self.attribute_of(parameter, "grad")
+            if parameter.grad is not None:
+                self.attribute_of(parameter.grad, "is_sparse")
+                notes.item(optimizer.state, parameter)
+                self.use(dict.get(optimizer.state, parameter))
+
     # -- calls ---------------------------------------------------------------------------------------------------
 
     def call(self, frame: FrameType, named: bool, values: list) -> None:

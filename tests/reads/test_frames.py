@@ -1,6 +1,7 @@
 """Frames of any code are followed, and following them breaks nothing."""
 
 import collections
+import dis
 import os
 import sys
 
@@ -15,6 +16,7 @@ from graphmod.fuse.inductor import compiled_code
 from graphmod.guards.library import CORE, TORCH
 from graphmod.reads import frames
 from graphmod.reads.reading import Reading
+from graphmod.trace.untraced import identity
 
 
 def test_code_that_dynamo_wrote_is_followed_as_any_other(device):
@@ -169,6 +171,45 @@ def lookup():
         assert wrapper(x).tolist() == [2.0] * 3
     assert (wrapper.stats.replays > 0) == (whose == "torch")
     assert (wrapper.last_failure == "") == (whose == "torch")
+
+
+def test_what_torchs_optimizers_read_of_a_group_is_known():
+    codes = [one._init_group.__code__ for one in vars(torch.optim).values() if hasattr(one, "_init_group")]
+    assert {identity(code) for code in codes} == frames._groups
+    for code in codes:
+        read = [step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_ATTR", "LOAD_METHOD")]
+        assert code.co_varnames[:2] == ("self", "group") and {"grad", "state"} <= set(read) <= frames._NAMES
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
+@pytest.mark.parametrize("change", ["gradient", "state of a parameter", "state", "parameter", "setting"])
+def test_what_a_step_reads_of_a_group_is_guarded(kind, change):
+    model = nn.Linear(4, 4)
+    settings = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+    optimizer = kind(model.parameters(), lr=torch.tensor(0.1), fused=True, **settings)
+    group = optimizer.param_groups[0]
+
+    def step(x):
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(3):
+        _, recording = record(step, (torch.ones(2, 4),), {}, ["x"], None)
+    guards = recording.guards
+    assert recording.refused is None and guards.changed() is None and guards.moved() is None
+    if change == "gradient":
+        model.weight.grad = torch.ones(4, 4)
+    elif change == "state of a parameter":
+        state = optimizer.state[model.weight]
+        state.update((key, value.clone()) for key, value in state.items())
+    elif change == "state":
+        optimizer.state[model.bias] = dict(optimizer.state[model.bias], more=1)
+    elif change == "parameter":
+        group["params"] = [nn.Parameter(one.detach()) for one in group["params"]]
+    else:
+        group["maximize"] = True
+    assert guards.changed() is not None or guards.moved() is not None
 
 
 def backend_setting():
