@@ -63,7 +63,8 @@ def flash(query, key, value, starts, columns, tokens, room, dropout, causal, deb
 def as_on_a_gpu(monkeypatch):
     def gather(keys, values, slots, starts):
         there = (torch.arange(len(slots)) < starts[-2])[:, None, None]
-        return [one.where(there, float("nan")) for one in gather_columns(keys, values, slots, starts)]
+        found = (kept.flatten(0, 1).index_select(0, slots) for kept in (keys, values))
+        return [one.where(there, float("nan")) for one in found]
 
     monkeypatch.setattr(packed, "_is_flash", lambda memory, layer: True)
     monkeypatch.setattr(packed, "copies_by_length", lambda device: True)
