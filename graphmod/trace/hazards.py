@@ -77,7 +77,7 @@ def is_harmless(op: Any, about: Facts) -> bool:
     return isinstance(op, torch._ops.OpOverload) and not (told or special)
 
 
-def hazard(operation: str, lines: Lines, reason: Reason, on_gpu: bool = False) -> Hazard:
+def hazard(operation: str, lines: Lines, reason: Reason, on_gpu: bool) -> Hazard:
     """A reason with its place; of an optimizer's step, with what helps for this optimizer."""
     if lines.optimizer is None:
         return Hazard(operation, lines, reason.effect, (reason is _READ and remedy_in(lines)) or reason.remedy)

@@ -73,7 +73,7 @@ class Script:
         numbers: the indices of those that read a number which is drawn on the host.
     """
 
-    def __init__(self, trace: list[Step], numbers: Container[int] = ()) -> None:
+    def __init__(self, trace: list[Step], numbers: Container[int]) -> None:
         self.trace = trace
         self.numbers = numbers
         self.kept: dict[int, Kept] = {}
