@@ -36,8 +36,7 @@ from graphmod.decode.results import BucketStats, Completion, DecodeStats, Run
 from graphmod.decode.step.anatomy import look_at, require_causal_lm
 from graphmod.decode.step.graphs import BucketGraphs, context_sizes
 from graphmod.decode.step.sampling import GREEDY
-from graphmod.decode.step.state import BatchState
-from graphmod.decode.step.step import DecodeStep
+from graphmod.decode.step.step import BatchState, DecodeStep
 from graphmod.decode.streams import EngineLoop, Handle, TokenStream
 from graphmod.decode.text.codec import Codec
 from graphmod.decode.verification import FirstTokens, compare_made_up

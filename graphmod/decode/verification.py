@@ -21,8 +21,7 @@ from graphmod.decode.prefill.piece import Piece
 from graphmod.decode.results import Completion, Run
 from graphmod.decode.step.anatomy import refusal
 from graphmod.decode.step.graphs import context_sizes
-from graphmod.decode.step.state import BatchState, RowValues
-from graphmod.decode.step.step import next_logits
+from graphmod.decode.step.step import BatchState, RowValues, next_logits
 from graphmod.errors import reason
 
 _TOKENS = 24

@@ -19,7 +19,8 @@ import torch
 from packaging.version import InvalidVersion, Version
 from torch import Tensor, library, nn
 
-from graphmod.decode.cache.cache import CacheView, PagedCache, not_plain
+from graphmod.attention import Rule
+from graphmod.decode.cache.cache import CacheView, Layer, PagedCache
 
 __all__ = ["paged_xqa", "prepare", "scratch", "unavailable", "xqa_decode"]
 
@@ -40,8 +41,8 @@ _QUERY_BYTES = 16 * 2**10  # of the query heads of one KV head, which the kernel
 
 def unavailable(memory: PagedCache) -> str | None:
     """Why it cannot be used with this cache, or None. Imports nothing of FlashInfer."""
-    if not_plain(memory.layers):
-        return not_plain(memory.layers)
+    if (reason := _not_plain(memory.layers)) is not None:
+        return reason
     if memory.device.type != "cuda":
         return f"it needs a GPU, and the cache is on {memory.device}"
     if torch.cuda.get_device_capability(memory.device)[0] not in _CAPABILITIES:
@@ -56,6 +57,20 @@ def unavailable(memory: PagedCache) -> str | None:
     if heads % kv_heads or padded(heads // kv_heads, 16) * padded_head(memory) * 2 > _QUERY_BYTES:
         return f"{heads} query heads of {width} do not fit its {kv_heads} KV heads"
     return _not_installed()
+
+
+def _not_plain(layers: tuple[Layer, ...]) -> str | None:
+    """What keeps an attention that takes one size of heads and looks at everything from these layers, or None."""
+    if len({one[:4] for one in layers}) > 1:
+        return "its layers have heads of different sizes"
+    if any(one.head_dim != one.value_dim for one in layers):
+        return "its keys and values are of different sizes"
+    found = {
+        "layers that see a window or chunk": any(one.rule != Rule() for one in layers),
+        "capped scores": any(one.softcap for one in layers),
+        "attention sinks": any(one.sinks for one in layers),
+    }
+    return next((f"the model has {name}" for name, there in found.items() if there), None)
 
 
 def _not_installed() -> str | None:

@@ -23,8 +23,7 @@ from graphmod.decode.prefill.piece import Limits
 from graphmod.decode.results import Run
 from graphmod.decode.step.graphs import BucketGraphs
 from graphmod.decode.step.sampling import TOP
-from graphmod.decode.step.state import BAD, FULL, NOTHING, STOPPED, BatchState
-from graphmod.decode.step.step import take_token
+from graphmod.decode.step.step import BAD, FULL, NOTHING, STOPPED, BatchState, take_token
 
 _NO_NUMBERS = (
     "the model's logits hold NaN or infinity, so no token can be chosen; look at its weights (a diverged training run, "

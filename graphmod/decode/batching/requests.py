@@ -22,7 +22,7 @@ from graphmod.decode.batching.scheduler import Sequence
 from graphmod.decode.config import GenerationConfigName, Sampling, prompt_seed
 from graphmod.decode.errors import RequestError
 from graphmod.decode.results import Completion
-from graphmod.decode.step.state import MOST_STOPS
+from graphmod.decode.step.step import MOST_STOPS
 from graphmod.decode.text.codec import Codec
 from graphmod.decode.text.stream import StopTexts
 from graphmod.errors import ConfigError, UnknownSetting

@@ -15,7 +15,7 @@ from graphmod.decode.config import Sampling, sample_seed
 from graphmod.decode.prefill.piece import Limits, Piece, Scores
 from graphmod.decode.results import Completion
 from graphmod.decode.step.sampling import FILTERED, GREEDY, PLAIN, TOP
-from graphmod.decode.step.state import RowValues
+from graphmod.decode.step.step import RowValues
 from graphmod.decode.text.stream import StopTexts
 
 

@@ -42,20 +42,6 @@ def uniform(heads: int, kv_heads: int, head_dim: int, count: int) -> tuple[Layer
     return (Layer(heads, kv_heads, head_dim, head_dim),) * count
 
 
-def not_plain(layers: tuple[Layer, ...]) -> str | None:
-    """What keeps an attention that takes one size of heads and looks at everything from these layers, or None."""
-    if len({one[:4] for one in layers}) > 1:
-        return "its layers have heads of different sizes"
-    if any(one.head_dim != one.value_dim for one in layers):
-        return "its keys and values are of different sizes"
-    found = {
-        "layers that see a window or chunk": any(one.rule != Rule() for one in layers),
-        "capped scores": any(one.softcap for one in layers),
-        "attention sinks": any(one.sinks for one in layers),
-    }
-    return next((f"the model has {name}" for name, there in found.items() if there), None)
-
-
 NULL_BLOCK = 0
 """Pads block tables. It is never written, so that reading it adds finite numbers that the mask takes out again."""
 

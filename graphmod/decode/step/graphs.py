@@ -13,8 +13,7 @@ from graphmod.config import CompileMode, CUDAGraphConfig, Verify
 from graphmod.decode.config import EngineConfig
 from graphmod.decode.results import BucketStats
 from graphmod.decode.step.sampling import TOP
-from graphmod.decode.step.state import BatchState
-from graphmod.decode.step.step import DecodeStep
+from graphmod.decode.step.step import BatchState, DecodeStep
 from graphmod.fuse.compiler import StepCompiler
 from graphmod.wrap.extension import Group
 from graphmod.wrap.module import CUDAGraphModule
