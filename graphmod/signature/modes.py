@@ -12,11 +12,17 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._device import DeviceContext
 
 from graphmod import torch_private as private
 from graphmod.errors import BackwardUnavailable
-from graphmod.torch_private import getter
+from graphmod.torch_private import (
+    EVAL_FRAME,
+    SETTERS,
+    SETTINGS_OF_ANY_DEVICE,
+    SETTINGS_OF_CPU,
+    SETTINGS_OF_CUDA,
+    DeviceContext,
+)
 
 FOREIGN, GRAD, INFERENCE, AUTOCAST, DTYPE, DEVICE, SETTINGS = range(7)
 """Where each part of a `mode_key` stands."""
@@ -29,37 +35,10 @@ _NAMES = (
     "default dtype",
     "default device",
 )
-_OF_ANY_DEVICE = {
-    "deterministic algorithms": getter("_get_deterministic_algorithms"),
-    "deterministic algorithms, warn_only": getter("_get_deterministic_algorithms_warn_only"),
-    "fill_uninitialized_memory": getter("_get_deterministic_fill_uninitialized_memory"),
-    "flash attention enabled": getter("_get_flash_sdp_enabled"),
-    "memory-efficient attention enabled": getter("_get_mem_efficient_sdp_enabled"),
-    "math attention enabled": getter("_get_math_sdp_enabled"),
-    "reduced precision in math attention": getter("_get_math_sdp_allow_fp16_bf16_reduction"),
-}
-_OF_CUDA = {
-    "cudnn attention enabled": getter("_get_cudnn_sdp_enabled"),
-    "overrideable attention enabled": getter("_get_overrideable_sdp_enabled"),
-    "cudnn enabled": getter("_get_cudnn_enabled"),
-    "cudnn.benchmark": getter("_get_cudnn_benchmark"),
-    "cudnn.deterministic": getter("_get_cudnn_deterministic"),
-    "reduced precision sums of float16": getter("_get_cublas_allow_fp16_reduced_precision_reduction"),
-    "reduced precision sums of bfloat16": getter("_get_cublas_allow_bf16_reduced_precision_reduction"),
-    "float16 accumulation": getter("_get_cublas_allow_fp16_accumulation"),
-}
-_OF_CPU = {
-    "mkldnn enabled": getter("_get_mkldnn_enabled"),
-    "mkldnn.deterministic": getter("_get_mkldnn_deterministic"),
-    "reduced precision sums of float16 on the CPU": getter("_get_cpu_allow_fp16_reduced_precision_reduction"),
-    "number of threads": torch.get_num_threads,
-}
 _PRECISIONS = ("float32 matmul precision", "float32 convolution precision", "float32 RNN precision")
 _OPERATIONS = ("matmul", "conv", "rnn")
 _LAST = ("order of attention backends", "torch.compiler stance", "denormal numbers or current GPU")
 
-_priority = getter("_get_sdp_priority_order")
-_EVAL_FRAME = "torch._dynamo.eval_frame"
 _DENORMAL = 5e-324  # times one it is zero where denormal numbers are flushed, for which there is no getter
 
 
@@ -72,22 +51,22 @@ def _reader(device_type: str) -> Callable[[], tuple]:
     """What makes the key on a device. It is written out as one expression, because loops and calls of Python functions
     cost more than all the C functions together."""
     on_gpu = device_type == "cuda"
-    read = [*_OF_ANY_DEVICE.values(), *(_OF_CUDA if on_gpu else _OF_CPU).values()]
+    read = [*SETTINGS_OF_ANY_DEVICE.values(), *(SETTINGS_OF_CUDA if on_gpu else SETTINGS_OF_CPU).values()]
     names: dict[str, Any] = {f"read{index}": function for index, function in enumerate(read)}
     backend = _backend(device_type)
     parts = [f"{name}()" for name in names]
     parts += [f"precision({backend!r}, {operation!r})" for operation in _OPERATIONS]
-    parts += ["tuple(priority() or ())", f"stance() if {_EVAL_FRAME!r} in modules else 'default'"]
+    parts += ["tuple(priority() or ())", f"stance() if {EVAL_FRAME!r} in modules else 'default'"]
     several = on_gpu and torch.cuda.device_count() > 1
     parts.append("current()" if several else "None" if on_gpu else "denormal * 1.0 != 0.0")
     settings = f"({', '.join(parts)})"
     names |= {
         "precision": private.fp32_precision,
-        "priority": _priority,
+        "priority": private.attention_order,
         "modules": sys.modules,
         "stance": private.dynamo_stance,
         "denormal": _DENORMAL,
-        "current": getattr(torch._C, "_cuda_getDevice", None),
+        "current": private.current_device,
         "function_modes": private.function_modes,
         "dispatch_modes": private.dispatch_modes,
         "interpreter": private.functorch_interpreter,
@@ -177,25 +156,6 @@ def _autocast(device_type: str) -> tuple | None:
     return None if enabled == (None, None) else (*enabled, torch.is_autocast_cache_enabled())
 
 
-_SETTERS = {
-    "deterministic algorithms": "_set_deterministic_algorithms",
-    "fill_uninitialized_memory": "_set_deterministic_fill_uninitialized_memory",
-    "flash attention enabled": "_set_sdp_use_flash",
-    "memory-efficient attention enabled": "_set_sdp_use_mem_efficient",
-    "math attention enabled": "_set_sdp_use_math",
-    "reduced precision in math attention": "_set_math_sdp_allow_fp16_bf16_reduction",
-    "cudnn attention enabled": "_set_sdp_use_cudnn",
-    "overrideable attention enabled": "_set_sdp_use_overrideable",
-    "cudnn enabled": "_set_cudnn_enabled",
-    "cudnn.benchmark": "_set_cudnn_benchmark",
-    "cudnn.deterministic": "_set_cudnn_deterministic",
-    **dict.fromkeys(_PRECISIONS, "_set_fp32_precision_setter"),
-    "order of attention backends": "_set_sdp_priority_order",
-    "mkldnn enabled": "_set_mkldnn_enabled",
-    "mkldnn.deterministic": "_set_mkldnn_deterministic",
-}
-
-
 @contextlib.contextmanager
 def entered_again(modes: tuple, device_type: str) -> Iterator[None]:
     """The modes of an earlier call, for code that runs in its place: autocast, defaults, and the settings that can be
@@ -207,7 +167,7 @@ def entered_again(modes: tuple, device_type: str) -> Iterator[None]:
     names, now = _setting_names(device_type), mode_key(device_type)[SETTINGS]
     differing = [(name, old, new) for name, old, new in zip(names, modes[SETTINGS], now, strict=True) if old != new]
     for name, _, _ in differing:
-        if not hasattr(torch._C, _SETTERS.get(name, "")):
+        if name not in _PRECISIONS and SETTERS.get(name) is None:
             raise BackwardUnavailable(
                 f"{name} is not as it was in the forward that has to run again for this backward; change it between "
                 "steps"
@@ -233,22 +193,21 @@ def _set(name: str, value: Any, device_type: str) -> None:
     if name in _PRECISIONS:
         backend, operation = _backend(device_type), _OPERATIONS[_PRECISIONS.index(name)]
         inherited = value == private.fp32_precision(backend, "all")
-        torch._C._set_fp32_precision_setter(backend, operation, "none" if inherited else value)
+        private.set_fp32_precision(backend, operation, "none" if inherited else value)
         return
-    setter = getattr(torch._C, _SETTERS[name])
-    setter(list(value) if isinstance(value, tuple) else value)
+    SETTERS[name](list(value) if isinstance(value, tuple) else value)
 
 
 def _setting_names(device_type: str) -> list[str]:
-    of_device = _OF_CUDA if device_type == "cuda" else _OF_CPU
-    return [*_OF_ANY_DEVICE, *of_device, *_PRECISIONS, *_LAST]
+    of_device = SETTINGS_OF_CUDA if device_type == "cuda" else SETTINGS_OF_CPU
+    return [*SETTINGS_OF_ANY_DEVICE, *of_device, *_PRECISIONS, *_LAST]
 
 
 def difference(known: tuple, got: tuple) -> list[str]:
     """One line for each mode in which two keys differ: `name: was X, is Y`."""
     pairs = list(zip(_NAMES, known[:SETTINGS], got[:SETTINGS], strict=True))
     if len(known[SETTINGS]) == len(got[SETTINGS]):  # else of different kinds of device
-        kind = "cuda" if len(known[SETTINGS]) == len(_OF_ANY_DEVICE) + len(_OF_CUDA) + 6 else "cpu"
+        kind = "cuda" if len(known[SETTINGS]) == len(SETTINGS_OF_ANY_DEVICE) + len(SETTINGS_OF_CUDA) + 6 else "cpu"
         names = _setting_names(kind)
         pairs += list(zip(names, known[SETTINGS], got[SETTINGS], strict=True))
     return [f"{name}: was {old}, is {new}" for name, old, new in pairs if old != new]
