@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from graphmod.guards.library import CORE
 from graphmod.guards.values import is_plain
-from graphmod.torch_private import dynamo_guards, written_by_dynamo
+from graphmod.torch_private import dynamo_guards, set_grad_enabled, without_modes, written_by_dynamo
 from graphmod.trace.dispatch import hidden
 
 _DEVICES = ("cpu", "cuda")
@@ -57,7 +56,7 @@ class CompiledFrame:
         made: dict[int, Tensor] = {}
         given = dict(frame.f_locals)
         closed_over = {name: given[name] for name in frame.f_code.co_freevars if type(given.get(name)) in _COPIED}
-        with hidden(), _disable_current_modes():
+        with hidden(), without_modes():
             self._variables = {name: _without_memory(value, made) for name, value in given.items()} | closed_over
         if not self._guards.check(self._variables):
             self._variables = given
@@ -112,7 +111,7 @@ def modes() -> tuple:
 
 def _set(modes: tuple) -> None:
     grad, cached, *casts = modes
-    torch._C._set_grad_enabled(grad)
+    set_grad_enabled(grad)
     torch.set_autocast_cache_enabled(cached)
     for device, (enabled, dtype) in zip(_DEVICES, casts, strict=True):
         torch.set_autocast_enabled(device, enabled)

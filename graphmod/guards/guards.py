@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from graphmod.guards.changes import differs, line_of, name_of, replacements
 from graphmod.guards.compiled import modes
@@ -38,7 +37,7 @@ from graphmod.guards.values import (
     same_content,
 )
 from graphmod.ranks.fully_shard import as_in_forwards
-from graphmod.torch_private import alike
+from graphmod.torch_private import alike, is_traceable_wrapper_subclass
 from graphmod.trace.tensors import is_leaf
 from graphmod.trace.undo import let_through
 

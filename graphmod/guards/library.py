@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from graphmod.torch_private import DYNAMO, INDUCTOR, PYTREE
 from graphmod.trace.untraced import identity
 
 CORE = str(Path(__file__).parent.parent) + os.sep
@@ -19,7 +20,7 @@ TORCH = str(Path(torch.__file__).parent) + os.sep
 STDLIB = sysconfig.get_path("stdlib") + os.sep
 # What changes in many calls and decides nothing: loggers, what torch.compile keeps about code, who watches a call.
 _OF_NO_MEANING = (
-    *("logging", "torch._dynamo", "torch._inductor", "torch.fx", "torch.utils._pytree", "warnings"),
+    *("logging", DYNAMO, INDUCTOR, "torch.fx", PYTREE, "warnings"),
     *("graphmod.guards", "graphmod.trace"),
 )
 _MODULE_OF_FX = "torch.fx.graph_module"  # whose modules are a program's own

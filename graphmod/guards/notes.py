@@ -49,7 +49,7 @@ from graphmod.guards.values import (
     sort_of,
 )
 from graphmod.ranks.fully_shard import held_between_calls
-from graphmod.torch_private import weak_reference
+from graphmod.torch_private import FunctionBase, weak_reference
 from graphmod.trace.garbage import Ages
 from graphmod.trace.host_draws import HostDraws
 from graphmod.trace.tensors import is_leaf
@@ -409,7 +409,7 @@ class Notes:
             self._hidden_by(owner.__mro__, name, None if place is None else place.shared)
         elif first_look and not isinstance(owner, types.ModuleType):
             self._hidden_by(kind.__mro__, name, None if place is None else place.shared)
-        if isinstance(owner, torch._C._FunctionBase):  # what a forward keeps for its own backward
+        if isinstance(owner, FunctionBase):  # what a forward keeps for its own backward
             return UNKNOWN if place is None or place.shared is not None else place.value
         if means_nothing(owner if isinstance(owner, type) else kind):
             return UNKNOWN

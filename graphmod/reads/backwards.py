@@ -21,7 +21,7 @@ from graphmod.guards.library import CORE
 from graphmod.guards.notes import Notes
 from graphmod.reads import events
 from graphmod.reads.frames import NOT_TOLD, Frames
-from graphmod.torch_private import beside_dynamo, current_backward
+from graphmod.torch_private import beside_dynamo, current_backward, current_node, queue_callback
 from graphmod.trace.garbage import Ages
 from graphmod.trace.undo import let_through
 from graphmod.trace.untraced import identity
@@ -81,7 +81,7 @@ def begin(call: Watched) -> None:
     if watch is None:
         watch = _Watch(task, sys._getframe(1).f_back)
         watch.begin()
-        torch.autograd.Variable._execution_engine.queue_callback(watch.end)
+        queue_callback(watch.end)
     watch.calls[id(call)] = call
 
 
@@ -178,7 +178,7 @@ class _Watch(Frames):
     # -- parts ---------------------------------------------------------------------------------------------------
 
     def _runs_now(self) -> Watched | None:
-        node = torch._C._current_autograd_node()
+        node = current_node()
         call = None if node is None else node.metadata.get(_MARK)
         return None if call is None or call.over or call.beside else call
 

@@ -23,7 +23,7 @@ from graphmod.guards.notes import Notes
 from graphmod.reads import events
 from graphmod.reads.operand_stack import can_peek, function_of
 from graphmod.reads.reading import Plan, Reading, plan_of
-from graphmod.torch_private import beside_dynamo, written_by_dynamo
+from graphmod.torch_private import DYNAMO, OpOverload, beside_dynamo, written_by_dynamo
 from graphmod.trace import dispatch
 from graphmod.trace.garbage import Ages
 from graphmod.trace.host_draws import HostDraws
@@ -71,7 +71,8 @@ _NOT_OF_CORE = tuple(
     CORE + os.path.join(*path) for path in (("train", "step", "draws.py"), ("decode", "step", "pieces.py"))
 )
 # Where dynamo compiles, and where it runs code of its own that it has written out.
-_DYNAMO = tuple(os.path.join("torch", "_dynamo", name) for name in ("convert_frame.py", "guards.py"))
+_DYNAMO = os.path.join(*DYNAMO.split("."), "")
+_COMPILES = tuple(_DYNAMO + name for name in ("convert_frame.py", "guards.py"))
 _FROZEN = ("<frozen os>", "<frozen _collections_abc>")
 _CALL = nn.Module._call_impl.__code__
 # How modules find their parts: `values` knows, and what is found is noted where it is read.
@@ -105,7 +106,7 @@ _groups = frozenset(identity(code) for code in _GROUPS if _NAMES.issuperset(code
 # By identity: the hash of code takes microseconds, and there is none where dynamo has put a dict among the constants.
 _walks, _machinery = frozenset(map(identity, _WALKS)), frozenset(map(identity, _MACHINERY))
 # From an operation that is recorded to its kernels nothing comes back but tensors and numbers.
-_OPERATIONS = (dispatch._fallback, dispatch.current, untraced, torch._ops.OpOverload.__call__)
+_OPERATIONS = (dispatch._fallback, dispatch.current, untraced, OpOverload.__call__)
 _passed_over = {identity(one): events.NOTHING for one in _MACHINERY - {_CALL}}
 _passed_over |= {identity(one.__code__): events.NEVER for one in _OPERATIONS}
 _EXCHANGES = torch.utils.swap_tensors.__code__
@@ -127,9 +128,9 @@ _known: dict[int, tuple[Plan | None, weakref.ref]] = {}
 def _mutes(filename: str, name: str) -> bool:
     """Whether neither code is of interest nor what that calls: it says something, or imports, or compiles, or is
     compiled, or is what torch.compile changes in torch when it is first used."""
-    if name == "patch" and filename.endswith(os.path.join("torch", "_dynamo", "eval_frame.py")):
+    if name == "patch" and filename.endswith(_DYNAMO + "eval_frame.py"):
         return True
-    parts = (f"{os.sep}triton{os.sep}", f"{os.sep}torch{os.sep}_inductor{os.sep}", "torchinductor", *_DYNAMO)
+    parts = (f"{os.sep}triton{os.sep}", f"{os.sep}torch{os.sep}_inductor{os.sep}", "torchinductor", *_COMPILES)
     said = filename.startswith((STDLIB + "logging" + os.sep, STDLIB + "warnings.py", "<frozen importlib"))
     return said or any(part in filename for part in parts)
 

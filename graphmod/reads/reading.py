@@ -39,6 +39,7 @@ from graphmod.guards.values import (
     sort_of,
 )
 from graphmod.reads.operand_stack import Nothing, depths, top
+from graphmod.torch_private import TensorBase
 from graphmod.trace.tensors import is_leaf
 from graphmod.trace.untraced import identity
 
@@ -60,7 +61,7 @@ _COMMON = frozenset(
 _PLAIN = frozenset(map(identity, (bool, int, float, str, type(None))))
 _METHODS_OF_TENSORS = frozenset(
     identity(one)
-    for name, one in vars(torch._C.TensorBase).items()
+    for name, one in vars(TensorBase).items()
     if type(one) is types.MethodDescriptorType and not name.startswith("__") and name != "item"
 )
 _RUNS_PYTHON = (types.FunctionType, types.MethodType, nn.Module)

@@ -13,21 +13,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils import _python_dispatch
 
+from graphmod.torch_private import BEGINS, ENDS, EVAL_FRAME, INDUCTOR_CODE, mode_flags, set_mode_flags
 from graphmod.trace import dispatch
 from graphmod.trace.operations import Facts
 from graphmod.trace.undo import Undo
 from graphmod.trace.untraced import untraced
-
-# What dynamo looks at to see whether a dispatch mode is active; which of them depends on the release.
-_MODE_FLAGS = (
-    "_is_in_torch_dispatch_mode",
-    "_is_in_non_infra_torch_dispatch_mode",
-    "_is_in_any_mode_without_ignore_compile_internals",
-)
-_BEGINS = "set_skip_guard_eval_unsafe"  # called when compiled code is called, and before that returns
-_ENDS = "_maybe_set_eval_frame"  # called when it has begun, and when it has returned
 
 
 class CompiledGraph:
@@ -73,7 +64,7 @@ _operations: weakref.WeakValueDictionary[int, CompiledGraph] = weakref.WeakValue
 
 def kinds() -> list[type]:
     """The classes whose objects run what inductor has compiled."""
-    inductor = sys.modules.get("torch._inductor.output_code")
+    inductor = sys.modules.get(INDUCTOR_CODE)
     return [getattr(inductor, name) for name in ("CompiledFxGraph", "CompiledAOTI") if hasattr(inductor, name)]
 
 
@@ -91,10 +82,10 @@ def shown(recorder: Any, run: Callable, code: Any, inputs: Any) -> Any:
 
 def replacements() -> list[tuple[Any, str, Any]]:
     """Replacements for what begins and ends a call of compiled code, while somebody records."""
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    if dynamo is None or not hasattr(dynamo, _BEGINS) or not hasattr(dynamo, _ENDS):
+    dynamo = sys.modules.get(EVAL_FRAME)
+    if dynamo is None or not hasattr(dynamo, BEGINS) or not hasattr(dynamo, ENDS):
         return []
-    return [(dynamo, _BEGINS, _beginning(getattr(dynamo, _BEGINS))), (dynamo, _ENDS, _ending(getattr(dynamo, _ENDS)))]
+    return [(dynamo, BEGINS, _beginning(getattr(dynamo, BEGINS))), (dynamo, ENDS, _ending(getattr(dynamo, ENDS)))]
 
 
 class _Regions(threading.local):
@@ -163,19 +154,11 @@ class _DynamoUnawareOfModes:
 
     def __enter__(self) -> None:
         _one_at_a_time.acquire()
-        self._flags = {name: getattr(_python_dispatch, name) for name in _MODE_FLAGS if hasattr(_python_dispatch, name)}
-        _set_flags(dict.fromkeys(self._flags, False))
+        self._flags = mode_flags()
+        set_mode_flags(dict.fromkeys(self._flags, False))
 
     def __exit__(self, *_: object) -> None:
         if self._flags is not None:
-            _set_flags(self._flags)
+            set_mode_flags(self._flags)
             self._flags = None
             _one_at_a_time.release()
-
-
-def _set_flags(values: dict[str, bool]) -> None:
-    for name, value in values.items():
-        setattr(_python_dispatch, name, value)
-    tell_dynamo = getattr(torch._C._dynamo.guards, "set_is_in_mode_without_ignore_compile_internals", None)
-    if tell_dynamo is not None:
-        tell_dynamo(values.get(_MODE_FLAGS[-1], False))

@@ -17,25 +17,44 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _python_dispatch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
 
-from graphmod.torch_private import beside_dynamo, is_compiling
+from graphmod.torch_private import (
+    FUNCTIONAL_COLLECTIVES,
+    PUSH_MODE,
+    DispatchKey,
+    DispatchKeySet,
+    KeysExcluded,
+    OpOverload,
+    TorchDispatchMode,
+    beside_dynamo,
+    dispatch_key,
+    dispatch_mode_at,
+    dispatch_modes,
+    exclude_key,
+    has_fallback,
+    has_kernel_for,
+    higher_order_operators,
+    include_key,
+    is_compiling,
+    is_subclass_like,
+    is_traceable_wrapper_subclass,
+    key_excluded,
+    key_included,
+    operator_names,
+    without_modes,
+)
 from graphmod.trace.operations import draws, facts
 from graphmod.trace.tensors import tensors_in
 from graphmod.trace.untraced import identity, resume, suspend, thread_state, traced, untraced
 
 log = logging.getLogger("graphmod")
 
-_C = torch._C
 _KEY_NAME = "Fake"
-_KEY = _C._dispatch_key_parse(_KEY_NAME)
-_KEYS = _C.DispatchKeySet(_KEY)
-_BELOW_MODES = int(_KEY) < int(_C.DispatchKey.Python)  # what a mode runs is still to be seen, not the other way round
-_exclude_key = _C._dispatch_tls_set_dispatch_key_excluded
+_KEY = dispatch_key(_KEY_NAME)
+_KEYS = DispatchKeySet(_KEY)
+_BELOW_MODES = int(_KEY) < int(DispatchKey.Python)  # what a mode runs is still to be seen, not the other way round
 _make_subclass, _as_subclass = Tensor._make_subclass, Tensor.as_subclass
 _NAMESPACES = ("aten", "c10d", "_c10d_functional", "fsdp")
-_FUNCTIONAL = "torch.distributed._functional_collectives"
 _libraries: list[Any] = []  # the kernels of `_register_kernels`, which live as long as these do
 _library: Any = None  # the registration, which lives as long as this does
 _at_work: list[Any] = []  # the recorders of this process
@@ -67,23 +86,23 @@ def is_recording() -> bool:
 def within_an_operation() -> bool:
     """Whether the present code is that of an operation, while somebody records."""
     if has_key():
-        return _C._dispatch_tls_is_dispatch_key_excluded(_KEY)
-    return _C._len_torch_dispatch_stack() == 0
+        return key_excluded(_KEY)
+    return dispatch_modes() == 0
 
 
 def _fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
     state = thread_state()
     try:  # as in `untraced`: each frame between here and there would be told of
         suspend(state)
-        _exclude_key(_KEY, True)
+        exclude_key(_KEY, True)
         if _hiding.get(identity(op)) is not False and _hides(op, args, kwargs):
-            _exclude_key(_KEY, False)
-            return traced(op._op_dk, (getattr(_C.DispatchKey, _COMPOSITE), *args), kwargs)
+            exclude_key(_KEY, False)
+            return traced(op._op_dk, (getattr(DispatchKey, _COMPOSITE), *args), kwargs)
         recorder = _of_thread.recorder or current()
         return traced(op, args, kwargs) if recorder is None else recorder.see(op, args, kwargs)
     finally:
         try:
-            _exclude_key(_KEY, False)
+            exclude_key(_KEY, False)
         finally:  # wherever an interrupt comes
             resume(state)
 
@@ -108,9 +127,9 @@ _hiding: dict[int, bool] = {}  # by identity of the operator, whose hash takes l
 
 
 def _may_hide(op: Any) -> bool:
-    if not isinstance(op, torch._ops.OpOverload):
+    if not isinstance(op, OpOverload):
         return False
-    has_kernel = functools.partial(_C._dispatch_has_kernel_for_dispatch_key, op.name())
+    has_kernel = functools.partial(has_kernel_for, op.name())
     if not has_kernel(_COMPOSITE) or has_kernel("CPU") or has_kernel("CUDA"):
         return False
     about, schema = facts(op), op._schema
@@ -121,7 +140,7 @@ def _may_hide(op: Any) -> bool:
 def _standing_for_others(op: Any, *args: Any, **kwargs: Any) -> Any:
     """An operation on a DTensor, of which is shown what its class runs."""
     recorder = current()
-    with _C._ExcludeDispatchKeyGuard(_KEYS), contextlib.ExitStack() as stack:
+    with KeysExcluded(_KEYS), contextlib.ExitStack() as stack:
         if recorder is not None:
             stack.enter_context(Mode(recorder))
         return op(*args, **kwargs)
@@ -134,7 +153,7 @@ def _register_kernels() -> None:
     leaves what their class runs unseen. The kernel has the class run it under a mode that shows that.
     """
     libraries = {name: torch.library.Library(name, "IMPL") for name in _NAMESPACES}
-    for name in _C._dispatch_get_all_op_names():
+    for name in operator_names():
         namespace, _, rest = name.partition("::")
         if namespace in libraries:
             libraries[namespace].impl(rest, _kernel(namespace, rest), _KEY_NAME)
@@ -165,7 +184,7 @@ def _any_stands(args: tuple, kwargs: dict) -> bool:
 
 def _of_ranks() -> tuple:
     """The classes of tensors that several ranks hold together."""
-    modules = {"DTensor": "torch.distributed.tensor", "AsyncCollectiveTensor": _FUNCTIONAL}
+    modules = {"DTensor": "torch.distributed.tensor", "AsyncCollectiveTensor": FUNCTIONAL_COLLECTIVES}
     return tuple(getattr(sys.modules[place], name) for name, place in modules.items() if place in sys.modules)
 
 
@@ -201,7 +220,7 @@ def has_key() -> bool:
     """Whether operations can be seen without a mode. Registers the fallback when it is first asked."""
     global _library
     try:
-        if _C._dispatch_has_backend_fallback(_KEY):
+        if has_fallback(_KEY):
             return False  # somebody else's
         _library = torch.library.Library("_", "IMPL")
         _library.fallback(_fallback, _KEY_NAME)
@@ -221,10 +240,10 @@ def _self_test() -> None:
             seen.append((op, any(arg is leaf for arg in args)))
             return traced(op, args, kwargs)
 
-    with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
+    with without_modes(), torch.inference_mode(False), torch.enable_grad():
         leaf = torch.ones(1, requires_grad=True)
         with _Showing(Probe(), keyed=True):
-            if _C._dispatch_isTensorSubclassLike(leaf):
+            if is_subclass_like(leaf):
                 raise RuntimeError("torch takes it for a dispatch mode")
             (leaf * 2).sum().backward()
     names = [op.overloadpacket.__name__ for op, _ in seen]
@@ -238,19 +257,19 @@ class _View:
     _before: tuple[Any, bool, bool, int] | None = None
 
     def __enter__(self) -> None:
-        included = _C._dispatch_tls_is_dispatch_key_included(_KEY)
-        excluded = _C._dispatch_tls_is_dispatch_key_excluded(_KEY)
-        self._before = _of_thread.recorder, included, excluded, _C._len_torch_dispatch_stack()
+        included = key_included(_KEY)
+        excluded = key_excluded(_KEY)
+        self._before = _of_thread.recorder, included, excluded, dispatch_modes()
         self._change()
 
     def __exit__(self, *_: object) -> None:
         if self._before is not None:
             recorder, included, excluded, modes = self._before
-            while _C._len_torch_dispatch_stack() > modes:
-                _C._get_dispatch_stack_at(_C._len_torch_dispatch_stack() - 1).__exit__(None, None, None)
+            while dispatch_modes() > modes:
+                dispatch_mode_at(dispatch_modes() - 1).__exit__(None, None, None)
             _of_thread.recorder = recorder
-            _C._dispatch_tls_set_dispatch_key_excluded(_KEY, excluded)
-            _C._dispatch_tls_set_dispatch_key_included(_KEY, included)
+            exclude_key(_KEY, excluded)
+            include_key(_KEY, included)
 
     def _change(self) -> None:
         """Changes it."""
@@ -264,7 +283,7 @@ class _Showing(_View):
         _at_work.append(self._recorder)
         _of_thread.recorder = self._recorder
         if self._keyed:
-            _C._dispatch_tls_set_dispatch_key_included(_KEY, True)
+            include_key(_KEY, True)
         else:
             Mode(self._recorder).__enter__()
 
@@ -276,7 +295,7 @@ class _Showing(_View):
 
 def shown_to(recorder: Any, given: Iterable[Tensor] = ()) -> AbstractContextManager[None]:
     """Shows `recorder` each operation of this thread, which works on tensors `given`, and of its backwards."""
-    keyed = has_key() and (_BELOW_MODES or not _C._len_torch_dispatch_stack())
+    keyed = has_key() and (_BELOW_MODES or not dispatch_modes())
     if keyed and not _BELOW_MODES:
         if _of_ranks() and torch.distributed.is_initialized():
             _register_kernels()
@@ -293,8 +312,8 @@ class _Aside(_View):
     _modes: Any = None
 
     def _change(self) -> None:
-        if _C._len_torch_dispatch_stack():
-            self._modes = _disable_current_modes()
+        if dispatch_modes():
+            self._modes = without_modes()
             self._modes.__enter__()
 
     def __exit__(self, *_: object) -> None:
@@ -309,7 +328,7 @@ class hidden(_Aside):
 
     def _change(self) -> None:
         if has_key():
-            _C._dispatch_tls_set_dispatch_key_included(_KEY, False)
+            include_key(_KEY, False)
         elif _of_thread.recorder is not None:
             super()._change()
         _of_thread.recorder = None
@@ -319,7 +338,7 @@ class beside_the_call(_Aside):
     """For what a recorder itself does, where no operation led to it: none of that is seen."""
 
     def _change(self) -> None:
-        _C._dispatch_tls_set_dispatch_key_excluded(_KEY, True)
+        exclude_key(_KEY, True)
         super()._change()
 
 
@@ -329,13 +348,13 @@ class through_a_mode(_View):
     def _change(self) -> None:
         recorder = current()
         if recorder is not None and has_key():
-            _C._dispatch_tls_set_dispatch_key_included(_KEY, False)
+            include_key(_KEY, False)
             Mode(recorder).__enter__()
 
 
 def by_key() -> bool:
     """Whether operations are shown through the key now, and not through a mode."""
-    return _C._dispatch_tls_is_dispatch_key_included(_KEY) and has_key()
+    return key_included(_KEY) and has_key()
 
 
 _passed_over: set[int] = set()
@@ -343,7 +362,7 @@ _passed_over: set[int] = set()
 
 def _pass_over_higher_order_operators() -> None:
     """Lets operators on functions (`torch.cond`) go past the key, for which they have no kernel, to what they run."""
-    for operator in list(torch._ops._higher_order_ops.values()):
+    for operator in list(higher_order_operators.values()):
         if id(operator) not in _passed_over:
             operator.fallthrough(_KEY)
             _passed_over.add(id(operator))
@@ -356,7 +375,7 @@ def replacements() -> list[tuple[Any, str, Any]]:
     result nobody may have looked at before. And modes that are entered meanwhile: those that compute with tensors
     without memory, and any, where the key is above them.
     """
-    push, enter, leave = _python_dispatch._push_mode, TorchDispatchMode.__enter__, TorchDispatchMode.__exit__
+    push, enter, leave = getattr(*PUSH_MODE), TorchDispatchMode.__enter__, TorchDispatchMode.__exit__
     under: dict[int, list[contextlib.ExitStack]] = {}
 
     def push_mode(mode: Any, *args: Any, **kwargs: Any) -> Any:
@@ -364,7 +383,7 @@ def replacements() -> list[tuple[Any, str, Any]]:
         if recorder is not None and by_key() and type(mode).__name__ == "FakeTensorMode":
             recorder.note_compilation() if is_compiling() else recorder.note_mode(mode)
             _of_thread.recorder = None  # which sees nothing from here to the end of its call
-            _C._dispatch_tls_set_dispatch_key_included(_KEY, False)
+            include_key(_KEY, False)
         return push(mode, *args, **kwargs)
 
     def enter_mode(mode: Any) -> Any:
@@ -388,7 +407,7 @@ def replacements() -> list[tuple[Any, str, Any]]:
     def unseen(make: Any) -> Any:
         @functools.wraps(make)
         def run(*args: Any, **kwargs: Any) -> Any:
-            with _C._ExcludeDispatchKeyGuard(_KEYS):
+            with KeysExcluded(_KEYS):
                 return make(*args, **kwargs)
 
         return run
@@ -396,7 +415,7 @@ def replacements() -> list[tuple[Any, str, Any]]:
     return [
         (Tensor, "_make_subclass", staticmethod(unseen(_make_subclass))),
         (Tensor, "as_subclass", unseen(_as_subclass)),
-        (_python_dispatch, "_push_mode", push_mode),
+        (*PUSH_MODE, push_mode),
         (TorchDispatchMode, "__enter__", enter_mode),
         (TorchDispatchMode, "__exit__", leave_mode),
     ]

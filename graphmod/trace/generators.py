@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphmod.torch_private import TensorBase
 from graphmod.trace.hazards import Reason
 from graphmod.trace.lines import Lines
 
@@ -64,7 +65,7 @@ def comparable(state: Any) -> Any:
     if isinstance(state, dict):
         return tuple((key, comparable(value)) for key, value in state.items())
     if isinstance(state, Tensor):
-        state = torch._C.TensorBase.numpy(state)
+        state = TensorBase.numpy(state)
     return state.tobytes() if type(state).__module__ == "numpy" and hasattr(state, "tobytes") else state
 
 

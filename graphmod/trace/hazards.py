@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from graphmod.torch_private import OpOverload, no_dispatch_of_its_own
 from graphmod.trace.compiled import CompiledGraph
 from graphmod.trace.lines import Lines, remedy_for, remedy_in
 from graphmod.trace.operations import Facts, address
@@ -74,7 +75,7 @@ def is_harmless(op: Any, about: Facts) -> bool:
     device: nothing that `Check` asks then, and nothing that the recorder takes special care with."""
     told = about.dynamic or about.unsafe or about.collective or about.name in _TOLD_BY_NAME
     special = about.random or about.lifts or about.statistics or about.profiler
-    return isinstance(op, torch._ops.OpOverload) and not (told or special)
+    return isinstance(op, OpOverload) and not (told or special)
 
 
 def hazard(operation: str, lines: Lines, reason: Reason, on_gpu: bool) -> Hazard:
@@ -246,7 +247,7 @@ class Check:
         """Why a graph cannot repeat an operation that is about to run."""
         if isinstance(op, CompiledGraph):
             return self._compiled(op, given)
-        if not isinstance(op, torch._ops.OpOverload):
+        if not isinstance(op, OpOverload):
             return _ON_FUNCTIONS
         name = about.name
         if name in _HOST_READS:
@@ -383,7 +384,7 @@ class Check:
 
 
 def _has_python(tensor: Tensor) -> bool:
-    return type(tensor).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
+    return type(tensor).__torch_dispatch__ is not no_dispatch_of_its_own
 
 
 def _is_mask(index: Any) -> bool:

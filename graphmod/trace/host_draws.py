@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from graphmod.torch_private import BelowAutograd, NoAutocast, OpOverload, set_grad_enabled
 from graphmod.trace.generators import comparable, copy_of, put_back, same_generator, state_of
 from graphmod.trace.hazards import DATA, Hazard, Origins
 from graphmod.trace.lines import place
@@ -117,7 +118,7 @@ class HostDraws:
         if not random and max(of) == DATA:
             return None
         name = about.short
-        if not isinstance(op, torch._ops.OpOverload) or (DATA in of and name not in _BY_SHAPE):
+        if not isinstance(op, OpOverload) or (DATA in of and name not in _BY_SHAPE):
             self._known = False
             return None
         if random:
@@ -321,10 +322,10 @@ class HostDraws:
 
         def run(undo: Undo) -> tuple[list[Any], list[tuple[Any, Any]]]:
             undo.then(lambda _: put_back(now))
-            undo.then(lambda _: torch._C._set_grad_enabled(grad))
-            torch._C._set_grad_enabled(False)
+            undo.then(lambda _: set_grad_enabled(grad))
+            set_grad_enabled(False)
             put_back([(self._stand_in(generator), state) for generator, state in states])
-            with torch._C._DisableAutocast(), torch._C._AutoDispatchBelowADInplaceOrView():
+            with NoAutocast(), BelowAutograd():
                 for memory, content in self._contents:
                     memory.copy_(content)
                 found = [(gives, do()) for gives, do in steps]

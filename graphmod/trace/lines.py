@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from graphmod.torch_private import current_node
+
 _OWN = str(Path(__file__).parent.parent)
 _TORCH = str(Path(torch.__file__).parent)
 _PACKAGES = str(Path(torch.__file__).parent.parent)
@@ -99,7 +101,7 @@ def place_of(error: BaseException) -> str | None:
 
 def lines() -> Lines:
     """Where the operation that is under way was called."""
-    backward = torch._C._current_autograd_node() is not None
+    backward = current_node() is not None
     user = library = optimizer = None
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

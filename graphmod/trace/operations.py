@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from graphmod.torch_private import ProcessGroup, TensorBase
 from graphmod.trace.lines import place
 from graphmod.trace.untraced import identity
 
@@ -42,7 +43,7 @@ def opaque_scalar(value: torch.ScriptObject) -> Any:
     if kind == "ReduceOp":
         return kind, reduction_of(value)
     if kind == "ProcessGroup":
-        return kind, torch._C._distributed_c10d.ProcessGroup.unbox(value).group_name
+        return kind, ProcessGroup.unbox(value).group_name
     return kind
 
 
@@ -177,4 +178,4 @@ def _values(tensor: Tensor) -> Any:
     if not plain.numel():
         return b""
     plain = plain.clone()  # memory that numpy has looked at cannot be resized any more
-    return torch._C.TensorBase.numpy(plain.view(torch.uint8)).tobytes()
+    return TensorBase.numpy(plain.view(torch.uint8)).tobytes()

@@ -16,8 +16,24 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
-from torch.utils._device import _device_constructors
 
+from graphmod.torch_private import (
+    DYNAMO,
+    FUNCTORCH,
+    HIGHER_ORDER,
+    INDUCTOR,
+    INFERS_SHAPES,
+    IS_CAPTURING,
+    IS_CAPTURING_TOO,
+    SHARDING,
+    ScriptFunction,
+    ScriptMethod,
+    device_constructors,
+    jit_fuses,
+    jit_fuses_on_cpu,
+    jit_fuses_on_gpu,
+    nn_functions,
+)
 from graphmod.trace import compiled, dispatch
 from graphmod.trace.generators import SEEDS
 from graphmod.trace.hazards import Reason
@@ -28,8 +44,8 @@ Replacement = tuple[Any, str, Any]
 _ABSENT = object()
 # Parts of torch that capture, or must not do something while somebody does. Everybody else takes the way of eager code.
 _NEED_THE_TRUTH = (
-    "torch.cuda", "torch.optim", "torch._dynamo", "torch._inductor", "torch._functorch", "torch.utils",
-    "torch.distributed", "torch.accelerator", "torch._higher_order_ops", "graphmod.backend", "graphmod.ranks",
+    "torch.cuda", "torch.optim", DYNAMO, INDUCTOR, FUNCTORCH, "torch.utils",
+    "torch.distributed", "torch.accelerator", HIGHER_ORDER, "graphmod.backend", "graphmod.ranks",
 )  # fmt: skip
 _SCRIPTED = Reason(
     "runs code of torch.jit, whose fused kernels are not seen here",
@@ -95,8 +111,7 @@ def _recorded(owner: Any, name: str, run: Callable) -> Replacement:
 
 
 def _is_capturing() -> list[Replacement]:
-    name = "_cuda_isCurrentStreamCapturing"
-    original = torch._C._cuda_isCurrentStreamCapturing
+    original = getattr(*IS_CAPTURING)
 
     def answer() -> bool:
         recorder = dispatch.current()
@@ -111,7 +126,7 @@ def _is_capturing() -> list[Replacement]:
             return original() if recorder.on_gpu else not asking.startswith("torch.optim")
         return False if recorder.on_gpu else original()
 
-    return [(torch.cuda.graphs, name, answer), (torch._C, name, answer)]
+    return [(*IS_CAPTURING_TOO, answer), (*IS_CAPTURING, answer)]
 
 
 def _state(on_gpu: bool, nothing: Any, recorder: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -207,8 +222,8 @@ def _script(recorder: Any, original: Any, function: Any, *args: Any, **kwargs: A
 
 def _fuses(on_gpu: bool) -> bool:
     """Whether torch.jit may put its own kernels in the place of operations; else each of them is seen."""
-    fuses = torch._C._jit_can_fuse_on_gpu() if on_gpu else torch._C._jit_can_fuse_on_cpu()
-    return fuses and torch._C._jit_texpr_fuser_enabled()
+    fuses = jit_fuses_on_gpu() if on_gpu else jit_fuses_on_cpu()
+    return fuses and jit_fuses()
 
 
 def _is_script(function: Any) -> bool:
@@ -220,22 +235,22 @@ def _is_script(function: Any) -> bool:
 
 
 def _replacements() -> list[Replacement]:
-    _device_constructors()  # which keeps the functions that it finds when it is first asked
+    device_constructors()  # which keeps the functions that it finds when it is first asked
     found = [
         *(_recorded(Tensor, name, _read) for name in ("numpy", "tolist", "cpu", "__dlpack__")),
         *(_recorded(module, "save", _save) for module in (torch, torch.serialization)),
         _recorded(torch.UntypedStorage, "resize_", _resize),
         *(_recorded(torch, name, _make) for name in ("tensor", "as_tensor", "asarray")),
-        *(_recorded(module, "one_hot", _one_hot) for module in (torch._C._nn, torch.nn.functional)),
+        *(_recorded(module, "one_hot", _one_hot) for module in (nn_functions, torch.nn.functional)),
         _recorded(torch, "bincount", _bincount),
-        *(_recorded(kind, "__call__", _script) for kind in (torch._C.ScriptFunction, torch._C.ScriptMethod)),
+        *(_recorded(kind, "__call__", _script) for kind in (ScriptFunction, ScriptMethod)),
     ]
     if torch.distributed.is_available():  # to wait may be to copy a result, which is part of the collective
         found.append(_recorded(torch.distributed.Work, "wait", _unseen))
     # DTensor finds the shape of a result with tensors without memory, which are nobody's, once for each kind of
     # operation. It remembers that for each thread, and a backward may run in another one than before.
-    sharding = sys.modules.get("torch.distributed.tensor._sharding_prop")
-    owner, name = getattr(sharding, "ShardingPropagator", None), "_propagate_tensor_meta_non_cached"
+    kind, name = INFERS_SHAPES
+    owner = getattr(sys.modules.get(SHARDING), kind, None)
     if hasattr(owner, name):
         found.append(_recorded(owner, name, _unseen))
     for on_gpu, module in ((False, torch), (False, torch.random), (True, torch.cuda), (True, torch.cuda.random)):

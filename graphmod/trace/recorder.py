@@ -14,10 +14,9 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphmod.errors import CaptureRefused, Diverged
+from graphmod.torch_private import OpOverload, StorageBase, TensorBase, TorchDispatchMode, current_node, to_copy
 from graphmod.trace import compiled, dispatch
 from graphmod.trace.compiled import CompiledGraph
 from graphmod.trace.dispatch import beside_the_call, hidden
@@ -60,8 +59,8 @@ from graphmod.trace.untraced import identity, resume, suspend, thread_state, tra
 
 log = logging.getLogger("graphmod")
 
-_storage, _pointer = torch._C.TensorBase.untyped_storage, torch._C.StorageBase.data_ptr
-_new, _node_of_now = tuple.__new__, torch._C._current_autograd_node
+_storage, _pointer = TensorBase.untyped_storage, StorageBase.data_ptr
+_new, _node_of_now = tuple.__new__, current_node
 _PLAIN = frozenset((Tensor, torch.nn.Parameter, torch.nn.Buffer))
 _VALUES = frozenset((int, bool, type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format, complex))
 _harmless: dict[int, tuple[Facts, Any, int | None, bool]] = {}
@@ -117,7 +116,7 @@ _INTO = {
     _aten.mm.default: (_aten.mm.out, lambda a, b: torch.Size((a.size(0), b.size(1)))),
     _aten.bmm.default: (_aten.bmm.out, lambda a, b: torch.Size((a.size(0), a.size(1), b.size(2)))),
     _aten.sum.dim_IntList: (_aten.sum.IntList_out, _sum_size),
-    _aten._to_copy.default: (lambda a, *, out, **_: out.copy_(a), lambda a, **_: a.size()),
+    to_copy: (lambda a, *, out, **_: out.copy_(a), lambda a, **_: a.size()),
     _aten.add.Tensor: (_aten.add.out, _broadcast_size),
     _aten.mul.Tensor: (_aten.mul.out, _broadcast_size),
 }
