@@ -22,7 +22,7 @@ from graphmod.backend.branches import divisible, spread
 from graphmod.backend.lifetime import Graphs, capturing, launcher
 from graphmod.backend.streams import begin_capture, renew_gradient_accumulators, stream_for
 from graphmod.cuda_driver import last_captured
-from graphmod.torch_private import settle_attention_order
+from graphmod.torch_private import current_node, end_allocation_to_pool, settle_attention_order
 from graphmod.trace.garbage import no_garbage_collection
 from graphmod.trace.recorder import Follower, Graph
 from graphmod.trace.script import Script
@@ -206,7 +206,7 @@ class CudaBackend:
 
         def part(in_backward: bool) -> None:
             here = thread == threading.get_ident() and torch.cuda.current_stream(self.device) == self.stream
-            here = here and (in_backward or torch._C._current_autograd_node() is None)
+            here = here and (in_backward or current_node() is None)
             first = not recorder.written and not recorder.inputs_written and not recorder.collectives
             if split and len(graphs) == 1 and here and first and recorder.trace:
                 graphs[0].capture_end()
@@ -307,6 +307,6 @@ class CudaBackend:
         _given_up.extend(graphs)
         pool.abandon()
         with contextlib.suppress(RuntimeError):
-            torch._C._cuda_endAllocateToPool(self.device.index, pool.handle)
+            end_allocation_to_pool(self.device.index, pool.handle)
         for generator, state in spare:
             generator.graphsafe_set_state(state)

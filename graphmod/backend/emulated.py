@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from graphmod.backend.streams import renew_gradient_accumulators
+from graphmod.torch_private import BelowAutograd, NoAutocast, Work, functional_collectives, work_from_future
 from graphmod.trace.garbage import no_garbage_collection
 from graphmod.trace.operations import address, facts
 from graphmod.trace.recorder import Follower, Graph
@@ -82,7 +83,7 @@ class EmulatedGraph(Graph):
             self._messages.end()
 
     def _repeat(self, calls: list[tuple[Callable, tuple, dict]]) -> None:
-        with torch._C._DisableAutocast(), torch._C._AutoDispatchBelowADInplaceOrView():
+        with NoAutocast(), BelowAutograd():
             for run, args, kwargs in calls:
                 self._messages.before((args, tuple(kwargs.values())))
                 run(*args, **kwargs)
@@ -207,7 +208,7 @@ def _waiting(run: Callable) -> Callable:
             if isinstance(one, torch.ScriptObject):
                 _work(one).wait()
             elif isinstance(one, Tensor):
-                torch.ops._c10d_functional.wait_tensor(one)  # does nothing with what nobody waits for
+                functional_collectives.wait_tensor(one)  # does nothing with what nobody waits for
         return result
 
     return call
@@ -252,7 +253,7 @@ class _Messages:
 
 
 def _work(handle: torch.ScriptObject) -> Any:
-    return torch._C._distributed_c10d.Work.unbox(handle)
+    return Work.unbox(handle)
 
 
 def _memory_of(values: Iterable[Any]) -> set[int]:
@@ -265,7 +266,7 @@ def _without_running(op: Any, args: tuple, kwargs: dict) -> Any:
     if op._schema.name.startswith("c10d::"):
         done = torch.futures.Future()
         done.set_result(list(args[0]) if isinstance(args[0], (list, tuple)) else [args[0]])
-        work = torch._C._distributed_c10d._create_work_from_future(done).boxed()
+        work = work_from_future(done).boxed()
         returned = [args[0] if "Tensor" in str(one.type) else work for one in op._schema.returns]
         return returned[0] if len(returned) == 1 else tuple(returned)
     for position, argument in enumerate(op._schema.arguments):

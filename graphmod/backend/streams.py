@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+from graphmod.torch_private import TorchDispatchMode, is_traceable_wrapper_subclass
 
 
 def renew_gradient_accumulators(parameters: list[Tensor]) -> None:

@@ -25,9 +25,10 @@ from graphmod.ranks.ballot import LateRanks
 from graphmod.signature.modes import FOREIGN
 from graphmod.state.entry import MOST_FRUITLESS
 from graphmod.state.said import cause_of
+from graphmod.torch_private import keeps_graph, will_run
 from graphmod.trace.undo import let_through
 
-_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
+_keeps_graph = keeps_graph
 _NOTHING_BESIDE = contextlib.nullcontext()
 _TWICE = (
     "Trying to backward through the graph a second time (or directly access saved tensors after they have already been "
@@ -121,7 +122,7 @@ def _backward(ticket: Ticket, graph: ForwardGraph, grads: tuple[Tensor | None, .
     context, tape = graph.context, graph.tape
     if context.agreement is not None:
         context.agreement.begin()
-    accumulates = torch._C._will_engine_execute_node(context.group.anchor_node)
+    accumulates = will_run(context.group.anchor_node)
     if not accumulates and graph.witness is not None and graph.witness.requires_grad and _wanted(graph.witness):
         raise BackwardUnavailable(
             f"the gradients of the parameters inside {context.name!r} go straight to .grad and cannot be had through "
@@ -238,7 +239,7 @@ def _used_later(ticket: Ticket, graph: ForwardGraph) -> set[int]:
             if there is None or there is ticket or there.done or not there.current or there.node is None:
                 continue
             node = there.node()
-            if node is not None and torch._C._will_engine_execute_node(node):
+            if node is not None and will_run(node):
                 found |= {id(parameter) for parameter in other.parameters}
     return found
 
@@ -248,7 +249,7 @@ def _wanted(parameter: Tensor) -> bool:
     with torch.enable_grad():
         accumulator = torch.autograd.graph.get_gradient_edge(parameter).node
     try:
-        return torch._C._will_engine_execute_node(accumulator)
+        return will_run(accumulator)
     except RuntimeError:  # autograd does not answer for leaves that torch.autograd.grad was asked for
         return True
 
@@ -260,7 +261,7 @@ def _used_eagerly(parameter: Tensor, graph: ForwardGraph) -> bool:
         return False
     with torch.enable_grad():
         accumulator = torch.autograd.graph.get_gradient_edge(parameter).node
-    return torch._C._will_engine_execute_node(accumulator)
+    return will_run(accumulator)
 
 
 def _is_as_recorded(graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> bool:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import torch
-
 from graphmod.call.together import alone
 from graphmod.call.warmup import track
 from graphmod.capture.recording import follow
@@ -14,7 +12,7 @@ from graphmod.config import Verify
 from graphmod.graph.context import Context
 from graphmod.ranks.agreement import several_ranks
 from graphmod.state.entry import Entry
-from graphmod.torch_private import top_saved_tensors_hooks
+from graphmod.torch_private import current_node, top_saved_tensors_hooks
 
 
 def due(context: Context, entry: Entry) -> Any:
@@ -40,7 +38,7 @@ def due(context: Context, entry: Entry) -> Any:
 
 def _is_run_again() -> bool:
     """Whether a checkpoint runs the call, which counts what it saves: it has to run alike both times."""
-    inside = torch._C._current_autograd_node() is not None
+    inside = current_node() is not None
     return inside or top_saved_tensors_hooks(True) is not None
 
 

@@ -22,7 +22,7 @@ from graphmod.signature.flattening import flatten
 from graphmod.signature.modes import difference
 from graphmod.signature.signature import parameter_names
 from graphmod.state.entry import MOST_FRUITLESS, Entry
-from graphmod.torch_private import next_sequence_number
+from graphmod.torch_private import current_node, next_sequence_number
 from graphmod.trace import dispatch
 from graphmod.trace.hazards import COMPILES
 
@@ -33,7 +33,7 @@ def warm_up(context: Context, entry: Entry, args: tuple, kwargs: dict) -> Any:
     context.counters.eager_calls += 1
     context.served, context.eager_in = None, context.group.begun
     entry.calls += 1
-    entry.called_forward = entry.called_forward or torch._C._current_autograd_node() is None
+    entry.called_forward = entry.called_forward or current_node() is None
     if entry.difference:
         context.last_failure = entry.waits_for = entry.difference
         if entry.graphs or entry.keeps_changing:

@@ -18,6 +18,7 @@ from graphmod.graph.tape import Tape
 from graphmod.ranks.ballot import LateRanks
 from graphmod.ranks.fully_shard import captured
 from graphmod.state.entry import Entry
+from graphmod.torch_private import current_node
 from graphmod.trace.undo import let_through
 
 CAPTURE_ANOTHER = "its graphs expect other gradients (None, or to be added to) than the coming backward will find"
@@ -43,7 +44,7 @@ def place(context: Context, entry: Entry, reason: str, recording: Recording) -> 
         recording: of the present state.
     """
     group, patience = context.group, context.config.warmup_steps
-    if entry.called_forward and not entry.graphs and torch._C._current_autograd_node() is not None:
+    if entry.called_forward and not entry.graphs and current_node() is not None:
         return None  # a checkpoint runs an eager forward again, and counts what it saves
     tape = group.growing_tape(entry)
     again = tape is not None and any(graph.tape is tape for graph in entry.graphs)

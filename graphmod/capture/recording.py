@@ -19,7 +19,7 @@ from graphmod.guards.notes import Notes
 from graphmod.reads.frames import noting
 from graphmod.signature.arguments import Given
 from graphmod.signature.flattening import flatten
-from graphmod.torch_private import any_autocast, frames_compiled
+from graphmod.torch_private import any_autocast, backward_threads, frames_compiled, set_backward_threads
 from graphmod.trace import dispatch
 from graphmod.trace.garbage import no_garbage_collection
 from graphmod.trace.host_draws import HostDraws
@@ -145,15 +145,15 @@ def follow(
     dispatch.has_key()  # which imports much when it is first asked: not while frames are watched
     # What a graph casts, it casts itself; the recorded call must do so too. With gradients, `casts` sees to that.
     casts = any_autocast() and not torch.is_grad_enabled()
-    threads, grad = torch._C._is_multithreading_enabled(), torch.is_grad_enabled()
+    threads, grad = backward_threads(), torch.is_grad_enabled()
 
     def run(undo: Undo) -> tuple[Any, Recorder, list[Any]]:
         if casts:
             undo.enter(keeping_none())
         undo.enter(no_garbage_collection())
         undo.then(lambda error: is_interrupt(error) and torch.set_grad_enabled(grad))
-        undo.then(lambda _: torch._C._set_multithreading_enabled(threads))
-        torch._C._set_multithreading_enabled(False)  # what a backward runs in Python has to be seen as well
+        undo.then(lambda _: set_backward_threads(threads))
+        set_backward_threads(False)  # what a backward runs in Python has to be seen as well
         entered = [undo.enter(one) for one in around]
         undo.enter(recorder)
         return resolved(call(*args, **kwargs)), recorder, entered

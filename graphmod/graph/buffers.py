@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from graphmod.errors import CaptureRefused
 from graphmod.signature.flattening import Leaf
 from graphmod.signature.signature import argument_paths, attributes_of, has_own_gradient, parameter_names, unusual
+from graphmod.torch_private import from_dlpack, storage_uses, to_dlpack
 from graphmod.trace.operations import address
 from graphmod.trace.recorder import Follower
 
-_use_count = torch._C._storage_Use_Count
-_to_dlpack, _from_dlpack = torch._C._to_dlpack, torch._C._from_dlpack
+_use_count = storage_uses
+_to_dlpack, _from_dlpack = to_dlpack, from_dlpack
 
 
 def mark_static(tensor: Tensor) -> Tensor:

@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import checkpoint as checkpoints
-from torch.utils._pytree import tree_map_only
 
 from graphmod.errors import CaptureRefused
 from graphmod.graph.buffers import apart
 from graphmod.signature.modes import entered_again
-from graphmod.torch_private import current_backward, top_saved_tensors_hooks
+from graphmod.torch_private import current_backward, top_saved_tensors_hooks, tree_map_only
 
 _CODE = inspect.unwrap(checkpoints.checkpoint).__code__
 DRAWS = (
@@ -102,6 +101,6 @@ def _never(_: Any) -> Tensor:
 def own_saved_tensors() -> contextlib.AbstractContextManager:
     """Keeps hooks for saved tensors from around the call (an outer checkpoint) out of the capture: what a graph saves
     stays in its pool."""
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+    if top_saved_tensors_hooks(True) is None:
         return contextlib.nullcontext()
     return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)

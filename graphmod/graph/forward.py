@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from graphmod.errors import CaptureRefused, Diverged
 from graphmod.graph.accumulators import own_accumulators, stood_in
@@ -33,7 +32,7 @@ from graphmod.signature.arguments import Given
 from graphmod.signature.flattening import rebuild
 from graphmod.signature.signature import parameter_names
 from graphmod.state.entry import Entry
-from graphmod.torch_private import next_sequence_number, saves_tensors
+from graphmod.torch_private import is_traceable_wrapper_subclass, next_sequence_number, saves_tensors
 from graphmod.trace.generators import put_back
 from graphmod.trace.operations import address
 from graphmod.trace.recorder import Follower

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from graphmod.graph.buffers import can_swap, storage_over, swap_for_copy
 from graphmod.graph.split import Whole, is_split, part
+from graphmod.torch_private import storage_uses
 from graphmod.trace.operations import address
 
-_use_count, _data_ptr = torch._C._storage_Use_Count, torch.Tensor.data_ptr
+_use_count, _data_ptr = storage_uses, torch.Tensor.data_ptr
 _tensor, _where = operator.attrgetter("tensor"), operator.attrgetter("where")
 
 

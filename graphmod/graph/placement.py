@@ -17,6 +17,7 @@ from graphmod.errors import CaptureRefused
 from graphmod.graph.gradients import GradientBuffer, kind_of
 from graphmod.graph.group import Group
 from graphmod.ranks.fully_shard import taken_together
+from graphmod.torch_private import foreach_add_
 from graphmod.trace.recorder import Follower, Place
 
 Gradients = list[tuple[Tensor, Tensor | None]]  # (parameter, its gradient)
@@ -109,7 +110,7 @@ def store(
             missed = missed or position in aimed
         written.append(buffer)
     if accumulated:
-        torch._foreach_add_([target for _, target in accumulated], parts)
+        foreach_add_([target for _, target in accumulated], parts)
     return written, accumulated, missed
 
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from graphmod.errors import CaptureRefused
 from graphmod.graph.buffers import StaticOutput
 from graphmod.signature.flattening import Content, Leaf, Opaque, Unrepeatable, flatten, parts, rebuild
 from graphmod.signature.signature import attributes_of, unusual
 from graphmod.state.entry import Entry
+from graphmod.torch_private import without_modes
 from graphmod.trace.operations import address
 from graphmod.trace.recorder import Follower
 
@@ -90,7 +90,7 @@ def _within(part: Any, whole: Any) -> bool:
         return False
     if part.dtype is not whole.dtype:
         raise CaptureRefused("returns two tensors of other dtypes over the same memory; return copies")
-    with _disable_current_modes(), torch.inference_mode(False):
+    with without_modes(), torch.inference_mode(False):
         last = max(end, to) // part.element_size()
         taken = torch.zeros(last, dtype=torch.bool)
         taken.as_strided(whole.size(), whole.stride(), whole.storage_offset()).fill_(True)

@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from graphmod.torch_private import is_traceable_wrapper_subclass
 
 _PART = "_local_tensor"
 
