@@ -24,6 +24,7 @@ import torch
 from torch import distributed
 
 from graphmod.ranks.ballot import Ballot, LateRanks, connected
+from graphmod.torch_private import groups_of_program
 
 _FAILED, _WORKED = 8, 9  # votes after captures, which cannot be taken for others
 _TIMEOUT = 1800.0  # seconds, as long as Gloo waits
@@ -49,7 +50,7 @@ def several_ranks() -> bool:
 
 def communicated() -> dict[Any, int]:
     """How many collectives each process group has seen so far."""
-    return {group: group._get_sequence_number_for_group() for group in distributed.distributed_c10d._world.pg_map}
+    return {group: group._get_sequence_number_for_group() for group in groups_of_program.pg_map}
 
 
 class Agreement:
@@ -139,7 +140,7 @@ def free_before_destruction(free: Callable[[Any], None]) -> None:
         _frees.append(weakref.WeakMethod(free))
     # All ways to destroy a group lead here, under whatever name a program has imported them.
     original = distributed.ProcessGroup.shutdown
-    if not hasattr(original, "_frees_graphs"):
+    if not hasattr(original, "_graphmod_frees"):
         distributed.ProcessGroup.shutdown = _freeing(original)
 
 
@@ -155,5 +156,5 @@ def _freeing(original: Callable) -> Callable:
                 torch.cuda.synchronize()  # CUDA tells NCCL of a graph's end in a thread of its own
         return original(group)
 
-    shutdown._frees_graphs = True
+    shutdown._graphmod_frees = True
     return shutdown

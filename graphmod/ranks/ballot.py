@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 from torch import distributed
-from torch.distributed import distributed_c10d
+
+from graphmod.torch_private import default_store
 
 
 class LateRanks(RuntimeError):
@@ -39,7 +40,7 @@ class Board:
     def __init__(self, ranks: Sequence[int], timeout: float) -> None:
         self._ranks, self._timeout, self._count = ranks, timedelta(seconds=timeout), 0
         self._me = ranks.index(distributed.get_rank())
-        store = distributed_c10d._get_default_store()
+        store = default_store()
         self.store = distributed.PrefixStore(_next(store, "boards", ranks), store)
 
     def exchange(self, value: Any) -> list[Any]:
@@ -68,7 +69,7 @@ def connected(groups: Iterable[tuple[int, ...]], timeout: float) -> tuple[int, .
     Raises:
         LateRanks: some said nothing.
     """
-    store, me = distributed_c10d._get_default_store(), distributed.get_rank()
+    store, me = default_store(), distributed.get_rank()
     mine = {ranks: _next(store, "groups", ranks) for ranks in groups}
     for place in mine.values():
         store.set(f"{place}/{me}", pickle.dumps(mine))

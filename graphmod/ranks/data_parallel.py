@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.distributed.utils import _to_kwargs
 from torch.nn.parallel import DistributedDataParallel
 
 from graphmod.ranks.reducer import Reducer
+from graphmod.torch_private import FIRST_BUCKET_BYTES, foreach_copy_, lacking, to_device
 from graphmod.trace.dispatch import current, hidden
 
 
@@ -31,6 +31,9 @@ inside_calls = Depth()  # of what wrappers call, where models are found whose re
 
 def refused(model: DistributedDataParallel) -> str | None:
     """Why a model cannot be taken over, so that it stays eager; None where it can."""
+    why = lacking("DistributedDataParallel", model) or lacking("Reducer", model.reducer)
+    if why is not None:
+        return f"a way to work that is not known: {why}"
     has = {
         f"a class of its own ({type(model).__name__})": type(model) not in (DistributedDataParallel, _Found, _Waiting),
         "find_unused_parameters=True, which reads on the host what got no gradient": model.find_unused_parameters,
@@ -105,7 +108,7 @@ def _replace_reducer(model: DistributedDataParallel, trained: dict[str, Tensor],
     buckets = model.reducer._get_zeros_like_grad_buckets()
     planned = [[places[id(one)] for one in bucket.parameters() if id(one) in places] for bucket in buckets]
     first = getattr(getattr(model, "_bucket_config", None), "first_bucket_bytes_cap", None)
-    limits = [distributed._DEFAULT_FIRST_BUCKET_BYTES if first is None else first, model.bucket_bytes_cap]
+    limits = [FIRST_BUCKET_BYTES if first is None else first, model.bucket_bytes_cap]
     model.__class__ = Averaging
     model._gradients = Reducer(trained, model.process_group, limits, times)
     if model._has_rebuilt_buckets:
@@ -243,6 +246,7 @@ class Averaging(DistributedDataParallel):
     """A DistributedDataParallel whose gradients a `Reducer` averages. Its copies have not been taken over."""
 
     _why: str | None = None  # nothing is against it
+    _gradients: Reducer
 
     def __getstate__(self) -> dict:
         state = super().__getstate__()
@@ -261,7 +265,7 @@ class Averaging(DistributedDataParallel):
             self.require_forward_param_sync = averages
         if self.device_ids:
             device = torch.device(self.device_type, self.device_ids[0])
-            moved, named = _to_kwargs(inputs, kwargs, device, False)
+            moved, named = to_device(inputs, kwargs, device, False)
             inputs, kwargs = moved[0], named[0]
         self._gradients.begin(averages)
         around = DistributedDataParallel._active_ddp_module
@@ -285,7 +289,7 @@ class Averaging(DistributedDataParallel):
             parts = flat.split([buffer.numel() for buffer in buffers])
             values = [part.view(buffer.shape) for part, buffer in zip(parts, buffers, strict=True)]
             # As DistributedDataParallel does it, unseen by the backward of an earlier forward.
-            torch._foreach_copy_([buffer.data for buffer in buffers], values)
+            foreach_copy_([buffer.data for buffer in buffers], values)
 
     def join_hook(self, **kwargs: Any) -> Any:
         """Refuses: ranks that ran out of inputs would have to follow the votes of the others.

@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import sys
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
+from graphmod.torch_private import COMPOSABLE, CONTRACT, FSDP_STATE, REPLICATE, lacking
 from graphmod.trace.dispatch import is_recording
 from graphmod.trace.untraced import identity
 
-_REPLICATE = "torch.distributed._composable.replicate"
 _FLAT = "torch.distributed.fsdp.fully_sharded_data_parallel"
-_STATE = "torch.distributed.fsdp._fully_shard._fsdp_state"
-_COMPOSABLE = "torch.distributed._composable_state"
 _OF_GROUP = ("_all_gather_result", "_post_reduce_event", "_all_reduce_state", "_reshard_after_forward_event")
 _OF_CONTEXT = ("all_gather_state", "reduce_scatter_state")
 _ALLOCATES, _FREES = "wait_for_unshard", "free_unsharded_param"
@@ -30,11 +29,11 @@ _LISTS = ("reduce_scatter_states", "_last_post_reduce_events")
 
 
 def _states() -> Iterator[Any]:
-    if _STATE not in sys.modules:
+    if FSDP_STATE not in sys.modules:
         return
-    for reference in list(sys.modules[_COMPOSABLE]._module_state_mapping.values()):
+    for reference in list(sys.modules[COMPOSABLE]._module_state_mapping.values()):
         state = reference()
-        if isinstance(state, sys.modules[_STATE].FSDPState):
+        if isinstance(state, sys.modules[FSDP_STATE].FSDPState):
             yield state
 
 
@@ -45,13 +44,24 @@ def param_groups() -> Iterator[Any]:
         yield from groups if groups is not None else filter(None, [state._fsdp_param_group])
 
 
+def _parameters() -> Iterator[Any]:
+    return (parameter for group in param_groups() for parameter in group.fsdp_params)
+
+
 def shared_otherwise(module: Any) -> str | None:
-    """Why a step with a module cannot be captured, which `replicate` or FullyShardedDataParallel share; or None."""
+    """Why a step with a module cannot be captured, which `replicate` or FullyShardedDataParallel share, or a
+    `fully_shard` that is not known here; or None."""
+    if FSDP_STATE in sys.modules and isinstance(module, distributed.fsdp.FSDPModule):
+        kinds = {"FSDPState": _states(), "FSDPParamGroup": param_groups(), "FSDPParam": _parameters()}
+        found = ((kind, one) for kind, each in kinds.items() for one in itertools.islice(each, 1))
+        missing = (lacking(kind, one) for kind, one in itertools.chain([(COMPOSABLE, sys.modules[COMPOSABLE])], found))
+        if why := next(filter(None, missing), None):
+            return f"has parameters of fully_shard, which works in another way: {why}"
     if _FLAT in sys.modules and isinstance(module, sys.modules[_FLAT].FullyShardedDataParallel):
         return "has parameters of FullyShardedDataParallel; use fully_shard"
-    if _REPLICATE in sys.modules:
-        states = module.__dict__.get(sys.modules["torch.distributed._composable.contract"].STATE_KEY, {}).values()
-        if any(isinstance(one, sys.modules[_REPLICATE]._ReplicateState) for one in states):
+    if REPLICATE in sys.modules:
+        states = module.__dict__.get(sys.modules[CONTRACT].STATE_KEY, {}).values()
+        if any(isinstance(one, sys.modules[REPLICATE]._ReplicateState) for one in states):
             return "has parameters of replicate; use DistributedDataParallel"
     return None
 
@@ -59,11 +69,10 @@ def shared_otherwise(module: Any) -> str | None:
 def held_between_calls() -> dict[int, dict[str, Tensor]]:
     """The parameters of all modules with sharded ones, as they are now, by identity of the dict that holds them."""
     found: dict[int, dict[str, Tensor]] = {}
-    for group in param_groups():
-        for parameter in group.fsdp_params:
-            where = parameter._module_info
-            for module in (where.module, *where.shared_modules):
-                found.setdefault(identity(module._parameters), dict(module._parameters))
+    for parameter in _parameters():
+        where = parameter._module_info
+        for module in (where.module, *where.shared_modules):
+            found.setdefault(identity(module._parameters), dict(module._parameters))
     return found
 
 
@@ -73,8 +82,7 @@ def as_in_forwards() -> Iterator[None]:
     counts: there is no memory to them."""
     before = []
     try:
-        parameters = [one for group in param_groups() for one in group.fsdp_params]
-        for parameter in (one for one in parameters if hasattr(one, "_unsharded_param")):
+        for parameter in (one for one in _parameters() if hasattr(one, "_unsharded_param")):
             where = parameter._module_info
             places = [(where.module, where.param_name)]
             places += zip(where.shared_modules, where.shared_param_names, strict=True)

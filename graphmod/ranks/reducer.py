@@ -23,12 +23,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed
-from torch.autograd import Variable
 
 from graphmod.errors import Diverged
+from graphmod.torch_private import bucket_assignment, foreach_copy_, queue_callback, storage_uses
 from graphmod.trace.dispatch import beside_the_call, current, hidden
 
-_use_count = torch._C._storage_Use_Count
+_use_count = storage_uses
 _operators = torch.library.Library("graphmod", "FRAGMENT")
 _operators.define("bucket(Tensor[] gradients) -> Tensor")
 _operators.define("gather_(Tensor(a!) bucket, Tensor[] gradients) -> ()")
@@ -159,7 +159,7 @@ def _gather(bucket: Tensor, gradients: list[Tensor]) -> None:
     parts = _parts_for(bucket, gradients)
     apart = [i for i, (part, one) in enumerate(zip(parts, gradients, strict=True)) if part.data_ptr() != one.data_ptr()]
     if apart:
-        torch._foreach_copy_([parts[i] for i in apart], [gradients[i] for i in apart])
+        foreach_copy_([parts[i] for i in apart], [gradients[i] for i in apart])
 
 
 _operators.impl("bucket", _bucket, "CompositeExplicitAutograd")
@@ -212,7 +212,7 @@ class Reducer:
         self._times = times or [1] * len(parameters)
         self._left = list(self._times)  # in this backward
         uses_alone()
-        self._plan(*distributed._compute_bucket_assignment_by_size(self._parameters, [sys.maxsize])[:1])
+        self._plan(*bucket_assignment(self._parameters, [sys.maxsize])[:1])
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(functools.partial(self._ready, index))
             for index, parameter in enumerate(self._parameters)
@@ -276,7 +276,7 @@ class Reducer:
             return
         if next(reversed(parameter._post_accumulate_grad_hooks)) != self._hooks[index].id:
             # Of hooks that were registered after the forward, this backward calls some after this one.
-            Variable._execution_engine.queue_callback(functools.partial(self._arrived, index, False))
+            queue_callback(functools.partial(self._arrived, index, False))
         else:
             self._arrived(index, True)
 
@@ -301,7 +301,7 @@ class Reducer:
             self._sum(self._buckets[self._next], index if in_hook else -1)
             self._next += 1
             if self._next == len(self._buckets):  # a callback belongs to the innermost backward, of a checkpoint's too
-                Variable._execution_engine.queue_callback(self._finish)
+                queue_callback(self._finish)
 
     @torch.no_grad()
     def _sum(self, bucket: Bucket, arriving: int) -> None:
@@ -371,7 +371,7 @@ class Reducer:
                 old.append(grad)
                 new.append(part)
         if old:
-            torch._foreach_copy_(old, new)
+            foreach_copy_(old, new)
 
     def _rebuild(self, order: list[int]) -> None:
         """Makes the buckets that stay, in the order in which the gradients came on the first rank."""
@@ -380,7 +380,7 @@ class Reducer:
         distributed.broadcast_object_list(told, first, group=self._group)
         order = told[0]
         tensors = [self._parameters[index] for index in order]
-        self.keep(distributed._compute_bucket_assignment_by_size(tensors, self._limits, [], order)[0])
+        self.keep(bucket_assignment(tensors, self._limits, [], order)[0])
 
 
 def _is_new(gradient: Tensor) -> bool:
