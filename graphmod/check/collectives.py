@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed
-from torch.distributed import distributed_c10d
 
 from graphmod.check.report import shortened
+from graphmod.torch_private import ProcessGroup, group_named, groups_of_program
 from graphmod.trace.lines import Lines
 from graphmod.trace.operations import reduction_of
 from graphmod.trace.tensors import tensors_in
@@ -130,14 +130,14 @@ def _group(given: dict) -> tuple[tuple[int, ...], int]:
     """
     group = next(value for key, value in given.items() if key in ("process_group", "group_name"))
     if isinstance(group, torch.ScriptObject):
-        group = torch._C._distributed_c10d.ProcessGroup.unbox(group)
+        group = ProcessGroup.unbox(group)
     name = group if isinstance(group, str) else group.group_name
-    ranks = tuple(distributed.get_process_group_ranks(distributed_c10d._resolve_process_group(name)))
+    ranks = tuple(distributed.get_process_group_ranks(group_named(name)))
     return ranks, [one.group_name for one in _groups_of(ranks)].index(name)
 
 
 def _groups_of(ranks: tuple[int, ...]) -> Iterator[Any]:
-    for one, members in distributed_c10d._world.pg_group_ranks.items():
+    for one, members in groups_of_program.pg_group_ranks.items():
         if tuple(sorted(members, key=members.__getitem__)) == ranks:
             yield one
 

@@ -14,12 +14,12 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import distributed
-from torch.distributed import distributed_c10d
 
 from graphmod.check.collectives import Collective, collectives_of
 from graphmod.check.order import Way
 from graphmod.errors import GraphmodError
 from graphmod.ranks.agreement import several_ranks
+from graphmod.torch_private import default_store
 from graphmod.trace.lines import lines
 from graphmod.words import ranks_in_words
 
@@ -150,5 +150,5 @@ def meeting_of_ranks(timeout: float) -> Meeting | None:
     """That of the program in which this process is one of several ranks; None where it is not."""
     if not timeout or not several_ranks():
         return None
-    store = distributed_c10d._get_default_store()
+    store = default_store()
     return Meeting(store, distributed.get_rank(), distributed.get_world_size(), timeout, waits=True)

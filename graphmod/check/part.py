@@ -35,7 +35,7 @@ from graphmod.signature.flattening import flatten, unrepeatable
 from graphmod.signature.modes import FOREIGN, difference, key_reader
 from graphmod.signature.signature import parameter_names
 from graphmod.state.surroundings import Surroundings
-from graphmod.torch_private import next_sequence_number
+from graphmod.torch_private import current_node, next_sequence_number
 from graphmod.trace.garbage import no_garbage_collection
 from graphmod.trace.recorder import Recorder
 from graphmod.trace.tensors import is_stale
@@ -88,7 +88,7 @@ class Part:
 
     def within(self, *args: Any, **kwargs: Any) -> Any:
         """Stands in the place of the callable; a backward that runs it again is not watched."""
-        if torch._C._current_autograd_node() is not None:
+        if current_node() is not None:
             return self.call(*args, **kwargs)
         return self._watched(args, kwargs)
 

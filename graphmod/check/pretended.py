@@ -16,11 +16,11 @@ import torch
 from torch import distributed
 from torch.distributed import device_mesh, distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
-from torch.testing._internal.distributed import fake_pg
 
 from graphmod.check.collectives import objects_exchanged
 from graphmod.check.meeting import Meeting
 from graphmod.errors import ConfigError
+from graphmod.torch_private import register_comm_hook
 from graphmod.trace.dispatch import current, hidden
 from graphmod.trace.hazards import Reason
 from graphmod.trace.lines import lines
@@ -36,7 +36,8 @@ def pretend(store: Any, meeting: Meeting) -> None:
         store: that the ranks share.
         meeting: of the ranks.
     """
-    assert fake_pg  # importing it registers the backend
+    from graphmod.torch_private import fake_process_group  # noqa: F401 - importing it registers the backend
+
     rank, ranks = meeting.rank, meeting.ranks
     initialize, new_group = distributed_c10d.init_process_group, distributed_c10d.new_group
 
@@ -83,7 +84,7 @@ def _average_in_python() -> None:
     def pre_forward(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
         if self.reducer is not None and not self._comm_hooks and self not in done:
             done.add(self)
-            distributed._register_comm_hook(self.reducer, self, average)
+            register_comm_hook(self.reducer, self, average)
         return before(self, *args, **kwargs)
 
     DistributedDataParallel._pre_forward = pre_forward

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from graphmod.errors import reason
@@ -31,6 +30,7 @@ from graphmod.fuse.program import (
     description,
     graph_of,
 )
+from graphmod.torch_private import FakeTensorMode
 from graphmod.wrap.exchange import exchange, memory_of, observed, serving
 from graphmod.wrap.module import CUDAGraphModule
 

@@ -32,9 +32,9 @@ def early_launch(early: bool) -> dict[str, bool]:
 
 def generated_can() -> bool:
     """Whether kernels that inductor generates can on the current device."""
-    from torch._inductor.codegen.triton import TritonKernel
+    from graphmod.torch_private import TritonKernel, inductor_config
 
-    known = hasattr(torch._inductor.config.triton, "enable_pdl") and hasattr(TritonKernel, "_filter_pdl")
+    known = hasattr(inductor_config.triton, "enable_pdl") and hasattr(TritonKernel, "_filter_pdl")
     return known and can_start_early(torch.device("cuda", torch.cuda.current_device()))
 
 
@@ -49,7 +49,7 @@ def every_kernel_waits_first(late: bool) -> Iterator[None]:
         late: the next kernel may start when one has loaded all that it reads, which is inductor's own place for it.
             Else it may at once, before the wait.
     """
-    from torch._inductor.codegen.triton import TritonKernel
+    from graphmod.torch_private import TritonKernel
 
     before = TritonKernel._filter_pdl
 

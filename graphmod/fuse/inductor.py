@@ -13,14 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._guards import detect_fake_mode
 from torch.fx import GraphModule
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from graphmod.fuse.early_launch import every_kernel_waits_first, generated_can
 from graphmod.fuse.products import join_products, multiplies_row
 from graphmod.fuse.reductions import divide_reductions
-from graphmod.torch_private import fx_beside_others, settle_assembler
+from graphmod.torch_private import NoAutocast, detect_fake_mode, fx_beside_others, settle_assembler
 from graphmod.wrap.extension import capture_launches, capturing
 
 log = logging.getLogger("graphmod")
@@ -42,7 +41,7 @@ def compile_graph(graph: GraphModule, inputs: list[Tensor], tuned: bool) -> Call
         inputs: without memory (fake tensors).
         tuned: see `by_inductor`.
     """
-    with torch.no_grad(), torch._C._DisableAutocast(), fx_beside_others():
+    with torch.no_grad(), NoAutocast(), fx_beside_others():
         FakeTensorProp(graph, detect_fake_mode(inputs)).propagate_dont_convert_inputs(*inputs)
         join_products(graph)
         divide_reductions(graph)
@@ -59,7 +58,7 @@ def by_inductor(graph: GraphModule, inputs: list[Any], tuned: bool) -> Callable[
     Args:
         tuned: coordinate-descent tuning.
     """
-    from torch._inductor.compile_fx import compile_fx
+    from graphmod.torch_private import compile_fx, functorch_config, inductor_config
 
     patches: dict[str, Any] = {"unroll_reductions_threshold": MOST_UNROLLED + 1}
     if tuned:
@@ -73,16 +72,18 @@ def by_inductor(graph: GraphModule, inputs: list[Any], tuned: bool) -> Callable[
         patches["triton.enable_pdl"] = True
         waiting = every_kernel_waits_first(late=multiplies_row(graph))
         # No function of this name is called: it tells apart what is kept on disk.
-        marked = torch._inductor.config.unsafe_marked_cacheable_functions
+        marked = inductor_config.unsafe_marked_cacheable_functions
         patches["unsafe_marked_cacheable_functions"] = {**marked, "graphmod.every_kernel_waits_first": "2"}
     # What was traced and compiled of it is kept between processes.
-    with _one_at_a_time, torch._functorch.config.patch(enable_autograd_cache=True), waiting:
+    with _one_at_a_time, functorch_config.patch(enable_autograd_cache=True), waiting:
         return compile_fx(graph, inputs, config_patches=patches)
 
 
 def compiled_code() -> contextlib.AbstractContextManager:
     """For code that dynamo compiles to run in: for as many batch sizes as there are."""
-    return torch._dynamo.config.patch(recompile_limit=_MOST_COMPILED)
+    from graphmod.torch_private import dynamo_config
+
+    return dynamo_config.patch(recompile_limit=_MOST_COMPILED)
 
 
 # -- tuning ------------------------------------------------------------------------------------------------------------
@@ -102,7 +103,7 @@ def timed_in_graphs() -> Iterator[None]:
     Inductor times single launches. Of a kernel that takes 4 us, what a launch costs is then as large a part as what
     candidates differ by: the same step of 28 layers took from 0.83 to 1.00 ms, as noise had chosen (H200).
     """
-    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+    from graphmod.torch_private import CachingAutotuner
 
     single, tuning = CachingAutotuner.bench, threading.get_ident()
     latest: list[Any] = [None, []]  # a kernel, and arguments for it

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, library
 from torch.fx import GraphModule, Node
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from graphmod.fuse.early_launch import can_start_early
+from graphmod.torch_private import OpOverload, is_traceable_wrapper_subclass, to_copy
 from graphmod.wrap.exchange import facts, written
 
 MOST_ROWS = 128
@@ -76,7 +76,7 @@ def multiplies_row(graph: GraphModule) -> bool:
 
 def is_write(node: Node) -> bool:
     """Whether an operation writes to memory that it is given."""
-    return isinstance(node.target, torch._ops.OpOverload) and bool(written(facts(node.target), node.args, node.kwargs))
+    return isinstance(node.target, OpOverload) and bool(written(facts(node.target), node.args, node.kwargs))
 
 
 def _has_kernel() -> bool:
@@ -103,7 +103,7 @@ def _replace(graph: GraphModule, node: Node, product: Node, rounds: bool) -> Non
     if (bias := _bias(node)) is not None:
         product = call(torch.ops.aten.add.Tensor, (product, bias))
     if rounds:
-        product = call(torch.ops.aten._to_copy.default, (product,), {"dtype": node.meta["val"].dtype})
+        product = call(to_copy, (product,), {"dtype": node.meta["val"].dtype})
     product.meta = dict(node.meta)
     node.replace_all_uses_with(product)
     graph.graph.erase_node(node)

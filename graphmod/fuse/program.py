@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from graphmod.torch_private import NoAutocast, OpOverload, is_traceable_wrapper_subclass
 from graphmod.wrap.exchange import CompiledGraph, Facts, address, draws, each_tensor, facts, written
 
 _ONLY_CHECK = ("aten::_assert", "aten::sym_constrain", "profiler::")
@@ -294,8 +294,10 @@ def cut(program: Program) -> list[Piece]:
     Raises:
         Unsupported: a piece would change memory that it is given in two ways, or its kernels may start too early.
     """
+    from graphmod.torch_private import inductor_config
+
     values, parts = program.values, list(_parts(program.operations))
-    if any(map(_is_compiled, parts)) and torch._inductor.config.triton.enable_pdl:
+    if any(map(_is_compiled, parts)) and inductor_config.triton.enable_pdl:
         raise Unsupported("it has code of torch.compile with torch._inductor.config.triton.enable_pdl; turn that off")
     made_in = {n: place for place, part in enumerate(parts) for one in part for n in _made(one)}
     made_in |= dict.fromkeys(program.inputs, -1)
@@ -351,7 +353,7 @@ def _parts(operations: list[Operation]) -> Iterator[list[Operation]]:
 
 
 def _is_attention(op: Any) -> bool:
-    if not isinstance(op, torch._ops.OpOverload):
+    if not isinstance(op, OpOverload):
         return False
     own = op.namespace == "graphmod" and op._opname.endswith("_decode")
     return own or op.overloadpacket is torch.ops.aten.scaled_dot_product_attention
@@ -447,7 +449,7 @@ def as_observed(function: Callable) -> Callable:
 
     @functools.wraps(function)
     def run(*args: Any) -> Any:
-        with torch._C._DisableAutocast():
+        with NoAutocast():
             return function(*args)
 
     return run

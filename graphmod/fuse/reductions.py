@@ -9,6 +9,7 @@ from torch import Tensor, library
 from torch.fx import GraphModule, Node
 
 from graphmod.fuse.products import is_write
+from graphmod.torch_private import to_copy
 
 _LENGTH = 2048  # of a part; for 1, 32 and 128 rows of 151,936 the fastest on an H200, or within 0.3 us of it
 _LONGEST = 2**16 * _LENGTH  # more parts than a launch may have
@@ -95,7 +96,7 @@ def _is_long(value: Tensor, dim: Any) -> bool:
 
 def _widens(x: Node) -> bool:
     """Whether it is what another node gives, in float32, of which both hold the same numbers."""
-    if x.target not in (_aten.to.dtype, _aten._to_copy.default) or x.meta["val"].dtype != torch.float32:
+    if x.target not in (_aten.to.dtype, to_copy) or x.meta["val"].dtype != torch.float32:
         return False
     source = x.args[0].meta["val"]
     return source.dtype in (torch.bfloat16, torch.float16) and source.device == x.meta["val"].device
@@ -105,7 +106,7 @@ def _logsumexp(graph: GraphModule, largest: Node, place: Node, total: Node, keep
     whole = _call(graph, _aten.add.Tensor, _call(graph, _aten.log.default, total), largest)
     result = _call(graph, _aten.logsumexp.default, whole, [-1], keepdim)
     if dtype != torch.float32:
-        result = graph.graph.call_function(_aten._to_copy.default, (result,), {"dtype": dtype})
+        result = graph.graph.call_function(to_copy, (result,), {"dtype": dtype})
     return result
 
 

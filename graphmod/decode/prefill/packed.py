@@ -26,6 +26,7 @@ from graphmod.decode.prefill.piece import Limits, Piece, Scores
 from graphmod.decode.results import BucketStats
 from graphmod.decode.step.anatomy import step_arguments
 from graphmod.decode.step.graphs import counters, free_memory
+from graphmod.torch_private import flash_attention
 from graphmod.wrap.extension import Group, mark_static
 from graphmod.wrap.module import CUDAGraphModule
 
@@ -205,7 +206,6 @@ def gather_columns(keys: Tensor, values: Tensor, slots: Tensor, starts: Tensor) 
 NAME = "graphmod_packed"
 _HALF = (torch.float16, torch.bfloat16)
 _WIDEST = 256  # heads that flash attention takes
-_flash_forward = torch.ops.aten._flash_attention_forward
 
 
 def unavailable(memory: PagedCache) -> str | None:
@@ -269,7 +269,7 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, vie
     if packed.columns is not None:
         key, value = gather_columns(memory.keys[number], memory.values[number], packed.columns[HELD], starts[1])
     window = {} if rule.window is None else {"window_size_left": rule.window - 1, "window_size_right": 0}
-    out = _flash_forward(
+    out = flash_attention(
         wanted, key, value, starts[0], starts[1], len(wanted), len(key), 0.0, True, False, scale=scaling, **window
     )
     return out[0].unsqueeze(0).to(query.dtype)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
+from graphmod.torch_private import REDISTRIBUTE
 from graphmod.train.checkpoints.manifest import DamagedCheckpoint
 from graphmod.train.step import TrainStep
 from graphmod.train.step.parts import local, spread, whole
@@ -168,7 +169,7 @@ def whole_weights(model: nn.Module, keep: bool) -> dict[str, Tensor]:
 @contextmanager
 def _without_advice() -> Iterator[None]:
     """Torch would say that to collect what is split in two ways takes two steps."""
-    logger = logging.getLogger("torch.distributed.tensor._redistribute")
+    logger = logging.getLogger(REDISTRIBUTE)
     before = logger.level
     logger.setLevel(logging.ERROR)
     try:

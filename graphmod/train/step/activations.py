@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from transformers import PreTrainedModel
 
 from graphmod.errors import ConfigError
+from graphmod.torch_private import Dropout
 from graphmod.trace.dispatch import is_recording
 from graphmod.train.schema.run import DRAWS_IN_COMPILED_CODE
 from graphmod.train.step.draws import kept_draws
@@ -45,7 +46,7 @@ class Recomputed:
 
 def draws_random_numbers(model: nn.Module) -> bool:
     """Whether the model has dropout: in a module, or by its config, for what its code calls as a function."""
-    modules = any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in model.modules())
+    modules = any(isinstance(m, Dropout) and m.p > 0 for m in model.modules())
     settings = vars(model.config) if isinstance(model, PreTrainedModel) else {}
     heads = ("summary", "classifier")  # of other models with the same config
     return modules or any(

@@ -22,7 +22,9 @@ _RECOMPILES = 512
 
 def options(how: str) -> dict[str, Any]:
     """Inductor's settings for `default` or `max`. It makes no graphs of its own: they would be copied in and out of."""
-    tuning = torch._inductor.list_mode_options("max-autotune-no-cudagraphs") if how == "max" else {}
+    from graphmod.torch_private import inductor_options
+
+    tuning = inductor_options("max-autotune-no-cudagraphs") if how == "max" else {}
     return {**tuning, "triton.cudagraphs": False}
 
 
@@ -38,7 +40,9 @@ def _say_switched_off() -> None:
 
 def switched_off() -> bool:
     """Whether torch.compile hands back what it is given."""
-    return torch._dynamo.config.disable or os.environ.get("TORCHDYNAMO_DISABLE") == "1"
+    from graphmod.torch_private import dynamo_config
+
+    return dynamo_config.disable or os.environ.get("TORCHDYNAMO_DISABLE") == "1"
 
 
 def _how(how: str, device: torch.device) -> dict[str, Any]:
@@ -66,13 +70,13 @@ def compiled(function: Callable, how: str, device: torch.device, in_pieces: bool
     if switched_off():
         _say_switched_off()
         return function
+    from graphmod.torch_private import dynamo_config
+
     made = torch.compile(function, dynamic=False, **_how(how, device))
 
     def call(*args: Any, **kwargs: Any) -> Any:
         # Beyond the limit dynamo would go on in eager, and say so in a log line only.
-        with torch._dynamo.config.patch(
-            recompile_limit=_RECOMPILES, fail_on_recompile_limit_hit=True, optimize_ddp=in_pieces
-        ):
+        with dynamo_config.patch(recompile_limit=_RECOMPILES, fail_on_recompile_limit_hit=True, optimize_ddp=in_pieces):
             return made(*args, **kwargs)
 
     return call

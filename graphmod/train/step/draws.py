@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
+from graphmod.torch_private import DispatchKey, KeyExcluded, TorchDispatchMode, tree_map_only
 from graphmod.trace.dispatch import through_a_mode
 from graphmod.trace.operations import draws, facts
 from graphmod.trace.tensors import tensors_in
@@ -27,7 +26,7 @@ def _changed(op: Any, args: tuple, kwargs: dict) -> list[Tensor]:
 def _apart(tensor: Tensor) -> Tensor:
     """The same memory and version counter without the autograd graph, which leads to whoever keeps this: together they
     would never be freed."""
-    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+    with KeyExcluded(DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
 
 

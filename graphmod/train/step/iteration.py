@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from graphmod.torch_private import foreach_add_, foreach_copy_, foreach_mul_, unscale_, update_scale_
 from graphmod.train.step.data_parallel import DataParallel, FullySharded
 from graphmod.train.step.losses import CountTargets, weighted_mean
 from graphmod.train.step.parts import by_mesh, clip, local, total_norm
@@ -181,8 +182,8 @@ class Iteration:
         if self.ema:
             with torch.no_grad():
                 for averages, parameters in by_mesh(self.ema, self.trained):
-                    torch._foreach_mul_(averages, self.ema_decay)
-                    torch._foreach_add_(averages, parameters, alpha=1 - self.ema_decay)
+                    foreach_mul_(averages, self.ema_decay)
+                    foreach_add_(averages, parameters, alpha=1 - self.ema_decay)
         return norm
 
     def _unscale(self) -> Tensor:
@@ -190,7 +191,7 @@ class Iteration:
         overflow = torch.zeros((), device=self.device)
         inverse = self.scale.double().reciprocal().float()
         for (grads,) in by_mesh(p.grad for p in self.trained if p.grad is not None):
-            torch._amp_foreach_non_finite_check_and_unscale_(grads, overflow, inverse)
+            unscale_(grads, overflow, inverse)
         return overflow
 
     def _guard(self, loss: Tensor, norm: Tensor | None, overflow: Tensor | None) -> None:
@@ -201,7 +202,7 @@ class Iteration:
         blocked = bad if self.nonfinite != "ignore" else torch.zeros_like(bad)
         if overflow is not None:
             blocked = blocked | (overflow > 0)
-            torch._amp_update_scale_(self.scale, self.growth, overflow, _GROWTH, _BACKOFF, _GROWTH_INTERVAL)
+            update_scale_(self.scale, self.growth, overflow, _GROWTH, _BACKOFF, _GROWTH_INTERVAL)
         self.first_bad.copy_(torch.where((self.first_bad < 0) & bad, self.position, self.first_bad))
         if self.nonfinite == "stop":
             # The host hears of it at the next log point; until then the weights stay as they were before it.
@@ -238,7 +239,7 @@ class Iteration:
                 self._put(kept)
 
     def _put(self, values: list[Tensor]) -> None:
-        torch._foreach_copy_([local(p) for p in self.trained], [local(value) for value in values])
+        foreach_copy_([local(p) for p in self.trained], [local(value) for value in values])
 
     def state_dict(self) -> dict:
         """On the CPU; of averaged weights this rank's part."""

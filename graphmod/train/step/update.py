@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import optimizer as base_optimizer
 from torch.optim.adam import adam
 
+from graphmod.torch_private import foreach_mul
 from graphmod.train.step.compile import compiled, switched_off
 from graphmod.train.step.parts import local
 
@@ -155,7 +156,7 @@ def _adam(
     # Where a dispatch mode of the user's keeps this from being compiled, torch refuses these two on the CPU.
     on_device = torch.compiler.is_compiling() or parameters[0].is_cuda
     if scale is not None:
-        scaled = torch._foreach_mul(scaled, scale)
+        scaled = foreach_mul(scaled, scale)
     adam(
         wide[:count],
         scaled,
