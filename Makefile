@@ -2,7 +2,9 @@
 # find it there, and install again only after pyproject.toml or constraints.txt has changed.
 
 PYTHON ?= python3
-VENV := .venv
+# Another PyTorch than the tested one, for example: make test TORCH=2.14.1. It gets an environment of its own.
+TORCH :=
+VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Settings of a run, for example: make train ARGS="graph=full_iteration train.steps=1000"
@@ -16,14 +18,14 @@ export GOMP_SPINCOUNT ?= 3000
 .PHONY: help setup train generate serve compare tensorboard test test-all lint format clean
 
 # make would take settings for variables of its own, and drop them.
-OWN := PYTHON VENV ARGS PROMPT GOMP_SPINCOUNT
+OWN := PYTHON TORCH VENV ARGS PROMPT GOMP_SPINCOUNT
 SETTINGS := $(strip $(foreach name,$(filter-out $(OWN),$(.VARIABLES)),$(if $(findstring command line,$(origin $(name))),$(name)=$($(name)))))
 ifneq ($(SETTINGS),)
 $(error write: make $(MAKECMDGOALS) ARGS="$(SETTINGS)")
 endif
 
 help: ## show this list
-	@echo "make TARGET [ARGS='KEY=VALUE ...'] [PYTHON=python3.12]"
+	@echo "make TARGET [ARGS='KEY=VALUE ...'] [PYTHON=python3.12] [TORCH=2.14.1]"
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## make .venv and install graphmod into it
@@ -41,7 +43,8 @@ $(STAMP): pyproject.toml constraints.txt
 	fi; \
 	echo "installing into $(VENV) with $$($$found --version)"; \
 	$$found -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' constraints.txt > $(VENV)/constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[dev]'
 	@touch $@
 
 train: $(STAMP) ## train a small model on Python's own sources, in graphs; ARGS are settings
@@ -61,7 +64,7 @@ compare: $(STAMP) ## the same run without graphs, per layer and as one graph, si
 tensorboard: $(STAMP) ## show all runs in the browser
 	$(BIN)/tensorboard --logdir runs
 
-test: $(STAMP) ## run the tests on all cores (at most 8), except the slow ones; those for a GPU are skipped where there is none
+test: $(STAMP) ## run the tests on all cores (at most 8), except the slow ones; those for a GPU are skipped where there is none. TORCH is another PyTorch to run them on
 	$(BIN)/python -m pytest -n auto --maxprocesses=8 --dist loadfile -m "not slow" $(ARGS)
 
 test-all: $(STAMP) ## likewise, with the slow ones
@@ -77,5 +80,5 @@ format: $(STAMP) ## put the code into its format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-clean: ## remove .venv and caches; runs/ stays
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+clean: ## remove .venv, those of other PyTorchs, and caches; runs/ stays
+	rm -rf $(VENV) .venv-torch-* build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
