@@ -1,6 +1,17 @@
 """The backward of a recorded call: watched as it happens in the user's own, and judged before any is captured.
 
 Nothing is run for it. It refuses what a graph cannot repeat, and makes guards of what only the backward reads.
+
+The nodes of the recorded call in autograd's graph are marked in their metadata. A hook on each result, first in line,
+begins the watch of the thread, which ends by a callback of the engine or, after an error, with the first frame outside
+of a backward; then the next calls are eager, so that a backward of one may be recorded. Of each frame that the engine
+calls it is asked which node runs. A marked one belongs to the call; hooks on a parameter, code between two layers and
+the checkpoint around a layer belong to none. Hooks on a result that the call did not put there itself are between two
+hooks of ours. What one call runs in one go has notes of its own, so layers in one backward, or in a backward inside of
+one, each get what is theirs.
+
+Which results had a gradient is part of what was recorded, unless no Python ran. And the order in which autograd
+accumulated the gradients is kept: where several parameters have hooks, each goes through a node of its own (`InTurn`).
 """
 
 from __future__ import annotations

@@ -50,7 +50,15 @@ def _aligned_as(like: Tensor, sizes: list[int]) -> Tensor:
 
 
 class OwnedBuffer:
-    """A copy of an argument at a fixed address. Several graphs may read it when they get the same tensor."""
+    """A copy of an argument at a fixed address. Several graphs may read it when they get the same tensor.
+
+    It begins where within 16 bytes its argument begins, and an argument that begins elsewhere gets another graph:
+    kernels take another way there, and round otherwise. Dimensions expanded by a zero stride take the memory of one
+    element. Copies write through `.data`, so that autograd's version check of what it saved stays quiet. Memory may be
+    rewritten without a new version, so a copy is shared only by calls of different wrappers, the layers of one forward:
+    between two calls of one wrapper the user's loop has run. Memory that numpy or another library has too is copied for
+    each.
+    """
 
     __slots__ = (
         "__weakref__",
@@ -180,7 +188,8 @@ class StaticOutput:
     Every call hands out a tensor over the same memory, with a storage that is not the graph's. If the caller still
     holds it (or a view of it) when the graph is about to overwrite that memory, the storage is moved to a copy first,
     so that no result ever changes in the caller's hands, and the next call gets another storage. Nothing is copied for
-    results that were dropped.
+    results that were dropped. Before torch 2.13 only a result without views can be moved: where views are held, its
+    signature is captured anew and hands out copies from then on.
 
     `copied` says whether a result without gradient is better copied at once: on the CPU, where numpy may look at the
     same memory, and such a view cannot be moved; and where it is small, like a loss, which most loops still hold when

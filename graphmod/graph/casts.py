@@ -3,7 +3,12 @@
 Within one `with torch.autocast(...)` a weight is cast once, and the gradients of all its uses are added up in 16 bits
 before they are cast back. A graph casts what it uses itself, so its gradient would be added up in 32 bits, and differ
 in the last bits. A layer whose weights have other uses in the same block therefore stays eager, and so do its
-neighbours, whose captures may make autocast forget all casts.
+neighbours, whose captures may make autocast forget all casts: that of a call which uses one cast several times does, of
+other code too, this once. The capture of any other call keeps none, and forgets none.
+
+A second call in a block is seen whenever it comes (`block_of_now`). Where the first was a replay, the log says that its
+last bits may differ. Uses outside are learned from the backward of the recorded call: one that begins later, or gave no
+gradient then, is missed.
 """
 
 from __future__ import annotations

@@ -198,7 +198,8 @@ class ForwardGraph:
         self._arguments_written = [i for i, where in enumerate(given_at) if where in seen.inputs_written]
         self.random = seen.random
         self.advanced = list(seen.advanced.values()) if self.results.with_grad else []
-        # Gradients that it leaves behind lie in the pool and may be accumulated into by whoever runs instead.
+        # Gradients that it leaves behind lie in the pool and may be accumulated into by whoever runs instead; its own
+        # generators would have to be put back.
         self.starts_early = self.graph.start is not None and not generators and not self._grads_after
         copied = [(i, one) for i, one in enumerate(self.inputs) if one.buffer is not None]
         self._copied = [(i, one.buffer) for i, one in copied if address(one.tensor) in seen.read]  # others stay unused

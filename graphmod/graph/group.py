@@ -57,7 +57,16 @@ class EagerCall:
 class Group:
     """The modules that are captured together: one backend, shared arenas, shared gradient buffers.
 
-    Nothing here is shared between groups (rule R9), so two models in one process do not meet.
+    Nothing here is shared between groups (rule R9), so two models in one process do not meet. What is kept for the
+    whole process elsewhere: idle capture streams, which serve the next backend; graphs whose capture CUDA ended, and
+    those that wait to be destroyed; autocast blocks that are open; backwards that are watched; how ranks vote, and what
+    shuts down process groups; what is compiled for an optimizer that lives; the hook by which a wrapper takes the place
+    of a method; patches while somebody records; and what is known about operators, compiled graphs and bytecode.
+
+    Whether a backward will find gradients to be None or present is learned (`expects_fresh_grads`): for what is known
+    when a pass begins (whether the gradient of one parameter is None, whether an optimizer has changed it, what the
+    last pass found), what the first backward then found is expected again. So `zero_grad` between forward and backward
+    is foreseen, too.
 
     `shared` are the parameters (by identity) that more than one use feeds in one backward. Eager adds up all uses
     before it adds the sum to `.grad`; so must graphs, and therefore those gradients go through autograd.

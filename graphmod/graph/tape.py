@@ -3,6 +3,12 @@
 Graphs that share a pool form a tape: memory that a forward graph saves for its backward may be reused by anything
 captured after that backward. Replaying any increasing subsequence of a tape is therefore safe: what a later graph needs
 was alive while everything between was captured. One integer comparison decides.
+
+In full: let graph j read a value in the pool that it does not write. Some graph i < j of the tape wrote it. At the
+capture of j it was there, so its memory was allocated from the capture of i to that of j, and the allocator gave it to
+no graph captured between them. A replay that visits i and later j with increasing indices runs only graphs from between
+them in the meantime, and none of these writes there. Values from outside the pool are never the allocator's to give.
+That i itself ran in this pass is ensured for a backward by its ticket, and for an adopted argument by its address.
 """
 
 from __future__ import annotations

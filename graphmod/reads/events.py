@@ -4,6 +4,11 @@ instructions before they run.
 Python 3.11 does so by `sys.settrace`. From 3.12 on each line of whatever runs would then go by way of the tracer, whose
 own code would take twice as long. There `sys.monitoring` (PEP 669) is asked for beginnings, and for what lies between
 these and the ends only in code of interest.
+
+An exception in a trace function turns tracing off without a word. No tensor may be kept, because autograd takes another
+way with one that somebody else holds; so variables are asked for one by one, where `f_locals` would be a copy that
+holds them all. A coverage tool or debugger is set aside for the length of one call. `sys.monitoring` tells of all
+frames of a code, in all threads, so it is kept here which of them are followed.
 """
 
 import ctypes

@@ -4,6 +4,10 @@ Two things stand between the two. Dynamo compiles anew for the keys under which 
 for every dispatch mode, and would go on to compile the recorder. And the kernels that inductor generates are launched
 past the dispatcher. So for as long as dynamo decides what runs, operations are shown by way of a mode of which it
 knows nothing; and each graph that inductor has compiled is one operation, which is shown with all that it is given.
+In a trace it is compared by identity, like an operator. What surrounds a compiled graph takes views as it sees fit, of
+arguments that are views; those are no part of a trace. Graphs of other backends run, and are seen, operation by
+operation. A backward that was compiled writes over what its forward saved (donated buffers), so it is captured once,
+and its gradients are copied into place.
 """
 
 import sys

@@ -64,7 +64,9 @@ class Ages:
     """Tells what was there when it was entered from what was made since, in whichever thread.
 
     The collector lists what it tracks and what is not frozen. What is there at first is frozen, and so is what was
-    listed whenever somebody asks, so that to ask takes as long as what has been made since then is long.
+    listed whenever somebody asks, so that to ask takes as long as what has been made since then is long. A dict of
+    numbers, or an array, the collector does not know: it was there if what was there leads to it. What a program has
+    frozen itself stays so.
 
     Attributes:
         made: the identities of what was made since, as far as somebody asked, or it is left.

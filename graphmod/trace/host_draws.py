@@ -7,6 +7,11 @@ made again, from where the generators are now and in eager's order, and what cam
 
 Whether what was kept is all that was drawn is asked of the generators: from where they were before the recorded call,
 the draws made again must lead to the same answers, and to where they are after it.
+
+A whole number must be the same again, and a float may only be compared, each time with the same outcome. Where code
+does anything else with a float, the call is refused; a number that is kept (in an attribute, or for a function made
+inside) may do more where nobody looks, as in a backward outside. A branch without a recording is recorded at its first,
+second, fourth, eighth ... call, since of twelve layers there are 4,096 branches (`Entry`).
 """
 
 from __future__ import annotations
