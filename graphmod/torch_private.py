@@ -234,6 +234,7 @@ OPTIONAL: dict[str, str] = {
     "_reshard_after_forward_event": "nothing waits for it",
     "_unsharded_inner_tensors": "of tensors that consist of others alone",
     "_unsharded_param": "it was never whole",
+    "_init_group": "an optimizer's parameters are followed one by one",
     "_in_backward_optimizers": "no optimizer steps in the backward",
     "_optimizer_step_pre_hooks": "there are none",
     "_optimizer_step_post_hooks": "there are none",
