@@ -21,7 +21,7 @@ from torch import nn
 from graphmod.guards.library import CORE, STDLIB, TORCH, is_library
 from graphmod.guards.notes import Notes
 from graphmod.reads import events
-from graphmod.reads.operand_stack import can_peek, function_of
+from graphmod.reads.operand_stack import VERSIONS, depths, function_of, lies_there
 from graphmod.reads.reading import Plan, Reading, plan_of
 from graphmod.torch_private import DYNAMO, OpOverload, beside_dynamo, written_by_dynamo
 from graphmod.trace import dispatch
@@ -196,28 +196,35 @@ def _plan_of(code: CodeType) -> Plan | None:
 
 @cache
 def _can_peek() -> bool:
-    class Probe:
-        def __init__(self, tell: Any) -> None:
-            self._tell = tell
+    """Whether what a frame holds lies where it is looked for."""
+    if sys.implementation.name != "cpython" or sys.version_info[:2] not in VERSIONS:
+        return False
+    one, two, found = object(), object(), []
 
-        def entered(self, frame: FrameType) -> events.Plan:
-            return {step.offset: step.offset for step in dis.get_instructions(frame.f_code)}
+    def asked(first: Any, second: Any) -> bool:
+        return first is second
+
+    steps = list(dis.get_instructions(asked.__code__))
+    reach = depths(asked.__code__, steps)
+    plan = {step.offset: reach[step.offset] for step in steps if step.opname == "IS_OP"}
+
+    class Probe:
+        def entered(self, frame: FrameType) -> int | events.Plan:
+            return plan if frame.f_code is asked.__code__ else events.NOTHING
 
         def step(self, frame: FrameType, planned: int) -> None:
-            self._tell(frame, planned)
+            found.append(lies_there(frame, one, two, asked, planned))
 
         def left(self, frame: FrameType) -> None:
             pass
 
-    def telling(function: Any, tell: Any) -> None:
-        before = events.before()
-        try:
-            events.begin(Probe(tell))
-            function()
-        finally:
-            events.end(before)
-
-    return can_peek(telling)
+    before = events.before()
+    try:
+        events.begin(Probe())
+        asked(one, two)
+    finally:
+        events.end(before)
+    return found == [True]
 
 
 def _two_given(frame: FrameType) -> tuple[Any, Any]:

@@ -1,12 +1,11 @@
 """What a frame holds besides its variables: the function it runs, and the operands of its next instruction.
 
-Where they lie is no part of Python's interface; `can_peek` asks whether they lie where they are looked for. How far the
-stack reaches is worked out, once for each code: `depths`.
+Where they lie is no part of Python's interface; `lies_there` asks whether they lie where they are looked for. How far
+the stack reaches is worked out, once for each code: `depths`.
 """
 
 import dis
 import sys
-from collections.abc import Callable
 from ctypes import c_void_p, cast, py_object, sizeof
 from types import CodeType, FrameType, FunctionType
 from typing import Any
@@ -16,7 +15,7 @@ _BODY = object.__basicsize__ + _WORD  # in a frame: where its body is, after the
 # In the body: the variables, which the stack comes after.
 _VARIABLES = 9 * _WORD
 _FUNCTION = 0 if sys.version_info < (3, 12) else 2 * _WORD
-_VERSIONS = ((3, 11), (3, 12), (3, 13))
+VERSIONS = ((3, 11), (3, 12), (3, 13))
 _ENDS = {
     *("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT", "RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS"),
     *("RERAISE", "INTERPRETER_EXIT"),
@@ -83,29 +82,13 @@ def depths(code: CodeType, steps: list[dis.Instruction]) -> dict[int, int]:
     return found
 
 
-def can_peek(telling: Callable[[Callable, Callable], None]) -> bool:
-    """Whether the stack lies where it is looked for.
-
-    Args:
-        telling: calls its first argument, and tells the second of each of its instructions: frame and offset.
-    """
-    if sys.implementation.name != "cpython" or sys.version_info[:2] not in _VERSIONS:
-        return False
-    one, two, seen, functions = object(), object(), [], []
-
-    def asked(first: Any, second: Any) -> bool:
-        return first is second
-
-    steps = list(dis.get_instructions(asked.__code__))
-    reach = depths(asked.__code__, steps)
-    at = next(step.offset for step in steps if step.opname == "IS_OP")
-
-    def tell(frame: FrameType, offset: int) -> None:
-        body = _pointer(id(frame) + _BODY).value
-        if offset == at and (c_void_p * 4).from_address(body + _VARIABLES)[:] == [id(one), id(two)] * 2:
-            seen.extend(top(frame, 2, reach[offset]))
-            if _pointer(body + _FUNCTION).value == id(asked):
-                functions.append(function_of(frame))
-
-    telling(lambda: asked(one, two), tell)
-    return len(seen) == 2 and seen[0] is one and seen[1] is two and functions == [asked]
+def lies_there(frame: FrameType, one: Any, two: Any, function: FunctionType, reach: int) -> bool:
+    """Whether in a frame that runs a function of two variables, which hold `one` and `two`, both lie where they are
+    looked for, as variables and as the uppermost values on the stack; and whether the function does."""
+    body = _pointer(id(frame) + _BODY).value
+    return (
+        (c_void_p * 4).from_address(body + _VARIABLES)[:] == [id(one), id(two)] * 2
+        and top(frame, 2, reach) == [one, two]
+        and _pointer(body + _FUNCTION).value == id(function)
+        and function_of(frame) is function
+    )
