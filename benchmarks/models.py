@@ -114,7 +114,7 @@ def train(
     run: Callable = step
     wrappers = []
     if way == "layers":
-        wrappers = graph_layers(model)
+        wrappers = graph_layers(model, body=False)  # one graph for all would hide what each layer does
     if way == "step":
         run = CUDAGraphModule(step)
         wrappers = [run]

@@ -116,6 +116,8 @@ class CUDAGraphConfig:
         backend: `auto`, `cuda` or `emulated`.
         layers: name patterns (`layers.*.mlp`; matched against the end of a name, `*` within one part) of the modules
             that `graph_layers` wraps; None finds the decoder layers.
+        body: `graph_layers` also wraps the module that runs the layers, where it is not the model itself. Its one graph
+            serves then, and costs the host a fraction of theirs; where it cannot be captured, they serve.
         clone_outputs: return copies instead of tensors that alias graph memory. Not needed for correctness: an output
             that is still held when its graph replays again is moved to memory of its own first.
         max_graphs: distinct signatures of one module that may have graphs at a time; the least recently used goes
@@ -130,6 +132,7 @@ class CUDAGraphConfig:
     warmup_steps: int = 3
     backend: BackendName = BackendName.auto
     layers: list[str] | None = None
+    body: bool = True
     clone_outputs: bool = False
     max_graphs: int = 8
     max_failures: int = 3

@@ -24,8 +24,8 @@ SETTLED = 5
 
 
 def config(**settings: Any) -> TrainGraphConfig:
-    """Settings of the tests: a short warm-up."""
-    return TrainGraphConfig(**{"warmup_steps": WARMUP, **settings})
+    """Settings of the tests: a short warm-up, and layers that serve in each call, also where one graph could."""
+    return TrainGraphConfig(**{"warmup_steps": WARMUP, "body": False, **settings})
 
 
 def tensors_of(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -107,9 +107,10 @@ def _say_difference(context: Context, entry: Entry) -> None:
         is_layer = type(context.root) in context.group.said.like
         parts = "after ungraph(model), graph_layers(model, layers=[...]) keeps the parts that it names"
         keep = parts if is_layer else "graph_layers(model) keeps the layers"
+        others = "" if context.instead else f"; {keep} in graphs, whichever of them run"
         context.log_once(
-            f"{context.name!r} runs eagerly where {entry.difference}. Branches that come often get a graph each; "
-            f"{keep} in graphs, whichever of them run",
+            f"{context.name!r} runs eagerly where {entry.difference}. Branches that come often get a graph "
+            f"each{others}",
             key="astray",
         )
         return

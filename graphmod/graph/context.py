@@ -48,6 +48,8 @@ class Context:
         eager_calls: calls without a graph that wait for their backward.
         agreement: of all ranks that take part in its calls; None where none but this process is known to.
         in_block: a weak reference to the autocast block of its last call that keeps casts.
+        nested: whether its last call was no more than a part of another, which is captured or is going to be.
+        instead: what the log adds where it says that calls are eager.
     """
 
     def __init__(
@@ -56,7 +58,7 @@ class Context:
         self.root, self.call, self.config, self.name, self.group = root, call, config, name, group
         self.is_module = isinstance(root, nn.Module)
         self.counters = GraphStats()
-        self.last_failure = ""
+        self.last_failure = self.instead = ""
         self.agreement: Any = None
         self.entries = Registry()
         self.start()
@@ -69,6 +71,7 @@ class Context:
         self.budget = Budget(max(_CAPTURES, 8 * self.config.max_graphs))
         self.eager_in = -1
         self.in_block: Any = None
+        self.nested = False
 
     @property
     def training(self) -> bool | None:
@@ -163,7 +166,8 @@ class Context:
 
     def log_once(self, message: str, key: str | None = None) -> None:
         """Logs a warning that begins with the name, unless one of the same cause was; see `Said.once`."""
-        self.group.said.once(type(self.root), self.name, message, key)
+        more = self.instead if "eager" in message else ""
+        self.group.said.once(type(self.root), self.name, message + more, key)
 
     def failed(self, entry: Entry, error: BaseException, what: str) -> None:
         """Counts a failure and says once why.

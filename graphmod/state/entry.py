@@ -17,8 +17,8 @@ class GraphStats:
     """Counters of one module, or summed over several.
 
     Attributes:
-        state: `warm-up`, `captured` (at least one signature has a graph), `disabled`, or `eager` (never called yet,
-            or not to be captured).
+        state: `warm-up`, `captured` (at least one signature has a graph), `disabled`, `eager` (never called yet, or not
+            to be captured), or `nested` (its calls are part of those of a wrapper around it).
         captures: graphs captured, forward and backward counted apart.
         replays: graph launches, the ones that complete a capturing call included.
         eager_calls: calls that ran without a graph, warm-up and verified ones included.
@@ -41,7 +41,7 @@ class GraphStats:
 
     def __add__(self, other: GraphStats) -> GraphStats:
         summed = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self) if f.name != "state"}
-        order = ("eager", "warm-up", "captured", "disabled")
+        order = ("eager", "nested", "warm-up", "captured", "disabled")
         return GraphStats(state=max(self.state, other.state, key=order.index), **summed)
 
     def __radd__(self, other: Any) -> GraphStats:

@@ -25,6 +25,7 @@ from graphmod.errors import ConfigError
 from graphmod.graph.group import Group
 from graphmod.ranks.data_parallel import take_over
 from graphmod.torch_private import is_compiled
+from graphmod.wrap.body import Body, body_of
 from graphmod.wrap.module import CUDAGraphModule
 from graphmod.wrap.target import MARK, Mark, Target
 
@@ -38,7 +39,12 @@ def graph_layers(
     layers: str | list[str] | None = None,
     **single: Any,
 ) -> list[CUDAGraphModule]:
-    """Lets each layer of `model` run from its own CUDA graphs; neighbours share buffers and one memory pool.
+    """Lets the layers of `model` run from CUDA graphs: all from one, or each from its own.
+
+    Where one module inside `model` runs the layers (`model.model` in transformers), it is captured as a whole, which
+    costs the host a fraction of what a graph for each layer does. Where it cannot be, or is in a new state, each layer
+    runs from its own graphs; neighbours share buffers and one memory pool. So it is with several ranks, and where
+    parameters have post-accumulate-grad hooks. `body=False` never captures that module.
 
     Args:
         model: any module, such as a transformers causal LM.
@@ -49,7 +55,8 @@ def graph_layers(
         single: single settings of `CUDAGraphConfig`, such as `max_graphs=4`, in the place of those of `config`.
 
     Returns:
-        The wrappers, in the order of `model.named_modules()`, for their `stats` and `reset()`.
+        The wrappers, in the order of `model.named_modules()`, for their `stats` and `reset()`; the module that runs the
+        layers, where it is wrapped, is the first.
 
     A transformers model in training, or with `labels`, is called with `use_cache=False` from now on, where nothing else
     is asked for, unless it is given `position_ids`, which it would then read in another way: a key-value cache that is
@@ -66,6 +73,11 @@ def graph_layers(
     config = settings(config, single)
     patterns = layers if layers is not None else config.layers
     names = find_layers(model) if patterns is None else match_layers(model, patterns)
+    return wrap(model, config, names, body_of(model, names) if config.body else None)
+
+
+def wrap(model: nn.Module, config: CUDAGraphConfig, names: list[str], body: str | None) -> list[CUDAGraphModule]:
+    """Wraps the modules of these names, and the one around some of them, if there is to be such a `body`."""
     for module in model.modules():
         if isinstance(module, nn.parallel.DistributedDataParallel):
             take_over(module)  # where it cannot be, its layers say so when they would be captured
@@ -80,19 +92,33 @@ def graph_layers(
                 f"{name!r} is a {type(layer).__name__}, which nobody calls; name the modules in it: {name!r}.*"
             )
         _refuse_compiled(model, name)
+    _train_without_cache(model)  # which looks at what forwards take
     for name in names:
         layer = model.get_submodule(name)
         tensors = itertools.chain(layer.parameters(), layer.buffers())
         device = next((tensor.device for tensor in tensors), torch.device("cpu"))
         group = groups.setdefault(device, Group())
-        graphed = CUDAGraphModule(layer, config, name=name, group=group, call=Target(layer))
-        layer.__dict__[MARK] = Mark(graphed, layer.__dict__.get("forward"))
-        layer.__dict__["forward"] = graphed._run
-        wrapped.append(graphed)
-    for graphed in wrapped:
-        graphed._context.group.share(_tied_outside(model, names, graphed._root), lasting=True)
-    _train_without_cache(model)
+        wrapped.append(_in_place(layer, CUDAGraphModule(layer, config, name=name, group=group, call=Target(layer))))
+    inside = [name for name in names if body is not None and name.startswith(f"{body}.")]
+    beside = [name for name in names if name not in inside]
+    for name, graphed in zip(names, wrapped, strict=True):
+        # Modules beside the body do not know of what it uses, because it is not captured with them.
+        tied = _tied_outside(model, inside if name in inside else beside, graphed._root)
+        graphed._context.group.share(tied, lasting=True)
+    around = None if body is None else model.get_submodule(body)
+    if around is not None and MARK not in around.__dict__ and len(groups) == 1:
+        graphed = _in_place(around, CUDAGraphModule(around, config, name=body, call=Body(around)))
+        graphed._context.group.share(_tied_outside(model, [body], around), lasting=True)
+        graphed._context.group.gradients = wrapped[0]._context.group.gradients  # the same addresses, whoever serves
+        wrapped.insert(0, graphed)
     return wrapped
+
+
+def _in_place(module: nn.Module, graphed: CUDAGraphModule) -> CUDAGraphModule:
+    """Redirects the `forward` of a module to its wrapper, which it returns."""
+    module.__dict__[MARK] = Mark(graphed, module.__dict__.get("forward"))
+    module.__dict__["forward"] = graphed._run
+    return graphed
 
 
 def _refuse_compiled(model: nn.Module, name: str) -> None:

@@ -20,10 +20,12 @@ from graphmod.state.entry import GraphStats
 from graphmod.torch_private import when_compiled
 from graphmod.trace.dispatch import is_recording
 from graphmod.wrap.beside import Collector, asked_of, hand_on
+from graphmod.wrap.body import INSTEAD, Body, as_plain
 from graphmod.wrap.surface import Surface
 from graphmod.wrap.target import HOLDERS, Target, caller_with, in_place_of_forward
 
 _reference_count = sys.getrefcount
+_autograd_node = torch._C._current_autograd_node
 _dynamo_compiles = torch.compiler.is_dynamo_compiling
 
 
@@ -88,6 +90,7 @@ class CUDAGraphModule(Surface):
         name = name or getattr(module, "__name__", type(module).__name__)
         self.__dict__["_call"] = made
         self._context = Context(module, made, settings(config, single), name, group or Group())
+        self._context.instead = INSTEAD if isinstance(made, Body) else ""
         self._hooks_outside = isinstance(module, nn.Module) and call is None
         self._mark: Any = object()  # the `Mark` of a layer whose forward leads here
         self._retired = False
@@ -95,7 +98,7 @@ class CUDAGraphModule(Surface):
         plain = isinstance(module, nn.Module) and not isinstance(module, torch.jit.ScriptModule)
         self._class = type(module) if plain else nn.Module
         self._class_forward = self._class.forward
-        if isinstance(module, nn.Module) and not self._hooks_outside:
+        if isinstance(module, nn.Module) and not self._hooks_outside and not isinstance(made, Body):
             self._context.group.said.join(type(module), name)
         self._made = True
 
@@ -139,13 +142,18 @@ class CUDAGraphModule(Surface):
                 return self._for_copy(other, args, kwargs)
             if self._retired:
                 return self._call(*args, **kwargs)
-        if is_recording():
-            context.served = None
-            return self._call(*args, **kwargs)  # part of what another wrapper captures
+        if is_recording() or as_plain.count or (context.nested and _autograd_node() is not None):
+            context.served, context.nested = None, True
+            return self._call(*args, **kwargs)  # part of what another wrapper captures, or is going to
+        context.nested = False
         if self._class.forward is not self._class_forward:
             self._class_forward = self._class.forward
             self.reset()
-        if self._call.__class__ is not Target:
+        call = self._call
+        if call.__class__ is Body:
+            if call.passes_on():
+                return call(*args, **kwargs)
+        elif call.__class__ is not Target:
             return run(context, args, kwargs)
         asked = asked_of(self._root, kwargs)
         if asked is None:
@@ -188,7 +196,12 @@ class CUDAGraphModule(Surface):
     @property
     def stats(self) -> GraphStats:
         """Counters so far; `pool_bytes` counts the pools this module shares with its group."""
-        return self._context.stats
+        stats = self._context.stats
+        if isinstance(self._call, Body) and self._call.passed_over:
+            stats.state, stats.failures = "eager", 0
+        elif self._context.nested and stats.state != "captured":
+            stats.state = "nested"
+        return stats
 
     def reset(self) -> None:
         """Frees the graphs and starts over with warm-up; signatures that were disabled stay so. May be called often."""
@@ -242,6 +255,7 @@ class CUDAGraphModule(Surface):
             group = Group()
             if memo is not None:
                 memo[id(self._context.group)] = group
+                group.gradients = memo.setdefault(id(self._context.group.gradients), group.gradients)
                 group.share([copy.deepcopy(tied, memo) for tied in self._context.group.tied.values()], lasting=True)
         in_place = isinstance(self._root, nn.Module) and not self._hooks_outside
         made = CUDAGraphModule(

@@ -55,7 +55,7 @@ class Target:
 
     def of_copy(self, module: nn.Module, memo: dict | None) -> Target:
         """The same for a copy of the module; deep, where there is a `memo` of `copy.deepcopy`."""
-        made = Target(module)
+        made = type(self)(module)
         if not isinstance(module, torch.jit.ScriptModule):
             made.own = self.own if memo is None else copy.deepcopy(self.own, memo)
         return made

@@ -1,6 +1,7 @@
 """A training iteration from graphs of its own for each layer, for the loss and for the update."""
 
 import functools
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,8 @@ from torch import Tensor
 from graphmod.train.settings import TrainGraphConfig
 from graphmod.train.step.iteration import Iteration
 from graphmod.train.step.losses import criterion_of
-from graphmod.wrap.layers import edge_modules, graph_layers
+from graphmod.wrap.body import body_of
+from graphmod.wrap.layers import edge_modules, match_layers, wrap
 from graphmod.wrap.module import CUDAGraphModule
 
 
@@ -29,10 +31,12 @@ class LayerGraphs:
     def __init__(self, iteration: Iteration, config: TrainGraphConfig, layers: list[str]) -> None:
         self._iteration, self._update = iteration, None
         self._settled: dict[int, Tensor] = {}
+        model, body = iteration.model, body_of(iteration.model, layers) if config.body else None
         if config.optimizer:
             # The optimizer's graph reads every gradient by address, so every parameter's gradient must stay in place.
-            layers = [*layers, *edge_modules(iteration.model, layers)]
-        self.graphs: list[CUDAGraphModule] = graph_layers(iteration.model, config, layers=layers)
+            layers = [*layers, *edge_modules(model, layers)]
+        self.graphs: list[CUDAGraphModule] = wrap(model, config, match_layers(model, layers), body)
+        self._groups = list({id(graph._context.group): graph._context.group for graph in self.graphs}.values())
         if config.optimizer:
             self._graph_criterion(config)
             self._update = CUDAGraphModule(iteration.update, config, name="optimizer step")
@@ -61,7 +65,7 @@ class LayerGraphs:
 
     def _settle_gradients(self) -> None:
         """Moves gradients that autograd put at a new address (of tied weights) to where the optimizer's graph reads."""
-        for key, parameter in self.graphs[0]._context.group.shared.items():
+        for key, parameter in itertools.chain.from_iterable(group.shared.items() for group in self._groups):
             if parameter.grad is not None:
                 settled = self._settled.get(key)
                 if settled is None:

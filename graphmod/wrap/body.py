@@ -1,0 +1,128 @@
+"""A module around wrapped layers: which of the two serves a call, its own graph or those of the layers.
+
+One graph of the module that runs the layers (the body) costs the host a fraction of what the graphs of its layers do.
+Where it cannot be captured, or not now, its Python runs, and its layers from graphs of their own. To make graphs of
+both kinds would take the memory of both. So while a graph of the body is to be expected, its layers run as plain
+modules; and what graphs they have is given up once they are not used any more.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from typing import Any
+
+from torch import distributed, nn
+
+from graphmod.call.together import run_again
+from graphmod.ranks.data_parallel import Depth
+from graphmod.state.budget import Budget
+from graphmod.trace.dispatch import is_recording
+from graphmod.wrap.target import MARK, Target
+
+_post_accumulate_hooks = operator.attrgetter("_post_accumulate_grad_hooks")
+as_plain = Depth()  # calls of a body whose wrapped layers run as plain modules
+INSTEAD = "; its layers then run from graphs of their own"
+_PAYS = 4  # to the account of eager calls: a replay that many times less than to that of captures
+_REFUSED = 64  # calls after which a body that was refused is tried again: then after twice as many, and so on
+_UNUSED = 64  # calls of a body in a row that do without the graphs of its layers, which are then given up
+
+
+class Body(Target):
+    """Calls the `forward` of a module around wrapped layers, and decides who serves.
+
+    The module is passed over where all gradients at the end of one backward come too late: with several ranks, which
+    exchange them meanwhile, and with hooks of an optimizer, which frees them. And where all its calls were refused.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self.passed_over = False
+        self._budget: Budget | None = None
+        self._refused = self._unused = 0
+
+    def passes_on(self) -> bool:
+        """Whether the layers are to serve a call that is no part of another; asked once in each."""
+        self._unused += 1
+        if self._unused == _UNUSED:
+            self._give_up_layers()
+        if self.passed_over:
+            self.passed_over = self._comes_late() or _is_refused(self._context())
+        return self.passed_over or _has_ranks()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        context = None if is_recording() or run_again.count else self._context()
+        depth = as_plain.count
+        try:
+            as_plain.count = depth + (context is not None and self._expects_graph(context))
+            return super().__call__(*args, **kwargs)
+        finally:
+            as_plain.count = depth
+
+    def _context(self) -> Any:
+        """Of the wrapper; None where there is none any more."""
+        mark = self.module.__dict__.get(MARK)
+        return None if mark is None else mark.graphed._context
+
+    def _comes_late(self) -> bool:
+        return _has_ranks() or any(map(_post_accumulate_hooks, self.module.parameters()))
+
+    def _expects_graph(self, context: Any) -> bool:
+        """Whether calls like this one, which runs without a graph, are going to have one."""
+        entry = max(context.entries, key=lambda one: one.last_used, default=None)
+        late = self._comes_late()
+        if late:
+            _drop_graphs(context)
+        elif entry is not None and entry.disabled:
+            self._try_again(context)
+        self.passed_over = late or _is_refused(context)
+        self._budget = self._budget or Budget(context.config.warmup_steps + 2)
+        if late or entry is None or entry.disabled or not self._budget.allows(context.counters.replays // _PAYS):
+            self._unused = 0
+            return False
+        self._budget.spend()
+        return True
+
+    def _try_again(self, context: Any) -> None:
+        """Lets calls that were refused be recorded once more at times: what was in the way may be gone."""
+        self._refused += 1
+        if self._refused >= _REFUSED and not self._refused & (self._refused - 1):
+            for entry in context.entries:
+                if entry.disabled:
+                    entry.rearm()
+
+    def _give_up_layers(self) -> None:
+        marks = [module.__dict__.get(MARK) for module in self.module.modules() if module is not self.module]
+        for context in (mark.graphed._context for mark in marks if mark is not None):
+            context.nested = True
+            _drop_graphs(context)
+
+
+def _drop_graphs(context: Any) -> None:
+    """Frees the graphs of a wrapper, and the pools in which no others are left."""
+    context.drop(*{graph.tape for entry in context.entries for graph in entry.graphs})
+    for arena in context.group.arenas:
+        if arena.tapes and not arena.in_flight and all(tape.dropped for tape in arena.tapes):
+            arena.pool.release()
+
+
+def _is_refused(context: Any) -> bool:
+    return context is not None and context.entries.state == "disabled"
+
+
+def _has_ranks() -> bool:
+    return distributed.is_available() and distributed.is_initialized()
+
+
+def body_of(model: nn.Module, layers: list[str]) -> str | None:
+    """The name of the innermost module that runs all of `layers`; None where that is the model itself, and where there
+    are several ranks."""
+    if len(layers) < 2 or _has_ranks():
+        return None
+    parts = [name.split(".") for name in layers]
+    common = [same[0] for same in itertools.takewhile(lambda same: len(set(same)) == 1, zip(*parts, strict=False))]
+    around = [".".join(common[:count]) for count in range(len(common), 0, -1)]
+    called = [name for name in around if type(model.get_submodule(name)).forward is not nn.Module.forward]
+    # A sequence may also be there to be looped over; the module around it then runs the layers.
+    looping = [name for name in called if type(model.get_submodule(name)).forward is not nn.Sequential.forward]
+    return next(iter(looping or called), None)
