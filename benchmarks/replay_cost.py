@@ -1,18 +1,22 @@
-"""What the replay of one layer costs the host, forward and backward together, beyond the launches themselves.
+"""What replays cost the host for each layer of a model, forward and backward together, beyond the launches themselves.
 
     python benchmarks/replay_cost.py --out benchmarks/results/replay_cost.json
     python benchmarks/replay_cost.py --layers 4 --device cpu     # emulated graphs, without a GPU
 
-Decoder layers of a Llama-shaped model run one after the other from their graphs; then their backwards do. The time in
-which graphs are launched is measured apart and left out: what remains is Python and autograd. Measured with the
-backward on the calling thread, as `TrainStep` does it, and on autograd's own, as `loss.backward()` does.
+A Llama-shaped model runs forward and backward, from graphs of each of its layers, and from one graph of the module
+that runs them; embedding and head are eager where they lie in no graph. The time in which graphs are launched is
+measured apart and left out: what remains is Python and autograd. Measured with the backward on the calling thread, as
+`TrainStep` does it, and on autograd's own, as `loss.backward()` does. On the CPU it is the time of the processor, which
+other programs do not change much.
 """
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +24,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 
 class LaunchClock:
-    """Adds up the time spent in the launches of some captured graphs."""
+    """Adds up the time spent in the launches of some captured graphs.
 
-    def __init__(self) -> None:
-        self.seconds = 0.0
+    Args:
+        now: the time, in seconds.
+    """
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self.now, self.seconds = now, 0.0
         self._running = False
 
     def watch(self, graph: Any) -> None:
@@ -40,16 +48,22 @@ class LaunchClock:
                 launch()
                 return
             self._running = True
-            began = time.perf_counter()
+            began = self.now()
             launch()
-            self.seconds += time.perf_counter() - began
+            self.seconds += self.now() - began
             self._running = False
 
         return run
 
 
-def measure(layers: int, width: int, length: int, device: str, steps: int, one_thread: bool) -> dict[str, float]:
-    """Microseconds a layer: `python_us`, and `launch_us` of its two graphs."""
+def measure(
+    layers: int, width: int, length: int, device: str, steps: int, one_thread: bool, body: bool
+) -> dict[str, float]:
+    """Microseconds a layer: `total_us` of a step, `launch_us` of its graphs, and `python_us`, what remains.
+
+    Args:
+        body: whether one graph runs all layers.
+    """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -67,45 +81,39 @@ def measure(layers: int, width: int, length: int, device: str, steps: int, one_t
     )
     model = LlamaForCausalLM(config).to(device, torch.bfloat16)
     use_static_causal_attention(model)
-    wrappers = graph_layers(model)
-    hidden = torch.randn(1, length, width, device=device, dtype=torch.bfloat16, requires_grad=True)
-    positions = torch.arange(length, device=device).unsqueeze(0)
-    rotary = model.model.rotary_emb(hidden, positions)
-    gradient = torch.randn_like(hidden)
+    wrappers = graph_layers(model, body=body)
+    tokens = torch.randint(0, 64, (1, length), device=device)
+    gradient = torch.randn(1, length, 64, device=device, dtype=torch.bfloat16)
 
     def synchronize() -> None:
         if device != "cpu":
             torch.cuda.synchronize()
 
-    def step() -> float:
-        began = time.perf_counter()
-        x = hidden
-        for layer in model.model.layers:
-            x = layer(x, position_embeddings=rotary)
+    clock = LaunchClock(time.perf_counter if device != "cpu" else time.process_time)
+
+    def step() -> tuple[float, float]:
+        began, clock.seconds = clock.now(), 0.0
+        logits = model(input_ids=tokens).logits
         with torch.autograd.set_multithreading_enabled(not one_thread):
-            x.backward(gradient)
-        seconds = time.perf_counter() - began
+            logits.backward(gradient)
+        seconds = clock.now() - began
         synchronize()
         for parameter in model.parameters():
             parameter.grad = None
-        return seconds
+        return seconds, clock.seconds
 
     for _ in range(8):
         step()
-    assert all(wrapper.stats.state == "captured" for wrapper in wrappers), [w.last_failure for w in wrappers]
-    whole = [step() for _ in range(steps)]
-    clock = LaunchClock()
-    for wrapper in wrappers:
+    serving = wrappers[:1] if body else wrappers
+    assert all(wrapper.stats.state == "captured" for wrapper in serving), [w.last_failure for w in wrappers]
+    for wrapper in serving:
         for entry in wrapper._context.entries:
             for graph in entry.graphs:
                 clock.watch(graph.graph)
                 clock.watch(graph.backward.graph)
-    spent = []
-    for _ in range(steps):
-        clock.seconds = 0.0
-        step()
-        spent.append(clock.seconds)
-    total, launch = statistics.median(whole) * 1e6 / layers, statistics.median(spent) * 1e6 / layers
+    total, launch = (
+        statistics.median(spent) * 1e6 / layers for spent in zip(*(step() for _ in range(steps)), strict=True)
+    )
     return {"total_us": total, "launch_us": launch, "python_us": total - launch}
 
 
@@ -115,17 +123,17 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--length", type=int, default=256, help="tokens")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--steps", type=int, default=60, help="timed steps, twice")
+    parser.add_argument("--steps", type=int, default=60, help="timed steps")
     parser.add_argument("--out", type=Path, help="write the result there as JSON")
     options = parser.parse_args()
     from benchmarks.measure import environment
 
     result = {}
-    for name in ("one_thread", "autograd_thread"):
-        result[name] = measure(
-            options.layers, options.width, options.length, options.device, options.steps, name == "one_thread"
-        )
-        print(f"{name:16}", ", ".join(f"{what} {value:.1f}" for what, value in result[name].items()), flush=True)
+    sizes = options.layers, options.width, options.length, options.device, options.steps
+    for body, thread in itertools.product((False, True), ("one_thread", "autograd_thread")):
+        name = f"body_{thread}" if body else thread
+        found = result[name] = measure(*sizes, thread == "one_thread", body)
+        print(f"{name:21}", ", ".join(f"{what} {value:.1f}" for what, value in found.items()), flush=True)
     if options.out:
         written = {
             "command": "python benchmarks/replay_cost.py",
