@@ -255,6 +255,7 @@ class _View:
     """What this thread shows to whom. A context that puts it back as it was, however much of it was entered."""
 
     _before: tuple[Any, bool, bool, int] | None = None
+    _modes: Any = None  # what puts back the dispatch modes that were set aside
 
     def __enter__(self) -> None:
         included = key_included(_KEY)
@@ -263,6 +264,9 @@ class _View:
         self._change()
 
     def __exit__(self, *_: object) -> None:
+        if self._modes is not None:
+            self._modes.__exit__(None, None, None)
+            self._modes = None
         if self._before is not None:
             recorder, included, excluded, modes = self._before
             while dispatch_modes() > modes:
@@ -273,6 +277,11 @@ class _View:
 
     def _change(self) -> None:
         """Changes it."""
+
+    def _set_modes_aside(self) -> None:
+        if dispatch_modes():
+            self._modes = without_modes()
+            self._modes.__enter__()
 
 
 class _Showing(_View):
@@ -306,40 +315,23 @@ def shown_to(recorder: Any, given: Iterable[Tensor] = ()) -> AbstractContextMana
     return _Showing(recorder, keyed)
 
 
-class _Aside(_View):
-    """Sets the dispatch modes aside."""
-
-    _modes: Any = None
-
-    def _change(self) -> None:
-        if dispatch_modes():
-            self._modes = without_modes()
-            self._modes.__enter__()
-
-    def __exit__(self, *_: object) -> None:
-        if self._modes is not None:
-            self._modes.__exit__(None, None, None)
-            self._modes = None
-        super().__exit__()
-
-
-class hidden(_Aside):
+class hidden(_View):
     """Lets the recorder look away."""
 
     def _change(self) -> None:
         if has_key():
             include_key(_KEY, False)
         elif _of_thread.recorder is not None:
-            super()._change()
+            self._set_modes_aside()
         _of_thread.recorder = None
 
 
-class beside_the_call(_Aside):
+class beside_the_call(_View):
     """For what a recorder itself does, where no operation led to it: none of that is seen."""
 
     def _change(self) -> None:
         exclude_key(_KEY, True)
-        super()._change()
+        self._set_modes_aside()
 
 
 class through_a_mode(_View):
