@@ -393,7 +393,7 @@ class Recorder:
         fresh: list[Tensor] = []
         try:
             plain = type(result) is Tensor and not result.is_nested and result.get_device() == self._index
-            where = _pointer(_storage(result)) if plain else 0
+            where = address(result) if plain else 0  # 0 as well of what is zero and has no memory
             if not where:
                 fresh = self._note_results(op, about, given, at, result, made)
             elif where not in at:
