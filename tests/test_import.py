@@ -37,6 +37,15 @@ def test_names_for_users_come_with_their_first_use():
     assert done.returncode == 0, done.stderr
 
 
+def test_a_training_run_loads_no_engine():
+    code = (
+        "import sys, graphmod.cli.training.job; print([name for name in sys.modules if name.startswith('graphmod.')])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "graphmod.train.run.text_samples" in done.stdout
+    assert not any(name in done.stdout for name in ("graphmod.decode.engine", "graphmod.decode.step", "graphmod.fuse"))
+
+
 @pytest.mark.parametrize("package", [graphmod, graphmod.decode])
 def test_each_name_is_there_under_that_name(package):
     for name in package.__all__:

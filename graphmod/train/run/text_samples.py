@@ -9,7 +9,6 @@ from contextlib import suppress
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from graphmod.decode import DecodeEngine
 from graphmod.decode.text.codec import ByteCodec, TokenizerCodec
 from graphmod.train.data.corpus import Corpus
 from graphmod.train.report.metrics import Metrics
@@ -30,6 +29,8 @@ class Samples:
     """
 
     def __init__(self, model: PreTrainedModel, config: RunConfig, corpus: Corpus, metrics: Metrics) -> None:
+        from graphmod.decode.engine import DecodeEngine  # which no run without samples loads
+
         self._train, self._metrics = config.train, metrics
         self._codec = ByteCodec() if corpus.tokenizer is None else TokenizerCodec(corpus.tokenizer)
         self._prompt = self._codec.encode(self._train.sample_prompt)
