@@ -397,10 +397,13 @@ def is_compiled(module: torch.nn.Module) -> bool:
     return isinstance(module, kind) or module._compiled_call_impl is not None
 
 
-def is_fx_tracing() -> bool:
-    """Whether torch.fx runs code on proxies now."""
-    tracer = sys.modules.get("torch.fx._symbolic_trace")
-    return tracer is not None and tracer._is_fx_tracing_flag
+def _is_fx_tracing() -> bool:
+    return torch.fx._symbolic_trace._is_fx_tracing_flag
+
+
+# Since 2.14 each thread has a flag of its own.
+is_fx_tracing: Callable[[], bool] = getattr(torch.fx._symbolic_trace, "_get_is_fx_tracing", _is_fx_tracing)
+"""Whether torch.fx runs code on proxies now."""
 
 
 def is_traced() -> bool:
@@ -454,7 +457,7 @@ def _trace_by_thread() -> None:
         patch_method = patch
 
     # The same code with names of its own: what it sets of its module, and whom it lets exchange functions.
-    names = {**vars(module), "_new_patcher": Nothing}
+    names = {**vars(module), "_new_patcher": Nothing, "_set_is_fx_tracing": lambda _: None}
     beside = types.FunctionType(plain.__code__, names, plain.__name__, plain.__defaults__, plain.__closure__)
     beside.__kwdefaults__ = plain.__kwdefaults__
 
@@ -563,29 +566,30 @@ def self_test() -> None:
             raise ImportError(f"graphmod cannot go without it: {missing}")
     key = dispatch_key("Fake")
     for name, works in (
-        ("_is_any_autocast_enabled", lambda: any_autocast() in (True, False)),
-        ("_len_torch_dispatch_stack", lambda: dispatch_modes() >= 0),
-        ("_len_torch_function_stack", lambda: function_modes() >= 0),
-        ("_get_tracing_state", lambda: (jit_tracing(), True)[1]),
-        ("_functorch.peek_interpreter_stack", lambda: (functorch_interpreter(), True)[1]),
-        ("_get_fp32_precision_getter", lambda: isinstance(fp32_precision("mkldnn", "matmul"), str)),
-        ("_current_graph_task_id", lambda: current_backward() == -1 or current_backward() >= 0),
-        ("_current_autograd_node", lambda: current_backward() >= 0 or current_node() is None),
-        ("_autograd._get_sequence_nr", lambda: next_sequence_number() >= node._sequence_nr()),
-        ("_autograd._top_saved_tensors_default_hooks", lambda: (top_saved_tensors_hooks(True), True)[1]),
-        ("_is_multithreading_enabled", lambda: backward_threads() in (True, False)),
-        ("_dispatch_tls_is_dispatch_key_included", lambda: key_included(key) in (True, False)),
-        ("_dispatch_tls_is_dispatch_key_excluded", lambda: key_excluded(key) in (True, False)),
-        ("_storage_Use_Count", lambda: storage_uses(leaf.untyped_storage()._cdata) > 0),
-        ("_to_dlpack", lambda: from_dlpack(to_dlpack(leaf.detach())).data_ptr() == leaf.data_ptr()),
-        ("forward_ad._current_level", lambda: isinstance(forward_ad._current_level, int)),
+        ("_C._is_any_autocast_enabled", lambda: any_autocast() in (True, False)),
+        ("_C._len_torch_dispatch_stack", lambda: dispatch_modes() >= 0),
+        ("_C._len_torch_function_stack", lambda: function_modes() >= 0),
+        ("fx._symbolic_trace", lambda: is_fx_tracing() in (True, False)),
+        ("_C._get_tracing_state", lambda: (jit_tracing(), True)[1]),
+        ("_C._functorch.peek_interpreter_stack", lambda: (functorch_interpreter(), True)[1]),
+        ("_C._get_fp32_precision_getter", lambda: isinstance(fp32_precision("mkldnn", "matmul"), str)),
+        ("_C._current_graph_task_id", lambda: current_backward() == -1 or current_backward() >= 0),
+        ("_C._current_autograd_node", lambda: current_backward() >= 0 or current_node() is None),
+        ("_C._autograd._get_sequence_nr", lambda: next_sequence_number() >= node._sequence_nr()),
+        ("_C._autograd._top_saved_tensors_default_hooks", lambda: (top_saved_tensors_hooks(True), True)[1]),
+        ("_C._is_multithreading_enabled", lambda: backward_threads() in (True, False)),
+        ("_C._dispatch_tls_is_dispatch_key_included", lambda: key_included(key) in (True, False)),
+        ("_C._dispatch_tls_is_dispatch_key_excluded", lambda: key_excluded(key) in (True, False)),
+        ("_C._storage_Use_Count", lambda: storage_uses(leaf.untyped_storage()._cdata) > 0),
+        ("_C._to_dlpack", lambda: from_dlpack(to_dlpack(leaf.detach())).data_ptr() == leaf.data_ptr()),
+        ("autograd.forward_ad._current_level", lambda: isinstance(forward_ad._current_level, int)),
     ):
         try:
             fine = works()
         except Exception as error:
-            raise ImportError(f"graphmod needs torch._C.{name}, which torch {torch.__version__} lacks") from error
+            raise ImportError(f"graphmod needs torch.{name}, which torch {torch.__version__} lacks") from error
         if not fine:
-            raise ImportError(f"torch._C.{name} of torch {torch.__version__} answers in a way graphmod does not know")
+            raise ImportError(f"torch.{name} of torch {torch.__version__} answers in a way graphmod does not know")
 
 
 self_test()
