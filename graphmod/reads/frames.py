@@ -106,9 +106,18 @@ _groups = frozenset(identity(code) for code in _GROUPS if _NAMES.issuperset(code
 # By identity: the hash of code takes microseconds, and there is none where dynamo has put a dict among the constants.
 _walks, _machinery = frozenset(map(identity, _WALKS)), frozenset(map(identity, _MACHINERY))
 # From an operation that is recorded to its kernels nothing comes back but tensors and numbers.
-_OPERATIONS = (dispatch._fallback, dispatch.current, untraced, OpOverload.__call__)
+_ON_THE_WAY = (
+    dispatch._fallback,
+    dispatch.current,
+    dispatch._kernel,
+    dispatch._any_stands,
+    untraced,
+    OpOverload.__call__,
+)
+_OPERATIONS = {one.__code__ for one in _ON_THE_WAY}
+_OPERATIONS |= {one for code in list(_OPERATIONS) for one in code.co_consts if isinstance(one, CodeType)}
 _passed_over = {identity(one): events.NOTHING for one in _MACHINERY - {_CALL}}
-_passed_over |= {identity(one.__code__): events.NEVER for one in _OPERATIONS}
+_passed_over |= {identity(one): events.NEVER for one in _OPERATIONS}
 _EXCHANGES = torch.utils.swap_tensors.__code__
 _starts_threads = {identity(threading.Thread.start.__code__), identity(ThreadPoolExecutor.submit.__code__)}
 

@@ -17,7 +17,7 @@ from graphmod.graph.context import Context
 from graphmod.graph.group import Group
 from graphmod.guards.guards import HOOKS
 from graphmod.state.entry import GraphStats
-from graphmod.torch_private import when_compiled
+from graphmod.torch_private import current_node, when_compiled
 from graphmod.trace.dispatch import is_recording
 from graphmod.wrap.beside import Collector, asked_of, hand_on
 from graphmod.wrap.body import INSTEAD, Body, as_plain
@@ -25,7 +25,6 @@ from graphmod.wrap.surface import Surface
 from graphmod.wrap.target import HOLDERS, Target, caller_with, in_place_of_forward
 
 _reference_count = sys.getrefcount
-_autograd_node = torch._C._current_autograd_node
 _dynamo_compiles = torch.compiler.is_dynamo_compiling
 
 
@@ -142,7 +141,7 @@ class CUDAGraphModule(Surface):
                 return self._for_copy(other, args, kwargs)
             if self._retired:
                 return self._call(*args, **kwargs)
-        if is_recording() or as_plain.count or (context.nested and _autograd_node() is not None):
+        if is_recording() or as_plain.count or (context.nested and current_node() is not None):
             context.served, context.nested = None, True
             return self._call(*args, **kwargs)  # part of what another wrapper captures, or is going to
         context.nested = False

@@ -254,6 +254,7 @@ def dropped(draw):
     def program(side, index):
         side.model.trunk.drops = draw
         random.seed(index)
+        torch.manual_seed(index)
         step(side, index)
 
     return program

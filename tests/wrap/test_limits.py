@@ -10,6 +10,7 @@ from harness import config
 from torch import nn
 
 from graphmod import CUDAGraphModule, graph_layers
+from graphmod.graph.buffers import can_swap
 
 
 def calls(wrapper, *args, times=6):
@@ -121,6 +122,7 @@ def test_gradients_of_parameters_keep_their_memory_between_steps(device):
     assert len(set(places[-4:])) == 1
 
 
+@pytest.mark.skipif(not can_swap(), reason="before torch 2.13 copies are handed out instead")
 def test_numpy_may_see_later_values_of_a_result_with_gradient_in_the_emulator():
     layer = nn.Linear(4, 4)
     wrapper = CUDAGraphModule(layer, config())

@@ -69,7 +69,7 @@ def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(packed, "_is_flash", lambda memory, layer: True)
     monkeypatch.setattr(packed, "copies_by_length", lambda device: True)
     monkeypatch.setattr(packed, "gather_columns", gather)
-    monkeypatch.setattr(packed, "_flash_forward", flash)
+    monkeypatch.setattr(packed, "flash_attention", flash)
 
 
 @pytest.mark.parametrize(
