@@ -100,9 +100,10 @@ class Body(Target):
 
 def _drop_graphs(context: Any) -> None:
     """Frees the graphs of a wrapper, and the pools in which no others are left."""
-    context.drop(*{graph.tape for entry in context.entries for graph in entry.graphs})
-    for arena in context.group.arenas:
-        if arena.tapes and not arena.in_flight and all(tape.dropped for tape in arena.tapes):
+    tapes = {graph.tape for entry in context.entries for graph in entry.graphs}
+    context.drop(*tapes)
+    for arena in {tape.arena for tape in tapes}:
+        if not arena.in_flight and all(tape.dropped for tape in arena.tapes):
             arena.pool.release()
 
 
