@@ -164,8 +164,9 @@ def test_arguments_of_ones_own_model_go_over_those_of_the_run(run, tmp_path, mon
     monkeypatch.setattr("sys.path", [*sys.path])
     own = ["model._target_=own_net.Net", "model.width=8", "train.steps=4", *OWN]
     assert run(*own, "hydra.run.dir=mine", "hydra.job.chdir=true")[0] == 0
-    status, _, said = run("train.resume=mine", "model.width=16")
-    assert status == 2 and "'width': 8} and is now {'_target_': 'own_net.Net', 'width': 16}" in said
+    for width in ("model.width=16", "+model.target.width=16"):
+        status, _, said = run("train.resume=mine", width)
+        assert status == 2 and "'width': 8} and is now {'_target_': 'own_net.Net', 'width': 16}" in said
     assert run("train.resume=mine", "model.width=8", "train.steps=6")[0] == 0
     saved = yaml.safe_load((tmp_path / "mine" / ".hydra" / "config.yaml").read_text())
     assert saved["model"]["target"] == {"_target_": "own_net.Net", "width": 8} and "_target_" not in saved["model"]

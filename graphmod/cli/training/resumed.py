@@ -74,15 +74,16 @@ def _folded(given: dict[str, Any], saved: dict[str, dict[str, Any]]) -> dict[str
         group, *keys = name.split(".")
         if keys and keys[0] not in saved[group]:
             keys = ["target", *keys]
-            other = given.get(f"{group}._target_", (saved[group].get("target") or {}).get("_target_"))
-            if other is None:
-                raise ConfigError(unknown_key(name, RunConfig, str(value)))
         if len(keys) < 2 or keys[0] == "lora":
             found[name] = value
             continue
         was = saved[group].get(keys[0]) or {}
-        if keys[0] == "target" and was.get("_target_") != other:
-            was = {}
+        if keys[0] == "target":
+            target = given.get(f"{group}._target_", was.get("_target_"))
+            if target is None:
+                raise ConfigError(unknown_key(name, RunConfig, str(value)))
+            if was.get("_target_") != target:
+                was = {}
         place = found.setdefault(f"{group}.{keys[0]}", copy.deepcopy(was))
         for part in keys[1:-1]:
             place = place.setdefault(part, {})
