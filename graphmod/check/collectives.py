@@ -82,10 +82,10 @@ def collectives_of(op: Any, args: tuple, kwargs: dict, lines: Lines) -> list[Col
     place = _place(lines)
     if name == "batch_p2p_ops":
         messages = zip(given["op_list"], given["peer_list"], given["tag_list"], given["tensors"], strict=True)
-        return [_message(_NAMES.get(kind, kind), ranks, nth, *rest, place) for kind, *rest in messages]
+        return [_message(_NAMES.get(kind, kind), ranks, nth, peer, tag, of, place) for kind, peer, tag, of in messages]
     name = _NAMES.get(name, name)
-    first = next((value for value in given.values() if any(True for _ in tensors_in((value,)))), None)
     if name in ("send", "recv"):
+        first = next(value for value in given.values() if any(True for _ in tensors_in((value,))))
         peer = given.get("dst", given.get("src"))
         return [_message(name, ranks, nth, peer, given.get("tag", 0), first, place)]
     return [_collective(name, ranks, nth, args, given, place)]
@@ -131,7 +131,7 @@ def _group(given: dict) -> tuple[tuple[int, ...], int]:
     group = next(value for key, value in given.items() if key in ("process_group", "group_name"))
     if isinstance(group, torch.ScriptObject):
         group = ProcessGroup.unbox(group)
-    name = group if isinstance(group, str) else group.group_name
+    name: Any = group if isinstance(group, str) else group.group_name
     ranks = tuple(distributed.get_process_group_ranks(group_named(name)))
     return ranks, [one.group_name for one in _groups_of(ranks)].index(name)
 

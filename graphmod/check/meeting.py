@@ -47,7 +47,7 @@ class Meeting:
     def __init__(self, store: Any, rank: int, ranks: int, timeout: float, waits: bool) -> None:
         self.rank, self.ranks, self._timeout, self._waits = rank, ranks, timeout, waits
         number = store.add(f"graphmod/check/{rank}", 1)  # ranks make their checks in the same order
-        self._store = distributed.PrefixStore(f"graphmod/check/{number}/", store)
+        self._store: Any = distributed.PrefixStore(f"graphmod/check/{number}/", store)
         self._steps: list[Collective] = []
         self._counts: Counter = Counter()
         self._stopped = False

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 from graphmod.words import counted, ranks_in_words
 
 
-class Way(NamedTuple):
+@dataclass
+class Way:
     """What one rank communicated, in order.
 
     Attributes:
@@ -83,13 +84,11 @@ class Divergence:
 def divergences(ways: Iterable[Way]) -> list[Divergence]:
     """Where ranks diverge in the first call in which they do: the first such place of their collectives, and each
     message without a counterpart."""
-    ways = sorted(ways)
+    ways = sorted(ways, key=lambda way: way.rank)
     for call in sorted({one.call for way in ways for one in way.steps}):
         # Apart for each call: what one rank does more at its end could pass for the beginning of the next.
         there = [
-            way._replace(
-                steps=[one for one in way.steps if one.call == call], error=way.error if way.calls == call else ""
-            )
+            replace(way, steps=[one for one in way.steps if one.call == call], error=way.error * (way.calls == call))
             for way in ways
         ]
         found = _of_collectives(there)
@@ -138,7 +137,7 @@ def _divergence(ways: list[Way], ranks: list[int], head: Callable[[int], Any], d
     stands: dict[tuple, Stand] = {}
     for rank in ranks:
         way, one = known.get(rank), head(rank)
-        if one is None:
+        if way is None or one is None:
             stand = Stand([], _nothing(way))
         else:
             place = next(i for i, step in enumerate(way.steps) if step is one)
@@ -186,9 +185,9 @@ def _of_messages(ways: list[Way]) -> list[Divergence]:
 
 def _stands(source: int | None, target: int, gone: list, come: list, sends: int, receives: int) -> list[Stand]:
     def stand(rank: int | None, there: list, count: int, missing: str) -> Stand | None:
-        if there:
-            return Stand([rank], there[0].told, there[0].place, count - 1)
-        return None if rank is None else Stand([rank], missing)
+        if rank is None:
+            return None
+        return Stand([rank], there[0].told, there[0].place, count - 1) if there else Stand([rank], missing)
 
     sender = stand(source, gone, sends, f"sends rank {target} nothing more")
     receiver = stand(target, come, receives, f"receives nothing more from rank {source}")

@@ -127,7 +127,7 @@ class Part:
             seen: dict[int, Any] = {}
             flatten((args, kwargs), [], seen)
             of_arguments = [one for one in changes if one.owner in seen]
-            self._add_said(changed, *(one.where for one in of_arguments[:1]))
+            self._add_said(changed, next((one.where for one in of_arguments), (None, None)))
             changes = [one for one in changes if one not in of_arguments]
         self._take_in(recorder, changes)
         self.guards.append(Guards(notes, recorder.backward))
@@ -161,11 +161,11 @@ class Part:
         if plain is not None:
             self._add_said(plain, backward=True)
             return
-        grads: list[Tensor | None] = [torch.ones_like(tensor) for tensor in outputs]
+        grads = [torch.ones_like(tensor) for tensor in outputs]
         if self._loss is not None:
-            grads = list(torch.autograd.grad(self._loss(result), outputs, retain_graph=True, allow_unused=True))
-            outputs = [tensor for tensor, grad in zip(outputs, grads, strict=True) if grad is not None]
-            grads = [grad for grad in grads if grad is not None]
+            of_loss = torch.autograd.grad(self._loss(result), outputs, retain_graph=True, allow_unused=True)
+            outputs = [tensor for tensor, grad in zip(outputs, of_loss, strict=True) if grad is not None]
+            grads = [grad for grad in of_loss if grad is not None]
         parameters = [one for one in self.guards[-1].parameters() if one.requires_grad]
         wanted = [*(one for one in leaves if one.requires_grad and not is_stale(one)), *parameters]
         if not wanted or not outputs:

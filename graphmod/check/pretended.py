@@ -139,4 +139,4 @@ def _root(group: Any, rank: int | None, in_group: int | None) -> int:
     """The rank of the program that gives or gets everything."""
     if in_group is None:
         return rank or 0
-    return distributed.get_global_rank(group or distributed.group.WORLD, in_group)
+    return in_group if group is None else distributed.get_global_rank(group, in_group)

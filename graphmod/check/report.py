@@ -60,8 +60,8 @@ class Finding:
     def describe(self, of_ranks: int = 0) -> str:
         """In words, of a check of so many ranks."""
         where = "in the backward pass" if self.backward else "the call"
-        if self.user or (self.library and not self.backward):
-            where = shortened(self.user or self.library)
+        if line := self.user or (None if self.backward else self.library):
+            where = shortened(line)
         notes = []
         if self.backward and self.user:
             notes.append("in the backward")

@@ -122,11 +122,11 @@ def check_layers(
         name: of the whole, for the report.
         meeting: of the ranks, which compare what these parts communicate.
     """
-    borrowed = Borrowed()
+    borrowed, others = Borrowed(), others or {}
     parts = {one: Part(model.get_submodule(one), borrowed, one, meeting=meeting) for one in layers}
     further = {
         one: Part(getattr(owner, attribute), borrowed, one, meeting=meeting)
-        for one, (owner, attribute) in (others or {}).items()
+        for one, (owner, attribute) in others.items()
     }
     report = Report(name or _name(model), parts=[*parts, *further])
     with borrowed, without_graphs(model.modules()), _compared(report, meeting):
