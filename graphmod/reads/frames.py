@@ -4,6 +4,7 @@
 """
 
 import dis
+import inspect
 import logging
 import os
 import platform
@@ -101,7 +102,9 @@ _NAMES = {
     *("requires_grad", "shape", "state", "tensor", "torch", "zeros", "zeros_like", "RuntimeError", "_to_scalar"),
     *("_device_dtype_check_for_fused", "_get_scalar_dtype", "_need_device_dtype_check_for_fused"),
 }
-_GROUPS = [one._init_group.__code__ for one in vars(torch.optim).values() if hasattr(one, "_init_group")]
+_GROUPS = [
+    inspect.unwrap(one._init_group).__code__ for one in vars(torch.optim).values() if hasattr(one, "_init_group")
+]
 _groups = frozenset(identity(code) for code in _GROUPS if _NAMES.issuperset(code.co_names))
 # By identity: the hash of code takes microseconds, and there is none where dynamo has put a dict among the constants.
 _walks, _machinery = frozenset(map(identity, _WALKS)), frozenset(map(identity, _MACHINERY))
