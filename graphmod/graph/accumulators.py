@@ -24,37 +24,39 @@ def _runs_backward(graph: Any) -> bool:
     return graph.recording.backward
 
 
-class stood_in:
-    """Gives the modules a view of each parameter whose node must stay as it is, and notes it in `graph.stand_ins`.
+class own_ends:
+    """Lets the autograd graph of a capture end at nodes of its own; whoever comes after it makes others again.
 
-    Those are parameters that are used outside of this graph too, those with gradient hooks, which the node runs, and
-    all of them while an eager call of the module waits for its backward. The capture ends at the view. Code that runs
+    Where a parameter's node must stay as it is, modules have a view of it instead, at which the capture ends, and which
+    is noted in `graph.stand_ins`. Those are parameters that are used outside of this graph too, those with gradient
+    hooks, which the node runs, and all of them while an eager call of the module waits for its backward. Code that runs
     its backward inside gets views of shared ones only: its gradients must reach the parameters themselves.
 
     Args:
         graph: about to be captured.
         found: what the recorded call read.
+        given: the identities of its arguments. It has aliases of those, and calls before this one led to their nodes.
     """
 
-    def __init__(self, graph: Any, found: Guards) -> None:
-        self._graph, self._places, self._renewed = graph, _replaced(graph, found), []
+    def __init__(self, graph: Any, found: Guards, given: set[int]) -> None:
+        self._graph, self._backend, self._places = graph, graph.context.group.backend, _replaced(graph, found)
+        self._parameters = {id(parameter): parameter for _, _, parameter in self._places}
+        # Then the backward goes on behind the views, to nodes of the capture too.
+        self._within = _runs_backward(graph) and not graph.context.group.busy
+        self._renewed = _to_renew(graph, found, given, set(self._parameters))
+        self._renewed += self._parameters.values() if self._within else ()
 
     def __enter__(self) -> None:
-        graph, backend = self._graph, self._graph.context.group.backend
-        parameters = list({id(parameter): parameter for _, _, parameter in self._places}.values())
-        within = _runs_backward(graph) and not graph.context.group.busy
-        if within:  # the backward goes on behind the views, to nodes of the capture too
-            self._renewed = parameters
-            backend.renew_accumulators(parameters)
-        views = backend.views(parameters, within)
-        graph.stand_ins = {id(parameter): view for parameter, view in zip(parameters, views, strict=True)}
+        self._backend.renew_accumulators(self._renewed)
+        views = self._backend.views(list(self._parameters.values()), self._within)
+        self._graph.stand_ins = dict(zip(self._parameters, views, strict=True))
         for names, key, parameter in self._places:
-            names[key] = graph.stand_ins[id(parameter)]
+            names[key] = self._graph.stand_ins[id(parameter)]
 
     def __exit__(self, *_: object) -> None:
         for names, key, parameter in self._places:
             names[key] = parameter
-        self._graph.context.group.backend.renew_accumulators(self._renewed)
+        self._backend.renew_accumulators(self._renewed)
 
 
 def _replaced(graph: Any, found: Guards) -> list[tuple[dict, str, nn.Parameter]]:
@@ -73,34 +75,11 @@ def _replaced(graph: Any, found: Guards) -> list[tuple[dict, str, nn.Parameter]]
     return [place for place in found.attributes if id(place[2]) in wanted and place[2].requires_grad]
 
 
-class own_accumulators:
-    """Lets a capture make nodes of its own, for all parameters but those that must keep theirs; and whoever comes after
-    it make others again.
-
-    Args:
-        graph: about to be captured; its stand-ins are in place.
-        found: what the recorded call read.
-        given: the identities of its arguments. It has aliases of those, and calls before this one led to their nodes.
-    """
-
-    def __init__(self, graph: Any, found: Guards, given: set[int]) -> None:
-        self._backend, self._renewed = graph.context.group.backend, _to_renew(graph, found, given)
-
-    def __enter__(self) -> None:
-        self._backend.renew_accumulators(self._renewed)
-
-    def __exit__(self, *_: object) -> None:
-        self._backend.renew_accumulators(self._renewed)
-
-
-def _to_renew(graph: Any, found: Guards, given: set[int]) -> list[nn.Parameter]:
+def _to_renew(graph: Any, found: Guards, given: set[int], stood_in: set[int]) -> list[nn.Parameter]:
     context = graph.context
     known = {id(parameter): parameter for parameter in (*found.parameters(), *context.around.parameters)}
-    keep = (
-        context.group.shared.keys()
-        | graph.stand_ins.keys()
-        | (given - {id(one) for *_, one in (*found.attributes, *found.slots)})
-    )
+    keep = stood_in | context.group.shared.keys()
+    keep |= given - {id(one) for *_, one in (*found.attributes, *found.slots)}
     if context.group.busy or not _runs_backward(graph):  # whoever leads to the node of now runs the hooks, too
         keep |= {key for key, parameter in known.items() if has_gradient_hooks(parameter)}
     return [parameter for key, parameter in known.items() if key not in keep] if torch.is_grad_enabled() else []

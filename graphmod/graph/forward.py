@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from graphmod.errors import CaptureRefused, Diverged
-from graphmod.graph.accumulators import own_accumulators, stood_in
+from graphmod.graph.accumulators import own_ends
 from graphmod.graph.backward import BackwardGraph
 from graphmod.graph.buffers import Sources, StaticInput, static_inputs
 from graphmod.graph.checkpointed import KEPT, RunAgain, in_checkpoint, own_saved_tensors
@@ -154,8 +154,7 @@ class ForwardGraph:
         def capture(undo: Undo) -> Any:
             undo.then(lambda error: is_interrupt(error) and torch.set_grad_enabled(grad))
             undo.enter(as_memory(owned))
-            undo.enter(stood_in(self, guards))
-            undo.enter(own_accumulators(self, guards, self._sources.identities))
+            undo.enter(own_ends(self, guards, self._sources.identities))
             pool, script = self.tape.arena.pool, recording.script
             split = not generators and not entry.failures_in_a_row
             return group.backend.capture(run, pool, given, generators, check, split=split, script=script)
