@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from graphmod.errors import CaptureRefused
-from graphmod.graph.backward import BackwardGraph
+from graphmod.graph.backward import BackwardGraph, Place, buffers_for, find_places, real, store, targets_for
 from graphmod.graph.buffers import OwnedBuffer, StaticInput, StaticOutput, adopted
 from graphmod.graph.forward import ELSEWHERE, ForwardGraph
 from graphmod.graph.gradients import Loans
 from graphmod.graph.group import Group
-from graphmod.graph.placement import Place, buffers_for, find_places, real, store, targets_for
 from graphmod.graph.split import Whole, is_split, part
 from graphmod.graph.watch import refuse_unseen
 from graphmod.guards.changes import what_changed

@@ -15,12 +15,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from graphmod.errors import CaptureRefused, Diverged
 from graphmod.graph.accumulators import own_ends
-from graphmod.graph.backward import BackwardGraph
+from graphmod.graph.backward import BackwardGraph, Gradients
 from graphmod.graph.buffers import Sources, StaticInput, static_inputs
 from graphmod.graph.checkpointed import KEPT, RunAgain, in_checkpoint, own_saved_tensors
 from graphmod.graph.context import Context
 from graphmod.graph.gradients import GradientBuffer, as_memory, lend, memory_of
-from graphmod.graph.placement import Gradients
 from graphmod.graph.results import Results, resolved
 from graphmod.graph.split import is_split, part
 from graphmod.graph.tape import Tape
