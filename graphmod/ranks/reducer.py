@@ -122,8 +122,12 @@ class Bucket:
             return flat
         if any(gradients[i].data_ptr() != self._aimed[1][i].data_ptr() for i in self._made):
             raise Diverged("a gradient was made by another operation than in the call before")
-        with _meeting(self._aimed):
+        global _aimed
+        _aimed = self._aimed  # memory that some of the gradients already lie in
+        try:
             flat = torch.ops.graphmod.bucket(gradients)
+        finally:
+            _aimed = None
         self.parts = _parts_for(flat, gradients)
         return flat
 
@@ -138,17 +142,6 @@ class Bucket:
 
 
 _aimed: tuple[Tensor, list[Tensor]] | None = None
-
-
-@contextlib.contextmanager
-def _meeting(aimed: tuple[Tensor, list[Tensor]] | None) -> Iterator[None]:
-    """Lets `bucket` give memory that some of its gradients already lie in."""
-    global _aimed
-    _aimed = aimed
-    try:
-        yield
-    finally:
-        _aimed = None
 
 
 def _bucket(gradients: list[Tensor]) -> Tensor:
