@@ -60,21 +60,6 @@ class OwnedBuffer:
     each.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_foreign",
-        "_memory",
-        "_pass",
-        "_pointer",
-        "_readers",
-        "_rounds",
-        "_source",
-        "_version",
-        "_where",
-        "tensor",
-        "users",
-    )
-
     def __init__(self, like: Tensor) -> None:
         # Dimensions broadcast by a zero stride stay so: the memory holds their one element.
         sizes = [1 if stride == 0 else size for size, stride in zip(like.size(), like.stride(), strict=True)]
@@ -288,8 +273,6 @@ class Sources:
         changed: the storages from outside that the captured code changes: no argument may share them, because the
             graph reads a copy that was made before.
     """
-
-    __slots__ = ("_storages", "changed", "identities")
 
     def __init__(self, leaves: list[Tensor]) -> None:
         self.identities = set(map(id, leaves))

@@ -35,19 +35,6 @@ class Tape:
     the tape found gradients to be None (it writes) or present (it accumulates); None before there was a backward.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "arena",
-        "cursor",
-        "dropped",
-        "fresh_grads",
-        "length",
-        "outputs",
-        "owners",
-        "serial",
-        "stamps",
-    )  # fmt: skip
-
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
         self.serial = arena.captures
