@@ -74,8 +74,6 @@ def launch(context: Context, graph: ForwardGraph, leaves: list[Tensor], careful:
     entry = graph.entry
     graph.load(leaves)
     state = graph.random_state()
-    if graph.advanced:
-        graph.before = [tensor.clone() for tensor in graph.advanced]
     graph.tape.cursor = graph.index + 1
     early = graph.starts_early and not careful and graph.successor is None
     finished = False
@@ -96,9 +94,7 @@ def launch(context: Context, graph: ForwardGraph, leaves: list[Tensor], careful:
     finally:
         if not finished:
             graph.set_random_state(state)
-    graph.launches += 1
-    graph.recording.host_draws.advance()
-    graph.after(leaves)
+    graph.launched(leaves)
     context.counters.replays += replayed
     context.counters.eager_calls += not replayed
     context.served = graph  # past nn.Module's __setattr__, which takes a microsecond

@@ -151,9 +151,7 @@ def capture(
         communicates = captured() if recording.communicates else contextlib.nullcontext()
         with casts_of_its_own(context, entry), communicates:
             graph.capture(leaves)
-        if graph.advanced:
-            graph.before = graph.graph.before(graph.advanced)
-        graph.launch()
+        graph.launch_first()
     except LateRanks:
         raise
     except Exception as error:  # whatever user code or CUDA raised: the eager call decides what the user sees
@@ -165,7 +163,6 @@ def capture(
             entry.forget(recording)  # another eager call is recorded, and never what was refused is the measure
         context.failed(entry, error, "its forward")
         return None
-    graph.index = tape.append(graph)
     if context.last_failure == entry.waits_for:
         context.last_failure = ""
     context.served = graph

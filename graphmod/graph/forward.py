@@ -376,22 +376,37 @@ class ForwardGraph:
             self.context.group.backend.set_random_state(device)
 
     def load(self, leaves: list[Tensor]) -> None:
-        """Brings the arguments to where the graph reads them."""
+        """Brings the arguments to where the graph reads them, and keeps what it is about to change."""
         passes = self.tape.arena.passes
         for index, buffer in self._copied:
             self.context.counters.copied_bytes += buffer.load(leaves[index], passes, self.context)
+        if self.advanced:
+            self.before = [tensor.clone() for tensor in self.advanced]
 
     def forget_arguments(self) -> None:
         """Lets go of what its arguments were copied from, after a pass."""
         for _, buffer in self._copied:
             buffer.forget()
 
-    def launch(self) -> None:
-        """Replays all of it."""
-        self.graph.replay()
-        self.after()
+    def launch_first(self) -> None:
+        """Replays for the first time, which gives the results of the call that was captured, and takes its place on the
+        tape."""
+        self.before = self.graph.before(self.advanced) if self.advanced else None
+        self.launch()
+        self.index = self.tape.append(self)
 
-    def after(self, leaves: list[Tensor] | None = None) -> None:
+    def launch(self) -> None:
+        """Replays all of it, once more or for the call that was captured."""
+        self.graph.replay()
+        self._after()
+
+    def launched(self, leaves: list[Tensor]) -> None:
+        """Its graph was replayed in the place of a call with these tensor arguments."""
+        self.launches += 1
+        self.recording.host_draws.advance()
+        self._after(leaves)
+
+    def _after(self, leaves: list[Tensor] | None = None) -> None:
         """Does what the captured Python code did to gradients and version counters; `leaves` are the call's tensor
         arguments, if it had others than the call before."""
         for parameter, left in self._grads_after:
