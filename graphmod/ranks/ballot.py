@@ -135,9 +135,9 @@ class Ballot:
             store = distributed.PrefixStore("leaders", self.board.store)
             patience = timedelta(seconds=timeout)
             self._leaders = distributed.ProcessGroupGloo(store, leaders.index(rank), len(leaders), patience)
-        self._words = self._share(rank)
+        self._words = self._share()
 
-    def _share(self, rank: int) -> memoryview:
+    def _share(self) -> memoryview:
         """Memory of all ranks of this machine: for each of two votes in turn, a word of each rank, and the result."""
         size = 2 * (len(self._here) + 1) * _WORD
         file, path = None, None
