@@ -27,10 +27,13 @@ _tensor, _where = operator.attrgetter("tensor"), operator.attrgetter("where")
 class GradientBuffer:
     """One parameter's gradient.
 
+    Args:
+        whole: makes a DTensor around memory of this rank's part, where that is what the gradient is; None of others.
+
     Attributes:
         parameter: whose gradient it is; kind: see `kind_of`.
         memory: what captures read and write.
-        tensor: what is `.grad`.
+        tensor: what is `.grad`, over the same memory.
         where: the storage of `tensor`, as a number.
         passing: the parameters (by identity) whose gradients are taken together with this one, where its memory is that
             of other parameters' gradients, too (see `Passing`); else empty.
@@ -38,26 +41,33 @@ class GradientBuffer:
         entry: the signature whose captured call left it behind; None of one that a backward graph writes.
     """
 
-    __slots__ = ("__weakref__", "_storage", "entry", "kind", "memory", "parameter", "passing", "tensor", "where")
-
     moves = 0
 
-    def __init__(self, parameter: Tensor, memory: Tensor, entry: Any = None) -> None:
-        self.parameter, self.memory, self.entry = parameter, memory, entry
+    def __init__(self, parameter: Tensor, memory: Tensor, entry: Any = None, whole: Whole | None = None) -> None:
+        self.parameter, self.memory, self.entry, self._whole = parameter, memory, entry, whole
         self.passing: tuple[int, ...] = ()
         self.kind = kind_of(parameter)
         self._lend()
 
     def _lend(self) -> None:
-        self.tensor = storage_over(self.memory)
-        self._storage = self.tensor.untyped_storage()
+        # No other name for either, not even a local one: references are counted.
+        if self._whole is None:
+            self._part, self.tensor = None, storage_over(self.memory)
+            self._storage = self.tensor.untyped_storage()
+        else:
+            self._part = storage_over(self.memory)
+            self.tensor = self._whole.around(self._part)
+            self._alone = getrefcount(self._part)
+            self._storage = self._part.untyped_storage()
         self.where = self._storage._cdata
         GradientBuffer.moves += 1
-        if self.memory.numel():
+        if self._part is None and self.memory.numel():
             _lent[self.memory.data_ptr()] = self
 
     def held(self) -> bool:
         """Whether anybody but the parameter holds the gradient, or a view of it."""
+        if self._part is not None and getrefcount(self._part) > self._alone:
+            return True
         alone = _counts()
         most = alone.as_gradient if self.parameter.grad is self.tensor else alone.references
         return _references(self) > most or _use_count(self.where) > alone.uses
@@ -69,17 +79,18 @@ class GradientBuffer:
             for_another: the memory is about to be another parameter's gradient, so that its own parameter counts, too.
 
         Returns:
-            Whether the memory may be written now. False only where this torch cannot move a storage (before 2.13) and
-            views of the gradient are held.
+            Whether the memory may be written now. False only where this torch cannot move a storage (before 2.13), and
+            views of the gradient are held, or it is a DTensor.
         """
         # Somebody has given the tensor other memory (`p.grad.data = ...`, `module.to(memory_format=...)`).
-        elsewhere = self.tensor.data_ptr() != self.memory.data_ptr()
+        elsewhere = part(self.tensor).data_ptr() != self.memory.data_ptr()
+        elsewhere = elsewhere or (self._part is not None and part(self.tensor) is not self._part)
         if not elsewhere and not (self.held() or (for_another and self.parameter.grad is self.tensor)):
             return True
         with torch.no_grad():
             if can_swap():
                 swap_for_copy(self._storage, self.memory.device)
-            elif _use_count(self.where) > _counts().uses - elsewhere:
+            elif self._part is not None or _use_count(self.where) > _counts().uses - elsewhere:
                 return False
             elif not elsewhere:
                 self.tensor.data = self.tensor.detach().clone()
@@ -88,49 +99,11 @@ class GradientBuffer:
 
     def copy(self) -> Tensor:
         """A copy of what a graph has left."""
-        return self.memory.clone()
+        copied = self.memory.clone()
+        return copied if self._whole is None else self._whole.around(copied)
 
     def let_go(self) -> None:
         """Nothing to forget: what holds a gradient is counted when its memory is about to be written."""
-
-
-class SplitGradient(GradientBuffer):
-    """One parameter's gradient of which each rank holds a part (DTensor): `memory` is that of this rank's part, and
-    `tensor` a DTensor around it.
-
-    Args:
-        grad: the DTensor that a capture left behind.
-    """
-
-    __slots__ = ("_alone", "_part", "_whole")
-
-    def __init__(self, parameter: Tensor, grad: Tensor, entry: Any) -> None:
-        self._whole = Whole(grad)
-        super().__init__(parameter, part(grad), entry)
-
-    def _lend(self) -> None:
-        self._part = storage_over(self.memory)
-        self.tensor = self._whole.around(self._part)
-        self._alone = getrefcount(self._part)
-        self._storage = self._part.untyped_storage()
-        self.where = self._storage._cdata
-
-    def copy(self) -> Tensor:
-        return self._whole.around(self.memory.clone())
-
-    def held(self) -> bool:
-        return super().held() or getrefcount(self._part) > self._alone
-
-    def evacuate(self, for_another: bool = False) -> bool:
-        exchanged = part(self.tensor) is not self._part or self._part.data_ptr() != self.memory.data_ptr()
-        if not exchanged and not self.held():
-            return True
-        if not can_swap():
-            return False
-        with torch.no_grad():
-            swap_for_copy(self._storage, self.memory.device)
-        self._lend()
-        return True
 
 
 def kind_of(parameter: Tensor) -> tuple:
@@ -280,6 +253,6 @@ def lend(parameter: Tensor, grad: Tensor, made: Callable[[int], bool], entry: An
     """
     if grad.requires_grad or grad._is_zerotensor() or not made(address(part(grad))):
         return grad
-    buffer = (SplitGradient if is_split(grad) else GradientBuffer)(parameter, grad, entry)
+    buffer = GradientBuffer(parameter, part(grad), entry, Whole(grad) if is_split(grad) else None)
     parameter.grad = buffer.tensor
     return buffer
