@@ -77,18 +77,12 @@ def _probe(device: torch.device) -> Tensor:
         return torch.zeros(1, 1, device=device, requires_grad=True)
 
 
-def device_of(context: Context) -> torch.device:
-    """Where a wrapped callable works."""
-    gpu = context.group.gpu
-    return torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
-
-
 def share_casts(context: Context, entry: Entry) -> bool:
     """Whether a call, whose signature keeps casts, shares some with others. Then the signature stays eager from now on.
     To be asked in each call."""
     if not any(p.requires_grad and p.dtype is torch.float32 for p in context.around.parameters):
         return False
-    block = block_of_now(device_of(context))
+    block = block_of_now(context.group.backend.device)
     before = None if context.in_block is None else context.in_block()
     context.in_block = weakref.ref(block)
     if before is block:
@@ -157,13 +151,14 @@ def casts_of_its_own(context: Context, entry: Entry) -> Iterator[None]:
         with keeping_none():
             yield
         return
-    block = open_block(device_of(context)) if entry.keeps_casts else None
+    device = context.group.backend.device
+    block = open_block(device) if entry.keeps_casts else None
     torch.clear_autocast_cache()
     try:
         yield
     finally:
         torch.clear_autocast_cache()
-        keep_open(device_of(context), block)
+        keep_open(device, block)
 
 
 def _casts_in(given: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[GradientEdge]:
