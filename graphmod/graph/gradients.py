@@ -37,11 +37,8 @@ class GradientBuffer:
         where: the storage of `tensor`, as a number.
         passing: the parameters (by identity) whose gradients are taken together with this one, where its memory is that
             of other parameters' gradients, too (see `Passing`); else empty.
-        moves: how often any of them was lent out anew.
         entry: the signature whose captured call left it behind; None of one that a backward graph writes.
     """
-
-    moves = 0
 
     def __init__(self, parameter: Tensor, memory: Tensor, entry: Any = None, whole: Whole | None = None) -> None:
         self.parameter, self.memory, self.entry, self._whole = parameter, memory, entry, whole
@@ -60,7 +57,6 @@ class GradientBuffer:
             self._alone = getrefcount(self._part)
             self._storage = self._part.untyped_storage()
         self.where = self._storage._cdata
-        GradientBuffer.moves += 1
         if self._part is None and self.memory.numel():
             _lent[self.memory.data_ptr()] = self
 
@@ -150,21 +146,16 @@ class Loans:
         owners: what each of them is taken with, where they are passing.
     """
 
-    __slots__ = ("_buffers", "_memory", "_moves", "_where", "owners")
+    __slots__ = ("_buffers", "_memory", "owners")
 
     def __init__(self, buffers: list[GradientBuffer]) -> None:
         self._buffers = buffers
         self.owners = frozenset(buffer.passing for buffer in buffers)
         self._memory = [buffer.memory.data_ptr() for buffer in buffers]
-        self._moves = -1
-        self._where: list[int] = []
 
     def free(self) -> list[Tensor] | None:
         """What is to be `.grad`, where nothing is now; None where somebody holds one of the gradients before, or has
         given it other memory."""
-        if self._moves != GradientBuffer.moves:
-            self._where = list(map(_where, self._buffers))
-            self._moves = GradientBuffer.moves
         alone = _counted[0] if _counted else _counts()
         tensors = list(map(_tensor, self._buffers))
         most = len(tensors)
@@ -172,7 +163,7 @@ class Loans:
             return None
         if list(map(_data_ptr, tensors)) != self._memory:
             return None
-        return tensors if list(map(_use_count, self._where)).count(alone.uses) == most else None
+        return tensors if list(map(_use_count, map(_where, self._buffers))).count(alone.uses) == most else None
 
     def evacuate(self) -> bool:
         """Moves all that is held, so that the memory may be other parameters' gradients; see `GradientBuffer`."""
