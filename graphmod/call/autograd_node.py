@@ -19,7 +19,7 @@ from graphmod.errors import BackwardUnavailable
 from graphmod.graph.backward import BackwardGraph, GradientsExchanged, Outvoted
 from graphmod.graph.forward import ForwardGraph
 from graphmod.graph.tape import Ticket
-from graphmod.graph.uses import notice_others, watch_sums
+from graphmod.graph.uses import watch_sums
 from graphmod.ranks.agreement import Choice
 from graphmod.ranks.ballot import LateRanks
 from graphmod.signature.modes import FOREIGN
@@ -204,7 +204,6 @@ def _backward(ticket: Ticket, graph: ForwardGraph, grads: tuple[Tensor | None, .
             _count_mismatch(graph, as_captured)
         return _hand_out(known, ticket)
     _count_mismatch(graph, False)
-    notice_others(context.group, known, grads, tape.arena.passes)
     return _again(ticket, graph, grads, accumulates)
 
 
@@ -225,8 +224,8 @@ def _hand_out(known: BackwardGraph, ticket: Ticket) -> list[Tensor | None]:
     ]
     if any(known.wholes):
         found = [one if whole is None else whole.around(one) for one, whole in zip(found, known.wholes, strict=True)]
-    if known.unwatched:
-        watch_sums(ticket.graph, ticket.node(), known.unwatched, found)
+    if ticket.graph.summed:
+        watch_sums(ticket.graph, ticket.node(), ticket.graph.summed, found)
     return found
 
 

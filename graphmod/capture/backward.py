@@ -13,7 +13,6 @@ from graphmod.graph.backward import BackwardGraph, Place, buffers_for, find_plac
 from graphmod.graph.buffers import OwnedBuffer, StaticInput, StaticOutput, adopted
 from graphmod.graph.forward import ELSEWHERE, ForwardGraph
 from graphmod.graph.gradients import Loans
-from graphmod.graph.group import Group
 from graphmod.graph.split import Whole, is_split, part
 from graphmod.graph.watch import refuse_unseen
 from graphmod.guards.changes import what_changed
@@ -225,32 +224,15 @@ class _Capture:
 
 def _append(graph: ForwardGraph, known: BackwardGraph) -> None:
     """Puts a captured backward onto the tape of its forward."""
-    group, arena = graph.context.group, graph.tape.arena
+    group = graph.context.group
     known.index = graph.tape.append(graph)
     results = [result for result in known.results if result is not None]
     graph.tape.hand_out(results)
     for result in results:
         group.static[result.tensor.data_ptr()] = result.tensor
-    known.launched_in, known.unwatched = arena.passes, graph.summed
     graph.backward = known
-    for place in graph.summed:
-        result = known.results[place]
-        if result is not None:
-            group.sums[result.tensor.data_ptr()] = graph
-    for item in known.inputs:
-        if item is not None and item.buffer is None:
-            _watch_sum(group, item)
     if graph.tape.fresh_grads is None and graph.parameters:
         graph.tape.fresh_grads = group.found_fresh
-
-
-def _watch_sum(group: Group, gradient: StaticInput) -> None:
-    """Has the one backward that makes a gradient leave it to the other, which reads it at its place, to notice when
-    autograd adds more to it."""
-    maker = group.sums.get(gradient.pointer)
-    if maker is not None and maker.backward is not None:
-        noticed = maker.backward.place_of(gradient.pointer)
-        maker.backward.unwatched = [place for place in maker.backward.unwatched if place != noticed]
 
 
 def _static_gradient(graph: ForwardGraph, grad: Tensor) -> StaticInput:

@@ -49,9 +49,6 @@ class BackwardGraph:
         copied: of those, index and buffer of each that is copied.
         results: per differentiable input and hooked parameter of the forward, its gradient, or None.
         wholes: likewise, what makes it again of that where it is a DTensor, or None.
-        launched_in: the last pass in which it was.
-        unwatched: those of `results` that are sums of several uses, of which no backward on the tape would notice that
-            autograd adds more to them.
         saved, weights: outputs and parameters of the forward that the backward reads again; `weights_at` their
             addresses.
         written: the buffers of the gradients that the graph overwrites.
@@ -89,8 +86,7 @@ class BackwardGraph:
         self.passing, self.passed = passing, passed
         self.copied = [(i, item.buffer) for i, item in enumerate(inputs) if item is not None and item.buffer]
         self.parameters, self.loans = [buffer.parameter for buffer in written], Loans(written)
-        self.index = self.launched_in = -1
-        self.unwatched: list[int] = []
+        self.index = -1
         self.apart = False
 
     def launch_first(self) -> None:
@@ -127,11 +123,6 @@ class BackwardGraph:
         """What its code would read that is no longer as it was, in words."""
         return None if self.guards is None else self.guards.moved() or self.guards.changed()
 
-    def place_of(self, pointer: int) -> int | None:
-        """Which of its results lies at an address."""
-        at = (place for place, one in enumerate(self.results) if one is not None and one.tensor.data_ptr() == pointer)
-        return next(at, None)
-
     def launch(self, grads: Sequence[Tensor | None], passes: int, agrees: Callable[[], bool]) -> tuple[int, bool]:
         """Replays into the parameters' gradients, whatever state they are in; returns the bytes copied in, and whether
         the gradients were in the state they had at capture.
@@ -144,7 +135,7 @@ class BackwardGraph:
             Outvoted: others do not agree; nothing has changed.
             Exception: whatever the launch raised; the gradients are in their places.
         """
-        copied, self.launched_in = 0, passes
+        copied = 0
         if self.passing is not None and not self.passed.claim(self.passing):
             raise GradientsExchanged("views of another layer's gradient are held, which this torch cannot move")
         for index, buffer in self.copied:

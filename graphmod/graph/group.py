@@ -100,7 +100,6 @@ class Group:
         self.stash: dict[int, Tensor] = {}
         self.places: dict[tuple, list] = {}
         self.static: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-        self.sums: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # see `uses.watch_sums`
         self.context: tuple | None = None
         self.begun = 0  # passes
         self.said = Said()
@@ -268,7 +267,6 @@ class Group:
         self.places.clear()
         self.stash.clear()
         self.static.clear()
-        self.sums.clear()
         self.buffers.clear()
         self._learned.clear()
 

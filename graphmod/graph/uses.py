@@ -149,7 +149,7 @@ def watch_sums(graph: Any, node: Any, places: Sequence[int], gradients: Sequence
             handle.remove()
             total = totals[number]
             if total is not None and current_backward() == task:
-                tell_of_others(graph, place, part, total)
+                _tell_of_others(graph, place, part, total)
 
         handle = end.register_prehook(compare)
 
@@ -160,20 +160,7 @@ def watch_sums(graph: Any, node: Any, places: Sequence[int], gradients: Sequence
             watch(place, part, end, number)
 
 
-def notice_others(group: Any, backward: Any, grads: Sequence[Tensor | None], passes: int) -> None:
-    """Likewise, where a backward finds that the gradients it is given are not those it reads at their place.
-
-    Args:
-        group: of the graphs; passes: the present pass of the arena that they are in.
-    """
-    for static, grad in zip(backward.inputs, grads, strict=True):
-        if static is not None and grad is not None and static.buffer is None and static.pointer != grad.data_ptr():
-            maker = group.sums.get(static.pointer)
-            if maker is not None and maker.backward is not None and maker.backward.launched_in == passes:
-                tell_of_others(maker, maker.backward.place_of(static.pointer), static.tensor, grad)
-
-
-def tell_of_others(graph: Any, place: int, part: Tensor, total: Tensor) -> None:
+def _tell_of_others(graph: Any, place: int, part: Tensor, total: Tensor) -> None:
     """Has a call captured anew, with the gradients of an argument's uses apart, where what autograd has for the
     argument is no longer the call's own sum, which it would hand on as it is."""
     if total.layout is not torch.strided or total.data_ptr() == part.data_ptr():
