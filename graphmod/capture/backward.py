@@ -10,7 +10,7 @@ from torch import Tensor
 
 from graphmod.errors import CaptureRefused
 from graphmod.graph.backward import BackwardGraph, Place, buffers_for, find_places, real, store, targets_for
-from graphmod.graph.buffers import OwnedBuffer, StaticInput, StaticOutput, adopted
+from graphmod.graph.buffers import StaticInput, StaticOutput, static_memory
 from graphmod.graph.forward import ELSEWHERE, ForwardGraph
 from graphmod.graph.gradients import Loans
 from graphmod.graph.split import Whole, is_split, part
@@ -97,7 +97,9 @@ class _Capture:
             Exception: whatever the captured code raised.
         """
         graph, group = self._graph, self._group
-        inputs = [None if grad is None else _static_gradient(graph, grad) for grad in grads]
+        inputs = [
+            None if grad is None else StaticInput(*static_memory(graph, grad, graph), "gradient") for grad in grads
+        ]
         self._grads = [None if item is None else item.tensor for item in inputs]
         self._given = [tensor for tensor in self._grads if tensor is not None]
         self._buffers = buffers_for(group, graph.direct)
@@ -233,16 +235,6 @@ def _append(graph: ForwardGraph, known: BackwardGraph) -> None:
     graph.backward = known
     if graph.tape.fresh_grads is None and graph.parameters:
         graph.tape.fresh_grads = group.found_fresh
-
-
-def _static_gradient(graph: ForwardGraph, grad: Tensor) -> StaticInput:
-    memory = adopted(grad, graph.context.group.static)
-    buffer = None
-    if memory is None:
-        buffer = OwnedBuffer(grad)
-        graph.context.counters.copied_bytes += buffer.load(grad, graph.tape.arena.passes, graph)
-        memory = buffer.tensor.detach()
-    return StaticInput(memory, buffer, "gradient")
 
 
 def _there(grad: Tensor) -> Tensor:

@@ -265,37 +265,24 @@ def swap_for_copy(storage: torch.UntypedStorage, device: torch.device) -> None:
     storage._swap_data_ptr_(old.clone().untyped_storage())
 
 
-class Sources:
-    """The arguments that a graph was captured with.
+def unlike_eager(inputs: list[StaticInput], sources: list[Tensor], recorder: Follower) -> str | None:
+    """Why what was captured is not what the code does with the caller's own tensors; None if it is.
 
-    Attributes:
-        identities: those of the tensors.
-        changed: the storages from outside that the captured code changes: no argument may share them, because the
-            graph reads a copy that was made before.
+    Args:
+        sources: those, for which the inputs stand.
     """
-
-    def __init__(self, leaves: list[Tensor]) -> None:
-        self.identities = set(map(id, leaves))
-        self._storages = list(map(address, leaves))
-        self.changed: frozenset[int] = frozenset()
-
-    def unlike_eager(self, inputs: list[StaticInput], recorder: Follower) -> str | None:
-        """Why what was recorded is not what the code does with the caller's own tensors; None if it is."""
-        changed = frozenset(recorder.written) | recorder.inputs_written
-        for static, source in zip(inputs, self._storages, strict=True):
-            where, copied = address(static.tensor), static.buffer is not None
-            if where in recorder.inputs_written and (copied or static.tensor.requires_grad):
-                return f"changes its argument {static.name} in place; make it change a copy"
-            if where not in recorder.read:
-                continue
-            if copied and source and source in changed:
-                return f"changes memory that its argument {static.name} shares; pass a copy of it"
-            self.changed = changed if copied else self.changed
-        for static in inputs:
-            grad = static.tensor.grad if static.tensor.is_leaf else None
-            if grad is not None and address(grad) in recorder.read:
-                return f"reads the gradient of its argument {static.name}; pass that as an argument, too"
-        return None
+    changed = (recorder.written.keys() | recorder.inputs_written) - {0}
+    for static, source in zip(inputs, sources, strict=True):
+        where, copied = address(static.tensor), static.buffer is not None
+        if where in recorder.inputs_written and (copied or static.tensor.requires_grad):
+            return f"changes its argument {static.name} in place; make it change a copy"
+        if copied and where in recorder.read and address(source) in changed:
+            return f"changes memory that its argument {static.name} shares; pass a copy of it"
+    for static in inputs:
+        grad = static.tensor.grad if static.tensor.is_leaf else None
+        if grad is not None and address(grad) in recorder.read:
+            return f"reads the gradient of its argument {static.name}; pass that as an argument, too"
+    return None
 
 
 def static_inputs(graph: Any, leaves: list[Tensor]) -> list[StaticInput]:
@@ -304,7 +291,7 @@ def static_inputs(graph: Any, leaves: list[Tensor]) -> list[StaticInput]:
     Raises:
         CaptureRefused: one of them can have no copy that code could not tell from it.
     """
-    group, arena = graph.context.group, graph.tape.arena
+    group = graph.context.group
     paths = argument_paths(graph.entry.signature.structure, parameter_names(graph.context.call))
     names = {part.index: path for path, part in paths.items() if part.__class__ is Leaf}
     made = []
@@ -318,14 +305,28 @@ def static_inputs(graph: Any, leaves: list[Tensor]) -> list[StaticInput]:
                 f"argument {name} is on the host, and a graph would copy it from one fixed address; move it to the "
                 "GPU before the call (.to(device, non_blocking=True) from pinned memory)"
             )
-        memory = adopted(source, group.static)
-        buffer = None
-        if memory is None:
-            buffer = next((b for b in group.buffers if b.holds(source)), None) or OwnedBuffer(source)
-            graph.context.counters.copied_bytes += buffer.load(source, arena.passes, graph.context)
-            memory = buffer.tensor.detach()
+        known = next((buffer for buffer in group.buffers if buffer.holds(source)), None)
+        memory, buffer = static_memory(graph, source, graph.context, known)
         made.append(StaticInput(_like(source, memory), buffer, name))
     return made
+
+
+def static_memory(
+    graph: Any, source: Tensor, reader: Any, known: OwnedBuffer | None = None
+) -> tuple[Tensor, OwnedBuffer | None]:
+    """Where a capture reads what it is given: in another graph's output, or in a buffer that is returned, too, and that
+    holds it now.
+
+    Args:
+        reader: see `OwnedBuffer.load`.
+        known: a buffer that others read as well.
+    """
+    memory = adopted(source, graph.context.group.static)
+    if memory is not None:
+        return memory, None
+    buffer = OwnedBuffer(source) if known is None else known
+    graph.context.counters.copied_bytes += buffer.load(source, graph.tape.arena.passes, reader)
+    return buffer.tensor.detach(), buffer
 
 
 def _like(source: Tensor, memory: Tensor) -> Tensor:

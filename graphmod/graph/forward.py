@@ -16,7 +16,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from graphmod.errors import CaptureRefused, Diverged
 from graphmod.graph.accumulators import own_ends
 from graphmod.graph.backward import BackwardGraph, Gradients
-from graphmod.graph.buffers import Sources, StaticInput, static_inputs
+from graphmod.graph.buffers import StaticInput, static_inputs, unlike_eager
 from graphmod.graph.checkpointed import KEPT, RunAgain, in_checkpoint, own_saved_tensors
 from graphmod.graph.context import Context
 from graphmod.graph.gradients import GradientBuffer, as_memory, lend, memory_of
@@ -119,7 +119,7 @@ class ForwardGraph:
             Exception: whatever the captured code raised.
         """
         context, entry, group, recording = self.context, self.entry, self.context.group, self.recording
-        self.inputs, self._sources = static_inputs(self, leaves), Sources(leaves)
+        self.inputs, identities = static_inputs(self, leaves), set(map(id, leaves))
         given = [static.tensor for static in self.inputs]
         args, kwargs = rebuild(entry.signature.structure, given)
         passed = Given(args, kwargs, parameter_names(context.call))
@@ -139,21 +139,21 @@ class ForwardGraph:
                 return resolved(context.call(*args, **kwargs))
 
         def check(recorder: Follower, result: Any) -> None:
-            reason = passed.changed() or passed.returned(result) or self._sources.unlike_eager(self.inputs, recorder)
+            reason = passed.changed() or passed.returned(result) or unlike_eager(self.inputs, leaves, recorder)
             if reason is not None:
                 raise CaptureRefused(reason)
             originals = {id(view): view._base for view in self.stand_ins.values()}
             held = {*map(id, owned), *(id(tensor) for _, _, tensor in guards.slots)}
             clone, returned = context.config.clone_outputs, recording.returned
             self.results = Results(result, given, recorder, entry, returned, originals, held, clone)
-            self._find_parameters(given, recorder, oldest)
+            self._find_parameters(given, identities, recorder, oldest)
 
         grad = torch.is_grad_enabled()
 
         def capture(undo: Undo) -> Any:
             undo.then(lambda error: is_interrupt(error) and torch.set_grad_enabled(grad))
             undo.enter(as_memory(owned))
-            undo.enter(own_ends(self, guards, self._sources.identities))
+            undo.enter(own_ends(self, guards, identities))
             pool, script = self.tape.arena.pool, recording.script
             split = not generators and not entry.failures_in_a_row
             return group.backend.capture(run, pool, given, generators, check, split=split, script=script)
@@ -192,6 +192,7 @@ class ForwardGraph:
         left = [(p, p.grad) for p, before in zip(owned, grads_then, strict=True) if p.grad is not before]
         self._grads_after = [(p, lend(p, grad, seen.made, entry) if grad is not None else None) for p, grad in left]
         self._written = [t for t in seen.written.values() if not t.is_inference()]
+        self._changed = seen.written.keys() | seen.inputs_written  # no argument that is copied may lie there
         given_at = [0 if tensor.is_inference() else address(tensor) for tensor in given]
         self._arguments_written = [i for i, where in enumerate(given_at) if where in seen.inputs_written]
         self.random = seen.random
@@ -215,7 +216,7 @@ class ForwardGraph:
         if not self.results.with_grad:
             self.forget_autograd()
 
-    def _find_parameters(self, given: list[Tensor], recorder: Follower, oldest: int) -> None:
+    def _find_parameters(self, given: list[Tensor], identities: set[int], recorder: Follower, oldest: int) -> None:
         """The leaves that the outputs depend on, found by walking the autograd graph that the capture built."""
         arguments = {id(tensor) for tensor in given}
         queue = [tensor.grad_fn for tensor in self.results.retained]
@@ -252,7 +253,7 @@ class ForwardGraph:
                     seen.add(following)
                     queue.append(following)
         group = self.context.group
-        returned = {*map(id, self.results.passed_on), *self._sources.identities}
+        returned = {*map(id, self.results.passed_on), *identities}
         group.share([p for p in self.parameters if id(p) in returned])  # the caller may use it, too
         self.hooked = [p for p in self.parameters if has_gradient_hooks(p) or id(p) in group.shared or is_split(p)]
         hooked = set(map(id, self.hooked))
@@ -344,9 +345,9 @@ class ForwardGraph:
         for index, buffer in self._copied:
             if not buffer.aligned_as(leaves[index]):
                 return ALIGNED_OTHERWISE
-        if self._sources.changed:
+        if self._changed:
             for index, _ in self._copied:
-                if address(leaves[index]) in self._sources.changed:
+                if address(leaves[index]) in self._changed:
                     return f"it changes memory that {self.inputs[index].name} shares"
         for arena in self.context.group.arenas:  # a buffer may serve graphs of several
             if arena.in_flight:

@@ -54,9 +54,9 @@ def watch(monkeypatch) -> list[str]:
         mark(warmup.differentiable(result), CALLER)
         return result
 
-    def found(graph, given, recorder, oldest):
+    def found(graph, *arguments):
         mark(graph.results.retained, CAPTURE)
-        return find(graph, given, recorder, oldest)
+        return find(graph, *arguments)
 
     def differentiated(graph, outputs, inputs, grads, direct, edges, *several):
         if several:  # no capture
