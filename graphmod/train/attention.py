@@ -66,7 +66,8 @@ def causal_sdpa(
         mask = masks[str(rule)] if mask is None else masks[str(rule)] & mask
     if bounds is not None:
         return within_documents(query, key, value, bounds, kwargs.get("scaling"), kwargs.get("dropout", 0.0)), None
-    return sdpa_attention_forward(module, query, key, value, mask, **{**kwargs, "is_causal": mask is None})
+    kwargs["is_causal"] = mask is None
+    return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
 
 
 def _refuse_unknown(kwargs: dict[str, Any]) -> None:
@@ -107,7 +108,9 @@ def _before_forward(model: PreTrainedModel, args: tuple, kwargs: dict) -> tuple[
     given = next(
         (one for one in (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if one is not None), None
     )
-    rows, length = (0, 0) if given is None else given.shape[:2]
+    if given is None:
+        return None
+    rows, length = given.shape[:2]
     short = [rule for rule in getattr(model, _RULES, ()) if rule.matters(length)]
     if not short:
         return None

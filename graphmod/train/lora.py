@@ -4,6 +4,7 @@ The model keeps its class and its layers: graphs, checkpoints and sampling see a
 """
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -28,13 +29,12 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, base: str) -> P
     from peft import LoraConfig
 
     targets = settings.target_modules
+    given: dict[str, Any] = {"r": settings.r, "lora_alpha": settings.alpha, "lora_dropout": settings.dropout}
     config = LoraConfig(
-        r=settings.r,
-        lora_alpha=settings.alpha,
-        lora_dropout=settings.dropout,
-        target_modules=targets[0] if targets == ["all-linear"] else targets,
+        target_modules="all-linear" if targets == ["all-linear"] else targets,
         task_type="CAUSAL_LM",
         base_model_name_or_path=str(Path(base).resolve()),
+        **given,
     )
     try:
         model.add_adapter(config)
@@ -70,7 +70,7 @@ def save_merged(model: PreTrainedModel, adapters: Path, folder: Path) -> None:
     from peft import PeftConfig, PeftModel
 
     base = AutoModelForCausalLM.from_pretrained(
-        PeftConfig.from_pretrained(adapters).base_model_name_or_path, dtype="auto", local_files_only=True
+        PeftConfig.from_pretrained(str(adapters)).base_model_name_or_path, dtype="auto", local_files_only=True
     )
     with torch.no_grad():
         merged = PeftModel.from_pretrained(base, adapters).merge_and_unload()

@@ -55,7 +55,7 @@ def model_config(model: ModelConfig, data_vocab_size: int | None, length: int) -
         return None
     if model.architecture == LOCAL:
         try:
-            config = AutoConfig.from_pretrained(model.path, local_files_only=True)
+            config = AutoConfig.from_pretrained(str(model.path), local_files_only=True)
         except Exception as error:
             reason = str(error).splitlines()[0]
             raise ConfigError(f"model.path={model.path} is not a model that transformers can read: {reason}") from error
@@ -63,7 +63,8 @@ def model_config(model: ModelConfig, data_vocab_size: int | None, length: int) -
         if limit is not None and length > limit:
             raise ConfigError(f"data.seq_len={length} is longer than the {limit} positions of {model.path}")
     else:
-        if data_vocab_size is None and model.vocab_size is None:
+        size = model.vocab_size or (None if data_vocab_size is None else rounded_vocabulary(data_vocab_size))
+        if size is None:
             raise ConfigError(
                 "the data does not say how many different tokens it has; give your data set an attribute vocab_size, "
                 "or set model.vocab_size"
@@ -73,7 +74,7 @@ def model_config(model: ModelConfig, data_vocab_size: int | None, length: int) -
                 f"a sequence of the data has {length} tokens, which is longer than model.max_positions="
                 f"{model.max_positions}; raise it, or shorten the items"
             )
-        config = transformers_config(model, model.vocab_size or rounded_vocabulary(data_vocab_size))
+        config = transformers_config(model, size)
     require_vocabulary(config.vocab_size, data_vocab_size)
     config.use_cache = False
     return config
@@ -129,7 +130,8 @@ def load_weights(
 
 def _own_model(model: ModelConfig, data_vocab_size: int | None) -> nn.Module:
     """What `model.target` makes. It gets the sizes that are set, and, if it asks for it, the data's vocabulary."""
-    target, given = model.target, model.given()
+    target = model.target
+    given: dict[str, Any] = model.given()
     if "vocab_size" in taken_by(located("model", target)) and data_vocab_size is not None:
         given = {"vocab_size": rounded_vocabulary(data_vocab_size), **given}
     built = made("model", target, **given)
@@ -163,12 +165,13 @@ def build_model(
     """
     dtype = weights_dtype(precision)
     if model.architecture == LOCAL:
-        built = load_weights(model.path, config, dtype)
+        assert model.path is not None and config is not None
+        loaded: Any = load_weights(model.path, config, dtype)  # transformers' types hide the arguments of `to`
         if model.lora.r is not None:
             with torch.random.fork_rng([]):
                 torch.manual_seed(seed)
-                add_adapters(built, model.lora, model.path)
-        built = built.to(device)
+                add_adapters(loaded, model.lora, model.path)
+        built = loaded.to(device)
     else:
         gpus = [device] if device.type == "cuda" else []
         # Weights are made where they will live: drawing a large model on the CPU takes longer than a short run.

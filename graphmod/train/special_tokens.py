@@ -24,7 +24,8 @@ def set_special_tokens(model: PreTrainedModel, tokenizer: Any) -> None:
     """
     known = set(special_ids(tokenizer).values())
     end = _ids(SpecialTokens.of(tokenizer).end)
-    for config in (model.config, model.generation_config):
+    configs: list[Any] = [model.config, model.generation_config]
+    for config in configs:
         if config is None:
             continue
         ends = list(dict.fromkeys([*end, *(one for one in _ids(config.eos_token_id) if one in known)]))

@@ -77,6 +77,10 @@ def within_documents(
             more["enable_gqa"] = True
         else:
             key, value = (part.repeat_interleave(heads // part.shape[1], dim=1) for part in (key, value))
-    flat = (part.transpose(1, 2).reshape(rows * length, part.shape[1], size).to(dtype) for part in (query, key, value))
-    out = varlen_attn(*flat, bounds, bounds, length, length, scale=scaling, window_size=(-1, 0), **more)
+    query, key, value = (
+        part.transpose(1, 2).reshape(rows * length, part.shape[1], size).to(dtype) for part in (query, key, value)
+    )
+    out: Any = varlen_attn(
+        query, key, value, bounds, bounds, length, length, scale=scaling, window_size=(-1, 0), **more
+    )
     return out.view(rows, length, heads, size)

@@ -78,7 +78,8 @@ def load_shards(folder: Path, step: TrainStep) -> None:
     reader = checkpoint.FileSystemReader(folder)
     try:
         wanted = {}
-        for key, saved in reader.read_metadata().state_dict_metadata.items():
+        of_tensors: dict[str, Any] = reader.read_metadata().state_dict_metadata
+        for key, saved in of_tensors.items():
             name = key.split("/")[1]
             if key.startswith(f"{_EMA}/") and not step.has_ema:
                 continue

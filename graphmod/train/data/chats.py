@@ -65,7 +65,8 @@ def messages_of(value: Any, where: Callable[[], str]) -> list[dict[str, Any]]:
     return found
 
 
-def _template_of(codec: TokenizerCodec | None) -> str:
+def _tokenizer_of(codec: TokenizerCodec | None) -> Any:
+    """That of a codec. Raises ConfigError where there is no chat template."""
     tokenizer = None if codec is None else codec.tokenizer
     if tokenizer is None or not tokenizer.chat_template:
         raise ConfigError(
@@ -73,7 +74,7 @@ def _template_of(codec: TokenizerCodec | None) -> str:
             + ("bytes have no chat template" if tokenizer is None else "the tokenizer has no chat template")
             + "; give the tokenizer of a chat model (data.tokenizer=FOLDER), or set its chat_template and save it again"
         )
-    return tokenizer.get_chat_template()
+    return tokenizer
 
 
 def _applied(tokenizer: Any, chats: Sequence[Chat], messages: Sequence[list[dict[str, Any]]], **options: Any) -> Any:
@@ -104,8 +105,8 @@ def chat_encoder(codec: TokenizerCodec | None, everything: bool) -> Encoder:
     Raises:
         ConfigError: there is no template, or it does not mark what the assistant says.
     """
-    template = _template_of(codec)
-    if not everything and not _GENERATION.search(template):
+    tokenizer = _tokenizer_of(codec)
+    if not everything and not _GENERATION.search(tokenizer.get_chat_template()):
         raise ConfigError(
             "the tokenizer's chat template does not mark what the assistant says; put {% generation %} and "
             "{% endgeneration %} around it in chat_template.jinja, train on all tokens (data.train_on=all), or give "
@@ -114,7 +115,7 @@ def chat_encoder(codec: TokenizerCodec | None, everything: bool) -> Encoder:
 
     def encode(chats: Sequence[Chat]) -> list[np.ndarray]:
         encoding = _applied(
-            codec.tokenizer,
+            tokenizer,
             chats,
             [chat.messages for chat in chats],
             tokenize=True,
@@ -138,10 +139,9 @@ def chat_pair_encoder(codec: TokenizerCodec | None) -> Encoder:
     Raises:
         ConfigError: there is no template.
     """
-    _template_of(codec)
+    tokenizer = _tokenizer_of(codec)
 
     def encode(chats: Sequence[Chat]) -> list[np.ndarray]:
-        tokenizer = codec.tokenizer
         wholes = _applied(tokenizer, chats, [chat.messages for chat in chats], tokenize=False)
         given = [chat.messages[: chat.prompted] for chat in chats]
         prompts = _applied(tokenizer, chats, given, tokenize=False, add_generation_prompt=True)

@@ -63,7 +63,7 @@ class Corpus:
     def fingerprint(self) -> str:
         """Length and checksum of the tokens."""
         kind = str(self.tokens.dtype).replace("torch.", "")
-        return f"{len(self.tokens)}-{kind}-{zlib.crc32(self.tokens.contiguous().numpy()):08x}"
+        return f"{len(self.tokens)}-{kind}-{zlib.crc32(self.tokens.contiguous().numpy().data):08x}"
 
     def summary(self) -> str:
         """What it is and how much of it is trained on, in words."""
@@ -166,7 +166,7 @@ def load_tokenizer(folder: str) -> Any:
 def _tokenizer_folder(data: DataConfig, model: ModelConfig) -> str | None:
     if data.tokenizer is not None:
         return None if data.tokenizer == "bytes" else data.tokenizer
-    return model.path if model.architecture == LOCAL and has_tokenizer(Path(model.path)) else None
+    return model.path if model.architecture == LOCAL and has_tokenizer(Path(str(model.path))) else None
 
 
 def _documents(files: list[Path], data: DataConfig) -> Iterator[bytes]:

@@ -125,7 +125,8 @@ def _token_at(encoding: BatchEncoding, row: int, place: int, text: str) -> int |
     for here in range(place, len(text)):
         index = encoding.char_to_token(row, here)
         if index is not None:
-            return index if encoding.token_to_chars(row, index).start >= place else None
+            chars = encoding.token_to_chars(row, index)
+            return index if chars is not None and chars.start >= place else None
     return len(encoding["input_ids"][row])
 
 

@@ -34,9 +34,9 @@ def not_utf8(path: Path) -> str | None:
     """What the text in `path` is in place of UTF-8, and the command that converts it; None where it is UTF-8, no
     text, or cannot be read."""
     try:
-        content = path.read_bytes()
-        content.decode("utf-8")
+        path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
+        content = error.object
         name = wide_encoding(content)
         if name is None and b"\0" in content:
             return None  # no text at all, such as a compressed file

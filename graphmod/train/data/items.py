@@ -212,21 +212,21 @@ class Items:
                     f"{described(read[0])}, and item {index} is {described(parts)}; pad them to one shape"
                 )
         found = {name: torch.stack([parts[name] for parts in read]) for name in read[0]}
-        for name in (_WHOLE, "input_ids", "labels") if self.vocab_size is not None and self.loss_fn is not None else ():
-            if name in found:
-                self._require_in_vocabulary(name, found[name], indices)
+        if self.vocab_size is not None and self.loss_fn is not None:
+            for name in (one for one in (_WHOLE, "input_ids", "labels") if one in found):
+                self._require_in_vocabulary(name, found[name], indices, self.vocab_size)
         made_up = {name: part.view(*shape, *part.shape[1:]) for name, part in found.items()}
         if _WHOLE in made_up:
             return made_up[_WHOLE]
         return tuple(made_up.values()) if 0 in made_up else made_up
 
-    def _require_in_vocabulary(self, name: str, tokens: Tensor, indices: list[int]) -> None:
-        wrong = (tokens >= self.vocab_size) | ((tokens < 0) & ((tokens != IGNORED) if name == "labels" else True))
+    def _require_in_vocabulary(self, name: str, tokens: Tensor, indices: list[int], size: int) -> None:
+        wrong = (tokens >= size) | ((tokens < 0) & ((tokens != IGNORED) if name == "labels" else True))
         if wrong.any():
             row = int(wrong.flatten(1).any(1).nonzero()[0])
             raise ConfigError(
                 f"{self.name}: item {indices[row]} holds the token {int(tokens[row][wrong[row]][0])}"
-                f"{f' in {name!r}' if name else ''}, and the vocabulary is 0 to {self.vocab_size - 1}; raise the data "
+                f"{f' in {name!r}' if name else ''}, and the vocabulary is 0 to {size - 1}; raise the data "
                 "set's vocab_size, or correct the item"
             )
 
@@ -238,7 +238,7 @@ def _is_dense(value: Any) -> bool:
 def _checksum(parts: dict[Any, Tensor], value: int = 0) -> int:
     for name, part in parts.items():
         value = zlib.crc32(f"{name} {part.dtype} {tuple(part.shape)}".encode(), value)
-        value = zlib.crc32(part.detach().contiguous().reshape(-1).view(torch.uint8).numpy(), value)
+        value = zlib.crc32(part.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data, value)
     return value
 
 

@@ -83,10 +83,9 @@ def _compiled(result: RunResult) -> str:
     return result.config.get("graph", {}).get("compile", "none")
 
 
-def _payback(result: RunResult, base: RunResult) -> int | None:
-    """Steps until the slower beginning of `result` is made up for."""
+def _payback(result: RunResult, base: RunResult, gain: float) -> int | None:
+    """Steps until the slower beginning of `result` is made up for, by the milliseconds that a later step gains."""
     first = min(result.measured_from_step, base.measured_from_step)
-    gain = base.step_ms_median - result.step_ms_median
     if result is base or gain <= 0 or first == 0:
         return None
     # Both beginnings hold what any first step costs, so that their difference is what graphs cost.
@@ -128,12 +127,12 @@ def compare(results: Mapping[str, RunResult], busy_ms: Mapping[str, float] | Non
             continue
         row.step_ms_median, row.step_ms_p95 = result.step_ms_median, result.step_ms_p95
         row.host_ms_median, row.tokens_per_s = result.host_ms_median, result.tokens_per_s
-        if result.ranks > 1 and result.tokens_per_s and alone.get(_on_one_rank(result)):
-            row.scaling = result.tokens_per_s / (result.ranks * alone[_on_one_rank(result)])
+        if result.ranks > 1 and result.tokens_per_s and (of_one := alone.get(_on_one_rank(result))):
+            row.scaling = result.tokens_per_s / (result.ranks * of_one)
         row.reserved_gib, row.capture_seconds = result.reserved_gib, result.graph.get("capture_seconds")
         row.train_loss = result.train_loss
         row.eval_loss, row.ema_loss = result.eval_losses[-1][1] if result.eval_losses else None, result.ema_loss
-        if row.step_ms_median and name in (busy_ms or {}):
+        if row.step_ms_median and busy_ms and name in busy_ms:
             row.gpu_busy_share = min(1.0, busy_ms[name] / row.step_ms_median)
         sent = result.communication()
         row.comm_ms, row.comm_hidden_share = sent.get("comm_ms"), sent.get("comm_hidden_share")
@@ -144,9 +143,9 @@ def compare(results: Mapping[str, RunResult], busy_ms: Mapping[str, float] | Non
         base = results[row.baseline]
         if row.step_ms_median and base.step_ms_median:
             row.speedup = base.step_ms_median / row.step_ms_median
-            row.payback_steps = _payback(result, base)
+            row.payback_steps = _payback(result, base, base.step_ms_median - row.step_ms_median)
         same_kernels = alike.get(_compiled(result))
-        if same_kernels not in (None, name):
+        if same_kernels is not None and same_kernels != name:
             row.first_difference = _first_difference(result.losses, results[same_kernels].losses)
             row.losses_equal = row.first_difference is None
     return rows

@@ -146,8 +146,10 @@ class Metrics:
             graph: counters, by the last part of their tag (`captures`, `replays`, `eager_calls`).
         """
         parts = {name: value for name, value in values.items() if isinstance(value, Tensor)}
-        scalars = {f"graph/{name}": value for name, value in graph.items()}
-        scalars |= {name: value for name, value in values.items() if value is not None and name not in parts}
+        scalars: dict[str, float] = {f"graph/{name}": value for name, value in graph.items()}
+        scalars |= {
+            name: value for name, value in values.items() if value is not None and not isinstance(value, Tensor)
+        }
         if self._on_gpu:
             scalars["memory/allocated_gib"] = torch.cuda.memory_allocated(self._device) / GIB
             scalars["memory/reserved_gib"] = torch.cuda.memory_reserved(self._device) / GIB
@@ -186,12 +188,12 @@ class Metrics:
         values = fetch.values.tolist()
         count = fetch.last - fetch.first
         self.losses += values[:count]
-        scalars = dict(fetch.scalars)
-        scalars.update(zip(fetch.names, values[count:], strict=True))
+        known = {**fetch.scalars, **dict(zip(fetch.names, values[count:], strict=True))}
         done = self._first + fetch.last
-        self.latest |= scalars
-        if "eval/loss" in scalars:
-            self.eval_losses.append((done, scalars["eval/loss"]))
+        self.latest |= known
+        if "eval/loss" in known:
+            self.eval_losses.append((done, known["eval/loss"]))
+        scalars: dict[str, float | None] = {**known}
         if count:
             # Steps end before their losses arrive, so the clock knows all of these by now.
             step_ms = median(self._clock.step_ms[fetch.first : fetch.last])

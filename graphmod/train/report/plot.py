@@ -18,7 +18,7 @@ def emulated(results: Iterable[RunResult]) -> bool:
 
 
 def _bars(axes: Any, rows: list[Row], colors: list[str]) -> None:
-    medians = [row.step_ms_median for row in rows]
+    medians = [row.step_ms_median or 0.0 for row in rows]
     axes.barh(range(len(rows)), medians, color=colors)
     axes.set_yticks(range(len(rows)), [row.name for row in rows])
     for index, row in enumerate(rows):

@@ -94,7 +94,7 @@ def _steps(step: TrainStep, batches: list[Tensor], name: str) -> None:
 def _summary(profiler: profile, name: str, steps: int) -> dict[str, Any]:
     """Milliseconds a step from the first range of that name until all it launched was done, and the GPU's part of it.
     The phase ends with a synchronisation, so that every kernel that starts within it is its own."""
-    events = profiler.events()
+    events = profiler.events() or []
     cuda = torch.autograd.DeviceType.CUDA
     (phase,) = [e.time_range for e in events if e.name == f"phase: {name}" and e.device_type != cuda]
     kernels = [

@@ -19,10 +19,6 @@ def _number(loss: float | None) -> float | str | None:
     return loss if loss is None or math.isfinite(loss) else str(loss)
 
 
-def _loss(written: float | str | None) -> float | None:
-    return float(written) if isinstance(written, str) else written
-
-
 @dataclass
 class RunResult:
     """The numbers of one run.
@@ -136,7 +132,7 @@ class RunResult:
         sent = median(self.rank_profile.get("comm_ms", ()))
         if not sent:
             return {}
-        return {"comm_ms": sent, "comm_hidden_share": median(self.rank_profile["comm_hidden_ms"]) / sent}
+        return {"comm_ms": sent, "comm_hidden_share": statistics.median(self.rank_profile["comm_hidden_ms"]) / sent}
 
     @property
     def train_loss(self) -> float | None:
@@ -166,9 +162,9 @@ class RunResult:
         values = json.loads((folder / RESULT_FILE).read_text(encoding="utf-8"))
         known = cls.__dataclass_fields__
         result = cls(**{name: value for name, value in values.items() if name in known})
-        result.losses = [_loss(loss) for loss in result.losses]
-        result.eval_losses = [[done, _loss(loss)] for done, loss in result.eval_losses]
-        result.ema_loss = _loss(result.ema_loss)
+        result.losses = [float(loss) for loss in result.losses]
+        result.eval_losses = [[done, float(loss)] for done, loss in result.eval_losses]
+        result.ema_loss = None if result.ema_loss is None else float(result.ema_loss)
         return result
 
     def report(self) -> str:
@@ -232,7 +228,7 @@ def _without_times(result: "RunResult") -> str:
 
 def spread(values: Sequence[float]) -> dict[str, float]:
     """The least, the median and the greatest, by these names; nothing of nothing."""
-    return {"min": min(values), "median": median(values), "max": max(values)} if values else {}
+    return {"min": min(values), "median": statistics.median(values), "max": max(values)} if values else {}
 
 
 def _of_ranks(times: list[float]) -> str:

@@ -41,7 +41,7 @@ class Trial:
 
     scope: str
     ms: float
-    ms_p95: float
+    ms_p95: float | None
     capture_seconds: float = 0.0
     failed: str | None = None
 
@@ -160,7 +160,9 @@ class AutoScope:
         return trial
 
     def _end_trial(self, scope: Scope) -> None:
-        self.trials.append(self._ranks.told(self._trial(scope) if self._ranks.first else None))
+        trial = self._ranks.told(self._trial(scope) if self._ranks.first else None)
+        assert trial is not None
+        self.trials.append(trial)
         if len(self.trials) < len(self._scopes):
             self._switch(self._scopes[len(self.trials)])
             return

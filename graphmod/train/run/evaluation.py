@@ -70,7 +70,7 @@ class Evaluation:
     def apart(self, step: TrainStep) -> tuple[dict[str, Any], dict[str, Any]]:
         """The counters of `step`, those of `GraphStats`, without what evaluations added, and what they added."""
         spent = self._spent if step is self._step else dict.fromkeys(_COUNTERS, 0)
-        counters = asdict(step.stats)
+        counters: dict[str, Any] = asdict(step.stats)
         for name, value in spent.items():
             counters[name] -= value
         return counters, spent

@@ -66,12 +66,11 @@ def fitted(
     if isinstance(model, PreTrainedModel):
         if corpus.tokenizer is not None:
             set_special_tokens(model, corpus.tokenizer)
-        loss_fn = batches.loss_fn
+        of_data = batches.loss_fn
     else:
-        loss_fn = batches.loss_fn and functools.partial(batches.loss_fn, forward=own_logits)
-    of_logits = loss_fn
-    if config.train.loss:
-        loss_fn, of_logits = _own_loss(config, loss_fn, device)
+        of_data = batches.loss_fn and functools.partial(batches.loss_fn, forward=own_logits)
+    loss_fn, of_logits = _own_loss(config, of_data, device) if config.train.loss else (of_data, of_data)
+    assert loss_fn is not None
     keeps_attention = isinstance(model, PreTrainedModel) and model.config._attn_implementation != NAME
     if own_parts(config) or keeps_attention:
         microbatch = microbatches(on_device(batches.sampler(first), device))[0]
@@ -117,7 +116,8 @@ def has_layers(model: nn.Module) -> bool:
 def _require_supported(config: RunConfig, model: nn.Module, corpus: Data) -> None:
     """Raises ConfigError for settings that need what this model or data does not have."""
     name, of_transformers = type(model).__name__, isinstance(model, PreTrainedModel)
-    if config.data.packing and not (of_transformers and model.config._attn_implementation == NAME):
+    told = isinstance(model, PreTrainedModel) and model.config._attn_implementation == NAME
+    if config.data.packing and not told:
         raise ConfigError(
             "data.packing=true tells the attention of a model which tokens share a document, and that of "
             f"{name} cannot be told; pad documents instead (data.buckets), or leave it out"
@@ -154,7 +154,7 @@ def _require_supported(config: RunConfig, model: nn.Module, corpus: Data) -> Non
             f"train.sample_every={config.train.sample_every} writes text with a model of transformers, and {name} is "
             "none; leave it out"
         )
-    if config.data.target is not None and corpus.tokenizer is None:
+    if isinstance(corpus, Items) and corpus.tokenizer is None:
         raise ConfigError(
             f"train.sample_every={config.train.sample_every} writes text, and {corpus.name} has no tokenizer; give it "
             "an attribute `tokenizer` with one of transformers"
@@ -261,7 +261,7 @@ def _try_logits(model: nn.Module, config: RunConfig, microbatch: Any, loss_fn: C
     if forward is None:  # only models of transformers, whose attention is known, have packed batches
         return
     given = {key: value[:1] for key, value in _named(microbatch).items()}
-    tokens = given.get("input_ids", given[""][:, :-1] if "" in given else None)
+    tokens = given[""][:, :-1] if "" in given else given["input_ids"]
     more = {key: value for key, value in given.items() if key not in ("", "input_ids", "labels")}
     zeros = torch.zeros_like(tokens)
     other = zeros.clone()

@@ -1,7 +1,6 @@
 """The names of folders that runs write to. Standard library only."""
 
 import functools
-import itertools
 import os
 from pathlib import Path
 
@@ -10,12 +9,14 @@ from pathlib import Path
 def unused(folder: str) -> str:
     """`folder`, made for this process alone: where there is one already, as of a run that was started in the same
     second, its name gets a number."""
-    for number in itertools.count(1):
-        name = folder if number == 1 else f"{folder}_{number}"
+    name, number = folder, 1
+    while True:
         try:
             Path(name).mkdir(parents=True)
         except OSError:
             if Path(name).is_dir():
+                number += 1
+                name = f"{folder}_{number}"
                 continue
         return name  # where it cannot be made, whoever writes to it says so
 

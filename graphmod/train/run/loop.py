@@ -44,11 +44,9 @@ def add_profile(run: Run, result: RunResult) -> None:
         with TemporaryDirectory() as nowhere:
             folder = run.folder if run.ranks.first else Path(nowhere)
             result.profile = profile_steps(run.model, run.step, run.make_step, _batches(run), folder)
-        found = result.profile["run"]
-    elif several:
-        found = profile_briefly(run.step, _batches(run))
     if not several:
         return
+    found = result.profile["run"] if run.config.train.profile else profile_briefly(run.step, _batches(run))
     of_ranks = run.ranks.all({name: found[name] for name in _KEPT if name in found})
     result.rank_profile = {name: [one[name] for one in of_ranks if name in one] for name in _KEPT}
     run.metrics.log_numbers({f"perf/{name}": value for name, value in result.communication().items()})
@@ -61,25 +59,24 @@ def _batches(run: Run) -> list[Any]:
     return batches + [batch for k in range(1, 64) if shapes(batch := make(after + k)) == shapes(batches[0])][:2]
 
 
-def _run(config: RunConfig, point: ResumePoint, *parts: Any, ranks: Ranks, say: Callable[[str], None]) -> RunResult:
-    run = Run(config, point, *parts, ranks)
+def _run(run: Run, say: Callable[[str], None]) -> RunResult:
     try:
         run.open(say)
         result = run.result(run.steps())
         if not run.stopped_by:
             add_profile(run, result)
-        if ranks.first:
+        if run.ranks.first:
             run.journal.write(result.report())
         return result
     except GraphmodError as error:
         run.journal.write(f"error: {error}")
         raise
     except Exception as error:
-        if (own := own_parts(config)) and is_own(error) and not passes_on(error):
+        if (own := own_parts(run.config)) and is_own(error) and not passes_on(error):
             raise GraphmodError(f"{own}: step {run.done + 1}: {in_words(error)}") from error
         raise
     except KeyboardInterrupt:
-        raise Aborted(next(iter(checkpoints(point.run_dir / FOLDER)), None)) from None
+        raise Aborted(next(iter(checkpoints(run.folder / FOLDER)), None)) from None
     finally:
         run.close()
 
@@ -92,7 +89,7 @@ def _train(config: RunConfig, point: ResumePoint, ranks: Ranks, say: Callable[[s
         # What takes no time to compare.
         require_same(point.checkpoint, point.manifest, settings, ranks=ranks.data_ranks)
     elif config.model.architecture == LOCAL:
-        require_whole(Path(config.model.path))
+        require_whole(Path(str(config.model.path)))
     if not ranks.first:  # which finds the tokens where the first one has put them
         ranks.wait()
     corpus = load_data(config)
@@ -121,7 +118,7 @@ def _train(config: RunConfig, point: ResumePoint, ranks: Ranks, say: Callable[[s
             if said is not None:
                 say(said)
     with isolated(device, config.train.seed, config.train.deterministic), events_fail_once():
-        result = _run(config, point, device, corpus, dims, batches, ranks=ranks, say=say)
+        result = _run(Run(config, point, device, corpus, dims, batches, ranks), say)
     if ranks.first:
         result.write(point.run_dir)
     return result
@@ -129,7 +126,7 @@ def _train(config: RunConfig, point: ResumePoint, ranks: Ranks, say: Callable[[s
 
 def _place(point: ResumePoint, ranks: Ranks) -> Place:
     """Where in the data a run is; one that is resumed goes on there, also with another number of ranks."""
-    if point.manifest is None:
+    if point.checkpoint is None:
         return Place(ranks.data_rank, ranks.data_ranks)
     return Place(ranks.data_rank, ranks.data_ranks, point.manifest["steps_done"], *point.manifest["seen"])
 

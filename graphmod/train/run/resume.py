@@ -35,11 +35,11 @@ _ELSEWHERE = "write elsewhere (hydra.run.dir=FOLDER; in a multirun hydra.sweep.d
 @dataclass
 class ResumePoint:
     """Where a run starts: the folder it writes to, the checkpoint it resumes from (None: it starts at the beginning),
-    which may lie in another run, its manifest, and in words the settings that change."""
+    which may lie in another run, its manifest ({} without), and in words the settings that change."""
 
     run_dir: Path
     checkpoint: Path | None = None
-    manifest: dict[str, Any] | None = None
+    manifest: dict[str, Any] = field(default_factory=dict)
     changed: list[str] = field(default_factory=list)
 
 
@@ -264,6 +264,7 @@ def require_left(point: ResumePoint, steps: int, epochs: int | None = None) -> N
         epochs: that are asked for in their place, which are `steps`; None where steps are.
     """
     done, newest = point.manifest["steps_done"], point.checkpoint
+    assert newest is not None
     asked = f"train.steps={steps}" if epochs is None else f"train.epochs={epochs}, which are {steps} steps,"
     if done > steps:
         raise ConfigError(f"{newest} has done {done} steps already, and {asked} asks for fewer")
@@ -288,6 +289,7 @@ def finished_result(point: ResumePoint, steps: int, epochs: int | None, say: Cal
         ConfigError: it has done more steps than are asked for, or its folder is another's.
     """
     require_left(point, steps, epochs)
+    assert point.checkpoint is not None
     done, run = point.manifest["steps_done"], point.checkpoint.parent.parent
     if done == steps and not _unfinished(run):
         say(f"{run} is finished; to extend it: train.resume={run} {_more(done, epochs)}. Its report:")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from graphmod.config import CompileMode
 from graphmod.errors import GraphmodError
@@ -64,7 +64,7 @@ class Run:
         self.saved: Path | None = point.checkpoint
         self.batches = batches
         self.captures_by_length: dict[int, int] = {}
-        done = point.manifest["steps_done"] if point.manifest else 0
+        done = point.manifest.get("steps_done", 0)
         self.model, loss_fn = fitted(config, corpus, dims, batches, device, ranks, done)
         self.evaluation = Evaluation(self.batches.evaluation, loss_fn, device, ranks)
         compiled = config.graph.compile is not CompileMode.none
@@ -91,15 +91,21 @@ class Run:
         self.first = self.done = before.steps_done if before else 0
         self.clock = StepClock(device, train.sync_steps)
         self.tokens_per_step = ranks.data_ranks * train.grad_accumulation * data.batch_size * corpus.length
-        self.journal, self.display = Journal(self.folder, ranks.rank), None
+        self.journal = Journal(self.folder, ranks.rank)
+        self.display: Display | None = None
         self.used = utilization(self.model, dims_of(self.model), corpus.length, device_name(device), ranks.count)
         loggers = open_loggers(
-            train.log if ranks.first else (), self.folder, plain_config(config), before and before.steps_done
+            train.log if ranks.first else (),
+            self.folder,
+            plain_config(config),
+            None if before is None else before.steps_done,
         )
         self.metrics = Metrics(
             loggers, device, train.steps, self.clock, self.tokens_per_step, before, self.used, self._point
         )
-        self.samples = Samples(self.model, config, corpus, self.metrics) if train.sample_every and ranks.first else None
+        self.samples: Samples | None = None
+        if train.sample_every and ranks.first and isinstance(self.model, PreTrainedModel):
+            self.samples = Samples(self.model, config, corpus, self.metrics)
 
     def open(self, say: Callable[[str], None]) -> None:
         """Says what is trained on what, before the first step."""
@@ -129,6 +135,7 @@ class Run:
             values["train/skipped_steps"] = step.skipped
         values |= self._of_ranks()
         stats, _ = self.evaluation.apart(step)
+        assert self.display is not None
         self.display.state(stats["state"])
         self.metrics.log(values, {name: stats[name] for name in ("captures", "replays", "eager_calls")})
         self._check_finite()

@@ -10,7 +10,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from graphmod.decode.text.codec import ByteCodec, TokenizerCodec
-from graphmod.train.data.corpus import Corpus
+from graphmod.train.data.batches import Data
 from graphmod.train.report.metrics import Metrics
 from graphmod.train.schema.run import RunConfig
 from graphmod.train.settings import Scope
@@ -28,7 +28,7 @@ class Samples:
         metrics: where the text is logged.
     """
 
-    def __init__(self, model: PreTrainedModel, config: RunConfig, corpus: Corpus, metrics: Metrics) -> None:
+    def __init__(self, model: PreTrainedModel, config: RunConfig, corpus: Data, metrics: Metrics) -> None:
         from graphmod.decode.engine import DecodeEngine  # which no run without samples loads
 
         self._train, self._metrics = config.train, metrics
@@ -57,7 +57,7 @@ class Samples:
             temperature=self._train.sample_temperature,
             seed=done,
         )
-        text = self._train.sample_prompt + completion.text
+        text = self._train.sample_prompt + (completion.text or "")
         if completion.error is not None:
             text = f"{text} [{completion.error}]"
         with suppress(OSError):  # nobody reads it any more; it is logged as well

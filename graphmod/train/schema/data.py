@@ -121,7 +121,7 @@ def check_data(data: DataConfig, model: ModelConfig) -> None:
             isinstance(data.path, bool) or not isinstance(data.path, (int, float)),
             f"data.path={data.path} was read as a number; write data.path=./{data.path}",
         )
-        paths = [data.path] if isinstance(data.path, (str, Path)) else data.path
+        paths: Any = [data.path] if isinstance(data.path, (str, Path)) else data.path
         require(
             bool(paths) and isinstance(paths, (list, tuple)),
             f"data={data.source.value} needs data.path=FILE_OR_FOLDER, or a list",

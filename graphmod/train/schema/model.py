@@ -134,8 +134,8 @@ def _check_lora(model: ModelConfig) -> None:
 
 def _check_saved(model: ModelConfig) -> None:
     require(model.path is not None, "model=local needs model.path=FOLDER with a saved transformers model")
-    folder = saved_folder(model.path)
-    if folder != Path(model.path):
+    folder = saved_folder(str(model.path))
+    if folder != Path(str(model.path)):
         model.path = str(folder)
     whole = (folder / "config.json").is_file()
     require(

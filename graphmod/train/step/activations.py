@@ -5,6 +5,7 @@ little, and the backward that computes it again.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
@@ -32,7 +33,7 @@ class Recomputed:
     def __init__(self, forward: Callable, random: bool) -> None:
         self.forward, self._random = forward, random
 
-    def __call__(self, *args: object, **kwargs: object) -> object:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         keeps = self._random and is_recording()
         return checkpoint(
             self.forward,

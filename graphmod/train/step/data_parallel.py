@@ -72,7 +72,7 @@ class DataParallel(_OverRanks):
     def __init__(self, model: nn.Module, group: distributed.ProcessGroup, captured: bool) -> None:
         super().__init__(group)
         _give_to_all(model, group)
-        settings = {_SPREADS_BUFFERS: False, "init_sync": False}
+        settings: dict[str, Any] = {_SPREADS_BUFFERS: False, "init_sync": False}
         self._loss = DistributedDataParallel(_Loss(model), process_group=group, **settings)
         if captured and (why := take_over(self._loss)) is not None:
             raise ConfigError(f"gradients cannot be averaged over ranks in a graph, because of {why}; use graph=none")
@@ -100,8 +100,8 @@ class FullySharded(_OverRanks):
 
     def __init__(self, model: nn.Module, group: distributed.ProcessGroup) -> None:
         super().__init__(group)
-        self._model = model
-        self._sharded = [module for module in model.modules() if shards(module)]
+        self._model: Any = model
+        self._sharded: list[Any] = [module for module in model.modules() if shards(module)]
 
     def __call__(self, loss_fn: Callable, microbatch: Any) -> Tensor:
         """The loss of a microbatch, whose backward averages gradients unless it is run under `apart`."""

@@ -5,7 +5,7 @@ What the draws gave can be kept instead.
 """
 
 import contextlib
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -69,12 +69,12 @@ class _Visible(TorchDispatchMode):
         super().__init__()
         self._around = contextlib.ExitStack()
 
-    def __enter__(self) -> "_Visible":
+    def __enter__(self) -> Self:
         self._around.enter_context(through_a_mode())
         return super().__enter__()
 
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
+        super().__exit__(exc_type, exc_val, exc_tb)
         self._around.close()
 
 
@@ -83,11 +83,11 @@ class _Keep(_Visible):
         super().__init__()
         self._kept = kept
 
-    def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        result = op(*args, **kwargs)
-        if draws(facts(op), args, kwargs):
-            self._kept.append(_Kept(op, args, kwargs, result))
+        result = func(*args, **kwargs)
+        if draws(facts(func), args, kwargs):
+            self._kept.append(_Kept(func, args, kwargs, result))
         return result
 
 
@@ -96,17 +96,17 @@ class _Repeat(_Visible):
         super().__init__()
         self._kept, self._next = kept, 0
 
-    def __enter__(self) -> "_Repeat":
+    def __enter__(self) -> Self:
         # A second backward over the same forward runs it yet again.
         self._next = 0
         return super().__enter__()
 
-    def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if not draws(facts(op), args, kwargs):
-            return op(*args, **kwargs)
+        if not draws(facts(func), args, kwargs):
+            return func(*args, **kwargs)
         self._next += 1
-        return self._kept[self._next - 1].again(op, args, kwargs)
+        return self._kept[self._next - 1].again(func, args, kwargs)
 
 
 def kept_draws() -> tuple[_Keep, _Repeat]:

@@ -34,4 +34,5 @@ def shard(model: nn.Module, mesh: Any, *, reshard_after_forward: bool, dtype: to
         layer = model.get_submodule(name)
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
     # After the last layer comes the backward, which needs this part at once.
-    return fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    return model

@@ -6,6 +6,7 @@ import random
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,16 +21,17 @@ def deterministic_kernels(wanted: bool) -> Iterator[None]:
         yield
         return
     flags = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    fill, workspace = torch.utils.deterministic.fill_uninitialized_memory, os.environ.get(_CUBLAS)
+    memory: Any = torch.utils.deterministic
+    fill, workspace = memory.fill_uninitialized_memory, os.environ.get(_CUBLAS)
     try:
         os.environ[_CUBLAS] = workspace or ":4096:8"
         torch.use_deterministic_algorithms(True)
         # Filling memory nobody reads would add a kernel to each allocation, and change what is measured.
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        memory.fill_uninitialized_memory = False
         yield
     finally:
         torch.use_deterministic_algorithms(flags[0], warn_only=flags[1])
-        torch.utils.deterministic.fill_uninitialized_memory = fill
+        memory.fill_uninitialized_memory = fill
         if workspace is None:
             os.environ.pop(_CUBLAS, None)
         else:

@@ -71,14 +71,14 @@ class Iteration:
         self.guarded = nonfinite != "ignore" or scale_loss
         self.first_bad = torch.full((1,), _NEVER, dtype=torch.int64, device=device)
         self.skipped = torch.zeros(1, dtype=torch.int64, device=device)
-        self.scale = self.growth = None
+        self.scale: Tensor | None = None
+        self.growth: Tensor | None = None
         if scale_loss:
             self.scale = torch.tensor(_FIRST_SCALE, device=device)
             self.growth = torch.zeros((), dtype=torch.int32, device=device)
         if self.guarded:
             # Fused optimizers look at this 0-d flag on the device, and change nothing where it is 1.
-            optimizer.found_inf = torch.zeros((), device=device)
-            optimizer.grad_scale = None
+            vars(optimizer).update(found_inf=torch.zeros((), device=device), grad_scale=None)
         else:
             # A flag that a guarded iteration left behind would go on blocking updates.
             for name in ("found_inf", "grad_scale"):
@@ -133,7 +133,7 @@ class Iteration:
                     (loss * self.scale if self.scale is not None and start is None else loss).backward(start)
             del loss  # else its autograd graph lives on through the next forward
         if self.parallel is not None:
-            return self._mean_over_ranks(losses, counts, weights)
+            return self._mean_over_ranks(self.parallel, losses, counts, weights)
         return functools.reduce(operator.add, losses) if counts is None else weighted_mean(torch.stack(losses), counts)
 
     def _weights(self, counts: Tensor) -> Tensor:
@@ -147,13 +147,16 @@ class Iteration:
     def _apart(self, wanted: bool) -> AbstractContextManager:
         return nullcontext() if self.parallel is None else self.parallel.apart(wanted)
 
-    def _mean_over_ranks(self, losses: list[Tensor], counts: Tensor | None, weights: Tensor | None) -> Tensor:
+    @staticmethod
+    def _mean_over_ranks(
+        parallel: DataParallel | FullySharded, losses: list[Tensor], counts: Tensor | None, weights: Tensor | None
+    ) -> Tensor:
         # All ranks look at one loss to decide whether the update happens.
-        if counts is None:
+        if counts is None or weights is None:
             mine = functools.reduce(operator.add, losses)
         else:
             mine = (torch.where(counts > 0, torch.stack(losses), 0) * weights).sum()
-        return self.parallel.sum(mine.clone()) / self.parallel.ranks
+        return parallel.sum(mine.clone()) / parallel.ranks
 
     def update(self, loss: Tensor | None = None) -> Tensor | None:
         """Learning rate, clipping and optimizer step; returns the gradients' 2-norm before clipping, if there is one.
@@ -165,49 +168,54 @@ class Iteration:
             rate = self.rates[self.position.clamp(max=len(self.rates) - 1)].squeeze(0)
             for group in self.optimizer.param_groups:
                 group["lr"].copy_(rate)
-        overflow = self._unscale() if self.scale is not None else None
+        overflow = self._unscale(self.scale) if self.scale is not None else None
         norm = None
-        compiled = self.compiled_update is not None and self.compiled_update.ready()
-        if self.max_grad_norm is not None and not compiled:
+        compiled = self.compiled_update if self.compiled_update is not None and self.compiled_update.ready() else None
+        if self.max_grad_norm is not None and compiled is None:
             norm = clip(self._clipped, self.max_grad_norm)
         elif self.max_grad_norm is not None or (self.guarded and overflow is None):
             norm = total_norm(self._clipped)
         if self.guarded:
             self._guard(loss, norm, overflow)
         self.position += 1
-        if compiled:
-            self.compiled_update(norm, self.max_grad_norm)
+        if compiled is not None:
+            compiled(norm, self.max_grad_norm)
         else:
             self.optimizer.step()
-        if self.ema:
+        if self.ema_decay is not None:
             with torch.no_grad():
                 for averages, parameters in by_mesh(self.ema, self.trained):
                     foreach_mul_(averages, self.ema_decay)
                     foreach_add_(averages, parameters, alpha=1 - self.ema_decay)
         return norm
 
-    def _unscale(self) -> Tensor:
+    def _unscale(self, scale: Tensor) -> Tensor:
         """Divides the gradients by the loss scale; a 0-d float32 that is 1 where one of them is not finite."""
         overflow = torch.zeros((), device=self.device)
-        inverse = self.scale.double().reciprocal().float()
+        inverse = scale.double().reciprocal().float()
         for (grads,) in by_mesh(p.grad for p in self.trained if p.grad is not None):
             unscale_(grads, overflow, inverse)
         return overflow
 
-    def _guard(self, loss: Tensor, norm: Tensor | None, overflow: Tensor | None) -> None:
+    def _guard(self, loss: Tensor | None, norm: Tensor | None, overflow: Tensor | None) -> None:
         """Decides on the device whether the update happens, and notes the first step that was not finite."""
         # An overflow is how the right scale is found, and no fault of the run, until there is nothing to lower.
-        unfit = ~torch.isfinite(norm) if overflow is None else (overflow > 0) & (self.scale < 1.0)
+        assert loss is not None
+        if overflow is None or self.scale is None or self.growth is None:
+            assert norm is not None
+            unfit = ~torch.isfinite(norm)
+        else:
+            unfit = (overflow > 0) & (self.scale < 1.0)
+            update_scale_(self.scale, self.growth, overflow, _GROWTH, _BACKOFF, _GROWTH_INTERVAL)
         bad = ~torch.isfinite(loss) | unfit
         blocked = bad if self.nonfinite != "ignore" else torch.zeros_like(bad)
         if overflow is not None:
             blocked = blocked | (overflow > 0)
-            update_scale_(self.scale, self.growth, overflow, _GROWTH, _BACKOFF, _GROWTH_INTERVAL)
         self.first_bad.copy_(torch.where((self.first_bad < 0) & bad, self.position, self.first_bad))
         if self.nonfinite == "stop":
             # The host hears of it at the next log point; until then the weights stay as they were before it.
             blocked = blocked | (self.first_bad >= 0).squeeze(0)
-        self.optimizer.found_inf.copy_(blocked)
+        self.optimizer.found_inf.copy_(blocked)  # pyrefly: ignore[missing-attribute] set above, as GradScaler does
         self.skipped += blocked
 
     def run(self, batch: Any) -> tuple[Tensor, Tensor | None]:
@@ -244,7 +252,7 @@ class Iteration:
     def state_dict(self) -> dict:
         """On the CPU; of averaged weights this rank's part."""
         parts = {"position": self.position, "first_bad": self.first_bad, "skipped": self.skipped}
-        if self.scale is not None:
+        if self.scale is not None and self.growth is not None:
             parts |= {"scale": self.scale, "growth": self.growth}
         state: dict = {name: tensor.cpu().clone() for name, tensor in parts.items()}
         if self.ema:

@@ -60,7 +60,7 @@ def targets_counted_by(count: CountTargets) -> Callable[[Callable], Callable]:
     """A decorator for a loss function: `count(microbatch)` is the number of targets whose mean its loss is, 0-d."""
 
     def decorate(loss_fn: Callable) -> Callable:
-        loss_fn.count_targets = count
+        vars(loss_fn)["count_targets"] = count
         return loss_fn
 
     return decorate

@@ -6,10 +6,13 @@ what works on all parameters of a model goes through them mesh by mesh; a model 
 
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 _FSDP = "torch.distributed.fsdp"
 
@@ -18,6 +21,10 @@ def mesh_of(tensor: Tensor) -> Any:
     """The device mesh over which a tensor is spread; None where this rank has all of it."""
     # Nothing that a captured step reads here may change when somebody imports DTensor.
     return getattr(tensor, "device_mesh", None)
+
+
+def _is_spread(tensor: Tensor) -> "TypeGuard[DTensor]":
+    return mesh_of(tensor) is not None
 
 
 def is_split(model: nn.Module) -> bool:
@@ -32,23 +39,22 @@ def shards(module: nn.Module) -> bool:
 
 def local(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor, at the same address."""
-    return tensor if mesh_of(tensor) is None else tensor._local_tensor
+    return tensor._local_tensor if _is_spread(tensor) else tensor
 
 
 def whole(tensor: Tensor) -> Tensor:
     """All of a tensor, on each rank; all ranks of its mesh have to call this."""
-    return tensor if mesh_of(tensor) is None else tensor.full_tensor()
+    return tensor.full_tensor() if _is_spread(tensor) else tensor
 
 
 def spread(value: Tensor, like: Tensor) -> Tensor:
     """Of a whole tensor, which each rank has, the part that this rank has of `like`; one that is spread already, or
     where `like` is whole, stays as it is."""
-    mesh = mesh_of(like)
-    if mesh is None or mesh_of(value) is not None:
+    if not _is_spread(like) or _is_spread(value):
         return value
     from torch.distributed.tensor import distribute_tensor
 
-    part = distribute_tensor(value.to(like.device), mesh, like.placements, src_data_rank=None)
+    part = distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
     part._local_tensor = part._local_tensor.clone()  # else all of it would live on
     return part
 

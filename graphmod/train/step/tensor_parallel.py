@@ -63,7 +63,8 @@ def _require_divisible(config: Any, ranks: int) -> None:
 def _plan(name: str, layer: nn.Module, model: nn.Module) -> dict[str, ParallelStyle]:
     """How each part of a layer is split."""
     plan: dict[str, ParallelStyle] = {}
-    head = getattr(model.config, "head_dim", None) or model.config.hidden_size // model.config.num_attention_heads
+    config: Any = model.config
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     strange = []
     for part, module in layer.named_modules():
         if not any(True for _ in module.parameters(recurse=False)):

@@ -94,7 +94,7 @@ class CompiledUpdate:
             max_norm: the gradients are taken as scaled to this norm where theirs is larger, but stay as they are; None
                 does not scale.
         """
-        scale = None if max_norm is None else torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        scale = None if max_norm is None or norm is None else torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         blocked = getattr(self._optimizer, "found_inf", None)
         kinds: dict[Any, list[Tensor]] = {}
         for key, parameter in self._kinds():
@@ -105,7 +105,7 @@ class CompiledUpdate:
                 states = [self._optimizer.state[p] for p in some]
                 self._run(
                     [local(p.detach()) for p in some],
-                    [local(p.grad) for p in some],
+                    [local(p.grad) for p in some if p.grad is not None],
                     *([local(state[name]) for state in states] for name in ("exp_avg", "exp_avg_sq", "step")),
                     scale,
                     blocked,
@@ -156,7 +156,7 @@ def _adam(
     # Where a dispatch mode of the user's keeps this from being compiled, torch refuses these two on the CPU.
     on_device = torch.compiler.is_compiling() or parameters[0].is_cuda
     if scale is not None:
-        scaled = foreach_mul(scaled, scale)
+        scaled = list(foreach_mul(scaled, scale))
     adam(
         wide[:count],
         scaled,

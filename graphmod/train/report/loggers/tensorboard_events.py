@@ -29,8 +29,10 @@ class TensorBoardLogger(Logger):
             text = OmegaConf.to_yaml(OmegaConf.create(settings))
             self._writer.add_text("config", "```yaml\n" + text + "\n```")
         experiment, start, self._end = hparams(named(settings), dict.fromkeys(_RESULTS))
+        assert self._writer.file_writer is not None
+        self._events = self._writer.file_writer
         for summary in (experiment, start):
-            self._writer.file_writer.add_summary(summary)
+            self._events.add_summary(summary)
 
     def scalars(self, values: Mapping[str, float], done: int) -> None:
         """Writes a point of each tag."""
@@ -47,7 +49,7 @@ class TensorBoardLogger(Logger):
 
     def end(self) -> None:
         """Notes under HParams that the run went through."""
-        self._writer.file_writer.add_summary(self._end)
+        self._events.add_summary(self._end)
 
     def close(self) -> None:
         """Closes the event file."""
