@@ -17,7 +17,7 @@ def main(numbers: list[str]) -> None:
         signal.signal(number, signal.SIG_IGN)
     # Tokenizers need no PyTorch, which takes seconds and hundreds of megabytes. transformers does without what it does
     # not find, but says so.
-    sys.modules["torch"] = None
+    sys.modules["torch"] = None  # pyrefly: ignore[unsupported-operation] Python's way to say that there is none
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
     from graphmod.decode.text.codec import Codec, codec_for

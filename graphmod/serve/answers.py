@@ -9,7 +9,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable
 from functools import partial
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from graphmod.decode.errors import DecodeError
+from graphmod.serve.asked import Asked
 from graphmod.serve.errors import ApiError, wrong_field
 from graphmod.serve.forms import Form, usage
 from graphmod.serve.service import Service
@@ -155,15 +156,15 @@ class Exchange:
         service.require_ready()
         body = await _read(self._request, form.request, service.settings.max_body_bytes)
         require_model(service, body.model)
-        service.require_ready()
+        codec = service.require_ready()
         self._let_in.enter_context(service.admission.let_in(form.samples(body)))
-        read = form.reader(body, service.codec, service.settings.default_max_tokens)
-        self._work = Work(service, read, form.has_text(body))
-        await self._work.submit(partial(_unless_gone, self._request.receive))
+        read = form.reader(body, codec, service.settings.default_max_tokens)
+        self._work = work = Work(service, codec, read, form.has_text(body))
+        await work.submit(partial(_unless_gone, self._request.receive))
         if body.stream:
-            await _unless_gone(self._request.receive, self._work.taken())
-            return EventStream(self, self._events())
-        whole = await _unless_gone(self._request.receive, self._whole())
+            await _unless_gone(self._request.receive, work.taken())
+            return EventStream(self, self._events(work))
+        whole = await _unless_gone(self._request.receive, self._whole(work))
         self.end("ok")
         return Response(json.dumps(whole), media_type="application/json")
 
@@ -180,8 +181,8 @@ class Exchange:
         if outcome == "ok":
             metrics.request_seconds.observe(time.perf_counter() - self._began)
 
-    async def _whole(self) -> dict[str, Any]:
-        form, work, asked = self._form, self._work, self._work.asked
+    async def _whole(self, work: Work) -> dict[str, Any]:
+        form, asked = self._form, work.asked
         await work.taken()
         texts: list[list[str]] = [[] for _ in range(asked.samples)]
         scored: list[list[Scored]] = [[] for _ in texts]
@@ -201,8 +202,8 @@ class Exchange:
         head = form.head(self._service.name, streamed=False) | form.head_ids(asked)
         return {**head, "choices": choices, "usage": usage(work.prompt_tokens, work.tokens)}
 
-    async def _events(self) -> AsyncIterator[dict[str, Any]]:
-        form, work, asked = self._form, self._work, self._work.asked
+    async def _events(self, work: Work) -> AsyncGenerator[dict[str, Any]]:
+        form, asked = self._form, work.asked
         head = form.head(self._service.name, streamed=True)
 
         def event(choices: list[dict[str, Any]], counts: bool = asked.usage_each) -> dict[str, Any]:
@@ -215,12 +216,11 @@ class Exchange:
         async with contextlib.aclosing(work.parts()) as parts:
             async for part in parts:
                 if part.piece.text or part.piece.scored or part.finish_reason or asked.token_ids:
-                    yield event([self._choice(part)])
+                    yield event([self._choice(part, asked)])
         if asked.usage:
             yield event([], counts=True)
 
-    def _choice(self, part: Part) -> dict[str, Any]:
-        asked = self._work.asked
+    def _choice(self, part: Part, asked: Asked) -> dict[str, Any]:
         made = self._form.chunk(part.piece, asked)
         ids = self._form.ids(asked, part.index, part.tokens, part.first)
         return {"index": part.index, **made, "finish_reason": part.finish_reason, **ids}
@@ -235,7 +235,7 @@ class EventStream(Response):
         events: the pieces.
     """
 
-    def __init__(self, exchange: Exchange, events: AsyncIterator[dict[str, Any]]) -> None:
+    def __init__(self, exchange: Exchange, events: AsyncGenerator[dict[str, Any]]) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         self._exchange, self._events = exchange, events
         del self.headers["content-length"]

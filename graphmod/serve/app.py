@@ -14,7 +14,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 
 from graphmod.serve.answers import Exchange, require_key, require_model
 from graphmod.serve.errors import ApiError
@@ -66,7 +66,7 @@ def make_app(service: Service, alive: Callable[[FastAPI], AbstractAsyncContextMa
         if request.method == "OPTIONS" and error.status_code == 405:
             if "access-control-request-method" in request.headers:
                 return _not_from(request.headers.get("origin", ""))
-            return Response(status_code=204, headers={"allow": f"{error.headers['Allow']}, OPTIONS"})
+            return Response(status_code=204, headers={"allow": f"{dict(error.headers or {})['Allow']}, OPTIONS"})
         known = "POST /v1/chat/completions, POST /v1/completions, GET /v1/models, GET /v1/models/NAME, GET /health, "
         known += "GET /metrics, and a page to try it at GET /"
         said = f"{request.method} {request.url.path} is not served; there are {known}"
@@ -80,7 +80,7 @@ def make_app(service: Service, alive: Callable[[FastAPI], AbstractAsyncContextMa
         ).response()
 
     # Starlette's routes: those of FastAPI look for what a function depends on, in a fifth of the time of a request.
-    routes = [
+    routes: list[BaseRoute] = [
         Route("/v1/chat/completions", post_chat, methods=["POST"]),
         Route("/v1/completions", post_completion, methods=["POST"]),
         Route("/v1/models", get_models),
@@ -89,7 +89,7 @@ def make_app(service: Service, alive: Callable[[FastAPI], AbstractAsyncContextMa
         Route("/metrics", get_metrics),
         Route("/", get_page),
     ]
-    handlers = {ApiError: on_api_error, HTTPException: on_http_error, Exception: on_error}
+    handlers: dict[Any, Any] = {ApiError: on_api_error, HTTPException: on_http_error, Exception: on_error}
     # Without FastAPI's own pages, which load scripts from elsewhere.
     hidden = {"docs_url": None, "redoc_url": None, "openapi_url": None}
     app = FastAPI(routes=routes, exception_handlers=handlers, lifespan=alive, **hidden)

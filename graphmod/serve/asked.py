@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from graphmod.decode.config import Sampling, prompt_seed
 from graphmod.decode.text.chat import ChatError
@@ -107,8 +108,9 @@ def of_chat(request: ChatRequest, codec: Codec, default_tokens: int) -> Asked:
             "messages",
             "no_chat_template",
         )
+    messages: Any = request.messages  # dicts, as they were sent
     try:
-        prompt = codec.encode_as_is(codec.chat(request.messages))
+        prompt = codec.encode_as_is(codec.chat(messages))
     except ChatError as error:
         raise ApiError(400, str(error), error.field) from None
     most = request.max_completion_tokens or request.max_tokens or default_tokens

@@ -70,6 +70,7 @@ class Host:
         """
         for kind, *given in self._control.receive(seconds):
             if kind == "counters":
+                assert self._engine is not None
                 self._control.send(("counters", _counters(self._engine)))
             elif kind == "ready":
                 self.ready = True

@@ -35,7 +35,7 @@ def bound(host: str, port: int) -> socket.socket:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
         return socket.create_server((host, port), family=family, backlog=2048)
     except socket.gaierror as error:
-        raise _refused(host, port, error.strerror, False) from error
+        raise _refused(host, port, str(error.strerror), False) from error
     except UnicodeError as error:  # a label of the name is too long, or empty
         raise _refused(host, port, "it is no name of a machine", False) from error
     except OSError as error:
@@ -88,6 +88,7 @@ class FrontProcess:
                 )
         # Not as arguments, which everybody on this machine can read: there may be a key among them.
         given = {"settings": vars(settings), "name": name, "folder": str(folder), "tokenizer": tokenizer}
+        assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError), self._process.stdin as told:  # it has ended, which is noticed later
             told.write(json.dumps(given).encode())
 

@@ -52,12 +52,12 @@ class Wire:
         self._unsent.append(memoryview(packed(message)))
         if threading.get_ident() == self._thread:
             self._flush()
-        else:
+        elif self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop has ended, and so has who would read it
                 self._loop.call_soon_threadsafe(self._flush)
 
     def _flush(self) -> None:
-        if self._socket is None:
+        if self._loop is None or self._socket is None:
             return
         try:
             while self._unsent:
@@ -77,6 +77,7 @@ class Wire:
             self._full = False
 
     def _read(self) -> None:
+        assert self._socket is not None
         try:
             data = self._socket.recv(_AT_ONCE)
         except BlockingIOError:
@@ -91,7 +92,7 @@ class Wire:
 
     def close(self) -> None:
         """Neither sends nor hears any more."""
-        if self._socket is not None:
+        if self._loop is not None and self._socket is not None:
             self._loop.remove_reader(self._socket)
             self._loop.remove_writer(self._socket)
             self._socket.close()

@@ -270,7 +270,7 @@ class _Request(_Object):
     def _together(self) -> _Request:
         if self.stream_options is not None and not self.stream:
             raise _refusal("unsupported_field", "goes with stream=true", "stream_options")
-        if self.return_tokens_as_token_ids and self.logprobs in (None, False):
+        if self.return_tokens_as_token_ids and vars(self)["logprobs"] in (None, False):
             raise _refusal("unsupported_field", "goes with logprobs", "return_tokens_as_token_ids")
         return self
 
@@ -359,7 +359,7 @@ def _are_ids(given: list) -> bool:
 def _prompts(given: Any) -> list[str] | list[list[int]]:
     """The prompts, each a text or token ids."""
     ids = isinstance(given, list) and _are_ids(given)
-    prompts = [given] if isinstance(given, str) or ids else given
+    prompts: Any = [given] if isinstance(given, str) or ids else given
     if isinstance(prompts, list) and prompts:
         if all(isinstance(one, str) for one in prompts):
             return prompts

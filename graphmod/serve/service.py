@@ -131,10 +131,11 @@ class Service:
         """Whether the model has a chat template."""
         return isinstance(self.codec, TokenizerCodec) and bool(self.codec.tokenizer.chat_template)
 
-    def require_ready(self) -> None:
-        """Raises ApiError where requests are not taken."""
+    def require_ready(self) -> Codec:
+        """The codec. Raises ApiError where requests are not taken."""
         if (trouble := self.trouble) is None:
-            return
+            assert self.codec is not None
+            return self.codec
         if self.engine.error is not None and not self._draining:
             raise ApiError(500, trouble, code="engine_error")
         raise ApiError(503, trouble, code="not_ready", retry_after=5)

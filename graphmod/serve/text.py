@@ -92,14 +92,15 @@ class Scorer:
             self.scored(own, value, likely)
             for own, value, likely in zip(owns, values, [[], *top] if top else [[]] * len(owns), strict=True)
         ]
+        said = Piece("".join(piece for piece, _ in parts), scored)
+        if given is None:
+            return said
         at, placed = 0, []
-        for one in scored if given is not None else ():
+        for one in scored:
             placed.append(one._replace(offset=at))
             # A special token may be one that the tokenizer has put around the text.
             at += len(one.text) if given.startswith(one.text, at) else 0 if one.token in self._names else len(given) + 1
-        if given is not None and at == len(given):
-            return Piece(given, placed)
-        return Piece("".join(piece for piece, _ in parts), scored)
+        return Piece(given, placed) if at == len(given) else said
 
 
 def _is_text(raw: bytes) -> bool:
@@ -189,26 +190,28 @@ class Answer:
         self, tokens: Sequence[int], logprobs: Sequence[float], top: list[list[tuple[int, float]]] | None = None
     ) -> Piece:
         """What may be sent once these tokens have come."""
-        if self._scorer is not None:
+        stream = self._stream
+        if isinstance(stream, TokenTexts):
             sent = ""
             for token, logprob, likely in zip(tokens, logprobs, top or [[]] * len(tokens), strict=True):
                 self._values.append((logprob, likely))
-                sent += self._cut.add(self._scored_piece(*self._stream.add(token)))
+                sent += self._cut.add(self._scored_piece(*stream.add(token)))
         else:
-            piece = self._stream.add_all(tokens)
+            piece = stream.add_all(tokens)
             self._length += len(piece)
             sent = self._cut.add(piece)
         self._sent += len(sent)
         return Piece(sent, self._ready())
 
     def _scored_piece(self, piece: str, owns: list[TokenText]) -> str:
+        assert self._scorer is not None
         self._scored += [(self._scorer.scored(own, *self._values.popleft()), len(own.text)) for own in owns]
         self._length += len(piece)
         return piece
 
     def end(self, completion: Completion) -> Piece:
         """What is left to send of a completion that has ended."""
-        if self._scorer is not None:
+        if isinstance(self._stream, TokenTexts):
             left = self._scored_piece(*self._stream.rest())
         else:
             left = self._stream.rest()

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from typing import NamedTuple
 
 from graphmod.decode.results import Completion, Run
 from graphmod.decode.streams import Handle
+from graphmod.decode.text.codec import Codec
 from graphmod.serve.asked import Asked
 from graphmod.serve.errors import ApiError, refused
 from graphmod.serve.remote import Refused, Request
@@ -46,6 +47,7 @@ class Work:
 
     Args:
         service: that it is for.
+        codec: of the model's tokens.
         read: makes what is asked for.
         aside: call it in the thread in which texts become tokens: that may take a while. To go there and back takes
             longer than to read token ids.
@@ -55,14 +57,14 @@ class Work:
         prompt_tokens, tokens: how many there are so far.
     """
 
-    def __init__(self, service: Service, read: Callable[[], Asked], aside: bool) -> None:
-        self._service, self._read, self._aside = service, read, aside
+    def __init__(self, service: Service, codec: Codec, read: Callable[[], Asked], aside: bool) -> None:
+        self._service, self._codec, self._read, self._aside = service, codec, read, aside
         self._began = time.perf_counter()
         self._request: Request | None = None
         self._answers: list[Answer] = []
         self._echoed: dict[int, int] = {}  # completions that have begun -> characters of their prompts
         self._latest: dict[int, float] = {}
-        self.asked: Asked | None = None
+        self.asked: Asked
         self.prompt_tokens = self.tokens = 0
 
     async def submit(self, unless_gone: Callable[[asyncio.Future], Awaitable[Asked]]) -> None:
@@ -80,13 +82,14 @@ class Work:
             self.asked = asked
             self._request = service.engine.submit(asked.prompts, asked.n, asked.sampling)
             self.prompt_tokens = sum(map(len, asked.prompts))
-            self._scorer = Scorer(service.codec) if asked.score or asked.echo else None
+            self._scorer = Scorer(self._codec) if asked.score or asked.echo else None
             scorer = self._scorer if asked.score else None
             for ids in asked.prompts:
-                self._answers += [Answer(service.codec, ids, asked.stops, scorer) for _ in range(asked.n)]
+                self._answers += [Answer(self._codec, ids, asked.stops, scorer) for _ in range(asked.n)]
 
     async def taken(self) -> None:
         """Returns once the engine has taken it, which it does between two steps. Raises ApiError."""
+        assert self._request is not None
         with self._api_errors():
             await asyncio.wrap_future(self._request.taken)
 
@@ -108,7 +111,7 @@ class Work:
         if self._request is not None:
             self._service.engine.abort(self._request)
 
-    async def parts(self) -> AsyncIterator[Part]:
+    async def parts(self) -> AsyncGenerator[Part]:
         """What comes of it, as it comes. Raises ApiError where a completion fails."""
         with self._api_errors():
             async with contextlib.aclosing(self._runs()) as runs:
@@ -144,6 +147,7 @@ class Work:
         if first:
             number = index // asked.n
             given = asked.texts[number] if asked.texts else None
+            assert self._scorer is not None
             before = self._scorer.prompt(
                 asked.prompts[number], given, done.prompt_logprobs or [], done.prompt_top_logprobs or []
             )
@@ -163,8 +167,9 @@ class Work:
                 metrics.between_tokens.observe((now - self._latest[index]) / tokens)
         self._latest[index] = now
 
-    async def _runs(self) -> AsyncIterator[tuple[int, Run]]:
+    async def _runs(self) -> AsyncGenerator[tuple[int, Run]]:
         """The runs of all prompts, each with the number of its prompt."""
+        assert self._request is not None
         handles = self._request.handles
         if len(handles) == 1:
             async for run in handles[0].runs():
