@@ -317,7 +317,7 @@ class DecodeEngine:
             if unknown:
                 raise ConfigError(f"sizes={unknown} are no batch sizes with a graph; choose among {self.graphs.sizes}")
             most = self.graphs.visited(min(max_context or self.max_seq_len, self.max_seq_len))
-            contexts = [c for c in self.graphs.contexts if c is None or c <= most]
+            contexts = [c for c in self.graphs.contexts if c is None or most is None or c <= most]
 
             def capture() -> None:
                 with attention(self.model, self.attention.name):

@@ -343,7 +343,7 @@ def gather(keys: Tensor, values: Tensor, slots: Tensor, count: Tensor) -> tuple[
     Args:
         count: int32, whose first number is how many there are.
     """
-    found = tuple(kept.new_empty((len(slots), *kept.shape[2:])) for kept in (keys, values))
+    found = keys.new_empty((len(slots), *keys.shape[2:])), values.new_empty((len(slots), *values.shape[2:]))
     key, value = keys[0, 0].numel(), values[0, 0].numel()
     chunk = min(_GATHER_CHUNK, triton.next_power_of_2(max(key, value)))
     programs = min(_GATHER_PROGRAMS, triton.cdiv(len(slots), _GATHER_ROWS))

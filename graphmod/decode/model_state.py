@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from transformers import PreTrainedModel
 
 from graphmod.attention import STATIC, attention
 from graphmod.config import CUDAGraphConfig, Verify
@@ -44,7 +45,8 @@ def decoding(modules: list[nn.Module], act: Callable[..., T], *given: Any) -> T:
         modules: all of the model's, which is the first. Walking them costs more than a decode step, so the caller keeps
             the list.
     """
-    model, training = modules[0], [vars(module) for module in filter(_training, modules)]
+    model: Any = modules[0]
+    training = [vars(module) for module in filter(_training, modules)]
     attends = "sdpa" if model.config._attn_implementation == STATIC else None
     with Held() as interrupts:
         try:
@@ -110,7 +112,7 @@ class ModelWatch:
         model: to watch. Its forward is called on two tokens, to see what it reads.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
         self._reads: Reads | None = None
         self._tensors: list[Tensor] = []
@@ -124,7 +126,7 @@ class ModelWatch:
 
     def take(self, modules: list[nn.Module]) -> None:
         """What it computes now is what `changed` compares with. Does not wait for the device."""
-        if self._reads is None or self._reads_other():
+        if self._reads is None or self._reads.changed() is not None:
             self._read()
         if self._reads is None:  # `changed` will say so whatever the tensors hold
             return
@@ -134,13 +136,10 @@ class ModelWatch:
 
     def changed(self) -> bool:
         """Whether it computes something else, or that cannot be known."""
-        if self._reads is None or self._reads_other():
+        if self._reads is None or self._reads.changed() is not None:
             return True
         now = self._now()
         return not now or not all(map(torch.equal, now, self._contents))
-
-    def _reads_other(self) -> bool:
-        return self._reads.changed() is not None
 
     def _read(self) -> None:
         """Looks at what the forward reads."""

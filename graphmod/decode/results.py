@@ -93,7 +93,7 @@ def events(runs: list[Run]) -> Iterator[TokenEvent]:
                     tokens[step],
                     logprobs[step],
                     done.finish_reason if last else None,
-                    top_logprobs=top and top[step],
+                    top_logprobs=None if top is None else top[step],
                 )
             elif step == len(tokens) and ended and done.error is not None:
                 yield TokenEvent(done.request, done.sample, None, float("nan"), "error", done.error)

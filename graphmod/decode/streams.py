@@ -9,7 +9,7 @@ import contextlib
 import logging
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator
 from typing import Any
 
 from graphmod.decode.config import Sampling
@@ -179,7 +179,7 @@ class Cursor:
         return found
 
 
-def _stepped(engine: Any, handle: Handle) -> Iterator[TokenEvent]:
+def _stepped(engine: Any, handle: Handle) -> Generator[TokenEvent]:
     # Knows nothing of the stream, which so ends as soon as nobody holds it.
     cursor = Cursor(handle)
     while True:
@@ -311,7 +311,8 @@ class EngineLoop:
             drain: finish what waits and runs, else end it now.
             timeout: seconds for that, after which the rest is ended; None waits for as long as it takes.
         """
-        inside = self._lock._is_owned()
+        lock: Any = self._lock
+        inside = lock._is_owned()
         with self._lock:
             self.closed, thread = True, self._thread
         if not drain:

@@ -121,11 +121,12 @@ def _decoded(
     """(2, vocabulary) float32: by prefill, and by a decode step for the last token."""
     size = memory.block_size
     blocks = list(range(memory.first_block, memory.first_block + -(-len(tokens) // size)))
-    visited = min(one for one in context_sizes(size, state.blocks * size, False) if one >= len(tokens))
+    visited = min(
+        one for one in context_sizes(size, state.blocks * size, False) if one is not None and one >= len(tokens)
+    )
     last, step = len(tokens) - 1, min(most, -(-(len(tokens) - 1) // 2))  # in pieces, as long prompts are
-    for start in range(0, last, step):
-        end = min(last, start + step)
-        before = prefill([Piece(tokens[start:end], start, blocks, end == last)])
+    pieces = [(start, min(last, start + step)) for start in range(0, last, step)]
+    *_, before = (prefill([Piece(tokens[start:end], start, blocks, end == last)]) for start, end in pieces)
     state.set_rows(0, [RowValues([tokens[-1], len(tokens) - 1, 1, 0, 0, 0], [0.0, 1.0], blocks, [])])
     memory.expect([Reader(blocks, len(tokens), len(tokens))])
     with attention(model, plain.name):

@@ -99,7 +99,8 @@ class StepCompiler:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self.taken_over: Callable[[], None] = lambda: None
-        weakref.finalize(self, self._jobs.put, None).atexit = False
+        finalizer: Any = weakref.finalize(self, self._jobs.put, None)
+        finalizer.atexit = False
 
     def call(self, wrapper: CUDAGraphModule, *args: Any) -> None:
         """Calls a step, from compiled code if there is some."""

@@ -51,7 +51,8 @@ def every_kernel_waits_first(late: bool) -> Iterator[None]:
     """
     from graphmod.torch_private import TritonKernel
 
-    before = TritonKernel._filter_pdl
+    kernels: Any = TritonKernel
+    before = kernels._filter_pdl
 
     def filtered(kernel: Any, code: Any) -> None:
         if not kernel._enable_pdl_codegen():  # of another thread
@@ -62,11 +63,11 @@ def every_kernel_waits_first(late: bool) -> Iterator[None]:
         else:
             code._lines[:] = [_LAUNCH, _WAIT, *_without(code._lines, _LAUNCH, _WAIT)]
 
-    TritonKernel._filter_pdl = filtered
+    kernels._filter_pdl = filtered
     try:
         yield
     finally:
-        TritonKernel._filter_pdl = before
+        kernels._filter_pdl = before
 
 
 def _without(lines: list[Any], *calls: str) -> list[Any]:

@@ -76,7 +76,8 @@ def by_inductor(graph: GraphModule, inputs: list[Any], tuned: bool) -> Callable[
         patches["unsafe_marked_cacheable_functions"] = {**marked, "graphmod.every_kernel_waits_first": "2"}
     # What was traced and compiled of it is kept between processes.
     with _one_at_a_time, functorch_config.patch(enable_autograd_cache=True), waiting:
-        return compile_fx(graph, inputs, config_patches=patches)
+        found: Any = compile_fx(graph, inputs, config_patches=patches)
+        return found
 
 
 def compiled_code() -> contextlib.AbstractContextManager:

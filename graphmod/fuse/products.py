@@ -47,20 +47,21 @@ def join_products(graph: GraphModule, device: str = "cuda") -> int:
     for node in graph.graph.nodes:
         writes += is_write(node)
         if node.target is torch.ops.aten.linear.default and _fits(node, device, 1 if early else 2):
-            groups[node.args[0], writes].append(node)
+            groups[operands(node)[0], writes].append(node)
     joined = 0
     for nodes in groups.values():
         for start in range(0, len(nodes), MOST_WEIGHTS):
             some = nodes[start : start + MOST_WEIGHTS]
-            x = some[0].args[0]  # of now: what it was may have been joined
-            columns = sum(len(node.args[1].meta["val"]) for node in some)
+            x = operands(some[0])[0]  # of now: what it was may have been joined
+            columns = sum(len(operands(node)[1].meta["val"]) for node in some)
             if _rows(x) == 1 or (columns >= _FEWEST_COLUMNS and len(some) > 1):
                 if not _join_gated(graph, x, some):
                     _join(graph, x, some)
                 joined += 1
                 continue
             for node in some:
-                if (parts := _parts(early and _rows(x) >= FEWEST_IN_BULK, *node.args[1].meta["val"].shape)) > 1:
+                weight = operands(node)[1].meta["val"]
+                if (parts := _parts(early and _rows(x) >= FEWEST_IN_BULK, *weight.shape)) > 1:
                     _divide(graph, x, node, parts)
                     joined += 1
     if joined:
@@ -72,6 +73,11 @@ def multiplies_row(graph: GraphModule) -> bool:
     """Whether a product that it was given here is of a single row."""
     own = torch.ops.graphmod.products.default, torch.ops.graphmod.gated_product.default
     return any(node.target in own and _rows(node.args[0]) == 1 for node in graph.graph.nodes)
+
+
+def operands(node: Node) -> list[Any]:
+    """Its arguments, which are nodes but for plain values."""
+    return list(node.args)
 
 
 def is_write(node: Node) -> bool:
@@ -110,7 +116,7 @@ def _replace(graph: GraphModule, node: Node, product: Node, rounds: bool) -> Non
 
 
 def _bias(node: Node) -> Node | None:
-    return node.args[2] if len(node.args) > 2 else None
+    return operands(node)[2] if len(node.args) > 2 else None
 
 
 def _join_gated(graph: GraphModule, x: Node, nodes: list[Node]) -> bool:
@@ -164,8 +170,8 @@ def _fits(node: Node, device: str, fewest_rows: int) -> bool:
     """Whether it is a product that the kernels can do: `linear(x, weight, bias)`, of a weight that nothing changes."""
     if node.kwargs or not 2 <= len(node.args) <= 3 or not all(isinstance(one, Node) for one in node.args[:2]):
         return False
-    (x, weight), bias = node.args[:2], _bias(node)
-    given = [one.meta.get("val") for one in (x, weight, node, *([] if bias is None else [bias]))]
+    (x, weight), bias = operands(node)[:2], _bias(node)
+    given: list[Any] = [one.meta.get("val") for one in (x, weight, node, *([] if bias is None else [bias]))]
     if not all(map(_plain, given)) or not weight.meta.get("is_weight"):
         return False
     left, right, *_ = given

@@ -229,7 +229,8 @@ class Observer:
 
     def _add(self, tensor: Tensor, storage: int | None) -> int:
         number = len(self._values)
-        self._values.append(Value(*_geometry(tensor), number if storage is None else storage))
+        size, stride, offset, dtype, device = _geometry(tensor)
+        self._values.append(Value(size, stride, offset, dtype, device, number if storage is None else storage))
         self._numbers[tensor] = number
         return number
 

@@ -17,13 +17,13 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from graphmod.config import CUDAGraphConfig
 from graphmod.decode.attention import flex, triton, xqa
-from graphmod.decode.cache.cache import CacheView, PagedCache
+from graphmod.decode.cache.cache import Attends, CacheView, PagedCache
 from graphmod.decode.config import AttentionName
 from graphmod.decode.step.graphs import context_sizes
 from graphmod.errors import ConfigError
@@ -52,9 +52,14 @@ class Implementation(NamedTuple):
     prepare: Callable[[PagedCache], str | None] = lambda _: None
     compiled: bool = False
 
+    def register(self) -> None:
+        """Lets transformers find it."""
+        if self.name is not None and self.function is not None:
+            ALL_ATTENTION_FUNCTIONS.register(self.name, self.function)
+
 
 def paged_sdpa(
-    module: nn.Module,
+    module: Attends,
     query: Tensor,
     *_: Any,
     cache_view: CacheView,
@@ -73,7 +78,8 @@ def paged_sdpa(
         (B, 1, heads, value_dim).
     """
     view, layer = cache_view, cache_view.memory.layers[module.layer_idx]
-    rows, heads, _, width = query.shape
+    assert view.visited is not None
+    rows, heads, width = query.shape[0], query.shape[1], query.shape[-1]
     keys, values = view.memory.read(module.layer_idx, view.block_table, view.visited)
     seen = view.shared.get(layer.rule)
     if seen is None:
@@ -163,8 +169,7 @@ def choose(name: AttentionName, memory: PagedCache, max_seq_len: int, own_reason
             others = [other.value for other, one in IMPLEMENTATIONS.items() if one.unavailable(memory) is None]
             others = [*(other for other in others if other != name.value), AttentionName.own.value]
             raise ConfigError(f"attention={name.value} cannot be used: {reason}; use auto, or: {', '.join(others)}")
-    if found.name is not None:
-        ALL_ATTENTION_FUNCTIONS.register(found.name, found.function)
+    found.register()
     return Choice(found, measured)
 
 
@@ -173,7 +178,7 @@ def reference(chosen: Implementation, memory: PagedCache) -> Implementation:
     plain = IMPLEMENTATIONS[AttentionName.sdpa]
     if chosen.name is None or plain.unavailable(memory):
         return OWN
-    ALL_ATTENTION_FUNCTIONS.register(plain.name, plain.function)
+    plain.register()
     return plain
 
 
@@ -244,6 +249,7 @@ def layers_of(
     def call(memory: PagedCache, table: Tensor, lengths: Tensor, slots: Tensor, *queries: Tensor) -> list[Tensor]:
         view = CacheView(memory, slots, table, lengths, visited)
         pairs = zip(layers, queries, strict=True)
+        assert one.function is not None
         return [one.function(layer, query, cache_view=view)[0] for layer, query in pairs]
 
     # A partial, because the core looks for tensors there, and not in functions of this package.

@@ -11,11 +11,11 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.nn.functional import pad
 
-from graphmod.decode.cache.cache import CacheView, Layer, PagedCache
+from graphmod.decode.cache.cache import Attends, CacheView, Layer, PagedCache
 from graphmod.fuse.inductor import compiled_code, for_decode
 
 
@@ -103,7 +103,7 @@ def block_mask(view: CacheView, tokens: int, layer: Layer) -> BlockMask:
 
 
 def paged_flex(
-    module: nn.Module,
+    module: Attends,
     query: Tensor,
     *_: Any,
     cache_view: CacheView,

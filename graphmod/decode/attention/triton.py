@@ -9,9 +9,9 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch import Tensor, library, nn
+from torch import Tensor, library
 
-from graphmod.decode.cache.cache import CacheView, PagedCache
+from graphmod.decode.cache.cache import Attends, CacheView, PagedCache
 
 _WIDEST = 256
 
@@ -79,7 +79,7 @@ def _(query: Tensor, keys: Tensor, values: Tensor, *others: Any) -> Tensor:
 
 
 def paged_triton(
-    module: nn.Module,
+    module: Attends,
     query: Tensor,
     *_: Any,
     cache_view: CacheView,

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 from packaging.version import InvalidVersion, Version
-from torch import Tensor, library, nn
+from torch import Tensor, library
 
 from graphmod.attention import Rule
-from graphmod.decode.cache.cache import CacheView, Layer, PagedCache
+from graphmod.decode.cache.cache import Attends, CacheView, Layer, PagedCache
 
 __all__ = ["paged_xqa", "prepare", "scratch", "unavailable", "xqa_decode"]
 
@@ -200,7 +200,7 @@ def scratch(memory: PagedCache, parts: int) -> tuple[Tensor, Tensor]:
 
 
 def paged_xqa(
-    module: nn.Module,
+    module: Attends,
     query: Tensor,
     *_: Any,
     cache_view: CacheView,

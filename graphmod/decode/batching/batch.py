@@ -227,8 +227,8 @@ class ContinuousBatch:
             self.waited_seconds += time.perf_counter() - began
         rows = zip(chunk.sequences, *self._state.results_at(chunk.kept, chunk.rows), strict=True)
         runs = [
-            self._take(sequence, chunk, chunk.rows.start + number, *found)
-            for number, (sequence, *found) in enumerate(rows)
+            self._take(sequence, chunk, chunk.rows.start + number, tokens, logprobs, statuses)
+            for number, (sequence, tokens, logprobs, statuses) in enumerate(rows)
             if not sequence.done
         ]
         if chunk.bucket is not None:

@@ -152,7 +152,7 @@ def _seeded(each: list[Sampling], shared: bool) -> list[Sampling]:
     """The settings with a seed for every prompt: its own as it is, one that is `shared` by all mixed with the number
     of the prompt, and where there is none the same of a seed drawn for this call."""
     drawn = 0
-    if any(one.seed is None and one.temperature > 0 for one in each):
+    if any(one.seed is None and one.temperature for one in each):
         # Only where it is used: a greedy call leaves torch's generator, and so a training it is part of, as it was.
         drawn = int(torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device="cpu"))
     return [
@@ -225,7 +225,7 @@ class RequestReader:
         return list(map(int, found))
 
     def _is_token(self, token: Any) -> bool:
-        return isinstance(token, Integral) and not isinstance(token, bool) and 0 <= token < self.vocabulary
+        return isinstance(token, Integral) and not isinstance(token, bool) and 0 <= int(token) < self.vocabulary
 
     def stops(self, sampling: Sampling) -> tuple[list[int], list[list[int]], list[str]]:
         """What ends a request: token ids, sequences of several ids, texts.
@@ -308,7 +308,7 @@ class RequestReader:
                 limit,
                 ids,
                 sequences,
-                StopTexts(self.codec, texts, tokens) if texts else None,
+                StopTexts(self.codec, texts, tokens) if self.codec is not None and texts else None,
             )
             for sample in range(n)
         ]

@@ -19,6 +19,13 @@ from graphmod.decode.step.step import RowValues
 from graphmod.decode.text.stream import StopTexts
 
 
+def kind_of_row(sampling: Sampling) -> int:
+    """What one sample needs."""
+    if not sampling.temperature:
+        return GREEDY
+    return FILTERED if sampling.top_k or sampling.top_p not in (None, 1) else PLAIN
+
+
 def kind_of(sequences: list[Sequence]) -> int:
     """What a batch of these needs: see `step.sampling`."""
     return max(one.kind for one in sequences) + TOP * any(one.sampling.top_logprobs for one in sequences)
@@ -77,9 +84,7 @@ class Sequence:
 
     @property
     def kind(self) -> int:
-        if self.sampling.temperature <= 0:
-            return GREEDY
-        return FILTERED if self.sampling.top_k > 0 or self.sampling.top_p < 1 else PLAIN
+        return kind_of_row(self.sampling)
 
     def book_scores(self) -> None:
         """Gives the completion those of its prompt, once the host has them."""
@@ -106,8 +111,8 @@ class Sequence:
     def row_values(self) -> RowValues:
         """What its row holds when it joins: the last token of its prompt, as if a decode step were to be given it."""
         return RowValues(
-            [self.prompt[-1], len(self.prompt) - 1, 1, self.limit, self.seed, self.sampling.top_k],
-            [self.sampling.temperature, self.sampling.top_p],
+            [self.prompt[-1], len(self.prompt) - 1, 1, self.limit, self.seed, self.sampling.top_k or 0],
+            [self.sampling.temperature or 0.0, self.sampling.top_p or 1.0],
             self.blocks,
             self.stop_ids,
         )

@@ -36,7 +36,10 @@ _LAST = 10  # seconds that a step may still take when the interpreter ends
 _all: weakref.WeakSet[Turns] = weakref.WeakSet()
 
 
-class Turns(type(threading.RLock())):
+_RLock: Any = type(threading.RLock())
+
+
+class Turns(_RLock):
     """A lock that goes to a thread that waits for it before the one that has just had it gets it again.
 
     A thread that steps an engine takes it again right after it has released it, and nobody else would ever get it from
@@ -404,6 +407,7 @@ class Pause:
             self._left = stack.pop_all()
 
     def __exit__(self, *_: object) -> None:
+        assert self._left is not None
         self._left.close()
 
     def __del__(self, ends: Callable[[], bool] = sys.is_finalizing) -> None:

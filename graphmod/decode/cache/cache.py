@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -65,16 +65,17 @@ class _Pinned:
     """Keeps memory pinned. Once nothing refers to it any more, it is unpinned, as soon as no capture is under way."""
 
     def __init__(self, memory: Tensor) -> None:
-        code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE_AND_MAPPED))
+        cudart: Any = torch.cuda.cudart()
+        code = int(cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE_AND_MAPPED))
         if code:
             raise torch.cuda.CudaError(code)
-        # What ends gives everything back.
-        weakref.finalize(self, between_captures, partial(_unpin, memory)).atexit = False
+        finalizer: Any = weakref.finalize(self, between_captures, partial(_unpin, memory, cudart))
+        finalizer.atexit = False  # what ends gives everything back
 
 
-def _unpin(memory: Tensor) -> None:
+def _unpin(memory: Tensor, cudart: Any) -> None:
     torch.cuda.synchronize()  # what was launched may still work on it
-    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+    cudart.cudaHostUnregister(memory.data_ptr())
 
 
 def host_zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -197,6 +198,7 @@ class PagedCache:
         Raises:
             DecodeError: that cannot be done with this memory.
         """
+        assert self.pages is not None
         self.pages.unmap()
 
     def map(self) -> None:
@@ -240,8 +242,8 @@ class PagedCache:
 
     def write_near(self, layer: int, places: tuple[Tensor, Tensor], key: Tensor, value: Tensor) -> None:
         """As `write`, where `near` is another place."""
-        if self.ring is not None and self.ring.near(layer) is not None:
-            _store(self.ring.near(layer), places, key, value)
+        if self.ring is not None and (near := self.ring.near(layer)) is not None:
+            _store(near, places, key, value)
 
     def expect(self, readers: list[Reader]) -> None:
         """Says what the decode steps that are launched next will read. Without it they find nothing in far layers."""
@@ -285,6 +287,12 @@ def slot_mapping(position: Tensor, block_table: Tensor, active: Tensor, block_si
     """
     block = block_table.gather(1, (position // block_size).unsqueeze(1)).squeeze(1)
     return torch.where(active, block * block_size + position % block_size, -1)
+
+
+class Attends(Protocol):
+    """A module that attends, of a model of transformers."""
+
+    layer_idx: int
 
 
 class CacheView(Cache):

@@ -137,7 +137,7 @@ class Branch:
 
     def here(self) -> Any:
         """The place that the step has reached, for `run` to come after."""
-        if not self._captures():
+        if self._capturing() is None:
             return None
         place = torch.cuda.Event()
         place.record()
@@ -149,23 +149,24 @@ class Branch:
         Returns:
             Its end, for `wait`.
         """
-        if not self._captures():
+        stream = self._capturing()
+        if stream is None:
             act()
             return None
-        self._stream.wait_event(after)
+        stream.wait_event(after)
         end = torch.cuda.Event()
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(stream):
             act()
             end.record()
         return end
 
     def wait(self, end: Any) -> None:
         """Lets the step go on only after it."""
-        if end is not None:
+        if end is not None and self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_event(end)
 
-    def _captures(self) -> bool:
-        return self._stream is not None and is_capturing()
+    def _capturing(self) -> torch.cuda.Stream | None:
+        return self._stream if self._stream is not None and is_capturing() else None
 
 
 _MEMCPY = 1  # CUgraphNodeType
@@ -258,7 +259,7 @@ class CopyNodes:
 
     def _prepare(self, graph: torch.cuda.CUDAGraph) -> _Adjustment | None:
         """What tells a graph, before each launch, what to copy; None for one without such nodes."""
-        marks: dict[int, int] = {}
+        marks: dict[Any, int] = {}
         for node in nodes("cuGraphGetNodes", c_void_p(graph.raw_cuda_graph())):
             if node_type(node) == _MEMCPY:
                 found = _Memcpy()
@@ -348,12 +349,13 @@ class Ring:
         self.branch, self._nodes_branch = branches
         self._kept, self._rules = kept, rules
         self._buffers, self.count = buffers, len(buffers)
-        self._near = {
-            layer: tuple(
-                one[: kind.numel()].view(kind.shape) for one, kind in zip(buffers[k % self.count], both, strict=True)
+        self._near: dict[int, Pair] = {}
+        for k, (layer, (keys, values)) in enumerate(kept.items()):
+            first, second = buffers[k % self.count]
+            self._near[layer] = (
+                first[: keys.numel()].view(keys.shape),
+                second[: values.numel()].view(values.shape),
             )
-            for k, (layer, both) in enumerate(kept.items())
-        }
         blocks, device = len(next(iter(kept.values()))[0]), buffers[0][0].device
         self._listed = {
             rule: torch.zeros(HEADER + blocks, dtype=torch.int64, device=device)

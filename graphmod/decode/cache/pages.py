@@ -59,7 +59,8 @@ def bytes_at(address: int, size: int, owner: Any, device: torch.device) -> Tenso
 
 def shaped(raw: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """The bytes as a tensor that is no view of another, for a view shares the version of its base."""
-    return torch.empty(0, dtype=dtype, device=raw.device).set_(raw.untyped_storage(), 0, shape)
+    found: Any = torch.empty(0, dtype=dtype, device=raw.device)
+    return found.set_(raw.untyped_storage(), 0, shape)
 
 
 _APART = 512  # bytes between the beginnings of tensors, as in PyTorch's own allocator
@@ -103,8 +104,9 @@ class Pages:
 
     def __init__(self, space: Space) -> None:
         self._space = space
-        self._finalizer = weakref.finalize(self, _free, space, os.getpid())
-        self._finalizer.atexit = False  # the end of the process frees everything, and something may still run
+        finalizer: Any = weakref.finalize(self, _free, space, os.getpid())
+        finalizer.atexit = False  # the end of the process frees everything, and something may still run
+        self._finalizer = finalizer
 
     @property
     def mapped(self) -> bool:

@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from graphmod.attention import attention, takes
 from graphmod.config import CUDAGraphConfig
-from graphmod.decode.cache.cache import NULL_BLOCK, Layer, PagedCache
+from graphmod.decode.cache.cache import NULL_BLOCK, Attends, Layer, PagedCache
 from graphmod.decode.errors import DecodeError
 from graphmod.decode.prefill.piece import Limits, Piece, Scores
 from graphmod.decode.results import BucketStats
@@ -97,7 +97,7 @@ class PackedBuffer:
         rows = numpy.zeros((4, tokens), dtype=numpy.int64)
         rows[PIECE] = NOBODY
         rows[SLOT] = size + numpy.arange(tokens) % self._memory.rows  # the spare slots
-        room = sum(piece.end for piece in pieces) if self._by_length else columns
+        room = sum(piece.end for piece in pieces) if self._by_length else columns or 0
         held = None if columns is None else numpy.full((3, room), NOBODY, dtype=numpy.int64)
         if held is not None:
             held[HELD] = NULL_BLOCK * size
@@ -126,13 +126,14 @@ class PackedBuffer:
         ends[: len(last)] = last
         for tensor, values in ((into.tokens, rows), (into.starts, starts), (into.ends, ends)):
             self._bring(tensor, values)
-        if scored:
-            targets = numpy.array([one for piece in pieces for one in piece.targets], dtype=numpy.int64)
+        if into.targets is not None:
+            targets = numpy.array([one for piece in pieces for one in piece.targets or ()], dtype=numpy.int64)
             self._bring(into.targets[: len(targets)], targets)
-        if held is not None and self._by_length:
-            self._bring(into.columns[HELD, :room], held[HELD])
-        elif held is not None:
-            self._bring(into.columns, held)
+        if held is not None and into.columns is not None:
+            if self._by_length:
+                self._bring(into.columns[HELD, :room], held[HELD])
+            else:
+                self._bring(into.columns, held)
         return into
 
     def _starts_of(self, lengths: list[int], whole: int) -> list[int]:
@@ -217,7 +218,7 @@ def unavailable(memory: PagedCache) -> str | None:
 
 
 def packed_attention(
-    module: nn.Module,
+    module: Attends,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -424,7 +425,7 @@ class PackedPrefill:
                 for _ in range(self._settings.warmup_steps + 1):
                     with attention(self._model, NAME):
                         self._wrapper(size, held)(self._buffer.fill([], size, held))
-                bar.set_postfix(tokens=size, **free_memory(self._device), refresh=False)
+                bar.set_postfix(tokens=size, refresh=False, **free_memory(self._device))
 
     def stats(self) -> tuple[BucketStats, float]:
         """Counters, and seconds spent capturing."""

@@ -71,7 +71,7 @@ class PaddedPrefill:
                 if targets is not None:
                     scores[index] = Scores.of(own[: len(targets)], self.to_device(targets, torch.int64))
         rows = [found[index] for index, piece in enumerate(pieces) if piece.last]
-        return torch.stack(rows) if rows else logits[:0, -1], scores
+        return torch.stack(rows) if rows else found[0].unsqueeze(0)[:0], scores
 
     def nearest_size(self, tokens: int) -> int:
         """As many: one piece alone has no padding, whatever its length."""

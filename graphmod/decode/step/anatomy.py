@@ -94,7 +94,7 @@ class _Probe:
         **given: Any,
     ) -> tuple[Tensor, None]:
         """In the place of an attention function."""
-        index = getattr(module, "layer_idx", None)
+        index: Any = getattr(module, "layer_idx", None)
         kept = self.notes.kept.get(index)
         if more or kept is None or kept[0] is not key or kept[1] is not value or index in self.layers:
             raise Unclear("it attends to something other than the keys and values that a layer stores")
@@ -114,7 +114,7 @@ class _Probe:
         return value.new_zeros((rows, tokens, heads, value.shape[-1])), None
 
 
-def require_causal_lm(model: object) -> None:
+def require_causal_lm(model: Any) -> None:
     """Raises ConfigError for what is no causal LM of transformers, with what is needed in its place."""
     name, config = type(model).__name__, getattr(model, "config", None)
     if not hasattr(config, "get_text_config"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -42,7 +43,7 @@ def context_sizes(block_size: int, most: int, stops_at_context: bool) -> list[in
         size *= 2
     if block_size > _LEAST_VISITED:  # a multiple of a block from the first that is longer than one
         found = [size if size <= block_size else -(-size // block_size) * block_size for size in found]
-    return sorted({*(size for size in found if size < most), most})
+    return [*sorted({*(size for size in found if size < most), most})]
 
 
 def _state(states: list[str]) -> str:
@@ -72,7 +73,7 @@ def counters(wrappers: Iterable[CUDAGraphModule], own: BucketStats, released: in
     )
 
 
-def free_memory(device: torch.device) -> dict[str, str]:
+def free_memory(device: torch.device) -> dict[str, Any]:
     """For a bar: the free memory of a GPU."""
     if device.type != "cuda":
         return {}

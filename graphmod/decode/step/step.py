@@ -96,9 +96,9 @@ class BatchState:
         """The state of the first `count` rows, for the most likely tokens too if `top`; the same tensors each time."""
         if (count, top) not in self._slices:
             part = self.part(0, count, top)._replace(cursor=self.whole.cursor[:])
-            self._slices[count, top] = Rows(
-                *map(mark_static, part[:-1]), Top(*map(mark_static, part.top)) if top else None
-            )
+            for tensor in (*part[:-1], *(part.top or ())):
+                mark_static(tensor)
+            self._slices[count, top] = part
         return self._slices[count, top]
 
     def _tops(self) -> tuple[Top, Top]:
@@ -202,6 +202,7 @@ def next_logits(model: PreTrainedModel, memory: PagedCache, rows: Rows, visited:
     context = torch.where(active, position + 1, 0)
     position = position.unsqueeze(1)
     if own:
+        assert visited is not None
         # A padded row sees the token that it stores, for rows that see nothing make NaN in some models' attention.
         view = GatheredView(memory, slots, rows.block_table, context.clamp(min=1), visited, 1)
         given = {"input_ids": token.unsqueeze(1), "attention_mask": view.mask, **positions(model, position)}
@@ -233,7 +234,7 @@ def take_token(logits: Tensor, rows: Rows, kind: int) -> None:
     result = torch.stack((torch.where(active, choice.tokens, NOTHING), status))
     rows.results.index_copy_(0, rows.cursor, result.unsqueeze(0))
     rows.logprobs.index_copy_(0, rows.cursor, choice.logprobs.unsqueeze(0))
-    if choice.top is not None:
+    if choice.top is not None and rows.top is not None:
         rows.top.tokens.index_copy_(0, rows.cursor, choice.top.tokens.unsqueeze(0))
         rows.top.logprobs.index_copy_(0, rows.cursor, choice.top.logprobs.unsqueeze(0))
     rows.cursor.copy_((rows.cursor + 1) % len(rows.results))

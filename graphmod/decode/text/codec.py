@@ -179,7 +179,7 @@ def _reader(tokenizer: Any) -> Callable[[str], bytes | None] | None:
         plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
         others = [byte for byte in range(256) if byte not in plain]
         table = {chr(byte): byte for byte in plain} | {chr(256 + at): byte for at, byte in enumerate(others)}
-        return lambda name: bytes(map(table.get, name)) if table.keys() >= {*name} else None
+        return lambda name: bytes(table[one] for one in name) if table.keys() >= {*name} else None
     if (shown("<0xC3>", "<0xA9>") or "").strip() == "é":  # what is no word of the vocabulary
         digits = re.compile("<0x([0-9A-F]{2})>")
         return lambda name: bytes.fromhex(of[1]) if (of := digits.fullmatch(name)) else name.replace("▁", " ").encode()

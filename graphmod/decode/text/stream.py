@@ -126,7 +126,7 @@ class TextStream:
         self._last: list[int] = []
         self._since: list[int] = []
         self._open: set[int] = set()
-        if self._backend is not None and (found := _bytes(self._backend)):
+        if self._backend is not None and isinstance(codec, TokenizerCodec) and (found := _bytes(self._backend)):
             self._open = found if special_tokens else found | set(codec.special.values())
 
     def add(self, token: int) -> str:
@@ -135,9 +135,10 @@ class TextStream:
         self._held.append(token)
         self._since.append(token)
         self._complete = False
-        if self._open and (token in self._open or self._backend.id_to_token(token) is None):
+        backend = self._backend
+        if self._open and backend is not None and (token in self._open or backend.id_to_token(token) is None):
             return ""
-        piece = self._streamed() if self._stream is not None else self._decoded_again()
+        piece = self._decoded_again() if self._stream is None else self._streamed(self._stream)
         self._held = []
         if piece:
             self._given += piece
@@ -203,9 +204,10 @@ class TextStream:
             self._before = self._decode(self._prompt) if self._prompt else ""
         return _without(self._before, self._decode([*self._prompt, *self._tokens]))
 
-    def _streamed(self) -> str:
+    def _streamed(self, stream: DecodeStream) -> str:
+        assert self._backend is not None
         try:
-            return self._stream.step(self._backend, self._held) or ""
+            return stream.step(self._backend, self._held) or ""
         except Exception:  # the text before has changed; tokenizers has no class of its own for that
             self._stream = None
             return self._decoded_again()
@@ -285,15 +287,18 @@ class TokenTexts:
     def _parted(self, tokens: list[int], text: str, offset: int) -> list[TokenText]:
         """Each token with its part of the text of all: with the characters that its bytes complete."""
         raw = [self._bytes(token) for token in tokens]
-        known = None not in raw and _alike(b"".join(raw).decode("utf-8", "replace"), text)
+        whole = [one for one in raw if one is not None]
+        known = len(whole) == len(raw) and _alike(b"".join(whole).decode("utf-8", "replace"), text)
         texts = ["" for _ in tokens[1:]] + [text]
         if known:
             decoder = codecs.getincrementaldecoder("utf-8")("replace")
-            parts = [decoder.decode(one, number == len(raw)) for number, one in enumerate(raw, start=1)]
+            parts = [decoder.decode(one, number == len(raw)) for number, one in enumerate(whole, start=1)]
             texts = parts if "".join(parts) == text else texts
         found = []
         for token, own, given in zip(tokens, texts, raw, strict=True):
-            found.append(TokenText(token, own, given if known else own.encode("utf-8", "replace"), offset))
+            found.append(
+                TokenText(token, own, given if known and given is not None else own.encode("utf-8", "replace"), offset)
+            )
             offset += len(own)
         return found
 
