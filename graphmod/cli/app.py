@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import hydra
 from hydra import version as hydra_version
@@ -25,7 +25,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
-from hydra.core.utils import JobReturn, JobStatus
+from hydra.core.utils import JobStatus
 from hydra.errors import HydraException, OverrideParseException
 from hydra.experimental.callback import Callback
 from hydra.plugins.search_path_plugin import SearchPathPlugin
@@ -68,7 +68,7 @@ class _OwnConfigs(SearchPathPlugin):
 class _Arguments(argparse.ArgumentParser):
     """Hydra's flags; what is wrong with them is a ConfigError."""
 
-    def error(self, message: str) -> None:
+    def error(self, message: str) -> NoReturn:
         raise ConfigError(message.replace("argument ", "", 1))
 
 
@@ -103,12 +103,13 @@ OmegaConf.register_new_resolver("unused", lambda folder: folder, replace=True)
 
 def given_overrides(config: DictConfig, kind: str) -> list[str]:
     """The overrides of the command line, `task` or `hydra`, as they were written."""
-    return OmegaConf.to_container(config.hydra.overrides, resolve=False)[kind]
+    overrides: Any = OmegaConf.to_container(config.hydra.overrides, resolve=False)
+    return overrides[kind]
 
 
 def default_folder(config: DictConfig, what: str) -> bool:
     """Whether `hydra.run.dir` (`what` is `run`) or `hydra.sweep.dir` is the default: a new folder for each run."""
-    return _UNUSED in str(OmegaConf.to_container(config.hydra[what], resolve=False)["dir"])
+    return _UNUSED in str(OmegaConf.to_container(config.hydra[what], resolve=False))
 
 
 def require_own_folder(config: DictConfig, other: str, own: str) -> None:
@@ -134,10 +135,10 @@ class CommandCallback(Callback):
         """Raises ConfigError for a folder that a multirun does not have."""
         require_own_folder(config, "run", "sweep")
 
-    def on_run_end(self, config: DictConfig, job_return: JobReturn, **_: Any) -> None:
+    def on_run_end(self, config: DictConfig, **given: Any) -> None:
         """Raises what the job raised."""
-        if job_return.status is JobStatus.FAILED:
-            raise job_return._return_value
+        if given["job_return"].status is JobStatus.FAILED:
+            raise given["job_return"]._return_value
 
 
 @dataclass
@@ -329,7 +330,7 @@ class App:
                 wrong kind.
         """
         try:
-            plain = OmegaConf.to_container(settings, resolve=True) if OmegaConf.is_config(settings) else settings
+            plain: Any = OmegaConf.to_container(settings, resolve=True) if OmegaConf.is_config(settings) else settings
             merged = OmegaConf.merge(
                 OmegaConf.structured(self.kind), {k: self._folded(k, v, resumed) for k, v in plain.items()}
             )
@@ -378,7 +379,7 @@ def _as_main(argv: list[str]) -> Iterator[None]:
     """Inside, Hydra finds these arguments, and leaves errors to who called it. It has a variable of the environment for
     that, which processes that are started would find, too."""
     arguments, report = sys.argv, hydra_utils.run_and_report
-    sys.argv, hydra_utils.run_and_report = [arguments[0], *argv], lambda run: run()
+    sys.argv, hydra_utils.run_and_report = [arguments[0], *argv], lambda func: func()
     try:
         yield
     finally:

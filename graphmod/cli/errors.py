@@ -75,7 +75,7 @@ def setting_names(kind: type = RunConfig, prefix: str = "") -> list[str]:
     for field in dataclasses.fields(kind):
         name = prefix + field.name
         names.append(name)
-        if dataclasses.is_dataclass(field.type):
+        if isinstance(field.type, type) and dataclasses.is_dataclass(field.type):
             names += setting_names(field.type, f"{name}.")
     return names
 
@@ -120,7 +120,7 @@ def meant(key: str, names: list[str]) -> str | None:
     siblings = {word: f"{group}.{word}".lstrip(".") for word in last_names(group, names)}
     known = _from_elsewhere(last, siblings, anywhere, names) or anywhere.get(last)
     if group and siblings:
-        close = siblings.get(nearest(last, siblings, cutoff=0.65))
+        close = siblings.get(nearest(last, siblings, cutoff=0.65) or "")
         return known or _shortened(last, siblings) or close or _shortened(last, anywhere)
     return known or _shortened(last, siblings) or _shortened(last, anywhere) or nearest(key, names, cutoff=0.65)
 
@@ -175,7 +175,7 @@ def unknown_flag(argument: str, following: str, flags: list[str], kind: type) ->
     return f"{said}; settings are written without dashes: {setting if '=' in setting else f'{setting}={value}'}"
 
 
-def _advice(name: str, value: str, kind: type) -> str:
+def _advice(name: str, value: str | None, kind: type) -> str:
     """What to write to set `name`; where `value` cannot be meant, the values that can."""
     if "=" in name:
         return f" Write {name}"

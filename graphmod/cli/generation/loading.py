@@ -51,7 +51,8 @@ def load_model(folder: Path, source: ModelSource, codec: Codec | None = None) ->
 
 def cache_of(engine: DecodeEngine) -> str:
     """Of an engine whose cache is in memory of the host: how much of it."""
-    stats, far = engine.stats, len(engine.memory.ring.far)
+    stats, ring = engine.stats, engine.memory.ring
+    far = 0 if ring is None else len(ring.far)
     there, here = (f"{nbytes / 2**20:,.1f} MiB" for nbytes in (stats.host_cache_bytes, stats.cache_bytes))
     return f"cache: {there} in host memory ({counted(far, 'layer')}), {here} on the {engine.device.type}"
 

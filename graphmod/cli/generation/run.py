@@ -16,11 +16,10 @@ from graphmod.cli.generation.prompts import Prompt, line_of
 from graphmod.cli.generation.schema import GenerateConfig
 from graphmod.cli.stdout import OutputError, complain, show
 from graphmod.config import CompileMode
-from graphmod.decode.config import Sampling
+from graphmod.decode.batching.scheduler import kind_of_row
 from graphmod.decode.engine import DecodeEngine
 from graphmod.decode.errors import RequestError
 from graphmod.decode.results import Completion
-from graphmod.decode.step.sampling import FILTERED, GREEDY, PLAIN
 from graphmod.decode.text.codec import Codec, codec_for
 from graphmod.decode.text.stream import TextStream
 from graphmod.words import counted
@@ -50,10 +49,6 @@ def _say_shortened(count: int, asked: int, engine: DecodeEngine) -> None:
         said = f"a sequence has at most {engine.max_seq_len:,} tokens, its prompt included"
         who = "it" if count == 1 else f"{count:,} samples"
         print(f"note: {said}, so {who} ended before decode.max_new_tokens={asked}", file=sys.stderr, flush=True)
-
-
-def _kind(sampling: Sampling) -> int:
-    return GREEDY if sampling.temperature <= 0 else FILTERED if sampling.top_k or sampling.top_p < 1 else PLAIN
 
 
 def _stream(engine: DecodeEngine, config: GenerateConfig, prompt: Prompt, codec: Codec) -> int:
@@ -96,7 +91,9 @@ def _with_logprobs(completion: Completion, codec: Codec) -> str:
     return "".join(f"{text.add(token)}[{logprob:.3f}]" for token, logprob in pairs) + text.rest()
 
 
-def _many(engine: DecodeEngine, config: GenerateConfig, prompts: list[Prompt], out: OutputFile | None) -> int:
+def _many(
+    engine: DecodeEngine, config: GenerateConfig, prompts: list[Prompt], codec: Codec, out: OutputFile | None
+) -> int:
     """Writes the completions of all prompts, each as soon as it is there, so that an interruption keeps them."""
     total, finished, failed, shortened, tokens = len(prompts) * config.decode.n, 0, 0, 0, 0
     began = time.perf_counter()
@@ -107,7 +104,7 @@ def _many(engine: DecodeEngine, config: GenerateConfig, prompts: list[Prompt], o
             nonlocal finished, failed, shortened, tokens
             prompt = prompts[completion.request]
             if out is None:
-                shown = _with_logprobs(completion, engine.requests.codec) if config.decode.logprobs else completion.text
+                shown = _with_logprobs(completion, codec) if config.decode.logprobs else completion.text
                 show(f"--- sample {completion.sample}\n{prompt.shown}{shown}")
             else:
                 if not finished:
@@ -153,15 +150,15 @@ def _run(config: GenerateConfig, folder: Path, prompts: list[Prompt], out: Outpu
     model = load_model(folder, config.model, codec)
     engine = DecodeEngine(model, config.engine(len(prompts) * config.decode.n), codec=codec)
     sampling = engine.requests.defaults.fill(config.sampling())
-    if config.decode.n > 1 and sampling.temperature <= 0:
+    if config.decode.n > 1 and not sampling.temperature:
         print("note: with decode.temperature=0 all samples of a prompt are the same", file=sys.stderr, flush=True)
     if engine.stats.host_cache_bytes:
         print(cache_of(engine), file=sys.stderr, flush=True)
     if config.graph.ahead and engine.config.graphs:
-        engine.warm_up(kinds=(_kind(sampling),), prefill=False)
+        engine.warm_up(kinds=(kind_of_row(sampling),), prefill=False)
     if config.prompts_file is None and config.decode.n == 1:
         return _stream(engine, config, prompts[0], codec)
-    return _many(engine, config, prompts, out)
+    return _many(engine, config, prompts, codec, out)
 
 
 def generate(config: GenerateConfig, folder: Path, prompts: list[Prompt], out: Path | None) -> int:
@@ -171,7 +168,7 @@ def generate(config: GenerateConfig, folder: Path, prompts: list[Prompt], out: P
         folder: of the model.
         out: where completions go; None prints them.
     """
-    if out is None:
+    if out is None or config.prompts_file is None:
         return _run(config, folder, prompts, None)
     with open_output(out, Path(config.prompts_file), config.overwrite) as file:  # the model may take minutes to load
         return _run(config, folder, prompts, file)

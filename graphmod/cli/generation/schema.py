@@ -84,7 +84,7 @@ class DecodeSettings(BatchSettings, Sampling):
         logprobs: write the log-probability of each token.
     """
 
-    seed: int = 0
+    seed: int = 0  # pyrefly: ignore[bad-override-mutable-attribute] settings that lack one are refused
     n: int = 1
     logprobs: bool = False
     generation_config: GenerationConfigName = GenerationConfigName.auto

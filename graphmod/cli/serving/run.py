@@ -106,7 +106,7 @@ def serve(config: ServeConfig, folder: Path, address: str, front: FrontProcess) 
     host = Host(front.work, front.control)
     try:
         say_plainly(f"loading; {address}/health shows when it is ready")
-        if config.serve.api_key is None and not ip_address(urlsplit(address).hostname).is_loopback:
+        if config.serve.api_key is None and not ip_address(str(urlsplit(address).hostname)).is_loopback:
             say_plainly("note: anyone who reaches this address can use it; set serve.api_key=KEY to require a key")
         with _needs(front):
             engine = _engine(config, folder)

@@ -145,11 +145,11 @@ def _say_stopped(result: RunResult, folder: Path, job: Job) -> None:
         f"stopped by {result.error} after step {done} of {steps}",
         "nothing was saved, because train.checkpoint=false",
     ]
-    if result.config["train"]["checkpoint"]:
+    if result.config["train"]["checkpoint"] and result.checkpoint is not None:
         said[1:] = [f"saved in {folder / result.checkpoint}", f"to resume: {_way_on(folder, job)}"]
     with suppress(OSError):  # to a terminal that was closed
         show("\n  ".join(said))
-    raise SystemExit(128 + signal.Signals[result.error])
+    raise SystemExit(128 + signal.Signals[str(result.error)])
 
 
 def _check(config: RunConfig, folder: Path) -> Path:
@@ -201,6 +201,7 @@ def run_one_of(cfg: DictConfig, job: Job, number: int, require: Callable[[], Non
         number: of the job.
         require: raises ConfigError for settings that it cannot have.
     """
+    assert job.sweep is not None
     about = {"name": os.path.relpath(job.folder, job.sweep), "folder": str(job.folder), "scope": cfg.graph.scope.value}
     try:
         with _said(job):
@@ -277,14 +278,16 @@ def _on_ranks(start: Start | None, failed: Exception | None, ranks: Ranks) -> It
     """Where a job of ranks starts; the first rank has found that out, and owns the folder for all."""
     if failed is not None:
         raise failed
-    yield ranks.told(start and replace(start, held=None))
+    found = ranks.told(start and replace(start, held=ExitStack()))
+    assert found is not None
+    yield found
 
 
 @contextmanager
 def given_to_ranks(told: dict[str, Any], ranks: Ranks) -> Iterator[Start]:
     """Where a job starts that `launch` has started ranks for: with what these were told."""
-    point = ResumePoint(**{**told["point"], "run_dir": Path(told["point"]["run_dir"])})
-    point.checkpoint = point.checkpoint and Path(point.checkpoint)
+    point = ResumePoint(**told["point"])
+    point.run_dir, point.checkpoint = Path(point.run_dir), point.checkpoint and Path(point.checkpoint)
     sys.path[:0] = [told["job"]["cwd"]] * (told["job"]["cwd"] is not None)
     with owned(point.run_dir) if ranks.first else nullcontext(), ExitStack() as held:
         newest = next(iter(checkpoints(point.run_dir / FOLDER)), None)
@@ -310,6 +313,7 @@ def _run(start: Start, job: Job, ranks: Ranks, peers: Peers | None = None) -> Pa
 
 def _told(start: Start, job: Job) -> dict[str, Any]:
     """What ranks are told that this process starts: where they start, with which settings, and the job."""
+    assert start.point is not None
     point = asdict(start.point)
     point |= {name: point[name] and str(point[name]) for name in ("run_dir", "checkpoint")}
     return {

@@ -84,6 +84,7 @@ def launch(told: dict[str, Any], count: int) -> None:
                 process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, start_new_session=True)
                 processes.append(process)
             for process in processes:
+                assert process.stdin is not None
                 with suppress(OSError):  # it has ended
                     process.stdin.write(line)
                     process.stdin.flush()

@@ -68,9 +68,10 @@ def _task(settings: DictConfig) -> float | None:
         from graphmod.cli.training.job import Job, run_job, run_one_of
         from graphmod.train.report.result import RunResult
     config = HydraConfig.get()
+    overrides: Any = OmegaConf.to_container(config.overrides.task, resolve=False)
     job = Job(
         folder=Path(config.runtime.output_dir),
-        overrides=OmegaConf.to_container(config.overrides.task, resolve=False),
+        overrides=overrides,
         alone=config.mode is not RunMode.MULTIRUN,
         given=TRAIN.given,
         named=_command.made is None,
@@ -113,7 +114,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _require_one_length(overrides: list[str]) -> None:
-    given = dict(one.lstrip("+").partition("=")[::2] for one in overrides)
+    given = {key: value for one in overrides for key, _, value in [one.lstrip("+").partition("=")]}
     lengths = [f"{key}={given[key]}" for key in ("train.steps", "train.epochs") if given.get(key, "null") != "null"]
     if len(lengths) > 1:
         raise ConfigError(f"{' and '.join(lengths)} both say how long to train; give one of them")
@@ -131,7 +132,7 @@ def _require_one_run(config: RunConfig) -> None:
             raise ConfigError("parallel.gpus does nothing with parallel=none; add parallel=ddp, or leave it out")
 
 
-def _require_job(config: RunConfig, overrides: list[str]) -> None:
+def _require_job(config: RunConfig | DictConfig, overrides: list[str]) -> None:
     """Raises ConfigError for settings that one of several jobs cannot have."""
     _require_one_length(overrides)
     if config.train.profile:
@@ -143,7 +144,7 @@ def _require_job(config: RunConfig, overrides: list[str]) -> None:
         raise ConfigError("graph.check=true checks a single run; drop --multirun")
 
 
-def _require_multirun(config: RunConfig, overrides: list[str], several: bool) -> None:
+def _require_multirun(config: RunConfig | DictConfig, overrides: list[str], several: bool) -> None:
     """Raises ConfigError for what all jobs would be refused for, one after the other."""
     if (count := ranks_started()) > 1:
         raise ConfigError(

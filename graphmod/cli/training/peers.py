@@ -50,7 +50,7 @@ class Peers:
     def _connect(self) -> dict[int, socket.socket]:
         ranks, address = self._ranks, os.environ.get("MASTER_ADDR", "127.0.0.1")
         if not ranks.first:
-            port, token = ranks.told(None)
+            port, token = ranks.told((0, ""))
             link = socket.create_connection((address, port), timeout=_PATIENCE)
             link.sendall(f"{token} {ranks.rank}".encode().ljust(_GREETING))
             link.settimeout(None)
@@ -112,7 +112,7 @@ class Peers:
                 for key, _ in selector.select():
                     rank = key.data
                     try:
-                        data = key.fileobj.recv(1 << 16)
+                        data = self._links[rank].recv(1 << 16)
                     except OSError:
                         data = b""
                     *lines, self._buffers[rank] = (self._buffers[rank] + data).split(b"\n")

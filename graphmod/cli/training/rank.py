@@ -35,8 +35,8 @@ def main() -> int:
     with loading(silent=bool(own_rank())):
         from graphmod.cli.training.job import Job, among_ranks, given_to_ranks
         from graphmod.train.schema.train import DeviceName
-    sweep = told["job"]["sweep"]
-    job = Job(**{**told["job"], "folder": Path(told["job"]["folder"]), "sweep": sweep and Path(sweep)})
+    job = Job(**told["job"])
+    job.folder, job.sweep = Path(job.folder), job.sweep and Path(job.sweep)
     device = DeviceName(told["settings"]["train"]["device"])
     try:
         among_ranks(lambda: device, job, lambda ranks: given_to_ranks(told, ranks))
@@ -44,8 +44,6 @@ def main() -> int:
         if not own_rank():
             Path(told["answer"]).write_text(str(error), encoding="utf-8")
         end_at_once(error.status)  # a process group whose ranks are gone may wait for them
-    except SystemExit as end:
-        return end.code
     return 0
 
 

@@ -131,6 +131,7 @@ def job_settings(cfg: DictConfig, overrides: list[str]) -> tuple[DictConfig | di
     point = None if resume in (NONE, AUTO) else _named(resume)
     if point is None:  # where a folder was named, whoever looks for its checkpoints says what is wrong with them
         return cfg, []
+    assert point.checkpoint is not None
     manifest = point.manifest
     saved = all_settings(manifest)
     given = _folded(_given(cfg, overrides), saved)
