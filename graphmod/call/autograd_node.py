@@ -23,7 +23,7 @@ from graphmod.graph.uses import watch_sums
 from graphmod.ranks.agreement import Choice
 from graphmod.ranks.ballot import LateRanks
 from graphmod.signature.modes import FOREIGN
-from graphmod.state.entry import MOST_FRUITLESS
+from graphmod.state.account import REPLAY
 from graphmod.state.said import cause_of
 from graphmod.torch_private import keeps_graph, will_run
 from graphmod.trace.undo import let_through
@@ -94,10 +94,8 @@ def run_backward(ticket: Ticket, grads: tuple[Tensor | None, ...]) -> Sequence[T
     if ticket.finished and graph.saves:
         raise RuntimeError(_TWICE)
     if torch.is_grad_enabled():
-        graph.entry.differentiated_again += 1
-        if graph.entry.differentiated_again > 1:  # that is no exception: the next calls are eager
-            context.keep_eager(graph.entry, DIFFERENTIATED_AGAIN)
-            context.drop(graph.tape, why=DIFFERENTIATED_AGAIN)
+        graph.recording.its_backward.forget()  # the next calls are eager, so that it shows whether they all are
+        context.drop(graph.tape, why=DIFFERENTIATED_AGAIN)
         raise BackwardUnavailable(
             f"{context.name!r} was replayed from a graph, which has no gradient of its gradient (create_graph=True); "
             "run this part eagerly: graph=none, ungraph(model), or call the module as .module"
@@ -200,7 +198,7 @@ def _backward(ticket: Ticket, graph: ForwardGraph, grads: tuple[Tensor | None, .
         context.counters.copied_bytes += copied
         tape.cursor = known.index + 1
         context.counters.replays += 1
-        if graph.mismatches or graph.entry.recaptures or graph.entry.backward_changes or not as_captured:
+        if graph.mismatches or not as_captured:
             _count_mismatch(graph, as_captured)
         return _hand_out(known, ticket)
     _count_mismatch(graph, False)
@@ -280,7 +278,7 @@ def _is_as_recorded(graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> bo
 
 def _reads_otherwise(graph: ForwardGraph, changed: str, patience: int | None = None) -> None:
     """A backward whose code would read something else than when it was recorded; after some in a row the call is
-    recorded anew, and after some such changes stays eager."""
+    recorded anew."""
     context, entry = graph.context, graph.entry
     graph.mismatches += 1
     context.log_once(f"the backward of {context.name!r} runs eagerly: {changed}", key=f"backward: {cause_of(changed)}")
@@ -288,22 +286,17 @@ def _reads_otherwise(graph: ForwardGraph, changed: str, patience: int | None = N
         return
     entry.difference = changed
     entry.forget(graph.recording)
-    entry.backward_changes += 1
-    if entry.backward_changes > MOST_FRUITLESS:
-        context.keep_eager(entry, f"its backward is in another state each time: {changed}")
-        context.log_once(
-            f"{context.name!r} stays eager after {MOST_FRUITLESS} such changes of what its backward reads; "
-            "force_enable() tries again"
-        )
 
 
 def _count_mismatch(graph: ForwardGraph, matched: bool) -> None:
-    """Several backwards in a row that the captured one did not fit: this is how it is from now on, capture anew."""
+    """Several backwards in a row that the captured one did not fit: this is how it is from now on, capture anew. Where
+    that does not help, the slower replay is as good as it gets."""
+    context, entry = graph.context, graph.entry
     graph.mismatches = 0 if matched else graph.mismatches + 1
-    graph.entry.backward_changes = 0 if matched else graph.entry.backward_changes
-    entry, config = graph.entry, graph.context.config
-    if matched:
-        entry.recaptures = 0
-    elif graph.mismatches > config.warmup_steps and not entry.recaptures:
-        entry.recaptures += 1  # once: where that does not help, the slower replay is as good as it gets
-        graph.context.drop(graph.tape, why="its backward finds other gradients than when it was captured")
+    if not matched:
+        context.spend(entry, REPLAY)
+    if graph.tape.dropped or graph.mismatches <= context.config.warmup_steps:
+        return
+    if entry.account.allows(entry.replays, 4):  # with the next capture
+        context.spend(entry, 3)
+        context.drop(graph.tape, why="its backward finds other gradients than when it was captured")

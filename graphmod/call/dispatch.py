@@ -10,7 +10,7 @@ from graphmod.call.replay import find, launch, results
 from graphmod.call.together import agrees, eagerly, is_nested
 from graphmod.call.verify import due, verify
 from graphmod.call.warmup import differentiable, track, warm_up
-from graphmod.capture.forward import capture, place
+from graphmod.capture.forward import affordable, capture, place
 from graphmod.capture.recorded_backward import watch_backward
 from graphmod.capture.recording import Recording
 from graphmod.graph.casts import share_casts
@@ -49,8 +49,8 @@ def _run(context: Context, args: tuple, kwargs: dict) -> Any:
     1. a replay of a graph whose arguments, guards and order fit; now and then an eager call in its place, to verify it;
     2. an eager call, where the signature is disabled, or somebody looks on (a transform, a tracer);
     3. a warm-up call, where no call was recorded in the present state: the last of some is recorded;
-    4. a capture, where there is a place for it, and the budget allows it;
-    5. an eager call.
+    4. a capture, where there is a place for it;
+    5. an eager call, also where the account does not allow for 3 or 4.
     """
     group, entries = context.group, context.entries
     usual, modes = entries.usual, group.modes()
@@ -120,6 +120,8 @@ def _run(context: Context, args: tuple, kwargs: dict) -> Any:
     if recording is None and entry.astray and not entry.follows_chance():
         return eager(context, args, kwargs, entry)
     if recording is None or recording.refused is not None:
+        if not affordable(context, entry, entry.difference):
+            return eager(context, args, kwargs, entry)
         return warm_up(context, entry, args, kwargs)
     if recording.its_backward.wanted:
         recording.its_backward.wanted -= 1

@@ -102,7 +102,6 @@ def launch(context: Context, graph: ForwardGraph, leaves: list[Tensor], careful:
         if entry.matcher is None:
             entry.matcher = Matcher(entry.signature)
         context.entries.usual = entry
-    entry.misses = entry.fruitless = 0
     entry.replays += 1
     if graph.backward is not None or not graph.results.with_grad:
         entry.succeeded()

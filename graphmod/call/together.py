@@ -30,8 +30,7 @@ def agrees(context: Context, entry: Entry, choice: Choice) -> bool:
     agreed = agreement.choose(choice)
     if not agreed and agreement.why:
         context.log_once(f"{context.name!r} runs eagerly, because {agreement.why}", key="other ranks")
-    entry.outvoted = 0 if agreed else entry.outvoted + agreement.lasts
-    if entry.outvoted >= context.config.max_failures:
+    if not agreed and agreement.lasts and entry.failed(agreement.why, context.config.max_failures):
         context.keep_eager(entry, agreement.why)
     return agreed
 

@@ -21,7 +21,7 @@ from graphmod.ranks.fully_shard import reads_parts
 from graphmod.signature.flattening import flatten
 from graphmod.signature.modes import difference
 from graphmod.signature.signature import parameter_names
-from graphmod.state.entry import MOST_FRUITLESS, Entry
+from graphmod.state.entry import Entry
 from graphmod.torch_private import current_node, next_sequence_number
 from graphmod.trace import dispatch
 from graphmod.trace.hazards import COMPILES
@@ -44,10 +44,11 @@ def warm_up(context: Context, entry: Entry, args: tuple, kwargs: dict) -> Any:
         oldest = next_sequence_number()
         names, gpu = parameter_names(context.call), context.group.gpu
         result, recording = alone(context, entry, lambda: record(context.call, args, kwargs, names, gpu, context.root))
-        if recording.settles and entry.compiled_again < _MOST_COMPILED:
+        if recording.settles:
             # Under the recorder functions of PyTorch are others, which compiled code may stand on. It may be compiled
             # once more, in a call like any other, and the one after that is recorded.
-            entry.compiled_again += 1
+            context.spend(entry, 2)
+            entry.lost = f"it {COMPILES.effect}, in each call"
             entry.calls = context.config.warmup_steps - 2
             return track(context, entry, result)
         if recording.random and draws_anew():
@@ -56,8 +57,6 @@ def warm_up(context: Context, entry: Entry, args: tuple, kwargs: dict) -> Any:
             recording.refused = context.around.take_over() or recording.refused
         if recording.communicates and differentiable(result) and reads_parts(recording.guards.tensors):
             recording.refused = recording.refused or COMMUNICATES
-        if recording.settles:
-            recording.refused = recording.refused or f"it {COMPILES.effect}, in each call"
         if not (recording.refused or recording.communicates) and context.group.whole.take(recording.guards.tensors):
             entry.calls = context.config.warmup_steps - 1  # the next call is recorded, at the addresses that stay
             return track(context, entry, result)
@@ -92,13 +91,8 @@ def warm_up(context: Context, entry: Entry, args: tuple, kwargs: dict) -> Any:
                 entry.recordings.clear()
             else:
                 context.failed(entry, CaptureRefused(recording.refused), "its forward")
-        elif entry.fruitless > MOST_FRUITLESS and entry.difference:
-            _say_difference(context, entry)
-            context.keep_eager(entry, f"it is in another state in each call: {entry.difference}")
-            context.log_once(
-                f"{context.name!r} stays eager after {MOST_FRUITLESS} such changes without a replay; force_enable() "
-                "tries again"
-            )
+        else:
+            context.spend(entry)
     return track(context, entry, result)
 
 
@@ -130,7 +124,6 @@ ON_ACCUMULATOR = (
     "hooks are on the node of autograd that accumulates a parameter's gradient (grad_fn.next_functions, as in "
     "Megatron-core's DistributedDataParallel), which a graph does not run; use register_post_accumulate_grad_hook"
 )
-_MOST_COMPILED = 4  # recorded calls in which torch.compile compiled
 
 
 def track(context: Context, entry: Entry, result: Any) -> Any:

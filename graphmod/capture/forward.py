@@ -43,37 +43,37 @@ def place(context: Context, entry: Entry, reason: str, recording: Recording) -> 
         reason: why the graphs that there are do not fit; `CAPTURE_ANOTHER` if another one would.
         recording: of the present state.
     """
-    group, patience = context.group, context.config.warmup_steps
+    group, account, patience = context.group, entry.account, context.config.warmup_steps
     if entry.called_forward and not entry.graphs and current_node() is not None:
         return None  # a checkpoint runs an eager forward again, and counts what it saves
     tape = group.growing_tape(entry)
     again = tape is not None and any(graph.tape is tape for graph in entry.graphs)
     known = any(graph.recording is recording for graph in entry.graphs)
     if tape is None and known and reason not in (CAPTURE_ANOTHER, UNFINISHED, ALIGNED_OTHERWISE):
-        # The graphs there are do not fit. Once is an exception, several times in a row is how it is from now on.
-        entry.misses += 1
-        entry.waits += reason == IN_USE
-        if entry.misses <= patience and (reason != IN_USE or entry.waits <= patience):
+        # The graphs there are do not fit. Once is an exception, several times is how it is from now on.
+        account.missed(entry.replays)
+        if account.misses <= patience:
             remedy = f". {_REMEDIES[reason]}" if reason in _REMEDIES else ""
-            if entry.misses >= min(2, patience):
+            if account.misses >= min(2, patience):
                 context.log_once(
-                    f"{context.name!r} runs eagerly: {reason}. After {patience} such calls in a row it may be captured "
-                    f"again{remedy}",
+                    f"{context.name!r} runs eagerly: {reason}. After {patience} such calls it may be captured again"
+                    f"{remedy}",
                     key=reason,
                 )
             return None
-    if not again and not _affordable(context, entry, reason):
+    if not again and not affordable(context, entry, reason if entry.graphs else ""):
         return None
     if not _make_space(context, entry):
         return None
     tape = tape or group.place(entry.needs_grad)
     if tape is None:
-        entry.misses += 0 if entry.graphs else 1
+        if not entry.graphs:
+            account.missed(entry.replays)
         # In the middle of an iteration only where there never is a beginning, because one is always in flight: some of
         # these calls are gone without a backward. Where all still wait, it is a long one, whose backward adds up the
         # gradients of all of them in their order.
-        missed, waiting = max(entry.misses, entry.waits), context.waiting()
-        if missed > max(patience * (3 if group.eager_in_flight else 1), waiting):
+        waiting = context.waiting()
+        if account.misses > max(patience * (3 if group.eager_in_flight else 1), waiting):
             tape = group.new_tape_elsewhere()
         if tape is None and waiting > _MANY:
             context.log_once(
@@ -81,23 +81,32 @@ def place(context: Context, entry: Entry, reason: str, recording: Recording) -> 
                 f"captured once that has come. {_REMEDIES[IN_USE]}",
                 key=UNFINISHED,
             )
-        if tape is None and reason == IN_USE and entry.waits > 3 * patience:
+        if tape is None and reason == IN_USE and account.misses > 3 * patience:
             context.log_once(f"{context.name!r} runs eagerly: {reason}. {_REMEDIES[IN_USE]}", key=reason)
     return tape
 
 
-def _affordable(context: Context, entry: Entry, reason: str) -> bool:
-    """Whether captures have brought enough replays so far, so that another may be tried."""
-    own = entry.budget.allows(entry.replays)
-    if own and context.budget.allows(context.counters.replays):
+def affordable(context: Context, entry: Entry, reason: str) -> bool:
+    """Whether what was done for graphs has brought enough replays so far, so that another call may be recorded or
+    captured. Where not, and where there is no graph that could pay for one, the signature stays eager.
+
+    Args:
+        reason: why that is necessary; "" where that is because graphs were lost.
+    """
+    own = entry.account.allows(entry.replays)
+    if own and context.account.allows(context.counters.replays):
         return True
-    why = (reason if entry.graphs else entry.lost) or "too many signatures have come, each for a few calls only"
+    why = reason or entry.lost or "too many signatures have come, each for a few calls only"
     remedy = _REMEDIES.get(why, "Keep that as it is, or keep this part out of the graphs (ungraph, or call .module)")
     what = "for these arguments " if not own else ""
+    then = "runs eagerly where it would have to be captured again"
+    if not (own or entry.graphs):
+        context.keep_eager(entry, why)
+        then, remedy = "stays eager", f"{remedy}; force_enable() tries again"
     context.log_once(
-        f"{context.name!r} runs eagerly where it would have to be captured again: it was captured again and again "
-        f"{what}with hardly a replay in between, because {why}. {remedy}",
-        key="budget",
+        f"{context.name!r} {then}: it was recorded or captured again and again {what}with hardly a replay in between, "
+        f"because {why}. {remedy}",
+        key=f"account: {then}",
     )
     return False
 
@@ -136,8 +145,7 @@ def capture(
     began = time.perf_counter()
     arena, backend = tape.arena, context.group.backend
     if not any(graph.tape is tape for graph in entry.graphs):
-        entry.budget.spend()
-        context.budget.spend()
+        context.spend(entry)
     try:
         not_averaged = context.around.take_over() if torch.is_grad_enabled() else None
         if not_averaged is not None:
@@ -167,7 +175,6 @@ def capture(
         context.last_failure = ""
     context.served = graph
     entry.graphs.append(graph)
-    entry.misses = 0
     entry.needs_grad = bool(graph.results.with_grad)
     if entry.needs_grad:
         arena.awaiting.add(graph)

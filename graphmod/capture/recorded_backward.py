@@ -102,6 +102,12 @@ class RecordedBackward:
         """Keeps the next calls eager, so that a backward of one may be recorded."""
         self.wanted = _WANTED
 
+    def forget(self) -> None:
+        """Forgets those that have come: the next is judged anew."""
+        self.guards.clear()
+        self._silent = ()
+        self.want()
+
     def knows(self, given: Given) -> bool:
         """Whether a backward like this was recorded, or is made of parts of some that run no Python."""
         return given in self.guards or (bool(self._silent) and tuple(map(max, given, self._silent)) == self._silent)

@@ -70,7 +70,7 @@ def _replaced(graph: Any, found: Guards) -> list[tuple[dict, str, nn.Parameter]]
     wanted = {*context.group.shared, *map(id, kept)} - elsewhere if torch.is_grad_enabled() else set()
     # Autocast keeps its casts of parameters, not of views. What a first attempt trips over, a second goes without.
     casts = entry.signature.modes[AUTOCAST]
-    if (casts is not None and casts[-1]) or entry.failures_in_a_row:
+    if (casts is not None and casts[-1]) or entry.account.failures:
         wanted = set()
     return [place for place in found.attributes if id(place[2]) in wanted and place[2].requires_grad]
 

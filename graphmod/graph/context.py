@@ -19,7 +19,7 @@ from graphmod.errors import VerificationFailed
 from graphmod.graph.group import EagerCall, Group
 from graphmod.graph.tape import Tape
 from graphmod.guards.guards import Guards
-from graphmod.state.budget import Budget
+from graphmod.state.account import Account
 from graphmod.state.entry import Entry, GraphStats
 from graphmod.state.failures import reason_of
 from graphmod.state.registry import Registry
@@ -27,7 +27,7 @@ from graphmod.state.surroundings import Surroundings
 
 log = logging.getLogger("graphmod")
 
-_CAPTURES = 64  # over all signatures, without enough replays in between
+_PATIENCE = 64  # signatures that may be recorded and captured without enough replays in between
 
 
 class Context:
@@ -42,7 +42,7 @@ class Context:
         last_failure: why the last failed capture or replay failed, or calls stay eager; "" where neither is so.
         entries: the signatures it was called with.
         around: what it works on.
-        budget: of captures, over all signatures.
+        account: the patience with all signatures together.
         served: the graph behind the last call; None where that had none.
         eager_in: the pass of the group in which it last ran without a graph.
         eager_calls: calls without a graph that wait for their backward.
@@ -68,10 +68,13 @@ class Context:
         self.around = Surroundings(self.root)
         self.eager_calls: weakref.WeakSet[EagerCall] = weakref.WeakSet()
         self.served: Any = None
-        self.budget = Budget(max(_CAPTURES, 8 * self.config.max_graphs))
+        self.account = self._new_account()
         self.eager_in = -1
         self.in_block: Any = None
         self.nested = False
+
+    def _new_account(self) -> Account:
+        return Account(2 * max(_PATIENCE, 8 * self.config.max_graphs))
 
     @property
     def training(self) -> bool | None:
@@ -129,6 +132,7 @@ class Context:
         """Lets signatures that failures disabled be captured again."""
         for entry in self.entries:
             entry.rearm()
+        self.account = self._new_account()
         self.group.said.forget(self.name)
 
     def out_of_date(self, entry: Entry, difference: str) -> None:
@@ -160,7 +164,13 @@ class Context:
 
     def keep_eager(self, entry: Entry, reason: str) -> None:
         """From now on calls with this signature are eager."""
-        entry.disabled, entry.reason, self.last_failure = True, reason, reason
+        entry.disable(reason)
+        self.last_failure = reason
+
+    def spend(self, entry: Entry, cost: float = 1) -> None:
+        """Takes what something costs from both accounts."""
+        entry.account.spend(cost)
+        self.account.spend(cost)
 
     # -- what the log says ---------------------------------------------------------------------------------------
 

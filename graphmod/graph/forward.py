@@ -155,7 +155,7 @@ class ForwardGraph:
             undo.enter(as_memory(owned))
             undo.enter(own_ends(self, guards, identities))
             pool, script = self.tape.arena.pool, recording.script
-            split = not generators and not entry.failures_in_a_row
+            split = not generators and not entry.account.failures
             return group.backend.capture(run, pool, given, generators, check, split=split, script=script)
 
         python_random, generators = _python_random_state(), recording.generators

@@ -8,7 +8,7 @@ from typing import Any
 from graphmod.signature.flattening import opaque_parts
 from graphmod.signature.modes import AUTOCAST, GRAD
 from graphmod.signature.signature import Matcher, Signature
-from graphmod.state.budget import Budget
+from graphmod.state.account import Account
 from graphmod.state.said import cause_of
 
 
@@ -49,57 +49,46 @@ class GraphStats:
         return self if other == 0 else NotImplemented
 
 
-_CAPTURES = 12  # of one signature, without enough replays in between
+_PATIENCE = 12  # recorded calls and captures, without enough replays in between
 _MOST_RECORDINGS = 4
-MOST_FRUITLESS = 8  # recordings in a row that led to no replay
 
 
 class Entry:
     """What one module knows about one signature.
 
-    States: warm-up (`calls` < warmup_steps) -> captured (`graphs` not empty) -> disabled (`failures_in_a_row` reached
-    the limit). A success sets the count of failures to zero; `rearm` leads from disabled back to warm.
+    States: warm-up (`calls` < warmup_steps) -> captured (`graphs` not empty) -> disabled (failures, or an empty
+    account). `rearm` leads from disabled back to warm.
     """
 
     __slots__ = (
+        "account",
         "adds_apart",
         "astray",
-        "backward_changes",
         "backwards",
-        "budget",
         "called_forward",
         "calls",
         "capture_in",
         "casts_once",
         "cause",
-        "compiled_again",
         "copies_out",
         "difference",
-        "differentiated_again",
         "disabled",
-        "failures_in_a_row",
-        "fruitless",
         "graphs",
         "keeps_casts",
         "last_used",
         "lost",
         "matcher",
-        "misses",
         "needs_grad",
-        "outvoted",
         "per_pass",
         "period",
         "reason",
-        "recaptures",
         "recordings",
         "replays",
         "signature",
         "strayed",
-        "unfinished",
         "used_outside",
         "verified_at",
         "verified_in",
-        "waits",
         "waits_for",
     )  # fmt: skip
 
@@ -110,39 +99,29 @@ class Entry:
         casts = signature.modes[AUTOCAST]
         self.keeps_casts = bool(casts is not None and casts[-1] and signature.modes[GRAD])  # autocast, of weights
         self.casts_once = False  # known of the recorded call: it uses each cast once
-        self.failures_in_a_row = 0
         self.disabled = False
-        self.misses = 0
-        self.outvoted = 0  # calls in a row that are eager because another rank will always be
         self.needs_grad = False
         self.recordings: list[Any] = []  # of calls in different states, the newest first
         self.astray = False  # the state is one that was recorded, and only chance chooses another branch
         self.strayed = 0  # how often that was so
-        self.fruitless = 0  # recordings since the last replay
         self.difference = ""  # between the last recording and the state after it, in words
         self.waits_for = ""  # the difference for which a call was eager last
         self.cause = ""  # of the difference between the last recording and the one before it
-        self.backward_changes = 0  # of what its backward reads, in a row, after which it was recorded anew
-        self.differentiated_again = 0  # backwards of replays with create_graph=True
         self.reason = ""
         self.last_used = 0
         self.matcher: Matcher | None = None  # made for the first replay
-        self.recaptures = 0  # because its backward did not fit, without a fitting one in between
         self.adds_apart = False  # gradients that the user puts in place are others each time: add to them outside
         self.called_forward = False  # outside of any backward
-        self.budget = Budget(_CAPTURES)
+        self.account = Account(_PATIENCE)
         self.replays = 0
         self.verified_at = 0  # replays before the last verified call
         self.verified_in = -1  # the round of that
-        self.lost = ""  # why its graphs were dropped last
-        self.waits = 0  # calls that were eager because its graphs were in use
+        self.lost = ""  # why its graphs were dropped last, or were not made
         self.per_pass = 0  # how many of its calls had a backward in one pass; of those that came to an end, the most
         self.period = -1  # the pass in which `backwards` were counted
         self.backwards = 0
-        self.unfinished = 0  # backwards in a row of forwards that were captured in a pass without one
         self.capture_in = 0  # calls after which one is captured that may have a backward; 0 where none is to be
         self.used_outside: set[int] = set()  # tensor arguments that it uses several times, and code outside too
-        self.compiled_again = 0  # recorded calls in which torch.compile compiled
         self.copies_out = False  # results are held in a way that does not let them be moved: hand out copies
 
     def recording_of_now(self) -> Any:
@@ -168,13 +147,12 @@ class Entry:
 
     @property
     def keeps_changing(self) -> bool:
-        """Whether two recordings in a row came to nothing, because the same thing has changed after each."""
-        return self.fruitless > 1 and bool(self.difference) and self.cause == cause_of(self.difference)
+        """Whether what has changed since the last recording had changed before it, too."""
+        return bool(self.difference) and self.cause == cause_of(self.difference)
 
     def add(self, recording: Any) -> None:
         """Takes in the recording of a call in a state that none of the others was of, and forgets those whose objects
         have been exchanged, and the oldest beyond a number."""
-        self.fruitless += 1
         self.cause = cause_of(self.difference)
         for known in list(self.recordings):
             changed = known.guards.moved() or known.guards.changed()
@@ -200,14 +178,17 @@ class Entry:
     def failed(self, reason: str, most: int) -> bool:
         """Counts a failure; True when it was the one that disables."""
         self.reason = reason
-        self.failures_in_a_row += 1
-        if self.failures_in_a_row >= most and not self.disabled:
-            self.disabled = True
-            for part in opaque_parts(self.signature.structure):  # a cache of gigabytes, for one
-                part.let_go()
-            self.recordings = []
-            return True
-        return False
+        self.account.failures += 1
+        if self.account.failures < most or self.disabled:
+            return False
+        self.disable(reason)
+        return True
+
+    def disable(self, reason: str) -> None:
+        """Lets all calls be eager from now on."""
+        self.disabled, self.reason, self.recordings = True, reason, []
+        for part in opaque_parts(self.signature.structure):  # a cache of gigabytes, for one
+            part.let_go()
 
     def backward_began(self, period: int) -> None:
         """Takes in that a call of this pass has its backward."""
@@ -224,12 +205,11 @@ class Entry:
     def left_unfinished(self) -> None:
         """Takes in that a backward met a forward whose capture saw no backward. Another call is to be captured: the
         next one, or, if that is one without a backward again, the one after it, and so on."""
-        self.unfinished += 1
-        self.capture_in = self.unfinished
+        self.capture_in = sum(graph.backward is None for graph in self.graphs)
 
     def finished(self, graph: Any) -> None:
         """Takes in that a graph has its backward now. Those that have none, and never will, make room."""
-        self.unfinished = self.capture_in = 0
+        self.capture_in = 0
         for tape in {other.tape for other in self.graphs if other.backward is None and other.tape is not graph.tape}:
             if not (tape.arena.in_flight and tape.arena.active is tape) and all(
                 owner.backward is None for owner in tape.owners
@@ -237,11 +217,10 @@ class Entry:
                 tape.drop()
 
     def succeeded(self) -> None:
-        self.failures_in_a_row = self.misses = self.fruitless = 0
+        self.account.failures = 0
 
     def rearm(self) -> None:
         self.disabled = False
         for part in opaque_parts(self.signature.structure):
             part.hold()
-        self.failures_in_a_row = self.fruitless = 0
-        self.budget = Budget(_CAPTURES)
+        self.account = Account(_PATIENCE)

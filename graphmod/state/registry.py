@@ -97,7 +97,7 @@ class Registry:
         self.__init__()
         for entry in disabled:
             kept = self.add(entry.signature)
-            kept.disabled, kept.reason = True, entry.reason
+            kept.disable(entry.reason)
 
     @property
     def state(self) -> str:

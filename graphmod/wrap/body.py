@@ -16,14 +16,14 @@ from torch import distributed, nn
 
 from graphmod.call.together import run_again
 from graphmod.ranks.data_parallel import Depth
-from graphmod.state.budget import Budget
+from graphmod.state.account import Account
 from graphmod.trace.dispatch import is_recording
 from graphmod.wrap.target import MARK, Target
 
 _post_accumulate_hooks = operator.attrgetter("_post_accumulate_grad_hooks")
 as_plain = Depth()  # calls of a body whose wrapped layers run as plain modules
 INSTEAD = "; its layers then run from graphs of their own"
-_PAYS = 4  # to the account of eager calls: a replay that many times less than to that of captures
+_PAYS = 8  # to the account of eager calls: a replay that many times less than to that of captures
 _REFUSED = 64  # calls after which a body that was refused is tried again: then after twice as many, and so on
 _UNUSED = 64  # calls of a body in a row that do without the graphs of its layers, which are then given up
 
@@ -38,7 +38,7 @@ class Body(Target):
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
         self.passed_over = False
-        self._budget: Budget | None = None
+        self._account: Account | None = None
         self._refused = self._unused = 0
 
     def passes_on(self) -> bool:
@@ -76,11 +76,11 @@ class Body(Target):
         elif entry is not None and entry.disabled:
             self._try_again(context)
         self.passed_over = late or _is_refused(context)
-        self._budget = self._budget or Budget(context.config.warmup_steps + 2)
-        if late or entry is None or entry.disabled or not self._budget.allows(context.counters.replays // _PAYS):
+        self._account = self._account or Account(context.config.warmup_steps + 2)
+        if late or entry is None or entry.disabled or not self._account.allows(context.counters.replays // _PAYS):
             self._unused = 0
             return False
-        self._budget.spend()
+        self._account.spend(1)
         return True
 
     def _try_again(self, context: Any) -> None:

@@ -265,8 +265,8 @@ def test_a_call_that_is_differentiated_again_and_again_becomes_eager(device):
             torch.autograd.grad(loss_of(graphed(x)), [x], create_graph=step > 4)
         except GraphmodError:
             raised.append(step)
-    assert raised == [5, 6]
-    assert graphed.stats.state == "disabled"
+    assert raised and raised[0] == 5 and len(raised) <= 2, "calls are eager as soon as that is no exception"
+    assert graphed.stats.state == "disabled" and "create_graph" in graphed.last_failure
 
 
 def test_training_goes_on_after_the_error_of_a_double_backward(device):

@@ -9,7 +9,7 @@ from test_results import two
 from torch import nn
 
 from graphmod import CUDAGraphModule, graph_layers
-from graphmod.state.budget import Budget
+from graphmod.state.account import Account
 
 STEPS = 120
 
@@ -162,15 +162,41 @@ def test_a_tensor_that_moves_every_few_calls(every, device):
     assert graphed.stats.captures <= 16 + graphed.stats.replays / 8
 
 
-def test_a_budget_allows_what_replays_have_paid_for():
-    budget = Budget(3)
+def test_an_account_allows_what_replays_have_paid_for():
+    account = Account(3)
     made = 0
     for _ in range(10):
-        if budget.allows(0):
-            budget.spend()
+        if account.allows(0):
+            account.spend(1)
             made += 1
     assert made == 3
-    assert not budget.allows(10) and budget.allows(16) and budget.allows(10_000)
+    assert not account.allows(4) and account.allows(16)
+    assert sum(account.allows(10_000) and account.spend(1) is None for _ in range(10)) == 3, "more than there ever was"
+
+
+def test_a_backward_that_is_in_another_state_each_time_becomes_eager(device, caplog):
+    class Scales(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.scale = mlp("cpu"), 1.0
+
+        def forward(self, x):
+            x = self.body(x)
+            x.register_hook(lambda grad: grad * self.scale)
+            return x
+
+    def step(side, i):
+        side.model[0].scale = 1.0 + i
+        loss_of(side.call(side.batch(i, 4, 8))).backward()
+        side.note_gradients()
+        side.model.zero_grad()
+
+    side, history = play(lambda d: nn.Sequential(Scales()).to(d), step, device, steps=80)
+    assert history[-1][2] == history[40][2], "captured again and again"
+    assert side.graphs[0].stats.state == "disabled" and "'scale'" in side.graphs[0].last_failure
+    assert caplog.text.count("stays eager") == 1 and "force_enable() tries again" in caplog.text
+    side.graphs[0].force_enable()
+    assert side.graphs[0].stats.state == "warm-up"
 
 
 def test_layers_that_are_called_several_times_have_one_graph_for_each_call(device):
