@@ -101,6 +101,7 @@ class _Watch(Frames):
         self._call: Watched | None = None  # whose part runs
         self._other: types.FrameType | None = None  # which is no part of any
         self._thread = threading.get_ident()
+        self._stopping = False
 
     def begin(self) -> None:
         watches[self._task] = self
@@ -124,8 +125,17 @@ class _Watch(Frames):
 
     def stop(self) -> None:
         """Ends the watch, whatever became of the backward."""
-        if watches.pop(self._task, None) is None:
+        if self._stopping or self._task not in watches:
             return
+        try:
+            self._stopping = True  # what does it is told of, too
+            self._stop()
+        finally:  # what was interrupted is done once more
+            self._stopping = False
+            self._stop()
+            watches.pop(self._task, None)
+
+    def _stop(self) -> None:
         try:
             self._leave()
         finally:
@@ -134,8 +144,9 @@ class _Watch(Frames):
             else:
                 events.abandon(self._told)
             self._engine = self._other = None
-            for call in self.calls.values():
+            for key, call in list(self.calls.items()):
                 call.fail()
+                del self.calls[key]
 
     # -- see `Frames` --------------------------------------------------------------------------------------------
 
