@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
 from graphmod.call.replay import find, launch, results
-from graphmod.call.together import agrees, eagerly, is_nested
+from graphmod.call.together import agrees, alone, is_nested
 from graphmod.call.verify import due, verify
-from graphmod.call.warmup import differentiable, track, warm_up
+from graphmod.call.warmup import track, warm_up
 from graphmod.capture.forward import affordable, capture, place
 from graphmod.capture.recorded_backward import watch_backward
 from graphmod.capture.recording import Recording
@@ -19,9 +17,10 @@ from graphmod.guards.hooks import several_hooks
 from graphmod.ranks.agreement import Choice
 from graphmod.ranks.ballot import LateRanks
 from graphmod.reads.backwards import end_left, watches
-from graphmod.signature.flattening import flatten, unrepeatable
+from graphmod.signature.call import Call, Flat
+from graphmod.signature.flattening import unrepeatable
 from graphmod.signature.modes import FOREIGN
-from graphmod.signature.signature import Signature, argument_paths, parameter_names, tensor_key
+from graphmod.signature.signature import Signature, argument_paths, tensor_key
 from graphmod.state.entry import Entry
 from graphmod.state.verification import LOOKS
 from graphmod.torch_private import is_fx_tracing, is_traced, next_sequence_number
@@ -31,19 +30,19 @@ from graphmod.trace.undo import undo_left
 TRACED = ", and no graph is in what is made of it; trace first, and wrap that: CUDAGraphModule(traced)"
 
 
-def run(context: Context, args: tuple, kwargs: dict) -> Any:
+def run(context: Context, call: Call) -> Any:
     """One call, on all ranks alike where it communicates; see `_run`."""
     if watches:
         end_left()
     undo_left()
     if is_nested(context):
-        return context.call(*args, **kwargs)
+        return call()
     if context.agreement is not None:
         context.agreement.begin()
-    return _run(context, args, kwargs)
+    return _run(context, call)
 
 
-def _run(context: Context, args: tuple, kwargs: dict) -> Any:
+def _run(context: Context, call: Call) -> Any:
     """One call, by the first of these that can be:
 
     1. a replay of a graph whose arguments, guards and order fit; now and then an eager call in its place, to verify it;
@@ -57,32 +56,31 @@ def _run(context: Context, args: tuple, kwargs: dict) -> Any:
     leaves = None
     # Most calls are like the one before.
     if usual is not None and usual.signature.modes == modes and not usual.disabled:
-        leaves = usual.matcher.match(args, kwargs)
+        leaves = usual.matcher.match(call.args, call.kwargs)
     if leaves is not None and usual.signature.training is context.training:
-        entry = usual
+        entry, call.leaves = usual, leaves
         entries.touch(entry)
     else:
         if modes[FOREIGN] is not None or is_fx_tracing():
             traced = TRACED if is_traced() else ""
             context.log_once(f"{context.name!r} runs eagerly, because {modes[FOREIGN] or 'it is being traced'}{traced}")
-            return eager(context, args, kwargs)
-        leaves = []
-        structure = flatten((args, kwargs), leaves, {})
+            return eager(context, call)
+        leaves = call.leaves
         if not context.around.known:
             context.discover()
-        entry = _entry(context, structure, leaves)
+        entry = _entry(context, call)
         if entry is None:
-            return eager(context, args, kwargs)
+            return eager(context, call)
     if entry.disabled:
-        return eager(context, args, kwargs, entry)
+        return eager(context, call, entry)
     if entry.keeps_casts and share_casts(context, entry):
-        return eager(context, args, kwargs, entry)
+        return eager(context, call, entry)
     if entry.needs_grad and not group.busy:
         group.begin_pass()
     if (entry.verified_in != group.verification.round or not entry.replays % LOOKS) and entry.graphs:
         recording = due(context, entry)
         if recording is not None:
-            return verify(context, entry, recording, args, kwargs)
+            return verify(context, entry, call, recording)
     reason = ""
     # A graph may start before everything about it has been checked; if that shows that it was none, once more with
     # care.
@@ -97,73 +95,71 @@ def _run(context: Context, args: tuple, kwargs: dict) -> Any:
         except RuntimeError as error:
             context.drop(graph.tape)
             context.failed(entry, error, "a replay")
-            return eager(context, args, kwargs)
+            return eager(context, call)
         if reason is None:
             return results(context, graph, leaves, state)
         if context.agreement is not None and not context.agreement.is_open:
-            return eager(context, args, kwargs, entry)
+            return eager(context, call, entry)
     if group.settle(context.config.backend, context.around.device(leaves)):
         entry.recordings.clear()  # of calls elsewhere
-        return _run(context, args, kwargs)
+        return _run(context, call)
     if group.held_back:
         context.log_once(
             f"{context.name!r} runs eagerly: it is on another device than its graphs, of which a result is held whose "
             "backward may still come"
         )
-        return eager(context, args, kwargs, entry)
+        return eager(context, call, entry)
     unwatched = context.around.not_to_be_recorded
     if unwatched is not None:
         context.keep_eager(entry, unwatched)
         context.log_once(f"{context.name!r} stays eager: it {unwatched}")
-        return eager(context, args, kwargs, entry)
+        return eager(context, call, entry)
     recording = entry.recording_of_now()
     if recording is None and entry.astray and not entry.follows_chance():
-        return eager(context, args, kwargs, entry)
+        return eager(context, call, entry)
     if recording is None or recording.refused is not None:
         if not affordable(context, entry, entry.difference):
-            return eager(context, args, kwargs, entry)
-        return warm_up(context, entry, args, kwargs)
+            return eager(context, call, entry)
+        return warm_up(context, entry, call)
     if recording.its_backward.wanted:
         recording.its_backward.wanted -= 1
-        return eager(context, args, kwargs, entry, recording)
+        return eager(context, call, entry, recording)
     if entry.needs_grad and not recording.its_backward.guards and several_hooks(recording.guards.parameters()):
         context.log_once(f"{context.name!r} runs eagerly until a backward has shown the order of its gradient hooks")
-        return eager(context, args, kwargs, entry, recording)
+        return eager(context, call, entry, recording)
     tape = place(context, entry, reason, recording)
     if tape is None:
-        return eager(context, args, kwargs, entry, recording)
+        return eager(context, call, entry, recording)
     if not agrees(context, entry, Choice.capture):
-        return eager(context, args, kwargs, entry)
-    captured = capture(context, entry, tape, leaves, recording)
-    return eager(context, args, kwargs) if captured is None else results(context, captured[0], leaves, captured[1])
+        return eager(context, call, entry)
+    captured = capture(context, entry, call, recording, tape)
+    return eager(context, call) if captured is None else results(context, captured[0], leaves, captured[1])
 
 
-def eager(
-    context: Context, args: tuple, kwargs: dict, entry: Entry | None = None, recording: Recording | None = None
-) -> Any:
+def eager(context: Context, call: Call, entry: Entry | None = None, recording: Recording | None = None) -> Any:
     """A call without a graph; with an `entry` its backward is waited for, and with a `recording` of the present state
     judged, where none was yet."""
     context.counters.eager_calls += 1
     context.served, context.eager_in = None, context.group.begun
     oldest = next_sequence_number()
-    result = eagerly(context, entry, args, kwargs)
+    result = alone(context, entry, call)
     if entry is None or not entry.needs_grad:
         return result
+    call.result = Flat(result)
     if recording is not None and recording.its_backward.watched_for:
-        leaves: list[Tensor] = []
-        flatten((args, kwargs), leaves, {})
-        watch_backward(context, entry, recording, leaves, differentiable(result), oldest)
-    return track(context, entry, result)
+        watch_backward(context, entry, recording, call, oldest)
+    return track(context, entry, call)
 
 
-def _entry(context: Context, structure: Any, leaves: list[Tensor]) -> Entry | None:
+def _entry(context: Context, call: Call) -> Entry | None:
     """What is known of calls with this signature; None where no other call can have it."""
-    key, group = tuple(map(tensor_key, leaves)), context.group
+    structure, leaves, group = call.flat.structure, call.leaves, context.group
+    key = tuple(map(tensor_key, leaves))
     signature = Signature(structure, key, group.modes(), context.training)
     entry = None if group.backend is None else context.entries.get(signature)
     if entry is not None:
         return entry
-    names = parameter_names(context.call)
+    names = call.names
     unknown = unrepeatable(structure[1], named=names) or unrepeatable(structure[2])
     if unknown is not None:
         path, why = unknown

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from graphmod.graph.context import Context
 from graphmod.ranks.agreement import Agreement, Choice, communicated, free_before_destruction, several_ranks
@@ -35,13 +35,9 @@ def agrees(context: Context, entry: Entry, choice: Choice) -> bool:
     return agreed
 
 
-def eagerly(context: Context, entry: Entry | None, args: tuple, kwargs: dict) -> Any:
-    """Calls without a graph, after the other ranks were told so; finds out whether any take part."""
-    return alone(context, entry, lambda: context.call(*args, **kwargs))
-
-
 def alone(context: Context, entry: Entry | None, call: Callable[[], T]) -> T:
-    """Makes a call without a graph; returns what it gives."""
+    """Makes a call without a graph, after the other ranks were told so, and finds out whether any take part; returns
+    what it gives."""
     agreement, inside, agreed_on = context.agreement, inside_calls.count, _agreed_on.count
     try:
         inside_calls.count = inside + 1

@@ -11,6 +11,7 @@ from graphmod.capture.recording import follow
 from graphmod.config import Verify
 from graphmod.graph.context import Context
 from graphmod.ranks.agreement import several_ranks
+from graphmod.signature.call import Call
 from graphmod.state.entry import Entry
 from graphmod.torch_private import current_node, top_saved_tensors_hooks
 
@@ -42,7 +43,7 @@ def _is_run_again() -> bool:
     return inside or top_saved_tensors_hooks(True) is not None
 
 
-def verify(context: Context, entry: Entry, recording: Any, args: tuple, kwargs: dict) -> Any:
+def verify(context: Context, entry: Entry, call: Call, recording: Any) -> Any:
     """An eager call that is compared with the recorded one.
 
     Raises:
@@ -53,11 +54,10 @@ def verify(context: Context, entry: Entry, recording: Any, args: tuple, kwargs: 
     counters.eager_calls += 1
     counters.verified += 1
     context.served, context.eager_in = None, context.group.begun
-    gpu = context.group.gpu
-    result, recorder, _ = alone(context, entry, lambda: follow(context.call, args, kwargs, gpu))
+    recorder, _ = alone(context, entry, lambda: follow(call, context.group.gpu))
     difference = recording.script.compare(recorder.trace)
     context.group.verification.took(time.perf_counter() - began)
     if difference is not None:
         context.out_of_date(entry, difference)
     entry.verified_at = entry.replays
-    return track(context, entry, result)
+    return track(context, entry, call)

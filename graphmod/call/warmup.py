@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from graphmod.call.together import alone, eagerly
+from graphmod.call.together import alone
 from graphmod.capture.recorded_backward import for_plain_backwards, nodes_of, watch_backward
 from graphmod.capture.recording import record
 from graphmod.errors import CaptureRefused
@@ -18,16 +17,15 @@ from graphmod.graph.group import EagerCall
 from graphmod.graph.uses import learn_uses
 from graphmod.guards.hooks import on_accumulator
 from graphmod.ranks.fully_shard import reads_parts
-from graphmod.signature.flattening import flatten
+from graphmod.signature.call import Call, Flat
 from graphmod.signature.modes import difference
-from graphmod.signature.signature import parameter_names
 from graphmod.state.entry import Entry
 from graphmod.torch_private import current_node, next_sequence_number
 from graphmod.trace import dispatch
 from graphmod.trace.hazards import COMPILES
 
 
-def warm_up(context: Context, entry: Entry, args: tuple, kwargs: dict) -> Any:
+def warm_up(context: Context, entry: Entry, call: Call) -> Any:
     """An ordinary call; the last of some in a state that is new is recorded, because the first may create what later
     ones only use."""
     context.counters.eager_calls += 1
@@ -39,48 +37,44 @@ def warm_up(context: Context, entry: Entry, args: tuple, kwargs: dict) -> Any:
         if entry.graphs or entry.keeps_changing:
             _say_difference(context, entry)
     if entry.calls < context.config.warmup_steps:
-        result = eagerly(context, entry, args, kwargs)
+        call.result = Flat(alone(context, entry, call))
     else:
         oldest = next_sequence_number()
-        names, gpu = parameter_names(context.call), context.group.gpu
-        result, recording = alone(context, entry, lambda: record(context.call, args, kwargs, names, gpu, context.root))
+        recording = alone(context, entry, lambda: record(call, context.group.gpu, context.root))
+        outputs = call.result.differentiable
         if recording.settles:
             # Under the recorder functions of PyTorch are others, which compiled code may stand on. It may be compiled
             # once more, in a call like any other, and the one after that is recorded.
             context.spend(entry, 2)
             entry.lost = f"it {COMPILES.effect}, in each call"
             entry.calls = context.config.warmup_steps - 2
-            return track(context, entry, result)
+            return track(context, entry, call)
         if recording.random and draws_anew():
             recording.refused = recording.refused or DRAWS
         if recording.refused is not None and torch.is_grad_enabled():  # which may be a consequence
             recording.refused = context.around.take_over() or recording.refused
-        if recording.communicates and differentiable(result) and reads_parts(recording.guards.tensors):
+        if recording.communicates and outputs and reads_parts(recording.guards.tensors):
             recording.refused = recording.refused or COMMUNICATES
         if not (recording.refused or recording.communicates) and context.group.whole.take(recording.guards.tensors):
             entry.calls = context.config.warmup_steps - 1  # the next call is recorded, at the addresses that stay
-            return track(context, entry, result)
+            return track(context, entry, call)
         modes = difference(entry.signature.modes, context.group.modes())
         if modes and recording.refused is None:
             recording.refused = f"changes a mode of PyTorch ({modes[0]}), which no replay does; do it around the call"
-        leaves: list[Tensor] = []
-        flatten((args, kwargs), leaves, {})
-        outputs = differentiable(result)
-        recording.refused = recording.refused or for_plain_backwards(nodes_of(outputs, leaves, oldest)[0])
+        recording.refused = recording.refused or for_plain_backwards(nodes_of(outputs, call.leaves, oldest)[0])
         if outputs or recording.backward:
             trained = [one for one in (*recording.guards.parameters(), *context.around.parameters) if one.requires_grad]
             with torch.enable_grad():
                 recording.refused = recording.refused or (ON_ACCUMULATOR if any(map(on_accumulator, trained)) else None)
         entry.add(recording)
         if dispatch.current() is None:  # else it is part of a larger recording
-            returned: list[Tensor] = []
-            flatten(result, returned, {})  # these the caller may use as he likes, which `ForwardGraph` sees to
-            others = [one for one in context.around.parameters if not any(one is leaf for leaf in returned)]
-            learn_uses(entry, leaves, outputs, others, context.group.share)
+            returned = call.result.seen  # these the caller may use as he likes, which `ForwardGraph` sees to
+            others = [one for one in context.around.parameters if id(one) not in returned]
+            learn_uses(entry, call.leaves, outputs, others, context.group.share)
             if recording.refused is None and outputs:
-                watch_backward(context, entry, recording, leaves, outputs, oldest)
+                watch_backward(context, entry, recording, call, oldest)
             if entry.keeps_casts:
-                learn_casts(context, entry, leaves, outputs, oldest)
+                learn_casts(context, entry, call.leaves, outputs, oldest)
                 entry.casts_once = entry.casts_once and not recording.guards.compiled
         context.learn(recording.guards)
         entry.calls = 0
@@ -93,7 +87,7 @@ def warm_up(context: Context, entry: Entry, args: tuple, kwargs: dict) -> Any:
                 context.failed(entry, CaptureRefused(recording.refused), "its forward")
         else:
             context.spend(entry)
-    return track(context, entry, result)
+    return track(context, entry, call)
 
 
 def _say_difference(context: Context, entry: Entry) -> None:
@@ -126,21 +120,14 @@ ON_ACCUMULATOR = (
 )
 
 
-def track(context: Context, entry: Entry, result: Any) -> Any:
+def track(context: Context, entry: Entry, call: Call) -> Any:
     """Watches for the backward of an eager call, and learns whether there will be one; returns the result."""
-    for tensor in differentiable(result)[:1]:
+    for tensor in call.result.differentiable[:1]:
         if not entry.needs_grad:
             entry.needs_grad = True
             if not context.group.busy:
                 context.group.begin_pass()
-        call = EagerCall(context.group, entry)
-        context.eager_calls.add(call)
-        tensor.register_hook(call.backward_began)
-    return result
-
-
-def differentiable(result: Any) -> list[Tensor]:
-    """The tensors in a result that have a backward, each once, in order."""
-    leaves: list[Tensor] = []
-    flatten(result, leaves, {})
-    return [tensor for tensor in leaves if tensor.requires_grad and not tensor.is_leaf]
+        waiting = EagerCall(context.group, entry)
+        context.eager_calls.add(waiting)
+        tensor.register_hook(waiting.backward_began)
+    return call.result.value

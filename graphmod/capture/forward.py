@@ -7,7 +7,6 @@ import time
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from graphmod.capture.recording import Recording
 from graphmod.errors import CaptureRefused, Diverged
@@ -17,6 +16,7 @@ from graphmod.graph.forward import ALIGNED_OTHERWISE, ForwardGraph
 from graphmod.graph.tape import Tape
 from graphmod.ranks.ballot import LateRanks
 from graphmod.ranks.fully_shard import captured
+from graphmod.signature.call import Call
 from graphmod.state.entry import Entry
 from graphmod.torch_private import current_node
 from graphmod.trace.undo import let_through
@@ -132,9 +132,9 @@ def _make_space(context: Context, entry: Entry) -> bool:
 
 
 def capture(
-    context: Context, entry: Entry, tape: Tape, leaves: list[Tensor], recording: Recording
+    context: Context, entry: Entry, call: Call, recording: Recording, tape: Tape
 ) -> tuple[ForwardGraph, Any] | None:
-    """Captures a call on its tensor arguments and launches it.
+    """Captures a call and launches it.
 
     Args:
         recording: of an eager call in the present state.
@@ -158,7 +158,7 @@ def capture(
         states = backend.random_state(), recording.host_draws.states()
         communicates = captured() if recording.communicates else contextlib.nullcontext()
         with casts_of_its_own(context, entry), communicates:
-            graph.capture(leaves)
+            graph.capture(call)
         graph.launch_first()
     except LateRanks:
         raise

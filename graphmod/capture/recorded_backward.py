@@ -34,6 +34,7 @@ from graphmod.guards.hooks import has_hooks_of_others
 from graphmod.guards.notes import Notes
 from graphmod.guards.values import Cell
 from graphmod.reads.backwards import begin, mark
+from graphmod.signature.call import Call
 from graphmod.state.entry import Entry
 from graphmod.torch_private import top_saved_tensors_hooks
 from graphmod.trace.untraced import identity
@@ -130,7 +131,8 @@ class BackwardOfCall:
     """The backward of one eager call, which is watched as it comes; see `backwards.Watched`.
 
     Args:
-        outputs, given, oldest: see `watch_backward`.
+        outputs: the results that have a backward; given: the tensor arguments.
+        oldest: see `watch_backward`.
         finish: called with this when it is over.
         functions: see `RecordedBackward`.
 
@@ -241,14 +243,12 @@ class BackwardOfCall:
         self._finish(self)
 
 
-def watch_backward(
-    context: Context, entry: Entry, recording: Any, given: Iterable[Tensor], outputs: list[Tensor], oldest: int
-) -> None:
+def watch_backward(context: Context, entry: Entry, recording: Any, call: Call, oldest: int) -> None:
     """Has the backward of an eager call judged, when it comes.
 
     Args:
         recording: of the state that the call was made in.
-        given: the tensor arguments; outputs: the results that have a backward.
+        call: has its result.
         oldest: the least sequence number that a node of the call has.
     """
 
@@ -269,14 +269,15 @@ def watch_backward(
         context.drop(*tapes, why=refused)
         context.failed(entry, CaptureRefused(refused), "its backward")
 
-    BackwardOfCall(outputs, given, oldest, judge, recording.its_backward.functions)
+    outputs, functions = call.result.differentiable, recording.its_backward.functions
+    BackwardOfCall(outputs, call.leaves, oldest, judge, functions)
 
 
 def nodes_of(outputs: Iterable[Tensor], given: Iterable[Tensor], oldest: int) -> tuple[set[Node], list[Node]]:
     """The nodes of autograd's graph that a call has made, and those behind them that accumulate gradients.
 
     Args:
-        outputs, given, oldest: see `watch_backward`.
+        outputs, given, oldest: see `BackwardOfCall`.
     """
     with torch.enable_grad():
         ends = {get_gradient_edge(tensor).node for tensor in given if tensor.requires_grad}

@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from graphmod.capture.recorded_backward import RecordedBackward
 from graphmod.graph.casts import keeping_none
@@ -18,7 +17,7 @@ from graphmod.guards.guards import Guards
 from graphmod.guards.notes import Notes
 from graphmod.reads.frames import noting
 from graphmod.signature.arguments import Given
-from graphmod.signature.flattening import flatten
+from graphmod.signature.call import Call
 from graphmod.torch_private import any_autocast, backward_threads, frames_compiled, set_backward_threads
 from graphmod.trace import dispatch
 from graphmod.trace.garbage import no_garbage_collection
@@ -73,63 +72,47 @@ class Recording:
         self.its_backward = RecordedBackward()
 
 
-def record(
-    call: Callable, args: tuple, kwargs: dict, names: list[str], gpu: int | None, *roots: Any
-) -> tuple[Any, Recording]:
-    """Makes a call and watches it.
+def record(call: Call, gpu: int | None, *roots: Any) -> Recording:
+    """Makes a call and watches it; returns what was seen.
 
     Args:
-        names: of its positional parameters.
         gpu: index of the GPU that it works on; None on the CPU.
         roots: what it works on besides its arguments.
-
-    Returns:
-        The result, and what was seen.
     """
     began, compiled = time.perf_counter(), frames_compiled()
-    result, recorder, notes, given = watch(call, args, kwargs, names, gpu, *roots)
-    returned = outline(result)
+    recorder, notes, given = watch(call, gpu, *roots)
+    returned = outline(call.result)
     refused = str(recorder.hazards[0]) if recorder.hazards else None
     refused = refused or (BACKWARD_OUTSIDE if recorder.unfinished else None)
-    refused = refused or given.changed() or given.returned(result) or not_to_be_made_again(returned[0])
+    refused = refused or given.changed() or given.returned(call.result) or not_to_be_made_again(returned[0])
     refused = refused or what_changed(notes)
     guards = Guards(notes, recorder.backward)
     settles = recorder.compiles or frames_compiled() != compiled or imports(notes)
     recording = Recording(recorder, guards, returned, refused, time.perf_counter() - began, settles)
     recording.its_backward.functions = notes.ages.functions
-    return result, recording
+    return recording
 
 
 def watch(
-    call: Callable,
-    args: tuple,
-    kwargs: dict,
-    names: list[str],
-    gpu: int | None,
-    *roots: Any,
-    before_collective: Callable | None = None,
-) -> tuple[Any, Recorder, Notes, Given]:
-    """Makes a call; returns its result and all that watched it, before anything is made of that. See `record`, and
-    `Recorder` for `before_collective`."""
-    given, draws = Given(args, kwargs, names), HostDraws(gpu is not None)
-    notes = noting(call, args, kwargs, *roots, host_draws=draws)
+    call: Call, gpu: int | None, *roots: Any, before_collective: Callable | None = None
+) -> tuple[Recorder, Notes, Given]:
+    """Makes a call; returns all that watched it, before anything is made of that. See `record`, and `Recorder` for
+    `before_collective`."""
+    given, draws = Given(call), HostDraws(gpu is not None)
+    notes = noting(call.function, call.args, call.kwargs, *roots, host_draws=draws)
     around = given, notes  # in this order: notes must not see what `given` does
-    result, recorder, entered = follow(
-        call, args, kwargs, gpu, *around, before_collective=before_collective, host_draws=draws
-    )
-    recorder.hazards += draws.finish(result)
-    return result, recorder, entered[1], given
+    recorder, entered = follow(call, gpu, *around, before_collective=before_collective, host_draws=draws)
+    recorder.hazards += draws.finish(call.result.value)
+    return recorder, entered[1], given
 
 
 def follow(
-    call: Callable,
-    args: tuple,
-    kwargs: dict,
+    call: Call,
     gpu: int | None,
     *around: AbstractContextManager,
     before_collective: Callable | None = None,
     host_draws: HostDraws | None = None,
-) -> tuple[Any, Recorder, list[Any]]:
+) -> tuple[Recorder, list[Any]]:
     """Makes a call and records its operations.
 
     Args:
@@ -137,17 +120,15 @@ def follow(
         before_collective, host_draws: see `Recorder`.
 
     Returns:
-        Its result, the record, and what entering gave.
+        The record, and what entering gave.
     """
-    leaves: list[Tensor] = []
-    flatten((args, kwargs), leaves, {})
-    recorder = Recorder(leaves, gpu=gpu, before_collective=before_collective, host_draws=host_draws)
+    recorder = Recorder(call.leaves, gpu=gpu, before_collective=before_collective, host_draws=host_draws)
     dispatch.has_key()  # which imports much when it is first asked: not while frames are watched
     # What a graph casts, it casts itself; the recorded call must do so too. With gradients, `casts` sees to that.
     casts = any_autocast() and not torch.is_grad_enabled()
     threads, grad = backward_threads(), torch.is_grad_enabled()
 
-    def run(undo: Undo) -> tuple[Any, Recorder, list[Any]]:
+    def run(undo: Undo) -> tuple[Recorder, list[Any]]:
         if casts:
             undo.enter(keeping_none())
         undo.enter(no_garbage_collection())
@@ -156,6 +137,7 @@ def follow(
         set_backward_threads(False)  # what a backward runs in Python has to be seen as well
         entered = [undo.enter(one) for one in around]
         undo.enter(recorder)
-        return resolved(call(*args, **kwargs)), recorder, entered
+        call.result = resolved(call())
+        return recorder, entered
 
     return undoing(run)

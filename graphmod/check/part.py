@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from graphmod.call.warmup import differentiable
 from graphmod.capture.recorded_backward import BackwardOfCall, for_plain_backwards, nodes_of
 from graphmod.capture.recording import watch
 from graphmod.check.meeting import Meeting
@@ -31,9 +30,9 @@ from graphmod.guards.guards import Guards
 from graphmod.guards.hooks import without_gradient_hooks
 from graphmod.guards.notes import Notes
 from graphmod.ranks.data_parallel import Borrowed
-from graphmod.signature.flattening import flatten, unrepeatable
+from graphmod.signature.call import Call
+from graphmod.signature.flattening import unrepeatable
 from graphmod.signature.modes import FOREIGN, difference, key_reader
-from graphmod.signature.signature import parameter_names
 from graphmod.state.surroundings import Surroundings
 from graphmod.torch_private import current_node, next_sequence_number
 from graphmod.trace.garbage import no_garbage_collection
@@ -97,14 +96,13 @@ class Part:
         if not again:
             self.findings, self.on_gpu, self.guards, self.operations = [], [], [], 0
         self.ran = True
-        leaves: list[Tensor] = []
-        structure = flatten((args, kwargs), leaves, {})
-        around, names = Surroundings(self.root), parameter_names(self.call)
+        call = Call(self.call, args, kwargs)
+        around, structure, names = Surroundings(self.root), call.flat.structure, call.names
         around.discover()
         self._borrowed.note(around.parallel())
         around.take_over()
         reducers = around.reducers()
-        device = around.device(leaves) or torch.device("cpu")
+        device = around.device(call.leaves) or torch.device("cpu")
         gpu = device.index if device.type == "cuda" else None
         self.device = "the CPU, as strict as a GPU" if gpu is None else str(device)
         modes_now = key_reader(device.type)
@@ -118,15 +116,12 @@ class Part:
         if modes[FOREIGN] is not None:
             self._add("the call", f"{modes[FOREIGN]}, and code under that is never captured", _KEEP_OUT)
         oldest = next_sequence_number()
-        result, recorder, notes, given = watch(
-            self.call, args, kwargs, names, gpu, self.root, before_collective=self._before_collective
-        )
+        recorder, notes, given = watch(call, gpu, self.root, before_collective=self._before_collective)
+        result = call.result
         changed = given.changed()
         changes = list(all_changes(notes))
         if changed is not None:  # the same, seen from the code's side, tells the line
-            seen: dict[int, Any] = {}
-            flatten((args, kwargs), [], seen)
-            of_arguments = [one for one in changes if one.owner in seen]
+            of_arguments = [one for one in changes if one.owner in call.flat.seen]
             self._add_said(changed, next((one.where for one in of_arguments), (None, None)))
             changes = [one for one in changes if one not in of_arguments]
         self._take_in(recorder, changes)
@@ -134,7 +129,7 @@ class Part:
         self._look_at_optimizers(notes, recorder, gpu)
         for said in (given.returned(result), not_to_be_made_again(outline(result)[0])):
             self._add_said(said)
-        self._look_at_result(result, leaves)
+        self._look_at_result(call)
         modes = difference(modes, modes_now())
         if modes:
             self._add(
@@ -146,24 +141,25 @@ class Part:
         self.settled = around.reducers() == reducers
         if not_averaged is not None:
             self._add("DistributedDataParallel", not_averaged, "use its defaults, or call it without graphs")
-        if differentiable(result):
-            self._watch_backward(result, leaves, gpu, oldest)
-        return result
+        if result.differentiable:
+            self._watch_backward(call, gpu, oldest)
+        return result.value
 
-    def _watch_backward(self, result: Any, leaves: list[Tensor], gpu: int | None, oldest: int) -> None:
+    def _watch_backward(self, call: Call, gpu: int | None, oldest: int) -> None:
         """Differentiates the result as the capture of a backward does: gradients come out, and nothing takes them.
 
         Args:
             oldest: see `watch_backward`.
         """
-        outputs = differentiable(result)
+        outputs, leaves = call.result.differentiable, call.leaves
         plain = for_plain_backwards(nodes_of(outputs, leaves, oldest)[0])
         if plain is not None:
             self._add_said(plain, backward=True)
             return
         grads = [torch.ones_like(tensor) for tensor in outputs]
         if self._loss is not None:
-            of_loss = torch.autograd.grad(self._loss(result), outputs, retain_graph=True, allow_unused=True)
+            loss = self._loss(call.result.value)
+            of_loss = torch.autograd.grad(loss, outputs, retain_graph=True, allow_unused=True)
             outputs = [tensor for tensor, grad in zip(outputs, of_loss, strict=True) if grad is not None]
             grads = [grad for grad in of_loss if grad is not None]
         parameters = [one for one in self.guards[-1].parameters() if one.requires_grad]
@@ -218,11 +214,9 @@ class Part:
             found = Finding("the optimizer", effect, remedy, *lines_of(note.where), parts=self._parts)
             (self.on_gpu if gpu is None else self.findings).append(found)
 
-    def _look_at_result(self, result: Any, given: list[Tensor]) -> None:
-        returned: list[Tensor] = []
-        flatten(result, returned, {})
-        known = {id(tensor) for tensor in (*given, *self.guards[-1].tensors)}
-        for tensor in returned:
+    def _look_at_result(self, call: Call) -> None:
+        known = {id(tensor) for tensor in (*call.leaves, *self.guards[-1].tensors)}
+        for tensor in call.result.leaves:
             if id(tensor) in known:
                 continue
             why = not_returned(tensor)

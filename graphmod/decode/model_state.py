@@ -153,7 +153,7 @@ class ModelWatch:
             return model(input_ids=tokens, use_cache=False).logits
 
         try:
-            self._reads = Reads(forward, (tokens,), ["tokens"], model.device, model)
+            self._reads = Reads(forward, (tokens,), model.device, model)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # of a model's own code: anything

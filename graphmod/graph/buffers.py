@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from graphmod.errors import CaptureRefused
+from graphmod.signature.call import Call
 from graphmod.signature.flattening import Leaf
-from graphmod.signature.signature import argument_paths, attributes_of, has_own_gradient, parameter_names, unusual
+from graphmod.signature.signature import argument_paths, attributes_of, has_own_gradient, unusual
 from graphmod.torch_private import from_dlpack, storage_uses, to_dlpack
 from graphmod.trace.operations import address
 from graphmod.trace.recorder import Follower
@@ -285,17 +286,17 @@ def unlike_eager(inputs: list[StaticInput], sources: list[Tensor], recorder: Fol
     return None
 
 
-def static_inputs(graph: Any, leaves: list[Tensor]) -> list[StaticInput]:
-    """What stands for each tensor argument in a capture.
+def static_inputs(graph: Any, call: Call) -> list[StaticInput]:
+    """What stands for each tensor argument of a call in its capture.
 
     Raises:
         CaptureRefused: one of them can have no copy that code could not tell from it.
     """
     group = graph.context.group
-    paths = argument_paths(graph.entry.signature.structure, parameter_names(graph.context.call))
+    paths = argument_paths(graph.entry.signature.structure, call.names)
     names = {part.index: path for path, part in paths.items() if part.__class__ is Leaf}
     made = []
-    for index, source in enumerate(leaves):
+    for index, source in enumerate(call.leaves):
         name = names.get(index, f"tensor {index}")
         why = unusual(source)
         if why is not None:

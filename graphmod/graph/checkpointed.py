@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch.utils import checkpoint as checkpoints
 
 from graphmod.errors import CaptureRefused
 from graphmod.graph.buffers import apart
+from graphmod.signature.call import Call
 from graphmod.signature.modes import entered_again
 from graphmod.torch_private import current_backward, top_saved_tensors_hooks, tree_map_only
 
@@ -57,13 +57,13 @@ class RunAgain(torch.autograd.graph.saved_tensors_hooks):
     """Within it autograd saves nothing: what a backward asks for is computed again, once for each backward.
 
     Args:
-        call, args, kwargs: what is computed within.
+        call: what is computed within.
         modes: PyTorch's, as they are now; see `signature`.
         device_type: `cpu` or `cuda`.
     """
 
-    def __init__(self, call: Callable, args: tuple, kwargs: dict, modes: tuple, device_type: str) -> None:
-        self._call, self._given = call, (args, kwargs)
+    def __init__(self, call: Call, modes: tuple, device_type: str) -> None:
+        self._call = call
         self._modes, self._device_type = modes, device_type
         self._count = 0
         self._computed: list[Any] = []
@@ -77,11 +77,11 @@ class RunAgain(torch.autograd.graph.saved_tensors_hooks):
     def _compute(self, index: int) -> Tensor:
         if self._computed_in != current_backward():
             self._computed, self._computed_in = [], current_backward()
-            args, kwargs = tree_map_only(Tensor, apart, self._given)
+            args, kwargs = tree_map_only(Tensor, apart, (self._call.args, self._call.kwargs))
             hooks = torch.autograd.graph.saved_tensors_hooks(self._keep, _never)
             modes = entered_again(self._modes, self._device_type)
             with torch.enable_grad(), modes, hooks, contextlib.suppress(_Enough):
-                self._call(*args, **kwargs)
+                self._call.function(*args, **kwargs)
             if len(self._computed) != self._count:
                 raise CaptureRefused("saves other tensors for its backward when it runs again inside a checkpoint")
         found = self._computed[index]

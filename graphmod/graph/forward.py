@@ -28,8 +28,8 @@ from graphmod.graph.watch import Watch, refuse_unseen
 from graphmod.guards.changes import NOT_REPLAYED
 from graphmod.guards.hooks import has_gradient_hooks, has_hooks_of_others, without_gradient_hooks
 from graphmod.signature.arguments import Given
+from graphmod.signature.call import Call, Flat
 from graphmod.signature.flattening import rebuild
-from graphmod.signature.signature import parameter_names
 from graphmod.state.entry import Entry
 from graphmod.torch_private import is_traceable_wrapper_subclass, next_sequence_number, saves_tensors
 from graphmod.trace.generators import put_back
@@ -111,18 +111,18 @@ class ForwardGraph:
 
     # -- capture -------------------------------------------------------------------------------------------------
 
-    def capture(self, leaves: list[Tensor]) -> None:
-        """Captures the module's call on `leaves`; the first `replay` of the captured graph is still to come.
+    def capture(self, call: Call) -> None:
+        """Captures a call; the first `replay` of the captured graph is still to come.
 
         Raises:
             CaptureRefused: with a reason for the user.
             Exception: whatever the captured code raised.
         """
         context, entry, group, recording = self.context, self.entry, self.context.group, self.recording
-        self.inputs, identities = static_inputs(self, leaves), set(map(id, leaves))
+        self.inputs, identities = static_inputs(self, call), set(map(id, call.leaves))
         given = [static.tensor for static in self.inputs]
-        args, kwargs = rebuild(entry.signature.structure, given)
-        passed = Given(args, kwargs, parameter_names(context.call))
+        inside = Call(call.function, *rebuild(entry.signature.structure, given))
+        passed = Given(inside)
         guards = recording.guards
         owned = guards.parameters()
         grads_then = [parameter.grad for parameter in owned]
@@ -132,14 +132,14 @@ class ForwardGraph:
         if in_checkpoint() and recording.random:
             context.log_once(f"{context.name!r} {KEPT}", key="checkpoint")
         elif in_checkpoint():
-            again = RunAgain(context.call, args, kwargs, entry.signature.modes, group.backend.device_type)
+            again = RunAgain(inside, entry.signature.modes, group.backend.device_type)
 
-        def run() -> Any:
+        def run() -> Flat:
             with again or own_saved_tensors():
-                return resolved(context.call(*args, **kwargs))
+                return resolved(inside())
 
-        def check(recorder: Follower, result: Any) -> None:
-            reason = passed.changed() or passed.returned(result) or unlike_eager(self.inputs, leaves, recorder)
+        def check(recorder: Follower, result: Flat) -> None:
+            reason = passed.changed() or passed.returned(result) or unlike_eager(self.inputs, call.leaves, recorder)
             if reason is not None:
                 raise CaptureRefused(reason)
             originals = {id(view): view._base for view in self.stand_ins.values()}

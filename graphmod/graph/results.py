@@ -14,7 +14,8 @@ from torch import Tensor
 
 from graphmod.errors import CaptureRefused
 from graphmod.graph.buffers import StaticOutput
-from graphmod.signature.flattening import Content, Leaf, Opaque, Unrepeatable, flatten, parts, rebuild
+from graphmod.signature.call import Flat
+from graphmod.signature.flattening import Content, Leaf, Opaque, Unrepeatable, parts, rebuild
 from graphmod.signature.signature import attributes_of, unusual
 from graphmod.state.entry import Entry
 from graphmod.torch_private import without_modes
@@ -101,12 +102,10 @@ def _within(part: Any, whole: Any) -> bool:
     return every
 
 
-def outline(result: Any) -> tuple:
+def outline(result: Flat) -> tuple:
     """What is the same of two results unless something in Python changed: structure and constants, and what their
     tensors look like."""
-    leaves: list[Tensor] = []
-    structure = flatten(result, leaves, {})
-    return structure, tuple(map(_kind, leaves))
+    return result.structure, tuple(map(_kind, result.leaves))
 
 
 def _kind(tensor: Tensor) -> tuple:
@@ -150,7 +149,7 @@ class Results:
 
     def __init__(
         self,
-        result: Any,
+        result: Flat,
         given: list[Tensor],
         recorder: Follower,
         entry: Entry,
@@ -159,8 +158,7 @@ class Results:
         held: Collection[int],
         clone: bool,
     ) -> None:
-        leaves: list[Tensor] = []
-        self._structure = flatten(result, leaves, {})
+        self._structure = result.structure
         reason = not_to_be_made_again(self._structure)
         if reason is not None:
             raise CaptureRefused(reason)
@@ -179,7 +177,7 @@ class Results:
         of_copies: set[int] = set()
         places = {id(static): index for index, static in enumerate(given)}
         of_argument = {address(static): index for index, static in enumerate(given) if address(static)}
-        tensors = [stood_in.get(id(leaf), leaf) for leaf in leaves]
+        tensors = [stood_in.get(id(leaf), leaf) for leaf in result.leaves]
         of_none = [address(tensor) not in of_argument for tensor in tensors]
         outside = [none and self._is_outside(tensor, recorder) for none, tensor in zip(of_none, tensors, strict=True)]
         free = [none and not out for none, out in zip(of_none, outside, strict=True)]
@@ -249,8 +247,7 @@ class Results:
 
     def of_node(self, result: Any) -> list[Tensor]:
         """The tensors in the result of an eager call that stand where `with_grad` do."""
-        leaves: list[Tensor] = []
-        flatten(result, leaves, {})
+        leaves = Flat(result).leaves
         return [leaves[place] for place in self._with_grad_at]
 
     def make(self, leaves: list[Tensor], differentiable: tuple[Tensor, ...]) -> Any:
@@ -280,13 +277,12 @@ class Results:
         return rebuild(self._structure, made)
 
 
-def resolved(result: Any) -> Any:
+def resolved(result: Any) -> Flat:
     """The result with lazy conjugates, negations and zeros carried out, for which no plain memory stands."""
-    leaves: list[Tensor] = []
-    structure = flatten(result, leaves, {})
-    if not any(t.is_conj() or t.is_neg() or t._is_zerotensor() for t in leaves if t.layout is torch.strided):
-        return result
-    return rebuild(structure, [_in_memory(tensor) for tensor in leaves])
+    flat = Flat(result)
+    if not any(t.is_conj() or t.is_neg() or t._is_zerotensor() for t in flat.leaves if t.layout is torch.strided):
+        return flat
+    return Flat(rebuild(flat.structure, [_in_memory(tensor) for tensor in flat.leaves]))
 
 
 def _in_memory(tensor: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from graphmod.graph.buffers import mark_static
 from graphmod.graph.group import Group
 from graphmod.guards.changes import what_changed
 from graphmod.guards.guards import HOOKS, Guards, TensorWatch
+from graphmod.signature.call import Call
 from graphmod.trace.garbage import no_garbage_collection
 
 __all__ = [
@@ -45,7 +46,6 @@ class Reads:
 
     Args:
         call: is made once, to see what it reads.
-        names: of its arguments.
         device: that it works on.
         root: the module whose state it is.
 
@@ -57,10 +57,8 @@ class Reads:
         Exception: whatever the call raised.
     """
 
-    def __init__(
-        self, call: Callable, args: tuple, names: list[str], device: torch.device, root: torch.nn.Module
-    ) -> None:
-        _, _, notes, _ = watch(call, args, {}, names, device.index if device.type == "cuda" else None, root)
+    def __init__(self, call: Callable, args: tuple, device: torch.device, root: torch.nn.Module) -> None:
+        _, notes, _ = watch(Call(call, args, {}), device.index if device.type == "cuda" else None, root)
         if (changes := what_changed(notes)) is not None:
             raise CaptureRefused(changes)
         self._guards = Guards(notes)

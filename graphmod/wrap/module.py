@@ -16,6 +16,7 @@ from graphmod.config import CUDAGraphConfig, settings
 from graphmod.graph.context import Context
 from graphmod.graph.group import Group
 from graphmod.guards.guards import HOOKS
+from graphmod.signature.call import Call
 from graphmod.state.entry import GraphStats
 from graphmod.torch_private import current_node, when_compiled
 from graphmod.trace.dispatch import is_recording
@@ -148,19 +149,19 @@ class CUDAGraphModule(Surface):
         if self._class.forward is not self._class_forward:
             self._class_forward = self._class.forward
             self.reset()
-        call = self._call
-        if call.__class__ is Body:
-            if call.passes_on():
-                return call(*args, **kwargs)
-        elif call.__class__ is not Target:
-            return run(context, args, kwargs)
+        function = self._call
+        if function.__class__ is Body:
+            if function.passes_on():
+                return function(*args, **kwargs)
+        elif function.__class__ is not Target:
+            return run(context, Call(function, args, kwargs))
         asked = asked_of(self._root, kwargs)
         if asked is None:
-            return run(context, args, kwargs)
+            return run(context, Call(function, args, kwargs))
         collects, collector = asked[0], None
         if collects is not None:
             collector = self._collectors.setdefault(collects, Collector(*collects))
-        return hand_on(functools.partial(run, context, args), asked, collector, kwargs)
+        return hand_on(lambda given: run(context, Call(function, args, given)), asked, collector, kwargs)
 
     @when_compiled
     def _say_compiled(self) -> None:

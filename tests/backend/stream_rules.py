@@ -14,6 +14,7 @@ import graphmod.call.dispatch
 import graphmod.call.warmup
 import graphmod.capture.backward
 from graphmod.graph.forward import ForwardGraph
+from graphmod.signature.call import Flat
 
 CALLER, CAPTURE = "the caller's stream", "the capture stream"
 MARK = "made on"
@@ -45,13 +46,13 @@ def watch(monkeypatch) -> list[str]:
     track, results, find = warmup.track, core.results, ForwardGraph._find_parameters
     differentiate = ForwardGraph.differentiate
 
-    def tracked(module, entry, result):
-        mark(warmup.differentiable(result), CALLER)
-        return track(module, entry, result)
+    def tracked(module, entry, call):
+        mark(call.result.differentiable, CALLER)
+        return track(module, entry, call)
 
     def handed_out(*arguments):
         result = results(*arguments)
-        mark(warmup.differentiable(result), CALLER)
+        mark(Flat(result).differentiable, CALLER)
         return result
 
     def found(graph, *arguments):

@@ -17,6 +17,7 @@ from graphmod.fuse.inductor import compiled_code
 from graphmod.guards.library import CORE, TORCH
 from graphmod.reads import frames
 from graphmod.reads.reading import Reading
+from graphmod.signature.call import Call
 from graphmod.trace.untraced import identity
 
 
@@ -97,7 +98,7 @@ def test_an_operation_is_followed_on_its_way_to_the_recorder_at_most(monkeypatch
     for operations in (1, 101):
         told.clear()
         with torch.inference_mode():
-            record(run, (torch.ones(8), operations), {}, ["x", "operations"], None)
+            record(Call(run, (torch.ones(8), operations), {}), None)
         seen.append(told.copy())
     few, many = seen
     # Not what is told now and then, as of a weak reference whose object goes.
@@ -117,7 +118,7 @@ def test_nothing_is_asked_of_the_interpreter_after_a_recorded_call():
         return x * len(str(x.shape))
 
     with torch.inference_mode():
-        record(run, (torch.ones(8),), {}, ["x"], None)
+        record(Call(run, (torch.ones(8),), {}), None)
     monitoring = sys.monitoring
     assert not any(monitoring.get_tool(place) == "graphmod" for place in range(6))
     assert not any(monitoring.get_local_events(place, run.__code__) for place in range(6) if monitoring.get_tool(place))
@@ -130,7 +131,7 @@ def test_a_tracer_that_was_there_is_put_back():
 
     sys.settrace(follow)
     try:
-        record(lambda x: x * 2, (torch.ones(8),), {}, ["x"], None)
+        record(Call(lambda x: x * 2, (torch.ones(8),), {}), None)
         assert sys.gettrace() is follow
     finally:
         sys.settrace(None)
@@ -145,7 +146,7 @@ def test_what_is_compiled_in_the_recorded_call_is_no_change(backend, fresh_dynam
             return compiled(x)
 
     with torch.inference_mode():
-        _, recording = record(run, (torch.ones(8),), {}, ["x"], None)
+        recording = record(Call(run, (torch.ones(8),), {}), None)
     assert recording.refused is None
 
 
@@ -198,7 +199,7 @@ def test_what_a_step_reads_of_a_group_is_guarded(kind, change):
         optimizer.zero_grad()
 
     for _ in range(3):
-        _, recording = record(step, (torch.ones(2, 4),), {}, ["x"], None)
+        recording = record(Call(step, (torch.ones(2, 4),), {}), None)
     guards = recording.guards
     assert recording.refused is None and guards.changed() is None and guards.moved() is None
     if change == "gradient":
