@@ -53,11 +53,13 @@ def _run(context: Context, call: Call) -> Any:
     """
     group, entries = context.group, context.entries
     usual, modes = entries.usual, group.modes()
+    function = None if call.function is context.call else call.function
     leaves = None
     # Most calls are like the one before.
-    if usual is not None and usual.signature.modes == modes and not usual.disabled:
+    known = None if usual is None else usual.signature
+    if known is not None and known.modes == modes and known.function is function and not usual.disabled:
         leaves = usual.matcher.match(call.args, call.kwargs)
-    if leaves is not None and usual.signature.training is context.training:
+    if leaves is not None and known.training is context.training:
         entry, call.leaves = usual, leaves
         entries.touch(entry)
     else:
@@ -68,7 +70,7 @@ def _run(context: Context, call: Call) -> Any:
         leaves = call.leaves
         if not context.around.known:
             context.discover()
-        entry = _entry(context, call)
+        entry = _entry(context, call, function)
         if entry is None:
             return eager(context, call)
     if entry.disabled:
@@ -151,11 +153,11 @@ def eager(context: Context, call: Call, entry: Entry | None = None, recording: R
     return track(context, entry, call)
 
 
-def _entry(context: Context, call: Call) -> Entry | None:
-    """What is known of calls with this signature; None where no other call can have it."""
+def _entry(context: Context, call: Call, function: Any) -> Entry | None:
+    """What is known of calls with this signature; None where no other call can have it. `function`: see `Signature`."""
     structure, leaves, group = call.flat.structure, call.leaves, context.group
     key = tuple(map(tensor_key, leaves))
-    signature = Signature(structure, key, group.modes(), context.training)
+    signature = Signature(structure, key, group.modes(), context.training, function)
     entry = None if group.backend is None else context.entries.get(signature)
     if entry is not None:
         return entry

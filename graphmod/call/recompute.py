@@ -117,7 +117,7 @@ def _as_captured(ticket: Ticket, graph: ForwardGraph) -> tuple[Sequence[Tensor],
 
 
 def _run_again(ticket: Ticket, graph: ForwardGraph) -> tuple[Sequence[Tensor], list[Tensor], dict]:
-    context, backend = graph.context, graph.context.group.backend
+    backend = graph.context.group.backend
     changed = [(tensor, tensor.clone()) for tensor in graph.graph.seen.written.values()]
     now, depth = graph.random_state(), run_again.count
     graph.set_random_state(ticket.random_state)
@@ -129,7 +129,7 @@ def _run_again(ticket: Ticket, graph: ForwardGraph) -> tuple[Sequence[Tensor], l
         args, kwargs = rebuild(graph.entry.signature.structure, leaves)
         modes = entered_again(graph.entry.signature.modes, backend.device_type)
         with torch.enable_grad(), modes, graph.recording.guards.as_recorded():
-            outputs = graph.results.of_node(context.call(*args, **kwargs))
+            outputs = graph.results.of_node(graph.function(*args, **kwargs))
     finally:
         run_again.count = depth
         graph.set_random_state(now)

@@ -58,6 +58,7 @@ class ForwardGraph:
 
     Attributes:
         tape, index: its place in the order of its pool.
+        function: what is called.
         results: what it returns.
         differentiable: indices of the tensor arguments that require grad; once for each use of one that code outside
             uses too.
@@ -119,6 +120,7 @@ class ForwardGraph:
             Exception: whatever the captured code raised.
         """
         context, entry, group, recording = self.context, self.entry, self.context.group, self.recording
+        self.function = call.function
         self.inputs, identities = static_inputs(self, call), set(map(id, call.leaves))
         given = [static.tensor for static in self.inputs]
         inside = Call(call.function, *rebuild(entry.signature.structure, given))

@@ -106,12 +106,14 @@ class Signature(NamedTuple):
         tensors: per tensor argument, `tensor_key`.
         modes: `modes.mode_key`.
         training: train/eval mode of a wrapped module as a whole; None for other callables.
+        function: what is called, where that is not the wrapped callable alone; else None.
     """
 
     structure: Any
     tensors: tuple
     modes: tuple
     training: bool | None
+    function: Any = None
 
 
 _form = operator.attrgetter("__class__", "layout", "is_nested", "__dict__")

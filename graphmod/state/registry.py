@@ -77,7 +77,8 @@ class Registry:
     def nearest(self, signature: Signature, names: list[str]) -> list[str]:
         """In which arguments a new signature differs from the most similar one in the same modes, a line for each, and
         what helps; [] where there is none. `names` are those of the callable's positional parameters."""
-        others = [entry for entry in self if entry.signature.modes == signature.modes]
+        asked = signature.modes, signature.function
+        others = [one for one in self if (one.signature.modes, one.signature.function) == asked]
         if not others:
             return []
         nearest = min(others, key=lambda entry: len(difference(entry.signature, signature, [])))

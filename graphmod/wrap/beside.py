@@ -9,6 +9,7 @@ are handed on after the call. Plain dicts are left alone: they are arguments who
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 from collections import UserDict
 from collections.abc import Callable, Iterator, KeysView
@@ -16,7 +17,8 @@ from typing import Any
 
 from torch import nn
 
-ARGUMENT = "graphmod_beside"  # in which a wrapped layer is told what is asked of it
+from graphmod.signature.call import Call
+
 _LAYERS = "_hidden_states_layers"  # in the collector, beside what is collected: which layers are wanted
 _HOOK = "install_output_capuring_hook."
 
@@ -101,37 +103,51 @@ def _collects(module: nn.Module) -> bool:
     return any(getattr(hook, "__qualname__", "").startswith(_HOOK) for hook in module._forward_hooks.values())
 
 
-def call_layer(function: Callable, asked: tuple, args: tuple, kwargs: dict[str, Any]) -> tuple:
-    """Calls a layer's own code; returns its result, what it has collected, and of each mapping the items that are new
-    or others, and the keys that are gone."""
-    collects, fills = asked
-    filled = {name: UserDict(kwargs[name]) for name in fills}
-    result = function(*args, **{**kwargs, **filled})
-    found = None if collects is None else _variable().get().take()
-    changes = []
-    for name, now in filled.items():
-        before = kwargs[name]
-        other = {key: value for key, value in now.items() if key not in before or before[key] is not value}
-        changes.append((other, tuple(key for key in before if key not in now)))
-    return result, found, changes
-
-
-def hand_on(run: Callable, asked: tuple, collector: Collector | None, kwargs: dict[str, Any]) -> Any:
-    """Runs a wrapped layer and does to the caller's lists and mappings what its code would have done; returns its
-    result.
+class WithMore:
+    """Calls a layer's own code, and gives beside its result what it did beside giving that. One and the same where the
+    same is asked.
 
     Args:
-        run: called with the keyword arguments, makes `call_layer` happen in some way.
-        collector: for what it collects.
+        layer: calls its code.
+        asked: see `asked_of`.
     """
-    _, fills = asked
-    with contextlib.nullcontext() if collector is None else collector.active():
-        result, found, changes = run({**kwargs, **{name: dict(kwargs[name]) for name in fills}, ARGUMENT: asked})
-    if collector is not None:
-        for kind, items in zip(collector.keys(), found, strict=True):
-            _variable().get()[kind].extend(items)
-    for name, (other, gone) in zip(fills, changes, strict=True):
-        for key in gone:
-            del kwargs[name][key]
-        kwargs[name].update(other)
-    return result
+
+    def __init__(self, layer: Callable, asked: tuple) -> None:
+        collects, self._fills = asked
+        self._layer = layer
+        self._collector = None if collects is None else Collector(*collects)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self._layer)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple:
+        """The layer's result, what it has collected, and of each mapping the items that are new or others, and the keys
+        that are gone."""
+        filled = {name: UserDict(kwargs[name]) for name in self._fills}
+        result = self._layer(*args, **{**kwargs, **filled})
+        found = None if self._collector is None else _variable().get().take()
+        changes = []
+        for name, now in filled.items():
+            before = kwargs[name]
+            other = {key: value for key, value in now.items() if key not in before or before[key] is not value}
+            changes.append((other, tuple(key for key in before if key not in now)))
+        return result, found, changes
+
+    def hand_on(self, run: Callable[[Call], tuple], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Runs the layer and does to the caller's lists and mappings what its code would have done; returns its result.
+
+        Args:
+            run: makes a call in some way, from a graph for one.
+        """
+        items = {name: dict(kwargs[name]) for name in self._fills}
+        with contextlib.nullcontext() if self._collector is None else self._collector.active():
+            result, found, changes = run(Call(self, args, {**kwargs, **items}))
+        if self._collector is not None:
+            for kind, more in zip(self._collector.keys(), found, strict=True):
+                _variable().get()[kind].extend(more)
+        for name, (other, gone) in zip(self._fills, changes, strict=True):
+            for key in gone:
+                del kwargs[name][key]
+            kwargs[name].update(other)
+        return result

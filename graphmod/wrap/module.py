@@ -20,7 +20,7 @@ from graphmod.signature.call import Call
 from graphmod.state.entry import GraphStats
 from graphmod.torch_private import current_node, when_compiled
 from graphmod.trace.dispatch import is_recording
-from graphmod.wrap.beside import Collector, asked_of, hand_on
+from graphmod.wrap.beside import WithMore, asked_of
 from graphmod.wrap.body import INSTEAD, Body, as_plain
 from graphmod.wrap.surface import Surface
 from graphmod.wrap.target import HOLDERS, Target, caller_with, in_place_of_forward
@@ -94,7 +94,7 @@ class CUDAGraphModule(Surface):
         self._hooks_outside = isinstance(module, nn.Module) and call is None
         self._mark: Any = object()  # the `Mark` of a layer whose forward leads here
         self._retired = False
-        self._collectors: dict[tuple, Collector] = {}
+        self._with_more: dict[tuple, WithMore] = {}
         plain = isinstance(module, nn.Module) and not isinstance(module, torch.jit.ScriptModule)
         self._class = type(module) if plain else nn.Module
         self._class_forward = self._class.forward
@@ -158,10 +158,10 @@ class CUDAGraphModule(Surface):
         asked = asked_of(self._root, kwargs)
         if asked is None:
             return run(context, Call(function, args, kwargs))
-        collects, collector = asked[0], None
-        if collects is not None:
-            collector = self._collectors.setdefault(collects, Collector(*collects))
-        return hand_on(lambda given: run(context, Call(function, args, given)), asked, collector, kwargs)
+        layer = self._with_more.get(asked)
+        if layer is None:
+            layer = self._with_more[asked] = WithMore(function, asked)
+        return layer.hand_on(functools.partial(run, context), args, kwargs)
 
     @when_compiled
     def _say_compiled(self) -> None:

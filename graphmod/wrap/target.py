@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphmod.wrap.beside import ARGUMENT, call_layer
-
 
 class Target:
     """Calls a module's `forward`, or its `__call__` if that is all it has, without the module's hooks.
@@ -35,8 +33,7 @@ class Target:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given = args if self.own is not None else (self.module, *args)
-        asked = kwargs.pop(ARGUMENT, None)
-        return self.function(*given, **kwargs) if asked is None else call_layer(self.function, asked, given, kwargs)
+        return self.function(*given, **kwargs)
 
     @property
     def function(self) -> Any:
