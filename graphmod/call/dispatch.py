@@ -117,7 +117,7 @@ def _run(context: Context, call: Call) -> Any:
         context.log_once(f"{context.name!r} stays eager: it {unwatched}")
         return eager(context, call, entry)
     recording = entry.recording_of_now()
-    if recording is None and entry.astray and not entry.follows_chance():
+    if recording is None and entry.other_branch and not entry.records_branch():
         return eager(context, call, entry)
     if recording is None or recording.refused is not None:
         if not affordable(context, entry, entry.difference):

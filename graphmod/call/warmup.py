@@ -30,13 +30,13 @@ def warm_up(context: Context, entry: Entry, call: Call) -> Any:
     ones only use."""
     context.counters.eager_calls += 1
     context.served, context.eager_in = None, context.group.begun
-    entry.calls += 1
     entry.called_forward = entry.called_forward or current_node() is None
     if entry.difference:
-        context.last_failure = entry.waits_for = entry.difference
+        context.last_failure = entry.eager_for = entry.difference
         if entry.graphs or entry.keeps_changing:
             _say_difference(context, entry)
-    if entry.calls < context.config.warmup_steps:
+    if entry.ordinary:
+        entry.ordinary -= 1
         call.result = Flat(alone(context, entry, call))
     else:
         oldest = next_sequence_number()
@@ -47,7 +47,7 @@ def warm_up(context: Context, entry: Entry, call: Call) -> Any:
             # once more, in a call like any other, and the one after that is recorded.
             context.spend(entry, 2)
             entry.lost = f"it {COMPILES.effect}, in each call"
-            entry.calls = context.config.warmup_steps - 2
+            entry.ordinary = 1
             return track(context, entry, call)
         if recording.random and draws_anew():
             recording.refused = recording.refused or DRAWS
@@ -56,7 +56,7 @@ def warm_up(context: Context, entry: Entry, call: Call) -> Any:
         if recording.communicates and outputs and reads_parts(recording.guards.tensors):
             recording.refused = recording.refused or COMMUNICATES
         if not (recording.refused or recording.communicates) and context.group.whole.take(recording.guards.tensors):
-            entry.calls = context.config.warmup_steps - 1  # the next call is recorded, at the addresses that stay
+            # The next call is recorded, at the addresses that stay.
             return track(context, entry, call)
         modes = difference(entry.signature.modes, context.group.modes())
         if modes and recording.refused is None:
@@ -77,21 +77,20 @@ def warm_up(context: Context, entry: Entry, call: Call) -> Any:
                 learn_casts(context, entry, call.leaves, outputs, oldest)
                 entry.casts_once = entry.casts_once and not recording.guards.compiled
         context.learn(recording.guards)
-        entry.calls = 0
         if recording.refused is not None:
             # Before any attempt, so that the user's Python never runs twice for one call. The next one is recorded.
-            entry.calls = context.config.warmup_steps
             if context.group.settle(context.config.backend, context.around.device([]), misguessed=True):
                 entry.recordings.clear()
             else:
                 context.failed(entry, CaptureRefused(recording.refused), "its forward")
         else:
+            entry.ordinary = context.config.warmup_steps - 1
             context.spend(entry)
     return track(context, entry, call)
 
 
 def _say_difference(context: Context, entry: Entry) -> None:
-    if entry.astray:
+    if entry.other_branch:
         is_layer = type(context.root) in context.group.said.like
         parts = "after ungraph(model), graph_layers(model, layers=[...]) keeps the parts that it names"
         keep = parts if is_layer else "graph_layers(model) keeps the layers"
@@ -99,7 +98,7 @@ def _say_difference(context: Context, entry: Entry) -> None:
         context.log_once(
             f"{context.name!r} runs eagerly where {entry.difference}. Branches that come often get a graph "
             f"each{others}",
-            key="astray",
+            key="other branch",
         )
         return
     then = (

@@ -171,7 +171,7 @@ def capture(
             entry.forget(recording)  # another eager call is recorded, and never what was refused is the measure
         context.failed(entry, error, "its forward")
         return None
-    if context.last_failure == entry.waits_for:
+    if context.last_failure == entry.eager_for:
         context.last_failure = ""
     context.served = graph
     entry.graphs.append(graph)

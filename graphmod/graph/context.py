@@ -60,7 +60,7 @@ class Context:
         self.counters = GraphStats()
         self.last_failure = self.instead = ""
         self.agreement: Any = None
-        self.entries = Registry()
+        self.entries = Registry(config.warmup_steps - 1)
         self.start()
 
     def start(self) -> None:

@@ -176,7 +176,7 @@ class Group:
             if not arena.in_flight or not tape.at_end or tape.dropped:
                 continue
             there = sum(graph.tape is tape for graph in entry.graphs)
-            if there < max(entry.per_pass, 1) and (found is None or arena.began > found.arena.began):
+            if there < max(entry.most_backwards, 1) and (found is None or arena.began > found.arena.began):
                 found = tape
         return found
 

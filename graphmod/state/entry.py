@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from graphmod.signature.flattening import opaque_parts
@@ -53,97 +53,89 @@ _PATIENCE = 12  # recorded calls and captures, without enough replays in between
 _MOST_RECORDINGS = 4
 
 
+@dataclass(slots=True, eq=False)
 class Entry:
     """What one module knows about one signature.
 
-    States: warm-up (`calls` < warmup_steps) -> captured (`graphs` not empty) -> disabled (failures, or an empty
-    account). `rearm` leads from disabled back to warm.
+    States: warm-up (no graph) -> captured (`graphs` not empty) -> disabled (failures, or an empty account). From there
+    `rearm` leads back to warm-up.
+
+    Attributes:
+        ordinary: warm-up calls in the present state that are still to come before one is recorded.
+        recordings: of calls in different states, the newest first.
+        difference: between the last recording and the state after it, in words; cause: what it said beside values
+            before the last recording; eager_for: the one for which a call was eager last.
+        other_branch: the present state was recorded, and only chance chooses another branch; other_branches counts how
+            often that was so.
+        needs_grad: its results have a backward.
+        called_forward: outside of any backward.
+        reason: why it is disabled, or failed last; lost: why its graphs were dropped last, or were not made.
+        last_used: the call of the module, counted, that was the last of this signature.
+        matcher: made for the first replay.
+        replays: forwards that were replayed; verified_at: those before the last verified call; verified_in: its round.
+        capture_in: calls until one is captured that may have a backward; 0 where none is to be.
+        most_backwards: how many of its calls had a backward in one pass, at most, of those passes that have ended;
+            backwards: in the pass `counted_in`.
+        keeps_casts: autocast keeps casts of its weights; casts_once: the recorded call uses each cast once.
+        used_outside: tensor arguments that it uses several times, and code outside too.
+        adds_apart: gradients that the user puts in place are others each time: add to them outside.
+        copies_out: results are held in a way that does not let them be moved: hand out copies.
     """
 
-    __slots__ = (
-        "account",
-        "adds_apart",
-        "astray",
-        "backwards",
-        "called_forward",
-        "calls",
-        "capture_in",
-        "casts_once",
-        "cause",
-        "copies_out",
-        "difference",
-        "disabled",
-        "graphs",
-        "keeps_casts",
-        "last_used",
-        "lost",
-        "matcher",
-        "needs_grad",
-        "per_pass",
-        "period",
-        "reason",
-        "recordings",
-        "replays",
-        "signature",
-        "strayed",
-        "used_outside",
-        "verified_at",
-        "verified_in",
-        "waits_for",
-    )  # fmt: skip
+    signature: Signature
+    ordinary: int
+    account: Account = field(default_factory=lambda: Account(_PATIENCE))
+    graphs: list[Any] = field(default_factory=list)
+    recordings: list[Any] = field(default_factory=list)
+    disabled: bool = False
+    difference: str = ""
+    cause: str = ""
+    eager_for: str = ""
+    other_branch: bool = False
+    other_branches: int = 0
+    needs_grad: bool = False
+    called_forward: bool = False
+    reason: str = ""
+    lost: str = ""
+    last_used: int = 0
+    matcher: Matcher | None = None
+    replays: int = 0
+    verified_at: int = 0
+    verified_in: int = -1
+    capture_in: int = 0
+    most_backwards: int = 0
+    backwards: int = 0
+    counted_in: int = -1
+    keeps_casts: bool = False
+    casts_once: bool = False
+    used_outside: set[int] = field(default_factory=set)
+    adds_apart: bool = False
+    copies_out: bool = False
 
-    def __init__(self, signature: Signature) -> None:
-        self.signature = signature
-        self.calls = 0  # eager ones in a state that is new, since the last recording
-        self.graphs: list[Any] = []
-        casts = signature.modes[AUTOCAST]
-        self.keeps_casts = bool(casts is not None and casts[-1] and signature.modes[GRAD])  # autocast, of weights
-        self.casts_once = False  # known of the recorded call: it uses each cast once
-        self.disabled = False
-        self.needs_grad = False
-        self.recordings: list[Any] = []  # of calls in different states, the newest first
-        self.astray = False  # the state is one that was recorded, and only chance chooses another branch
-        self.strayed = 0  # how often that was so
-        self.difference = ""  # between the last recording and the state after it, in words
-        self.waits_for = ""  # the difference for which a call was eager last
-        self.cause = ""  # of the difference between the last recording and the one before it
-        self.reason = ""
-        self.last_used = 0
-        self.matcher: Matcher | None = None  # made for the first replay
-        self.adds_apart = False  # gradients that the user puts in place are others each time: add to them outside
-        self.called_forward = False  # outside of any backward
-        self.account = Account(_PATIENCE)
-        self.replays = 0
-        self.verified_at = 0  # replays before the last verified call
-        self.verified_in = -1  # the round of that
-        self.lost = ""  # why its graphs were dropped last, or were not made
-        self.per_pass = 0  # how many of its calls had a backward in one pass; of those that came to an end, the most
-        self.period = -1  # the pass in which `backwards` were counted
-        self.backwards = 0
-        self.capture_in = 0  # calls after which one is captured that may have a backward; 0 where none is to be
-        self.used_outside: set[int] = set()  # tensor arguments that it uses several times, and code outside too
-        self.copies_out = False  # results are held in a way that does not let them be moved: hand out copies
+    def __post_init__(self) -> None:
+        casts = self.signature.modes[AUTOCAST]
+        self.keeps_casts = bool(casts is not None and casts[-1] and self.signature.modes[GRAD])
 
     def recording_of_now(self) -> Any:
         """The recording of a call in the present state; None where there is none."""
-        self.difference, self.astray = "", False
+        self.difference, self.other_branch = "", False
         for recording in self.recordings:
             reason = recording.guards.moved() or recording.guards.changed()
             if reason is None:
                 reason = recording.host_draws.choose_otherwise()
                 if reason is None:
                     return recording
-                self.astray = self.astray or recording.refused is None
-                self.difference = reason if self.astray else self.difference
+                self.other_branch = self.other_branch or recording.refused is None
+                self.difference = reason if self.other_branch else self.difference
             if recording.refused is None:
                 self.difference = self.difference or reason  # the newest is most like the present
         return None
 
-    def follows_chance(self) -> bool:
+    def records_branch(self) -> bool:
         """Whether a call is to be recorded whose random numbers chose a branch that has no recording: more and more
         seldom, since there may be as many branches as there are layers to drop, and more."""
-        self.strayed += 1
-        return not self.strayed & (self.strayed - 1)
+        self.other_branches += 1
+        return not self.other_branches & (self.other_branches - 1)
 
     @property
     def keeps_changing(self) -> bool:
@@ -190,17 +182,16 @@ class Entry:
         for part in opaque_parts(self.signature.structure):  # a cache of gigabytes, for one
             part.let_go()
 
-    def backward_began(self, period: int) -> None:
-        """Takes in that a call of this pass has its backward."""
-        if self.period != period:
-            self.pass_began(period)
+    def backward_began(self, number: int) -> None:
+        """Takes in that a call of the pass with this number has its backward."""
+        self.pass_began(number)
         self.backwards += 1
 
-    def pass_began(self, period: int) -> None:
+    def pass_began(self, number: int) -> None:
         """Takes in which pass is under way, so that those before have come to their end."""
-        if self.period != period:
-            self.per_pass = max(self.per_pass, self.backwards)
-            self.period, self.backwards = period, 0
+        if self.counted_in != number:
+            self.most_backwards = max(self.most_backwards, self.backwards)
+            self.counted_in, self.backwards = number, 0
 
     def left_unfinished(self) -> None:
         """Takes in that a backward met a forward whose capture saw no backward. Another call is to be captured: the

@@ -21,11 +21,15 @@ def _gone(signature: Signature) -> bool:
 class Registry:
     """Finds the entry of a signature, and forgets those that lead nowhere.
 
+    Args:
+        ordinary: warm-up calls of a signature before one is recorded.
+
     Attributes:
         usual: the entry of the last replay, because most calls are like the one before; None at first.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ordinary: int) -> None:
+        self._ordinary = ordinary
         self._known: dict[Signature, Entry] = {}
         self.clock = 0  # calls so far
         self.usual: Entry | None = None
@@ -70,7 +74,7 @@ class Registry:
         if len(uncaptured) >= (_MOST_OPAQUE if opaque else _MOST_UNCAPTURED):
             del self._known[min(uncaptured, key=lambda entry: entry.last_used).signature]
             self.usual = None
-        entry = self._known[signature] = Entry(signature)
+        entry = self._known[signature] = Entry(signature, self._ordinary)
         self.touch(entry)
         return entry
 
@@ -95,7 +99,7 @@ class Registry:
     def restart(self) -> None:
         """Forgets everything but which signatures are disabled."""
         disabled = [entry for entry in self if entry.disabled]
-        self.__init__()
+        self.__init__(self._ordinary)
         for entry in disabled:
             kept = self.add(entry.signature)
             kept.disable(entry.reason)
