@@ -144,8 +144,9 @@ def capture(
     """
     began = time.perf_counter()
     arena, backend = tape.arena, context.group.backend
-    if not any(graph.tape is tape for graph in entry.graphs):
+    if recording.captured and not any(graph.tape is tape for graph in entry.graphs):
         context.spend(entry)
+    recording.captured = True
     try:
         not_averaged = context.around.take_over() if torch.is_grad_enabled() else None
         if not_averaged is not None:

@@ -47,6 +47,7 @@ class Recording:
         settles: whether torch.compile compiled something in it, or its code was the first to import a module, so that
             what it showed is not what the next call does.
         its_backward: what is known of backwards of its result.
+        captured: whether a capture of it was tried, which costs no attempt besides its own.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Recording:
         self.seconds = seconds
         self.settles = settles
         self.its_backward = RecordedBackward()
+        self.captured = False
 
 
 def record(call: Call, gpu: int | None, *roots: Any) -> Recording:

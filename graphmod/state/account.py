@@ -9,10 +9,12 @@ _DENIED = 1 / 256  # what an eager call pays that had to be one because the acco
 class Account:
     """The patience with one signature, or with all signatures of one wrapper.
 
-    A recorded call and a capture cost one each; a recorded call in which something was compiled costs two, and a
-    captured backward that is given up because it does not fit, three. Eight replays pay one back, up to what there was
-    at first; one whose backward does not fit pays nothing. Once less than one is left, nothing more is recorded or
-    captured: graphs that fit go on, and may pay for others; a signature without any stays eager, with the reason.
+    A recorded call costs one, its first capture included, and each further capture one; a recorded call in which
+    something was compiled costs two, and a captured backward that is given up because it does not fit, three. Eight
+    replays pay one back, up to what there was at first; one whose backward does not fit pays nothing. Once less than
+    one is left, nothing more is recorded or captured: graphs that fit go on, and may pay for others; a signature
+    without any stays eager, with the reason.
+
     Calls for which no graph was free are no reason to capture another until they have become more than the warm-up
     calls, less one for each eight replays. Failures are counted apart, because the next success makes up for all of
     them: `max_failures` in a row end it too. `force_enable()` opens a new account.
