@@ -28,7 +28,6 @@ from graphmod.state.said import cause_of
 from graphmod.torch_private import keeps_graph, will_run
 from graphmod.trace.undo import let_through
 
-_keeps_graph = keeps_graph
 _NOTHING_BESIDE = contextlib.nullcontext()
 _TWICE = (
     "Trying to backward through the graph a second time (or directly access saved tensors after they have already been "
@@ -108,7 +107,7 @@ def run_backward(ticket: Ticket, grads: tuple[Tensor | None, ...]) -> Sequence[T
     try:
         return _backward(ticket, graph, grads)
     finally:
-        if _keeps_graph():
+        if keeps_graph():
             ticket.done = True  # another may follow: what it needs is in use for as long as somebody holds the node
         else:
             ticket.finish()

@@ -25,7 +25,7 @@ from graphmod.state.entry import Entry
 from graphmod.state.verification import LOOKS
 from graphmod.torch_private import is_fx_tracing, is_traced, next_sequence_number
 from graphmod.trace.tensors import is_stale
-from graphmod.trace.undo import undo_left
+from graphmod.trace.undo import let_through, undo_left
 
 TRACED = ", and no graph is in what is made of it; trace first, and wrap that: CUDAGraphModule(traced)"
 
@@ -95,6 +95,7 @@ def _run(context: Context, call: Call) -> Any:
         except LateRanks:
             raise
         except RuntimeError as error:
+            let_through(error)
             context.drop(graph.tape)
             context.failed(entry, error, "a replay")
             return eager(context, call)

@@ -19,6 +19,7 @@ from graphmod.graph.tape import Ticket
 from graphmod.ranks.agreement import Choice
 from graphmod.signature.signature import Matcher
 from graphmod.state.entry import Entry
+from graphmod.trace.undo import let_through
 
 
 def find(context: Context, entry: Entry, leaves: list[Tensor], careful: bool) -> tuple[ForwardGraph | None, str]:
@@ -114,6 +115,7 @@ def _taken_over(context: Context, graph: ForwardGraph) -> bool:
     try:
         done = _take_over(graph)
     except Exception as error:
+        let_through(error)
         graph.successor = None
         if first:
             raise SuccessorFailed(

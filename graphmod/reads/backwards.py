@@ -68,7 +68,7 @@ def end_left() -> None:
     """Ends what this thread still watches though its backward is over: an error has ended that where nobody could see,
     as by way of a debugger."""
     if watches and current_backward() < 0:
-        for watch in [one for one in reversed(watches.values()) if one.is_of_this_thread()]:
+        for watch in [one for one in reversed(list(watches.values())) if one.is_of_this_thread()]:
             watch.stop()
 
 

@@ -81,8 +81,11 @@ class _Watch:
 
     def raise_late(self) -> None:
         error, self.late = self.late, None
-        if error is not None:
-            raise error
+        try:
+            if error is not None:
+                raise error
+        finally:
+            error = None  # whose frames lead here
 
 
 class _Traced(_Watch):
@@ -112,6 +115,7 @@ class _Traced(_Watch):
     def _enter(self, frame: FrameType, event: str, _: Any) -> Any:
         if self.over:
             sys.settrace(self.before)
+            self.raise_late()
             return None
         if self.late is not None and not frame.f_code.co_flags & CO_GENERATOR:
             self.raise_late()
@@ -231,7 +235,10 @@ def _ask(code: CodeType, events: int) -> None:
 @beside_dynamo
 def _began(code: CodeType, _: int, *thrown: Any) -> Any:
     watch = _of_thread.watch
-    if watch is None or watch.over:
+    if watch is None:
+        return None
+    if watch.over:
+        watch.raise_late()
         return None
     frame = sys._getframe(1)
     if watch.late is not None and not code.co_flags & CO_GENERATOR:

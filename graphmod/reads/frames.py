@@ -67,10 +67,7 @@ _NOT_OF_STDLIB = tuple(
     )
 )
 _OF_CORE = (CORE + "train" + os.sep, CORE + "decode" + os.sep, CORE + os.path.join("ranks", "data_parallel.py"))
-# What a forward keeps for its own backward; what calls compiled code.
-_NOT_OF_CORE = tuple(
-    CORE + os.path.join(*path) for path in (("train", "step", "draws.py"), ("decode", "step", "pieces.py"))
-)
+_NOT_OF_CORE = CORE + os.path.join("train", "step", "draws.py")  # what a forward keeps for its own backward
 # Where dynamo compiles, and where it runs code of its own that it has written out.
 _DYNAMO = os.path.join(*DYNAMO.split("."), "")
 _COMPILES = tuple(_DYNAMO + name for name in ("convert_frame.py", "guards.py"))
