@@ -116,8 +116,9 @@ class CUDAGraphConfig:
         backend: `auto`, `cuda` or `emulated`.
         layers: name patterns (`layers.*.mlp`; matched against the end of a name, `*` within one part) of the modules
             that `graph_layers` wraps; None finds the decoder layers.
-        body: `graph_layers` also wraps the module that runs the layers, where it is not the model itself. Its one graph
-            serves then, and costs the host a fraction of theirs; where it cannot be captured, they serve.
+        body: `graph_layers` also wraps the module that runs the layers, where it is not the model itself and `layers`
+            is None. Its one graph serves then, and costs the host a fraction of theirs; where it cannot be captured,
+            they serve.
         clone_outputs: return copies instead of tensors that alias graph memory. Not needed for correctness: an output
             that is still held when its graph replays again is moved to memory of its own first.
         max_graphs: distinct signatures of one module that may have graphs at a time; the least recently used goes

@@ -44,7 +44,8 @@ def graph_layers(
     Where one module inside `model` runs the layers (`model.model` in transformers), it is captured as a whole, which
     costs the host a fraction of what a graph for each layer does. Where it cannot be, or is in a new state, each layer
     runs from its own graphs; neighbours share buffers and one memory pool. So it is with several ranks, and where
-    parameters have post-accumulate-grad hooks. `body=False` never captures that module.
+    parameters have post-accumulate-grad hooks. `body=False` never captures that module, and `layers` what they name
+    alone.
 
     Args:
         model: any module, such as a transformers causal LM.
@@ -73,7 +74,7 @@ def graph_layers(
     config = settings(config, single)
     patterns = layers if layers is not None else config.layers
     names = find_layers(model) if patterns is None else match_layers(model, patterns)
-    return wrap(model, config, names, body_of(model, names) if config.body else None)
+    return wrap(model, config, names, body_of(model, names) if config.body and patterns is None else None)
 
 
 def wrap(model: nn.Module, config: CUDAGraphConfig, names: list[str], body: str | None) -> list[CUDAGraphModule]:

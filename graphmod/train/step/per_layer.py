@@ -31,7 +31,9 @@ class LayerGraphs:
     def __init__(self, iteration: Iteration, config: TrainGraphConfig, layers: list[str]) -> None:
         self._iteration, self._update = iteration, None
         self._settled: dict[int, Tensor] = {}
-        model, body = iteration.model, body_of(iteration.model, layers) if config.body else None
+        model, body = iteration.model, None
+        if config.body and config.layers is None:
+            body = body_of(model, layers)
         if config.optimizer:
             # The optimizer's graph reads every gradient by address, so every parameter's gradient must stay in place.
             layers = [*layers, *edge_modules(model, layers)]
