@@ -61,7 +61,7 @@ def place(context: Context, entry: Entry, reason: str, recording: Recording) -> 
                     key=reason,
                 )
             return None
-    if not again and not affordable(context, entry, reason if entry.graphs else ""):
+    if not again and recording.captured and not affordable(context, entry, reason if entry.graphs else ""):
         return None
     if not _make_space(context, entry):
         return None
