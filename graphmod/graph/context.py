@@ -27,7 +27,7 @@ from graphmod.state.surroundings import Surroundings
 
 log = logging.getLogger("graphmod")
 
-_PATIENCE = 64  # signatures that may be recorded and captured without enough replays in between
+_PATIENCE = 128  # attempts without enough replays in between; see `Account`
 
 
 class Context:
@@ -74,7 +74,7 @@ class Context:
         self.nested = False
 
     def _new_account(self) -> Account:
-        return Account(2 * max(_PATIENCE, 8 * self.config.max_graphs))
+        return Account(max(_PATIENCE, 16 * self.config.max_graphs))
 
     @property
     def training(self) -> bool | None:
@@ -153,6 +153,7 @@ class Context:
         if self.config.verify is Verify.always:
             raise VerificationFailed(message)
         self.keep_eager(entry, difference)
+        entry.out_of_date = True
         self.log_once(f"{message}; it stays eager, and force_enable() tries again", key=difference)
 
     def changed_in_place(self) -> RuntimeError:

@@ -79,6 +79,7 @@ class Entry:
         keeps_casts: autocast keeps casts of its weights; casts_once: the recorded call uses each cast once.
         used_outside: tensor arguments that it uses several times, and code outside too.
         adds_apart: gradients that the user puts in place are others each time: add to them outside.
+        out_of_date: a verified call did not do what was captured, so that only the user can have it captured again.
         copies_out: results are held in a way that does not let them be moved: hand out copies.
     """
 
@@ -110,6 +111,7 @@ class Entry:
     casts_once: bool = False
     used_outside: set[int] = field(default_factory=set)
     adds_apart: bool = False
+    out_of_date: bool = False
     copies_out: bool = False
 
     def __post_init__(self) -> None:
@@ -211,7 +213,7 @@ class Entry:
         self.account.failures = 0
 
     def rearm(self) -> None:
-        self.disabled = False
+        self.disabled = self.out_of_date = False
         for part in opaque_parts(self.signature.structure):
             part.hold()
         self.account = Account(_PATIENCE)

@@ -103,6 +103,7 @@ class Registry:
         for entry in disabled:
             kept = self.add(entry.signature)
             kept.disable(entry.reason)
+            kept.out_of_date = entry.out_of_date
 
     @property
     def state(self) -> str:

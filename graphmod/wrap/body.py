@@ -38,7 +38,7 @@ class Body(Target):
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
         self.passed_over = False
-        self._account: Account | None = None
+        self._account, self._opened_with = Account(0), None
         self._refused = self._unused = 0
 
     def passes_on(self) -> bool:
@@ -76,7 +76,8 @@ class Body(Target):
         elif entry is not None and entry.disabled:
             self._try_again(context)
         self.passed_over = late or _is_refused(context)
-        self._account = self._account or Account(context.config.warmup_steps + 2)
+        if self._opened_with is not context.account:  # force_enable() and reset() open a new one
+            self._account, self._opened_with = Account(context.config.warmup_steps + 2), context.account
         if late or entry is None or entry.disabled or not self._account.allows(context.counters.replays // _PAYS):
             self._unused = 0
             return False
@@ -88,7 +89,7 @@ class Body(Target):
         self._refused += 1
         if self._refused >= _REFUSED and not self._refused & (self._refused - 1):
             for entry in context.entries:
-                if entry.disabled:
+                if entry.disabled and not entry.out_of_date:
                     entry.rearm()
 
     def _give_up_layers(self) -> None:

@@ -20,6 +20,7 @@ from graphmod.signature.call import Call
 from graphmod.state.entry import GraphStats
 from graphmod.torch_private import current_node, when_compiled
 from graphmod.trace.dispatch import is_recording
+from graphmod.trace.undo import let_through
 from graphmod.wrap.beside import WithMore, asked_of
 from graphmod.wrap.body import INSTEAD, Body, as_plain
 from graphmod.wrap.surface import Surface
@@ -198,7 +199,8 @@ class CUDAGraphModule(Surface):
         """Counters so far; `pool_bytes` counts the pools this module shares with its group."""
         stats = self._context.stats
         if isinstance(self._call, Body) and self._call.passed_over:
-            stats.state, stats.failures = "eager", 0
+            stats.state = "eager"
+            stats.failures *= any(entry.out_of_date for entry in self._context.entries)
         elif self._context.nested and stats.state != "captured":
             stats.state = "nested"
         return stats
@@ -233,6 +235,7 @@ class CUDAGraphModule(Surface):
             try:
                 graph.launch()
             except RuntimeError as error:
+                let_through(error)
                 context.drop(graph.tape)
                 context.failed(graph.entry, error, "a replay")
                 return done

@@ -525,3 +525,24 @@ def test_layers_serve_where_there_may_be_other_ranks(late, device):
     finally:
         torch.distributed.destroy_process_group()
     assert all(one.stats.captures for one in wrappers[-3:]) and wrappers[0].stats.captures == (0 if late else 2)
+
+
+def test_what_verification_refused_is_not_tried_again_by_itself(device):
+    model = build(device)
+    body = graph_layers(model, warmup_steps=2)[0]
+    trained(model)
+    (entry,) = body._context.entries
+    body._context.out_of_date(entry, "a file that it reads has changed")
+    captures = body.stats.captures
+    trained(model, steps=70)
+    assert body.stats.captures == captures and body.stats.state == "eager" and body.stats.failures == 1
+    body.force_enable()
+    trained(model)
+    assert body.stats.state == "captured"
+
+
+def test_named_layers_are_wrapped_alone(device):
+    model = build(device)
+    named = graph_layers(model, layers=["layers.*"])
+    assert [one.graph_name for one in named] == [f"trunk.layers.{i}" for i in range(3)]
+    assert graph_layers(model, layers=["trunk"])[0].graph_name == "trunk"
