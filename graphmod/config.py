@@ -142,6 +142,8 @@ class CUDAGraphConfig:
     def __post_init__(self) -> None:
         self.backend = choice(BackendName, self.backend, "backend")
         self.verify = choice(Verify, self.verify, "verify")
+        if not isinstance(self.body, bool):
+            raise ConfigError(f"body must be true or false, got {self.body!r}")
         if isinstance(self.layers, str):
             self.layers = [self.layers]
         for setting, least in (("warmup_steps", 1), ("max_graphs", 1), ("max_failures", 1)):

@@ -43,9 +43,8 @@ def graph_layers(
 
     Where one module inside `model` runs the layers (`model.model` in transformers), it is captured as a whole, which
     costs the host a fraction of what a graph for each layer does. Where it cannot be, or is in a new state, each layer
-    runs from its own graphs; neighbours share buffers and one memory pool. So it is with several ranks, and where
-    parameters have post-accumulate-grad hooks. `body=False` never captures that module, and `layers` what they name
-    alone.
+    runs from its own graphs; neighbours share buffers and one memory pool. That module is left alone with several
+    ranks, where parameters have post-accumulate-grad hooks, with `body=False`, and where `layers` name what to wrap.
 
     Args:
         model: any module, such as a transformers causal LM.
