@@ -124,6 +124,9 @@ class WithMore:
     def __call__(self, *args: Any, **kwargs: Any) -> tuple:
         """The layer's result, what it has collected, and of each mapping the items that are new or others, and the keys
         that are gone."""
+        if self._collector is not None and _variable().get() is not self._collector:  # a backward runs it again
+            with self._collector.active():
+                return self(*args, **kwargs)
         filled = {name: UserDict(kwargs[name]) for name in self._fills}
         result = self._layer(*args, **{**kwargs, **filled})
         found = None if self._collector is None else _variable().get().take()

@@ -175,3 +175,22 @@ def test_layers_that_share_keys_and_values_are_captured(kind, device):
     for one, other in zip(runs[0][1], runs[1][1], strict=True):
         assert (one is None and other is None) or torch.equal(one, other)
     assert min(one.stats.replays for one in runs[1][2]) > 0, runs[1][2][0].last_failure
+
+
+def test_a_layer_that_a_backward_runs_again_collects_for_itself(device):
+    grads = []
+    for graphed in (False, True):
+        torch.manual_seed(0)
+        model = llama().to(device)
+        wrapped = graph_layers(model, config()) if graphed else []
+        for index in range(8):
+            tokens = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(index)).to(device)
+            out = model(input_ids=tokens, labels=tokens, use_cache=False, output_hidden_states=True)
+            out.loss.backward(retain_graph=index == 6)
+            if index == 6:  # the graph of a replay is run once
+                out.loss.backward()
+            grads += [p.grad.clone() for p in model.parameters()]
+            model.zero_grad()
+    assert all(one.stats.replays for one in wrapped)
+    half = len(grads) // 2
+    assert all(map(torch.equal, grads[:half], grads[half:]))
