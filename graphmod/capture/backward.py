@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from graphmod.errors import CaptureRefused
-from graphmod.graph.backward import BackwardGraph, Place, buffers_for, find_places, real, store, targets_for
+from graphmod.graph.backward import BackwardGraph, buffers_for, real, store, targets_for
 from graphmod.graph.buffers import StaticInput, StaticOutput, static_memory
 from graphmod.graph.forward import ELSEWHERE, ForwardGraph
 from graphmod.graph.gradients import Loans
@@ -21,7 +23,7 @@ from graphmod.ranks.ballot import LateRanks
 from graphmod.reads.frames import noting
 from graphmod.trace import dispatch
 from graphmod.trace.operations import address
-from graphmod.trace.recorder import Follower
+from graphmod.trace.recorder import Follower, Place
 from graphmod.trace.undo import Undo, is_interrupt, undoing
 
 USES_UP = (
@@ -144,26 +146,50 @@ class _Capture:
         state = group.backend.random_state()
         # A compiled backward writes over what its forward saved, so that there is only one of it. And nobody sees where
         # it makes its gradients.
-        if graph.graph.seen.ran_compiled:
+        if graph.graph.seen.ran_compiled or None not in self._into:
             self._once(None)
             return
         places = group.places.get(shape)
-        found, missed = self._once(places)
-        if places is not None and not missed:
-            return
-        if places is not None:  # other operations than the first of its kind had
-            self.discard()
+        if places is not None:
+            if not self._once(places):
+                return
+            self.discard()  # other operations than the first of its kind had
             group.backend.set_random_state(state)
-            found, _ = self._once(None)
-        group.places[shape] = found
-        if any(place is not None for place in found):
-            self.discard()
-            group.backend.set_random_state(state)
-            self._once(found)
+        group.places[shape] = places = self._find_places()
+        self.discard()
+        group.backend.set_random_state(state)
+        self._once(places)
 
-    def _once(self, places: list[Place | None] | None) -> tuple[list[Place | None], bool]:
-        """Captures with the gradients at `places` computed straight into their buffers; returns where the gradients
-        were made, and whether those were not the places for any of them."""
+    def _find_places(self) -> list[Place | None]:
+        """Captures only to see which operation makes each parameter's gradient; None where nothing can compute it
+        straight into a buffer, or where it makes two of them. No gradient is kept, so this takes no memory for all of
+        them at once."""
+        graph, group = self._graph, self._group
+        found: list[Place | None] = [None] * len(graph.direct)
+        instead = [buffer.memory.new_empty(()).expand(buffer.memory.size()) for buffer in self._buffers]
+
+        def run() -> None:
+            undoing(functools.partial(self._differentiate, hooks=hooks))
+            self._compare_steps()
+
+        def arrived(position: int, grad: Tensor) -> Tensor:
+            place = dispatch.current().place_of(grad)
+            if place is not None and grad.stride() == graph.direct[position].stride():
+                found[position] = place
+            return instead[position]
+
+        hooks = [
+            _Hook(graph.stand_ins.get(id(parameter), parameter), functools.partial(arrived, position))
+            for position, parameter in enumerate(graph.direct)
+        ]
+        pool, generators = graph.tape.arena.pool, graph.recording.generators
+        self._captured, _ = group.backend.capture(run, pool, self._given, generators)
+        first = {place.index: position for position, place in reversed(list(enumerate(found))) if place is not None}
+        return [place if place and first[place.index] == position else None for position, place in enumerate(found)]
+
+    def _once(self, places: list[Place | None] | None) -> bool:
+        """Captures with the gradients at `places` computed straight into their buffers; returns whether those were not
+        the places for any of them."""
         graph, buffers = self._graph, self._buffers
         self._aimed = {
             position: place
@@ -177,34 +203,36 @@ class _Capture:
         self._captured, _ = self._group.backend.capture(
             self._run, graph.tape.arena.pool, self._given, graph.recording.generators, self._check, targets
         )
-        return self._found, self._missed
+        return self._missed
 
-    def _run(self) -> list[Any]:
+    def _run(self) -> None:
         through, gradients = undoing(self._differentiate)
+        self._compare_steps()
+        taken = {address(tensor) for tensor in (*self._given, *(buffer.memory for buffer in self._buffers))}
+        self._wholes = [Whole(item) if item is not None and is_split(item) else None for item in through]
+        self._results = [None if item is None else _own(_there(part(item)), taken) for item in through]
+        self._written, self._accumulated, self._missed = store(gradients, self._buffers, self._into, self._aimed)
+
+    def _compare_steps(self) -> None:
         steps = [(step.op, repr(step.scalars)) for step in dispatch.current().trace]
         if steps != (self._steps or steps):
             raise CaptureRefused(USES_UP)
         self._steps = steps
-        taken = {address(tensor) for tensor in (*self._given, *(buffer.memory for buffer in self._buffers))}
-        self._wholes = [Whole(item) if item is not None and is_split(item) else None for item in through]
-        self._results = [None if item is None else _own(_there(part(item)), taken) for item in through]
-        before = list(gradients)
-        self._written, self._accumulated, self._missed = store(gradients, self._buffers, self._into, self._aimed)
-        return before
 
-    def _differentiate(self, undo: Undo) -> Any:
+    def _differentiate(self, undo: Undo, hooks: Sequence[_Hook] = ()) -> Any:
         graph = self._graph
         self._notes = undo.enter(noting())
+        for hook in hooks:
+            undo.enter(hook)
         inputs = [item.tensor for item in graph.inputs]
         return graph.differentiate(graph.results.retained, inputs, self._grads, graph.direct, graph.edges)
 
-    def _check(self, recorder: Follower, gradients: list[Any]) -> None:
+    def _check(self, recorder: Follower, result: None) -> None:
         refused = what_changed(self._notes)
         if recorder.collectives and self._graph.context.agreement is None:
             refused = refused or "communicates with other processes, which its forward does not; wrap the step"
         if refused is not None:
             raise CaptureRefused(refused)
-        self._found = find_places(gradients, recorder)
 
     def _others(self, guards: Guards) -> list[Tensor]:
         """What the backward reads besides the saved activations, whose memory is the next layers' to use: a table of
@@ -222,6 +250,24 @@ class _Capture:
             places = {address(tensor) for tensor in guards.tensors}
             refuse_unseen(seen, [where for where in others if where not in places])
         return list(others.values())
+
+
+class _Hook:
+    """A gradient hook of a tensor that has no others.
+
+    Args:
+        tensor: a parameter, or a view that stands in for one.
+        hook: gets the gradient, returns what takes its place.
+    """
+
+    def __init__(self, tensor: Tensor, hook: Callable[[Tensor], Tensor]) -> None:
+        self._tensor, self._hook = tensor, hook
+
+    def __enter__(self) -> None:
+        self._tensor.register_hook(self._hook)
+
+    def __exit__(self, *raised: object) -> None:
+        self._tensor._backward_hooks = None
 
 
 def _append(graph: ForwardGraph, known: BackwardGraph) -> None:

@@ -24,7 +24,6 @@ from graphmod.graph.split import Whole, is_split, part
 from graphmod.guards.guards import Guards
 from graphmod.ranks.fully_shard import taken_together
 from graphmod.torch_private import foreach_add_
-from graphmod.trace.recorder import Follower, Place
 
 Gradients = list[tuple[Tensor, Tensor | None]]  # (parameter, its gradient)
 _is_not, _NOTHING = operator.is_not, repeat(None)
@@ -201,20 +200,6 @@ class BackwardGraph:
         for grad, more in (*before, *add):
             grad.add_(more)
         return not clear and not before and (self.apart or not add)
-
-
-def find_places(gradients: Gradients, recorder: Follower) -> list[Place | None]:
-    """Which operation of a recorded backward made each parameter's gradient; None where nothing can compute it straight
-    into a buffer, or where it makes two of them."""
-    places: list[Place | None] = []
-    taken: set[int] = set()
-    for parameter, grad in gradients:
-        place = None if grad is None else recorder.place_of(grad)
-        fits = place is not None and place.index not in taken and grad.stride() == parameter.stride()
-        places.append(place if fits else None)
-        if place is not None:
-            taken.add(place.index)
-    return places
 
 
 def buffers_for(group: Group, parameters: list[Tensor]) -> list[GradientBuffer]:
