@@ -67,7 +67,7 @@ def place(context: Context, entry: Entry, reason: str, recording: Recording) -> 
         return None
     tape = tape or group.place(entry.needs_grad)
     if tape is None:
-        if not entry.graphs:
+        if not known:
             account.missed(entry.replays)
         # In the middle of an iteration only where there never is a beginning, because one is always in flight: some of
         # these calls are gone without a backward. Where all still wait, it is a long one, whose backward adds up the

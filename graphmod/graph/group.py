@@ -192,7 +192,10 @@ class Group:
         return Tape(self.add_arena())
 
     def new_tape_elsewhere(self) -> Tape | None:
-        """A tape in a new pool, for calls that come in an order the existing ones do not allow."""
+        """A tape in a pool in which nothing is in flight, for calls that come in an order the others do not allow."""
+        for arena in self.arenas:
+            if arena.open_to_new():
+                return Tape(arena)
         shared = [arena for arena in self.arenas if arena.kept_to is None]
         return Tape(self.add_arena()) if len(shared) < MOST_ARENAS else None
 
