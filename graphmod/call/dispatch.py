@@ -73,7 +73,7 @@ def _run(context: Context, call: Call) -> Any:
         entry = _entry(context, call, function)
         if entry is None:
             return eager(context, call)
-    if entry.disabled:
+    if entry.stays_eager():
         return eager(context, call, entry)
     if entry.keeps_casts and share_casts(context, entry):
         return eager(context, call, entry)

@@ -194,4 +194,5 @@ class Context:
         most = self.config.max_failures
         if entry.failed(reason, most):
             self.drop(*{graph.tape for graph in entry.graphs})
-            self.log_once(f"{self.name!r} stays eager after {most} such failures in a row; force_enable() tries again")
+            self.log_once(f"{self.name!r} stays eager after {most} such failures in a row; force_enable() tries "
+                "again, and so do some later calls")

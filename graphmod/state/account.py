@@ -54,6 +54,10 @@ class Account:
         self._left, self.misses = min(self._full, self._left + paid), max(0.0, self.misses - paid)
         self._replays = replays
 
+    def try_again(self) -> None:
+        """Lets one more attempt be made."""
+        self._left = max(self._left, 1.0)
+
     def spend(self, cost: float) -> None:
         """Takes in that something was tried."""
         self._left -= cost

@@ -51,6 +51,7 @@ class GraphStats:
 
 _PATIENCE = 12  # recorded calls and captures, without enough replays in between
 _MOST_RECORDINGS = 4
+_RETRY = 64  # calls while a signature was disabled, before one is tried again the first time
 
 
 @dataclass(slots=True, eq=False)
@@ -58,7 +59,7 @@ class Entry:
     """What one module knows about one signature.
 
     States: warm-up (no graph) -> captured (`graphs` not empty) -> disabled (failures, or an empty account). From there
-    `rearm` leads back to warm-up.
+    `rearm`, or one of the calls that `stays_eager` counts, leads back to warm-up.
 
     Attributes:
         ordinary: warm-up calls in the present state that are still to come before one is recorded.
@@ -69,6 +70,7 @@ class Entry:
             often that was so.
         needs_grad: its results have a backward.
         called_forward: outside of any backward.
+        refused: calls while it was disabled; retry_at: how many of them until another is tried.
         reason: why it is disabled, or failed last; lost: why its graphs were dropped last, or were not made.
         last_used: the call of the module, counted, that was the last of this signature.
         matcher: made for the first replay.
@@ -89,6 +91,8 @@ class Entry:
     graphs: list[Any] = field(default_factory=list)
     recordings: list[Any] = field(default_factory=list)
     disabled: bool = False
+    refused: int = 0
+    retry_at: int = _RETRY
     difference: str = ""
     cause: str = ""
     eager_for: str = ""
@@ -184,6 +188,22 @@ class Entry:
         for part in opaque_parts(self.signature.structure):  # a cache of gigabytes, for one
             part.let_go()
 
+    def stays_eager(self) -> bool:
+        """Whether a call is eager because the signature is disabled; asked once a call.
+
+        What disabled it may be gone. So the 64th of these calls is tried once more, the 128th, and so on, except where
+        a verified call has shown that no guard notices what changes.
+        """
+        if not self.disabled:
+            return False
+        self.refused += 1
+        if self.refused < self.retry_at or self.out_of_date:
+            return True
+        self.retry_at *= 2
+        self._enable()
+        self.account.try_again()
+        return False
+
     def backward_began(self, number: int) -> None:
         """Takes in that a call of the pass with this number has its backward."""
         self.pass_began(number)
@@ -213,7 +233,10 @@ class Entry:
         self.account.failures = 0
 
     def rearm(self) -> None:
+        self._enable()
+        self.account = Account(_PATIENCE)
+
+    def _enable(self) -> None:
         self.disabled = self.out_of_date = False
         for part in opaque_parts(self.signature.structure):
             part.hold()
-        self.account = Account(_PATIENCE)

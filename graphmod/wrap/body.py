@@ -24,7 +24,6 @@ _post_accumulate_hooks = operator.attrgetter("_post_accumulate_grad_hooks")
 as_plain = Depth()  # calls of a body whose wrapped layers run as plain modules
 INSTEAD = "; its layers then run from graphs of their own"
 _PAYS = 8  # to the account of eager calls: a replay that many times less than to that of captures
-_REFUSED = 64  # calls after which a body that was refused is tried again: then after twice as many, and so on
 _UNUSED = 64  # calls of a body in a row that do without the graphs of its layers, which are then given up
 
 
@@ -39,7 +38,7 @@ class Body(Target):
         super().__init__(module)
         self.passed_over = False
         self._account, self._opened_with = Account(0), None
-        self._refused = self._unused = 0
+        self._unused = 0
 
     def passes_on(self) -> bool:
         """Whether the layers are to serve a call that is no part of another; asked once in each."""
@@ -47,7 +46,10 @@ class Body(Target):
         if self._unused == _UNUSED:
             self._give_up_layers()
         if self.passed_over:
-            self.passed_over = self._comes_late() or _is_refused(self._context())
+            context = self._context()
+            entry = None if context is None else _last_used(context)
+            refused = _is_refused(context) and entry.stays_eager()
+            self.passed_over = self._comes_late() or refused
         return self.passed_over or _has_ranks()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -69,12 +71,10 @@ class Body(Target):
 
     def _expects_graph(self, context: Any) -> bool:
         """Whether calls like this one, which runs without a graph, are going to have one."""
-        entry = max(context.entries, key=lambda one: one.last_used, default=None)
+        entry = _last_used(context)
         late = self._comes_late()
         if late:
             _drop_graphs(context)
-        elif entry is not None and entry.disabled:
-            self._try_again(context)
         self.passed_over = late or _is_refused(context)
         if self._opened_with is not context.account:  # force_enable() and reset() open a new one
             self._account, self._opened_with = Account(context.config.warmup_steps + 2), context.account
@@ -83,14 +83,6 @@ class Body(Target):
             return False
         self._account.spend(1)
         return True
-
-    def _try_again(self, context: Any) -> None:
-        """Lets calls that were refused be recorded once more at times: what was in the way may be gone."""
-        self._refused += 1
-        if self._refused >= _REFUSED and not self._refused & (self._refused - 1):
-            for entry in context.entries:
-                if entry.disabled and not entry.out_of_date:
-                    entry.rearm()
 
     def _give_up_layers(self) -> None:
         marks = [module.__dict__.get(MARK) for module in self.module.modules() if module is not self.module]
@@ -110,6 +102,10 @@ def _drop_graphs(context: Any) -> None:
 
 def _is_refused(context: Any) -> bool:
     return context is not None and context.entries.state == "disabled"
+
+
+def _last_used(context: Any) -> Any:
+    return max(context.entries, key=lambda one: one.last_used, default=None)
 
 
 def _has_ranks() -> bool:

@@ -313,3 +313,38 @@ def test_a_list_of_losses_is_differentiated_in_the_end(device):
         side.optimizer.zero_grad()
 
     play(mlp, step, device, steps=30)
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.scale = mlp("cpu"), 1.0
+
+    def forward(self, x):
+        return self.body(x) * self.scale
+
+
+def test_layers_that_changed_all_the_time_come_from_graphs_once_they_keep_still(device):
+    """Also while a result of one of the wild calls is held, whose backward might still come."""
+    model = nn.Sequential(*[Scaled() for _ in range(4)]).to(device)
+    graphs = graph_layers(model, config(body=False))
+    kept = []
+
+    def run(rows):
+        loss_of(model(torch.randn(rows, 8, device=device))).backward()
+        model.zero_grad()
+
+    for i in range(60):
+        model[i % 4].scale = 1 / (i + 1)
+        model[i % 3].body[0].weight.requires_grad_(i % 5 < 3)
+        kept = kept or ([model(torch.randn(2, 8, device=device))] if i == 50 else [])
+        run(2 + i % 3)
+    for layer in model:
+        layer.scale = 1.0
+        layer.body[0].weight.requires_grad_(True)
+    for _ in range(300):
+        run(2)
+    before = sum(graph.stats.replays for graph in graphs)
+    for _ in range(10):
+        run(2)
+    assert sum(graph.stats.replays for graph in graphs) - before == 80
