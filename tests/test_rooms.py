@@ -12,7 +12,21 @@ import graphmod
 HOUSE = Path(graphmod.__file__).parent
 ROOMS = (
     *("errors", "words", "config", "torch_private", "cuda_driver", "trace", "ranks", "guards", "reads", "signature"),
-    *("state", "backend", "graph", "capture", "call", "wrap", "check", "attention", "fuse", "decode", "train", "serve"),
+    *(
+        "state",
+        "backend",
+        "graph",
+        "capture",
+        "call",
+        "layers",
+        "wrap",
+        "check",
+        "attention",
+        "fuse",
+        "decode",
+        "train",
+        "serve",
+    ),
     *("cli", "__main__"),
 )
 WITHIN = {

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from graphmod.call.replay import find, launch, results
+from graphmod.call.replay import find, launch
 from graphmod.call.together import agrees, alone, is_nested
 from graphmod.call.verify import due, verify
-from graphmod.call.warmup import track, warm_up
+from graphmod.call.warmup import warm_up
 from graphmod.capture.forward import affordable, capture, place
-from graphmod.capture.recorded_backward import watch_backward
 from graphmod.capture.recording import Recording
-from graphmod.graph.casts import share_casts
 from graphmod.graph.context import Context
-from graphmod.guards.hooks import several_hooks
 from graphmod.ranks.agreement import Choice
 from graphmod.ranks.ballot import LateRanks
 from graphmod.reads.backwards import end_left, watches
@@ -75,7 +72,7 @@ def _run(context: Context, call: Call) -> Any:
             return eager(context, call)
     if entry.stays_eager():
         return eager(context, call, entry)
-    if entry.keeps_casts and share_casts(context, entry):
+    if entry.keeps_casts and context.shares_casts(entry):
         return eager(context, call, entry)
     if entry.needs_grad and not group.busy:
         group.begin_pass()
@@ -100,7 +97,7 @@ def _run(context: Context, call: Call) -> Any:
             context.failed(entry, error, "a replay")
             return eager(context, call)
         if reason is None:
-            return results(context, graph, leaves, state)
+            return context.results(graph, leaves, state)
         if context.agreement is not None and not context.agreement.is_open:
             return eager(context, call, entry)
     if group.settle(context.config.backend, context.around.device(leaves)):
@@ -124,11 +121,7 @@ def _run(context: Context, call: Call) -> Any:
         if not affordable(context, entry, entry.difference):
             return eager(context, call, entry)
         return warm_up(context, entry, call)
-    if recording.its_backward.wanted:
-        recording.its_backward.wanted -= 1
-        return eager(context, call, entry, recording)
-    if entry.needs_grad and not recording.its_backward.guards and several_hooks(recording.guards.parameters()):
-        context.log_once(f"{context.name!r} runs eagerly until a backward has shown the order of its gradient hooks")
+    if context.awaits_backward(entry, recording):
         return eager(context, call, entry, recording)
     tape = place(context, entry, reason, recording)
     if tape is None:
@@ -136,22 +129,19 @@ def _run(context: Context, call: Call) -> Any:
     if not agrees(context, entry, Choice.capture):
         return eager(context, call, entry)
     captured = capture(context, entry, call, recording, tape)
-    return eager(context, call) if captured is None else results(context, captured[0], leaves, captured[1])
+    return eager(context, call) if captured is None else context.results(captured[0], leaves, captured[1])
 
 
 def eager(context: Context, call: Call, entry: Entry | None = None, recording: Recording | None = None) -> Any:
     """A call without a graph; with an `entry` its backward is waited for, and with a `recording` of the present state
     judged, where none was yet."""
-    context.counters.eager_calls += 1
-    context.served, context.eager_in = None, context.group.begun
+    context.ran_eagerly()
     oldest = next_sequence_number()
     result = alone(context, entry, call)
     if entry is None or not entry.needs_grad:
         return result
     call.result = Flat(result)
-    if recording is not None and recording.its_backward.watched_for:
-        watch_backward(context, entry, recording, call, oldest)
-    return track(context, entry, call)
+    return context.eager_result(entry, call, recording, oldest)
 
 
 def _entry(context: Context, call: Call, function: Any) -> Entry | None:

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import time
-import weakref
 from typing import Any
 
 from torch import Tensor
 
-from graphmod.call.autograd_node import InTurn, apply_replayed
 from graphmod.call.together import agrees
 from graphmod.capture.forward import CANNOT_MOVE, CAPTURE_ANOTHER, IN_USE, UNFINISHED
 from graphmod.errors import CaptureRefused, SuccessorFailed
 from graphmod.errors import reason as failure
 from graphmod.graph.context import Context
-from graphmod.graph.forward import ForwardGraph
-from graphmod.graph.tape import Ticket
+from graphmod.graph.forward import StepGraph
 from graphmod.ranks.agreement import Choice
 from graphmod.signature.signature import Matcher
 from graphmod.state.entry import Entry
 from graphmod.trace.undo import let_through
 
 
-def find(context: Context, entry: Entry, leaves: list[Tensor], careful: bool) -> tuple[ForwardGraph | None, str]:
+def find(context: Context, entry: Entry, leaves: list[Tensor], careful: bool) -> tuple[StepGraph | None, str]:
     """A graph of this signature that may replay now, or the reason why none may."""
     reason = IN_USE
     best = None
@@ -62,7 +59,7 @@ def find(context: Context, entry: Entry, leaves: list[Tensor], careful: bool) ->
     return best, reason
 
 
-def launch(context: Context, graph: ForwardGraph, leaves: list[Tensor], careful: bool) -> tuple[Any, str | None]:
+def launch(context: Context, graph: StepGraph, leaves: list[Tensor], careful: bool) -> tuple[Any, str | None]:
     """Replays.
 
     Args:
@@ -109,7 +106,7 @@ def launch(context: Context, graph: ForwardGraph, leaves: list[Tensor], careful:
     return state, None
 
 
-def _taken_over(context: Context, graph: ForwardGraph) -> bool:
+def _taken_over(context: Context, graph: StepGraph) -> bool:
     """Whether the successor of a graph has done this call; see `_take_over`."""
     began, first = time.perf_counter(), not graph.succeeded
     try:
@@ -129,7 +126,7 @@ def _taken_over(context: Context, graph: ForwardGraph) -> bool:
     return done
 
 
-def _take_over(graph: ForwardGraph) -> bool:
+def _take_over(graph: StepGraph) -> bool:
     """Lets the successor of a graph do this call: itself, when it is asked for the first time, since it may load and
     compile what no capture may; the second time by a graph that is captured now, whose replay must come at once.
 
@@ -154,18 +151,3 @@ def _take_over(graph: ForwardGraph) -> bool:
         raise CaptureRefused("code that takes the place of a graph returns nothing, and works on tensors from outside")
     graph.graph, graph.starts_early = captured, False
     return False
-
-
-def results(context: Context, graph: ForwardGraph, leaves: list[Tensor], random_state: Any) -> Any:
-    outputs: tuple[Tensor, ...] = ()
-    if graph.results.with_grad:
-        ticket = Ticket(graph.tape.arena, graph, random_state)
-        graph.ticket = weakref.ref(ticket)
-        inputs = [leaves[i] for i in graph.differentiable]
-        through = graph.through_autograd
-        if graph.in_turn:
-            through = list(through)
-            for place in graph.in_turn:
-                through[place] = InTurn.apply(through[place])
-        outputs = apply_replayed(ticket, context.group.anchor, *inputs, *through)
-    return graph.results.make(leaves, outputs)

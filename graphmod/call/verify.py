@@ -6,7 +6,6 @@ import time
 from typing import Any
 
 from graphmod.call.together import alone
-from graphmod.call.warmup import track
 from graphmod.capture.recording import follow
 from graphmod.config import Verify
 from graphmod.graph.context import Context
@@ -50,14 +49,12 @@ def verify(context: Context, entry: Entry, call: Call, recording: Any) -> Any:
         VerificationFailed: it did other operations, and every call is verified.
     """
     began = time.perf_counter()
-    counters = context.counters
-    counters.eager_calls += 1
-    counters.verified += 1
-    context.served, context.eager_in = None, context.group.begun
+    context.ran_eagerly()
+    context.counters.verified += 1
     recorder, _ = alone(context, entry, lambda: follow(call, context.group.gpu))
     difference = recording.script.compare(recorder.trace)
     context.group.verification.took(time.perf_counter() - began)
     if difference is not None:
         context.out_of_date(entry, difference)
     entry.verified_at = entry.replays
-    return track(context, entry, call)
+    return context.eager_result(entry, call)

@@ -10,9 +10,8 @@ import torch
 
 from graphmod.capture.recording import Recording
 from graphmod.errors import CaptureRefused, Diverged
-from graphmod.graph.casts import casts_of_its_own
 from graphmod.graph.context import Context
-from graphmod.graph.forward import ALIGNED_OTHERWISE, ForwardGraph
+from graphmod.graph.forward import ALIGNED_OTHERWISE, StepGraph
 from graphmod.graph.tape import Tape
 from graphmod.ranks.ballot import LateRanks
 from graphmod.ranks.fully_shard import captured
@@ -133,7 +132,7 @@ def _make_space(context: Context, entry: Entry) -> bool:
 
 def capture(
     context: Context, entry: Entry, call: Call, recording: Recording, tape: Tape
-) -> tuple[ForwardGraph, Any] | None:
+) -> tuple[StepGraph, Any] | None:
     """Captures a call and launches it.
 
     Args:
@@ -155,10 +154,11 @@ def capture(
             backend.prepare_capture()
             if arena.begin(tape) is not None:
                 raise CaptureRefused(CANNOT_MOVE)
-        graph = ForwardGraph(context, entry, tape, recording)
+        made = (entry, tape, recording)
+        graph = context.new_graph(*made) if recording.differentiable else StepGraph(context, *made)
         states = backend.random_state(), recording.host_draws.states()
         communicates = captured() if recording.communicates else contextlib.nullcontext()
-        with casts_of_its_own(context, entry), communicates:
+        with context.own_casts(entry), communicates:
             graph.capture(call)
         graph.launch_first()
     except LateRanks:

@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-from graphmod.capture.recorded_backward import RecordedBackward
-from graphmod.graph.casts import keeping_none
 from graphmod.graph.results import not_to_be_made_again, outline, resolved
 from graphmod.guards.changes import imports, what_changed
 from graphmod.guards.guards import Guards
@@ -31,6 +29,19 @@ BACKWARD_OUTSIDE = (
 )
 
 
+class keeping_none:
+    """Inside, each use of a weight is cast for itself, and what autocast keeps stays as it is."""
+
+    def __init__(self) -> None:
+        self._before = torch.is_autocast_cache_enabled()
+
+    def __enter__(self) -> None:
+        torch.set_autocast_cache_enabled(False)
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_autocast_cache_enabled(self._before)
+
+
 class Recording:
     """What one recorded call showed.
 
@@ -41,12 +52,13 @@ class Recording:
         backward, random: whether a backward ran inside; whether random numbers were drawn.
         communicates: whether other processes took part in it.
         guards: what its code read.
-        returned: the outline of its result.
+        returned: the outline of its result; differentiable: whether a tensor in that may have a backward.
         refused: why it is not to be captured; None where it may be.
         seconds: that it took.
         settles: whether torch.compile compiled something in it, or its code was the first to import a module, so that
             what it showed is not what the next call does.
-        its_backward: what is known of backwards of its result.
+        functions: see `RecordedBackward`.
+        its_backward: what is known of backwards of its result; None where nobody asks for them.
         captured: whether a capture of it was tried, which costs no attempt besides its own.
     """
 
@@ -58,6 +70,7 @@ class Recording:
         refused: str | None,
         seconds: float,
         settles: bool,
+        functions: Any,
     ) -> None:
         self.script = seen.script
         self.host_draws = HostDraws(seen.on_gpu) if seen.host_draws is None else seen.host_draws
@@ -70,7 +83,9 @@ class Recording:
         self.refused = refused
         self.seconds = seconds
         self.settles = settles
-        self.its_backward = RecordedBackward()
+        self.differentiable = any(requires_grad for _, _, requires_grad, *_ in returned[1])
+        self.functions = functions
+        self.its_backward: Any = None
         self.captured = False
 
 
@@ -90,9 +105,8 @@ def record(call: Call, gpu: int | None, *roots: Any) -> Recording:
     refused = refused or what_changed(notes)
     guards = Guards(notes, recorder.backward)
     settles = recorder.compiles or frames_compiled() != compiled or imports(notes)
-    recording = Recording(recorder, guards, returned, refused, time.perf_counter() - began, settles)
-    recording.its_backward.functions = notes.ages.functions
-    return recording
+    seconds = time.perf_counter() - began
+    return Recording(recorder, guards, returned, refused, seconds, settles, notes.ages.functions)
 
 
 def watch(

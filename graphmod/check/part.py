@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphmod.capture.recorded_backward import BackwardOfCall, for_plain_backwards, nodes_of
 from graphmod.capture.recording import watch
 from graphmod.check.meeting import Meeting
 from graphmod.check.report import Finding
@@ -29,6 +28,7 @@ from graphmod.guards.changes import (
 from graphmod.guards.guards import Guards
 from graphmod.guards.hooks import without_gradient_hooks
 from graphmod.guards.notes import Notes
+from graphmod.layers.recorded import BackwardOfCall, for_plain_backwards, nodes_of
 from graphmod.ranks.data_parallel import Borrowed
 from graphmod.signature.call import Call
 from graphmod.signature.flattening import unrepeatable

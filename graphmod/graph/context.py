@@ -7,18 +7,19 @@ after some in a row the signature stays eager.
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from graphmod.config import CUDAGraphConfig, Verify
-from graphmod.errors import VerificationFailed
-from graphmod.graph.group import EagerCall, Group
+from graphmod.errors import CaptureRefused, VerificationFailed
+from graphmod.graph.group import Group
 from graphmod.graph.tape import Tape
 from graphmod.guards.guards import Guards
+from graphmod.signature.call import Call
 from graphmod.state.account import Account
 from graphmod.state.entry import Entry, GraphStats
 from graphmod.state.failures import reason_of
@@ -45,9 +46,7 @@ class Context:
         account: the patience with all signatures together.
         served: the graph behind the last call; None where that had none.
         eager_in: the pass of the group in which it last ran without a graph.
-        eager_calls: calls without a graph that wait for their backward.
         agreement: of all ranks that take part in its calls; None where none but this process is known to.
-        in_block: a weak reference to the autocast block of its last call that keeps casts.
         nested: whether its last call was no more than a part of another, which is captured or is going to be.
         instead: what the log adds where it says that calls are eager.
     """
@@ -66,11 +65,9 @@ class Context:
     def start(self) -> None:
         """Forgets all but counters and signatures."""
         self.around = Surroundings(self.root)
-        self.eager_calls: weakref.WeakSet[EagerCall] = weakref.WeakSet()
         self.served: Any = None
         self.account = self._new_account()
         self.eager_in = -1
-        self.in_block: Any = None
         self.nested = False
 
     def _new_account(self) -> Account:
@@ -101,9 +98,10 @@ class Context:
         self.around.take_over()
         self.group.learn([parameter for parameter in self.around.parameters if id(parameter) not in known])
 
-    def waiting(self) -> int:
-        """How many calls without a graph wait for their backward."""
-        return sum(not call.done for call in self.eager_calls)
+    def ran_eagerly(self) -> None:
+        """Takes in that a call runs without a graph."""
+        self.counters.eager_calls += 1
+        self.served, self.eager_in = None, self.group.begun
 
     def drop(self, *tapes: Tape, why: str = "") -> None:
         """Takes the tapes' graphs away from everybody; their memory is free once nothing in flight needs it."""
@@ -156,13 +154,6 @@ class Context:
         entry.out_of_date = True
         self.log_once(f"{message}; it stays eager, and force_enable() tries again", key=difference)
 
-    def changed_in_place(self) -> RuntimeError:
-        """What autograd says where a backward reads something that was changed since."""
-        return RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: a result "
-            f"or a parameter of {self.name!r}, which its backward reads again; use the out-of-place operation"
-        )
-
     def keep_eager(self, entry: Entry, reason: str) -> None:
         """From now on calls with this signature are eager."""
         entry.disable(reason)
@@ -172,6 +163,61 @@ class Context:
         """Takes what something costs from both accounts."""
         entry.account.spend(cost)
         self.account.spend(cost)
+
+    # -- a backward outside of the graph: none here; see `layers.context` ------------------------------------------
+
+    def waiting(self) -> int:
+        """How many calls without a graph wait for their backward."""
+        return 0
+
+    def shares_casts(self, entry: Entry) -> bool:
+        """Whether a call is to stay eager, because it shares casts that autocast keeps; asked where it keeps any."""
+        return False
+
+    def own_casts(self, entry: Entry) -> AbstractContextManager:
+        """For a capture, which casts what it uses itself."""
+        return nullcontext()
+
+    def refuses(self, call: Call, recording: Any, oldest: int) -> str | None:
+        """Why the backward of a recorded call's result keeps it from being captured.
+
+        Args:
+            call: has its result.
+            oldest: the least sequence number that a node of autograd has that the call made.
+        """
+        return None
+
+    def learn_uses(self, entry: Entry, call: Call, recording: Any, oldest: int) -> None:
+        """Learns from a recorded call what else uses its arguments, parameters and casts."""
+
+    def awaits_backward(self, entry: Entry, recording: Any) -> bool:
+        """Whether a call is to be eager, because a backward of its result has to be recorded first."""
+        return False
+
+    def eager_result(self, entry: Entry, call: Call, recording: Any = None, oldest: int = 0) -> Any:
+        """Hands out the result of an eager call, whose backward may come.
+
+        Args:
+            recording: of the present state, by which that is to be judged, if it was not yet.
+        """
+        return call.result.value
+
+    def new_graph(self, entry: Entry, tape: Tape, recording: Any) -> Any:
+        """For a call whose results have a backward.
+
+        Raises:
+            CaptureRefused: here there is none.
+        """
+        raise CaptureRefused("returns a tensor that requires grad; return it detached")
+
+    def results(self, graph: Any, leaves: list[Tensor], random_state: Any) -> Any:
+        """The results of a replay that was just launched.
+
+        Args:
+            leaves: the call's tensor arguments.
+            random_state: before the replay; see `StepGraph.random_state`.
+        """
+        return graph.results.make(leaves, ())
 
     # -- what the log says ---------------------------------------------------------------------------------------
 

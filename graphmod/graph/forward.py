@@ -1,37 +1,30 @@
-"""A captured forward: how it is captured and differentiated, and what one replay does."""
+"""A captured call: how it is captured, and what one replay does."""
 
 from __future__ import annotations
 
-import contextlib
 import random
 import sys
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from graphmod.errors import CaptureRefused, Diverged
+from graphmod.errors import CaptureRefused
 from graphmod.graph.accumulators import own_ends
-from graphmod.graph.backward import BackwardGraph, Gradients
 from graphmod.graph.buffers import StaticInput, static_inputs, unlike_eager
-from graphmod.graph.checkpointed import KEPT, RunAgain, in_checkpoint, own_saved_tensors
 from graphmod.graph.context import Context
 from graphmod.graph.gradients import GradientBuffer, as_memory, lend, memory_of
 from graphmod.graph.results import Results, resolved
-from graphmod.graph.split import is_split, part
 from graphmod.graph.tape import Tape
-from graphmod.graph.uses import apart, times, uses_of
 from graphmod.graph.watch import Watch, refuse_unseen
 from graphmod.guards.changes import NOT_REPLAYED
-from graphmod.guards.hooks import has_gradient_hooks, has_hooks_of_others, without_gradient_hooks
 from graphmod.signature.arguments import Given
 from graphmod.signature.call import Call, Flat
 from graphmod.signature.flattening import rebuild
 from graphmod.state.entry import Entry
-from graphmod.torch_private import is_traceable_wrapper_subclass, next_sequence_number, saves_tensors
+from graphmod.torch_private import next_sequence_number, top_saved_tensors_hooks
 from graphmod.trace.generators import put_back
 from graphmod.trace.operations import address
 from graphmod.trace.recorder import Follower
@@ -53,34 +46,29 @@ def _restore_python_random_state(state: tuple[Any, Any]) -> None:
         sys.modules["numpy"].random.set_state(state[1])
 
 
-class ForwardGraph:
-    """One captured forward of one module for one signature.
+def own_saved_tensors() -> AbstractContextManager:
+    """Keeps hooks for saved tensors from around the call (an outer checkpoint) out of the capture: what a graph saves
+    stays in its pool."""
+    if top_saved_tensors_hooks(True) is None:
+        return nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+
+
+class StepGraph:
+    """One captured call of one callable for one signature, whose results have no backward; see `layers.graph` for
+    those that have.
 
     Attributes:
         tape, index: its place in the order of its pool.
         function: what is called.
         results: what it returns.
-        differentiable: indices of the tensor arguments that require grad; once for each use of one that code outside
-            uses too.
-        parameters: leaf tensors from outside that the outputs depend on.
-        hooked, direct: those of them whose gradients go through autograd (they have gradient hooks, or several uses in
-            one backward), and the others.
-        edges: parameter (by identity) -> where the capture's autograd graph ends for it; until the backward is captured
-            from it.
-        stand_ins: parameter (by identity) -> the view of it that the capture worked with, see `accumulators`.
-        witness: one of `direct` that autograd sees, or None.
-        through_autograd: what autograd sees of the parameters: `hooked` and the witness.
+        parameters: leaf tensors from outside that its results have a backward for: none.
+        stand_ins: parameter (by identity) -> the view of it that the capture works with, see `accumulators`.
         advanced, before: tensors from outside that it changes and that may have a part in its results, and what they
-            were before the last replay; None where nobody knows.
-        in_turn: those of `through_autograd` whose hooks are to run in eager's order, the last of them first.
-        saves: whether autograd saves anything for its backward, and frees it with that.
+            were before the last replay; None where nobody knows. Only a backward asks for them.
         launches: how often it was replayed.
-        ticket: weak, that of the last forward with a backward to come.
         backward: the captured backward, once there is one.
-        backward_modes: the modes of PyTorch in which it was captured.
-        captured_in: the pass of its arena in which it was captured.
         recording: the `Recording` of the eager call it stands on.
-        mismatches: backwards in a row that the captured backward did not fit.
         successor, succeeded: code whose graph is to take the place of this one's, and whether it has run once; see
             `wrap.exchange`.
     """
@@ -91,24 +79,13 @@ class ForwardGraph:
         self.graph: Any = None
         self.advanced: list[Tensor] = []
         self.before: list[Tensor] | None = None
-        self.captured_in = tape.arena.passes
         self.inputs: list[StaticInput] = []
         self.parameters: list[Tensor] = []
-        self.hooked: list[Tensor] = []
-        self.hooked_uses: list[int] = []
-        self.direct: list[Tensor] = []
-        self.summed: list[int] = []
-        self.backward: BackwardGraph | None = None
-        self.backward_modes: tuple = ()
-        self.saves = False
-        self.in_turn: list[int] = []
-        self.edges: dict[int, GradientEdge] = {}
+        self.backward: Any = None
         self.stand_ins: dict[int, Tensor] = {}
-        self.mismatches = 0
         self.successor: Callable[[], None] | None = None
         self.succeeded = False
         self.launches = 0
-        self.ticket: Any = None
 
     # -- capture -------------------------------------------------------------------------------------------------
 
@@ -129,15 +106,10 @@ class ForwardGraph:
         owned = guards.parameters()
         grads_then = [parameter.grad for parameter in owned]
         grads = list(map(memory_of, grads_then))
-        oldest = next_sequence_number()
-        again = None
-        if in_checkpoint() and recording.random:
-            context.log_once(f"{context.name!r} {KEPT}", key="checkpoint")
-        elif in_checkpoint():
-            again = RunAgain(inside, entry.signature.modes, group.backend.device_type)
+        oldest, saving = next_sequence_number(), self._saving(inside)
 
         def run() -> Flat:
-            with again or own_saved_tensors():
+            with saving:
                 return resolved(inside())
 
         def check(recorder: Follower, result: Flat) -> None:
@@ -218,123 +190,21 @@ class ForwardGraph:
         if not self.results.with_grad:
             self.forget_autograd()
 
+    def _saving(self, inside: Call) -> AbstractContextManager:
+        """In what the capture runs, which decides where autograd saves tensors."""
+        return own_saved_tensors()
+
     def _find_parameters(self, given: list[Tensor], identities: set[int], recorder: Follower, oldest: int) -> None:
-        """The leaves that the outputs depend on, found by walking the autograd graph that the capture built."""
-        arguments = {id(tensor) for tensor in given}
-        queue = [tensor.grad_fn for tensor in self.results.retained]
-        seen = set(queue)
-        while queue:
-            node = queue.pop()
-            leaf = getattr(node, "variable", None)
-            if leaf is not None:
-                if is_traceable_wrapper_subclass(leaf) and not is_split(leaf):
-                    raise CaptureRefused(
-                        f"has a parameter that is a {type(leaf).__name__}, whose gradient only a whole step can make; "
-                        "wrap the whole step"
-                    )
-                if id(leaf) not in arguments and address(part(leaf)) in recorder.outside:
-                    self.parameters.append(leaf)
-                    self.edges.setdefault(id(leaf), GradientEdge(node, 0))
-                continue
-            self.saves = self.saves or saves_tensors(node)
-            if node._sequence_nr() < oldest:
-                raise CaptureRefused(
-                    "uses a tensor from outside that was itself computed with gradients, whose history a graph cannot "
-                    "follow; pass it as an argument"
-                )
-            for following, _ in node.next_functions:
-                view = self.stand_ins.get(id(getattr(following, "variable", None)))
-                if view is not None:
-                    self.edges[id(following.variable)] = get_gradient_edge(view)
-                if view is not None and view.grad_fn is not node:
-                    raise CaptureRefused(
-                        "uses a parameter that code outside uses too both as an attribute of its module and in another "
-                        "way (a variable, a list); use it in one way"
-                    )
-                if following is not None and following not in seen:
-                    seen.add(following)
-                    queue.append(following)
-        group = self.context.group
-        returned = {*map(id, self.results.passed_on), *identities}
-        group.share([p for p in self.parameters if id(p) in returned])  # the caller may use it, too
-        self.hooked = [p for p in self.parameters if has_gradient_hooks(p) or id(p) in group.shared or is_split(p)]
-        hooked = set(map(id, self.hooked))
-        self.direct = [p for p in self.parameters if id(p) not in hooked]
-        direct = set(map(id, self.direct))
-        first = next((p for p in self.context.around.parameters if id(p) in direct), None)
-        self.witness = first if len(self.direct) > 1 else None
-        inputs = {i: get_gradient_edge(tensor) for i, tensor in enumerate(given) if tensor.requires_grad}
-        counts = {i: max(1, times(uses)) for i, uses in uses_of(inputs, self.results.retained).items()}
-        apart = self.entry.used_outside
-        self.differentiable = [i for i, count in counts.items() for _ in range(count if i in apart else 1)]
-        self.summed = [place for place, i in enumerate(self.differentiable) if counts[i] > 1 and i not in apart]
-        edges = {i: self.edges[id(parameter)] for i, parameter in enumerate(self.hooked)}
-        self.hooked_uses = [max(1, times(uses)) for uses in uses_of(edges, self.results.retained).values()]
-        of_hooked = [p for p, count in zip(self.hooked, self.hooked_uses, strict=True) for _ in range(count)]
-        self.through_autograd = (*of_hooked, *(() if self.witness is None else (self.witness,)))
-        # Autograd runs the hooks of gradients that come out of one node in an order of its own.
-        several = [place for place, p in enumerate(of_hooked) if has_hooks_of_others(p) and not is_split(p)]
-        known = self.recording.its_backward
-        if known.runs_python and not {id(of_hooked[place]) for place in several} <= known.hooked:
-            raise Diverged("has gradient hooks on parameters that were not there when its backward was recorded")
-        if len({id(of_hooked[place]) for place in several}) > 1:
-            self.in_turn = sorted(several, key=lambda place: known.order.get(id(of_hooked[place]), -1), reverse=True)
-
-    def forget_autograd(self) -> None:
-        """Lets go of the autograd graph of the capture, which serves to capture the backward of its own pass only."""
-        self.results.retained, self.edges, self.stand_ins = [], {}, {}
-
-    # -- gradients -----------------------------------------------------------------------------------------------
-
-    def differentiate(
-        self,
-        outputs: Sequence[Tensor],
-        inputs: Sequence[Tensor],
-        grads: Sequence[Tensor | None],
-        direct: Sequence[Tensor],
-        edges: Mapping[int, GradientEdge],
-        several: Collection[int] = (),
-    ) -> tuple[list[Tensor | None], Gradients]:
-        """Gradients of `outputs`: of the differentiable inputs and hooked parameters, one for each use that is to be
-        kept apart, and of the `direct` parameters.
+        """Looks, within the capture, at what its results were computed from.
 
         Args:
-            several: those of the direct parameters (by identity) of which there is one for each use, too.
-            edges: parameter (by identity) -> where the autograd graph of `outputs` ends for it, if not at the
-                AccumulateGrad node that the parameter has now.
+            given: the static tensors that it was given; identities: those of the tensors that they stand for.
+            oldest: the sequence number of the first node of autograd's graph.
         """
-        pairs = [(out, grad) for out, grad in zip(outputs, grads, strict=True) if grad is not None]
-        given = Counter(self.differentiable)
-        with torch.enable_grad():
-            ends = [get_gradient_edge(inputs[i]) for i in given]
-            ends += [edges.get(id(p)) or get_gradient_edge(p) for p in self.hooked]
-        counts = [*given.values(), *self.hooked_uses]
-        wanted = [*ends, *(edges.get(id(p), p) for p in direct)]
-        found: Sequence[Tensor | None] = [None] * len(wanted)
-        parts: dict[int, list[Tensor]] = {}
-        if pairs and wanted:
-            repeated = {place: ends[place] for place, count in enumerate(counts) if count > 1}
-            with torch.enable_grad():
-                for place, parameter in enumerate(direct, len(ends)):
-                    if id(parameter) in several:
-                        repeated[place] = edges.get(id(parameter)) or get_gradient_edge(parameter)
-            separately = apart(repeated, outputs) if repeated else contextlib.nullcontext(parts)
-            # Autograd runs the hooks when the gradients come out of this node.
-            with separately as parts, without_gradient_hooks(self.hooked):
-                found = torch.autograd.grad(
-                    [out for out, _ in pairs],
-                    wanted,
-                    [grad for _, grad in pairs],
-                    retain_graph=not self.graph.seen.ran_compiled,  # a capture may be made twice
-                    allow_unused=True,
-                )
-        through: list[Tensor | None] = []
-        for place, count in enumerate(counts):
-            whole = found[place]
-            of_uses = parts.get(place, [] if whole is None else [whole])
-            through += [*of_uses, *[None] * (count - len(of_uses))]
-        places = enumerate(direct, len(ends))
-        return through, [(p, one) for place, p in places for one in parts.get(place) or [found[place]]]
+
+    def forget_autograd(self) -> None:
+        """Lets go of what the capture left behind for autograd."""
+        self.stand_ins = {}
 
     # -- replay --------------------------------------------------------------------------------------------------
 

@@ -30,30 +30,6 @@ def _tell_of_emulation() -> None:
     log.warning("graphs are emulated on the CPU: this checks correctness, and nothing gets faster")
 
 
-class EagerCall:
-    """A warm-up call whose backward is still to come. No tape starts while one is in flight, because the tape would
-    then begin in the middle of an iteration."""
-
-    __slots__ = ("__weakref__", "done", "entry", "group")
-
-    def __init__(self, group: Group, entry: Any) -> None:
-        self.group, self.entry, self.done = group, entry, False
-        group.eager_in_flight += 1
-
-    def backward_began(self, _: Any) -> None:
-        if not self.done:
-            self.entry.backward_began(self.group.begun)
-        self.group.first_backward()
-        self.finish()
-
-    def finish(self) -> None:
-        if not self.done:
-            self.done = True
-            self.group.eager_in_flight -= 1
-
-    __del__ = finish
-
-
 class Group:
     """The modules that are captured together: one backend, shared arenas, shared gradient buffers.
 

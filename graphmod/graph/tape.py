@@ -13,7 +13,6 @@ That i itself ran in this pass is ensured for a backward by its ticket, and for 
 
 from __future__ import annotations
 
-import operator
 import weakref
 from bisect import bisect_right
 from itertools import count
@@ -24,7 +23,6 @@ from graphmod.backend import Backend
 MOST_ARENAS = 4
 
 _clock = count(1)
-_version = operator.attrgetter("_version")
 
 
 class Tape:
@@ -155,55 +153,3 @@ class Arena:
 
     def open_to_new(self) -> bool:
         return not self.in_flight and (self.kept_to is None or self.kept_to.dropped)
-
-
-class Ticket:
-    """One forward with a backward still to come; dies with the autograd node that holds it. `done` says whether it has
-    had one, after which another may follow if the graph was retained; `of_witness` is the gradient of the forward's
-    witness, where autograd is to accumulate that itself."""
-
-    __slots__ = (
-        "__weakref__",
-        "arena",
-        "before",
-        "done",
-        "finished",
-        "graph",
-        "node",
-        "of_witness",
-        "passed",
-        "random_state",
-        "versions",
-        "weights",
-    )  # fmt: skip
-
-    def __init__(self, arena: Arena, graph: Any, random_state: Any) -> None:
-        self.arena, self.graph, self.random_state = arena, graph, random_state
-        self.passed = arena.passes
-        self.done = self.finished = False
-        self.before = graph.before
-        self.weights = graph.parameters
-        self.versions = list(map(_version, graph.parameters))
-        self.of_witness: Any = None
-        self.node: Any = None  # weak: the autograd node that holds this ticket
-        arena.in_flight += 1
-
-    def finish(self) -> None:
-        if not self.finished:
-            self.done = self.finished = True
-            self.arena.in_flight -= 1
-            if self.arena.holds_dropped or self.graph.tape.dropped:
-                self.arena.let_go_of_dropped()
-
-    __del__ = finish
-
-    def changed(self) -> list[Any]:
-        """The parameters that were changed in place since the forward."""
-        if list(map(_version, self.weights)) == self.versions:
-            return []
-        return [p for p, version in zip(self.weights, self.versions, strict=True) if p._version != version]
-
-    @property
-    def current(self) -> bool:
-        """Whether the pass this forward belongs to is still the last one, so that its inputs are still in place."""
-        return self.arena.passes == self.passed

@@ -13,9 +13,9 @@ from torch import nn
 
 from graphmod.call.dispatch import run
 from graphmod.config import CUDAGraphConfig, settings
-from graphmod.graph.context import Context
 from graphmod.graph.group import Group
 from graphmod.guards.guards import HOOKS
+from graphmod.layers.context import LayerContext
 from graphmod.signature.call import Call
 from graphmod.state.entry import GraphStats
 from graphmod.torch_private import current_node, when_compiled
@@ -90,7 +90,7 @@ class CUDAGraphModule(Surface):
         made = call or (Target(module) if isinstance(module, nn.Module) else module)
         name = name or getattr(module, "__name__", type(module).__name__)
         self.__dict__["_call"] = made
-        self._context = Context(module, made, settings(config, single), name, group or Group())
+        self._context = LayerContext(module, made, settings(config, single), name, group or Group())
         self._context.instead = INSTEAD if isinstance(made, Body) else ""
         self._hooks_outside = isinstance(module, nn.Module) and call is None
         self._mark: Any = object()  # the `Mark` of a layer whose forward leads here

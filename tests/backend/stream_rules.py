@@ -10,10 +10,8 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-import graphmod.call.dispatch
-import graphmod.call.warmup
-import graphmod.capture.backward
-from graphmod.graph.forward import ForwardGraph
+from graphmod.layers.context import LayerContext
+from graphmod.layers.graph import LayerGraph
 from graphmod.signature.call import Flat
 
 CALLER, CAPTURE = "the caller's stream", "the capture stream"
@@ -42,13 +40,12 @@ def mark(tensors: Iterable[Tensor], stream: str) -> None:
 def watch(monkeypatch) -> list[str]:
     """Watches all captures from now on; what breaks the rules is added to the list that it returns."""
     broken: list[str] = []
-    core, warmup = graphmod.call.dispatch, graphmod.call.warmup
-    track, results, find = warmup.track, core.results, ForwardGraph._find_parameters
-    differentiate = ForwardGraph.differentiate
+    track, results, find = LayerContext.eager_result, LayerContext.results, LayerGraph._find_parameters
+    differentiate = LayerGraph.differentiate
 
-    def tracked(module, entry, call):
+    def tracked(context, entry, call, *recorded):
         mark(call.result.differentiable, CALLER)
-        return track(module, entry, call)
+        return track(context, entry, call, *recorded)
 
     def handed_out(*arguments):
         result = results(*arguments)
@@ -77,9 +74,8 @@ def watch(monkeypatch) -> list[str]:
 
     # What it looks at is nothing that a captured backward reads: code of the package's own, for the guards.
     differentiated.__code__ = differentiated.__code__.replace(co_filename=differentiate.__code__.co_filename)
-    monkeypatch.setattr(warmup, "track", tracked)
-    monkeypatch.setattr(core, "track", tracked)
-    monkeypatch.setattr(core, "results", handed_out)
-    monkeypatch.setattr(ForwardGraph, "_find_parameters", found)
-    monkeypatch.setattr(ForwardGraph, "differentiate", differentiated)
+    monkeypatch.setattr(LayerContext, "eager_result", tracked)
+    monkeypatch.setattr(LayerContext, "results", handed_out)
+    monkeypatch.setattr(LayerGraph, "_find_parameters", found)
+    monkeypatch.setattr(LayerGraph, "differentiate", differentiated)
     return broken

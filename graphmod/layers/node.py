@@ -4,30 +4,34 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from graphmod.call.recompute import recompute
-from graphmod.call.together import agrees
-from graphmod.capture.backward import capture_backward
-from graphmod.capture.recorded_backward import DIFFERENTIATED_AGAIN
+from graphmod.call.together import agrees, run_again
 from graphmod.errors import BackwardUnavailable
-from graphmod.graph.backward import BackwardGraph, GradientsExchanged, Outvoted
-from graphmod.graph.forward import ForwardGraph
-from graphmod.graph.tape import Ticket
-from graphmod.graph.uses import watch_sums
+from graphmod.graph.buffers import apart
+from graphmod.graph.tape import Arena
+from graphmod.guards.hooks import has_gradient_hooks, without_gradient_hooks
+from graphmod.layers.backward import BackwardGraph, GradientsExchanged, Outvoted, changed_in_place
+from graphmod.layers.capture import capture_backward
+from graphmod.layers.graph import LayerGraph
+from graphmod.layers.recorded import DIFFERENTIATED_AGAIN
+from graphmod.layers.uses import watch_sums
 from graphmod.ranks.agreement import Choice
 from graphmod.ranks.ballot import LateRanks
-from graphmod.signature.modes import FOREIGN
+from graphmod.signature.flattening import rebuild
+from graphmod.signature.modes import FOREIGN, entered_again
 from graphmod.state.account import REPLAY
 from graphmod.state.said import cause_of
 from graphmod.torch_private import keeps_graph, will_run
 from graphmod.trace.undo import let_through
 
+_version = operator.attrgetter("_version")
 _NOTHING_BESIDE = contextlib.nullcontext()
 _TWICE = (
     "Trying to backward through the graph a second time (or directly access saved tensors after they have already been "
@@ -36,6 +40,58 @@ _TWICE = (
     "after calling backward."
 )
 """What autograd says."""
+
+
+class Ticket:
+    """One forward with a backward still to come; dies with the autograd node that holds it. `done` says whether it has
+    had one, after which another may follow if the graph was retained; `of_witness` is the gradient of the forward's
+    witness, where autograd is to accumulate that itself."""
+
+    __slots__ = (
+        "__weakref__",
+        "arena",
+        "before",
+        "done",
+        "finished",
+        "graph",
+        "node",
+        "of_witness",
+        "passed",
+        "random_state",
+        "versions",
+        "weights",
+    )  # fmt: skip
+
+    def __init__(self, arena: Arena, graph: LayerGraph, random_state: Any) -> None:
+        self.arena, self.graph, self.random_state = arena, graph, random_state
+        self.passed = arena.passes
+        self.done = self.finished = False
+        self.before = graph.before
+        self.weights = graph.parameters
+        self.versions = list(map(_version, graph.parameters))
+        self.of_witness: Any = None
+        self.node: Any = None  # weak: the autograd node that holds this ticket
+        arena.in_flight += 1
+
+    def finish(self) -> None:
+        if not self.finished:
+            self.done = self.finished = True
+            self.arena.in_flight -= 1
+            if self.arena.holds_dropped or self.graph.tape.dropped:
+                self.arena.let_go_of_dropped()
+
+    __del__ = finish
+
+    def changed(self) -> list[Any]:
+        """The parameters that were changed in place since the forward."""
+        if list(map(_version, self.weights)) == self.versions:
+            return []
+        return [p for p, version in zip(self.weights, self.versions, strict=True) if p._version != version]
+
+    @property
+    def current(self) -> bool:
+        """Whether the pass this forward belongs to is still the last one, so that its inputs are still in place."""
+        return self.arena.passes == self.passed
 
 
 class Replayed(torch.autograd.Function):
@@ -88,7 +144,7 @@ def run_backward(ticket: Ticket, grads: tuple[Tensor | None, ...]) -> Sequence[T
     Raises:
         BackwardUnavailable: for a second-order gradient, or when the forward's values were overwritten since.
     """
-    graph: ForwardGraph = ticket.graph
+    graph: LayerGraph = ticket.graph
     context = graph.context
     if ticket.finished and graph.saves:
         raise RuntimeError(_TWICE)
@@ -115,7 +171,7 @@ def run_backward(ticket: Ticket, grads: tuple[Tensor | None, ...]) -> Sequence[T
             ticket.arena.rest()
 
 
-def _backward(ticket: Ticket, graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> Sequence[Tensor | None]:
+def _backward(ticket: Ticket, graph: LayerGraph, grads: tuple[Tensor | None, ...]) -> Sequence[Tensor | None]:
     context, tape = graph.context, graph.tape
     if context.agreement is not None:
         context.agreement.begin()
@@ -133,7 +189,7 @@ def _backward(ticket: Ticket, graph: ForwardGraph, grads: tuple[Tensor | None, .
     if known is not None:  # else autograd compares the versions of what it saved
         changed = ticket.changed()
         if changed and any(parameter is weight for parameter in changed for weight in known.weights):
-            raise context.changed_in_place()
+            raise changed_in_place(context.name)
     if context.group.context is not None:
         context.group.first_backward()
     graph.entry.backward_began(context.group.begun)
@@ -164,10 +220,10 @@ def _backward(ticket: Ticket, graph: ForwardGraph, grads: tuple[Tensor | None, .
         return _again(ticket, graph, grads, accumulates, pending)
     for output in known.saved:
         if output.changed():
-            raise context.changed_in_place()
+            raise changed_in_place(context.name)
     for output in graph.results.sharing:
         if output.changed():  # eager would follow the change into what shares its memory
-            raise context.changed_in_place()
+            raise changed_in_place(context.name)
     if context.group.stash and any(id(parameter) in context.group.stash for parameter in graph.direct):
         return _again(ticket, graph, grads, accumulates)  # which adds its uses, one by one, to what waits for them
     as_then = modes is graph.backward_modes or modes == graph.backward_modes
@@ -205,7 +261,7 @@ def _backward(ticket: Ticket, graph: ForwardGraph, grads: tuple[Tensor | None, .
 
 
 def _again(
-    ticket: Ticket, graph: ForwardGraph, grads: tuple[Tensor | None, ...], accumulates: bool, pending: Any = ()
+    ticket: Ticket, graph: LayerGraph, grads: tuple[Tensor | None, ...], accumulates: bool, pending: Any = ()
 ) -> Sequence[Tensor | None]:
     """The backward without a graph, on all ranks alike."""
     agreement = graph.context.agreement
@@ -226,12 +282,12 @@ def _hand_out(known: BackwardGraph, ticket: Ticket) -> list[Tensor | None]:
     return found
 
 
-def _used_later(ticket: Ticket, graph: ForwardGraph) -> set[int]:
+def _used_later(ticket: Ticket, graph: LayerGraph) -> set[int]:
     """The identities of the parameters whose gradients other forwards still to come in this very backward add to."""
     found: set[int] = set()
     for arena in graph.context.group.arenas:
         for other in arena.active.owners if arena.active is not None else ():
-            there = other.ticket() if other.ticket is not None else None
+            there = other.ticket() if isinstance(other, LayerGraph) and other.ticket is not None else None
             if there is None or there is ticket or there.done or not there.current or there.node is None:
                 continue
             node = there.node()
@@ -250,7 +306,7 @@ def _wanted(parameter: Tensor) -> bool:
         return True
 
 
-def _used_eagerly(parameter: Tensor, graph: ForwardGraph) -> bool:
+def _used_eagerly(parameter: Tensor, graph: LayerGraph) -> bool:
     """Whether autograd itself is going to accumulate into this parameter in the present backward. Nobody can tell for
     the witness, which autograd always visits."""
     if parameter is graph.witness:
@@ -260,7 +316,7 @@ def _used_eagerly(parameter: Tensor, graph: ForwardGraph) -> bool:
     return will_run(accumulator)
 
 
-def _is_as_recorded(graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> bool:
+def _is_as_recorded(graph: LayerGraph, grads: tuple[Tensor | None, ...]) -> bool:
     """Whether a backward like this one was recorded, in the present state. Where it was not, the next calls are eager,
     so that it may be."""
     known, context = graph.recording.its_backward, graph.context
@@ -275,7 +331,7 @@ def _is_as_recorded(graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> bo
     return changed is None
 
 
-def _reads_otherwise(graph: ForwardGraph, changed: str, patience: int | None = None) -> None:
+def _reads_otherwise(graph: LayerGraph, changed: str, patience: int | None = None) -> None:
     """A backward whose code would read something else than when it was recorded; after some in a row the call is
     recorded anew."""
     context, entry = graph.context, graph.entry
@@ -287,7 +343,7 @@ def _reads_otherwise(graph: ForwardGraph, changed: str, patience: int | None = N
     entry.forget(graph.recording)
 
 
-def _count_mismatch(graph: ForwardGraph, matched: bool) -> None:
+def _count_mismatch(graph: LayerGraph, matched: bool) -> None:
     """Several backwards in a row that the captured one did not fit: this is how it is from now on, capture anew. Where
     that does not help, the slower replay is as good as it gets."""
     context, entry = graph.context, graph.entry
@@ -299,3 +355,125 @@ def _count_mismatch(graph: ForwardGraph, matched: bool) -> None:
     if entry.account.allows(entry.replays, 4):  # with the next capture
         context.spend(entry, 3)
         context.drop(graph.tape, why="its backward finds other gradients than when it was captured")
+
+
+# -- without a graph ---------------------------------------------------------------------------------------------------
+
+
+def recompute(
+    ticket: Ticket,
+    graph: LayerGraph,
+    grads: Sequence[Tensor | None],
+    accumulates: bool,
+    pending: Collection[int] = (),
+) -> list[Tensor | None]:
+    """Runs the forward again, eagerly, on the inputs that are still in place, and differentiates that.
+
+    For a backward that has no graph yet, or comes out of tape order, a second time, with other gradients than at
+    capture, or through `torch.autograd.grad`. The autograd graph of the capture itself is no use outside of a capture:
+    its attention kernels hold their random state as device addresses. Only where a parameter was changed since, so that
+    another forward would have other values, is it that or nothing. Gradients of the parameters `pending` wait for their
+    other uses in this backward.
+
+    Raises:
+        BackwardUnavailable: a parameter was changed since the forward, whose values can no longer be had.
+        RuntimeError: the backward reads it again, as eager says it.
+    """
+    context, backend = graph.context, graph.context.group.backend
+    direct = graph.direct if accumulates else []
+    stash, sums = context.group.stash, {}
+    with _trained(graph.parameters):
+        if ticket.changed():
+            outputs, leaves, edges = _as_captured(ticket, graph)
+        else:
+            outputs, leaves, edges = _run_again(ticket, graph)
+        modified = [out for out, static in zip(outputs, graph.results.with_grad, strict=True) if static.changed()]
+        if not edges:
+            torch.autograd.graph.increment_version(modified)  # so that autograd refuses them where it needs them
+        # Autograd visits the witness, and would run hooks that were put there since once more.
+        late = graph.witness if direct and graph.witness is not None and has_gradient_hooks(graph.witness) else None
+        with without_gradient_hooks([] if late is None else [late]):
+            through, gradients = graph.differentiate(outputs, leaves, grads, direct, edges, {*pending, *stash})
+    for parameter, grad in gradients:  # those of several uses one by one, as autograd adds them up
+        earlier = sums[parameter] if parameter in sums else stash.pop(id(parameter), None)
+        sums[parameter] = grad if earlier is None else earlier if grad is None else earlier + grad
+    stash.update({id(p): grad.clone() for p, grad in sums.items() if grad is not None and id(p) in pending})
+    ticket.of_witness = None if late is None or id(late) in stash else sums.pop(late, None)
+    ready = [(p, grad) for p, grad in sums.items() if id(p) not in stash]
+    with backend.in_turn():
+        _deliver(ready)
+    context.counters.eager_calls += 1
+    if graph.summed and ticket.node is not None:
+        watch_sums(graph, ticket.node(), graph.summed, through)
+    return through
+
+
+def _deliver(direct: list[tuple[Tensor, Tensor | None]]) -> None:
+    """What AccumulateGrad does, for gradients computed eagerly."""
+    for parameter, grad in direct:
+        before = parameter.grad
+        if grad is None or not parameter.requires_grad:
+            continue
+        if grad.layout is not torch.strided:
+            parameter.grad = grad.detach() if before is None else before + grad
+        elif before is None:
+            parameter.grad = torch.empty_like(parameter, requires_grad=False).copy_(grad)
+        elif before.layout is not torch.strided:
+            parameter.grad = grad + before
+        else:
+            before.add_(grad)
+        for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
+            hook(parameter)  # which has come since the forward
+
+
+@contextlib.contextmanager
+def _trained(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Lets parameters require grad, as they did in the forward."""
+    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_()
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+
+
+def _as_captured(ticket: Ticket, graph: LayerGraph) -> tuple[Sequence[Tensor], list[Tensor], dict]:
+    """What the capture of the forward left behind, if that was in this pass."""
+    known = graph.backward
+    if known is not None and any(parameter is weight for parameter in ticket.changed() for weight in known.weights):
+        raise changed_in_place(graph.context.name)
+    if (
+        not graph.results.retained
+        or (graph.random and graph.context.group.backend.on_gpu)
+        or graph.captured_in != ticket.arena.passes
+    ):
+        raise BackwardUnavailable(
+            f"a tensor that {graph.context.name!r} reads was changed in place between its forward and this backward, "
+            "which comes in another order than when it was captured. Run the backward before the change, or keep this "
+            "part out of the graphs (ungraph, or call .module)"
+        )
+    return graph.results.retained, [item.tensor for item in graph.inputs], graph.edges
+
+
+def _run_again(ticket: Ticket, graph: LayerGraph) -> tuple[Sequence[Tensor], list[Tensor], dict]:
+    backend = graph.context.group.backend
+    changed = [(tensor, tensor.clone()) for tensor in graph.graph.seen.written.values()]
+    now, depth = graph.random_state(), run_again.count
+    graph.set_random_state(ticket.random_state)
+    try:
+        run_again.count = depth + 1
+        for tensor, value in zip(graph.advanced, ticket.before or (), strict=True):
+            tensor.copy_(value)
+        leaves = [apart(static.tensor) for static in graph.inputs]
+        args, kwargs = rebuild(graph.entry.signature.structure, leaves)
+        modes = entered_again(graph.entry.signature.modes, backend.device_type)
+        with torch.enable_grad(), modes, graph.recording.guards.as_recorded():
+            outputs = graph.results.of_node(graph.function(*args, **kwargs))
+    finally:
+        run_again.count = depth
+        graph.set_random_state(now)
+        for tensor, before in changed:
+            tensor.copy_(before)
+    return outputs, leaves, {}

@@ -80,11 +80,11 @@ class RecordedBackward:
         wanted: how many more calls are to be eager so that one may come.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, functions: Functions) -> None:
         self.guards: dict[Given, list[Guards]] = {}
         self.order: dict[int, int] = {}
         self.hooked: set[int] = set()
-        self.functions: Functions = []
+        self.functions = functions
         self.runs_python = False
         self.wanted = 0
         self._silent: Given = ()

@@ -11,14 +11,22 @@ import torch
 from torch import Tensor
 
 from graphmod.errors import CaptureRefused
-from graphmod.graph.backward import BackwardGraph, buffers_for, real, store, targets_for
 from graphmod.graph.buffers import StaticInput, StaticOutput, static_memory
-from graphmod.graph.forward import ELSEWHERE, ForwardGraph
+from graphmod.graph.forward import ELSEWHERE
 from graphmod.graph.gradients import Loans
 from graphmod.graph.split import Whole, is_split, part
 from graphmod.graph.watch import refuse_unseen
 from graphmod.guards.changes import what_changed
 from graphmod.guards.guards import Guards
+from graphmod.layers.backward import (
+    BackwardGraph,
+    buffers_for,
+    changed_in_place,
+    real,
+    store,
+    targets_for,
+)
+from graphmod.layers.graph import LayerGraph
 from graphmod.ranks.ballot import LateRanks
 from graphmod.reads.frames import noting
 from graphmod.trace import dispatch
@@ -32,7 +40,7 @@ USES_UP = (
 )
 
 
-def capture_backward(graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> BackwardGraph | None:
+def capture_backward(graph: LayerGraph, grads: tuple[Tensor | None, ...]) -> BackwardGraph | None:
     """Captures the backward of a forward that was captured in this pass, replays it once, and appends it to the tape.
 
     Returns:
@@ -51,7 +59,7 @@ def capture_backward(graph: ForwardGraph, grads: tuple[Tensor | None, ...]) -> B
             [] if known.guards is None else [known.guards]
         )
         if any(output.changed() for output in known.saved):
-            raise context.changed_in_place()
+            raise changed_in_place(context.name)
         if context.agreement is not None and not context.agreement.captured(True):
             raise CaptureRefused(ELSEWHERE)
         with group.backend.in_turn():  # the capture made gradient accumulators, and eager code may use them now
@@ -85,7 +93,7 @@ class _Capture:
         graph: of the forward.
     """
 
-    def __init__(self, graph: ForwardGraph) -> None:
+    def __init__(self, graph: LayerGraph) -> None:
         self._graph = graph
         self._group = graph.context.group
         self._captured: Any = None
@@ -270,7 +278,7 @@ class _Hook:
         self._tensor._backward_hooks = None
 
 
-def _append(graph: ForwardGraph, known: BackwardGraph) -> None:
+def _append(graph: LayerGraph, known: BackwardGraph) -> None:
     """Puts a captured backward onto the tape of its forward."""
     group = graph.context.group
     known.index = graph.tape.append(graph)

@@ -96,11 +96,3 @@ class RunAgain(torch.autograd.graph.saved_tensors_hooks):
 
 def _never(_: Any) -> Tensor:
     raise RuntimeError("nothing of a forward that runs again has a backward")
-
-
-def own_saved_tensors() -> contextlib.AbstractContextManager:
-    """Keeps hooks for saved tensors from around the call (an outer checkpoint) out of the capture: what a graph saves
-    stays in its pool."""
-    if top_saved_tensors_hooks(True) is None:
-        return contextlib.nullcontext()
-    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)

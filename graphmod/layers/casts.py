@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from graphmod.capture.recording import keeping_none
 from graphmod.graph.context import Context
-from graphmod.graph.uses import Sum, times, uses_of
+from graphmod.layers.uses import Sum, times, uses_of
 from graphmod.state.entry import Entry
 from graphmod.torch_private import any_autocast
 
@@ -77,25 +78,31 @@ def _probe(device: torch.device) -> Tensor:
         return torch.zeros(1, 1, device=device, requires_grad=True)
 
 
-def share_casts(context: Context, entry: Entry) -> bool:
-    """Whether a call, whose signature keeps casts, shares some with others. Then the signature stays eager from now on.
-    To be asked in each call."""
-    if not any(p.requires_grad and p.dtype is torch.float32 for p in context.around.parameters):
-        return False
-    block = block_of_now(context.group.backend.device)
-    before = None if context.in_block is None else context.in_block()
-    context.in_block = weakref.ref(block)
-    if before is block:
-        context.group.shares_casts = True  # called before in this block
-        if entry.graphs:
-            context.log_once(
-                f"{context.name!r} was replayed before in this autocast block. The last bits of its gradients may "
-                "differ from eager's, this once",
-                key="casts, once",
-            )
-    if context.group.shares_casts:
-        _stay_eager(context, entry)
-    return context.group.shares_casts
+class Casts:
+    """What one wrapper knows of the casts that its calls use."""
+
+    def __init__(self) -> None:
+        self._last: weakref.ref[Block] | None = None  # the block of the last call that keeps casts
+
+    def shared(self, context: Context, entry: Entry) -> bool:
+        """Whether a call, whose signature keeps casts, shares some with others. Then the signature stays eager from now
+        on. To be asked in each call."""
+        if not any(p.requires_grad and p.dtype is torch.float32 for p in context.around.parameters):
+            return False
+        block = block_of_now(context.group.backend.device)
+        before = None if self._last is None else self._last()
+        self._last = weakref.ref(block)
+        if before is block:
+            context.group.shares_casts = True  # called before in this block
+            if entry.graphs:
+                context.log_once(
+                    f"{context.name!r} was replayed before in this autocast block. The last bits of its gradients may "
+                    "differ from eager's, this once",
+                    key="casts, once",
+                )
+        if context.group.shares_casts:
+            _stay_eager(context, entry)
+        return context.group.shares_casts
 
 
 def _stay_eager(context: Context, entry: Entry) -> None:
@@ -125,19 +132,6 @@ def learn_casts(context: Context, entry: Entry, given: Sequence[Tensor], outputs
     entry.casts_once = all(times(uses) == 1 for uses in found.values())
     for uses, edge in zip(found.values(), edges.values(), strict=True):
         Sum(uses, edge, lambda: _stay_eager(context, entry))
-
-
-class keeping_none:
-    """Inside, each use of a weight is cast for itself, and what autocast keeps stays as it is."""
-
-    def __init__(self) -> None:
-        self._before = torch.is_autocast_cache_enabled()
-
-    def __enter__(self) -> None:
-        torch.set_autocast_cache_enabled(False)
-
-    def __exit__(self, *_: object) -> None:
-        torch.set_autocast_cache_enabled(self._before)
 
 
 @contextlib.contextmanager

@@ -39,6 +39,14 @@ class Outvoted(Exception):
     """Another rank runs this backward without a graph."""
 
 
+def changed_in_place(name: str) -> RuntimeError:
+    """What autograd says where a backward reads something that was changed since."""
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: a result "
+        f"or a parameter of {name!r}, which its backward reads again; use the out-of-place operation"
+    )
+
+
 class BackwardGraph:
     """One captured backward.
 

@@ -1,0 +1,130 @@
+"""One wrapped callable whose results may have a backward, outside of its graphs."""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor
+
+from graphmod.graph.context import Context
+from graphmod.graph.group import Group
+from graphmod.graph.tape import Tape
+from graphmod.guards.hooks import several_hooks
+from graphmod.layers.casts import Casts, casts_of_its_own, learn_casts
+from graphmod.layers.checkpointed import DRAWS, draws_anew
+from graphmod.layers.graph import LayerGraph
+from graphmod.layers.node import InTurn, Ticket, apply_replayed
+from graphmod.layers.recorded import RecordedBackward, for_plain_backwards, nodes_of, watch_backward
+from graphmod.layers.uses import learn_uses
+from graphmod.ranks.fully_shard import reads_parts
+from graphmod.signature.call import Call
+from graphmod.state.entry import Entry
+
+COMMUNICATES = (
+    "communicates with other processes to collect its parameters (fully_shard), and so does its backward, which is no "
+    "part of the call; wrap the whole step"
+)
+
+
+class EagerCall:
+    """A warm-up call whose backward is still to come. No tape starts while one is in flight, because the tape would
+    then begin in the middle of an iteration."""
+
+    __slots__ = ("__weakref__", "done", "entry", "group")
+
+    def __init__(self, group: Group, entry: Entry) -> None:
+        self.group, self.entry, self.done = group, entry, False
+        group.eager_in_flight += 1
+
+    def backward_began(self, _: Any) -> None:
+        if not self.done:
+            self.entry.backward_began(self.group.begun)
+        self.group.first_backward()
+        self.finish()
+
+    def finish(self) -> None:
+        if not self.done:
+            self.done = True
+            self.group.eager_in_flight -= 1
+
+    __del__ = finish
+
+
+class LayerContext(Context):
+    """One wrapped callable, and what is known of backwards of its results."""
+
+    def start(self) -> None:
+        super().start()
+        self._eager_calls: weakref.WeakSet[EagerCall] = weakref.WeakSet()
+        self._casts = Casts()
+
+    def waiting(self) -> int:
+        return sum(not call.done for call in self._eager_calls)
+
+    def shares_casts(self, entry: Entry) -> bool:
+        return self._casts.shared(self, entry)
+
+    def own_casts(self, entry: Entry) -> AbstractContextManager:
+        return casts_of_its_own(self, entry)
+
+    def refuses(self, call: Call, recording: Any, oldest: int) -> str | None:
+        recording.its_backward = RecordedBackward(recording.functions)
+        outputs = call.result.differentiable
+        if recording.random and draws_anew():
+            return DRAWS
+        if recording.communicates and outputs and reads_parts(recording.guards.tensors):
+            return COMMUNICATES
+        return for_plain_backwards(nodes_of(outputs, call.leaves, oldest)[0])
+
+    def learn_uses(self, entry: Entry, call: Call, recording: Any, oldest: int) -> None:
+        returned = call.result.seen  # these the caller may use as he likes, which `LayerGraph` sees to
+        others = [one for one in self.around.parameters if id(one) not in returned]
+        outputs = call.result.differentiable
+        learn_uses(entry, call.leaves, outputs, others, self.group.share)
+        if recording.refused is None and outputs:
+            watch_backward(self, entry, recording, call, oldest)
+        if entry.keeps_casts:
+            learn_casts(self, entry, call.leaves, outputs, oldest)
+            entry.casts_once = entry.casts_once and not recording.guards.compiled
+
+    def awaits_backward(self, entry: Entry, recording: Any) -> bool:
+        if recording.its_backward.wanted:
+            recording.its_backward.wanted -= 1
+            return True
+        unknown = entry.needs_grad and not recording.its_backward.guards
+        if unknown and several_hooks(recording.guards.parameters()):
+            self.log_once(f"{self.name!r} runs eagerly until a backward has shown the order of its gradient hooks")
+            return True
+        return False
+
+    def eager_result(self, entry: Entry, call: Call, recording: Any = None, oldest: int = 0) -> Any:
+        if recording is not None and recording.its_backward.watched_for:
+            watch_backward(self, entry, recording, call, oldest)
+        for tensor in call.result.differentiable[:1]:
+            if not entry.needs_grad:
+                entry.needs_grad = True
+                if not self.group.busy:
+                    self.group.begin_pass()
+            waiting = EagerCall(self.group, entry)
+            self._eager_calls.add(waiting)
+            tensor.register_hook(waiting.backward_began)
+        return call.result.value
+
+    def new_graph(self, entry: Entry, tape: Tape, recording: Any) -> LayerGraph:
+        return LayerGraph(self, entry, tape, recording)
+
+    def results(self, graph: Any, leaves: list[Tensor], random_state: Any) -> Any:
+        outputs: tuple[Tensor, ...] = ()
+        if graph.results.with_grad:
+            ticket = Ticket(graph.tape.arena, graph, random_state)
+            graph.ticket = weakref.ref(ticket)
+            inputs = [leaves[i] for i in graph.differentiable]
+            through = graph.through_autograd
+            if graph.in_turn:
+                through = list(through)
+                for place in graph.in_turn:
+                    through[place] = InTurn.apply(through[place])
+            outputs = apply_replayed(ticket, self.group.anchor, *inputs, *through)
+        return graph.results.make(leaves, outputs)
