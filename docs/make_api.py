@@ -24,8 +24,8 @@ SECTIONS = {
         "graphmod.wrap.module": ["CUDAGraphModule"],
         "graphmod.wrap.layers": ["graph_layers", "ungraph"],
         "graphmod.config": ["CUDAGraphConfig"],
-        "graphmod.state.entry": ["GraphStats"],
-        "graphmod.graph.buffers": ["mark_static"],
+        "graphmod.step.entry": ["GraphStats"],
+        "graphmod.step.buffers": ["mark_static"],
     },
     "Check": {
         "graphmod.check.run": ["check_call"],

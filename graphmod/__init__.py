@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from graphmod.config import BackendName, CUDAGraphConfig
     from graphmod.decode.engine import DecodeEngine
     from graphmod.errors import BackwardUnavailable, CaptureRefused, ConfigError, GraphmodError
-    from graphmod.graph.buffers import mark_static
-    from graphmod.state.entry import GraphStats
+    from graphmod.step.buffers import mark_static
+    from graphmod.step.entry import GraphStats
     from graphmod.train.settings import Scope
     from graphmod.train.step import TrainStep
     from graphmod.wrap.layers import graph_layers, ungraph
@@ -28,12 +28,12 @@ _HOMES = {
     "CaptureRefused": "graphmod.errors",
     "ConfigError": "graphmod.errors",
     "DecodeEngine": "graphmod.decode.engine",
-    "GraphStats": "graphmod.state.entry",
+    "GraphStats": "graphmod.step.entry",
     "GraphmodError": "graphmod.errors",
     "Scope": "graphmod.train.settings",
     "TrainStep": "graphmod.train.step",
     "graph_layers": "graphmod.wrap.layers",
-    "mark_static": "graphmod.graph.buffers",
+    "mark_static": "graphmod.step.buffers",
     "ungraph": "graphmod.wrap.layers",
 }
 

@@ -12,22 +12,8 @@ import graphmod
 HOUSE = Path(graphmod.__file__).parent
 ROOMS = (
     *("errors", "words", "config", "torch_private", "cuda_driver", "trace", "ranks", "guards", "reads", "signature"),
-    *(
-        "state",
-        "backend",
-        "graph",
-        "capture",
-        "call",
-        "layers",
-        "wrap",
-        "check",
-        "attention",
-        "fuse",
-        "decode",
-        "train",
-        "serve",
-    ),
-    *("cli", "__main__"),
+    *("backend", "step", "layers", "wrap", "check", "attention", "fuse", "decode", "train", "serve", "cli"),
+    "__main__",
 )
 WITHIN = {
     "decode": (
@@ -88,6 +74,12 @@ def test_a_room_imports_from_rooms_before_it(room):
         if name.partition(".")[0] == room:
             rooms = {one.partition(".")[0] for one in imported}
             assert rooms <= before, f"{name} imports from {rooms - before}"
+
+
+def test_a_graph_without_a_backward_outside_needs_nothing_of_layers():
+    for name, imported in modules().items():
+        if name.partition(".")[0] == "step":
+            assert not {one for one in imported if one.partition(".")[0] == "layers"}, f"{name} imports from layers"
 
 
 @pytest.mark.parametrize(("house", "room"), [(house, room) for house in WITHIN for room in WITHIN[house]])

@@ -10,10 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphmod.capture.recording import watch
 from graphmod.check.meeting import Meeting
 from graphmod.check.report import Finding
-from graphmod.graph.results import not_returned, not_to_be_made_again, outline
 from graphmod.guards.changes import (
     KEEP,
     KEEP_COUNT,
@@ -33,7 +31,9 @@ from graphmod.ranks.data_parallel import Borrowed
 from graphmod.signature.call import Call
 from graphmod.signature.flattening import unrepeatable
 from graphmod.signature.modes import FOREIGN, difference, key_reader
-from graphmod.state.surroundings import Surroundings
+from graphmod.step.recording import watch
+from graphmod.step.results import not_returned, not_to_be_made_again, outline
+from graphmod.step.surroundings import Surroundings
 from graphmod.torch_private import current_node, next_sequence_number
 from graphmod.trace.garbage import no_garbage_collection
 from graphmod.trace.recorder import Recorder

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from graphmod.check.order import Divergence
-from graphmod.state.said import cause_of, ranges
+from graphmod.step.log import cause_of, ranges
 from graphmod.words import counted, ranks_in_words
 
 _LINE = re.compile(r"(?P<file>.*):(?P<line>\d+) in (?P<function>.*)")

@@ -1,4 +1,4 @@
-"""`check_call` and `check_layers`. Import `part`, `guarded`, `report`, `meeting`, `state.surroundings` and `wrap`."""
+"""`check_call` and `check_layers`. Import `part`, `guarded`, `report`, `meeting`, `step.surroundings` and `wrap`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from graphmod.check.part import Part
 from graphmod.check.report import Finding, Report, merged
 from graphmod.errors import ConfigError
 from graphmod.ranks.data_parallel import Borrowed
-from graphmod.state.surroundings import Surroundings
+from graphmod.step.surroundings import Surroundings
 from graphmod.wrap.layers import find_layers, match_layers, without_graphs
 from graphmod.wrap.module import CUDAGraphModule
 from graphmod.wrap.target import in_place_of_forward

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from graphmod.errors import CaptureRefused
-from graphmod.graph.buffers import StaticInput, StaticOutput
-from graphmod.graph.gradients import GradientBuffer, Loans, Passing, kind_of
-from graphmod.graph.group import Group
-from graphmod.graph.split import Whole, is_split, part
 from graphmod.guards.guards import Guards
 from graphmod.ranks.fully_shard import taken_together
+from graphmod.step.buffers import StaticInput, StaticOutput
+from graphmod.step.gradients import GradientBuffer, Loans, Passing, kind_of
+from graphmod.step.group import Group
+from graphmod.step.split import Whole, is_split, part
 from graphmod.torch_private import foreach_add_
 
 Gradients = list[tuple[Tensor, Tensor | None]]  # (parameter, its gradient)

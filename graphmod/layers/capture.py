@@ -11,11 +11,6 @@ import torch
 from torch import Tensor
 
 from graphmod.errors import CaptureRefused
-from graphmod.graph.buffers import StaticInput, StaticOutput, static_memory
-from graphmod.graph.forward import ELSEWHERE
-from graphmod.graph.gradients import Loans
-from graphmod.graph.split import Whole, is_split, part
-from graphmod.graph.watch import refuse_unseen
 from graphmod.guards.changes import what_changed
 from graphmod.guards.guards import Guards
 from graphmod.layers.backward import (
@@ -29,6 +24,11 @@ from graphmod.layers.backward import (
 from graphmod.layers.graph import LayerGraph
 from graphmod.ranks.ballot import LateRanks
 from graphmod.reads.frames import noting
+from graphmod.step.buffers import StaticInput, StaticOutput, static_memory
+from graphmod.step.gradients import Loans
+from graphmod.step.graph import ELSEWHERE
+from graphmod.step.split import Whole, is_split, part
+from graphmod.step.watch import refuse_unseen
 from graphmod.trace import dispatch
 from graphmod.trace.operations import address
 from graphmod.trace.recorder import Follower, Place

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from graphmod.capture.recording import keeping_none
-from graphmod.graph.context import Context
 from graphmod.layers.uses import Sum, times, uses_of
-from graphmod.state.entry import Entry
+from graphmod.step.context import Context
+from graphmod.step.entry import Entry
+from graphmod.step.recording import keeping_none
 from graphmod.torch_private import any_autocast
 
 _REMEDY = "Keep that as it is, or pass cache_enabled=False to torch.autocast, where each use is cast for itself"

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.utils import checkpoint as checkpoints
 
 from graphmod.errors import CaptureRefused
-from graphmod.graph.buffers import apart
 from graphmod.signature.call import Call
 from graphmod.signature.modes import entered_again
+from graphmod.step.buffers import apart
 from graphmod.torch_private import current_backward, top_saved_tensors_hooks, tree_map_only
 
 _CODE = inspect.unwrap(checkpoints.checkpoint).__code__

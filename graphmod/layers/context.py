@@ -8,9 +8,6 @@ from typing import Any
 
 from torch import Tensor
 
-from graphmod.graph.context import Context
-from graphmod.graph.group import Group
-from graphmod.graph.tape import Tape
 from graphmod.guards.hooks import several_hooks
 from graphmod.layers.casts import Casts, casts_of_its_own, learn_casts
 from graphmod.layers.checkpointed import DRAWS, draws_anew
@@ -20,7 +17,10 @@ from graphmod.layers.recorded import RecordedBackward, for_plain_backwards, node
 from graphmod.layers.uses import learn_uses
 from graphmod.ranks.fully_shard import reads_parts
 from graphmod.signature.call import Call
-from graphmod.state.entry import Entry
+from graphmod.step.context import Context
+from graphmod.step.entry import Entry
+from graphmod.step.group import Group
+from graphmod.step.tape import Tape
 
 COMMUNICATES = (
     "communicates with other processes to collect its parameters (fully_shard), and so does its backward, which is no "

@@ -12,16 +12,16 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from graphmod.errors import CaptureRefused, Diverged
-from graphmod.graph.context import Context
-from graphmod.graph.forward import StepGraph
-from graphmod.graph.split import is_split, part
-from graphmod.graph.tape import Tape
 from graphmod.guards.hooks import has_gradient_hooks, has_hooks_of_others, without_gradient_hooks
 from graphmod.layers.backward import BackwardGraph, Gradients
 from graphmod.layers.checkpointed import KEPT, RunAgain, in_checkpoint
 from graphmod.layers.uses import apart, times, uses_of
 from graphmod.signature.call import Call
-from graphmod.state.entry import Entry
+from graphmod.step.context import Context
+from graphmod.step.entry import Entry
+from graphmod.step.graph import StepGraph
+from graphmod.step.split import is_split, part
+from graphmod.step.tape import Tape
 from graphmod.torch_private import is_traceable_wrapper_subclass, saves_tensors
 from graphmod.trace.operations import address
 from graphmod.trace.recorder import Follower

@@ -12,10 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphmod.call.together import agrees, run_again
 from graphmod.errors import BackwardUnavailable
-from graphmod.graph.buffers import apart
-from graphmod.graph.tape import Arena
 from graphmod.guards.hooks import has_gradient_hooks, without_gradient_hooks
 from graphmod.layers.backward import BackwardGraph, GradientsExchanged, Outvoted, changed_in_place
 from graphmod.layers.capture import capture_backward
@@ -26,8 +23,11 @@ from graphmod.ranks.agreement import Choice
 from graphmod.ranks.ballot import LateRanks
 from graphmod.signature.flattening import rebuild
 from graphmod.signature.modes import FOREIGN, entered_again
-from graphmod.state.account import REPLAY
-from graphmod.state.said import cause_of
+from graphmod.step.account import REPLAY
+from graphmod.step.buffers import apart
+from graphmod.step.log import cause_of
+from graphmod.step.tape import Arena
+from graphmod.step.together import agrees, run_again
 from graphmod.torch_private import keeps_graph, will_run
 from graphmod.trace.undo import let_through
 

@@ -27,7 +27,6 @@ from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
 from graphmod.errors import CaptureRefused
-from graphmod.graph.context import Context
 from graphmod.guards.changes import Change, all_changes, line_of
 from graphmod.guards.guards import Guards
 from graphmod.guards.hooks import has_hooks_of_others
@@ -35,7 +34,8 @@ from graphmod.guards.notes import Notes
 from graphmod.guards.values import Cell
 from graphmod.reads.backwards import begin, mark
 from graphmod.signature.call import Call
-from graphmod.state.entry import Entry
+from graphmod.step.context import Context
+from graphmod.step.entry import Entry
 from graphmod.torch_private import top_saved_tensors_hooks
 from graphmod.trace.untraced import identity
 

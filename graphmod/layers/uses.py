@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from graphmod.graph.split import alike, part
-from graphmod.state.entry import Entry
+from graphmod.step.entry import Entry
+from graphmod.step.split import alike, part
 from graphmod.torch_private import current_backward
 
 Uses = dict[Node, list[int]]  # a node -> which of its gradients are for one tensor

@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import distributed, nn
 
-from graphmod.call.together import run_again
 from graphmod.ranks.data_parallel import Depth
-from graphmod.state.account import Account
+from graphmod.step.account import Account
+from graphmod.step.together import run_again
 from graphmod.trace.dispatch import is_recording
 from graphmod.wrap.target import MARK, Target
 

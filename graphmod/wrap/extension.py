@@ -15,13 +15,13 @@ from torch import Tensor
 
 from graphmod.backend.lifetime import Graphs, between_captures, capturing, do_what_waits, prepare_launches
 from graphmod.backend.streams import begin_capture, is_capturing, stream_for
-from graphmod.capture.recording import watch
 from graphmod.errors import CaptureRefused
-from graphmod.graph.buffers import mark_static
-from graphmod.graph.group import Group
 from graphmod.guards.changes import what_changed
 from graphmod.guards.guards import HOOKS, Guards, TensorWatch
 from graphmod.signature.call import Call
+from graphmod.step.buffers import mark_static
+from graphmod.step.group import Group
+from graphmod.step.recording import watch
 from graphmod.trace.garbage import no_garbage_collection
 
 __all__ = [

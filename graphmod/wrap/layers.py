@@ -22,8 +22,8 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from graphmod.config import CUDAGraphConfig, settings
 from graphmod.errors import ConfigError
-from graphmod.graph.group import Group
 from graphmod.ranks.data_parallel import take_over
+from graphmod.step.group import Group
 from graphmod.torch_private import is_compiled
 from graphmod.wrap.body import Body, body_of
 from graphmod.wrap.module import CUDAGraphModule

@@ -1,4 +1,4 @@
-"""`CUDAGraphModule`: the wrapper around one module or callable. What a call does is decided in `call.dispatch`."""
+"""`CUDAGraphModule`: the wrapper around one module or callable. What a call does is decided in `step.dispatch`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphmod.call.dispatch import run
 from graphmod.config import CUDAGraphConfig, settings
-from graphmod.graph.group import Group
 from graphmod.guards.guards import HOOKS
 from graphmod.layers.context import LayerContext
 from graphmod.signature.call import Call
-from graphmod.state.entry import GraphStats
+from graphmod.step.dispatch import run
+from graphmod.step.entry import GraphStats
+from graphmod.step.group import Group
 from graphmod.torch_private import current_node, when_compiled
 from graphmod.trace.dispatch import is_recording
 from graphmod.trace.undo import let_through

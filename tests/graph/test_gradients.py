@@ -11,7 +11,7 @@ from test_results import two
 from torch import nn
 
 from graphmod import CUDAGraphModule, graph_layers, ungraph
-from graphmod.graph import gradients
+from graphmod.step import gradients
 
 HELD = {
     "the tensor": lambda grad: grad,

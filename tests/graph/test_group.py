@@ -7,8 +7,8 @@ from torch import nn
 
 from graphmod import CUDAGraphModule
 from graphmod.config import BackendName
-from graphmod.graph import group as groups
-from graphmod.graph.group import Group
+from graphmod.step import group as groups
+from graphmod.step.group import Group
 
 GPU = torch.device("cuda", 0)
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from graphmod.graph import buffers
-from graphmod.graph.buffers import StaticOutput
+from graphmod.step import buffers
+from graphmod.step.buffers import StaticOutput
 
 
 @pytest.mark.parametrize("can_swap", [True, False], ids=["storages can be moved", "before torch 2.13"])

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from graphmod import CUDAGraphModule, check, graph_layers
-from graphmod.graph import gradients
+from graphmod.step import gradients
 from graphmod.train.settings import TrainGraphConfig
 from graphmod.train.step.step import TrainStep
 

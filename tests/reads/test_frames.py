@@ -12,12 +12,12 @@ from harness import config
 from torch import nn
 
 from graphmod import CUDAGraphModule
-from graphmod.capture.recording import record
 from graphmod.fuse.inductor import compiled_code
 from graphmod.guards.library import CORE, TORCH
 from graphmod.reads import frames
 from graphmod.reads.reading import Reading
 from graphmod.signature.call import Call
+from graphmod.step.recording import record
 from graphmod.trace.untraced import identity
 
 

@@ -9,7 +9,7 @@ from test_results import two
 from torch import nn
 
 from graphmod import CUDAGraphModule, graph_layers
-from graphmod.state.account import Account
+from graphmod.step.account import Account
 
 STEPS = 120
 

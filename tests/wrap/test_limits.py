@@ -10,7 +10,7 @@ from harness import config
 from torch import nn
 
 from graphmod import CUDAGraphModule, graph_layers
-from graphmod.graph.buffers import can_swap
+from graphmod.step.buffers import can_swap
 
 
 def calls(wrapper, *args, times=6):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphmod.state.entry import GraphStats
+from graphmod.step.entry import GraphStats
 from graphmod.train.run.ranks import ALONE, Ranks
 from graphmod.train.step import TrainStep
 from graphmod.train.step.losses import count_targets_of, weighted_mean

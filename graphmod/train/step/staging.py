@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphmod.graph.buffers import mark_static
 from graphmod.signature.flattening import flatten, rebuild
+from graphmod.step.buffers import mark_static
 
 
 def _leaves(batch: Any) -> tuple[Any, list[Tensor]]:

@@ -12,7 +12,7 @@ from torch import Tensor, distributed, nn
 
 from graphmod.config import CompileMode, CUDAGraphConfig, choice
 from graphmod.ranks.fully_shard import is_collected
-from graphmod.state.entry import GraphStats
+from graphmod.step.entry import GraphStats
 from graphmod.train.settings import Scope, train_settings
 from graphmod.train.step.activations import recomputed_layers
 from graphmod.train.step.compile import compile_layers, compiled

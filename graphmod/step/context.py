@@ -16,15 +16,15 @@ from torch import Tensor, nn
 
 from graphmod.config import CUDAGraphConfig, Verify
 from graphmod.errors import CaptureRefused, VerificationFailed
-from graphmod.graph.group import Group
-from graphmod.graph.tape import Tape
 from graphmod.guards.guards import Guards
 from graphmod.signature.call import Call
-from graphmod.state.account import Account
-from graphmod.state.entry import Entry, GraphStats
-from graphmod.state.failures import reason_of
-from graphmod.state.registry import Registry
-from graphmod.state.surroundings import Surroundings
+from graphmod.step.account import Account
+from graphmod.step.entry import Entry, GraphStats
+from graphmod.step.failures import reason_of
+from graphmod.step.group import Group
+from graphmod.step.registry import Registry
+from graphmod.step.surroundings import Surroundings
+from graphmod.step.tape import Tape
 
 log = logging.getLogger("graphmod")
 

@@ -8,8 +8,8 @@ from typing import Any
 from graphmod.signature.flattening import opaque_parts
 from graphmod.signature.modes import AUTOCAST, GRAD
 from graphmod.signature.signature import Matcher, Signature
-from graphmod.state.account import Account
-from graphmod.state.said import cause_of
+from graphmod.step.account import Account
+from graphmod.step.log import cause_of
 
 
 @dataclass

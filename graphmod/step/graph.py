@@ -12,18 +12,18 @@ import torch
 from torch import Tensor
 
 from graphmod.errors import CaptureRefused
-from graphmod.graph.accumulators import own_ends
-from graphmod.graph.buffers import StaticInput, static_inputs, unlike_eager
-from graphmod.graph.context import Context
-from graphmod.graph.gradients import GradientBuffer, as_memory, lend, memory_of
-from graphmod.graph.results import Results, resolved
-from graphmod.graph.tape import Tape
-from graphmod.graph.watch import Watch, refuse_unseen
 from graphmod.guards.changes import NOT_REPLAYED
 from graphmod.signature.arguments import Given
 from graphmod.signature.call import Call, Flat
 from graphmod.signature.flattening import rebuild
-from graphmod.state.entry import Entry
+from graphmod.step.accumulators import own_ends
+from graphmod.step.buffers import StaticInput, static_inputs, unlike_eager
+from graphmod.step.context import Context
+from graphmod.step.entry import Entry
+from graphmod.step.gradients import GradientBuffer, as_memory, lend, memory_of
+from graphmod.step.results import Results, resolved
+from graphmod.step.tape import Tape
+from graphmod.step.watch import Watch, refuse_unseen
 from graphmod.torch_private import next_sequence_number, top_saved_tensors_hooks
 from graphmod.trace.generators import put_back
 from graphmod.trace.operations import address

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from graphmod.errors import CaptureRefused
-from graphmod.graph.buffers import StaticOutput
 from graphmod.signature.call import Flat
 from graphmod.signature.flattening import Content, Leaf, Opaque, Unrepeatable, parts, rebuild
 from graphmod.signature.signature import attributes_of, unusual
-from graphmod.state.entry import Entry
+from graphmod.step.buffers import StaticOutput
+from graphmod.step.entry import Entry
 from graphmod.torch_private import without_modes
 from graphmod.trace.operations import address
 from graphmod.trace.recorder import Follower

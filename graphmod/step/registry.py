@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from graphmod.signature.flattening import Opaque, opaque_parts
 from graphmod.signature.signature import Signature, difference, remedy
-from graphmod.state.entry import Entry
+from graphmod.step.entry import Entry
 
 _MOST_OPAQUE = 4
 _MOST_STRANGERS = 16  # objects that are known by identity, one after the other, before the next is turned away

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from graphmod.call.together import alone
-from graphmod.capture.recording import follow
 from graphmod.config import Verify
-from graphmod.graph.context import Context
 from graphmod.ranks.agreement import several_ranks
 from graphmod.signature.call import Call
-from graphmod.state.entry import Entry
+from graphmod.step.context import Context
+from graphmod.step.entry import Entry
+from graphmod.step.recording import follow
+from graphmod.step.together import alone
 from graphmod.torch_private import current_node, top_saved_tensors_hooks
 
 

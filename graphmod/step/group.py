@@ -14,12 +14,12 @@ from torch import Tensor
 
 from graphmod.backend import Backend, default_device, make_backend
 from graphmod.config import BackendName
-from graphmod.graph.gradients import GradientBuffer, Passing
-from graphmod.graph.tape import MOST_ARENAS, Arena, Tape
 from graphmod.ranks.fully_shard import FixedPlaces
 from graphmod.signature.modes import key_reader
-from graphmod.state.said import Said
-from graphmod.state.verification import Verification
+from graphmod.step.gradients import GradientBuffer, Passing
+from graphmod.step.log import Said
+from graphmod.step.tape import MOST_ARENAS, Arena, Tape
+from graphmod.step.verification import Verification
 from graphmod.torch_private import current_backward
 
 log = logging.getLogger("graphmod")

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from graphmod.errors import CaptureRefused
-from graphmod.graph.split import is_split, part
 from graphmod.guards.guards import Guards
 from graphmod.guards.hooks import HookWatch
+from graphmod.step.split import is_split, part
 from graphmod.trace.operations import address
 from graphmod.trace.recorder import Follower
 

@@ -7,15 +7,15 @@ from typing import Any
 
 from torch import Tensor
 
-from graphmod.call.together import agrees
-from graphmod.capture.forward import CANNOT_MOVE, CAPTURE_ANOTHER, IN_USE, UNFINISHED
 from graphmod.errors import CaptureRefused, SuccessorFailed
 from graphmod.errors import reason as failure
-from graphmod.graph.context import Context
-from graphmod.graph.forward import StepGraph
 from graphmod.ranks.agreement import Choice
 from graphmod.signature.signature import Matcher
-from graphmod.state.entry import Entry
+from graphmod.step.capture import CANNOT_MOVE, CAPTURE_ANOTHER, IN_USE, UNFINISHED
+from graphmod.step.context import Context
+from graphmod.step.entry import Entry
+from graphmod.step.graph import StepGraph
+from graphmod.step.together import agrees
 from graphmod.trace.undo import let_through
 
 

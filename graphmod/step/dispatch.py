@@ -4,13 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from graphmod.call.replay import find, launch
-from graphmod.call.together import agrees, alone, is_nested
-from graphmod.call.verify import due, verify
-from graphmod.call.warmup import warm_up
-from graphmod.capture.forward import affordable, capture, place
-from graphmod.capture.recording import Recording
-from graphmod.graph.context import Context
 from graphmod.ranks.agreement import Choice
 from graphmod.ranks.ballot import LateRanks
 from graphmod.reads.backwards import end_left, watches
@@ -18,8 +11,15 @@ from graphmod.signature.call import Call, Flat
 from graphmod.signature.flattening import unrepeatable
 from graphmod.signature.modes import FOREIGN
 from graphmod.signature.signature import Signature, argument_paths, tensor_key
-from graphmod.state.entry import Entry
-from graphmod.state.verification import LOOKS
+from graphmod.step.capture import affordable, capture, place
+from graphmod.step.context import Context
+from graphmod.step.entry import Entry
+from graphmod.step.recording import Recording
+from graphmod.step.replay import find, launch
+from graphmod.step.together import agrees, alone, is_nested
+from graphmod.step.verification import LOOKS
+from graphmod.step.verify import due, verify
+from graphmod.step.warmup import warm_up
 from graphmod.torch_private import is_fx_tracing, is_traced, next_sequence_number
 from graphmod.trace.tensors import is_stale
 from graphmod.trace.undo import let_through, undo_left

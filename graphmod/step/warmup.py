@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
-from graphmod.call.together import alone
-from graphmod.capture.recording import record
 from graphmod.errors import CaptureRefused
-from graphmod.graph.context import Context
 from graphmod.guards.hooks import on_accumulator
 from graphmod.signature.call import Call, Flat
 from graphmod.signature.modes import difference
-from graphmod.state.entry import Entry
+from graphmod.step.context import Context
+from graphmod.step.entry import Entry
+from graphmod.step.recording import record
+from graphmod.step.together import alone
 from graphmod.torch_private import current_node, next_sequence_number
 from graphmod.trace import dispatch
 from graphmod.trace.hazards import COMPILES

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from graphmod.graph.context import Context
 from graphmod.ranks.agreement import Agreement, Choice, communicated, free_before_destruction, several_ranks
 from graphmod.ranks.data_parallel import Depth, inside_calls
-from graphmod.state.entry import Entry
+from graphmod.step.context import Context
+from graphmod.step.entry import Entry
 
 T = TypeVar("T")
 _agreed_on = Depth()  # calls that all ranks make eagerly

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from graphmod.graph.buffers import can_swap, storage_over, swap_for_copy
-from graphmod.graph.split import Whole, is_split, part
+from graphmod.step.buffers import can_swap, storage_over, swap_for_copy
+from graphmod.step.split import Whole, is_split, part
 from graphmod.torch_private import storage_uses
 from graphmod.trace.operations import address
 

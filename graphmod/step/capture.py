@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
-from graphmod.capture.recording import Recording
 from graphmod.errors import CaptureRefused, Diverged
-from graphmod.graph.context import Context
-from graphmod.graph.forward import ALIGNED_OTHERWISE, StepGraph
-from graphmod.graph.tape import Tape
 from graphmod.ranks.ballot import LateRanks
 from graphmod.ranks.fully_shard import captured
 from graphmod.signature.call import Call
-from graphmod.state.entry import Entry
+from graphmod.step.context import Context
+from graphmod.step.entry import Entry
+from graphmod.step.graph import ALIGNED_OTHERWISE, StepGraph
+from graphmod.step.recording import Recording
+from graphmod.step.tape import Tape
 from graphmod.torch_private import current_node
 from graphmod.trace.undo import let_through
 
