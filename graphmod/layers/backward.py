@@ -20,9 +20,8 @@ from graphmod.errors import CaptureRefused
 from graphmod.guards.guards import Guards
 from graphmod.ranks.fully_shard import taken_together
 from graphmod.step.buffers import StaticInput, StaticOutput
-from graphmod.step.gradients import GradientBuffer, Loans, Passing, kind_of
+from graphmod.step.gradients import GradientBuffer, Loans, Passing, Whole, is_split, kind_of, part
 from graphmod.step.group import Group
-from graphmod.step.split import Whole, is_split, part
 from graphmod.torch_private import foreach_add_
 
 Gradients = list[tuple[Tensor, Tensor | None]]  # (parameter, its gradient)

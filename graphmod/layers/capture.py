@@ -25,9 +25,8 @@ from graphmod.layers.graph import LayerGraph
 from graphmod.ranks.ballot import LateRanks
 from graphmod.reads.frames import noting
 from graphmod.step.buffers import StaticInput, StaticOutput, static_memory
-from graphmod.step.gradients import Loans
+from graphmod.step.gradients import Loans, Whole, is_split, part
 from graphmod.step.graph import ELSEWHERE
-from graphmod.step.split import Whole, is_split, part
 from graphmod.step.watch import refuse_unseen
 from graphmod.trace import dispatch
 from graphmod.trace.operations import address

@@ -19,8 +19,8 @@ from graphmod.layers.uses import apart, times, uses_of
 from graphmod.signature.call import Call
 from graphmod.step.context import Context
 from graphmod.step.entry import Entry
+from graphmod.step.gradients import is_split, part
 from graphmod.step.graph import StepGraph
-from graphmod.step.split import is_split, part
 from graphmod.step.tape import Tape
 from graphmod.torch_private import is_traceable_wrapper_subclass, saves_tensors
 from graphmod.trace.operations import address

@@ -25,9 +25,9 @@ from graphmod.signature.flattening import rebuild
 from graphmod.signature.modes import FOREIGN, entered_again
 from graphmod.step.account import REPLAY
 from graphmod.step.buffers import apart
+from graphmod.step.dispatch import agrees, run_again
 from graphmod.step.log import cause_of
 from graphmod.step.tape import Arena
-from graphmod.step.together import agrees, run_again
 from graphmod.torch_private import keeps_graph, will_run
 from graphmod.trace.undo import let_through
 

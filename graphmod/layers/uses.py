@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from graphmod.step.entry import Entry
-from graphmod.step.split import alike, part
+from graphmod.step.gradients import alike, part
 from graphmod.torch_private import current_backward
 
 Uses = dict[Node, list[int]]  # a node -> which of its gradients are for one tensor

@@ -19,10 +19,9 @@ from graphmod.errors import CaptureRefused, VerificationFailed
 from graphmod.guards.guards import Guards
 from graphmod.signature.call import Call
 from graphmod.step.account import Account
-from graphmod.step.entry import Entry, GraphStats
-from graphmod.step.failures import reason_of
+from graphmod.step.entry import Entry, GraphStats, Registry
 from graphmod.step.group import Group
-from graphmod.step.registry import Registry
+from graphmod.step.log import reason_of
 from graphmod.step.surroundings import Surroundings
 from graphmod.step.tape import Tape
 

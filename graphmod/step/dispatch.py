@@ -2,29 +2,44 @@
 
 from __future__ import annotations
 
-from typing import Any
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
 
-from graphmod.ranks.agreement import Choice
+import torch
+from torch import Tensor
+
+from graphmod.config import Verify
+from graphmod.errors import CaptureRefused
+from graphmod.guards.hooks import on_accumulator
+from graphmod.ranks.agreement import Agreement, Choice, communicated, free_before_destruction, several_ranks
 from graphmod.ranks.ballot import LateRanks
+from graphmod.ranks.data_parallel import Depth, inside_calls
 from graphmod.reads.backwards import end_left, watches
 from graphmod.signature.call import Call, Flat
 from graphmod.signature.flattening import unrepeatable
-from graphmod.signature.modes import FOREIGN
-from graphmod.signature.signature import Signature, argument_paths, tensor_key
-from graphmod.step.capture import affordable, capture, place
+from graphmod.signature.modes import FOREIGN, difference
+from graphmod.signature.signature import Matcher, Signature, argument_paths, tensor_key
+from graphmod.step.capture import CANNOT_MOVE, CAPTURE_ANOTHER, IN_USE, UNFINISHED, affordable, capture, place
 from graphmod.step.context import Context
 from graphmod.step.entry import Entry
-from graphmod.step.recording import Recording
-from graphmod.step.replay import find, launch
-from graphmod.step.together import agrees, alone, is_nested
-from graphmod.step.verification import LOOKS
-from graphmod.step.verify import due, verify
-from graphmod.step.warmup import warm_up
-from graphmod.torch_private import is_fx_tracing, is_traced, next_sequence_number
+from graphmod.step.graph import StepGraph
+from graphmod.step.group import LOOKS
+from graphmod.step.recording import Recording, follow, record
+from graphmod.torch_private import current_node, is_fx_tracing, is_traced, next_sequence_number, top_saved_tensors_hooks
+from graphmod.trace import dispatch
+from graphmod.trace.hazards import COMPILES
 from graphmod.trace.tensors import is_stale
 from graphmod.trace.undo import let_through, undo_left
 
+ON_ACCUMULATOR = (
+    "hooks are on the node of autograd that accumulates a parameter's gradient (grad_fn.next_functions, as in "
+    "Megatron-core's DistributedDataParallel), which a graph does not run; use register_post_accumulate_grad_hook"
+)
 TRACED = ", and no graph is in what is made of it; trace first, and wrap that: CUDAGraphModule(traced)"
+T = TypeVar("T")
+_agreed_on = Depth()  # calls that all ranks make eagerly
+run_again = Depth()  # forwards that run again for a backward without a graph
 
 
 def run(context: Context, call: Call) -> Any:
@@ -180,3 +195,270 @@ def _entry(context: Context, call: Call, function: Any) -> Entry | None:
     if lines:
         context.log_once(f"{context.name!r} is called with other inputs:\n  " + "\n  ".join(lines), key="other inputs")
     return context.entries.add(signature)
+
+
+# -- replay: which graph serves a call ---------------------------------------------------------------------------------
+
+
+def find(context: Context, entry: Entry, leaves: list[Tensor], careful: bool) -> tuple[StepGraph | None, str]:
+    """A graph of this signature that may replay now, or the reason why none may."""
+    reason = IN_USE
+    best = None
+    unfinished = False
+    if entry.capture_in and not careful:
+        entry.capture_in -= 1
+        unfinished = not entry.capture_in
+    for graph in entry.graphs:
+        tape, arena = graph.tape, graph.tape.arena
+        if arena.in_flight:
+            if arena.active is not tape or graph.index < tape.cursor:
+                continue
+        elif entry.needs_grad and tape.fresh_grads is not None:
+            expected = context.group.expects_fresh_grads()
+            if expected is not None and expected is not tape.fresh_grads:
+                reason = CAPTURE_ANOTHER
+                continue
+        if unfinished and graph.backward is None:
+            reason = UNFINISHED
+            continue
+        unfit = graph.unfit(leaves, careful)
+        if unfit is not None:
+            reason = unfit
+            continue
+        if arena.in_flight or not graph.index:
+            best = graph
+            break  # those that follow were captured later
+        if best is None or graph.index < best.index:
+            best = graph
+    if best is not None and not best.tape.arena.in_flight:
+        stuck = best.tape.arena.begin(best.tape)
+        for other in stuck or ():
+            other.copies_out = True  # from now on: its results are held in a way that does not let them be moved
+        if stuck:
+            context.drop(*{graph.tape for other in (entry, *stuck) for graph in other.graphs}, why=CANNOT_MOVE)
+            return None, CAPTURE_ANOTHER
+    return best, reason
+
+
+def launch(context: Context, graph: StepGraph, leaves: list[Tensor], careful: bool) -> tuple[Any, str | None]:
+    """Replays.
+
+    Args:
+        careful: everything about the graph has been checked.
+
+    Returns:
+        The random state before, where it is needed later; and why the replay was stopped before it had changed
+        anything that lasts, None if it was not.
+    """
+    entry = graph.entry
+    graph.load(leaves)
+    state = graph.random_state()
+    graph.tape.cursor = graph.index + 1
+    early = graph.starts_early and not careful and graph.successor is None
+    finished = False
+    try:
+        if early:
+            graph.graph.start()  # the GPU works while the host looks
+        reason = graph.changed() if graph.starts_early and not careful else None
+        if reason is None and not agrees(context, entry, Choice.replay):
+            reason = "another rank runs eagerly"
+        if reason is not None:
+            return None, reason
+        replayed = graph.successor is None or not graph.run_successor()
+        if early:
+            graph.graph.finish()
+        elif replayed:
+            graph.graph.replay()
+        finished = True
+    finally:
+        if not finished:
+            graph.set_random_state(state)
+    graph.launched(leaves)
+    context.counters.replays += replayed
+    context.counters.eager_calls += not replayed
+    context.served = graph  # past nn.Module's __setattr__, which takes a microsecond
+    if context.entries.usual is not entry:
+        if entry.matcher is None:
+            entry.matcher = Matcher(entry.signature)
+        context.entries.usual = entry
+    entry.replays += 1
+    if graph.backward is not None or not graph.results.with_grad:
+        entry.succeeded()
+    return state, None
+
+
+# -- warm-up (rule R1) -------------------------------------------------------------------------------------------------
+
+
+def warm_up(context: Context, entry: Entry, call: Call) -> Any:
+    """An ordinary call; the last of some in a state that is new is recorded, because the first may create what later
+    ones only use."""
+    context.ran_eagerly()
+    entry.called_forward = entry.called_forward or current_node() is None
+    if entry.difference:
+        context.last_failure = entry.eager_for = entry.difference
+        if entry.graphs or entry.keeps_changing:
+            _say_difference(context, entry)
+    if entry.ordinary:
+        entry.ordinary -= 1
+        call.result = Flat(alone(context, entry, call))
+    else:
+        oldest = next_sequence_number()
+        recording = alone(context, entry, lambda: record(call, context.group.gpu, context.root))
+        outputs = call.result.differentiable
+        if recording.settles:
+            # Under the recorder functions of PyTorch are others, which compiled code may stand on. It may be compiled
+            # once more, in a call like any other, and the one after that is recorded.
+            context.spend(entry, 2)
+            entry.lost = f"it {COMPILES.effect}, in each call"
+            entry.ordinary = 1
+            return context.eager_result(entry, call)
+        recording.refused = recording.refused or context.refuses(call, recording, oldest)
+        if recording.refused is not None and torch.is_grad_enabled():  # which may be a consequence
+            recording.refused = context.around.take_over() or recording.refused
+        if not (recording.refused or recording.communicates) and context.group.whole.take(recording.guards.tensors):
+            # The next call is recorded, at the addresses that stay.
+            return context.eager_result(entry, call)
+        modes = difference(entry.signature.modes, context.group.modes())
+        if modes and recording.refused is None:
+            recording.refused = f"changes a mode of PyTorch ({modes[0]}), which no replay does; do it around the call"
+        if outputs or recording.backward:
+            trained = [one for one in (*recording.guards.parameters(), *context.around.parameters) if one.requires_grad]
+            with torch.enable_grad():
+                recording.refused = recording.refused or (ON_ACCUMULATOR if any(map(on_accumulator, trained)) else None)
+        entry.add(recording)
+        if dispatch.current() is None:  # else it is part of a larger recording
+            context.learn_uses(entry, call, recording, oldest)
+        context.learn(recording.guards)
+        if recording.refused is not None:
+            # Before any attempt, so that the user's Python never runs twice for one call. The next one is recorded.
+            if context.group.settle(context.config.backend, context.around.device([]), misguessed=True):
+                entry.recordings.clear()
+            else:
+                context.failed(entry, CaptureRefused(recording.refused), "its forward")
+        else:
+            entry.ordinary = context.config.warmup_steps - 1
+            context.spend(entry)
+    return context.eager_result(entry, call)
+
+
+def _say_difference(context: Context, entry: Entry) -> None:
+    if entry.other_branch:
+        is_layer = type(context.root) in context.group.said.like
+        parts = "after ungraph(model), graph_layers(model, layers=[...]) keeps the parts that it names"
+        keep = parts if is_layer else "graph_layers(model) keeps the layers"
+        others = "" if context.instead else f"; {keep} in graphs, whichever of them run"
+        context.log_once(
+            f"{context.name!r} runs eagerly where {entry.difference}. Branches that come often get a graph "
+            f"each{others}",
+            key="other branch",
+        )
+        return
+    then = (
+        "recorded and captured again, as after each such change"
+        if entry.graphs
+        else "recorded anew after each such change, so that there is no graph yet"
+    )
+    context.log_once(f"{context.name!r} runs eagerly: {entry.difference}. It is {then}", key=entry.difference)
+
+
+# -- verified calls: eager although a graph would serve them, and compared with what was captured ----------------------
+
+
+def due(context: Context, entry: Entry) -> Any:
+    """The recording that a call of this signature is to be compared with; None where it is not to be verified now."""
+    how, group = context.config.verify, context.group
+    rounds = group.verification
+    if how is Verify.sampled:
+        if _is_run_again():
+            rounds.stop()
+        if entry.verified_in < 0:
+            rounds.expect(entry.recordings[0].seconds)
+        elif entry.verified_in == rounds.round and (group.busy or several_ranks() or not rounds.begins()):
+            return None
+        first, entry.verified_in = entry.verified_in < 0, rounds.round
+        if first or not group.backend.has_room(sum(arena.pool.bytes() for arena in group.arenas)):
+            return None
+    elif how is Verify.off:
+        entry.verified_in = rounds.round
+        return None
+    recording = entry.recording_of_now()
+    return recording if any(graph.recording is recording for graph in entry.graphs) else None
+
+
+def _is_run_again() -> bool:
+    """Whether a checkpoint runs the call, which counts what it saves: it has to run alike both times."""
+    inside = current_node() is not None
+    return inside or top_saved_tensors_hooks(True) is not None
+
+
+def verify(context: Context, entry: Entry, call: Call, recording: Any) -> Any:
+    """An eager call that is compared with the recorded one.
+
+    Raises:
+        VerificationFailed: it did other operations, and every call is verified.
+    """
+    began = time.perf_counter()
+    context.ran_eagerly()
+    context.counters.verified += 1
+    recorder, _ = alone(context, entry, lambda: follow(call, context.group.gpu))
+    difference = recording.script.compare(recorder.trace)
+    context.group.verification.took(time.perf_counter() - began)
+    if difference is not None:
+        context.out_of_date(entry, difference)
+    entry.verified_at = entry.replays
+    return context.eager_result(entry, call)
+
+
+# -- with other ranks: which calls communicate, and what all then agree on ---------------------------------------------
+
+
+def is_nested(context: Context) -> bool:
+    """Whether a call is to be no more than a part of another. That may be one that all ranks make eagerly: what is
+    captured there on one rank, on another may be recorded as part of that. Or one that runs again for its backward,
+    which asks autograd for the gradients of all parameters inside."""
+    return run_again.count > 0 or (context.agreement is not None and _agreed_on.count > 0)
+
+
+def agrees(context: Context, entry: Entry, choice: Choice) -> bool:
+    """Whether all ranks replay or capture this call, as this one would; asked once in a call."""
+    agreement = context.agreement
+    if agreement is None:
+        return True
+    agreed = agreement.choose(choice)
+    if not agreed and agreement.why:
+        context.log_once(f"{context.name!r} runs eagerly, because {agreement.why}", key="other ranks")
+    if not agreed and agreement.lasts and entry.failed(agreement.why, context.config.max_failures):
+        context.keep_eager(entry, agreement.why)
+    return agreed
+
+
+def alone(context: Context, entry: Entry | None, call: Callable[[], T]) -> T:
+    """Makes a call without a graph, after the other ranks were told so, and finds out whether any take part; returns
+    what it gives."""
+    agreement, inside, agreed_on = context.agreement, inside_calls.count, _agreed_on.count
+    try:
+        inside_calls.count = inside + 1
+        if agreement is not None and agreement.is_open:
+            disabled = entry is not None and entry.disabled
+            reason = entry.reason if disabled else context.last_failure or "this call is new to it"
+            agreement.choose(Choice.eager, reason, lasts=disabled)
+        before = communicated() if several_ranks() else {}
+        if agreement is not None:
+            _agreed_on.count = agreed_on + 1
+        result = call()
+    finally:  # which nothing can interrupt
+        inside_calls.count, _agreed_on.count = inside, agreed_on
+    if before or several_ranks():
+        _learn_ranks(context, before)
+    return result
+
+
+def _learn_ranks(context: Context, before: dict) -> None:
+    groups = [group for group, count in communicated().items() if count != before.get(group, 0)]
+    if not groups or context.around.joins():
+        return
+    if context.agreement is None:
+        context.agreement = Agreement()
+        free_before_destruction(context.leave_ranks)
+    context.agreement.learn(groups)

@@ -2,6 +2,9 @@
 
 Graphs write to an address; `.grad` is a tensor over the same memory with a storage of its own. So a gradient that the
 user keeps beyond `zero_grad()` can be moved to a copy before its memory is written again, as results are.
+
+Of parameters and gradients of which each rank holds a part (DTensor), memory is that of the part of this rank, around
+which one is made again. Their gradients go through autograd, which accumulates them as it does in an eager step.
 """
 
 from __future__ import annotations
@@ -16,8 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from graphmod.step.buffers import can_swap, storage_over, swap_for_copy
-from graphmod.step.split import Whole, is_split, part
-from graphmod.torch_private import storage_uses
+from graphmod.torch_private import is_traceable_wrapper_subclass, storage_uses
 from graphmod.trace.operations import address
 
 _use_count, _data_ptr = storage_uses, torch.Tensor.data_ptr
@@ -247,3 +249,43 @@ def lend(parameter: Tensor, grad: Tensor, made: Callable[[int], bool], entry: An
     buffer = GradientBuffer(parameter, part(grad), entry, Whole(grad) if is_split(grad) else None)
     parameter.grad = buffer.tensor
     return buffer
+
+
+_PART = "_local_tensor"
+
+
+def is_split(tensor: Tensor) -> bool:
+    """Whether a tensor is a DTensor."""
+    return hasattr(tensor, "device_mesh") and is_traceable_wrapper_subclass(tensor)
+
+
+def part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor."""
+    return getattr(tensor, _PART) if is_split(tensor) else tensor
+
+
+def alike(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are split in the same way, or both not at all."""
+    if not (is_split(one) and is_split(other)):
+        return is_split(one) is is_split(other)
+    return one.device_mesh == other.device_mesh and one.placements == other.placements
+
+
+class Whole:
+    """Makes the like of a DTensor around other memory.
+
+    Args:
+        like: the DTensor.
+    """
+
+    __slots__ = ("_form", "_held", "_kind", "_size", "_stride")
+
+    def __init__(self, like: Tensor) -> None:
+        names, self._form = like.__tensor_flatten__()
+        self._held = {name: getattr(like, name) for name in names if name != _PART}
+        self._kind: Any = type(like)
+        self._size, self._stride = like.size(), like.stride()
+
+    def around(self, memory: Tensor) -> Tensor:
+        """A DTensor of which this rank holds `memory`."""
+        return self._kind.__tensor_unflatten__({**self._held, _PART: memory}, self._form, self._size, self._stride)

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import random
 import sys
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from graphmod.errors import CaptureRefused
+from graphmod.errors import CaptureRefused, SuccessorFailed
+from graphmod.errors import reason as failure
 from graphmod.guards.changes import NOT_REPLAYED
+from graphmod.guards.guards import Guards
+from graphmod.guards.hooks import has_gradient_hooks
 from graphmod.signature.arguments import Given
 from graphmod.signature.call import Call, Flat
 from graphmod.signature.flattening import rebuild
-from graphmod.step.accumulators import own_ends
+from graphmod.signature.modes import AUTOCAST
 from graphmod.step.buffers import StaticInput, static_inputs, unlike_eager
 from graphmod.step.context import Context
 from graphmod.step.entry import Entry
@@ -28,7 +32,7 @@ from graphmod.torch_private import next_sequence_number, top_saved_tensors_hooks
 from graphmod.trace.generators import put_back
 from graphmod.trace.operations import address
 from graphmod.trace.recorder import Follower
-from graphmod.trace.undo import Undo, is_interrupt, undoing
+from graphmod.trace.undo import Undo, is_interrupt, let_through, undoing
 
 ELSEWHERE = "another rank could not capture it"
 ALIGNED_OTHERWISE = "an argument begins at another place within 16 bytes than when it was captured"
@@ -63,7 +67,7 @@ class StepGraph:
         function: what is called.
         results: what it returns.
         parameters: leaf tensors from outside that its results have a backward for: none.
-        stand_ins: parameter (by identity) -> the view of it that the capture works with, see `accumulators`.
+        stand_ins: parameter (by identity) -> the view of it that the capture works with, see `own_ends`.
         advanced, before: tensors from outside that it changes and that may have a part in its results, and what they
             were before the last replay; None where nobody knows. Only a backward asks for them.
         launches: how often it was replayed.
@@ -279,6 +283,52 @@ class StepGraph:
         self.recording.host_draws.advance()
         self._after(leaves)
 
+    def replace_by(self, run: Callable[[], None]) -> None:
+        """Has other code take the place of this graph, from the next call on; see `wrap.exchange`."""
+        self.successor = run
+
+    def run_successor(self) -> bool:
+        """Lets the successor do this call: itself, when it is asked for the first time, since it may load and compile
+        what no capture may; the second time by a graph that is captured now, whose replay must come at once.
+
+        Returns:
+            Whether the call is done. Where not, the graph, or what was captured in its place, is to do it.
+
+        Raises:
+            SuccessorFailed: it failed, and may have changed something.
+        """
+        context, run, first = self.context, self.successor, not self.succeeded
+        began = time.perf_counter()
+        self.succeeded = True
+        try:
+            if first:
+                run()
+                return True
+            self._capture_successor(run)
+            context.counters.capture_seconds += time.perf_counter() - began  # no capture of the call: there is one
+        except Exception as error:
+            let_through(error)
+            if first:
+                self.successor = None
+                raise SuccessorFailed(
+                    f"{context.name!r}: code that was to take the place of its graph failed: {failure(error)}. It may "
+                    "have changed something, so begin again; the graph does all further calls"
+                ) from error
+            context.log_once(f"{context.name!r} keeps the kernels it has: {failure(error)}")
+        return False
+
+    def _capture_successor(self, run: Callable[[], None]) -> None:
+        self.successor = None
+        backend = self.context.group.backend
+        backend.prepare_capture()
+        captured, result = backend.capture(run, self.tape.arena.pool, [], [], split=False)
+        if result is not None or not captured.seen.outside:
+            captured.discard()
+            raise CaptureRefused(
+                "code that takes the place of a graph returns nothing, and works on tensors from outside"
+            )
+        self.graph, self.starts_early = captured, False
+
     def _after(self, leaves: list[Tensor] | None = None) -> None:
         """Does what the captured Python code did to gradients and version counters; `leaves` are the call's tensor
         arguments, if it had others than the call before."""
@@ -292,3 +342,77 @@ class StepGraph:
             torch.autograd.graph.increment_version(self._written)
         for index in self._arguments_written:
             torch.autograd.graph.increment_version(self.inputs[index].tensor if leaves is None else leaves[index])
+
+
+def _runs_backward(graph: Any) -> bool:
+    """Whether the callable runs a backward itself."""
+    if isinstance(graph.context.root, nn.Module):
+        return False
+    return graph.recording.backward
+
+
+class own_ends:
+    """Lets the autograd graph of a capture end at AccumulateGrad nodes of its own; whoever comes after it makes others
+    again.
+
+    Such a node keeps the stream on which it was made, and lives as long as anything that leads to it. A capture that
+    ended at one of the caller's stream would fork to that stream; gradients that eager code accumulated at one of the
+    capture stream would run there, where nothing is to run. So captures get nodes, or views in front of them, of their
+    own.
+
+    Where a parameter's node must stay as it is, modules have a view of it instead, at which the capture ends, and which
+    is noted in `graph.stand_ins`. Those are parameters that are used outside of this graph too, those with gradient
+    hooks, which the node runs, and all of them while an eager call of the module waits for its backward. Code that runs
+    its backward inside gets views of shared ones only: its gradients must reach the parameters themselves.
+
+    Args:
+        graph: about to be captured.
+        found: what the recorded call read.
+        given: the identities of its arguments. It has aliases of those, and calls before this one led to their nodes.
+    """
+
+    def __init__(self, graph: Any, found: Guards, given: set[int]) -> None:
+        self._graph, self._backend, self._places = graph, graph.context.group.backend, _replaced(graph, found)
+        self._parameters = {id(parameter): parameter for _, _, parameter in self._places}
+        # Then the backward goes on behind the views, to nodes of the capture too.
+        self._within = _runs_backward(graph) and not graph.context.group.busy
+        self._renewed = _to_renew(graph, found, given, set(self._parameters))
+        self._renewed += self._parameters.values() if self._within else ()
+
+    def __enter__(self) -> None:
+        self._backend.renew_accumulators(self._renewed)
+        views = self._backend.views(list(self._parameters.values()), self._within)
+        self._graph.stand_ins = dict(zip(self._parameters, views, strict=True))
+        for names, key, parameter in self._places:
+            names[key] = self._graph.stand_ins[id(parameter)]
+
+    def __exit__(self, *_: object) -> None:
+        for names, key, parameter in self._places:
+            names[key] = parameter
+        self._backend.renew_accumulators(self._renewed)
+
+
+def _replaced(graph: Any, found: Guards) -> list[tuple[dict, str, nn.Parameter]]:
+    """The places of parameters in modules that are to be given views."""
+    context, entry = graph.context, graph.entry
+    owned = found.parameters()
+    kept = owned if context.waiting() else [parameter for parameter in owned if has_gradient_hooks(parameter)]
+    kept = [] if _runs_backward(graph) else kept
+    held = {id(names) for names, _, _ in found.attributes}
+    elsewhere = {id(tensor) for container, _, tensor in found.slots if id(container) not in held}
+    wanted = {*context.group.shared, *map(id, kept)} - elsewhere if torch.is_grad_enabled() else set()
+    # Autocast keeps its casts of parameters, not of views. What a first attempt trips over, a second goes without.
+    casts = entry.signature.modes[AUTOCAST]
+    if (casts is not None and casts[-1]) or entry.account.failures:
+        wanted = set()
+    return [place for place in found.attributes if id(place[2]) in wanted and place[2].requires_grad]
+
+
+def _to_renew(graph: Any, found: Guards, given: set[int], stood_in: set[int]) -> list[nn.Parameter]:
+    context = graph.context
+    known = {id(parameter): parameter for parameter in (*found.parameters(), *context.around.parameters)}
+    keep = stood_in | context.group.shared.keys()
+    keep |= given - {id(one) for *_, one in (*found.attributes, *found.slots)}
+    if context.group.busy or not _runs_backward(graph):  # whoever leads to the node of now runs the hooks, too
+        keep |= {key for key, parameter in known.items() if has_gradient_hooks(parameter)}
+    return [parameter for key, parameter in known.items() if key not in keep] if torch.is_grad_enabled() else []

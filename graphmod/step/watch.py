@@ -14,7 +14,7 @@ from torch import Tensor
 from graphmod.errors import CaptureRefused
 from graphmod.guards.guards import Guards
 from graphmod.guards.hooks import HookWatch
-from graphmod.step.split import is_split, part
+from graphmod.step.gradients import is_split, part
 from graphmod.trace.operations import address
 from graphmod.trace.recorder import Follower
 

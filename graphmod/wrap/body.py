@@ -16,7 +16,7 @@ from torch import distributed, nn
 
 from graphmod.ranks.data_parallel import Depth
 from graphmod.step.account import Account
-from graphmod.step.together import run_again
+from graphmod.step.dispatch import run_again
 from graphmod.trace.dispatch import is_recording
 from graphmod.wrap.target import MARK, Target
 

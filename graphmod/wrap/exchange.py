@@ -107,5 +107,5 @@ def exchange(wrapper: CUDAGraphModule, run: Callable[[], None]) -> bool:
     # All that the call leaves behind lies in tensors from outside, where other code can leave it as well.
     if graph is None or not graph.stands_alone or graph.results.with_grad or graph.random or graph.advanced:
         return False
-    graph.successor = run
+    graph.replace_by(run)
     return True

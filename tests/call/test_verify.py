@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from graphmod import CUDAGraphModule, graph_layers
 from graphmod.errors import ConfigError, VerificationFailed
-from graphmod.step import verification
+from graphmod.step import group as verification
 
 
 class Clock:

@@ -11,8 +11,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from graphmod import CUDAGraphModule, graph_layers
-from graphmod.step.failures import reason_of
-from graphmod.step.log import cause_of, ranges
+from graphmod.step.log import cause_of, ranges, reason_of
 
 CPU = torch.device("cpu")
 EAGER = " stays eager after 3 such failures in a row; force_enable() tries again"
