@@ -82,6 +82,36 @@ def test_a_graph_without_a_backward_outside_needs_nothing_of_layers():
             assert not {one for one in imported if one.partition(".")[0] == "layers"}, f"{name} imports from layers"
 
 
+OWNERS = {"step/graph.py": "StepGraph", "layers/graph.py": "LayerGraph", "step/entry.py": "Entry"}
+NO_OWNERS = (
+    "ctx",
+    "counters",
+)  # an autograd node's context, and counters: other objects with attributes of these names
+
+
+def written(tree):
+    """Each attribute that code assigns, with the name of what it is an attribute of."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield getattr(node.value, "attr", getattr(node.value, "id", "")), node.attr
+
+
+def test_graphs_and_entries_own_their_state():
+    own = set()
+    for path, name in OWNERS.items():
+        owner = next(one for one in ast.parse((HOUSE / path).read_text()).body if getattr(one, "name", "") == name)
+        own |= {attribute for holder, attribute in written(owner) if holder == "self"}
+        own |= {field.target.id for field in owner.body if isinstance(field, ast.AnnAssign)}
+    assert {"recording", "ticket", "needs_grad"} <= own
+    for room in ("step", "layers", "wrap"):
+        for path in sorted(HOUSE.joinpath(room).glob("*.py")):
+            if path.relative_to(HOUSE).as_posix() in OWNERS:
+                continue
+            others = {(holder, name) for holder, name in written(ast.parse(path.read_text())) if name in own}
+            others = {(holder, name) for holder, name in others if holder not in ("self", *NO_OWNERS)}
+            assert not others, f"{path.name} assigns {others}"
+
+
 @pytest.mark.parametrize(("house", "room"), [(house, room) for house in WITHIN for room in WITHIN[house]])
 def test_so_do_the_rooms_within(house, room):
     before = {*WITHIN[house][: WITHIN[house].index(room) + 1]}

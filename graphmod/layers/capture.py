@@ -39,8 +39,11 @@ USES_UP = (
 )
 
 
-def capture_backward(graph: LayerGraph, grads: tuple[Tensor | None, ...]) -> BackwardGraph | None:
+def capture_backward(graph: LayerGraph, grads: tuple[Tensor | None, ...], modes: tuple) -> BackwardGraph | None:
     """Captures the backward of a forward that was captured in this pass, replays it once, and appends it to the tape.
+
+    Args:
+        modes: of PyTorch, in which it runs.
 
     Returns:
         None where that failed; the failure has been counted and logged, and the tape was dropped.
@@ -75,7 +78,7 @@ def capture_backward(graph: LayerGraph, grads: tuple[Tensor | None, ...]) -> Bac
         return None
     for output in graph.results.with_grad:
         output.counted = output in known.saved
-    _append(graph, known)
+    graph.add_backward(known, modes)
     entry.finished(graph)
     graph.forget_autograd()
     context.counters.captures += 1
@@ -275,19 +278,6 @@ class _Hook:
 
     def __exit__(self, *raised: object) -> None:
         self._tensor._backward_hooks = None
-
-
-def _append(graph: LayerGraph, known: BackwardGraph) -> None:
-    """Puts a captured backward onto the tape of its forward."""
-    group = graph.context.group
-    known.index = graph.tape.append(graph)
-    results = [result for result in known.results if result is not None]
-    graph.tape.hand_out(results)
-    for result in results:
-        group.static[result.tensor.data_ptr()] = result.tensor
-    graph.backward = known
-    if graph.tape.fresh_grads is None and graph.parameters:
-        graph.tape.fresh_grads = group.found_fresh
 
 
 def _there(grad: Tensor) -> Tensor:

@@ -129,7 +129,7 @@ def learn_casts(context: Context, entry: Entry, given: Sequence[Tensor], outputs
         _stay_eager(context, entry)
         return
     found = uses_of(edges, outputs)
-    entry.casts_once = all(times(uses) == 1 for uses in found.values())
+    entry.cast_apart(once=all(times(uses) == 1 for uses in found.values()))
     for uses, edge in zip(found.values(), edges.values(), strict=True):
         Sum(uses, edge, lambda: _stay_eager(context, entry))
 

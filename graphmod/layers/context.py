@@ -11,8 +11,8 @@ from torch import Tensor
 from graphmod.guards.hooks import several_hooks
 from graphmod.layers.casts import Casts, casts_of_its_own, learn_casts
 from graphmod.layers.checkpointed import DRAWS, draws_anew
-from graphmod.layers.graph import LayerGraph
-from graphmod.layers.node import InTurn, Ticket, apply_replayed
+from graphmod.layers.graph import LayerGraph, Ticket
+from graphmod.layers.node import InTurn, apply_replayed
 from graphmod.layers.recorded import RecordedBackward, for_plain_backwards, nodes_of, watch_backward
 from graphmod.layers.uses import learn_uses
 from graphmod.ranks.fully_shard import reads_parts
@@ -87,7 +87,7 @@ class LayerContext(Context):
             watch_backward(self, entry, recording, call, oldest)
         if entry.keeps_casts:
             learn_casts(self, entry, call.leaves, outputs, oldest)
-            entry.casts_once = entry.casts_once and not recording.guards.compiled
+            entry.cast_apart(once=entry.casts_once and not recording.guards.compiled)
 
     def awaits_backward(self, entry: Entry, recording: Any) -> bool:
         if recording.its_backward.wanted:
@@ -103,10 +103,8 @@ class LayerContext(Context):
         if recording is not None and recording.its_backward.watched_for:
             watch_backward(self, entry, recording, call, oldest)
         for tensor in call.result.differentiable[:1]:
-            if not entry.needs_grad:
-                entry.needs_grad = True
-                if not self.group.busy:
-                    self.group.begin_pass()
+            if entry.expect_backward() and not self.group.busy:
+                self.group.begin_pass()
             waiting = EagerCall(self.group, entry)
             self._eager_calls.add(waiting)
             tensor.register_hook(waiting.backward_began)
@@ -119,7 +117,6 @@ class LayerContext(Context):
         outputs: tuple[Tensor, ...] = ()
         if graph.results.with_grad:
             ticket = Ticket(graph.tape.arena, graph, random_state)
-            graph.ticket = weakref.ref(ticket)
             inputs = [leaves[i] for i in graph.differentiable]
             through = graph.through_autograd
             if graph.in_turn:

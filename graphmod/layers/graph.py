@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import operator
+import weakref
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -21,10 +23,12 @@ from graphmod.step.context import Context
 from graphmod.step.entry import Entry
 from graphmod.step.gradients import is_split, part
 from graphmod.step.graph import StepGraph
-from graphmod.step.tape import Tape
+from graphmod.step.tape import Arena, Tape
 from graphmod.torch_private import is_traceable_wrapper_subclass, saves_tensors
 from graphmod.trace.operations import address
 from graphmod.trace.recorder import Follower
+
+_version = operator.attrgetter("_version")
 
 
 class LayerGraph(StepGraph):
@@ -142,6 +146,22 @@ class LayerGraph(StepGraph):
         super().forget_autograd()
         self.results.retained, self.edges = [], {}
 
+    def add_backward(self, known: BackwardGraph, modes: tuple) -> None:
+        """Takes in its backward, captured and run in these modes of PyTorch, and puts it onto the tape."""
+        group, tape = self.context.group, self.tape
+        known.index = tape.append(self)
+        results = [result for result in known.results if result is not None]
+        tape.hand_out(results)
+        for result in results:
+            group.static[result.tensor.data_ptr()] = result.tensor
+        self.backward, self.backward_modes = known, modes
+        if tape.fresh_grads is None and self.parameters:
+            tape.fresh_grads = group.found_fresh
+
+    def count_mismatch(self, matched: bool) -> None:
+        """Takes in whether a backward found things as the captured one, or the recorded one, did."""
+        self.mismatches = 0 if matched else self.mismatches + 1
+
     # -- gradients -----------------------------------------------------------------------------------------------
 
     def differentiate(
@@ -193,3 +213,56 @@ class LayerGraph(StepGraph):
             through += [*of_uses, *[None] * (count - len(of_uses))]
         places = enumerate(direct, len(ends))
         return through, [(p, one) for place, p in places for one in parts.get(place) or [found[place]]]
+
+
+class Ticket:
+    """One forward with a backward still to come; dies with the autograd node that holds it. `done` says whether it has
+    had one, after which another may follow if the graph was retained; `of_witness` is the gradient of the forward's
+    witness, where autograd is to accumulate that itself."""
+
+    __slots__ = (
+        "__weakref__",
+        "arena",
+        "before",
+        "done",
+        "finished",
+        "graph",
+        "node",
+        "of_witness",
+        "passed",
+        "random_state",
+        "versions",
+        "weights",
+    )  # fmt: skip
+
+    def __init__(self, arena: Arena, graph: LayerGraph, random_state: Any) -> None:
+        self.arena, self.graph, self.random_state = arena, graph, random_state
+        self.passed = arena.passes
+        self.done = self.finished = False
+        self.before = graph.before
+        self.weights = graph.parameters
+        self.versions = list(map(_version, graph.parameters))
+        self.of_witness: Any = None
+        self.node: Any = None  # weak: the autograd node that holds this ticket
+        graph.ticket = weakref.ref(self)
+        arena.in_flight += 1
+
+    def finish(self) -> None:
+        if not self.finished:
+            self.done = self.finished = True
+            self.arena.in_flight -= 1
+            if self.arena.holds_dropped or self.graph.tape.dropped:
+                self.arena.let_go_of_dropped()
+
+    __del__ = finish
+
+    def changed(self) -> list[Any]:
+        """The parameters that were changed in place since the forward."""
+        if list(map(_version, self.weights)) == self.versions:
+            return []
+        return [p for p, version in zip(self.weights, self.versions, strict=True) if p._version != version]
+
+    @property
+    def current(self) -> bool:
+        """Whether the pass this forward belongs to is still the last one, so that its inputs are still in place."""
+        return self.arena.passes == self.passed

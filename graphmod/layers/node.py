@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 import weakref
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
@@ -16,7 +15,7 @@ from graphmod.errors import BackwardUnavailable
 from graphmod.guards.hooks import has_gradient_hooks, without_gradient_hooks
 from graphmod.layers.backward import BackwardGraph, GradientsExchanged, Outvoted, changed_in_place
 from graphmod.layers.capture import capture_backward
-from graphmod.layers.graph import LayerGraph
+from graphmod.layers.graph import LayerGraph, Ticket
 from graphmod.layers.recorded import DIFFERENTIATED_AGAIN
 from graphmod.layers.uses import watch_sums
 from graphmod.ranks.agreement import Choice
@@ -27,11 +26,9 @@ from graphmod.step.account import REPLAY
 from graphmod.step.buffers import apart
 from graphmod.step.dispatch import agrees, run_again
 from graphmod.step.log import cause_of
-from graphmod.step.tape import Arena
 from graphmod.torch_private import keeps_graph, will_run
 from graphmod.trace.undo import let_through
 
-_version = operator.attrgetter("_version")
 _NOTHING_BESIDE = contextlib.nullcontext()
 _TWICE = (
     "Trying to backward through the graph a second time (or directly access saved tensors after they have already been "
@@ -40,58 +37,6 @@ _TWICE = (
     "after calling backward."
 )
 """What autograd says."""
-
-
-class Ticket:
-    """One forward with a backward still to come; dies with the autograd node that holds it. `done` says whether it has
-    had one, after which another may follow if the graph was retained; `of_witness` is the gradient of the forward's
-    witness, where autograd is to accumulate that itself."""
-
-    __slots__ = (
-        "__weakref__",
-        "arena",
-        "before",
-        "done",
-        "finished",
-        "graph",
-        "node",
-        "of_witness",
-        "passed",
-        "random_state",
-        "versions",
-        "weights",
-    )  # fmt: skip
-
-    def __init__(self, arena: Arena, graph: LayerGraph, random_state: Any) -> None:
-        self.arena, self.graph, self.random_state = arena, graph, random_state
-        self.passed = arena.passes
-        self.done = self.finished = False
-        self.before = graph.before
-        self.weights = graph.parameters
-        self.versions = list(map(_version, graph.parameters))
-        self.of_witness: Any = None
-        self.node: Any = None  # weak: the autograd node that holds this ticket
-        arena.in_flight += 1
-
-    def finish(self) -> None:
-        if not self.finished:
-            self.done = self.finished = True
-            self.arena.in_flight -= 1
-            if self.arena.holds_dropped or self.graph.tape.dropped:
-                self.arena.let_go_of_dropped()
-
-    __del__ = finish
-
-    def changed(self) -> list[Any]:
-        """The parameters that were changed in place since the forward."""
-        if list(map(_version, self.weights)) == self.versions:
-            return []
-        return [p for p, version in zip(self.weights, self.versions, strict=True) if p._version != version]
-
-    @property
-    def current(self) -> bool:
-        """Whether the pass this forward belongs to is still the last one, so that its inputs are still in place."""
-        return self.arena.passes == self.passed
 
 
 class Replayed(torch.autograd.Function):
@@ -212,9 +157,8 @@ def _backward(ticket: Ticket, graph: LayerGraph, grads: tuple[Tensor | None, ...
             context.drop(tape, why="code outside uses its parameters too")
         elif on_tape and tape.at_end and not tape.dropped and _is_as_recorded(graph, grads):
             if agrees(context, graph.entry, Choice.capture):
-                known = capture_backward(graph, grads)
+                known = capture_backward(graph, grads, modes)
             if known is not None:
-                graph.backward_modes = modes
                 return _hand_out(known, ticket)
             return _again(ticket, graph, grads, True, pending)
         return _again(ticket, graph, grads, accumulates, pending)
@@ -238,7 +182,7 @@ def _backward(ticket: Ticket, graph: LayerGraph, grads: tuple[Tensor | None, ...
             with group.backend.in_turn() if context.eager_in >= group.begun - 1 else _NOTHING_BESIDE:
                 copied, as_captured = known.launch(grads, tape.arena.passes, agreed)
         except GradientsExchanged:
-            graph.entry.adds_apart = True
+            graph.entry.add_apart()
             context.drop(tape, why="gradients that it adds to, or that are held, are others each time")
             return _again(ticket, graph, grads, accumulates)
         except Outvoted:
@@ -335,19 +279,18 @@ def _reads_otherwise(graph: LayerGraph, changed: str, patience: int | None = Non
     """A backward whose code would read something else than when it was recorded; after some in a row the call is
     recorded anew."""
     context, entry = graph.context, graph.entry
-    graph.mismatches += 1
+    graph.count_mismatch(False)
     context.log_once(f"the backward of {context.name!r} runs eagerly: {changed}", key=f"backward: {cause_of(changed)}")
     if graph.mismatches <= (context.config.warmup_steps if patience is None else patience):
         return
-    entry.difference = changed
-    entry.forget(graph.recording)
+    entry.forget(graph.recording, changed)
 
 
 def _count_mismatch(graph: LayerGraph, matched: bool) -> None:
     """Several backwards in a row that the captured one did not fit: this is how it is from now on, capture anew. Where
     that does not help, the slower replay is as good as it gets."""
     context, entry = graph.context, graph.entry
-    graph.mismatches = 0 if matched else graph.mismatches + 1
+    graph.count_mismatch(matched)
     if not matched:
         context.spend(entry, REPLAY)
     if graph.tape.dropped or graph.mismatches <= context.config.warmup_steps:

@@ -264,7 +264,7 @@ def watch_backward(context: Context, entry: Entry, recording: Any, call: Call, o
         if refused is None:
             return
         recording.refused = recording.refused or refused
-        entry.ordinary = 0  # the next call is recorded anew
+        entry.warm_up_again(0)  # the next call is recorded anew
         tapes = {graph.tape for graph in entry.graphs if graph.recording is recording}
         context.drop(*tapes, why=refused)
         context.failed(entry, CaptureRefused(refused), "its backward")

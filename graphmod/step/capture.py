@@ -168,19 +168,16 @@ def capture(
         if context.agreement is not None:
             context.agreement.captured(False)
         if isinstance(error, Diverged):
-            entry.casts_once = False
+            entry.cast_apart(once=False)
             entry.forget(recording)  # another eager call is recorded, and never what was refused is the measure
         context.failed(entry, error, "its forward")
         return None
     if context.last_failure == entry.eager_for:
         context.last_failure = ""
     context.served = graph
-    entry.graphs.append(graph)
-    entry.needs_grad = bool(graph.results.with_grad)
+    entry.captured(graph)
     if entry.needs_grad:
         arena.awaiting.add(graph)
-    if not entry.needs_grad:
-        entry.succeeded()
     context.counters.captures += 1
     context.counters.replays += 1
     context.counters.capture_seconds += time.perf_counter() - began

@@ -149,8 +149,7 @@ class Context:
         entry.recordings.clear()
         if self.config.verify is Verify.always:
             raise VerificationFailed(message)
-        self.keep_eager(entry, difference)
-        entry.out_of_date = True
+        entry.disable(difference, out_of_date=True)
         self.log_once(f"{message}; it stays eager, and force_enable() tries again", key=difference)
 
     def keep_eager(self, entry: Entry, reason: str) -> None:

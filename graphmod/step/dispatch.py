@@ -19,7 +19,7 @@ from graphmod.reads.backwards import end_left, watches
 from graphmod.signature.call import Call, Flat
 from graphmod.signature.flattening import unrepeatable
 from graphmod.signature.modes import FOREIGN, difference
-from graphmod.signature.signature import Matcher, Signature, argument_paths, tensor_key
+from graphmod.signature.signature import Signature, argument_paths, tensor_key
 from graphmod.step.capture import CANNOT_MOVE, CAPTURE_ANOTHER, IN_USE, UNFINISHED, affordable, capture, place
 from graphmod.step.context import Context
 from graphmod.step.entry import Entry
@@ -206,8 +206,7 @@ def find(context: Context, entry: Entry, leaves: list[Tensor], careful: bool) ->
     best = None
     unfinished = False
     if entry.capture_in and not careful:
-        entry.capture_in -= 1
-        unfinished = not entry.capture_in
+        unfinished = entry.awaited_capture()
     for graph in entry.graphs:
         tape, arena = graph.tape, graph.tape.arena
         if arena.in_flight:
@@ -233,7 +232,7 @@ def find(context: Context, entry: Entry, leaves: list[Tensor], careful: bool) ->
     if best is not None and not best.tape.arena.in_flight:
         stuck = best.tape.arena.begin(best.tape)
         for other in stuck or ():
-            other.copies_out = True  # from now on: its results are held in a way that does not let them be moved
+            other.copy_out()
         if stuck:
             context.drop(*{graph.tape for other in (entry, *stuck) for graph in other.graphs}, why=CANNOT_MOVE)
             return None, CAPTURE_ANOTHER
@@ -278,12 +277,8 @@ def launch(context: Context, graph: StepGraph, leaves: list[Tensor], careful: bo
     context.counters.eager_calls += not replayed
     context.served = graph  # past nn.Module's __setattr__, which takes a microsecond
     if context.entries.usual is not entry:
-        if entry.matcher is None:
-            entry.matcher = Matcher(entry.signature)
-        context.entries.usual = entry
-    entry.replays += 1
-    if graph.backward is not None or not graph.results.with_grad:
-        entry.succeeded()
+        context.entries.expect(entry)
+    entry.replayed(succeeded=graph.backward is not None or not graph.results.with_grad)
     return state, None
 
 
@@ -294,13 +289,11 @@ def warm_up(context: Context, entry: Entry, call: Call) -> Any:
     """An ordinary call; the last of some in a state that is new is recorded, because the first may create what later
     ones only use."""
     context.ran_eagerly()
-    entry.called_forward = entry.called_forward or current_node() is None
     if entry.difference:
-        context.last_failure = entry.eager_for = entry.difference
+        context.last_failure = entry.difference
         if entry.graphs or entry.keeps_changing:
             _say_difference(context, entry)
-    if entry.ordinary:
-        entry.ordinary -= 1
+    if not entry.begin_warm_up(forward=current_node() is None):
         call.result = Flat(alone(context, entry, call))
     else:
         oldest = next_sequence_number()
@@ -310,8 +303,7 @@ def warm_up(context: Context, entry: Entry, call: Call) -> Any:
             # Under the recorder functions of PyTorch are others, which compiled code may stand on. It may be compiled
             # once more, in a call like any other, and the one after that is recorded.
             context.spend(entry, 2)
-            entry.lost = f"it {COMPILES.effect}, in each call"
-            entry.ordinary = 1
+            entry.warm_up_again(1, f"it {COMPILES.effect}, in each call")
             return context.eager_result(entry, call)
         recording.refused = recording.refused or context.refuses(call, recording, oldest)
         if recording.refused is not None and torch.is_grad_enabled():  # which may be a consequence
@@ -337,7 +329,7 @@ def warm_up(context: Context, entry: Entry, call: Call) -> Any:
             else:
                 context.failed(entry, CaptureRefused(recording.refused), "its forward")
         else:
-            entry.ordinary = context.config.warmup_steps - 1
+            entry.warm_up_again(context.config.warmup_steps - 1)
             context.spend(entry)
     return context.eager_result(entry, call)
 
@@ -376,11 +368,11 @@ def due(context: Context, entry: Entry) -> Any:
             rounds.expect(entry.recordings[0].seconds)
         elif entry.verified_in == rounds.round and (group.busy or several_ranks() or not rounds.begins()):
             return None
-        first, entry.verified_in = entry.verified_in < 0, rounds.round
+        first = entry.begin_round(rounds.round)
         if first or not group.backend.has_room(sum(arena.pool.bytes() for arena in group.arenas)):
             return None
     elif how is Verify.off:
-        entry.verified_in = rounds.round
+        entry.begin_round(rounds.round)
         return None
     recording = entry.recording_of_now()
     return recording if any(graph.recording is recording for graph in entry.graphs) else None
@@ -406,7 +398,7 @@ def verify(context: Context, entry: Entry, call: Call, recording: Any) -> Any:
     context.group.verification.took(time.perf_counter() - began)
     if difference is not None:
         context.out_of_date(entry, difference)
-    entry.verified_at = entry.replays
+    entry.verified()
     return context.eager_result(entry, call)
 
 

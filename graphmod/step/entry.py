@@ -123,6 +123,21 @@ class Entry:
         casts = self.signature.modes[AUTOCAST]
         self.keeps_casts = bool(casts is not None and casts[-1] and self.signature.modes[GRAD])
 
+    # -- recordings ----------------------------------------------------------------------------------------------
+
+    def begin_warm_up(self, forward: bool) -> bool:
+        """Takes in a warm-up call, `forward` if it is outside of any backward; returns whether it is to be recorded."""
+        self.called_forward = self.called_forward or forward
+        self.eager_for = self.difference or self.eager_for
+        if not self.ordinary:
+            return True
+        self.ordinary -= 1
+        return False
+
+    def warm_up_again(self, calls: int, why: str = "") -> None:
+        """Has a call recorded after some ordinary ones; `why` none was good for a graph so far."""
+        self.ordinary, self.lost = calls, why or self.lost
+
     def recording_of_now(self) -> Any:
         """The recording of a call in the present state; None where there is none."""
         self.difference, self.other_branch = "", False
@@ -167,12 +182,51 @@ class Entry:
             return 0
         return sum(graph.launches for graph in self.graphs if graph.recording is recording)
 
-    def forget(self, recording: Any) -> None:
-        """Forgets a recording, and drops the graphs that stand on it."""
+    def forget(self, recording: Any, why: str = "") -> None:
+        """Forgets a recording, and drops the graphs that stand on it; `why` is what has changed since, if that is not
+        the difference that is known."""
+        self.difference = why or self.difference
         self.recordings = [known for known in self.recordings if known is not recording]
         for graph in list(self.graphs):
             if graph.recording is recording:
                 graph.tape.drop(self.difference or "its code reads other objects in each call")
+
+    # -- graphs --------------------------------------------------------------------------------------------------
+
+    def captured(self, graph: Any) -> None:
+        """Takes in a graph that was just captured."""
+        self.graphs.append(graph)
+        self.needs_grad = bool(graph.results.with_grad)
+        if not self.needs_grad:
+            self.succeeded()
+
+    def lose(self, graph: Any, why: str) -> None:
+        """Takes in that a graph was dropped."""
+        if graph in self.graphs:
+            self.graphs.remove(graph)
+            self.lost = why
+
+    def replayed(self, succeeded: bool) -> None:
+        """Takes in a replay; `succeeded` if nothing of the call can fail any more."""
+        self.replays += 1
+        if succeeded:
+            self.account.failures = 0
+
+    def succeeded(self) -> None:
+        self.account.failures = 0
+
+    def copy_out(self) -> None:
+        """From now on results are copied: they are held in a way that does not let them be moved."""
+        self.copies_out = True
+
+    def begin_round(self, number: int) -> bool:
+        """Takes in that its calls are to be verified in a round; returns whether that is its first."""
+        first, self.verified_in = self.verified_in < 0, number
+        return first
+
+    def verified(self) -> None:
+        """Takes in that a call was compared with what was captured."""
+        self.verified_at = self.replays
 
     def failed(self, reason: str, most: int) -> bool:
         """Counts a failure; True when it was the one that disables."""
@@ -183,9 +237,10 @@ class Entry:
         self.disable(reason)
         return True
 
-    def disable(self, reason: str) -> None:
-        """Lets all calls be eager from now on."""
+    def disable(self, reason: str, out_of_date: bool = False) -> None:
+        """Lets all calls be eager from now on; see the class for `out_of_date`."""
         self.disabled, self.reason, self.recordings = True, reason, []
+        self.out_of_date = self.out_of_date or out_of_date
         for part in opaque_parts(self.signature.structure):  # a cache of gigabytes, for one
             part.let_go()
 
@@ -204,6 +259,26 @@ class Entry:
         self._enable()
         self.account.try_again()
         return False
+
+    # -- a backward outside of the graph ---------------------------------------------------------------------------
+
+    def expect_backward(self) -> bool:
+        """Takes in that a result has a backward; returns whether that is new."""
+        new, self.needs_grad = not self.needs_grad, True
+        return new
+
+    def cast_apart(self, once: bool) -> None:
+        """Takes in whether its recorded call uses each cast once."""
+        self.casts_once = once
+
+    def add_apart(self) -> None:
+        """From now on gradients are added outside of the graph to those that the user puts in place."""
+        self.adds_apart = True
+
+    def awaited_capture(self) -> bool:
+        """Counts down to the next capture of a call that may have a backward; returns whether it has come."""
+        self.capture_in -= 1
+        return not self.capture_in
 
     def backward_began(self, number: int) -> None:
         """Takes in that a call of the pass with this number has its backward."""
@@ -230,8 +305,7 @@ class Entry:
             ):
                 tape.drop()
 
-    def succeeded(self) -> None:
-        self.account.failures = 0
+    # -- what the user decides -----------------------------------------------------------------------------------
 
     def rearm(self) -> None:
         self._enable()
@@ -278,6 +352,12 @@ class Registry:
         """Notes that an entry was used now."""
         self.clock += 1
         entry.last_used = self.clock
+
+    def expect(self, entry: Entry) -> None:
+        """Takes in that calls like those of an entry, which was replayed, are to be expected."""
+        if entry.matcher is None:
+            entry.matcher = Matcher(entry.signature)
+        self.usual = entry
 
     def get(self, signature: Signature) -> Entry | None:
         entry = self._known.get(signature)
@@ -337,8 +417,7 @@ class Registry:
         self.__init__(self._ordinary)
         for entry in disabled:
             kept = self.add(entry.signature)
-            kept.disable(entry.reason)
-            kept.out_of_date = entry.out_of_date
+            kept.disable(entry.reason, entry.out_of_date)
 
     @property
     def state(self) -> str:

@@ -48,9 +48,7 @@ class Tape:
     def drop(self, why: str = "") -> None:
         """Takes its graphs away from their modules; their memory is free once nothing in flight needs it."""
         for graph in self.owners:
-            if graph in graph.entry.graphs:
-                graph.entry.graphs.remove(graph)
-                graph.entry.lost = why
+            graph.entry.lose(graph, why)
         self.dropped = self.arena.holds_dropped = True
         self.arena.let_go_of_dropped()
 
