@@ -17,13 +17,12 @@ import contextlib
 import weakref
 from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, Node
 
-from graphmod.layers.uses import Sum, times, uses_of
+from graphmod.layers.uses import Sum, nodes_behind, times, uses_of
 from graphmod.step.context import Context
 from graphmod.step.entry import Entry
 from graphmod.step.recording import keeping_none
@@ -157,18 +156,11 @@ def casts_of_its_own(context: Context, entry: Entry) -> Iterator[None]:
 
 def _casts_in(given: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[GradientEdge]:
     """The casts of leaf tensors in the autograd graph between some tensors."""
-    seen = {tensor.grad_fn for tensor in given}
-    queue: list[Any] = [out.grad_fn for out in outputs if out.grad_fn not in seen]
-    seen.update(queue)
-    found = []
-    while queue:
-        node = queue.pop()
-        following = [one for one, _ in node.next_functions if one is not None]
-        if node.name().startswith("ToCopyBackward") and following and hasattr(following[0], "variable"):
-            found.append(GradientEdge(node, 0))
-            continue
-        for one in following:
-            if one not in seen:
-                seen.add(one)
-                queue.append(one)
-    return found
+
+    def is_cast(node: Node) -> bool:
+        return node.name().startswith("ToCopyBackward") and any(
+            hasattr(following, "variable") for following, _ in node.next_functions
+        )
+
+    nodes = nodes_behind(outputs, {tensor.grad_fn for tensor in given}, lambda node: not is_cast(node))
+    return [GradientEdge(node, 0) for node in nodes if is_cast(node)]

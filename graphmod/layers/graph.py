@@ -17,7 +17,7 @@ from graphmod.errors import CaptureRefused, Diverged
 from graphmod.guards.hooks import has_gradient_hooks, has_hooks_of_others, without_gradient_hooks
 from graphmod.layers.backward import BackwardGraph, Gradients
 from graphmod.layers.checkpointed import KEPT, RunAgain, in_checkpoint
-from graphmod.layers.uses import apart, times, uses_of
+from graphmod.layers.uses import apart, nodes_behind, times, uses_of
 from graphmod.signature.call import Call
 from graphmod.step.context import Context
 from graphmod.step.entry import Entry
@@ -82,10 +82,7 @@ class LayerGraph(StepGraph):
     def _find_parameters(self, given: list[Tensor], identities: set[int], recorder: Follower, oldest: int) -> None:
         """The leaves that the outputs depend on, found by walking the autograd graph that the capture built."""
         arguments = {id(tensor) for tensor in given}
-        queue = [tensor.grad_fn for tensor in self.results.retained]
-        seen = set(queue)
-        while queue:
-            node = queue.pop()
+        for node in nodes_behind(self.results.retained):
             leaf = getattr(node, "variable", None)
             if leaf is not None:
                 if is_traceable_wrapper_subclass(leaf) and not is_split(leaf):
@@ -112,9 +109,6 @@ class LayerGraph(StepGraph):
                         "uses a parameter that code outside uses too both as an attribute of its module and in another "
                         "way (a variable, a list); use it in one way"
                     )
-                if following is not None and following not in seen:
-                    seen.add(following)
-                    queue.append(following)
         group = self.context.group
         returned = {*map(id, self.results.passed_on), *identities}
         group.share([p for p in self.parameters if id(p) in returned])  # the caller may use it, too

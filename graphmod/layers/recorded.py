@@ -32,6 +32,7 @@ from graphmod.guards.guards import Guards
 from graphmod.guards.hooks import has_hooks_of_others
 from graphmod.guards.notes import Notes
 from graphmod.guards.values import Cell
+from graphmod.layers.uses import nodes_behind
 from graphmod.reads.backwards import begin, mark
 from graphmod.signature.call import Call
 from graphmod.step.context import Context
@@ -281,20 +282,12 @@ def nodes_of(outputs: Iterable[Tensor], given: Iterable[Tensor], oldest: int) ->
     """
     with torch.enable_grad():
         ends = {get_gradient_edge(tensor).node for tensor in given if tensor.requires_grad}
-    queue = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None and tensor.grad_fn not in ends]
-    seen, found, accumulators = set(queue), set(), []
-    while queue:
-        node = queue.pop()
+    found, accumulators = set(), []
+    for node in nodes_behind(outputs, ends, lambda node: node._sequence_nr() >= oldest):
         if hasattr(node, "variable"):
             accumulators.append(node)
-            continue
-        if node._sequence_nr() < oldest:
-            continue
-        found.add(node)
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen and following not in ends:
-                seen.add(following)
-                queue.append(following)
+        elif node._sequence_nr() >= oldest:
+            found.add(node)
     return found, accumulators
 
 

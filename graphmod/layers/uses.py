@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,27 @@ from graphmod.torch_private import current_backward
 Uses = dict[Node, list[int]]  # a node -> which of its gradients are for one tensor
 
 
+def nodes_behind(
+    tensors: Iterable[Tensor], ends: Collection[Node | None] = (), passes: Callable[[Node], bool] = lambda node: True
+) -> Iterator[Node]:
+    """The nodes of autograd's graph that some tensors lead to, each once.
+
+    Args:
+        ends: nodes that are left out, with what only they lead to.
+        passes: whether to go on behind a node.
+    """
+    seen = {None, *ends}
+    queue = [node for node in dict.fromkeys(tensor.grad_fn for tensor in tensors) if node not in seen]
+    seen.update(queue)
+    while queue:
+        node = queue.pop()
+        yield node
+        for following, _ in node.next_functions if passes(node) else ():
+            if following not in seen:
+                seen.add(following)
+                queue.append(following)
+
+
 def uses_of(edges: Mapping[int, GradientEdge], outputs: Sequence[Tensor]) -> dict[int, Uses]:
     """Where the gradients of some tensors come from, in the autograd graph of `outputs`.
 
@@ -31,19 +52,11 @@ def uses_of(edges: Mapping[int, GradientEdge], outputs: Sequence[Tensor]) -> dic
     keys = {(edge.node, edge.output_nr): key for key, edge in edges.items()}
     ends = {edge.node for edge in edges.values()}
     found: dict[int, Uses] = {key: {} for key in edges}
-    queue = [out.grad_fn for out in outputs if out.grad_fn is not None and out.grad_fn not in ends]
-    seen = set(queue)
-    while queue:
-        node = queue.pop()
-        for position, (following, number) in enumerate(node.next_functions):
-            if following is None:
-                continue
-            key = keys.get((following, number))
+    for node in nodes_behind(outputs, ends):
+        for position, following in enumerate(node.next_functions):
+            key = keys.get(following)
             if key is not None:
                 found[key].setdefault(node, []).append(position)
-            if following not in seen and following not in ends:
-                seen.add(following)
-                queue.append(following)
     return found
 
 
