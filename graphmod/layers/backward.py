@@ -114,7 +114,7 @@ class BackwardGraph:
         for static, grad in zip(self.inputs, grads, strict=True):
             if (static is None) is not (grad is None):
                 return False
-            if static is None:
+            if static is None or grad is None:
                 continue
             if static.tensor.stride() != grad.stride():
                 return False  # kernels for another layout may round otherwise
@@ -145,7 +145,9 @@ class BackwardGraph:
         if self.passing is not None and not self.passed.claim(self.passing):
             raise GradientsExchanged("views of another layer's gradient are held, which this torch cannot move")
         for index, buffer in self.copied:
-            copied += buffer.load(grads[index], passes, self)
+            grad = grads[index]
+            assert grad is not None, "of gradients that fit"
+            copied += buffer.load(grad, passes, self)
         if not self.accumulated and not any(map(_is_not, map(_grad, self.parameters), _NOTHING)):
             tensors = self.loans.free() or self._free()
             if not agrees():
@@ -218,13 +220,14 @@ def buffers_for(group: Group, parameters: list[Tensor]) -> list[GradientBuffer]:
     for parameter in parameters:
         buffer = group.gradients.get(id(parameter))
         passes = id(parameter) in together and parameter.grad is None
-        fits = buffer is not None and buffer.kind == kind_of(parameter) and bool(buffer.passing) is passes
+        if buffer is not None and (buffer.kind != kind_of(parameter) or bool(buffer.passing) is not passes):
+            buffer = None
         if passes:
-            if not fits or buffer.memory.data_ptr() in taken:
+            if buffer is None or buffer.memory.data_ptr() in taken:
                 buffer = GradientBuffer(parameter, group.passing.memory_for(parameter, taken))
                 buffer.passing = together[id(parameter)]
             taken.add(buffer.memory.data_ptr())
-        elif not fits or (parameter.grad is not buffer.tensor and not buffer.evacuate()):
+        elif buffer is None or (parameter.grad is not buffer.tensor and not buffer.evacuate()):
             buffer = GradientBuffer(parameter, torch.empty_like(parameter, requires_grad=False))
         group.gradients[id(parameter)] = buffer
         buffers.append(buffer)

@@ -17,6 +17,7 @@ import contextlib
 import weakref
 from collections.abc import Iterator, Sequence
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,7 +58,8 @@ def keep_open(device: torch.device, block: Block | None) -> None:
         return
     probe = _probe(device)
     with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):  # of which a checkpoint around must not know
-        node = torch.nn.functional.linear(probe, probe).grad_fn.next_functions[0][0]
+        cast: Any = torch.nn.functional.linear(probe, probe).grad_fn
+        node = cast.next_functions[0][0]
     node.metadata["graphmod"] = block
 
 

@@ -20,6 +20,7 @@ from graphmod.signature.call import Call
 from graphmod.step.context import Context
 from graphmod.step.entry import Entry
 from graphmod.step.group import Group
+from graphmod.step.recording import Recording
 from graphmod.step.tape import Tape
 
 COMMUNICATES = (
@@ -69,7 +70,7 @@ class LayerContext(Context):
     def own_casts(self, entry: Entry) -> AbstractContextManager:
         return casts_of_its_own(self, entry)
 
-    def refuses(self, call: Call, recording: Any, oldest: int) -> str | None:
+    def refuses(self, call: Call, recording: Recording, oldest: int) -> str | None:
         recording.its_backward = RecordedBackward(recording.functions)
         outputs = call.result.differentiable
         if recording.random and draws_anew():
@@ -78,7 +79,7 @@ class LayerContext(Context):
             return COMMUNICATES
         return for_plain_backwards(nodes_of(outputs, call.leaves, oldest)[0])
 
-    def learn_uses(self, entry: Entry, call: Call, recording: Any, oldest: int) -> None:
+    def learn_uses(self, entry: Entry, call: Call, recording: Recording, oldest: int) -> None:
         returned = call.result.seen  # these the caller may use as he likes, which `LayerGraph` sees to
         others = [one for one in self.around.parameters if id(one) not in returned]
         outputs = call.result.differentiable
@@ -89,7 +90,7 @@ class LayerContext(Context):
             learn_casts(self, entry, call.leaves, outputs, oldest)
             entry.cast_apart(once=entry.casts_once and not recording.guards.compiled)
 
-    def awaits_backward(self, entry: Entry, recording: Any) -> bool:
+    def awaits_backward(self, entry: Entry, recording: Recording) -> bool:
         if recording.its_backward.wanted:
             recording.its_backward.wanted -= 1
             return True
@@ -99,7 +100,7 @@ class LayerContext(Context):
             return True
         return False
 
-    def eager_result(self, entry: Entry, call: Call, recording: Any = None, oldest: int = 0) -> Any:
+    def eager_result(self, entry: Entry, call: Call, recording: Recording | None = None, oldest: int = 0) -> Any:
         if recording is not None and recording.its_backward.watched_for:
             watch_backward(self, entry, recording, call, oldest)
         for tensor in call.result.differentiable[:1]:
@@ -110,7 +111,7 @@ class LayerContext(Context):
             tensor.register_hook(waiting.backward_began)
         return call.result.value
 
-    def new_graph(self, entry: Entry, tape: Tape, recording: Any) -> LayerGraph:
+    def new_graph(self, entry: Entry, tape: Tape, recording: Recording) -> LayerGraph:
         return LayerGraph(self, entry, tape, recording)
 
     def results(self, graph: Any, leaves: list[Tensor], random_state: Any) -> Any:

@@ -23,6 +23,7 @@ from graphmod.step.context import Context
 from graphmod.step.entry import Entry
 from graphmod.step.gradients import is_split, part
 from graphmod.step.graph import StepGraph
+from graphmod.step.recording import Recording
 from graphmod.step.tape import Arena, Tape
 from graphmod.torch_private import is_traceable_wrapper_subclass, saves_tensors
 from graphmod.trace.operations import address
@@ -54,7 +55,7 @@ class LayerGraph(StepGraph):
         mismatches: backwards in a row that the captured backward did not fit.
     """
 
-    def __init__(self, context: Context, entry: Entry, tape: Tape, recording: Any) -> None:
+    def __init__(self, context: Context, entry: Entry, tape: Tape, recording: Recording) -> None:
         super().__init__(context, entry, tape, recording)
         self.captured_in = tape.arena.passes
         self.hooked: list[Tensor] = []
@@ -83,7 +84,7 @@ class LayerGraph(StepGraph):
         """The leaves that the outputs depend on, found by walking the autograd graph that the capture built."""
         arguments = {id(tensor) for tensor in given}
         for node in nodes_behind(self.results.retained):
-            leaf = getattr(node, "variable", None)
+            leaf: Any = getattr(node, "variable", None)
             if leaf is not None:
                 if is_traceable_wrapper_subclass(leaf) and not is_split(leaf):
                     raise CaptureRefused(
@@ -101,9 +102,10 @@ class LayerGraph(StepGraph):
                     "follow; pass it as an argument"
                 )
             for following, _ in node.next_functions:
-                view = self.stand_ins.get(id(getattr(following, "variable", None)))
+                original = getattr(following, "variable", None)
+                view = self.stand_ins.get(id(original))
                 if view is not None:
-                    self.edges[id(following.variable)] = get_gradient_edge(view)
+                    self.edges[id(original)] = get_gradient_edge(view)
                 if view is not None and view.grad_fn is not node:
                     raise CaptureRefused(
                         "uses a parameter that code outside uses too both as an attribute of its module and in another "
@@ -181,7 +183,7 @@ class LayerGraph(StepGraph):
             ends = [get_gradient_edge(inputs[i]) for i in given]
             ends += [edges.get(id(p)) or get_gradient_edge(p) for p in self.hooked]
         counts = [*given.values(), *self.hooked_uses]
-        wanted = [*ends, *(edges.get(id(p), p) for p in direct)]
+        wanted: Any = [*ends, *(edges.get(id(p), p) for p in direct)]
         found: Sequence[Tensor | None] = [None] * len(wanted)
         parts: dict[int, list[Tensor]] = {}
         if pairs and wanted:

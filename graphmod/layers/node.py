@@ -76,11 +76,12 @@ class InTurn(torch.autograd.Function):
         return parameter.view_as(parameter)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> Tensor | None:
-        return grad
+    def backward(ctx: Any, *grads: Tensor | None) -> Tensor | None:
+        return grads[0]
 
 
-apply_replayed = super(torch.autograd.Function, Replayed).apply  # without the wrapper for functorch transforms
+_plain: Any = super(torch.autograd.Function, Replayed)
+apply_replayed = _plain.apply  # without the wrapper for functorch transforms
 
 
 def run_backward(ticket: Ticket, grads: tuple[Tensor | None, ...]) -> Sequence[Tensor | None]:
@@ -220,7 +221,10 @@ def _hand_out(known: BackwardGraph, ticket: Ticket) -> list[Tensor | None]:
         None if result is None else result.tensor.clone() if copies else result.hand_out() for result in known.results
     ]
     if any(known.wholes):
-        found = [one if whole is None else whole.around(one) for one, whole in zip(found, known.wholes, strict=True)]
+        found = [
+            one if whole is None or one is None else whole.around(one)
+            for one, whole in zip(found, known.wholes, strict=True)
+        ]
     if ticket.graph.summed:
         watch_sums(ticket.graph, ticket.node(), ticket.graph.summed, found)
     return found

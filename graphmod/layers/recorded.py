@@ -37,6 +37,7 @@ from graphmod.reads.backwards import begin, mark
 from graphmod.signature.call import Call
 from graphmod.step.context import Context
 from graphmod.step.entry import Entry
+from graphmod.step.recording import Recording
 from graphmod.torch_private import top_saved_tensors_hooks
 from graphmod.trace.untraced import identity
 
@@ -177,7 +178,7 @@ class BackwardOfCall:
         for index, tensor in enumerate(made):
             self._watch_result(index, tensor)
 
-    def _watch_result(self, index: int, tensor: Tensor) -> None:
+    def _watch_result(self, index: int, tensor: Any) -> None:
         """Watches for the backward at a result. Hooks that the call itself put there are a part of it, and those of
         whoever it is returned to are none."""
 
@@ -194,13 +195,13 @@ class BackwardOfCall:
             self.beside = False
 
         first = tensor.register_hook(come)
-        hooks = tensor._backward_hooks
+        hooks: Any = tensor._backward_hooks
         known = list(hooks.items())
         hooks.clear()  # autograd goes by the order of insertion, whatever `move_to_end` does
         hooks.update([known[-1], *known[:-1]])
         self._handles += [first, tensor.register_hook(outside), tensor.grad_fn.register_prehook(inside)]
 
-    def _watch_parameter(self, node: Node) -> None:
+    def _watch_parameter(self, node: Any) -> None:
         """Watches for the gradient of a parameter, which a node accumulates."""
         parameter = node.variable
 
@@ -244,7 +245,7 @@ class BackwardOfCall:
         self._finish(self)
 
 
-def watch_backward(context: Context, entry: Entry, recording: Any, call: Call, oldest: int) -> None:
+def watch_backward(context: Context, entry: Entry, recording: Recording, call: Call, oldest: int) -> None:
     """Has the backward of an eager call judged, when it comes.
 
     Args:

@@ -31,14 +31,14 @@ def nodes_behind(
         ends: nodes that are left out, with what only they lead to.
         passes: whether to go on behind a node.
     """
-    seen = {None, *ends}
-    queue = [node for node in dict.fromkeys(tensor.grad_fn for tensor in tensors) if node not in seen]
+    seen = set(ends)
+    queue = [node for node in dict.fromkeys(tensor.grad_fn for tensor in tensors) if node and node not in seen]
     seen.update(queue)
     while queue:
         node = queue.pop()
         yield node
         for following, _ in node.next_functions if passes(node) else ():
-            if following not in seen:
+            if following is not None and following not in seen:
                 seen.add(following)
                 queue.append(following)
 
@@ -49,7 +49,7 @@ def uses_of(edges: Mapping[int, GradientEdge], outputs: Sequence[Tensor]) -> dic
     Args:
         edges: key -> where the autograd graph goes on, or ends, for a tensor.
     """
-    keys = {(edge.node, edge.output_nr): key for key, edge in edges.items()}
+    keys: dict[Any, int] = {(edge.node, edge.output_nr): key for key, edge in edges.items()}
     ends = {edge.node for edge in edges.values()}
     found: dict[int, Uses] = {key: {} for key in edges}
     for node in nodes_behind(outputs, ends):
@@ -118,7 +118,7 @@ class Sum:
 
     def _collector(self, positions: list[int]) -> Any:
         def collect(gradients: Sequence[Tensor | None], _: Any) -> None:
-            self._parts += [gradients[one] for one in positions if gradients[one] is not None]
+            self._parts += [one for one in map(gradients.__getitem__, positions) if one is not None]
 
         return collect
 
@@ -226,9 +226,9 @@ def apart(edges: Mapping[int, GradientEdge], outputs: Sequence[Tensor]) -> Itera
         def take(gradients: Sequence[Tensor | None], _: Any) -> tuple[Tensor | None, ...]:
             left = list(gradients)
             for position, key in sorted(found):
-                if left[position] is not None:
-                    parts[key].append(left[position])
-                    left[position] = None
+                one, left[position] = left[position], None
+                if one is not None:
+                    parts[key].append(one)
             return tuple(left)
 
         return take

@@ -16,6 +16,7 @@ from graphmod.errors import CaptureRefused
 from graphmod.signature.call import Call
 from graphmod.signature.flattening import Leaf
 from graphmod.signature.signature import argument_paths, attributes_of, has_own_gradient, unusual
+from graphmod.step.entry import Entry
 from graphmod.torch_private import from_dlpack, storage_uses, to_dlpack
 from graphmod.trace.operations import address
 from graphmod.trace.recorder import Follower
@@ -34,7 +35,7 @@ def mark_static(tensor: Tensor) -> Tensor:
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"mark_static takes a tensor, got {type(tensor).__name__}")
-    tensor._graphmod_static = True
+    vars(tensor)["_graphmod_static"] = True
     return tensor
 
 
@@ -187,7 +188,7 @@ class StaticOutput:
 
     __slots__ = ("_alias", "_out", "_pointer", "_source", "_storage", "_twin", "copied", "counted", "entry", "tensor")
 
-    def __init__(self, tensor: Tensor, entry: Any, counted: bool = False) -> None:
+    def __init__(self, tensor: Tensor, entry: Entry, counted: bool = False) -> None:
         self.tensor, self.entry, self.counted = tensor, entry, counted
         self.copied = not tensor.is_cuda or tensor.nbytes <= _SMALL
         self._pointer = tensor.data_ptr()
@@ -260,7 +261,7 @@ def storage_over(tensor: Tensor) -> Tensor:
     return _from_dlpack(_to_dlpack(tensor)) if tensor.numel() else torch.empty_like(tensor)
 
 
-def swap_for_copy(storage: torch.UntypedStorage, device: torch.device) -> None:
+def swap_for_copy(storage: Any, device: torch.device) -> None:
     """Gives a storage, and so all who hold it, a copy of what it holds."""
     old = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
     storage._swap_data_ptr_(old.clone().untyped_storage())
@@ -341,6 +342,6 @@ def _like(source: Tensor, memory: Tensor) -> Tensor:
             made = memory.view_as(memory).requires_grad_(source.requires_grad)
     for name, value in attributes_of(source).items():
         setattr(made, name, value)
-    if has_own_gradient(source):
+    if source.grad is not None and has_own_gradient(source):
         made.grad = source.grad.detach().clone()
     return made

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from graphmod.step.account import Account
 from graphmod.step.entry import Entry, GraphStats, Registry
 from graphmod.step.group import Group
 from graphmod.step.log import reason_of
+from graphmod.step.recording import Recording
 from graphmod.step.surroundings import Surroundings
 from graphmod.step.tape import Tape
 
@@ -81,7 +83,7 @@ class Context:
     def stats(self) -> GraphStats:
         """Counters so far; `pool_bytes` counts the pools shared with the group."""
         pools = sum(arena.pool.bytes() for arena in self.group.arenas)
-        return GraphStats(**{**vars(self.counters), "state": self.entries.state, "pool_bytes": pools})
+        return replace(self.counters, state=self.entries.state, pool_bytes=pools)
 
     def discover(self) -> None:
         """Finds, before the first call, what the callable plainly works on."""
@@ -176,7 +178,7 @@ class Context:
         """For a capture, which casts what it uses itself."""
         return nullcontext()
 
-    def refuses(self, call: Call, recording: Any, oldest: int) -> str | None:
+    def refuses(self, call: Call, recording: Recording, oldest: int) -> str | None:
         """Why the backward of a recorded call's result keeps it from being captured.
 
         Args:
@@ -185,14 +187,14 @@ class Context:
         """
         return None
 
-    def learn_uses(self, entry: Entry, call: Call, recording: Any, oldest: int) -> None:
+    def learn_uses(self, entry: Entry, call: Call, recording: Recording, oldest: int) -> None:
         """Learns from a recorded call what else uses its arguments, parameters and casts."""
 
-    def awaits_backward(self, entry: Entry, recording: Any) -> bool:
+    def awaits_backward(self, entry: Entry, recording: Recording) -> bool:
         """Whether a call is to be eager, because a backward of its result has to be recorded first."""
         return False
 
-    def eager_result(self, entry: Entry, call: Call, recording: Any = None, oldest: int = 0) -> Any:
+    def eager_result(self, entry: Entry, call: Call, recording: Recording | None = None, oldest: int = 0) -> Any:
         """Hands out the result of an eager call, whose backward may come.
 
         Args:
@@ -200,7 +202,7 @@ class Context:
         """
         return call.result.value
 
-    def new_graph(self, entry: Entry, tape: Tape, recording: Any) -> Any:
+    def new_graph(self, entry: Entry, tape: Tape, recording: Recording) -> Any:
         """For a call whose results have a backward.
 
         Raises:

@@ -64,15 +64,16 @@ def _run(context: Context, call: Call) -> Any:
     5. an eager call, also where the account does not allow for 3 or 4.
     """
     group, entries = context.group, context.entries
-    usual, modes = entries.usual, group.modes()
+    entry, modes = entries.usual, group.modes()
     function = None if call.function is context.call else call.function
     leaves = None
     # Most calls are like the one before.
-    known = None if usual is None else usual.signature
-    if known is not None and known.modes == modes and known.function is function and not usual.disabled:
-        leaves = usual.matcher.match(call.args, call.kwargs)
-    if leaves is not None and known.training is context.training:
-        entry, call.leaves = usual, leaves
+    if entry is not None and entry.matcher is not None and not entry.disabled:
+        known = entry.signature
+        if known.modes == modes and known.function is function and known.training is context.training:
+            leaves = entry.matcher.match(call.args, call.kwargs)
+    if entry is not None and leaves is not None:
+        call.leaves = leaves
         entries.touch(entry)
     else:
         if modes[FOREIGN] is not None or is_fx_tracing():
@@ -164,7 +165,7 @@ def _entry(context: Context, call: Call, function: Any) -> Entry | None:
     structure, leaves, group = call.flat.structure, call.leaves, context.group
     key = tuple(map(tensor_key, leaves))
     signature = Signature(structure, key, group.modes(), context.training, function)
-    entry = None if group.backend is None else context.entries.get(signature)
+    entry = context.entries.get(signature) if group.settled else None
     if entry is not None:
         return entry
     names = call.names
@@ -357,7 +358,7 @@ def _say_difference(context: Context, entry: Entry) -> None:
 # -- verified calls: eager although a graph would serve them, and compared with what was captured ----------------------
 
 
-def due(context: Context, entry: Entry) -> Any:
+def due(context: Context, entry: Entry) -> Recording | None:
     """The recording that a call of this signature is to be compared with; None where it is not to be verified now."""
     how, group = context.config.verify, context.group
     rounds = group.verification
@@ -384,7 +385,7 @@ def _is_run_again() -> bool:
     return inside or top_saved_tensors_hooks(True) is not None
 
 
-def verify(context: Context, entry: Entry, call: Call, recording: Any) -> Any:
+def verify(context: Context, entry: Entry, call: Call, recording: Recording) -> Any:
     """An eager call that is compared with the recorded one.
 
     Raises:
@@ -433,7 +434,8 @@ def alone(context: Context, entry: Entry | None, call: Callable[[], T]) -> T:
         inside_calls.count = inside + 1
         if agreement is not None and agreement.is_open:
             disabled = entry is not None and entry.disabled
-            reason = entry.reason if disabled else context.last_failure or "this call is new to it"
+            why = context.last_failure or "this call is new to it"
+            reason = entry.reason if entry is not None and entry.disabled else why
             agreement.choose(Choice.eager, reason, lasts=disabled)
         before = communicated() if several_ranks() else {}
         if agreement is not None:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from graphmod.step.buffers import can_swap, storage_over, swap_for_copy
+from graphmod.step.entry import Entry
 from graphmod.torch_private import is_traceable_wrapper_subclass, storage_uses
 from graphmod.trace.operations import address
 
@@ -42,7 +43,9 @@ class GradientBuffer:
         entry: the signature whose captured call left it behind; None of one that a backward graph writes.
     """
 
-    def __init__(self, parameter: Tensor, memory: Tensor, entry: Any = None, whole: Whole | None = None) -> None:
+    def __init__(
+        self, parameter: Tensor, memory: Tensor, entry: Entry | None = None, whole: Whole | None = None
+    ) -> None:
         self.parameter, self.memory, self.entry, self._whole = parameter, memory, entry, whole
         self.passing: tuple[int, ...] = ()
         self.kind = kind_of(parameter)
@@ -234,7 +237,7 @@ class as_memory:
                 parameter.grad = grad
 
 
-def lend(parameter: Tensor, grad: Tensor, made: Callable[[int], bool], entry: Any) -> GradientBuffer | Tensor:
+def lend(parameter: Tensor, grad: Tensor, made: Callable[[int], bool], entry: Entry) -> GradientBuffer | Tensor:
     """Sets `.grad` to a tensor that may be kept while a graph writes `grad`, which its capture left there.
 
     Args:
@@ -254,7 +257,7 @@ def lend(parameter: Tensor, grad: Tensor, made: Callable[[int], bool], entry: An
 _PART = "_local_tensor"
 
 
-def is_split(tensor: Tensor) -> bool:
+def is_split(tensor: Any) -> bool:
     """Whether a tensor is a DTensor."""
     return hasattr(tensor, "device_mesh") and is_traceable_wrapper_subclass(tensor)
 
@@ -264,7 +267,7 @@ def part(tensor: Tensor) -> Tensor:
     return getattr(tensor, _PART) if is_split(tensor) else tensor
 
 
-def alike(one: Tensor, other: Tensor) -> bool:
+def alike(one: Any, other: Any) -> bool:
     """Whether two tensors are split in the same way, or both not at all."""
     if not (is_split(one) and is_split(other)):
         return is_split(one) is is_split(other)
@@ -280,7 +283,7 @@ class Whole:
 
     __slots__ = ("_form", "_held", "_kind", "_size", "_stride")
 
-    def __init__(self, like: Tensor) -> None:
+    def __init__(self, like: Any) -> None:
         names, self._form = like.__tensor_flatten__()
         self._held = {name: getattr(like, name) for name in names if name != _PART}
         self._kind: Any = type(like)

@@ -25,6 +25,7 @@ from graphmod.step.buffers import StaticInput, static_inputs, unlike_eager
 from graphmod.step.context import Context
 from graphmod.step.entry import Entry
 from graphmod.step.gradients import GradientBuffer, as_memory, lend, memory_of
+from graphmod.step.recording import Recording
 from graphmod.step.results import Results, resolved
 from graphmod.step.tape import Tape
 from graphmod.step.watch import Watch, refuse_unseen
@@ -77,7 +78,7 @@ class StepGraph:
             `wrap.exchange`.
     """
 
-    def __init__(self, context: Context, entry: Entry, tape: Tape, recording: Any) -> None:
+    def __init__(self, context: Context, entry: Entry, tape: Tape, recording: Recording) -> None:
         self.context, self.entry, self.tape, self.recording = context, entry, tape, recording
         self.index = -1
         self.graph: Any = None
@@ -120,16 +121,16 @@ class StepGraph:
             reason = passed.changed() or passed.returned(result) or unlike_eager(self.inputs, call.leaves, recorder)
             if reason is not None:
                 raise CaptureRefused(reason)
-            originals = {id(view): view._base for view in self.stand_ins.values()}
+            originals = {id(view): view._base for view in self.stand_ins.values() if view._base is not None}
             held = {*map(id, owned), *(id(tensor) for _, _, tensor in guards.slots)}
             clone, returned = context.config.clone_outputs, recording.returned
             self.results = Results(result, given, recorder, entry, returned, originals, held, clone)
             self._find_parameters(given, identities, recorder, oldest)
 
-        grad = torch.is_grad_enabled()
+        enabled = torch.is_grad_enabled()
 
         def capture(undo: Undo) -> Any:
-            undo.then(lambda error: is_interrupt(error) and torch.set_grad_enabled(grad))
+            undo.then(lambda error: is_interrupt(error) and torch.set_grad_enabled(enabled))
             undo.enter(as_memory(owned))
             undo.enter(own_ends(self, guards, identities))
             pool, script = self.tape.arena.pool, recording.script
@@ -178,8 +179,8 @@ class StepGraph:
         # Gradients that it leaves behind lie in the pool and may be accumulated into by whoever runs instead; its own
         # generators would have to be put back.
         self.starts_early = self.graph.start is not None and not generators and not self._grads_after
-        copied = [(i, one) for i, one in enumerate(self.inputs) if one.buffer is not None]
-        self._copied = [(i, one.buffer) for i, one in copied if address(one.tensor) in seen.read]  # others stay unused
+        copied = [(i, one.buffer, one.tensor) for i, one in enumerate(self.inputs) if one.buffer is not None]
+        self._copied = [(i, buffer) for i, buffer, one in copied if address(one) in seen.read]  # others stay unused
         self._adopted = [(i, one.pointer) for i, one in enumerate(self.inputs) if one.buffer is None]
         for _, buffer in self._copied:
             buffer.users += 1
@@ -298,6 +299,7 @@ class StepGraph:
             SuccessorFailed: it failed, and may have changed something.
         """
         context, run, first = self.context, self.successor, not self.succeeded
+        assert run is not None, "asked where there is one"
         began = time.perf_counter()
         self.succeeded = True
         try:
@@ -322,7 +324,7 @@ class StepGraph:
         backend = self.context.group.backend
         backend.prepare_capture()
         captured, result = backend.capture(run, self.tape.arena.pool, [], [], split=False)
-        if result is not None or not captured.seen.outside:
+        if result is not None or captured.seen is None or not captured.seen.outside:
             captured.discard()
             raise CaptureRefused(
                 "code that takes the place of a graph returns nothing, and works on tensors from outside"
@@ -333,9 +335,9 @@ class StepGraph:
         """Does what the captured Python code did to gradients and version counters; `leaves` are the call's tensor
         arguments, if it had others than the call before."""
         for parameter, left in self._grads_after:
-            grad = left
-            if isinstance(left, GradientBuffer):
-                grad = left.copy() if self.entry.copies_out else left.tensor
+            grad = left.tensor if isinstance(left, GradientBuffer) else left
+            if isinstance(left, GradientBuffer) and self.entry.copies_out:
+                grad = left.copy()
             if parameter.grad is not grad:
                 parameter.grad = grad
         if self._written:
@@ -344,7 +346,7 @@ class StepGraph:
             torch.autograd.graph.increment_version(self.inputs[index].tensor if leaves is None else leaves[index])
 
 
-def _runs_backward(graph: Any) -> bool:
+def _runs_backward(graph: StepGraph) -> bool:
     """Whether the callable runs a backward itself."""
     if isinstance(graph.context.root, nn.Module):
         return False
@@ -371,9 +373,9 @@ class own_ends:
         given: the identities of its arguments. It has aliases of those, and calls before this one led to their nodes.
     """
 
-    def __init__(self, graph: Any, found: Guards, given: set[int]) -> None:
+    def __init__(self, graph: StepGraph, found: Guards, given: set[int]) -> None:
         self._graph, self._backend, self._places = graph, graph.context.group.backend, _replaced(graph, found)
-        self._parameters = {id(parameter): parameter for _, _, parameter in self._places}
+        self._parameters: dict[int, Tensor] = {id(parameter): parameter for _, _, parameter in self._places}
         # Then the backward goes on behind the views, to nodes of the capture too.
         self._within = _runs_backward(graph) and not graph.context.group.busy
         self._renewed = _to_renew(graph, found, given, set(self._parameters))
@@ -392,7 +394,7 @@ class own_ends:
         self._backend.renew_accumulators(self._renewed)
 
 
-def _replaced(graph: Any, found: Guards) -> list[tuple[dict, str, nn.Parameter]]:
+def _replaced(graph: StepGraph, found: Guards) -> list[tuple[dict, str, nn.Parameter]]:
     """The places of parameters in modules that are to be given views."""
     context, entry = graph.context, graph.entry
     owned = found.parameters()
@@ -408,7 +410,7 @@ def _replaced(graph: Any, found: Guards) -> list[tuple[dict, str, nn.Parameter]]
     return [place for place in found.attributes if id(place[2]) in wanted and place[2].requires_grad]
 
 
-def _to_renew(graph: Any, found: Guards, given: set[int], stood_in: set[int]) -> list[nn.Parameter]:
+def _to_renew(graph: StepGraph, found: Guards, given: set[int], stood_in: set[int]) -> list[Tensor]:
     context = graph.context
     known = {id(parameter): parameter for parameter in (*found.parameters(), *context.around.parameters)}
     keep = stood_in | context.group.shared.keys()

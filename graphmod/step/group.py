@@ -9,6 +9,7 @@ import logging
 import math
 import time
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from graphmod.backend import Backend, default_device, make_backend
 from graphmod.config import BackendName
 from graphmod.ranks.fully_shard import FixedPlaces
 from graphmod.signature.modes import key_reader
+from graphmod.step.entry import Entry
 from graphmod.step.gradients import GradientBuffer, Passing
 from graphmod.step.log import Said
 from graphmod.step.tape import MOST_ARENAS, Arena, Tape
@@ -56,8 +58,10 @@ class Group:
     result of its graphs is held.
     """
 
+    backend: Backend  # from `settle` on
+
     def __init__(self) -> None:
-        self.backend: Backend | None = None
+        self.settled = False  # on a backend
         self._guessed = False  # the device: no tensor was known
         self.held_back = False
         self.modes = key_reader("cpu")  # of the present call, as they matter to the backend
@@ -100,14 +104,17 @@ class Group:
         Raises:
             ConfigError: the backend `name` cannot work there.
         """
-        before = self.backend
         corrected = misguessed and self._guessed
         self.held_back = False
-        if before is None or (device not in (None, before.device) and (device.type == "cuda" or corrected)):
+        changes = not self.settled or (
+            device is not None and device != self.backend.device and (device.type == "cuda" or corrected)
+        )
+        if changes:
             self.held_back = any(arena.in_flight for arena in self.arenas)
             if self.held_back:
                 return False
             self.backend = make_backend(name, device or default_device(name))
+            self.settled = True
             self._guessed = device is None and name is BackendName.auto
             self._free_graphs()
             if not self.backend.on_gpu:
@@ -118,12 +125,12 @@ class Group:
             with torch.inference_mode(False):
                 self.anchor = torch.empty(0, device=device, requires_grad=True)
                 self.anchor_node = torch.autograd.graph.get_gradient_edge(self.anchor).node
-        return self.backend is not before
+        return changes
 
     @property
     def gpu(self) -> int | None:
         """Index of the GPU on which it captures; None in the emulator."""
-        return self.backend.device.index if self.backend is not None and self.backend.on_gpu else None
+        return self.backend.device.index if self.settled and self.backend.on_gpu else None
 
     def learn(self, parameters: list[Tensor]) -> None:
         """Takes in the parameters of one of its modules; those that others have too are shared."""
@@ -142,7 +149,7 @@ class Group:
 
     # -- where a forward may run ---------------------------------------------------------------------------------
 
-    def growing_tape(self, entry: Any) -> Tape | None:
+    def growing_tape(self, entry: Entry) -> Tape | None:
         """The tape of a pass under way whose end has been reached, so that a new graph of this signature may follow on
         it. It may as often as calls of it had a backward in one pass before: a result that is only held, and will
         never have one, makes no tape grow."""
@@ -150,7 +157,7 @@ class Group:
         found = None
         for arena in self.arenas:
             tape = arena.active
-            if not arena.in_flight or not tape.at_end or tape.dropped:
+            if not arena.in_flight or tape is None or not tape.at_end or tape.dropped:
                 continue
             there = sum(graph.tape is tape for graph in entry.graphs)
             if there < max(entry.most_backwards, 1) and (found is None or arena.began > found.arena.began):
@@ -229,7 +236,7 @@ class Group:
     def _probe(self) -> Tensor | None:
         return next((p for p in self.parameters if p.requires_grad), None)
 
-    def share(self, parameters: list[Tensor], lasting: bool = False) -> None:
+    def share(self, parameters: Sequence[Tensor], lasting: bool = False) -> None:
         """Notes parameters as shared, with `lasting` also beyond a `release`."""
         self.shared.update((id(parameter), parameter) for parameter in parameters)
         if lasting:

@@ -104,6 +104,6 @@ def _capturable(reason: str) -> str:
     kind = getattr(torch.optim, name[1], None) if name else None
     known = () if kind is None else inspect.signature(kind.__init__).parameters
     flags = ", ".join(f"{flag}=True" for flag in ("fused", "capturable") if flag in known)
-    if not flags:
+    if name is None or not flags:
         return "Keep its step() outside of the captured callable."
     return f"Build {name[1]} with {flags}."

@@ -72,6 +72,7 @@ class Recording:
         settles: bool,
         functions: Any,
     ) -> None:
+        assert seen.script is not None, "whoever records has one"
         self.script = seen.script
         self.host_draws = HostDraws(seen.on_gpu) if seen.host_draws is None else seen.host_draws
         self.generators = seen.generators

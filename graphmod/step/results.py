@@ -59,25 +59,23 @@ def shared_parts(tensors: list[Tensor | None]) -> dict[int, int]:
     Raises:
         CaptureRefused: two share some of their elements only.
     """
-    by_storage: dict[int, list[int]] = {}
+    by_storage: dict[int, list[tuple[int, Tensor]]] = {}
     for place, tensor in enumerate(tensors):
         if tensor is not None and address(tensor):
-            by_storage.setdefault(address(tensor), []).append(place)
+            by_storage.setdefault(address(tensor), []).append((place, tensor))
     found: dict[int, int] = {}
-    for places in by_storage.values():
-        places.sort(key=lambda place: (-tensors[place].numel(), not tensors[place].requires_grad, place))
-        owners: list[int] = []
-        for place in places:
-            for owner in owners:
-                if _within(tensors[place], tensors[owner]):
-                    found[place] = owner
-                    break
+    for placed in by_storage.values():
+        owners: list[tuple[int, Tensor]] = []
+        for place, tensor in sorted(placed, key=lambda one: (-one[1].numel(), not one[1].requires_grad, one[0])):
+            owner = next((index for index, other in owners if _within(tensor, other)), None)
+            if owner is None:
+                owners.append((place, tensor))
             else:
-                owners.append(place)
+                found[place] = owner
     return found
 
 
-def _span(tensor: Tensor) -> tuple[int, int]:
+def _span(tensor: Any) -> tuple[int, int]:
     """The bytes of its storage between which a tensor lies."""
     first = tensor.storage_offset() * tensor.element_size()
     last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))

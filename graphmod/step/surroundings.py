@@ -117,7 +117,8 @@ class Surroundings:
 
 def _modules_and_tensors_of(root: Callable) -> Iterator[nn.Module | Tensor]:
     """Those that a callable closes over, names or holds in attributes."""
-    queue, seen = [(root, 0)], set()
+    queue: list[tuple[Any, int]] = [(root, 0)]
+    seen: set[int] = set()
     while queue and len(seen) < _MOST:
         value, depth = queue.pop(0)
         if id(value) in seen or depth > _DEPTH:

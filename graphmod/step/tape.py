@@ -78,7 +78,7 @@ class Arena:
     """
 
     def __init__(self, backend: Backend) -> None:
-        self.pool = backend.new_pool()
+        self.pool: Any = backend.new_pool()  # of the kind that this backend takes
         self.active: Tape | None = None
         self.in_flight = 0
         self.passes = 0

@@ -16,6 +16,7 @@ from torch import distributed, nn
 
 from graphmod.ranks.data_parallel import Depth
 from graphmod.step.account import Account
+from graphmod.step.context import Context
 from graphmod.step.dispatch import run_again
 from graphmod.trace.dispatch import is_recording
 from graphmod.wrap.target import MARK, Target
@@ -37,7 +38,8 @@ class Body(Target):
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
         self.passed_over = False
-        self._account, self._opened_with = Account(0), None
+        self._account = Account(0)
+        self._opened_with: Account | None = None
         self._unused = 0
 
     def passes_on(self) -> bool:
@@ -61,7 +63,7 @@ class Body(Target):
         finally:
             as_plain.count = depth
 
-    def _context(self) -> Any:
+    def _context(self) -> Context | None:
         """Of the wrapper; None where there is none any more."""
         mark = self.module.__dict__.get(MARK)
         return None if mark is None else mark.graphed._context
@@ -69,7 +71,7 @@ class Body(Target):
     def _comes_late(self) -> bool:
         return _has_ranks() or any(map(_post_accumulate_hooks, self.module.parameters()))
 
-    def _expects_graph(self, context: Any) -> bool:
+    def _expects_graph(self, context: Context) -> bool:
         """Whether calls like this one, which runs without a graph, are going to have one."""
         entry = _last_used(context)
         late = self._comes_late()
@@ -91,7 +93,7 @@ class Body(Target):
             _drop_graphs(context)
 
 
-def _drop_graphs(context: Any) -> None:
+def _drop_graphs(context: Context) -> None:
     """Frees the graphs of a wrapper, and the pools in which no others are left."""
     tapes = {graph.tape for entry in context.entries for graph in entry.graphs}
     context.drop(*tapes)
@@ -100,7 +102,7 @@ def _drop_graphs(context: Any) -> None:
             arena.pool.release()
 
 
-def _is_refused(context: Any) -> bool:
+def _is_refused(context: Context | None) -> bool:
     return context is not None and context.entries.state == "disabled"
 
 

@@ -105,8 +105,10 @@ def wrap(model: nn.Module, config: CUDAGraphConfig, names: list[str], body: str 
         # Modules beside the body do not know of what it uses, because it is not captured with them.
         tied = _tied_outside(model, inside if name in inside else beside, graphed._root)
         graphed._context.group.share(tied, lasting=True)
-    around = None if body is None else model.get_submodule(body)
-    if around is not None and MARK not in around.__dict__ and len(groups) == 1:
+    if body is None or len(groups) > 1:
+        return wrapped
+    around = model.get_submodule(body)
+    if MARK not in around.__dict__:
         graphed = _in_place(around, CUDAGraphModule(around, config, name=body, call=Body(around)))
         graphed._context.group.share(_tied_outside(model, [body], around), lasting=True)
         graphed._context.group.gradients = wrapped[0]._context.group.gradients  # the same addresses, whoever serves

@@ -316,14 +316,14 @@ class CUDAGraphModule(nn.Module):
         self.reset()  # code may ask for it
         return self._root
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
         """Takes what was saved from the module itself, too, whose names have no `module.` in front."""
         names = list(self._root.state_dict()) if isinstance(self._root, nn.Module) else []
         if not any(f"{prefix}module.{name}" in state_dict for name in names):
             for name in names:
                 if prefix + name in state_dict:
                     state_dict[f"{prefix}module.{name}"] = state_dict.pop(prefix + name)
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     # -- copies ----------------------------------------------------------------------------------------------------
 
