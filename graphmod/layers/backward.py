@@ -9,20 +9,16 @@ another graph can touch them, and all graphs of a parameter (other shapes, other
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from graphmod.errors import CaptureRefused
 from graphmod.guards.guards import Guards
-from graphmod.ranks.fully_shard import taken_together
 from graphmod.step.buffers import StaticInput, StaticOutput
-from graphmod.step.gradients import GradientBuffer, Loans, Passing, Whole, is_split, kind_of, part
-from graphmod.step.group import Group
-from graphmod.torch_private import foreach_add_
+from graphmod.step.gradients import GradientBuffer, Loans, Passing, Whole, is_split, part
 
 Gradients = list[tuple[Tensor, Tensor | None]]  # (parameter, its gradient)
 _is_not, _NOTHING = operator.is_not, repeat(None)
@@ -46,6 +42,7 @@ def changed_in_place(name: str) -> RuntimeError:
     )
 
 
+@dataclass(eq=False, repr=False)
 class BackwardGraph:
     """One captured backward.
 
@@ -54,7 +51,7 @@ class BackwardGraph:
         inputs: per output of the forward, where its gradient is read, or None if there was none at capture.
         copied: of those, index and buffer of each that is copied.
         results: per differentiable input and hooked parameter of the forward, its gradient, or None.
-        wholes: likewise, what makes it again of that where it is a DTensor, or None.
+        wholes: per result, what makes it again where it is a DTensor, or None.
         saved, weights: outputs and parameters of the forward that the backward reads again; `weights_at` their
             addresses.
         written: the buffers of the gradients that the graph overwrites.
@@ -68,30 +65,24 @@ class BackwardGraph:
             added afterwards.
     """
 
-    def __init__(
-        self,
-        graph: Any,
-        inputs: list[StaticInput | None],
-        results: list[StaticOutput | None],
-        wholes: list[Whole | None],
-        written: list[GradientBuffer],
-        accumulated: list[tuple[GradientBuffer, Tensor]],
-        *,
-        saved: list[StaticOutput],
-        weights: list[Tensor],
-        guards: Guards | None,
-        held: list[Tensor],
-        passing: Loans | None,
-        passed: Passing,
-    ) -> None:
-        self.graph, self.inputs, self.results, self.wholes = graph, inputs, results, wholes
-        self.written, self.accumulated, self.saved, self.held = written, accumulated, saved, held
-        self.weights, self._any_split = weights, any(map(is_split, weights))
+    graph: Any
+    inputs: list[StaticInput | None]
+    results: list[StaticOutput | None]
+    wholes: list[Whole | None]
+    written: list[GradientBuffer]
+    accumulated: list[tuple[GradientBuffer, Tensor]]
+    saved: list[StaticOutput]
+    weights: list[Tensor]
+    guards: Guards | None
+    held: list[Tensor]
+    passing: Loans | None
+    passed: Passing
+
+    def __post_init__(self) -> None:
+        self._any_split = any(map(is_split, self.weights))
         self.weights_at = self._addresses()
-        self.guards = guards
-        self.passing, self.passed = passing, passed
-        self.copied = [(i, item.buffer) for i, item in enumerate(inputs) if item is not None and item.buffer]
-        self.parameters, self.loans = [buffer.parameter for buffer in written], Loans(written)
+        self.copied = [(i, item.buffer) for i, item in enumerate(self.inputs) if item is not None and item.buffer]
+        self.parameters, self.loans = [buffer.parameter for buffer in self.written], Loans(self.written)
         self.index = -1
         self.apart = False
 
@@ -209,88 +200,3 @@ class BackwardGraph:
         for grad, more in (*before, *add):
             grad.add_(more)
         return not clear and not before and (self.apart or not add)
-
-
-def buffers_for(group: Group, parameters: list[Tensor]) -> list[GradientBuffer]:
-    """The gradient buffer of each parameter, made where it has none. The memory may be written where the gradient is
-    not there now; that of those that are passing, once `Passing.claim` has said so."""
-    buffers, together = [], taken_together(parameters)
-    others = {one for members in together.values() for one in members} - set(map(id, parameters))
-    taken = {buffer.memory.data_ptr() for one in others if (buffer := group.gradients.get(one)) and buffer.passing}
-    for parameter in parameters:
-        buffer = group.gradients.get(id(parameter))
-        passes = id(parameter) in together and parameter.grad is None
-        if buffer is not None and (buffer.kind != kind_of(parameter) or bool(buffer.passing) is not passes):
-            buffer = None
-        if passes:
-            if buffer is None or buffer.memory.data_ptr() in taken:
-                buffer = GradientBuffer(parameter, group.passing.memory_for(parameter, taken))
-                buffer.passing = together[id(parameter)]
-            taken.add(buffer.memory.data_ptr())
-        elif buffer is None or (parameter.grad is not buffer.tensor and not buffer.evacuate()):
-            buffer = GradientBuffer(parameter, torch.empty_like(parameter, requires_grad=False))
-        group.gradients[id(parameter)] = buffer
-        buffers.append(buffer)
-    return buffers
-
-
-def targets_for(buffers: list[GradientBuffer], apart: bool) -> list[Tensor | None]:
-    """What a captured backward adds each gradient to; None where it overwrites the buffer.
-
-    Args:
-        apart: gradients that the user put in place are added to outside of the graph.
-    """
-    found: list[Tensor | None] = []
-    for buffer in buffers:
-        grad = buffer.parameter.grad
-        own = grad is not None and grad.data_ptr() == buffer.memory.data_ptr()
-        found.append(buffer.memory if own else None if apart else grad)
-    return found
-
-
-def store(
-    gradients: Gradients, buffers: list[GradientBuffer], into: list[Tensor | None], aimed: Collection[int]
-) -> tuple[list[GradientBuffer], list[tuple[GradientBuffer, Tensor]], bool]:
-    """Inside a capture: brings the gradients to where they stay.
-
-    Args:
-        into: what each is added to, None where it is written to its buffer.
-        aimed: positions of the parameters for whose gradient an operation was given the buffer.
-
-    Returns:
-        The buffers that are written, those that are added to with the tensor that is, and whether something else than
-        the gradient was computed into any of the buffers.
-
-    Raises:
-        CaptureRefused: a gradient is sparse.
-    """
-    written, accumulated, parts = [], [], []
-    missed = False
-    for position, ((parameter, grad), buffer, target) in enumerate(zip(gradients, buffers, into, strict=True)):
-        if grad is None:
-            missed = missed or position in aimed
-            continue
-        if grad.layout is not torch.strided:
-            raise CaptureRefused(
-                f"has a sparse gradient for a parameter of shape {tuple(parameter.shape)}, whose size may be another "
-                "in each step; use sparse=False, or keep that module out of the graph"
-            )
-        if target is not None:
-            accumulated.append((buffer, target))
-            parts.append(real(grad))
-            continue
-        memory = buffer.memory
-        if grad._is_zerotensor() or grad.data_ptr() != memory.data_ptr() or grad.stride() != memory.stride():
-            memory.copy_(real(grad))
-            missed = missed or position in aimed
-        written.append(buffer)
-    if accumulated:
-        foreach_add_([target for _, target in accumulated], parts)
-    return written, accumulated, missed
-
-
-def real(tensor: Tensor) -> Tensor:
-    """The tensor itself, or zeros in memory of their own for what autograd only says is zero."""
-    if not tensor._is_zerotensor():
-        return tensor
-    return torch.zeros(tensor.size(), dtype=tensor.dtype, device=tensor.device)

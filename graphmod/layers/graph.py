@@ -217,18 +217,8 @@ class Ticket:
     witness, where autograd is to accumulate that itself."""
 
     __slots__ = (
-        "__weakref__",
-        "arena",
-        "before",
-        "done",
-        "finished",
-        "graph",
-        "node",
-        "of_witness",
-        "passed",
-        "random_state",
-        "versions",
-        "weights",
+        "__weakref__", "arena", "before", "done", "finished", "graph", "node", "of_witness", "passed", "random_state",
+        "versions", "weights",
     )  # fmt: skip
 
     def __init__(self, arena: Arena, graph: LayerGraph, random_state: Any) -> None:

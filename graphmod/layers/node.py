@@ -22,9 +22,9 @@ from graphmod.ranks.agreement import Choice
 from graphmod.ranks.ballot import LateRanks
 from graphmod.signature.flattening import rebuild
 from graphmod.signature.modes import FOREIGN, entered_again
-from graphmod.step.account import REPLAY
 from graphmod.step.buffers import apart
 from graphmod.step.dispatch import agrees, run_again
+from graphmod.step.entry import REPLAY
 from graphmod.step.log import cause_of
 from graphmod.torch_private import keeps_graph, will_run
 from graphmod.trace.undo import let_through

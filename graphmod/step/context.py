@@ -19,8 +19,7 @@ from graphmod.config import CUDAGraphConfig, Verify
 from graphmod.errors import CaptureRefused, VerificationFailed
 from graphmod.guards.guards import Guards
 from graphmod.signature.call import Call
-from graphmod.step.account import Account
-from graphmod.step.entry import Entry, GraphStats, Registry
+from graphmod.step.entry import Account, Entry, GraphStats, Registry
 from graphmod.step.group import Group
 from graphmod.step.log import reason_of
 from graphmod.step.recording import Recording
@@ -240,5 +239,7 @@ class Context:
         most = self.config.max_failures
         if entry.failed(reason, most):
             self.drop(*{graph.tape for graph in entry.graphs})
-            self.log_once(f"{self.name!r} stays eager after {most} such failures in a row; force_enable() tries "
-                "again, and so do some later calls")
+            self.log_once(
+                f"{self.name!r} stays eager after {most} such failures in a row; force_enable() tries "
+                "again, and so do some later calls"
+            )

@@ -15,9 +15,9 @@ from typing import Any
 from torch import distributed, nn
 
 from graphmod.ranks.data_parallel import Depth
-from graphmod.step.account import Account
 from graphmod.step.context import Context
 from graphmod.step.dispatch import run_again
+from graphmod.step.entry import Account
 from graphmod.trace.dispatch import is_recording
 from graphmod.wrap.target import MARK, Target
 

@@ -9,7 +9,7 @@ from test_results import two
 from torch import nn
 
 from graphmod import CUDAGraphModule, graph_layers
-from graphmod.step.account import Account
+from graphmod.step.entry import Account
 
 STEPS = 120
 
