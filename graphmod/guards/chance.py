@@ -3,7 +3,7 @@
 import random
 import sys
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,17 +23,15 @@ class Chance:
 
     Those of `random` and `numpy.random`, and each generator that the call's code was seen to use.
 
-    Args:
-        host_draws: is told what code draws from them.
+    Attributes:
+        draws: is told what code draws from them, and what that does with the numbers; see `host_draws`.
     """
 
-    def __init__(self, host_draws: HostDraws | None = None) -> None:
-        self._draws = host_draws
+    def __init__(self, draws: HostDraws | None = None) -> None:
+        self.draws = draws
         self._kinds = frozenset(map(identity, kinds_followed()))
-        self.floats: dict[float, int] = {} if host_draws is None else host_draws.floats
-        self._states: list[tuple[Any, Any, tuple | None]] = []
-        self._of_torch: list[tuple[torch.Generator, torch.Tensor, tuple | None]] = []
-        self._known: set[int] = set()
+        self._states: dict[int, tuple[Any, Any, tuple | None]] = {}  # by identity of the generator, which it holds
+        self._of_torch: dict[int, tuple[torch.Generator, torch.Tensor, tuple | None]] = {}
         self._of_system: tuple | None = None
         self.meet(random._inst, None)
         mtrand = sys.modules.get("numpy.random.mtrand")
@@ -52,20 +50,17 @@ class Chance:
             value = value.__self__
         if recorder is not None and _is_generator(value):
             recorder.note_generator(value)
-        elif _is_generator(value) and identity(value) not in self._known:
-            self._known.add(identity(value))
-            self._of_torch.append((value, value.get_state(), where))
+        elif _is_generator(value) and identity(value) not in self._of_torch:
+            self._of_torch[identity(value)] = (value, value.get_state(), where)
         if not is_random(value):
             return
-        if identity(value) not in self._known:
-            self._known.add(identity(value))
-            self._states.append((value, _state(value), where))
-            if self._draws is not None and identity(type(value)) in self._kinds:
-                self._draws.begin(value)
-        elif where is not None:
-            for index, (known, before, line) in enumerate(self._states):
-                if known is value and line is None:
-                    self._states[index] = (known, before, where)
+        known = self._states.get(identity(value))
+        if known is None:
+            self._states[identity(value)] = (value, _state(value), where)
+            if self.draws is not None and identity(type(value)) in self._kinds:
+                self.draws.begin(value)
+        elif known[2] is None:
+            self._states[identity(value)] = (*known[:2], where)
 
     def ask_system(self, where: tuple) -> None:
         """Takes in that code at `where` is about to ask the system for random bytes, which has no state to compare."""
@@ -73,30 +68,27 @@ class Chance:
 
     def drawn(self) -> tuple[str, tuple | None] | None:
         """The library whose generator was drawn from, and the code and line that used it first; None where none was."""
-        for value, before, where in self._states:
-            drawn_at = None if self._draws is None else self._draws.drawn_at.get(id(value))
-            if drawn_at is not None and not self._draws.followed:
-                return type(value).__module__.partition(".")[0], drawn_at
-            if drawn_at is None and _state(value) != before:
-                return type(value).__module__.partition(".")[0], where
+        drawn_at, followed = ({}, False) if self.draws is None else (self.draws.drawn_at, self.draws.followed)
+        for value, before, where in self._states.values():
+            known = id(value) in drawn_at
+            if not followed if known else _state(value) != before:
+                return type(value).__module__.partition(".")[0], drawn_at.get(id(value), where)
         return None if self._of_system is None else ("os", self._of_system)
 
     def moved(self) -> tuple | None:
         """The code and line that used one of torch's generators first which has moved, where no recorder follows it;
         None where none has. The default ones are every capture's own."""
         default = (torch.default_generator, *torch.cuda.default_generators)
-        for value, before, where in self._of_torch:
+        for value, before, where in self._of_torch.values():
             if not any(value is one for one in default) and not torch.equal(value.get_state(), before):
                 return where
         return None
-
-    # -- numbers that choose a branch, see `host_draws` ----------------------------------------------------------
 
     def draw(self, function: Any, given: list, where: tuple, is_old: Callable[[Any], bool]) -> None:
         """Takes in that code at `where` is about to call a function, which may be a method of a generator."""
         bound = identity(type(function)) in _BOUND
         owner = function.__self__ if bound else given[0] if given else None
-        if self._draws is None or identity(type(owner)) not in self._kinds:
+        if self.draws is None or identity(type(owner)) not in self._kinds:
             return
         if not bound:
             name = getattr(function, "__name__", "")
@@ -105,25 +97,8 @@ class Chance:
             function, given = getattr(owner, name), given[1:]
         self.meet(owner, where)
         if not is_old(owner):  # another one is made in each call
-            self._draws.escaped()
-        self._draws.draw(function, given, where)
-
-    def reads(self, tensor: Any) -> None:
-        """Takes in that code is about to read a tensor as the number it is."""
-        if self._draws is not None and isinstance(tensor, torch.Tensor):
-            self._draws.expected = tensor
-
-    def is_drawn(self, values: Iterable[Any], is_old: Callable[[Any], bool]) -> bool:
-        """Whether one of these values is, or holds, a number that was drawn."""
-        return self._draws is not None and any(self._draws.is_drawn(value, is_old) for value in values)
-
-    def compared(self, how: str, left: Any, right: Any) -> None:
-        """Takes in that code compares two numbers, of which one was drawn."""
-        self._draws.compared(how, left, right)
-
-    def used(self) -> None:
-        """Takes in that code does something else with a number that was drawn."""
-        self._draws.escaped()
+            self.draws.escaped()
+        self.draws.draw(function, given, where)
 
 
 def _state(generator: Any) -> Any:

@@ -92,31 +92,24 @@ class Reading:
 
     def __init__(self, notes: Notes) -> None:
         self._notes = notes
+        self._draws = notes.chance.draws
         self._globals: set[tuple[int, str, str]] = set()  # which were looked at: identity of the dict, name, file
         self._of_classes: dict[int, types.MappingProxyType] = {}  # identity of a dict -> the view of it that lasts
 
     def step(self, frame: FrameType, step: Step) -> None:
         """An instruction of a frame is about to run."""
         do, count, argument, reach, line = step
-        notes = self._notes
+        notes, draws = self._notes, self._draws
         notes.where, notes.frame = (frame.f_code, line), frame
         try:
             values = top(frame, count, reach) if count else []
-            numbers = notes.chance.floats and frame.f_code.co_filename != _RANDOM
-            if numbers and notes.chance.is_drawn(values, notes.ages.is_old):
-                self._drawn(do, argument, values)
+            if draws is not None and draws.floats and frame.f_code.co_filename != _RANDOM:
+                draws.used(values, argument if do is Reading.compare else None, notes.ages.is_old)
             do(self, frame, argument, values)
         except Exception as error:  # what code uses may be of any kind; the user's call goes on
             notes.cannot_read(error)
         finally:
             notes.frame = None
-
-    def _drawn(self, do: Callable, argument: Any, values: list) -> None:
-        """An instruction is about to use a number that was drawn on the host."""
-        if do is Reading.compare:
-            self._notes.chance.compared(argument, *values)
-        else:
-            self._notes.chance.used()
 
     # -- values that are used as a whole -------------------------------------------------------------------------
 
@@ -140,7 +133,7 @@ class Reading:
                 self.use(value)
 
     def kept(self, frame: FrameType, argument: Any, values: list) -> None:
-        """What is kept may be used where nobody looks: in a backward, or by code in C. `_drawn` has looked at it."""
+        """What is kept may be used where nobody looks: in a backward, or by code in C. If it was drawn, `step` has told so."""
 
     def compare(self, frame: FrameType, how: str, values: list) -> None:
         self.each(frame, how, values)
@@ -418,7 +411,8 @@ def _items_named(reading: Reading, function: Any, given: list) -> None:
 
 
 def _number(reading: Reading, function: Any, given: list) -> None:
-    reading._notes.chance.reads(given[0])
+    if reading._draws is not None and isinstance(given[0], Tensor):
+        reading._draws.expected = given[0]
 
 
 def _of_system(reading: Reading, function: Any, given: list) -> None:

@@ -240,12 +240,23 @@ class HostDraws:
             return False
         return any(self.is_drawn(one, is_old) for one in (value.values() if isinstance(value, dict) else value))
 
-    def compared(self, how: str, left: Any, right: Any) -> None:
-        """Takes in that code compares two values, of which one was drawn. Where both look like it, each may be a
-        constant that happens to be the same: `random.choice((0.25, 0.5)) == 0.5`."""
-        if not (_is_number(left) and _is_number(right)):
-            self.escaped()
+    def used(self, values: list, comparison: str | None, is_old: Callable[[Any], bool]) -> None:
+        """Takes in that an instruction is about to use values, which may be, or hold, some of the numbers.
+
+        Args:
+            comparison: how it compares two values; None where it does something else.
+            is_old: see `is_drawn`.
+        """
+        if not self.is_drawn(values, is_old):
             return
+        if comparison is not None and all(map(_is_number, values)):
+            self._compare(comparison, *values)
+        else:
+            self.escaped()
+
+    def _compare(self, how: str, left: Any, right: Any) -> None:
+        """Keeps a comparison of two values, of which one was drawn. Where both look like it, each may be a constant
+        that happens to be the same: `random.choice((0.25, 0.5)) == 0.5`."""
         compare = _COMPARE[how]
         for one, other in itertools.product(self._may_be(left), self._may_be(right)):
             if type(one) is Drawn or type(other) is Drawn:
